@@ -1,0 +1,52 @@
+"""Which device holds which stage: a tuple with the device of every stage, in model order."""
+
+from megatron_vshape.core.passes import ScheduleError
+
+Placement = tuple[int, ...]
+
+
+def linear(num_devices: int) -> Placement:
+    """Return one stage per device, in order: 1F1B, GPipe, ZB-H1."""
+    return tuple(range(num_devices))
+
+
+def looping(num_devices: int, num_chunks: int) -> Placement:
+    """Return `num_chunks` rounds over the devices: interleaved 1F1B."""
+    return tuple(range(num_devices)) * num_chunks
+
+
+def v_shape(num_devices: int) -> Placement:
+    """Return there and back, so that a long lifespan meets a short one (paper, section 3)."""
+    return (*range(num_devices), *reversed(range(num_devices)))
+
+
+def stages_of(placement: Placement, num_devices: int) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of every device, in model order; a stage's index there is its chunk."""
+    held: list[list[int]] = [[] for _ in range(num_devices)]
+    for stage, device in enumerate(placement):
+        held[device].append(stage)
+    return tuple(map(tuple, held))
+
+
+def chunks_of(placement: Placement) -> tuple[int, ...]:
+    """Return the chunk of every stage: how many earlier stages its device holds."""
+    seen: dict[int, int] = {}
+    chunks = []
+    for device in placement:
+        chunks.append(seen.get(device, 0))
+        seen[device] = chunks[-1] + 1
+    return tuple(chunks)
+
+
+def check_placement(placement: Placement, num_devices: int) -> None:
+    """Raise ScheduleError unless every device of `num_devices` holds the same number of stages."""
+    strangers = [device for device in placement if not 0 <= device < num_devices]
+    if strangers:
+        raise ScheduleError(
+            f"the placement names device {strangers[0]}, but there are only {num_devices} devices"
+        )
+    counts = [placement.count(device) for device in range(num_devices)]
+    if len(set(counts)) != 1 or not counts[0]:
+        raise ScheduleError(
+            f"the placement gives the devices {counts} stages; every device must hold equally many"
+        )

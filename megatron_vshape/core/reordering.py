@@ -1,0 +1,182 @@
+"""Step 4: passes move into the idle slots of warm-up and cool-down, within the memory."""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import PARTS, Kind, Pass, need_table
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.simulate import PART_OF, unit_costs
+
+_FITS = 1e-9
+"""Slots are compared with this slack, so that sums of fractions still meet."""
+
+
+def reorder(schedule: Schedule, max_held: int, costs: Costs | None = None) -> Schedule:
+    """Return the schedule with idle slots filled from later in each device's order.
+
+    The devices run in simulated time. One that would idle takes a later pass that is ready, if
+    this delays nothing and never makes it hold more than `max_held` stage activations. Once a
+    device has at most `num_devices` forwards left it cools down: W waits until nothing else can
+    run or memory is needed. Where there is no idle time, as in a stable phase that repeats
+    cleanly, nothing moves.
+    """
+    costs = unit_costs(schedule) if costs is None else costs
+    order = _Reordering(schedule, max_held, costs).run()
+    return replace(schedule, order=order)
+
+
+class _Device:
+    """What one device still has to run, by kind and stage, and what it holds."""
+
+    def __init__(self, passes: tuple[Pass, ...]) -> None:
+        self.passes = passes
+        self.taken = bytearray(len(passes))
+        self.head = 0
+        self.queues: dict[tuple[Kind, int], list[int]] = {}
+        for at, work in enumerate(passes):
+            self.queues.setdefault((work.kind, work.stage), []).append(at)
+        for queue in self.queues.values():
+            queue.reverse()  # so that pop() takes the earliest
+        self.forwards = sum(work.kind is Kind.F for work in passes)
+        self.held = 0
+        self.clock = 0.0
+
+    def take(self, at: int) -> Pass:
+        """Remove the pass at `at`, which must be the first of its kind and stage."""
+        work = self.passes[at]
+        queue = self.queues[work.kind, work.stage]
+        queue.pop()
+        if not queue:
+            del self.queues[work.kind, work.stage]
+        self.taken[at] = 1
+        while self.head < len(self.passes) and self.taken[self.head]:
+            self.head += 1
+        if work.kind is Kind.F:
+            self.held += 1
+            self.forwards -= 1
+        elif work.kind is not Kind.B:
+            self.held -= 1
+        return work
+
+    def left_before(self, at: int) -> Iterator[Pass]:
+        """Yield the passes still to run that stand before position `at`."""
+        for place in range(self.head, at):
+            if not self.taken[place]:
+                yield self.passes[place]
+
+    def fits(self, at: int, max_held: int) -> bool:
+        """Return whether a forward moved here from `at` keeps every moment until then in memory."""
+        held = self.held + 1
+        if held > max_held:
+            return False
+        for work in self.left_before(at):
+            if work.kind is Kind.F:
+                held += 1
+                if held > max_held:
+                    return False
+            elif work.kind is not Kind.B:
+                held -= 1
+        return True
+
+
+Choice = tuple[float, int, int]
+"""A start, the rank among passes of that start (lower first), a position in the order."""
+
+
+class _Reordering:
+    def __init__(self, schedule: Schedule, max_held: int, costs: Costs) -> None:
+        stages = schedule.num_stages
+        self.schedule = schedule
+        self.max_held = max_held
+        self.needs = need_table(stages)
+        self.send = costs.send_us
+        self.time = {kind: [costs.time_us(kind, s) for s in range(stages)] for kind in Kind}
+        self.end: list[list[list[float | None]]] = [
+            [[None] * schedule.num_microbatches for _ in range(stages)] for _ in PARTS
+        ]
+        self.devices = [_Device(passes) for passes in schedule.order]
+
+    def run(self) -> tuple[tuple[Pass, ...], ...]:
+        """Run the devices in the order of their next starts; what is chosen first starts first."""
+        rows: list[list[Pass]] = [[] for _ in self.devices]
+        version = [0] * len(self.devices)
+        heap: list[tuple[float, int, int, int]] = []
+
+        def push(device: int) -> None:
+            version[device] += 1
+            choice = self._choose(device)
+            if choice is not None:
+                heapq.heappush(heap, (choice[0], device, version[device], choice[2]))
+
+        for device in range(len(self.devices)):
+            push(device)
+        while heap:
+            start, device, made, at = heapq.heappop(heap)
+            if made != version[device]:
+                continue
+            work = self.devices[device].take(at)
+            rows[device].append(work)
+            self._finish(device, work, start)
+            push(device)
+            for reader in self._readers(work):
+                if reader != device:
+                    push(reader)
+        return tuple(map(tuple, rows))
+
+    def _finish(self, device: int, work: Pass, start: float) -> None:
+        clock = start + self.time[work.kind][work.stage]
+        self.devices[device].clock = clock
+        for kind in work.parts():
+            self.end[PARTS.index(kind)][work.stage][work.microbatch] = clock
+
+    def _readers(self, work: Pass) -> Iterator[int]:
+        """Yield the devices of the stages before and after; only they can read the result."""
+        for stage in (work.stage - 1, work.stage + 1):
+            if 0 <= stage < self.schedule.num_stages:
+                yield self.schedule.placement[stage]
+
+    def _ready(self, device: int, work: Pass) -> float | None:
+        """Return when the pass's inputs are there; None while a pass before it has not run."""
+        ready = self.devices[device].clock
+        placement = self.schedule.placement
+        for part, stage in self.needs[PART_OF[work.kind]][work.stage]:
+            done = self.end[part][stage][work.microbatch]
+            if done is None:
+                return None
+            ready = max(ready, done + (self.send if placement[stage] != device else 0.0))
+        return ready
+
+    def _choose(self, device: int) -> Choice | None:
+        """Return what the device runs next: the head of its order, or what fits in before it."""
+        own = self.devices[device]
+        if own.head == len(own.passes):
+            return None
+        cooling = own.forwards <= self.schedule.num_devices
+        head = own.passes[own.head]
+        start = self._ready(device, head)
+        if head.kind is Kind.F and own.held + 1 > self.max_held:
+            start = None
+        if start is not None and start <= own.clock and not (cooling and head.kind is Kind.W):
+            return (start, 0, own.head)
+        return min(self._candidates(device, cooling, start), default=None)
+
+    def _candidates(self, device: int, cooling: bool, head_start: float | None) -> Iterator[Choice]:
+        """Yield the first pass of every kind and stage that may run next."""
+        own = self.devices[device]
+        for (kind, stage), queue in own.queues.items():
+            at = queue[-1]
+            start = self._ready(device, own.passes[at])
+            if start is None or (kind is Kind.F and not own.fits(at, self.max_held)):
+                continue
+            if cooling and kind is Kind.W:
+                yield (start, 3, at)
+            elif at == own.head or (cooling and self._only_weights_before(own, at)):
+                yield (start, 0, at)
+            elif head_start is None or start + self.time[kind][stage] <= head_start + _FITS:
+                yield (start, 1 if kind in (Kind.B, Kind.BW) else 2, at)
+
+    @staticmethod
+    def _only_weights_before(own: _Device, at: int) -> bool:
+        return all(work.kind is Kind.W for work in own.left_before(at))

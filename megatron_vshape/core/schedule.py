@@ -1,0 +1,245 @@
+"""Schedule: in which order every device runs its passes. Timeline: when it does."""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_vshape.core.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.placement import Placement, check_placement, chunks_of
+
+FORMAT = 1
+MAX_PASSES = 20_000_000
+"""More passes than any plan has; a file that asks for more is refused before memory is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The order in which every device runs its passes; it holds no times.
+
+    `placement[stage]` is the device of a stage, `order[device]` the passes of a device.
+    """
+
+    name: str
+    num_devices: int
+    num_microbatches: int
+    placement: Placement
+    order: tuple[tuple[Pass, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Return how many stages the model is cut into."""
+        return len(self.placement)
+
+    @property
+    def num_chunks(self) -> int:
+        """Return how many stages every device holds."""
+        return len(self.placement) // self.num_devices
+
+    @property
+    def splits_backward(self) -> bool:
+        """Return whether any weight gradient is a pass of its own."""
+        return any(each.kind is Kind.W for passes in self.order for each in passes)
+
+    def to_json(self) -> str:
+        """Return the schedule file's text; `from_json` reads it back."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "name": self.name,
+                "num_devices": self.num_devices,
+                "num_microbatches": self.num_microbatches,
+                "placement": list(self.placement),
+                "order": [[str(each) for each in passes] for passes in self.order],
+            }
+        )
+
+    def to_csv(self) -> str:
+        """Return one line per device, its passes separated by commas."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(self.order)
+        return text.getvalue()
+
+    @classmethod
+    def from_json(cls, text: str) -> "Schedule":
+        """Return the schedule in a file's text; its form is checked, `verify` checks its sense.
+
+        Raises:
+            ScheduleError: not JSON, not this format, a value of the wrong type, or no pass.
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ScheduleError(f"not JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise ScheduleError(f"a schedule file holds an object, not {type(data).__name__}")
+        if data.get("format") != FORMAT:
+            raise ScheduleError(
+                f"its format is {data.get('format')!r}; this version reads {FORMAT}"
+            )
+        for key in ("name", "num_devices", "num_microbatches", "placement", "order"):
+            if key not in data:
+                raise ScheduleError(f"the key {key!r} is missing")
+        return cls._from_fields(**{key: data[key] for key in data if key != "format"})
+
+    @classmethod
+    def _from_fields(
+        cls,
+        name: object = None,
+        num_devices: object = None,
+        num_microbatches: object = None,
+        placement: object = None,
+        order: object = None,
+        **unknown: object,
+    ) -> "Schedule":
+        if unknown:
+            raise ScheduleError(f"unknown key {sorted(unknown)[0]!r:.80}")
+        devices = _count("num_devices", num_devices)
+        microbatches = _count("num_microbatches", num_microbatches)
+        if not isinstance(placement, list) or not all(map(_is_whole, placement)):
+            raise ScheduleError("placement must be a list with the device of every stage")
+        if len(placement) * microbatches > MAX_PASSES:
+            raise ScheduleError(
+                f"{len(placement)} stages of {microbatches} microbatches are more than "
+                f"{MAX_PASSES} passes"
+            )
+        check_placement(tuple(placement), devices)
+        if not isinstance(order, list) or len(order) != devices:
+            found = len(order) if isinstance(order, list) else repr(order)[:40]
+            raise ScheduleError(f"order has {found} device lists; num_devices is {devices}")
+        for device, passes in enumerate(order):
+            if not isinstance(passes, list):
+                raise ScheduleError(f"order of device {device} is not a list of passes")
+        return cls(str(name), devices, microbatches, tuple(placement), _parse_rows(order))
+
+    @classmethod
+    def from_csv(cls, text: str, placement: Placement, name: str = "file") -> "Schedule":
+        """Return the schedule in CSV text, whose form says nothing about the placement.
+
+        Raises:
+            ScheduleError: a cell is not a pass, or the lines do not fit the placement.
+        """
+        order = _parse_rows(
+            [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))]
+        )
+        if not order or not any(order):
+            raise ScheduleError("the CSV holds no pass; it needs one line per device")
+        check_placement(placement, len(order))
+        microbatches = 1 + max(each.microbatch for passes in order for each in passes)
+        return cls(name, len(order), microbatches, placement, order)
+
+
+def load_schedule(path: str | Path) -> Schedule:
+    """Return the schedule in the JSON file at `path`.
+
+    Raises:
+        ScheduleError: the file cannot be read or is no schedule file; the text names it.
+    """
+    try:
+        return Schedule.from_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"the schedule file {path} cannot be read: {error}") from None
+    except ScheduleError as error:
+        raise ScheduleError(f"the schedule file {path} is not valid: {error}") from None
+
+
+class Slot(NamedTuple):
+    """When one pass runs; the unit is the costs' (or the building block's slot)."""
+
+    work: Pass
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A schedule with the times at which its passes run, simulated or measured."""
+
+    schedule: Schedule
+    starts: tuple[tuple[float, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
+
+    def slots(self, device: int) -> Iterable[Slot]:
+        """Yield the passes of a device with their times, in order."""
+        rows = (self.schedule.order[device], self.starts[device], self.ends[device])
+        return map(Slot, *rows)
+
+    @property
+    def makespan(self) -> float:
+        """Return the time from the first start to the last end over all devices."""
+        return max(max(row) for row in self.ends if row) - min(row[0] for row in self.starts if row)
+
+    @property
+    def span(self) -> float:
+        """Return the longest time from first start to last end of one device.
+
+        What an iteration costs when consecutive iterations need no barrier between them.
+        """
+        return max(e[-1] - s[0] for s, e in zip(self.starts, self.ends, strict=True) if s)
+
+    @property
+    def busy(self) -> float:
+        """Return the work of the busiest device."""
+        rows = zip(self.starts, self.ends, strict=True)
+        return max(sum(e) - sum(s) for s, e in rows)
+
+    @property
+    def overhead(self) -> float:
+        """Return makespan - busy."""
+        return self.makespan - self.busy
+
+    @property
+    def bubble(self) -> float:
+        """Return the fraction of the makespan in which the busiest device is idle."""
+        return self.overhead / self.makespan
+
+    @property
+    def span_bubble(self) -> float:
+        """Return the fraction of the span in which the busiest device is idle."""
+        return 1 - self.busy / self.span
+
+    def draw(self, columns: int | None = None) -> str:
+        """Return one line per device: F, B, W in upper case for even chunks, lower for odd.
+
+        A character is the shortest pass; with `columns` the picture is scaled to fit them.
+        """
+        lengths = [e - s for s, e in zip(*map(_flat, (self.starts, self.ends)), strict=True)]
+        unit = min(lengths)
+        if columns is not None:
+            unit = max(unit, self.makespan / columns)
+        first = min(row[0] for row in self.starts if row)
+        return "\n".join(self._draw_device(device, first, unit) for device in self._devices())
+
+    def _devices(self) -> range:
+        return range(self.schedule.num_devices)
+
+    def _draw_device(self, device: int, first: float, unit: float) -> str:
+        chunks = chunks_of(self.schedule.placement)
+        line = ""
+        for (kind, stage, _), start, end in self.slots(device):
+            begin, stop = round((start - first) / unit), round((end - first) / unit)
+            length = max(stop - max(begin, len(line)), 1)
+            text = kind * length if len(kind) == 1 else "B" * (length // 2) + "W" * -(-length // 2)
+            line = line.ljust(begin) + (text if chunks[stage] % 2 == 0 else text.lower())
+        return line
+
+
+def _flat(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [value for row in rows for value in row]
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _count(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ScheduleError(f"{name} is {value!r:.40}; it must be a whole number of at least 1")
+    return value
+
+
+def _parse_rows(rows: Sequence[Sequence[str]]) -> tuple[tuple[Pass, ...], ...]:
+    return tuple(tuple(map(Pass.parse, row)) for row in rows)

@@ -1,0 +1,1 @@
+"""Run a Program over torch.distributed; knows torch, knows nothing of Megatron."""
