@@ -1,0 +1,352 @@
+"""CPU mode: lets an unmodified Megatron-Core train on CPU tensors over gloo, where there is no GPU.
+
+Megatron asks for "cuda" by name in some two hundred places. `install` answers those requests with
+the CPU's equivalent: a tensor asked for on the GPU is made on the CPU, the device's random
+generator is the CPU's, streams and `synchronize` have nothing to wait for. No result is faked:
+what is computed is computed, only elsewhere.
+
+Three answers are not measurements, because a CPU has none to give: the allocator's statistics are
+zeros, the compute capability is (0, 0), and `torch.compile` returns its argument (a schedule does
+not need minutes of C++ builds).
+
+Not covered: Transformer Engine, fp8, CUDA graphs, memory pools, and everything that needs NCCL by
+name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.cuda.nvtx
+import torch.cuda.random
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+# A TorchFunctionMode would be one hook instead of these thirty, but torch pops it while
+# backward() runs, and a device="cuda" inside a custom autograd.Function would then escape it.
+_FACTORIES = (
+    "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace "
+    "ones ones_like rand rand_like randint randint_like randn randn_like randperm scalar_tensor "
+    "tensor tril_indices triu_indices zeros zeros_like"
+).split()
+_TENSOR_FACTORIES = "new_empty new_full new_ones new_tensor new_zeros".split()
+_LEGACY_TYPES = "BFloat16Tensor DoubleTensor FloatTensor HalfTensor IntTensor LongTensor".split()
+_NOTHING_TO_DO = (
+    "empty_cache ipc_collect reset_peak_memory_stats set_device set_stream synchronize"
+).split()
+_BYTE_COUNTS = "max_memory_allocated max_memory_reserved memory_allocated memory_reserved".split()
+
+
+class _Replacement(NamedTuple):
+    """`owner.name` becomes `value` while the mode is on."""
+
+    owner: Any
+    name: str
+    value: Any
+
+
+class _Original(NamedTuple):
+    """What `owner.name` was; `_INHERITED` where `owner` had no such attribute of its own."""
+
+    owner: Any
+    name: str
+    value: Any
+
+
+_INHERITED = object()
+
+# The mode changes the process-wide torch module, so its record of what to put back is process-
+# wide too.
+_originals: list[_Original] = []
+
+
+def install() -> bool:
+    """Turn the CPU mode on and return True, or do nothing and return False where torch sees a GPU.
+
+    Call it before Megatron is imported, because Megatron copies some of torch's functions when it
+    is. Raises RuntimeError when that is too late.
+    """
+    if _originals:
+        return True
+    if torch.cuda.is_available():
+        return False
+    _refuse_if_megatron_came_first()
+    for owner, name, value in _replacements():
+        _originals.append(_Original(owner, name, vars(owner).get(name, _INHERITED)))
+        setattr(owner, name, value)
+    return True
+
+
+def uninstall() -> None:
+    """Put every replaced attribute of torch back, but not the copies Megatron has made of some."""
+    while _originals:
+        owner, name, value = _originals.pop()
+        if value is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+
+
+def is_installed() -> bool:
+    """Return whether the CPU mode is on in this process."""
+    return bool(_originals)
+
+
+def _refuse_if_megatron_came_first() -> None:
+    random = sys.modules.get("megatron.core.tensor_parallel.random")
+    # Under an earlier install it has copied the right functions, which still serve.
+    if random is not None and random._lazy_call is not _call_now:
+        raise RuntimeError(
+            "the CPU mode was asked for after megatron.core had been imported, and would only half "
+            "work: call megatron_vshape.mcore.cpu.install() before the first import of megatron"
+        )
+
+
+def _replacements() -> Iterator[_Replacement]:
+    yield from _identity()
+    yield from _synchronisation()
+    yield from _statistics()
+    yield from _random_generator()
+    yield from _tensors()
+    yield _Replacement(torch, "compile", _eager)
+    # torch compares operations by identity in batch_isend_irecv, so both names must hold the same
+    # function.
+    isend = _isend_of_an_alias(c10d.isend)
+    yield _Replacement(c10d, "isend", isend)
+    yield _Replacement(dist, "isend", isend)
+
+
+def _identity() -> Iterator[_Replacement]:
+    cuda = torch.cuda
+    yield _Replacement(cuda, "is_available", _available_to_megatron(cuda.is_available))
+    # Megatron builds its process groups only where there are devices, and wants one for each
+    # local rank.
+    yield _Replacement(cuda, "device_count", lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    yield _Replacement(cuda, "current_device", lambda: 0)
+    yield _Replacement(cuda, "get_device_name", lambda device=None: "cpu")
+    yield _Replacement(cuda, "get_device_capability", lambda device=None: (0, 0))
+    yield _Replacement(cuda, "get_device_properties", lambda device=None: _DeviceProperties())
+    for name in _LEGACY_TYPES:  # Megatron only tests `isinstance` with them
+        yield _Replacement(cuda, name, getattr(torch, name))
+
+
+def _synchronisation() -> Iterator[_Replacement]:
+    cuda = torch.cuda
+    for name in _NOTHING_TO_DO:
+        yield _Replacement(cuda, name, _no_op())
+    yield _Replacement(cuda, "Stream", _Stream)
+    yield _Replacement(cuda, "Event", _Event)
+    yield _Replacement(cuda, "stream", lambda stream: contextlib.nullcontext())
+    yield _Replacement(cuda, "current_stream", lambda device=None: _Stream())
+    yield _Replacement(cuda, "default_stream", lambda device=None: _Stream())
+    yield _Replacement(cuda, "is_current_stream_capturing", lambda: False)
+    yield _Replacement(cuda.nvtx, "range_push", _no_op())
+    yield _Replacement(cuda.nvtx, "range_pop", _no_op())
+
+
+def _statistics() -> Iterator[_Replacement]:
+    for name in _BYTE_COUNTS:
+        yield _Replacement(torch.cuda, name, lambda device=None: 0)
+    yield _Replacement(torch.cuda, "memory_stats", lambda device=None: defaultdict(int))
+    yield _Replacement(torch.cuda, "mem_get_info", lambda device=None: _free_and_total_bytes())
+
+
+def _random_generator() -> Iterator[_Replacement]:
+    cuda, generator = torch.cuda, torch.default_generator
+
+    def get_state(device: object = "cuda") -> torch.Tensor:
+        return generator.get_state()
+
+    def set_state(state: torch.Tensor, device: object = "cuda") -> None:
+        generator.set_state(state)
+
+    for module in (cuda, cuda.random):
+        yield _Replacement(module, "get_rng_state", get_state)
+        yield _Replacement(module, "set_rng_state", set_state)
+    yield _Replacement(cuda, "default_generators", (generator,))
+    yield _Replacement(cuda, "manual_seed", lambda seed: _seed(generator, seed))
+    # torch.manual_seed calls this one after it has seeded the CPU's generator itself.
+    yield _Replacement(cuda, "manual_seed_all", _no_op())
+    yield _Replacement(cuda, "_lazy_init", _no_op())
+    # torch queues these calls until a GPU wakes up, which would be never.
+    yield _Replacement(cuda, "_lazy_call", _call_now)
+
+
+def _tensors() -> Iterator[_Replacement]:
+    for name in _FACTORIES:
+        yield _Replacement(torch, name, _made_on_cpu(getattr(torch, name)))
+    for name in _TENSOR_FACTORIES:
+        yield _Replacement(torch.Tensor, name, _made_on_cpu(getattr(torch.Tensor, name)))
+    yield _Replacement(torch.Tensor, "to", _moved_to_cpu(torch.Tensor.to))
+    yield _Replacement(torch.Tensor, "type", _typed_as_on_gpu(torch.Tensor.type))
+    yield _Replacement(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
+    yield _Replacement(torch.Tensor, "pin_memory", lambda self, device=None: self)
+    yield _Replacement(torch.Tensor, "record_stream", _no_op())
+
+
+def _no_op() -> Callable[..., None]:
+    """Return a stand-in for what has no meaning where an operation ends before it returns.
+
+    A new one each time: torch's compiler refuses a function that stands under two names.
+    """
+    return lambda *args, **kwargs: None
+
+
+def _call_now(callback: Callable[[], None], **kwargs: object) -> None:
+    callback()
+
+
+def _seed(generator: torch.Generator, seed: int) -> None:
+    generator.manual_seed(int(seed))
+
+
+def _eager(model: Callable[..., Any] | None = None, **options: object) -> Any:
+    """Return `model` as it is; with options only, return a decorator that does so."""
+    return _eager if model is None else model
+
+
+def _called_from_megatron(depth: int = 2) -> bool:
+    """Return whether the code `depth` frames up is Megatron's; torch's own must hear the truth."""
+    module = str(sys._getframe(depth).f_globals.get("__name__", ""))
+    return module.partition(".")[0] == "megatron"
+
+
+def _available_to_megatron(is_available: Callable[[], bool]) -> Callable[[], bool]:
+    # torch's optimizers ask as well, and with a yes they would go on to query a driver that is
+    # not there.
+    @functools.wraps(is_available)
+    def answer() -> bool:
+        return _called_from_megatron() or is_available()
+
+    return answer
+
+
+def _is_gpu(device: object) -> bool:
+    """Return whether `device` names a GPU in any of torch's spellings; a bare number is one."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.partition(":")[0] == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def _made_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if _is_gpu(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)  # memory is pinned for copies to a GPU
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _moved_to_cpu(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(to)
+    def move(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and _is_gpu(args[0]):
+            args = ("cpu", *args[1:])
+        if _is_gpu(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return to(self, *args, **kwargs)
+
+    return move
+
+
+def _typed_as_on_gpu(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    # Megatron's optimizers take 'torch.cuda.FloatTensor' and its like by this name, and refuse
+    # any other.
+    @functools.wraps(type_of)
+    def answer(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = type_of(self, *args, **kwargs)
+        if isinstance(result, str) and _called_from_megatron():
+            return "torch.cuda." + result.removeprefix("torch.")
+        return result
+
+    return answer
+
+
+def _isend_of_an_alias(isend: Callable[..., Any]) -> Callable[..., Any]:
+    # Megatron frees an output's storage right after an asynchronous send. NCCL's stream order
+    # keeps the memory alive; gloo holds only the tensor, whose storage has then been swapped, and
+    # sends whatever comes to lie there.
+    @functools.wraps(isend)
+    def send(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return isend(tensor.detach(), *args, **kwargs)
+
+    return send
+
+
+def _free_and_total_bytes() -> tuple[int, int]:
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_AVPHYS_PAGES") * page_bytes, os.sysconf("SC_PHYS_PAGES") * page_bytes
+
+
+class _DeviceProperties:
+    """What Megatron reads of a device's properties, for this CPU."""
+
+    name = "cpu"
+    major = minor = 0
+
+    @property
+    def total_memory(self) -> int:
+        """Return the machine's memory in bytes."""
+        return _free_and_total_bytes()[1]
+
+    @property
+    def multi_processor_count(self) -> int:
+        """Return the number of cores."""
+        return os.cpu_count() or 1
+
+
+class _Stream:
+    """A stream on which everything has already happened."""
+
+    cuda_stream = 0
+    device = torch.device("cpu")
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        """Accept what torch.cuda.Stream accepts."""
+
+    wait_stream = wait_event = synchronize = _no_op()
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event()
+        event.record()
+        return event
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+class _Event:
+    """An event that took place when it was recorded."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self._recorded_s = 0.0
+
+    wait = synchronize = _no_op()
+
+    def record(self, stream: object = None) -> None:
+        self._recorded_s = time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        """Return the milliseconds from this event to `end`."""
+        return (end._recorded_s - self._recorded_s) * 1e3
+
+    def query(self) -> bool:
+        return True

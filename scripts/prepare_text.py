@@ -1,0 +1,177 @@
+"""Turn a text into Megatron's indexed dataset and a tokenizer, and print their common prefix.
+
+    python scripts/prepare_text.py [--text FILE] [--cache DIR] [--vocab-size N]
+
+PREFIX.bin and PREFIX.idx are the dataset, PREFIX.model is a SentencePiece tokenizer (BPE with
+bytes for what it has not seen) trained on the same text. The default text is the documentation
+that ships with Python itself, about half a million characters of English. A text that was
+prepared before is not prepared again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_MIN_DOCUMENTS = 40  # so that each of the three splits has some
+_MIN_DOCUMENT_CHARS = 200
+_MAX_DOCUMENT_CHARS = 4000
+_SUFFIXES = (".model", ".bin", ".idx")  # in the order they are written
+_FORMAT = "1"  # raise it when the same text would give other files
+
+
+class TextError(Exception):
+    """The text cannot become a dataset; the message says why, and what would do."""
+
+
+def read_text(path: Path | None) -> str:
+    """Return the text of `path`, or Python's own documentation; raises TextError."""
+    if path is None:
+        from pydoc_data.topics import topics
+
+        return "\n\n".join(topics[name] for name in sorted(topics))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TextError(
+            f"{path} is not UTF-8 text (byte {error.start} is {error.object[error.start]:#04x}): "
+            "convert it, for example with iconv -t UTF-8"
+        ) from error
+    except OSError as error:
+        raise TextError(f"{path} cannot be read: {error.strerror}") from error
+    if not text.strip():
+        raise TextError(f"{path} is empty: give a file with some pages of text")
+    return text
+
+
+def split_documents(text: str) -> list[str]:
+    """Return `text` cut at empty lines into documents of up to a few thousand characters.
+
+    Megatron splits training from validation by whole documents, so one long text must be several.
+    Raises TextError when there are too few for that.
+    """
+    most = min(max(len(text) // 100, _MIN_DOCUMENT_CHARS), _MAX_DOCUMENT_CHARS)
+    documents: list[str] = []
+    current: list[str] = []
+    for paragraph in _paragraphs(text, most):
+        if current and sum(map(len, current)) + len(paragraph) > most:
+            documents.append("\n\n".join(current))
+            current = []
+        current.append(paragraph)
+    documents.append("\n\n".join(current))
+    if len(documents) < _MIN_DOCUMENTS:
+        raise TextError(
+            f"the text is too short: {len(text):,} characters make {len(documents)} documents, "
+            f"and training, validation and test need {_MIN_DOCUMENTS} "
+            f"(about {_MIN_DOCUMENTS * _MIN_DOCUMENT_CHARS:,} characters)"
+        )
+    return documents
+
+
+def _paragraphs(text: str, most: int) -> Iterator[str]:
+    for paragraph in text.split("\n\n"):
+        if paragraph.strip():
+            yield from (paragraph[at : at + most] for at in range(0, len(paragraph), most))
+
+
+def train_tokenizer(documents: list[str], vocab_size: int) -> bytes:
+    """Return a SentencePiece BPE model of at most `vocab_size` pieces that loses no character.
+
+    A short text has fewer pieces to offer; then the vocabulary is as large as it can be.
+    """
+    import sentencepiece
+
+    lines = [line for document in documents for line in document.split("\n") if line]
+    size = vocab_size
+    while True:
+        model = io.BytesIO()
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(lines),
+                model_writer=model,
+                model_type="bpe",
+                vocab_size=size,
+                byte_fallback=True,
+                character_coverage=0.9995,
+                normalization_rule_name="identity",
+                remove_extra_whitespaces=False,
+                add_dummy_prefix=False,
+                minloglevel=2,
+            )
+        except RuntimeError as error:
+            if "ocabulary size" not in str(error) or size <= 320:
+                raise TextError(f"SentencePiece cannot learn a vocabulary: {error}") from error
+            size = max(320, size * 3 // 4)  # 256 of them are the bytes
+        else:
+            return model.getvalue()
+
+
+def write_dataset(documents: list[str], prefix: Path, vocab_size: int) -> int:
+    """Write the tokenizer and the dataset at `prefix` and return the number of tokens."""
+    import sentencepiece
+    import torch
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    model = train_tokenizer(documents, vocab_size)
+    _path(prefix, ".model").write_bytes(model)
+    tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model)
+    builder = IndexedDatasetBuilder(
+        str(_path(prefix, ".bin")), dtype=DType.optimal_dtype(tokenizer.get_piece_size())
+    )
+    num_tokens = 0
+    for document in documents:
+        tokens = [*tokenizer.encode(document), tokenizer.eos_id()]
+        builder.add_document(torch.tensor(tokens), [len(tokens)])
+        num_tokens += len(tokens)
+    builder.finalize(str(_path(prefix, ".idx")))
+    return num_tokens
+
+
+def prepare(text_path: Path | None, cache: Path, vocab_size: int) -> Path:
+    """Return the prefix of a text's dataset, made unless the cache has it; raises TextError."""
+    text = read_text(text_path)
+    key = hashlib.sha256("\0".join([_FORMAT, str(vocab_size), text]).encode()).hexdigest()[:16]
+    prefix = cache / key / "text"
+    if _path(prefix, ".done").exists():
+        return prefix
+    source = text_path or "Python's documentation"
+    _say(f"tokenising {source}: {len(text):,} characters")
+    documents = split_documents(text)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    num_tokens = write_dataset(documents, prefix, vocab_size)
+    _path(prefix, ".done").touch()  # last, so that an interrupted run is begun anew
+    _say(f"wrote {num_tokens:,} tokens in {len(documents):,} documents to {prefix}.bin")
+    return prefix
+
+
+def _path(prefix: Path, suffix: str) -> Path:
+    return prefix.with_name(prefix.name + suffix)
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Prepare the text that the command line names; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--text", type=Path, metavar="FILE", help="a UTF-8 text of your own")
+    parser.add_argument("--cache", type=Path, metavar="DIR", default=Path(".cache/text"))
+    parser.add_argument("--vocab-size", type=int, metavar="N", default=2048)
+    options = parser.parse_args()
+    try:
+        prefix = prepare(options.text, options.cache, options.vocab_size)
+    except TextError as error:
+        _say(f"prepare_text.py: {error}")
+        return 1
+    print(os.fspath(prefix))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

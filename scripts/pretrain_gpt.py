@@ -1,0 +1,235 @@
+"""Train a GPT with Megatron's own trainer, with this package's schedules added to Megatron's flags.
+
+Start it with torchrun, as Megatron-LM's pretrain_gpt.py; every flag is Megatron's, and
+`--pipeline-schedule` comes from this package. It needs no Megatron-LM checkout: the megatron-core
+wheel carries the trainer. Where torch sees no GPU it trains on the CPU, over gloo.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+import megatron_vshape
+from megatron_vshape.mcore import cpu
+
+# Both stand outside the guarded main: writing a checkpoint starts processes that import this file
+# again, and they need the same torch. They stand before Megatron's imports, which copy from torch.
+cpu.install()
+megatron_vshape.register()
+
+import megatron.core.datasets.utils as dataset_utils  # noqa: E402
+import megatron.training  # noqa: E402
+from megatron.core import mpu  # noqa: E402
+from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E402
+    BlendedMegatronDatasetBuilder,
+)
+from megatron.core.datasets.gpt_dataset import (  # noqa: E402
+    GPTDataset,
+    GPTDatasetConfig,
+    MockGPTDataset,
+)
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
+from megatron.core.tensor_parallel import broadcast_data  # noqa: E402
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # noqa: E402
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank  # noqa: E402
+from megatron.training import arguments, get_args, get_timers  # noqa: E402
+from megatron.training.utils import get_blend_and_blend_per_split  # noqa: E402
+
+Batch = dict[str, torch.Tensor]
+LossReport = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+_INTEGER_KEYS = ["tokens", "labels", "position_ids"]
+_FLOAT_KEYS = ["loss_mask"]
+# Each needs inputs on the stages between the first and the last, which this script feeds nothing.
+_UNSUPPORTED_FLAGS = {
+    "sft": "--sft",
+    "mtp_num_layers": "--mtp-num-layers",
+    "reset_attention_mask": "--reset-attention-mask",
+    "hybrid_context_parallel": "--hybrid-context-parallel",
+}
+
+
+def forward_step(
+    data_iterator: Iterator[Batch] | None, model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossReport]]:
+    """Return the output of this rank's chunk `model` and the function that makes a loss of it."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = _next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    output = model(
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        None,  # the causal mask, which attention makes by itself
+        labels=batch.get("labels"),
+    )
+    return output, partial(_loss, batch.get("loss_mask"))
+
+
+def _next_batch(data_iterator: Iterator[Batch] | None, chunk: int | None) -> Batch:
+    """Return this rank's part of the next microbatch, or {} where the chunk is in the middle."""
+    if not _reads_data(chunk):
+        return {}
+    batch: Batch = {}
+    if data_iterator is not None:
+        batch = {key: value.cuda(non_blocking=True) for key, value in next(data_iterator).items()}
+    if mpu.get_tensor_model_parallel_world_size() > 1:
+        batch = broadcast_data(_INTEGER_KEYS, batch, torch.int64) | broadcast_data(
+            _FLOAT_KEYS, batch, torch.float32
+        )
+    batch = {key: batch[key] for key in _INTEGER_KEYS + _FLOAT_KEYS}
+    return _sequence_part(batch) if mpu.get_context_parallel_world_size() > 1 else batch
+
+
+def _reads_data(chunk: int | None) -> bool:
+    """Return whether this rank's chunk holds the model's first or its last stage."""
+    return bool(
+        mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk)
+        or mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk)
+    )
+
+
+def _sequence_part(batch: Batch) -> Batch:
+    """Return the part of each sequence that belongs to this context-parallel rank."""
+    options: dict[str, Any] = {"cp_group": mpu.get_context_parallel_group()}
+    if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:  # from 0.18 on
+        options["is_hybrid_cp"] = False
+    part: Batch = get_batch_on_this_cp_rank(batch, **options)
+    return part
+
+
+def _loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> LossReport:
+    """Return the summed loss of the tokens that count, their number, and both for the log."""
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(losses.view(-1).float() * mask)
+    if get_args().check_for_nan_in_loss_and_grad:
+        for rejects, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            get_rerun_state_machine().validate_result(
+                result=loss,
+                rejection_func=rejects,
+                message=f"found {what} in the loss of a microbatch",
+                tolerance=0.0,  # a forward pass repeats exactly
+                fatal=True,
+            )
+    num_tokens = mask.sum().to(torch.int)
+    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens])}
+
+
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, ...]:
+    """Return the training, validation and test sets; each is None on ranks that read no data."""
+    args = get_args()
+
+    def is_built_here() -> bool:
+        return mpu.get_tensor_model_parallel_rank() == 0 and _reads_data(vp_stage)
+
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    datasets: tuple[Any, ...] = BlendedMegatronDatasetBuilder(
+        kind, num_samples, is_built_here, _dataset_config(args)
+    ).build()
+    return datasets
+
+
+# Megatron's own mark for "call this on every rank".
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def _dataset_config(args: Namespace) -> GPTDatasetConfig:
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=False,
+    )
+
+
+def _model_provider(
+    pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, **options: Any
+) -> GPTModel:
+    """Return one chunk of the model, for the trainers before 0.19, which ask for a function."""
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    args = get_args()
+    config = options.get("config") or arguments.core_transformer_config_from_args(args)
+    on_transformer_engine = args.transformer_impl == "transformer_engine"
+    if args.num_experts:
+        spec = specs.get_gpt_decoder_block_spec(config, on_transformer_engine, vp_stage=vp_stage)
+    elif on_transformer_engine:
+        spec = specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+    else:
+        spec = specs.get_gpt_layer_local_spec(
+            qk_layernorm=args.qk_layernorm, normalization=args.normalization
+        )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        vp_stage=vp_stage,
+    )
+
+
+def _refuse_unsupported(args: Namespace) -> None:
+    for name, flag in _UNSUPPORTED_FLAGS.items():
+        if getattr(args, name, None):
+            raise SystemExit(f"{flag} is not supported by this script: leave it out")
+
+
+def _keep_compiled_helpers() -> None:
+    """Use the wheel's compiled dataset helpers; Megatron would run `make`, without a Makefile."""
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        dataset_utils.compile_helpers = lambda: None
+
+
+def main() -> None:
+    """Call Megatron's trainer in the form that the installed version has."""
+    _keep_compiled_helpers()
+    # Looked up now, not imported by name: the schedules hook in at this attribute.
+    pretrain = megatron.training.pretrain
+    steps = (ModelType.encoder_or_decoder, forward_step)
+    if not hasattr(arguments, "parse_and_validate_args"):  # 0.17: the trainer reads the flags
+        pretrain(datasets_provider, _model_provider, *steps)
+        return
+    from megatron.training import argument_utils
+
+    args = arguments.parse_and_validate_args()
+    _refuse_unsupported(args)
+    if hasattr(argument_utils, "gpt_config_from_args"):  # from 0.19 on: the model is configuration
+        config = argument_utils.pretrain_cfg_container_from_args(
+            args, argument_utils.gpt_config_from_args(args)
+        )
+        pretrain(config, datasets_provider, *steps)
+    else:
+        config = argument_utils.pretrain_cfg_container_from_args(args)
+        pretrain(config, datasets_provider, _model_provider, *steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""The CPU mode: what it redirects, that it can be undone, and that Megatron trains under it."""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from megatron_vshape.mcore import cpu
+
+ROOT = Path(__file__).parents[2]
+OWNERS = [torch, torch.Tensor, torch.cuda, torch.cuda.random, torch.cuda.nvtx, dist, c10d]
+MEGATRON_RANDOM = "megatron.core.tensor_parallel.random"
+
+pytestmark = pytest.mark.skipif(
+    not cpu.is_installed() and torch.cuda.is_available(), reason="the CPU mode is for no GPU"
+)
+
+
+@pytest.fixture
+def mode_off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start without the mode, whatever other tests have installed or imported; restore that."""
+    monkeypatch.delitem(sys.modules, MEGATRON_RANDOM, raising=False)
+    was_installed = cpu.is_installed()
+    cpu.uninstall()
+    yield
+    cpu.uninstall()
+    if was_installed:
+        cpu.install()
+
+
+@pytest.fixture
+def mode_on(mode_off: None) -> None:
+    assert cpu.install()
+
+
+def in_megatron(expression: str) -> object:
+    """Return what `expression` is in a module of Megatron."""
+    return eval(expression, {"__name__": "megatron.core.some_module", "torch": torch})
+
+
+@pytest.mark.usefixtures("mode_off")
+class TestInstalling:
+    def test_uninstall_restores_every_attribute(self) -> None:
+        before = [dict(vars(owner)) for owner in OWNERS]
+        cpu.install()
+        during = [dict(vars(owner)) for owner in OWNERS]
+        cpu.uninstall()
+        for owner, old, new in zip(OWNERS, before, during, strict=True):
+            now = vars(owner)
+            assert [name for name in new if new[name] is not old.get(name)], owner
+            assert now.keys() == old.keys(), owner
+            assert [name for name in old if now[name] is not old[name]] == [], owner
+
+    def test_is_installed_and_install_twice(self) -> None:
+        assert not cpu.is_installed()
+        assert cpu.install()
+        assert cpu.install()
+        assert cpu.is_installed()
+        cpu.uninstall()
+        assert not cpu.is_installed()
+
+    def test_does_nothing_where_there_is_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        empty = torch.empty
+        assert not cpu.install()
+        assert not cpu.is_installed()
+        assert torch.empty is empty
+
+    def test_refuses_after_megatron(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        imported = ModuleType(MEGATRON_RANDOM)
+        imported._lazy_call = torch.cuda._lazy_call  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, MEGATRON_RANDOM, imported)
+        with pytest.raises(RuntimeError, match="before the first import of megatron"):
+            cpu.install()
+        assert not cpu.is_installed()
+
+
+@pytest.mark.usefixtures("mode_on")
+class TestRedirecting:
+    @pytest.mark.parametrize("device", ["cuda", "cuda:3", 0, torch.device("cuda"), "cpu", None])
+    def test_tensors_are_made_on_the_cpu(self, device: object) -> None:
+        made = [
+            torch.empty(2, device=device),
+            torch.zeros(2, device=device, pin_memory=True),
+            torch.tensor([1.0, 2.0], device=device),
+            torch.ones_like(torch.ones(2), device=device),
+            torch.ones(2).new_zeros(2, device=device),
+            torch.ones(2).to(device=device),
+            torch.nn.Linear(2, 2).cuda().weight,
+        ]
+        assert {tensor.device.type for tensor in made} == {"cpu"}
+
+    def test_other_conversions_stay_what_they_are(self) -> None:
+        ones = torch.ones(2)
+        assert ones.to(torch.bfloat16).dtype is torch.bfloat16
+        assert ones.to("cuda", torch.float64).dtype is torch.float64
+        assert ones.to("meta").device.type == "meta"
+        assert torch.empty(2, device="meta").device.type == "meta"
+
+    def test_a_backward_may_ask_for_the_gpu(self) -> None:
+        class Double(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+                return x * 2
+
+            @staticmethod
+            def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+                return torch.full((2,), 2.0, device="cuda") * gradient
+
+        x = torch.ones(2, requires_grad=True)
+        Double.apply(x).sum().backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [2.0, 2.0]
+
+    def test_only_megatron_hears_of_a_gpu(self) -> None:
+        assert in_megatron("torch.cuda.is_available()") is True
+        assert torch.cuda.is_available() is False
+        assert in_megatron("torch.ones(1).type()") == "torch.cuda.FloatTensor"
+        assert torch.ones(1).type() == "torch.FloatTensor"
+
+    def test_one_device_for_each_local_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        assert torch.cuda.device_count() == 4
+        monkeypatch.delenv("LOCAL_WORLD_SIZE")
+        assert torch.cuda.device_count() == 1
+
+    def test_the_device_generator_is_the_cpus(self) -> None:
+        torch.cuda.manual_seed(7)
+        state = torch.cuda.get_rng_state()
+        first = torch.rand(3, device="cuda")
+        torch.cuda.set_rng_state(state)
+        assert torch.equal(torch.rand(3), first)
+        torch.manual_seed(7)
+        assert torch.equal(torch.rand(3), first)
+
+    def test_streams_and_events(self) -> None:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        end.record()
+        torch.cuda.synchronize()
+        assert end.query()
+        assert start.elapsed_time(end) > 0
+
+    def test_compile_is_eager(self) -> None:
+        assert torch.compile(math.sqrt) is math.sqrt
+        assert torch.compile(dynamic=True)(math.sqrt) is math.sqrt
+
+
+def test_isend_keeps_the_storage_that_the_sender_frees(mode_off: None) -> None:
+    sent: list[torch.Tensor] = []
+    send = cpu._isend_of_an_alias(lambda tensor, dst: sent.append(tensor))
+    output = torch.arange(3)
+    send(output, 1)
+    output.data = torch.empty(1, dtype=torch.int64)  # what Megatron does right after
+    assert sent[0].tolist() == [0, 1, 2]
+
+
+def train(*flags: object) -> dict[int, tuple[float, float]]:
+    """Return (loss, grad norm) of each iteration of a tiny model on 2 gloo ranks."""
+    command = """
+        -m torch.distributed.run --standalone --nproc-per-node 2 scripts/pretrain_gpt.py
+        --pipeline-schedule 1f1b --pipeline-model-parallel-size 2
+        --num-layers 2 --hidden-size 32 --num-attention-heads 4 --position-embedding-type rope
+        --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4
+        --mock-data --tokenizer-type NullTokenizer --vocab-size 127
+        --train-iters 3 --lr 1e-2 --min-lr 1e-2 --lr-decay-style constant
+        --eval-interval 100 --eval-iters 1 --log-interval 1 --num-workers 0
+        --attention-dropout 0 --hidden-dropout 0
+        --distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion
+        --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
+    """.split()
+    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(
+        [sys.executable, *command, *map(str, flags)],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stdout[-8000:]
+    assert "validation loss at iteration 3 on test set" in run.stdout
+    lines = re.findall(r"iteration +(\d+)/ .* lm loss: (\S+) .* grad norm: (\S+) ", run.stdout)
+    return {int(iteration): (float(loss), float(norm)) for iteration, loss, norm in lines}
+
+
+def test_megatron_trains_evaluates_saves_and_resumes(tmp_path: Path) -> None:
+    saved = tmp_path / "checkpoints"
+    whole = train("--save", saved, "--save-interval", 2, "--tensorboard-dir", tmp_path / "log")
+    assert list(whole) == [1, 2, 3]
+    assert all(math.isfinite(loss) and norm > 0 for loss, norm in whole.values())
+    assert whole[3][0] < whole[1][0]
+    assert any((tmp_path / "log").iterdir())
+
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = train("--load", saved)
+    assert resumed == {3: whole[3]}
