@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,9 +67,8 @@ def split_documents(text: str) -> list[str]:
     documents.append("\n\n".join(current))
     if len(documents) < _MIN_DOCUMENTS:
         raise TextError(
-            f"the text is too short: {len(text):,} characters make {len(documents)} documents, "
-            f"and training, validation and test need {_MIN_DOCUMENTS} "
-            f"(about {_MIN_DOCUMENTS * _MIN_DOCUMENT_CHARS:,} characters)"
+            f"the text is too short: {len(text):,} characters, where training, validation and test "
+            f"need about {_MIN_DOCUMENTS * _MIN_DOCUMENT_CHARS:,}"
         )
     return documents
 
@@ -86,29 +86,26 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> bytes:
     """
     import sentencepiece
 
+    model = io.BytesIO()
     lines = [line for document in documents for line in document.split("\n") if line]
-    size = vocab_size
-    while True:
-        model = io.BytesIO()
-        try:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(lines),
-                model_writer=model,
-                model_type="bpe",
-                vocab_size=size,
-                byte_fallback=True,
-                character_coverage=0.9995,
-                normalization_rule_name="identity",
-                remove_extra_whitespaces=False,
-                add_dummy_prefix=False,
-                minloglevel=2,
-            )
-        except RuntimeError as error:
-            if "ocabulary size" not in str(error) or size <= 320:
-                raise TextError(f"SentencePiece cannot learn a vocabulary: {error}") from error
-            size = max(320, size * 3 // 4)  # 256 of them are the bytes
-        else:
-            return model.getvalue()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        most = re.search(r"Please set it to a value <= (\d+)", str(error))
+        if most is None or int(most[1]) >= vocab_size:
+            raise TextError(f"SentencePiece cannot learn a vocabulary: {error}") from error
+        return train_tokenizer(documents, int(most[1]))
+    return model.getvalue()
 
 
 def write_dataset(documents: list[str], prefix: Path, vocab_size: int) -> int:
