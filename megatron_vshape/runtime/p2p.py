@@ -1,0 +1,481 @@
+"""One transport of messages over torch.distributed, for gloo and for NCCL.
+
+A message of a stream travels in a process group in which every rank has one peer and one
+direction, so that no message queues behind another that it has nothing to do with, and each is
+matched by its order alone.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vshape.core.lowering import Message, Program, Send, Stream
+from megatron_vshape.core.passes import Kind, Pass
+
+logger = logging.getLogger(__name__)
+
+NewGroup = Callable[[Sequence[int], str], "dist.ProcessGroup | None"]
+"""Makes a process group of these ranks; all ranks of the world call it. The text describes it."""
+
+
+class TransportError(RuntimeError):
+    """A message did not come, or did not leave; the text says which, and whose it is."""
+
+
+class Edge(NamedTuple):
+    """A stream between two devices: what one pair of sender and receiver shares."""
+
+    stream: Stream
+    source: int
+    target: int
+
+
+class Transport:
+    """Carries the messages of this rank's pipeline; keeps its process groups across programs.
+
+    Received tensors have the shape and dtype given here or to `expect`. Everything sent stays
+    alive until it has left: gloo holds the tensor object but not the memory that a caller
+    may swap under it, NCCL neither.
+    """
+
+    def __init__(
+        self,
+        pipelines: Sequence[Sequence[int]],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        torch_device: torch.device | str,
+        timeout_s: float = 600.0,
+        new_group: NewGroup | None = None,
+    ) -> None:
+        """Prepare nothing yet; `prepare` makes what a program needs.
+
+        `pipelines` lists, for the whole world and in the same order on every rank, the ranks of
+        every pipeline, device by device: making a group takes all ranks of the world.
+
+        Raises:
+            TransportError: this rank is not in just one of the pipelines, or they differ in length.
+        """
+        self._pipelines = tuple(map(tuple, pipelines))
+        self._rank = dist.get_rank()
+        self._ranks = _own_pipeline(self._pipelines, self._rank)
+        self._torch_device = torch.device(torch_device)
+        self._timeout_s = timeout_s
+        self._new_group = new_group if new_group is not None else self._make_group
+        self._lanes: dict[Edge, int] = {}
+        self._groups: dict[tuple[Stream, int], dist.ProcessGroup] = {}
+        self._channels: dict[Edge, tuple[dist.ProcessGroup, int]] = {}
+        self._posted: dict[Message, tuple[dist.Work, Tensor]] = {}
+        # gloo blocks in wait; NCCL's wait only orders CUDA streams, and must not get a timeout,
+        # for then it blocks too.
+        self._waits_block = self._torch_device.type == "cpu"
+        self._sends: _Sends = (
+            _WaitedSends(timeout_s, self._tell_send) if self._waits_block else _PolledSends()
+        )
+        self._watch: _Watch | None = None if self._waits_block else _Watch(timeout_s)
+        self.expect(shape, dtype)
+
+    @property
+    def device(self) -> int:
+        """Return which device of its pipeline this rank is."""
+        return self._ranks.index(self._rank)
+
+    @property
+    def pending_sends(self) -> int:
+        """Return how many messages are kept because they have not left yet."""
+        return self._sends.pending
+
+    def expect(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Set the shape, [s, b, h], and the dtype of all messages posted from now on."""
+        self._shape = tuple(shape)
+        self._dtype = dtype
+
+    def prepare(self, program: Program) -> None:
+        """Make the process groups that the program needs beyond those there, and warm them up.
+
+        All ranks of the world call this with the same programs in the same order. The first use
+        of a communicator blocks until both ends are there, so it may not happen in a schedule.
+
+        Raises:
+            TransportError: the program is for another number of devices.
+        """
+        if program.schedule.num_devices != len(self._ranks):
+            raise TransportError(
+                f"the program is for {program.schedule.num_devices} devices, the pipeline of rank "
+                f"{self._rank} has {len(self._ranks)} ranks"
+            )
+        used = {
+            Edge(each.message.stream, each.message.source, each.message.target)
+            for row in program.instructions
+            for each in row
+            if isinstance(each, Send)
+        }
+        fresh = sorted(used - self._lanes.keys())
+        for edge in fresh:
+            self._lanes[edge] = _free_lane(edge, self._lanes)
+        for key in sorted({(edge.stream, self._lanes[edge]) for edge in fresh}):
+            if key not in self._groups:
+                self._groups[key] = self._group_of_all(key)
+        for edge in fresh:
+            self._connect(edge)
+        self._warm_up(fresh)
+
+    def post(self, message: Message) -> None:
+        """Post the receive of a message; does not wait."""
+        group, peer = self._channel(message)
+        tensor = torch.empty(self._shape, dtype=self._dtype, device=self._torch_device)
+        since = time.monotonic()
+        try:
+            work = dist.irecv(tensor, src=peer, group=group)
+        except RuntimeError as error:
+            raise TransportError(
+                self._tell_receive(message) + _why(error, since, self._timeout_s)
+            ) from error
+        self._posted[message] = (_work(work, message), tensor)
+
+    def wait(self, message: Message) -> Tensor:
+        """Return a posted message's tensor, there for all that this rank computes from now on.
+
+        Raises:
+            TransportError: it did not come in time, or its sender is gone.
+        """
+        work, tensor = self._posted.pop(message)
+        if self._watch is not None:
+            work.wait()
+            self._watch.add(_recorded_event(), self._tell_receive(message))
+            return tensor
+        since = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise TransportError(
+                self._tell_receive(message) + _why(error, since, self._timeout_s)
+            ) from error
+        return tensor
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        """Start to send; does not wait. The tensor's memory is kept until the send has ended."""
+        group, peer = self._channel(message)
+        # An alias, so that the caller may swap the memory of its own tensor (Megatron's
+        # deallocate_output_tensor does) while gloo still reads.
+        alias = tensor.detach().contiguous()
+        if alias.shape != self._shape or alias.dtype != self._dtype:
+            raise TransportError(
+                f"the result of {message.work} is {list(alias.shape)} of {alias.dtype}; the "
+                f"receiver expects {list(self._shape)} of {self._dtype}"
+            )
+        since = time.monotonic()
+        try:
+            work = dist.isend(alias, dst=peer, group=group)
+        except RuntimeError as error:
+            raise TransportError(
+                self._tell_send(message) + _why(error, since, self._timeout_s)
+            ) from error
+        self._sends.add(_Sent(message, _work(work, message), alias))
+
+    def poll(self) -> None:
+        """Let go of what has been sent; does not wait.
+
+        Raises:
+            TransportError: a send has failed since the last call.
+        """
+        self._sends.poll()
+
+    def drain(self) -> None:
+        """Wait until all that was sent has left (on NCCL: have the CUDA stream wait).
+
+        Raises:
+            TransportError: a receiver did not take its message in time, or is gone.
+        """
+        self._sends.drain()
+
+    def close(self) -> None:
+        """End the threads of this transport; its process groups end with torch.distributed."""
+        self._sends.close()
+        if self._watch is not None:
+            self._watch.close()
+
+    def _make_group(self, ranks: Sequence[int], description: str) -> "dist.ProcessGroup | None":
+        # NCCL's own watchdog says less, so it speaks a minute after this transport has spoken.
+        timeout = timedelta(seconds=self._timeout_s + 60)
+        made = dist.new_group(list(ranks), timeout=timeout, group_desc=description)
+        return made if isinstance(made, dist.ProcessGroup) else None
+
+    def _group_of_all(self, key: tuple[Stream, int]) -> dist.ProcessGroup:
+        """Make the group of a stream and lane for every pipeline and return this rank's own."""
+        (kind, chunk, upward), lane = key
+        content = "activations" if kind is Kind.F else "gradients"
+        way = "up" if upward else "down"
+        own: dist.ProcessGroup | None = None
+        for ranks in self._pipelines:
+            made = self._new_group(ranks, f"pipeline {content} of chunk {chunk}, {way}, {lane}")
+            if ranks == self._ranks:
+                own = made
+        if own is None:
+            raise TransportError(f"no process group was made for rank {self._rank}")
+        return own
+
+    def _connect(self, edge: Edge) -> None:
+        device = self.device
+        if device in (edge.source, edge.target):
+            peer = edge.target if device == edge.source else edge.source
+            group = self._groups[edge.stream, self._lanes[edge]]
+            self._channels[edge] = (group, self._ranks[peer])
+
+    def _warm_up(self, edges: Sequence[Edge]) -> None:
+        """Send one number along every edge, all ranks in the same order, so that none can wait."""
+        for edge in edges:
+            if edge not in self._channels:
+                continue
+            group, peer = self._channels[edge]
+            number = torch.full((1,), self._rank, dtype=torch.int32, device=self._torch_device)
+            if self.device == edge.source:
+                dist.send(number, dst=peer, group=group)
+                continue
+            dist.recv(number, src=peer, group=group)
+            if int(number) != peer:
+                raise TransportError(
+                    f"rank {self._rank} expected rank {peer} on stream {edge.stream} and met rank "
+                    f"{int(number)}: the ranks do not run the same program"
+                )
+
+    def _channel(self, message: Message) -> tuple[dist.ProcessGroup, int]:
+        channel = self._channels.get(Edge(message.stream, message.source, message.target))
+        if channel is None:
+            raise TransportError(
+                f"no channel for {message.work} from device {message.source} to device "
+                f"{message.target} on rank {self._rank}; call prepare(program) first"
+            )
+        return channel
+
+    def _tell_receive(self, message: Message) -> str:
+        return (
+            f"rank {self._rank} (device {message.target}): {_reader(message)} waits for "
+            f"{message.work} from rank {self._ranks[message.source]} (device {message.source})"
+        )
+
+    def _tell_send(self, message: Message) -> str:
+        return (
+            f"rank {self._rank} (device {message.source}): {message.work} waits to be taken by "
+            f"rank {self._ranks[message.target]} (device {message.target}) for "
+            f"{_reader(message)}"
+        )
+
+
+def _why(error: Exception, since: float, timeout_s: float) -> str:
+    """Return the end of the sentence that tells of a failed message: late, or the peer is gone."""
+    if time.monotonic() - since >= timeout_s:
+        return _no_progress(timeout_s)
+    return f", whose connection failed: {error}"
+
+
+def _no_progress(timeout_s: float) -> str:
+    return f", and nothing has moved for {timeout_s:g} s"
+
+
+def _own_pipeline(pipelines: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:
+    own = [ranks for ranks in pipelines if rank in ranks]
+    if len(own) != 1 or len({len(ranks) for ranks in pipelines}) != 1:
+        raise TransportError(
+            f"rank {rank} is in {len(own)} of the pipelines {list(map(list, pipelines))}; every "
+            "rank must be in one, and all must be equally long"
+        )
+    return own[0]
+
+
+def _free_lane(edge: Edge, lanes: dict[Edge, int]) -> int:
+    """Return the least lane in which neither end has a peer yet on this stream.
+
+    In a linear or V placement two lanes alternate. With one peer per rank and group, NCCL uses
+    one pair of ranks per communicator, in whatever mode: one that was made eagerly runs all it
+    carries one after the other, so a receive posted ahead would hold up another pair's send.
+    """
+    ends = {edge.source, edge.target}
+    taken = {
+        lane
+        for other, lane in lanes.items()
+        if other.stream == edge.stream and ends & {other.source, other.target}
+    }
+    return next(lane for lane in range(len(taken) + 1) if lane not in taken)
+
+
+def _reader(message: Message) -> Pass:
+    """Return the pass that reads the message."""
+    kind, stage, microbatch = message.work
+    return Pass(kind, stage + 1 if kind is Kind.F else stage - 1, microbatch)
+
+
+def _work(work: "dist.Work | None", message: Message) -> dist.Work:
+    if work is None:
+        raise TransportError(f"this rank is not in the process group of {message.work}")
+    return work
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+class _Sent(NamedTuple):
+    message: Message
+    work: dist.Work
+    tensor: Tensor  # only held, so that its memory lives until the send has ended
+
+
+class _Sends(Protocol):
+    """Keeps what is being sent, and lets go of it when that has ended."""
+
+    @property
+    def pending(self) -> int: ...
+
+    def add(self, sent: _Sent) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _PolledSends:
+    """For NCCL, which can be asked whether a send has ended."""
+
+    def __init__(self) -> None:
+        self._left: dict[tuple[Stream, int], deque[_Sent]] = {}
+
+    @property
+    def pending(self) -> int:
+        return sum(map(len, self._left.values()))
+
+    def add(self, sent: _Sent) -> None:
+        key = (sent.message.stream, sent.message.target)
+        self._left.setdefault(key, deque()).append(sent)
+
+    def poll(self) -> None:
+        for left in self._left.values():
+            while left and left[0].work.is_completed():
+                left.popleft()
+
+    def drain(self) -> None:
+        for left in self._left.values():
+            while left:
+                # Orders the CUDA stream, on which alone the memory can be used again.
+                left.popleft().work.wait()
+
+    def close(self) -> None:
+        self._left.clear()
+
+
+class _WaitedSends:
+    """For gloo, whose sends do not tell that they have ended until they are waited for.
+
+    So a thread per channel waits for them, in the order in which they were started and end.
+    """
+
+    def __init__(self, timeout_s: float, tell: Callable[[Message], str]) -> None:
+        self._timeout_s = timeout_s
+        self._tell = tell
+        self._queues: dict[tuple[Stream, int], SimpleQueue[_Sent | None]] = {}
+        self._ended = threading.Condition()
+        self._pending = 0
+        self._failure: str | None = None
+
+    @property
+    def pending(self) -> int:
+        return self._pending
+
+    def add(self, sent: _Sent) -> None:
+        key = (sent.message.stream, sent.message.target)
+        queue = self._queues.get(key)
+        if queue is None:
+            queue = self._queues[key] = SimpleQueue()
+            threading.Thread(target=self._reap, args=(queue,), daemon=True).start()
+        with self._ended:
+            self._pending += 1
+        queue.put(sent)
+
+    def poll(self) -> None:
+        if self._failure is not None:
+            raise TransportError(self._failure)
+
+    def drain(self) -> None:
+        with self._ended:
+            self._ended.wait_for(lambda: not self._pending or self._failure is not None)
+        self.poll()
+
+    def close(self) -> None:
+        for queue in self._queues.values():
+            queue.put(None)
+        self._queues.clear()
+
+    def _reap(self, queue: "SimpleQueue[_Sent | None]") -> None:
+        while (sent := queue.get()) is not None:
+            failure = None
+            since = time.monotonic()
+            try:
+                sent.work.wait(timedelta(seconds=self._timeout_s))
+            except RuntimeError as error:
+                failure = self._tell(sent.message) + _why(error, since, self._timeout_s)
+            sent = None  # not held while the thread waits for the next
+            with self._ended:
+                self._pending -= 1
+                self._failure = self._failure or failure
+                self._ended.notify_all()
+
+
+class _Query(Protocol):
+    def query(self) -> bool:
+        """Return whether the device has come this far."""
+
+
+def _say_and_exit(text: str) -> None:
+    logger.critical("%s", text)
+    logging.shutdown()
+    # The main thread stands in a CUDA call that never returns, so no exception can end it.
+    os._exit(1)
+
+
+class _Watch:
+    """Ends the process when the device has stood still at a receive for too long (NCCL).
+
+    The host only orders streams and runs ahead, so it does not notice by itself. Events are
+    watched rather than the receives' own handles, which would keep the received tensors alive.
+    """
+
+    def __init__(self, timeout_s: float, stuck: Callable[[str], None] = _say_and_exit) -> None:
+        self._timeout_s = timeout_s
+        self._stuck = stuck
+        self._ahead: deque[tuple[_Query, str, float]] = deque()
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def add(self, event: _Query, text: str) -> None:
+        """Watch an event that follows a receive; `text` says what waits for what."""
+        self._ahead.append((event, text, time.monotonic()))
+
+    def close(self) -> None:
+        """End the watching."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        moved = time.monotonic()
+        while not self._closed.wait(min(1.0, self._timeout_s / 4)):
+            while self._ahead and self._ahead[0][0].query():
+                self._ahead.popleft()
+                moved = time.monotonic()
+            if not self._ahead:
+                continue
+            _, text, since = self._ahead[0]
+            if time.monotonic() - max(moved, since) > self._timeout_s:
+                self._stuck(text + _no_progress(self._timeout_s))
+                return

@@ -1,0 +1,149 @@
+"""Run a Program on this rank: one match over its instructions, and nothing else."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_vshape.core.lowering import Await, Message, Program, Receive, Run, Send
+from megatron_vshape.core.passes import Kind, Pass
+from megatron_vshape.runtime.stage import Stage
+
+
+class Carrier(Protocol):
+    """What carries messages between ranks; `p2p.Transport` over torch.distributed."""
+
+    def post(self, message: Message) -> None:
+        """Make ready to receive a message; does not wait."""
+
+    def wait(self, message: Message) -> Tensor:
+        """Return a posted message's tensor once it is there."""
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        """Start to send; keeps what it needs of the tensor until that has ended."""
+
+    def poll(self) -> None:
+        """Release what has been sent; does not wait."""
+
+    def drain(self) -> None:
+        """Wait until all that was sent has left."""
+
+
+class Observer(Protocol):
+    """Is told of every pass, to measure or to trace it."""
+
+    def begins(self, work: Pass) -> None:
+        """Called when the pass's input is there, right before it runs."""
+
+    def ends(self, work: Pass) -> None:
+        """Called right after the pass has run, before its result is sent."""
+
+
+class _Silent:
+    """The observer of a run that nobody observes."""
+
+    def begins(self, work: Pass) -> None:
+        pass
+
+    def ends(self, work: Pass) -> None:
+        pass
+
+
+def run_program(
+    program: Program,
+    device: int,
+    stages: Mapping[int, Stage],
+    transport: Carrier,
+    observer: Observer | None = None,
+) -> None:
+    """Run what `program` says for `device`, whose stages are `stages`, and send all its results.
+
+    Results that the same device reads wait in a table; every tensor is let go of as soon as its
+    reader has it, so that memory is what the schedule says.
+
+    Raises:
+        KeyError: `stages` lacks a stage that the program runs on the device.
+        RuntimeError: a stage returned nothing where another waits for its result.
+    """
+    watcher = observer if observer is not None else _Silent()
+    local = _Local(program, device)
+    received: Tensor | None = None
+    result: Tensor | None = None
+    for instruction in program.instructions[device]:
+        match instruction:
+            case Run(work):
+                # In a list, which the pass empties, so that only the stage holds its input.
+                handed = [local.take(work) if received is None else received]
+                received = None
+                watcher.begins(work)
+                result = _run_pass(stages[work.stage], work, handed)
+                watcher.ends(work)
+                if local.keep(work, result):
+                    result = None
+                transport.poll()
+            case Send(message):
+                if result is None:
+                    raise RuntimeError(_no_result(message.work))
+                transport.send(message, result)
+                result = None
+            case Await(message):
+                received = transport.wait(message)
+            case Receive(message):
+                transport.post(message)
+    transport.drain()
+
+
+def _run_pass(stage: Stage, work: Pass, handed: list[Tensor | None]) -> Tensor | None:
+    """Run one pass and return its result; takes its input out of `handed`."""
+    kind, _, microbatch = work
+    if kind is Kind.F:
+        return stage.forward(microbatch, handed.pop())
+    if kind is Kind.B:
+        return stage.backward_inputs(microbatch, handed.pop())
+    if kind is Kind.BW:
+        return stage.backward(microbatch, handed.pop())
+    stage.backward_weights(microbatch)
+    return None
+
+
+def _no_result(work: Pass) -> str:
+    return (
+        f"stage {work.stage} returned nothing for {work}, whose result another stage reads; "
+        "only F of the last stage, B of the first and W return None"
+    )
+
+
+class _Local:
+    """Results whose reader is on the same device: the turn of a V, or a single device."""
+
+    def __init__(self, program: Program, device: int) -> None:
+        placement = program.schedule.placement
+        self._stays = {
+            (kind, stage)
+            for stage, holder in enumerate(placement)
+            for kind, reader in ((Kind.F, stage + 1), (Kind.B, stage - 1))
+            if holder == device and 0 <= reader < len(placement) and placement[reader] == device
+        }
+        self._left: dict[tuple[Kind, int, int], Tensor] = {}
+
+    def keep(self, work: Pass, result: Tensor | None) -> bool:
+        """Keep the result if its reader is on this device; return whether it is."""
+        kind, stage, microbatch = work
+        kind = Kind.B if kind is Kind.BW else kind
+        if (kind, stage) not in self._stays:
+            return False
+        if result is None:
+            raise RuntimeError(_no_result(work))
+        self._left[kind, stage, microbatch] = result
+        return True
+
+    def take(self, work: Pass) -> Tensor | None:
+        """Return the pass's input and forget it; None if it did not stay on this device."""
+        if not self._stays:
+            return None
+        kind, stage, microbatch = work
+        if kind is Kind.W:
+            return None
+        if kind is Kind.F:
+            return self._left.pop((Kind.F, stage - 1, microbatch), None)
+        return self._left.pop((Kind.B, stage + 1, microbatch), None)

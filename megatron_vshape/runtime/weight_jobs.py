@@ -1,0 +1,203 @@
+"""Weight gradients that wait: B leaves jobs behind, W runs them.
+
+A bucket is opened around B; every linear that runs its backward inside leaves a job there
+instead of computing its weight gradient. W runs the bucket's jobs, in order. Where no bucket is
+open (a whole backward) the linear computes its weight gradient at once.
+"""
+
+import functools
+import importlib
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Job = Callable[[], None]
+"""Computes and accumulates one weight gradient; holds the tensors it needs, and nothing more."""
+
+
+class _Open:
+    """The bucket of the B that runs now.
+
+    The one piece of module state here: a linear deep in the model has no other way to its
+    bucket. It is a plain attribute and neither a ContextVar nor thread-local, because autograd
+    runs the backward of CUDA tensors on a thread of its own, where those would read empty. One
+    process runs one pass at a time, so one attribute is enough; `collect` refuses a second.
+    """
+
+    bucket: deque[Job] | None = None
+
+
+def is_open() -> bool:
+    """Return whether a linear is to leave its weight gradient to a later W."""
+    return _Open.bucket is not None
+
+
+def defer(job: Job) -> None:
+    """Leave a job in the open bucket.
+
+    Raises:
+        RuntimeError: no bucket is open; ask `is_open` first.
+    """
+    if _Open.bucket is None:
+        raise RuntimeError("no B collects weight gradients for later; ask is_open() first")
+    _Open.bucket.append(job)
+
+
+class WeightJobs:
+    """The buckets of jobs that wait for their W, by key: stage and microbatch."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[Hashable, deque[Job]] = {}
+
+    def __len__(self) -> int:
+        """Return how many buckets wait."""
+        return len(self._buckets)
+
+    @contextmanager
+    def collect(self, key: Hashable) -> Iterator[None]:
+        """Open the bucket of `key` around its B.
+
+        If B fails, the bucket is dropped with it.
+
+        Raises:
+            RuntimeError: another bucket is open, or the key's jobs have not run yet.
+        """
+        if _Open.bucket is not None or key in self._buckets:
+            why = "another B is running" if _Open.bucket is not None else "its W has not run yet"
+            raise RuntimeError(f"the weight jobs of {key} cannot be collected: {why}")
+        bucket: deque[Job] = deque()
+        _Open.bucket = bucket
+        try:
+            yield
+            self._buckets[key] = bucket
+        finally:
+            _Open.bucket = None
+
+    def run(self, key: Hashable) -> None:
+        """Run the key's jobs in the order in which B left them, letting go of each in turn.
+
+        Raises:
+            RuntimeError: B of the key has not run, or its W has run already.
+        """
+        bucket = self._buckets.pop(key, None)
+        if bucket is None:
+            raise RuntimeError(f"no weight jobs of {key}: its B has not run, or its W already has")
+        # Gradients that require grad themselves (vocabulary-parallel cross entropy makes such)
+        # would otherwise record a graph, or fail on the accumulation in place.
+        with torch.no_grad():
+            while bucket:
+                bucket.popleft()()
+
+    def clear(self) -> None:
+        """Drop every job that waits; after a step that failed."""
+        self._buckets.clear()
+
+
+class WeightGradKernel(StrEnum):
+    """How a weight gradient, grad_output^T @ input, gets into the sum over the microbatches."""
+
+    MATMUL_ADD = "matmul_add"
+    """A product in the inputs' dtype, then an addition: what Megatron does unfused, bit by bit."""
+
+    ADDMM = "addmm"
+    """One GEMM that adds in place; product and sum have the inputs' dtype."""
+
+    ADDMM_WIDE = "addmm_wide"
+    """One GEMM of 16-bit inputs that adds to fp32 in place: CUDA, torch 2.8 or later."""
+
+    APEX = "apex"
+    """NVIDIA apex's fused_weight_gradient_mlp_cuda: the same for torch before 2.8."""
+
+
+def weight_grad(grad_output: Tensor, input: Tensor) -> Tensor:
+    """Return grad_output^T @ input, [out, in], in the dtype of the two."""
+    return _two_dimensional(grad_output).t().matmul(_two_dimensional(input))
+
+
+def accumulate_weight_grad(
+    weight: Tensor,
+    grad_output: Tensor,
+    input: Tensor,
+    kernel: WeightGradKernel = WeightGradKernel.MATMUL_ADD,
+) -> None:
+    """Add grad_output^T @ input to `weight.main_grad`, or to `weight.grad` if it has none.
+
+    `grad_output` is [..., out], `input` [..., in], with equal leading dimensions, [s, b].
+    """
+    dy, x = _two_dimensional(grad_output), _two_dimensional(input)
+    total: Tensor | None = getattr(weight, "main_grad", None)
+    if total is None:
+        total = weight.grad
+    if total is None:
+        weight.grad = weight_grad(dy, x)
+    else:
+        _KERNELS[kernel](total, dy, x)
+
+
+@functools.cache
+def fused_kernel(device_type: str, total: torch.dtype, inputs: torch.dtype) -> WeightGradKernel:
+    """Return the fastest kernel there is here for these dtypes; for gradient_accumulation_fusion.
+
+    Its sums differ in the last bits from the unfused ones wherever a 16-bit product would have
+    been rounded before the addition.
+    """
+    if total == inputs:
+        return WeightGradKernel.ADDMM
+    if device_type == "cuda" and total == torch.float32:
+        if _addmm_has_out_dtype():
+            return WeightGradKernel.ADDMM_WIDE
+        if _apex() is not None:
+            return WeightGradKernel.APEX
+    return WeightGradKernel.MATMUL_ADD
+
+
+def _two_dimensional(tensor: Tensor) -> Tensor:
+    # As Megatron's prepare_input_tensors_for_wgrad_compute: the GEMM sees the same strides.
+    return tensor.contiguous().view(-1, tensor.shape[-1])
+
+
+def _matmul_add(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    total.add_(weight_grad(dy, x))
+
+
+def _addmm(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    total.addmm_(dy.t(), x)
+
+
+def _addmm_wide(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    torch.addmm(total, dy.t(), x, out_dtype=torch.float32, out=total)
+
+
+def _apex_accumulate(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    apex = _apex()
+    if apex is None:
+        raise RuntimeError("the weight gradient kernel 'apex' needs fused_weight_gradient_mlp_cuda")
+    wide = total.dtype == torch.float32
+    add = apex.wgrad_gemm_accum_fp32 if wide else apex.wgrad_gemm_accum_fp16
+    add(x, dy, total)
+
+
+_KERNELS: dict[WeightGradKernel, Callable[[Tensor, Tensor, Tensor], None]] = {
+    WeightGradKernel.MATMUL_ADD: _matmul_add,
+    WeightGradKernel.ADDMM: _addmm,
+    WeightGradKernel.ADDMM_WIDE: _addmm_wide,
+    WeightGradKernel.APEX: _apex_accumulate,
+}
+
+
+@functools.cache
+def _addmm_has_out_dtype() -> bool:
+    return "dtype_out" in torch.ops.aten.addmm.overloads()  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _apex() -> Any | None:
+    try:
+        return importlib.import_module("fused_weight_gradient_mlp_cuda")
+    except ImportError:
+        return None

@@ -1,0 +1,160 @@
+"""A small model of plain torch, cut into stages: on one process, and as stages of a program."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_vshape.core.passes import Pass
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.runtime.split_linear import SplitLinear
+from megatron_vshape.runtime.weight_jobs import WeightJobs
+
+SHAPE = (3, 2, 8)  # [s, b, h]
+HIDDEN = SHAPE[-1]
+
+
+def module_of(stage: int, dtype: torch.dtype) -> nn.Module:
+    """Return the layers of a stage; alike wherever and however often they are made."""
+    torch.manual_seed(1000 + stage)
+    layers = nn.Sequential(
+        SplitLinear(HIDDEN, 2 * HIDDEN), nn.Tanh(), SplitLinear(2 * HIDDEN, HIDDEN, bias=False)
+    ).to(dtype)
+    if dtype != torch.float32:
+        for layer in (layers[0], layers[2]):
+            layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)
+    return layers
+
+
+def data_of(microbatch: int, pipeline: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the input and the target of a microbatch."""
+    generator = torch.Generator().manual_seed(7919 * pipeline + microbatch)
+    return tuple(torch.randn(2, *SHAPE, generator=generator).to(dtype))  # type: ignore[return-value]
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    """Return the loss of one microbatch."""
+    return (output.float() - target.float()).square().mean()
+
+
+def gradients_of(module: nn.Module) -> list[Tensor]:
+    """Return where every parameter's gradient has come to rest."""
+    return [
+        getattr(each, "main_grad", each.grad if each.grad is not None else torch.tensor(torch.nan))
+        for each in module.parameters()
+    ]
+
+
+def one_process(
+    num_stages: int, num_microbatches: int, pipeline: int, dtype: torch.dtype
+) -> tuple[list[list[Tensor]], list[float]]:
+    """Return every stage's gradients and every microbatch's loss, with no pipeline at all."""
+    modules = [module_of(stage, dtype) for stage in range(num_stages)]
+    losses = []
+    for microbatch in range(num_microbatches):
+        data, target = data_of(microbatch, pipeline, dtype)
+        for module in modules:
+            data = module(data)
+        loss = loss_of(data, target)
+        loss.backward()
+        losses.append(loss.item())
+    return [gradients_of(module) for module in modules], losses
+
+
+@dataclass
+class PlainStage:
+    """A stage of the model; notes which of its activations are alive."""
+
+    stage: int
+    num_stages: int
+    pipeline: int
+    dtype: torch.dtype
+    module: nn.Module = field(init=False)
+    jobs: WeightJobs = field(default_factory=WeightJobs)
+    losses: list[float] = field(default_factory=list)
+    saved: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    alive: dict[int, list[StorageWeakRef]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.module = module_of(self.stage, self.dtype)
+        self.weights = {each.untyped_storage().data_ptr() for each in self.module.parameters()}
+
+    def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
+        """Run F."""
+        seen = self.alive.setdefault(microbatch, [])
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.untyped_storage().data_ptr() not in self.weights:
+                seen.append(StorageWeakRef(tensor.untyped_storage()))
+            return tensor
+
+        if (received is None) != (self.stage == 0):
+            raise AssertionError(f"stage {self.stage} received {received}")
+        data = received
+        if data is None:
+            data, _ = data_of(microbatch, self.pipeline, self.dtype)
+        else:
+            data.requires_grad_()
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = self.module(data)
+        if self.stage == self.num_stages - 1:
+            output = loss_of(output, data_of(microbatch, self.pipeline, self.dtype)[1])
+            self.losses.append(output.item())
+        self.saved[microbatch] = (received, output)
+        return None if self.stage == self.num_stages - 1 else output.detach()
+
+    def backward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
+        """Run B and W at once."""
+        data, output = self.saved.pop(microbatch)
+        torch.autograd.backward(output, received)
+        if data is None:
+            return None
+        gradient, data.grad = data.grad, None
+        return gradient
+
+    def backward_inputs(self, microbatch: int, received: Tensor | None) -> Tensor | None:
+        """Run B."""
+        with self.jobs.collect(microbatch):
+            return self.backward(microbatch, received)
+
+    def backward_weights(self, microbatch: int) -> None:
+        """Run W."""
+        self.jobs.run(microbatch)
+
+    def num_alive(self) -> int:
+        """Return of how many microbatches anything saved is alive."""
+        self.alive = {
+            key: seen for key, seen in self.alive.items() if any(not r.expired() for r in seen)
+        }
+        return len(self.alive)
+
+
+@dataclass
+class AliveCounter:
+    """An observer that notes the most microbatches whose activations are alive at once."""
+
+    stages: dict[int, PlainStage]
+    peak: int = 0
+    passes: list[Pass] = field(default_factory=list)
+
+    def begins(self, work: Pass) -> None:
+        """Note the pass."""
+        self.passes.append(work)
+
+    def ends(self, work: Pass) -> None:
+        """Count what is alive after the pass."""
+        self.peak = max(self.peak, sum(stage.num_alive() for stage in self.stages.values()))
+
+
+def stages_for(
+    schedule: Schedule, device: int, pipeline: int, dtype: torch.dtype
+) -> dict[int, PlainStage]:
+    """Return the stages of a device."""
+
+    def held() -> Iterator[int]:
+        return (stage for stage, holder in enumerate(schedule.placement) if holder == device)
+
+    return {stage: PlainStage(stage, schedule.num_stages, pipeline, dtype) for stage in held()}

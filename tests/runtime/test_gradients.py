@@ -1,0 +1,164 @@
+"""Programs on gloo ranks: gradients as of one process, memory as of the schedule."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime.plain_pipeline import SHAPE, AliveCounter, gradients_of, one_process, stages_for
+from runtime.ranks import run_ranks
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.lowering import Program, forwards_only, lower
+from megatron_vshape.core.passes import Kind, Pass
+from megatron_vshape.core.placement import looping, stages_of
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.simulate import peak_held, simulate, unit_costs
+from megatron_vshape.runtime.p2p import Transport
+from megatron_vshape.runtime.program_runner import run_program
+
+
+def gpipe_looping(num_devices: int, num_microbatches: int) -> Schedule:
+    """Return all forwards, then all backwards, on a looping placement of two chunks."""
+    placement = looping(num_devices, 2)
+    rows = []
+    for first, second in stages_of(placement, num_devices):
+        row = [Pass(Kind.F, s, m) for s in (first, second) for m in range(num_microbatches)]
+        for stage in (second, first):
+            for kind in (Kind.B, Kind.W):
+                row += [Pass(kind, stage, m) for m in range(num_microbatches)]
+        rows.append(tuple(row))
+    return Schedule("looping", num_devices, num_microbatches, placement, tuple(rows))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program to run, on pipelines of `num_devices` ranks."""
+
+    name: str
+    num_devices: int
+    num_microbatches: int
+    fused: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        fused = "-fused" if self.fused else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.name}-d{self.num_devices}-m{self.num_microbatches}{fused}-{dtype}"
+
+    def schedule(self) -> Schedule:
+        if self.name == "looping":
+            return gpipe_looping(self.num_devices, self.num_microbatches)
+        return make(self.name, self.num_devices, self.num_microbatches)
+
+    def program(self) -> Program:
+        schedule = self.schedule()
+        return lower(schedule, simulate(schedule) if self.fused else None)
+
+
+NAMES = ("1f1b", "v-min", "v-half", "v-zb")
+FOUR = [Case(name, 4, m) for name in NAMES for m in (1, 3, 9)]
+FOUR += [Case(name, 4, 9, fused=True) for name in ("v-min", "v-half")]
+FOUR += [Case(name, 4, 5, dtype=torch.bfloat16) for name in ("v-half", "1f1b")]
+FOUR += [Case("looping", 4, 3)]
+TWO = [Case(name, 2, m) for name in NAMES for m in (1, 4)]
+TWO += [Case("looping", 2, 3), Case("looping", 2, 3)]
+
+
+def run_case(rank: int, case: Case, transport: Transport, pipeline: int) -> dict[str, Any]:
+    """Run a case on this rank and return what is to be judged."""
+    program = case.program()
+    transport.prepare(program)
+    device = transport.device
+    stages = stages_for(program.schedule, device, pipeline, case.dtype)
+    counter = AliveCounter(stages)
+    transport.expect(SHAPE, case.dtype)
+    run_program(program, device, stages, transport, counter)
+    return {
+        "device": device,
+        "pipeline": pipeline,
+        "gradients": {
+            s: [g.tolist() for g in gradients_of(each.module)] for s, each in stages.items()
+        },
+        "losses": [loss for each in stages.values() for loss in each.losses],
+        "peak": counter.peak,
+        "passes": counter.passes,
+        "left": sum(len(each.jobs) + each.num_alive() for each in stages.values()),
+        "pending": transport.pending_sends,
+        "groups": len(dist.distributed_c10d._world.pg_map),
+    }
+
+
+def run_cases(rank: int) -> dict[Case, dict[str, Any]]:
+    """Run all cases: one pipeline of four ranks, then two of two, interleaved as with TP."""
+    transport = Transport([[0, 1, 2, 3]], SHAPE, torch.float32, "cpu", timeout_s=20)
+    results = {case: run_case(rank, case, transport, 0) for case in FOUR}
+    assert transport.device == rank
+    transport.close()
+    transport = Transport([[0, 2], [1, 3]], SHAPE, torch.float32, "cpu", timeout_s=20)
+    results |= {case: run_case(rank, case, transport, rank % 2) for case in TWO}
+    again = {case: run_case(rank, case, transport, rank % 2) for case in TWO}
+    for case in TWO:
+        assert again[case]["gradients"] == results[case]["gradients"]
+        results[case]["groups again"] = again[case]["groups"] - again[TWO[0]]["groups"]
+    run_evaluation(rank, transport)
+    transport.close()
+    return results
+
+
+def run_evaluation(rank: int, transport: Transport) -> None:
+    """Run a program of forward passes alone, as an evaluation does."""
+    schedule = make("v-half", 2, 3)
+    program = lower(forwards_only(schedule))
+    transport.prepare(program)
+    stages = stages_for(schedule, transport.device, rank % 2, torch.float32)
+    with torch.no_grad():
+        run_program(program, transport.device, stages, transport)
+    if 3 in stages:
+        assert stages[3].losses == one_process(4, 3, rank % 2, torch.float32)[1]
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[Case, dict[str, Any]]]:
+    """Return, for every rank, what every case gave; all in one launch."""
+    return run_ranks(4, run_cases)
+
+
+@pytest.mark.parametrize("case", FOUR + TWO[:-1], ids=str)
+def test_gradients_are_bitwise_those_of_one_process(results, case: Case) -> None:
+    num_stages = len(case.schedule().placement)
+    for ranks in results:
+        result = ranks[case]
+        expected, losses = one_process(
+            num_stages, case.num_microbatches, result["pipeline"], case.dtype
+        )
+        for stage, gradients in result["gradients"].items():
+            for found, wanted in zip(gradients, expected[stage], strict=True):
+                assert torch.equal(torch.tensor(found), wanted.float()), f"{case} stage {stage}"
+        if num_stages - 1 in result["gradients"]:
+            assert result["losses"] == losses
+
+
+@pytest.mark.parametrize("case", FOUR + TWO[:-1], ids=str)
+def test_no_more_is_held_than_the_schedule_says(results, case: Case) -> None:
+    schedule = case.schedule()
+    chunks_per_stage = unit_costs(schedule).held_after_forward_bytes[0]
+    peaks = peak_held(schedule)
+    for ranks in results:
+        result = ranks[case]
+        assert result["peak"] * chunks_per_stage == peaks[result["device"]]
+        assert result["left"] == 0
+        assert result["pending"] == 0
+
+
+@pytest.mark.parametrize("case", FOUR, ids=str)
+def test_the_observer_sees_the_order_of_the_program(results, case: Case) -> None:
+    order = case.program().schedule.order
+    for rank, ranks in enumerate(results):
+        assert tuple(ranks[case]["passes"]) == order[rank]
+
+
+def test_planning_again_makes_no_more_process_groups(results) -> None:
+    for ranks in results:
+        assert {ranks[case]["groups again"] for case in TWO} == {0}

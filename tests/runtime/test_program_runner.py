@@ -1,0 +1,114 @@
+"""The runner alone, on a single process and without a network."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from runtime.plain_pipeline import gradients_of, one_process, stages_for
+from torch import Tensor
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.lowering import Message, Program, lower
+from megatron_vshape.core.passes import Kind, Pass
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.runtime.program_runner import run_program
+
+
+class NoCarrier:
+    """Delivers one and the same tensor and forgets what it is given."""
+
+    tensor = torch.zeros(1)
+
+    def post(self, message: Message) -> None: ...
+
+    def wait(self, message: Message) -> Tensor:
+        return self.tensor
+
+    def send(self, message: Message, tensor: Tensor) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+
+class NoStage:
+    """Computes nothing."""
+
+    tensor = torch.zeros(1)
+
+    def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
+        return self.tensor
+
+    def backward_inputs(self, microbatch: int, received: Tensor | None) -> Tensor | None:
+        return self.tensor
+
+    def backward_weights(self, microbatch: int) -> None: ...
+
+    def backward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
+        return self.tensor
+
+
+class Everywhere(Mapping[int, NoStage]):
+    """The same stage under every number."""
+
+    stage = NoStage()
+
+    def __getitem__(self, key: int) -> NoStage:
+        return self.stage
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("device", [0, 3])
+def test_the_runner_takes_less_than_60_us_per_pass(device: int) -> None:
+    program = lower(make("v-half", 4, 64))
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        run_program(program, device, Everywhere(), NoCarrier())
+        times.append(time.perf_counter() - start)
+    per_pass_us = min(times) / len(program.schedule.order[device]) * 1e6
+    print(f"device {device}: {per_pass_us:.1f} us per pass")
+    assert per_pass_us < 60
+
+
+def one_device_program(num_stages: int, num_microbatches: int, whole: bool) -> Program:
+    """Return a program of one device that runs every microbatch through all stages and back."""
+    row = []
+    for m in range(num_microbatches):
+        row += [Pass(Kind.F, s, m) for s in range(num_stages)]
+        for s in reversed(range(num_stages)):
+            row += [Pass(Kind.BW, s, m)] if whole else [Pass(Kind.B, s, m), Pass(Kind.W, s, m)]
+    placement = (0,) * num_stages
+    return lower(Schedule("one", 1, num_microbatches, placement, (tuple(row),)))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_one_device_hands_results_on_by_itself(whole: bool) -> None:
+    program = one_device_program(3, 4, whole)
+    assert program.streams == ()
+    stages = stages_for(program.schedule, 0, 0, torch.float32)
+    run_program(program, 0, stages, NoCarrier())
+    expected, losses = one_process(3, 4, 0, torch.float32)
+    assert stages[2].losses == losses
+    for stage, each in stages.items():
+        for found, wanted in zip(gradients_of(each.module), expected[stage], strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_a_stage_that_returns_nothing_is_named() -> None:
+    class Empty(NoStage):
+        tensor = None
+
+    local = one_device_program(2, 1, whole=True)
+    with pytest.raises(RuntimeError, match=r"stage 0 returned nothing for F0\.0"):
+        run_program(local, 0, {0: Empty(), 1: Empty()}, NoCarrier())
+    remote = lower(make("1f1b", 2, 1))
+    with pytest.raises(RuntimeError, match=r"stage 1 returned nothing for BW?1\.0"):
+        run_program(remote, 1, {1: Empty()}, NoCarrier())

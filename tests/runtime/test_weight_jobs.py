@@ -1,0 +1,181 @@
+"""Weight jobs and the split linear, on one process."""
+
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_vshape.runtime import weight_jobs
+from megatron_vshape.runtime.split_linear import SplitLinear
+from megatron_vshape.runtime.weight_jobs import (
+    WeightGradKernel,
+    WeightJobs,
+    accumulate_weight_grad,
+    fused_kernel,
+    weight_grad,
+)
+
+
+def make_linear(bias: bool = True, dtype: torch.dtype = torch.float32) -> SplitLinear:
+    torch.manual_seed(0)
+    return SplitLinear(5, 3, bias=bias, dtype=dtype)
+
+
+def data_of(microbatch: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(microbatch)
+    return torch.randn(4, 2, 5, generator=generator).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5,), (7, 5), (4, 2, 5)])
+def test_without_a_bucket_it_is_a_linear(bias: bool, shape: tuple[int, ...]) -> None:
+    layer = make_linear(bias)
+    plain = nn.Linear(5, 3, bias=bias)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(shape, requires_grad=True)
+    y = x.detach().requires_grad_()
+    assert torch.equal(layer(x), plain(y))
+    layer(x).square().sum().backward()
+    plain(y).square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-6, atol=1e-6)
+    for mine, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_gradcheck() -> None:
+    layer = make_linear(dtype=torch.float64)
+    x = torch.randn(4, 2, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w, b: torch.func.functional_call(
+        layer, {"weight": w, "bias": b}, (x,)), (x, layer.weight, layer.bias))  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_jobs_give_bitwise_the_gradients_of_whole_backwards(dtype: torch.dtype, wide: bool) -> None:
+    def run(split: bool) -> list[Tensor]:
+        layer, jobs = make_linear(dtype=dtype), WeightJobs()
+        if wide:
+            layer.weight.main_grad = torch.zeros(3, 5)
+        inputs = [data_of(m, dtype) for m in range(3)]
+        outputs = [layer(x) for x in inputs]
+        for m, output in enumerate(outputs):
+            if split:
+                with jobs.collect(m):
+                    output.square().sum().backward()
+            else:
+                output.square().sum().backward()
+        if split:
+            assert layer.weight.grad is None
+            assert len(jobs) == 3
+            for m in range(3):
+                jobs.run(m)
+            assert len(jobs) == 0
+        total = layer.weight.main_grad if wide else layer.weight.grad
+        assert (layer.weight.grad is None) == wide
+        return [total, layer.bias.grad, *(x.grad for x in inputs)]
+
+    for whole, split in zip(run(False), run(True), strict=True):
+        assert torch.equal(whole, split)
+
+
+def test_jobs_run_in_order_and_are_let_go_of_one_by_one() -> None:
+    jobs, ran, alive = WeightJobs(), [], []
+
+    class Job:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            alive.append(weakref.ref(self))
+
+        def __call__(self) -> None:
+            assert not torch.is_grad_enabled()
+            ran.append((self.name, sum(each() is not None for each in alive)))
+
+    with jobs.collect("key"):
+        for name in "abc":
+            weight_jobs.defer(Job(name))
+    jobs.run("key")
+    assert ran == [("a", 3), ("b", 2), ("c", 1)]
+    assert not any(each() for each in alive)
+
+
+def test_a_job_left_from_another_thread_is_found() -> None:
+    """As with CUDA, where autograd runs the backward on a thread of its own."""
+    jobs, ran = WeightJobs(), []
+    with jobs.collect(0):
+        thread = threading.Thread(target=lambda: weight_jobs.defer(lambda: ran.append(1)))
+        thread.start()
+        thread.join()
+    jobs.run(0)
+    assert ran == [1]
+
+
+def test_misuse_is_told() -> None:
+    jobs = WeightJobs()
+    with pytest.raises(RuntimeError, match="no B collects weight gradients"):
+        weight_jobs.defer(lambda: None)
+    with pytest.raises(RuntimeError, match=r"no weight jobs of \(1, 2\)"):
+        jobs.run((1, 2))
+    with jobs.collect((1, 2)):
+        with pytest.raises(RuntimeError, match="another B is running"), jobs.collect((1, 3)):
+            pass
+        assert weight_jobs.is_open()
+    with pytest.raises(RuntimeError, match="its W has not run yet"), jobs.collect((1, 2)):
+        pass
+    jobs.clear()
+    assert len(jobs) == 0
+
+
+def test_a_b_that_fails_leaves_nothing_open() -> None:
+    jobs = WeightJobs()
+
+    def fail() -> None:
+        with jobs.collect(0):
+            weight_jobs.defer(lambda: None)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not weight_jobs.is_open()
+    assert len(jobs) == 0
+
+
+def test_the_default_kernel_mirrors_megatrons_unfused_arithmetic() -> None:
+    dy, x = torch.randn(4, 2, 3).bfloat16(), torch.randn(4, 2, 5).bfloat16()
+    weight = nn.Parameter(torch.zeros(3, 5, dtype=torch.bfloat16))
+    weight.main_grad = torch.rand(3, 5)
+    wanted = weight.main_grad + dy.view(8, 3).t().matmul(x.view(8, 5))
+    accumulate_weight_grad(weight, dy, x)
+    assert torch.equal(weight.main_grad, wanted)
+    assert weight_grad(dy, x).dtype == torch.bfloat16
+
+
+def test_the_fused_kernel_adds_in_place() -> None:
+    dy, x = torch.randn(4, 2, 3), torch.randn(4, 2, 5)
+    weight = nn.Parameter(torch.zeros(3, 5))
+    weight.main_grad = start = torch.rand(3, 5)
+    wanted = start + weight_grad(dy, x)
+    accumulate_weight_grad(weight, dy, x, fused_kernel("cpu", torch.float32, torch.float32))
+    assert weight.main_grad is start
+    torch.testing.assert_close(start, wanted)
+
+
+def test_which_kernel_is_chosen() -> None:
+    f32, bf16 = torch.float32, torch.bfloat16
+    assert fused_kernel("cpu", f32, f32) is WeightGradKernel.ADDMM
+    assert fused_kernel("cuda", bf16, bf16) is WeightGradKernel.ADDMM
+    assert fused_kernel("cpu", f32, bf16) is WeightGradKernel.MATMUL_ADD
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_wide_kernel_sums_in_fp32(dtype: torch.dtype) -> None:
+    dy = torch.randn(64, 2, 48, device="cuda").to(dtype)
+    x = torch.randn(64, 2, 32, device="cuda").to(dtype)
+    weight = nn.Parameter(torch.zeros(48, 32, dtype=dtype, device="cuda"))
+    weight.main_grad = torch.rand(48, 32, device="cuda")
+    wanted = weight.main_grad + dy.float().view(128, 48).t() @ x.float().view(128, 32)
+    kernel = fused_kernel("cuda", torch.float32, dtype)
+    assert kernel is WeightGradKernel.ADDMM_WIDE
+    accumulate_weight_grad(weight, dy, x, kernel)
+    torch.testing.assert_close(weight.main_grad, wanted, rtol=1e-4, atol=1e-3)
