@@ -1,0 +1,103 @@
+"""From Megatron's arguments to the pipeline that runs: set up, checked and completed."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from torch import nn
+
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.mcore import layout
+from megatron_vshape.mcore.arguments import MEGATRONS_OWN, options_of
+from megatron_vshape.mcore.plans import make_planner
+from megatron_vshape.mcore.refusals import UnsupportedError, check_arguments
+from megatron_vshape.mcore.session import Pipeline
+
+INTERLEAVED_CHUNKS = 2
+"""Chunks per rank of interleaved-1f1b where the user gives no number."""
+
+
+def prepare(args: Namespace) -> Pipeline | None:
+    """Return the pipeline the flags ask for, or None where Megatron runs its own schedule.
+
+    Called before Megatron validates its arguments; tells it how many chunks a rank has.
+
+    Raises:
+        ScheduleError: there is no such schedule, or it does not fit this run.
+        UnsupportedError: an option does not go with it.
+    """
+    options = options_of(args)
+    if options.timeout_seconds <= 0:
+        raise UnsupportedError(f"--pipeline-timeout {options.timeout_seconds:g} is not above 0")
+    name, ranks = options.schedule, args.pipeline_model_parallel_size
+    if name is None or name in MEGATRONS_OWN:
+        _prepare_megatrons_own(args, name)
+        return None
+    planner = make_planner(name, ranks)
+    if ranks == 1:
+        return None  # one device has nothing to schedule
+    check_arguments(args, name)
+    stage_map = layout.split_layers(args.num_layers, planner.placement)
+    ties = not args.untie_embeddings_and_output_weights
+    if ties:
+        layout.check_tied_embeddings(stage_map)
+    if stage_map.num_chunks > 1:
+        args.num_virtual_stages_per_pipeline_rank = stage_map.num_chunks
+        # Megatron allows chunks on two ranks only with this; the messages are ours either way.
+        args.overlap_p2p_comm = True
+    return Pipeline(
+        options, planner, stage_map, layout.StageLayout(stage_map), ties, args.overlap_grad_reduce
+    )
+
+
+def _prepare_megatrons_own(args: Namespace, name: str | None) -> None:
+    has_chunks = (
+        args.num_virtual_stages_per_pipeline_rank is not None
+        or args.num_layers_per_virtual_pipeline_stage is not None
+    )
+    if name == "1f1b" and has_chunks:
+        raise UnsupportedError(
+            "--pipeline-schedule 1f1b has one chunk per rank: leave Megatron's option for virtual "
+            "stages out, or ask for interleaved-1f1b"
+        )
+    alone = args.pipeline_model_parallel_size == 1
+    if name == "interleaved-1f1b" and not has_chunks and not alone:
+        args.num_virtual_stages_per_pipeline_rank = INTERLEAVED_CHUNKS
+
+
+def complete(pipeline: Pipeline | None, args: Namespace) -> None:
+    """Check what is known only after Megatron has validated its arguments.
+
+    Raises:
+        ScheduleError: a schedule file is for another number of microbatches.
+    """
+    if pipeline is None:
+        return
+    chunks = pipeline.stage_map.num_chunks
+    args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+    if pipeline.planner.from_file is not None and _has_ramp_up(args):
+        raise ScheduleError(
+            f"the schedule file {pipeline.planner.name} is for one number of microbatches, and "
+            "this run changes it: leave --rampup-batch-size out"
+        )
+    pipeline.planner.training(_num_microbatches(args))
+
+
+def _has_ramp_up(args: Namespace) -> bool:
+    names = ("rampup_batch_size", "step_batch_size_schedule")
+    return any(getattr(args, name, None) is not None for name in names)
+
+
+def _num_microbatches(args: Namespace) -> int:
+    copies = args.data_parallel_size * (getattr(args, "gtp_weight_remat_size", None) or 1)
+    return max(args.global_batch_size // (args.micro_batch_size * copies), 1)
+
+
+def tie(pipeline: Pipeline, rank: int, chunks: Sequence[nn.Module]) -> None:
+    """Make the two embedding ends one weight where this rank holds both and they are tied."""
+    stage_map = pipeline.stage_map
+    both_here = stage_map.ends_meet and rank == stage_map.loss_rank
+    if pipeline.ties_embeddings and both_here:
+        last = stage_map.chunk(stage_map.last_stage)
+        layout.tie_embeddings(chunks[stage_map.chunk(0)], chunks[last])

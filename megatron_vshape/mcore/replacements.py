@@ -1,0 +1,258 @@
+"""What stands in for each hooked attribute of Megatron; `hooks` lists targets and reasons.
+
+Every function here takes the session and the original and returns the replacement, which does
+what the original does while the session has no pipeline.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import module as transformer_module
+
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.mcore import arguments, configure, layout, report
+from megatron_vshape.mcore.forward_backward import PipelineRunner
+from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.session import Session
+from megatron_vshape.mcore.split_backward import TorchFusedKernels, make_split_linear
+
+Function = Callable[..., Any]
+
+
+def add_megatron_arguments(session: Session, original: Function) -> Function:
+    """Add this package's flags after Megatron's."""
+
+    @functools.wraps(original)
+    def add(parser: ArgumentParser) -> ArgumentParser:
+        return arguments.add_arguments(original(parser))
+
+    return add
+
+
+def validate_args(session: Session, original: Function) -> Function:
+    """Set the pipeline up before Megatron's checks, and check what only they make known."""
+
+    @functools.wraps(original)
+    def validate(args: Namespace, *rest: Any, **options: Any) -> Any:
+        try:
+            session.pipeline = configure.prepare(args)
+        except (ScheduleError, UnsupportedError) as error:
+            raise _refused(error) from None
+        validated = original(args, *rest, **options)
+        try:
+            configure.complete(session.pipeline, args)
+        except (ScheduleError, UnsupportedError) as error:
+            raise _refused(error) from None
+        return validated
+
+    return validate
+
+
+def _refused(error: Exception) -> SystemExit:
+    """Return what ends every rank, with the reason told once."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        return SystemExit(f"megatron-vshape: {error}")
+    return SystemExit(1)
+
+
+def core_transformer_config_from_args(session: Session, original: Function) -> Function:
+    """Put the layout of the stages on every TransformerConfig made from the arguments.
+
+    On the config alone: the arguments are written into checkpoints.
+    """
+
+    @functools.wraps(original)
+    def make(*args: Any, **options: Any) -> Any:
+        config = original(*args, **options)
+        if session.pipeline is not None:
+            config.pipeline_model_parallel_layout = session.pipeline.layout
+        return config
+
+    return make
+
+
+def pretrain(session: Session, original: Function) -> Function:
+    """Pass Megatron the embedding group and, before 0.19, model chunks of the right stages."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def run(*args: Any, **options: Any) -> Any:
+        bound = signature.bind(*args, **options)
+        users = bound.arguments.get("get_embedding_ranks")
+        bound.arguments["get_embedding_ranks"] = _embedding_ranks(session, users)
+        provider = bound.arguments.get("model_provider")
+        if provider is not None:
+            bound.arguments["model_provider"] = _model_provider(session, provider)
+        return original(*bound.args, **bound.kwargs)
+
+    return run
+
+
+def _embedding_ranks(session: Session, users: Function | None) -> Function:
+    def ranks(pipeline_ranks: Sequence[int], *args: Any) -> list[int]:
+        if session.pipeline is not None:
+            return layout.embedding_ranks(session.pipeline.stage_map, pipeline_ranks)
+        chosen = parallel_state.default_embedding_ranks if users is None else users
+        return chosen(pipeline_ranks, *args)
+
+    return ranks
+
+
+def _model_provider(session: Session, provider: Function) -> Function:
+    """Return a provider that builds stages; 0.18 and before call it once per chunk."""
+    built: list[Any] = []
+
+    @functools.wraps(provider)
+    def provide(
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        **options: Any,
+    ) -> Any:
+        if session.pipeline is None:
+            return provider(pre_process, post_process, vp_stage=vp_stage, **options)
+        if not vp_stage:
+            built.clear()
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        first, last = session.pipeline.ends(rank, vp_stage)
+        built.append(provider(first, last, vp_stage=vp_stage, **options))
+        if len(built) == session.pipeline.stage_map.num_chunks:
+            configure.tie(session.pipeline, rank, built)
+        return built[-1]
+
+    return provide
+
+
+def build_virtual_pipeline_stages(session: Session, original: Function) -> Function:
+    """Build every chunk as the stage that it is."""
+
+    @functools.wraps(original)
+    def build(build_model_func: Function, pg_collection: Any, *args: Any, **options: Any) -> Any:
+        pipeline = session.pipeline
+        if pipeline is None:
+            return original(build_model_func, pg_collection, *args, **options)
+        rank = pg_collection.pp.rank()
+
+        def build_stage(
+            groups: Any,
+            pre_process: Any = None,
+            post_process: Any = None,
+            vp_stage: int | None = None,
+        ) -> Any:
+            first, last = pipeline.ends(rank, vp_stage)
+            return build_model_func(groups, pre_process=first, post_process=last, vp_stage=vp_stage)
+
+        chunks = original(build_stage, pg_collection, *args, **options)
+        configure.tie(pipeline, rank, chunks)
+        return chunks
+
+    return build
+
+
+def train(session: Session, original: Function) -> Function:
+    """Show the schedule first, and what the run has measured last."""
+
+    @functools.wraps(original)
+    def run(*args: Any, **options: Any) -> Any:
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+        from megatron.training.utils import print_rank_0
+
+        pipeline = session.pipeline
+        if pipeline is None:
+            return original(*args, **options)
+        print_rank_0(report.opening_lines(pipeline, get_num_microbatches()))
+        result = original(*args, **options)
+        if session.runner is not None:
+            line = session.runner.report.closing_line(parallel_state.get_data_parallel_world_size())
+            if line is not None:
+                print_rank_0(line)
+        return result
+
+    return run
+
+
+def get_forward_backward_func(session: Session, original: Function) -> Function:
+    """Hand out this package's function where it runs the schedule."""
+
+    @functools.wraps(original)
+    def get(*args: Any, **options: Any) -> Any:
+        if session.pipeline is None:
+            return original(*args, **options)
+        if session.runner is None:
+            session.runner = PipelineRunner(session, session.pipeline)
+        return session.runner
+
+    return get
+
+
+def is_pipeline_first_stage(session: Session, original: Function) -> Function:
+    """Answer for the stage with the embedding."""
+    return _is_end(session, original, stage=0)
+
+
+def is_pipeline_last_stage(session: Session, original: Function) -> Function:
+    """Answer for the stage with the loss."""
+    return _is_end(session, original, stage=-1)
+
+
+def _is_end(session: Session, original: Function, stage: int) -> Function:
+    """Return the answer to "is this the first (or last) stage?", about a chunk where one is meant.
+
+    Asked without a chunk, it is about the one that runs, and where none runs about the rank's
+    place in the pipeline: that is how the trainer finds out who prints.
+    """
+
+    @functools.wraps(original)
+    def answer(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+        pipeline = session.pipeline
+        chunk = session.running_chunk if ignore_virtual else vp_stage
+        if pipeline is not None and not ignore_virtual and pipeline.stage_map.num_chunks == 1:
+            chunk = 0
+        if pipeline is None or chunk is None:
+            return original(ignore_virtual=ignore_virtual, vp_stage=vp_stage)
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        wanted = stage % len(pipeline.stage_map.placement)
+        return pipeline.stage_map.stage(rank, chunk) == wanted
+
+    return answer
+
+
+def float16_module_forward(session: Session, original: Function) -> Function:
+    """Convert inputs on the first stage and outputs on the last, wherever those are."""
+
+    @functools.wraps(original)
+    def forward(self: Any, *inputs: Any, fp32_output: bool = True, **options: Any) -> Any:
+        pipeline = session.pipeline
+        if pipeline is None:
+            return original(self, *inputs, fp32_output=fp32_output, **options)
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        first, last = pipeline.ends(rank, self.vp_stage)
+        if first:
+            inputs = transformer_module.fp32_to_float16(inputs, self.float16_convertor)
+        outputs = self.module(*inputs, **options)
+        return transformer_module.float16_to_fp32(outputs) if last and fp32_output else outputs
+
+    return forward
+
+
+def linear_function(session: Session, original: type) -> type:
+    """Return the linear that can put its weight gradient off."""
+    return make_split_linear(session, layers, original)
+
+
+def fused_kernels(session: Session, original: Any) -> Any:
+    """Return apex's kernels where they are installed, else torch's."""
+    return original if layers._grad_accum_fusion_available else TorchFusedKernels
+
+
+def fusion_available(session: Session, original: bool) -> bool:
+    """Return that there are kernels: apex's, or torch's by `fused_kernels`."""
+    return True

@@ -1,0 +1,74 @@
+"""What the hooks share in a process that trains: the schedule in use and the chunk that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from megatron_vshape.mcore.arguments import PipelineOptions
+from megatron_vshape.runtime.weight_jobs import WeightJobs
+
+if TYPE_CHECKING:
+    from megatron_vshape.mcore.census import Census
+    from megatron_vshape.mcore.forward_backward import PipelineRunner
+    from megatron_vshape.mcore.layout import StageLayout, StageMap
+    from megatron_vshape.mcore.plans import Planner
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A schedule that this package runs: what is known once the flags have been checked."""
+
+    options: PipelineOptions
+    planner: Planner
+    stage_map: StageMap
+    layout: StageLayout
+    ties_embeddings: bool
+    overlaps_grad_reduce: bool
+
+    def ends(self, rank: int, chunk: int | None) -> tuple[bool, bool]:
+        """Return whether a rank's chunk is the model's first stage, and whether its last."""
+        stage = self.stage_map.stage(rank, chunk)
+        return stage == 0, stage == self.stage_map.last_stage
+
+
+@dataclass(slots=True)
+class Session:
+    """The state behind the hooks; one per `hooks.install`.
+
+    `pipeline` is None while Megatron's own schedules run: then every hook does what upstream does.
+    """
+
+    pipeline: Pipeline | None = None
+    runner: PipelineRunner | None = None  # made when the trainer asks for its function
+    jobs: WeightJobs = field(default_factory=WeightJobs)
+    running_chunk: int | None = None
+    census: Census | None = None  # while a step's activation memory is measured
+
+    @property
+    def splits_backward(self) -> bool:
+        """Return whether linear layers must be able to put their weight gradient off."""
+        return self.pipeline is not None
+
+    @property
+    def overlaps_grad_reduce(self) -> bool:
+        """Return whether DDP reduces gradients while the backward runs."""
+        return self.pipeline is not None and self.pipeline.overlaps_grad_reduce
+
+    @contextmanager
+    def run_chunk(self, chunk: int) -> Iterator[None]:
+        """Let Megatron's questions about "this stage" mean `chunk` meanwhile."""
+        self.running_chunk = chunk
+        try:
+            yield
+        finally:
+            self.running_chunk = None
+
+    def note_deferred(self, tensor: Tensor) -> None:
+        """Count a tensor that a weight job keeps, where memory is being measured."""
+        if self.census is not None:
+            self.census.add(tensor)

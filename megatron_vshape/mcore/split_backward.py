@@ -1,0 +1,148 @@
+"""Megatron's local linear layers with the weight gradient put off from B to W.
+
+Column- and RowParallelLinear and the output layer all compute through one autograd Function. A
+subclass takes its place: where a bucket of weight jobs is open (a B whose W comes later) it
+leaves a job there; everywhere else it is upstream's code that runs, forward and backward.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.parallel_state import get_global_memory_buffer
+from torch import Tensor
+
+from megatron_vshape.mcore.session import Session
+from megatron_vshape.runtime.weight_jobs import (
+    WeightGradKernel,
+    accumulate_weight_grad,
+    defer,
+    fused_kernel,
+    is_open,
+)
+
+
+def make_split_linear(session: Session, layers: ModuleType, upstream: type) -> type:
+    """Return the Function that takes the place of `upstream` in Megatron's module `layers`."""
+
+    class SplitLinear(upstream):
+        """Upstream's linear; inside a B, its weight gradient becomes a job."""
+
+        @classmethod
+        def apply(cls, *args: Any) -> Tensor:
+            return super().apply(*args) if session.splits_backward else upstream.apply(*args)
+
+        @staticmethod
+        def forward(ctx: Any, input: Tensor, weight: Tensor, *options: Any) -> Tensor:
+            # Under recompute ctx.saved_tensors returns another object, without main_grad.
+            ctx.parameter = weight
+            ctx.num_options = len(options)
+            return upstream.forward(ctx, input, weight, *options)
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+            if is_open():
+                return _backward_inputs(session, layers, ctx, grad_output)
+            if hasattr(ctx.parameter, "grad_added_to_main_grad"):
+                # An earlier B may have said so; upstream says it again where it is true.
+                ctx.parameter.grad_added_to_main_grad = False
+            return upstream.backward(ctx, grad_output)
+
+    return SplitLinear
+
+
+def _backward_inputs(
+    session: Session, layers: ModuleType, ctx: Any, grad_output: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return upstream's gradients but that of the weight, for which a job is left."""
+    input, weight = ctx.saved_tensors
+    grad_input = grad_output.matmul(weight)
+    if ctx.allreduce_dgrad:
+        dist.all_reduce(grad_input, group=ctx.tp_group)
+    if ctx.sequence_parallel:
+        whole, grad_input = grad_input, torch.empty_like(input, requires_grad=False)
+        layers.dist_reduce_scatter_func(grad_input, whole, group=ctx.tp_group)
+    # It can require grad itself: vocabulary-parallel cross entropy makes such gradients.
+    grad_output = grad_output.detach()
+    grad_bias = None
+    if ctx.use_bias:
+        grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0)
+    parameter = ctx.parameter
+    gather_group = ctx.tp_group if ctx.sequence_parallel else None
+    fused = ctx.gradient_accumulation_fusion
+    job = partial(_weight_gradient, layers, parameter, input, grad_output, gather_group, fused)
+    defer(job)
+    session.note_deferred(grad_output)
+    nothing = (None,) * (ctx.num_options - 1)
+    return grad_input, _stand_in(session, parameter), grad_bias, *nothing
+
+
+def _stand_in(session: Session, parameter: Tensor) -> Tensor | None:
+    """Return what autograd gets as the weight's gradient.
+
+    DDP's hook insists on some gradient when it overlaps the reduction; it does not add this one,
+    unless the weight is tied, which is why it is zeros then.
+    """
+    if not session.overlaps_grad_reduce:
+        return None
+    parameter.grad_added_to_main_grad = True
+    if getattr(parameter, "zero_out_wgrad", False):
+        return torch.zeros_like(parameter, requires_grad=False)
+    return torch.empty_like(parameter, requires_grad=False)
+
+
+def _weight_gradient(
+    layers: ModuleType,
+    parameter: Tensor,
+    input: Tensor,
+    grad_output: Tensor,
+    gather_group: dist.ProcessGroup | None,
+    fused: bool,
+) -> None:
+    """Add one weight gradient to the sum: the job that B leaves for W.
+
+    With sequence parallelism `input` is this rank's part of the sequence and is gathered anew:
+    the gathered one was a buffer that the next layer has overwritten.
+    """
+    if gather_group is not None:
+        shape = [input.shape[0] * gather_group.size(), *input.shape[1:]]
+        gathered = get_global_memory_buffer().get_tensor(shape, input.dtype, "mpu")
+        layers.dist_all_gather_func(gathered, input, group=gather_group)
+        input = gathered
+    kernel = WeightGradKernel.MATMUL_ADD
+    if fused:
+        total = getattr(parameter, "main_grad", parameter)
+        kernel = fused_kernel(input.device.type, total.dtype, input.dtype)
+    accumulate_weight_grad(parameter, grad_output, input, kernel)
+
+
+class TorchFusedKernels:
+    """What Megatron calls of apex's fused_weight_gradient_mlp_cuda, by torch's own GEMM."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        """Add grad_output^T @ input to an fp32 `main_grad`."""
+        _accumulate(input, grad_output, main_grad)
+
+    @staticmethod
+    def wgrad_gemm_accum_fp16(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        """Add grad_output^T @ input to a 16-bit `main_grad`."""
+        _accumulate(input, grad_output, main_grad)
+
+
+class _Sum:
+    """Looks like a parameter to `accumulate_weight_grad`."""
+
+    grad = None
+
+    def __init__(self, main_grad: Tensor) -> None:
+        self.main_grad = main_grad
+
+
+def _accumulate(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+    kernel = fused_kernel(input.device.type, main_grad.dtype, input.dtype)
+    accumulate_weight_grad(_Sum(main_grad), grad_output, input, kernel)  # type: ignore[arg-type]
