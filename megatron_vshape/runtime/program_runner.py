@@ -74,7 +74,7 @@ def run_program(
             case Run(work):
                 # In a list, which the pass empties, so that only the stage holds its input.
                 handed = [local.take(work) if received is None else received]
-                received = None
+                received = result = None
                 watcher.begins(work)
                 result = _run_pass(stages[work.stage], work, handed)
                 watcher.ends(work)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from runtime.plain_pipeline import gradients_of, one_process, stages_for
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.lowering import Message, Program, lower
@@ -112,3 +113,38 @@ def test_a_stage_that_returns_nothing_is_named() -> None:
     remote = lower(make("1f1b", 2, 1))
     with pytest.raises(RuntimeError, match=r"stage 1 returned nothing for BW?1\.0"):
         run_program(remote, 1, {1: Empty()}, NoCarrier())
+
+
+class Fresh(NoStage):
+    """Returns a new tensor from every pass, keeps none, and knows which are alive."""
+
+    def __init__(self) -> None:
+        self.made: list[StorageWeakRef] = []
+
+    def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
+        del received
+        assert self.num_alive() == 0, "the runner still holds what it handed over"
+        tensor = torch.zeros(1)
+        self.made.append(StorageWeakRef(tensor.untyped_storage()))
+        return tensor
+
+    backward_inputs = backward = forward
+
+    def num_alive(self) -> int:
+        return sum(not each.expired() for each in self.made)
+
+
+def test_every_result_is_let_go_of_when_its_reader_has_it() -> None:
+    stage = Fresh()
+    stages = dict.fromkeys(range(3), stage)
+    run_program(one_device_program(3, 2, whole=False), 0, stages, NoCarrier())
+    assert len(stage.made) == 12
+    # The last stage's F and the first stage's B have no reader, so theirs may not stay either.
+    assert stage.num_alive() == 0
+
+
+def test_every_result_is_let_go_of_when_it_is_sent() -> None:
+    stage = Fresh()
+    run_program(lower(make("1f1b", 3, 5)), 1, {1: stage}, NoCarrier())
+    assert len(stage.made) == 10
+    assert stage.num_alive() == 0
