@@ -51,6 +51,12 @@ def prepare(args: Namespace) -> Pipeline | None:
     )
 
 
+def megatrons_own(args: Namespace) -> str | None:
+    """Return the schedule of Megatron's own that the flags name for a pipeline, if they do."""
+    name = options_of(args).schedule
+    return name if name in MEGATRONS_OWN and args.pipeline_model_parallel_size > 1 else None
+
+
 def _prepare_megatrons_own(args: Namespace, name: str | None) -> None:
     has_chunks = (
         args.num_virtual_stages_per_pipeline_rank is not None

@@ -36,7 +36,13 @@ class PipelineRunner:
         self._session = session
         self._pipeline = pipeline
         self._transport: Transport | None = None
-        self.report = RunReport(session, pipeline)
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        self.report = RunReport(
+            session,
+            pipeline.planner.name,
+            pipeline.stage_map.stages(rank),
+            pipeline.planner.training,
+        )
 
     def __call__(
         self,

@@ -125,6 +125,35 @@ HOOKS = (
         for module in (_SCHEDULES, "megatron.core.pipeline_parallel", _TRAINING)
     ),
     Hook(
+        _SCHEDULES,
+        "forward_step",
+        (
+            "forward_step_func",
+            "data_iterator",
+            "model",
+            "num_microbatches",
+            "input_tensor",
+            "forward_data_store",
+            "config",
+            "cp_group_size",
+            "collect_non_loss_data",
+            "checkpoint_activations_microbatch",
+            "is_first_microbatch",
+            "current_microbatch",
+            "vp_stage",
+            "is_last_stage",
+        ),
+        "counts the memory of Megatron's own schedules, to compare; this package calls it too",
+        replacements.forward_step,
+    ),
+    Hook(
+        _SCHEDULES,
+        "backward_step",
+        ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
+        "counts the memory of Megatron's own schedules, to compare; this package calls it too",
+        replacements.backward_step,
+    ),
+    Hook(
         _STATE,
         "is_pipeline_first_stage",
         ("ignore_virtual", "vp_stage"),
@@ -178,31 +207,6 @@ HOOKS = (
 )
 
 PROBES = (
-    Probe(
-        _SCHEDULES,
-        "forward_step",
-        (
-            "forward_step_func",
-            "data_iterator",
-            "model",
-            "num_microbatches",
-            "input_tensor",
-            "forward_data_store",
-            "config",
-            "cp_group_size",
-            "collect_non_loss_data",
-            "checkpoint_activations_microbatch",
-            "is_first_microbatch",
-            "current_microbatch",
-            "vp_stage",
-            "is_last_stage",
-        ),
-    ),
-    Probe(
-        _SCHEDULES,
-        "backward_step",
-        ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
-    ),
     Probe(_SCHEDULES, "deallocate_output_tensor", ("out", "deallocate_pipeline_outputs")),
     Probe(_SCHEDULES, "check_first_val_step", ("first_val_step", "forward_only", "cond")),
     Probe(

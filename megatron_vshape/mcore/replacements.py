@@ -14,12 +14,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import module as transformer_module
+from megatron.training.utils import print_rank_0
 
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.mcore import arguments, configure, layout, report
 from megatron_vshape.mcore.forward_backward import PipelineRunner
+from megatron_vshape.mcore.metering import MeteredSchedule, count_backward, count_forward
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.session import Session
 from megatron_vshape.mcore.split_backward import TorchFusedKernels, make_split_linear
@@ -44,6 +47,7 @@ def validate_args(session: Session, original: Function) -> Function:
     def validate(args: Namespace, *rest: Any, **options: Any) -> Any:
         try:
             session.pipeline = configure.prepare(args)
+            session.megatrons_own = configure.megatrons_own(args)
         except (ScheduleError, UnsupportedError) as error:
             raise _refused(error) from None
         validated = original(args, *rest, **options)
@@ -162,16 +166,14 @@ def train(session: Session, original: Function) -> Function:
 
     @functools.wraps(original)
     def run(*args: Any, **options: Any) -> Any:
-        from megatron.core.num_microbatches_calculator import get_num_microbatches
-        from megatron.training.utils import print_rank_0
-
-        pipeline = session.pipeline
-        if pipeline is None:
-            return original(*args, **options)
-        print_rank_0(report.opening_lines(pipeline, get_num_microbatches()))
+        if session.pipeline is not None:
+            print_rank_0(report.opening_lines(session.pipeline, get_num_microbatches()))
         result = original(*args, **options)
         if session.runner is not None:
-            line = session.runner.report.closing_line(parallel_state.get_data_parallel_world_size())
+            line = session.runner.report.closing_line(
+                parallel_state.get_pipeline_model_parallel_group(),
+                parallel_state.get_data_parallel_world_size(),
+            )
             if line is not None:
                 print_rank_0(line)
         return result
@@ -180,17 +182,48 @@ def train(session: Session, original: Function) -> Function:
 
 
 def get_forward_backward_func(session: Session, original: Function) -> Function:
-    """Hand out this package's function where it runs the schedule."""
+    """Hand out this package's function, or Megatron's with a meter where the user named one."""
 
     @functools.wraps(original)
     def get(*args: Any, **options: Any) -> Any:
-        if session.pipeline is None:
-            return original(*args, **options)
-        if session.runner is None:
-            session.runner = PipelineRunner(session, session.pipeline)
+        if session.pipeline is not None:
+            session.runner = session.runner or PipelineRunner(session, session.pipeline)
+            return session.runner
+        function = original(*args, **options)
+        if session.megatrons_own is None:
+            return function
+        session.runner = session.runner or MeteredSchedule(session, function, session.megatrons_own)
         return session.runner
 
     return get
+
+
+def forward_step(session: Session, original: Function) -> Function:
+    """Count what a forward pass of Megatron's own schedules saves, while that is measured."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def step(*args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        if session.census is not None and session.pipeline is None:
+            chunk = signature.bind(*args, **options).arguments.get("vp_stage")
+            count_forward(session.census, chunk, result[0])
+        return result
+
+    return step
+
+
+def backward_step(session: Session, original: Function) -> Function:
+    """Count what a backward pass of Megatron's own schedules leaves, while that is measured."""
+
+    @functools.wraps(original)
+    def step(*args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        if session.census is not None and session.pipeline is None:
+            count_backward(session.census)
+        return result
+
+    return step
 
 
 def is_pipeline_first_stage(session: Session, original: Function) -> Function:

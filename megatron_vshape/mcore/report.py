@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import NamedTuple
@@ -22,6 +22,9 @@ COLUMNS = 120
 
 MIB = 2**20
 
+PlanOf = Callable[[int], Plan]
+"""Returns the plan of a number of microbatches."""
+
 
 class Memory(NamedTuple):
     """What one rank measured in its first training step."""
@@ -38,10 +41,15 @@ class RunReport:
     one step's start to the next one's where no evaluation came between.
     """
 
-    def __init__(self, session: Session, pipeline: Pipeline) -> None:
+    def __init__(
+        self, session: Session, name: str, stages: Sequence[int], plan_of: PlanOf | None
+    ) -> None:
+        """Take this rank's stages, and what predicts the memory of a number of microbatches."""
         self._session = session
-        self._pipeline = pipeline
-        self._plan: Plan | None = None
+        self._name = name
+        self._stages = stages
+        self._plan_of = plan_of
+        self._num_microbatches = 0
         self._memory: Memory | None = None
         self._started_s: float | None = None
         self._step_s: list[float] = []
@@ -68,39 +76,35 @@ class RunReport:
             yield
         finally:
             self._session.census = None
-        self._plan = self._pipeline.planner.training(num_microbatches)
-        rank = self._rank()
-        self._memory = Memory(
-            census.peak_bytes,
-            {stage: census.held_bytes(stage) for stage in self._pipeline.stage_map.stages(rank)},
-            0,
-        )
+        self._num_microbatches = num_microbatches
+        held = {stage: census.held_bytes(stage) for stage in self._stages}
+        self._memory = Memory(census.peak_bytes, held, 0)
         # The first step also sets caches up; its time says nothing about the others.
         self._started_s = None
 
-    def closing_line(self, data_parallel_size: int) -> str | None:
-        """Return the run's figures, or None where no step ran; all ranks of a pipeline call it."""
-        if self._memory is None or self._plan is None:
+    def closing_line(self, pipeline_group: dist.ProcessGroup, copies: int) -> str | None:
+        """Return the run's figures, or None where no step ran; all its ranks call this.
+
+        `copies` is how many pipelines train side by side on different data.
+        """
+        if self._memory is None:
             return None
         own = self._memory._replace(allocated_bytes=_allocated_bytes())
-        everyones: list[Memory] = [own] * self._pipeline.stage_map.num_ranks
-        dist.all_gather_object(everyones, own, group=_pipeline_group())
-        predicted = self._plan.peak_bytes(byte_costs(everyones))
+        everyones: list[Memory] = [own] * pipeline_group.size()
+        dist.all_gather_object(everyones, own, group=pipeline_group)
         speed = "speed unknown (too few steps)"
         if self._step_s:
-            per_second = self._tokens * data_parallel_size / median(self._step_s)
-            speed = f"{per_second:,.0f} tokens/s"
+            speed = f"{self._tokens * copies / median(self._step_s):,.0f} tokens/s"
         line = (
-            f"{self._plan.schedule.name}: {speed}; peak activation memory per rank in MiB: "
-            f"measured {_in_mib([each.peak_bytes for each in everyones])}, "
-            f"predicted {_in_mib(predicted)}"
+            f"{self._name}: {speed}; peak activation memory per rank in MiB: "
+            f"measured {_in_mib([each.peak_bytes for each in everyones])}"
         )
+        if self._plan_of is not None:
+            plan = self._plan_of(self._num_microbatches)
+            line += f", predicted {_in_mib(plan.peak_bytes(byte_costs(everyones)))}"
         if any(each.allocated_bytes for each in everyones):
             line += f", allocated in all {_in_mib([each.allocated_bytes for each in everyones])}"
         return line
-
-    def _rank(self) -> int:
-        return _pipeline_group().rank()
 
 
 def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
@@ -135,12 +139,6 @@ def _persistent(model: Sequence[nn.Module]) -> Iterator[Tensor]:
             main_grad = getattr(parameter, "main_grad", None)
             if isinstance(main_grad, Tensor):
                 yield main_grad
-
-
-def _pipeline_group() -> dist.ProcessGroup:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_pipeline_model_parallel_group()
 
 
 def _allocated_bytes() -> int:

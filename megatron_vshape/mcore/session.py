@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megatron_vshape.mcore.census import Census
     from megatron_vshape.mcore.forward_backward import PipelineRunner
     from megatron_vshape.mcore.layout import StageLayout, StageMap
+    from megatron_vshape.mcore.metering import MeteredSchedule
     from megatron_vshape.mcore.plans import Planner
 
 
@@ -44,7 +45,9 @@ class Session:
     """
 
     pipeline: Pipeline | None = None
-    runner: PipelineRunner | None = None  # made when the trainer asks for its function
+    megatrons_own: str | None = None  # the schedule of Megatron's that the user has named
+    # What the trainer calls for every step; made when it asks for that.
+    runner: PipelineRunner | MeteredSchedule | None = None
     jobs: WeightJobs = field(default_factory=WeightJobs)
     running_chunk: int | None = None
     census: Census | None = None  # while a step's activation memory is measured

@@ -1,0 +1,197 @@
+"""Runs Megatron's trainer many times and imports it once.
+
+A farm is a process that has imported torch and Megatron, and forks a set of ranks for every run
+it is asked for: importing costs ten seconds, forking none. Run as a script it is that process;
+`Farm` starts it and asks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
+
+MODEL = (
+    "--transformer-impl local --distributed-backend gloo --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 127 --make-vocab-size-divisible-by 64 --num-layers 8 --hidden-size 32 "
+    "--num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--position-embedding-type rope --no-rope-fusion --attention-dropout 0 --hidden-dropout 0 "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm "
+    "--micro-batch-size 1 --global-batch-size 8 --train-iters 1 --lr 1e-3 --min-lr 1e-3 "
+    "--lr-decay-style constant --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-workers 0"
+).split()
+"""A GPT of eight small layers; what comes later on a command line overrides it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a run ended: exit codes, the ranks' output, and what `recorder` kept of each."""
+
+    codes: list[int | None]  # None: still running when time was up
+    output: list[str]
+    records: list[dict[str, Any]]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Return what the last pipeline rank recorded, which has the losses."""
+        return self.records[-1]
+
+    def merged(self, key: str) -> dict[str, torch.Tensor]:
+        """Return the named tensors of all ranks together."""
+        return {name: value for record in self.records for name, value in record[key].items()}
+
+    def check(self) -> Ended:
+        """Return this if all ranks ended well, else fail with their output."""
+        assert self.codes == [0] * len(self.codes), "\n".join(
+            f"--- rank {rank}: exit code {code}\n{text[-1500:]}"
+            for rank, (code, text) in enumerate(zip(self.codes, self.output, strict=True))
+        )
+        return self
+
+
+class Farm:
+    """The process that forks the ranks."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._runs = 0
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
+        }
+        self._log = open(directory / "farm.log", "w")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+        )
+
+    def run(self, ranks: int, *arguments: str, timeout_s: float = 120.0) -> Ended:
+        """Train on `ranks` ranks, all one pipeline unless the arguments say otherwise."""
+        self._runs += 1
+        directory = self._directory / f"run{self._runs}"
+        directory.mkdir()
+        pipeline = ["--pipeline-model-parallel-size", str(ranks)]
+        order = {
+            "ranks": ranks,
+            "arguments": [*MODEL, *pipeline, *arguments],
+            "directory": str(directory),
+            "timeout_s": timeout_s,
+        }
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the farm died: {(self._directory / 'farm.log').read_text()}")
+        outputs, records = [], []
+        for rank in range(ranks):
+            outputs.append((directory / f"rank{rank}.log").read_text(errors="replace"))
+            saved = directory / f"rank{rank}.pt"
+            records.append(torch.load(saved, weights_only=False) if saved.exists() else {})
+        return Ended(json.loads(answer), outputs, records)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait(timeout=10)
+        self._log.close()
+
+
+def _serve() -> None:
+    """Import what every run needs, then run what each line of stdin orders."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sys.argv = [str(SCRIPT)]
+    source = compile(SCRIPT.read_text(), str(SCRIPT), "exec")
+    # Under another name the script imports and defines, and does not start.
+    exec(source, {"__name__": "farm_script", "__file__": str(SCRIPT)})
+    import recorder  # after the script, which must be the first to import Megatron
+
+    for line in sys.stdin:
+        order = json.loads(line)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = []
+        for rank in range(order["ranks"]):
+            child = os.fork()
+            if child == 0:
+                _become_rank(rank, port, order, source, recorder)
+            children.append(child)
+        answers.write(json.dumps(_wait(children, order["timeout_s"])) + "\n")
+        answers.flush()
+
+
+def _become_rank(rank: int, port: int, order: dict[str, Any], source: Any, recorder: Any) -> None:
+    log = os.open(f"{order['directory']}/rank{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(order["ranks"]),
+        LOCAL_WORLD_SIZE=str(order["ranks"]),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    sys.argv = [str(SCRIPT), *order["arguments"]]
+    code = 0
+    try:
+        records = recorder.start(f"{order['directory']}/rank{rank}.pt")
+        exec(source, {"__name__": "__main__", "__file__": str(SCRIPT)})
+        records.save()
+    except SystemExit as exit_:
+        if isinstance(exit_.code, str):
+            print(exit_.code, file=sys.stderr)
+        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _wait(children: list[int], timeout_s: float) -> list[int | None]:
+    """Return the children's exit codes; kill what is left when time is up."""
+    codes: dict[int, int | None] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(codes) < len(children) and time.monotonic() < deadline:
+        for child in children:
+            if child not in codes:
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    codes[child] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    for child in children:
+        if child not in codes:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            codes[child] = None
+    return [codes[child] for child in children]
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,121 @@
+"""Makes runs comparable and keeps what they compute, at full precision.
+
+Weights are a function of their name in the whole model, since Megatron seeds every pipeline
+rank differently. Everything here wraps names of Megatron's trainer in a forked rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import megatron.training.models.dist_utils as dist_utils
+import megatron.training.training as training
+import torch
+from torch import Tensor, nn
+
+
+class Records:
+    """What one rank keeps of a run."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._model: list[nn.Module] = []
+        self.kept: dict[str, Any] = {
+            "losses": [],
+            "grad_norms": [],
+            "evaluations": [],
+            "gradients": {},
+            "parameters": {},
+        }
+
+    def save(self) -> None:
+        """Write everything to the rank's file, with the parameters as they are now."""
+        self.kept["parameters"] = {
+            name: parameter.detach().clone() for name, parameter in named_parameters(self._model)
+        }
+        torch.save(self.kept, self._path)
+
+    def keep_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(*args: Any, **options: Any) -> Any:
+            result = original(*args, **options)
+            loss, grad_norm = result[0], result[5]
+            self.kept["losses"].append({key: float(value) for key, value in loss.items()})
+            self.kept["grad_norms"].append(float(grad_norm))
+            return result
+
+        return step
+
+    def keep_gradients(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def finalize(model: list[nn.Module], *args: Any, **options: Any) -> Any:
+            result = original(model, *args, **options)
+            self._model = model if isinstance(model, list) else [model]
+            if not self.kept["gradients"]:
+                for name, parameter in named_parameters(self._model):
+                    self.kept["gradients"][name] = parameter.main_grad.detach().clone()
+            return result
+
+        return finalize
+
+    def keep_evaluation(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def evaluate(*args: Any, **options: Any) -> Any:
+            result = original(*args, **options)
+            losses = result[0] or {}
+            kept = {key: [float(each) for each in losses[key].view(-1)] for key in losses}
+            self.kept["evaluations"].append(kept)
+            return result
+
+        return evaluate
+
+
+def start(path: str) -> Records:
+    """Wrap the trainer in this process and return what is going to hold the records."""
+    records = Records(path)
+    training.train_step = records.keep_step(training.train_step)
+    training.evaluate = records.keep_evaluation(training.evaluate)
+    training.finalize_model_grads = records.keep_gradients(training.finalize_model_grads)
+    dist_utils.build_virtual_pipeline_stages = _with_named_weights(
+        dist_utils.build_virtual_pipeline_stages
+    )
+    return records
+
+
+def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield every parameter with its name in the whole model: layers counted from its start.
+
+    Stock Megatron's second copy of a tied embedding goes by the embedding's name.
+    """
+    for chunk in model:
+        while hasattr(chunk, "module"):
+            chunk = chunk.module
+        for name, parameter in chunk.named_parameters():
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
+            if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+                parts = ["embedding", "word_embeddings", "weight"]
+            yield ".".join(parts), parameter
+
+
+def _with_named_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def build(*args: Any, **options: Any) -> list[nn.Module]:
+        chunks = original(*args, **options)
+        for name, parameter in named_parameters(chunks):
+            if parameter.dim() > 1:
+                _fill(name, parameter.data)
+        return chunks
+
+    return build
+
+
+def _fill(name: str, data: Tensor) -> None:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    data.copy_(torch.randn(data.shape, generator=generator) * 0.02)
+
+
