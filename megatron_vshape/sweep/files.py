@@ -1,0 +1,293 @@
+"""The files a sweep reads: model, cluster and sweep, in YAML; what is wrong with one is said once.
+
+Unknown keys are refused, since a misspelt key that is ignored gives a wrong answer in silence.
+"""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Positive = Annotated[int, Field(gt=0, strict=True)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class SweepError(ValueError):
+    """A sweep cannot be made from what was given; the text says what to change."""
+
+
+class Recompute(StrEnum):
+    """What the backward pass computes again instead of keeping it."""
+
+    NONE = "none"
+    FULL = "full"
+
+
+class Layout(StrEnum):
+    """How layers are dealt to stages.
+
+    balanced: the embedding and the output layer count as a layer each; even: they do not count.
+    """
+
+    BALANCED = "balanced"
+    EVEN = "even"
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Model(_File):
+    """A GPT: the sizes that decide its time and its memory."""
+
+    name: str
+    layers: Positive
+    hidden_size: Positive
+    attention_heads: Positive
+    query_groups: Positive | None = None  # None: one per head
+    ffn_hidden_size: Positive | None = None  # None: four times the hidden size
+    gated: bool = False  # two matrices into the MLP, as SwiGLU has
+    vocabulary_size: Positive
+    tied_embeddings: bool = False
+    dropout: bool = False  # its masks are kept for the backward pass
+    flash_attention: bool = True  # without it the scores are written to memory
+    parameter_bytes: Literal[2, 4] = 2
+    gradient_bytes: Literal[2, 4] = 4
+
+    @property
+    def groups(self) -> int:
+        """Return how many key and value heads there are."""
+        return self.query_groups or self.attention_heads
+
+    @property
+    def ffn(self) -> int:
+        """Return the width of the MLP."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "Model":
+        if self.hidden_size % self.attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of attention_heads "
+                f"{self.attention_heads}"
+            )
+        if self.attention_heads % self.groups:
+            raise ValueError(
+                f"attention_heads {self.attention_heads} is not a multiple of query_groups "
+                f"{self.groups}"
+            )
+        return self
+
+
+class Device(_File):
+    """One GPU as its data sheet has it, and the memory that a program sees."""
+
+    name: str
+    memory_gib: Rate
+    peak_tflops: Rate  # dense, in the precision of training
+    memory_tb_per_s: Rate
+    processors: Positive  # streaming multiprocessors; a GEMM's tiles are dealt to them
+
+
+class Cluster(_File):
+    """Nodes of equal devices; rates are GB/s (10^9) per device and direction."""
+
+    name: str
+    nodes: Positive
+    devices_per_node: Positive
+    device: Device
+    inside_node_gb_per_s: Rate
+    between_nodes_gb_per_s: Rate
+    # Processors that all devices of a node share, as ranks on a laptop do; None: none.
+    shared_processors: Positive | None = None
+    # What differs on this hardware from sweep/assumptions.py; comment each with its source.
+    assumptions: dict[str, Rate] = Field(default_factory=dict)
+
+    @property
+    def num_devices(self) -> int:
+        """Return how many devices the cluster has."""
+        return self.nodes * self.devices_per_node
+
+
+class Workload(_File):
+    """One row of the result: a sequence length, and how many sequences make a step."""
+
+    sequence_length: Positive
+    global_batch_size: Positive
+
+
+Choices = Annotated[list[Positive], Field(min_length=1)]
+
+
+class Grid(_File):
+    """The values to combine; data parallelism takes the devices that are left, if not given."""
+
+    schedule: Annotated[list[str], Field(min_length=1)]
+    pipeline_parallel: Choices
+    tensor_parallel: Choices = [1]
+    context_parallel: Choices = [1]
+    data_parallel: Choices | None = None
+    microbatch_size: Choices = [1]
+    recompute: Annotated[list[Recompute], Field(min_length=1)] = [Recompute.NONE]
+    layout: Annotated[list[Layout], Field(min_length=1)] = [Layout.BALANCED]
+
+
+class Also(_File):
+    """One more run beside the grid, with flags of its own for the trainer."""
+
+    schedule: str
+    pipeline_parallel: Positive
+    tensor_parallel: Positive = 1
+    context_parallel: Positive = 1
+    data_parallel: Positive = 1
+    microbatch_size: Positive = 1
+    recompute: Recompute = Recompute.NONE
+    layout: Layout = Layout.BALANCED
+    arguments: list[str] = []
+
+
+class Measured(_File):
+    """A costs file (what `megatron-vshape profile` writes) and what it was measured with."""
+
+    costs: str  # a path, relative to the sweep file
+    layers_per_stage: Positive  # of a stage in the middle
+    sequence_length: Positive
+    microbatch_size: Positive = 1
+    tensor_parallel: Positive = 1
+    context_parallel: Positive = 1
+
+
+class Pruning(_File):
+    """What is not worth a run."""
+
+    margin: Annotated[float, Field(ge=0, lt=1)] = 0.1  # slower than the best predicted by more
+    at_most: Positive | None = None  # so many runs per workload, the best predicted ones
+
+
+class Run(_File):
+    """How combinations are launched."""
+
+    executor: Literal["local", "slurm"] = "slurm"
+    at_once: Positive = 1  # runs side by side
+    warmup_steps: Positive = 3
+    measured_steps: Positive = 5
+    timeout_minutes: Positive = 30
+    threads: Positive = 1  # OMP_NUM_THREADS of every rank
+    script: str = "scripts/pretrain_gpt.py"
+    arguments: list[str] = []  # flags for the trainer, the same for every run
+    environment: dict[str, str] = Field(default_factory=dict)
+    slurm: dict[str, str | int] = Field(default_factory=dict)  # partition, account, qos, ...
+
+
+class Sweep(_File):
+    """A whole sweep; the model and the cluster are paths relative to the sweep file."""
+
+    name: str
+    model: str
+    cluster: str
+    workloads: Annotated[list[Workload], Field(min_length=1)]
+    grid: Grid
+    also: list[Also] = []
+    measured_costs: list[Measured] = []
+    # Grad-norm and inf checks do not hold the pipeline up (--optimizer-post-validation).
+    post_validation: bool = False
+    pruning: Pruning = Pruning()
+    run: Run = Run()
+
+
+class Loaded(BaseModel):
+    """A sweep with the files it names."""
+
+    model_config = ConfigDict(frozen=True)
+
+    path: Path
+    sweep: Sweep
+    model: Model
+    cluster: Cluster
+
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def load_sweep(path: str | Path) -> Loaded:
+    """Return the sweep at `path` with its model and its cluster.
+
+    Raises:
+        SweepError: a file cannot be read, or a key or a value in it is wrong; the text names
+            the file, the key and the value.
+    """
+    path = Path(path)
+    sweep = load(path, Sweep)
+    return Loaded(
+        path=path,
+        sweep=sweep,
+        model=load(path.parent / sweep.model, Model),
+        cluster=load(path.parent / sweep.cluster, Cluster),
+    )
+
+
+def load(path: Path, kind: type[Kind]) -> Kind:
+    """Return what the YAML file at `path` holds."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SweepError(f"{path} cannot be read: {error}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise SweepError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise SweepError(f"{path} must hold keys with values, not {_short(data)}")
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise SweepError(f"{path}: {_first_of(error, kind)}") from None
+
+
+def _first_of(error: ValidationError, kind: type[BaseModel]) -> str:
+    """Return the first fault as one sentence with the key's path and the value."""
+    faults = error.errors(include_url=False)
+    fault = faults[0]
+    key = ".".join(str(part) for part in fault["loc"]) or "the file"
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    if fault["type"] == "extra_forbidden":
+        known = ", ".join(_keys_at(kind, fault["loc"]))
+        return f"unknown key {key}; known there: {known}{more}"
+    if fault["type"] == "missing":
+        return f"the key {key} is missing{more}"
+    if fault["type"] == "too_short":
+        return f"{key} is empty; it needs at least one value{more}"
+    message = fault["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    if fault["type"] == "value_error":
+        return f"{key}: {message}{more}"
+    return f"{key} is {_short(fault['input'])}: {message}{more}"
+
+
+def _keys_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """Return the keys that the mapping which holds the last key of `location` may have."""
+    fields = kind.model_fields
+    for part in location[:-1]:
+        if isinstance(part, int):
+            continue
+        inner = _model_in(fields[part].annotation) if part in fields else None
+        if inner is None:
+            break
+        fields = inner.model_fields
+    return sorted(fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the model a field's type is or contains."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for inner in getattr(annotation, "__args__", ()):
+        found = _model_in(inner)
+        if found is not None:
+            return found
+    return None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

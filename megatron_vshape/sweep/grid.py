@@ -1,0 +1,246 @@
+"""From the grid to combinations: what can run, and for the rest the reason why not."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_vshape.core import catalogue
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.placement import Placement
+from megatron_vshape.sweep.files import (
+    Also,
+    Cluster,
+    Grid,
+    Layout,
+    Loaded,
+    Model,
+    Recompute,
+    SweepError,
+    Workload,
+)
+
+ADAPTIVE = "adaptive"
+"""The method that plans for the costs and the memory of each combination."""
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """One way to train: everything a run needs beside the model and the cluster."""
+
+    schedule: str
+    sequence_length: int
+    global_batch_size: int
+    data_parallel: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    context_parallel: int
+    microbatch_size: int
+    recompute: Recompute
+    layout: Layout
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def num_devices(self) -> int:
+        """Return how many devices the combination takes."""
+        return (
+            self.data_parallel
+            * self.tensor_parallel
+            * self.pipeline_parallel
+            * self.context_parallel
+        )
+
+    @property
+    def num_microbatches(self) -> int:
+        """Return how many microbatches a pipeline runs in a step."""
+        return self.global_batch_size // (self.data_parallel * self.microbatch_size)
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of one microbatch that one device sees."""
+        return self.sequence_length // self.context_parallel * self.microbatch_size
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.schedule} s{self.sequence_length} dp{self.data_parallel} "
+            f"tp{self.tensor_parallel} pp{self.pipeline_parallel}"
+        )
+        if self.context_parallel > 1:
+            text += f" cp{self.context_parallel}"
+        text += f" mbs{self.microbatch_size} {self.layout}"
+        if self.recompute is not Recompute.NONE:
+            text += f" recompute-{self.recompute}"
+        return " ".join((text, *self.arguments))
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A combination that will not run, and why."""
+
+    combination: Combination
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """What the grid holds."""
+
+    possible: tuple[Combination, ...]
+    dropped: tuple[Dropped, ...]
+
+
+def expand(loaded: Loaded) -> Expanded:
+    """Return every combination of the grid, the impossible ones apart with their reasons.
+
+    Raises:
+        SweepError: a schedule has no such name, or nothing of the grid is possible.
+    """
+    sweep, model, cluster = loaded.sweep, loaded.model, loaded.cluster
+    for name in (*sweep.grid.schedule, *(each.schedule for each in sweep.also)):
+        _check_name(name, loaded)
+    possible: dict[Combination, None] = {}
+    dropped: list[Dropped] = []
+    for workload in sweep.workloads:
+        every = itertools.chain(
+            _of_grid(sweep.grid, workload, cluster),
+            (_of_also(each, workload) for each in sweep.also),
+        )
+        for combination in every:
+            reason = why_not(combination, model, cluster)
+            if reason is None:
+                possible[combination] = None
+            else:
+                dropped.append(Dropped(combination, reason))
+    if not possible:
+        reasons = sorted({each.reason for each in dropped})
+        raise SweepError(
+            f"{loaded.path}: no combination of the grid can run; for example: "
+            + "; ".join(reasons[:3])
+        )
+    return Expanded(tuple(possible), tuple(dropped))
+
+
+def _check_name(name: str, loaded: Loaded) -> None:
+    known = (*catalogue.NAMES, ADAPTIVE)
+    if name not in known:
+        raise SweepError(
+            f"{loaded.path}: there is no schedule {name!r}; choose among {', '.join(known)}"
+        )
+
+
+def _of_grid(grid: Grid, workload: Workload, cluster: Cluster) -> Iterator[Combination]:
+    dimensions = itertools.product(
+        grid.schedule,
+        grid.data_parallel or [0],
+        grid.tensor_parallel,
+        grid.pipeline_parallel,
+        grid.context_parallel,
+        grid.microbatch_size,
+        grid.recompute,
+        grid.layout,
+    )
+    for schedule, data, tensor, pipeline, context, microbatch, recompute, layout in dimensions:
+        yield Combination(
+            schedule,
+            workload.sequence_length,
+            workload.global_batch_size,
+            data or max(1, cluster.num_devices // (tensor * pipeline * context)),
+            tensor,
+            pipeline,
+            context,
+            microbatch,
+            recompute,
+            layout,
+        )
+
+
+def _of_also(also: Also, workload: Workload) -> Combination:
+    fields = also.model_dump(exclude={"arguments"})
+    return Combination(
+        sequence_length=workload.sequence_length,
+        global_batch_size=workload.global_batch_size,
+        arguments=tuple(also.arguments),
+        **fields,
+    )
+
+
+def why_not(combination: Combination, model: Model, cluster: Cluster) -> str | None:
+    """Return why the combination cannot run; None if it can."""
+    return (
+        _devices_fault(combination, cluster)
+        or _tensor_fault(combination, model, cluster)
+        or _batch_fault(combination)
+        or _layer_fault(combination, model)
+    )
+
+
+def _devices_fault(it: Combination, cluster: Cluster) -> str | None:
+    if it.num_devices != cluster.num_devices:
+        return (
+            f"DP {it.data_parallel} x TP {it.tensor_parallel} x PP {it.pipeline_parallel} x CP "
+            f"{it.context_parallel} takes {it.num_devices} devices, the cluster has "
+            f"{cluster.num_devices}"
+        )
+    return None
+
+
+def _tensor_fault(it: Combination, model: Model, cluster: Cluster) -> str | None:
+    if it.tensor_parallel > cluster.devices_per_node:
+        return (
+            f"TP {it.tensor_parallel} does not fit into a node of {cluster.devices_per_node} "
+            "devices"
+        )
+    for what, count in (
+        ("attention_heads", model.attention_heads),
+        ("query_groups", model.groups),
+        ("ffn_hidden_size", model.ffn),
+        ("vocabulary_size", model.vocabulary_size),
+    ):
+        if count % it.tensor_parallel:
+            return f"TP {it.tensor_parallel} does not divide {what} {count}"
+    if it.sequence_length % (it.tensor_parallel * 2 * it.context_parallel):
+        return (
+            f"sequence_length {it.sequence_length} does not divide into 2 x CP "
+            f"{it.context_parallel} x TP {it.tensor_parallel} parts"
+        )
+    return None
+
+
+def _batch_fault(it: Combination) -> str | None:
+    at_once = it.data_parallel * it.microbatch_size
+    if it.global_batch_size % at_once:
+        return (
+            f"the global batch of {it.global_batch_size} is not a multiple of DP "
+            f"{it.data_parallel} x microbatch size {it.microbatch_size}"
+        )
+    return None
+
+
+def _layer_fault(it: Combination, model: Model) -> str | None:
+    try:
+        placement = placement_of(it.schedule, it.pipeline_parallel)
+    except ScheduleError as error:
+        return str(error)
+    if it.pipeline_parallel == 1 and it.schedule != "1f1b":
+        return f"{it.schedule} on one pipeline device is 1f1b with more overhead"
+    layers, stages = model.layers, len(placement)
+    counted = layers + 2 if it.layout is Layout.BALANCED else layers
+    if counted % stages:
+        ends = " and both ends" if it.layout is Layout.BALANCED else ""
+        return f"{layers} layers{ends} do not divide among {stages} stages"
+    if stages == 1 and it.layout is Layout.BALANCED:
+        return "one stage has no ends to balance; its layout is even"
+    return None
+
+
+def placement_of(schedule: str, num_devices: int) -> Placement:
+    """Return the device of every stage; the adaptive method plans on a V."""
+    name = "v-half" if schedule == ADAPTIVE else schedule
+    return catalogue.make(name, num_devices, 1).placement
+
+
+def layers_of_stages(combination: Combination, model: Model, num_stages: int) -> tuple[int, ...]:
+    """Return how many layers each stage has."""
+    if combination.layout is Layout.EVEN:
+        return (model.layers // num_stages,) * num_stages
+    each = (model.layers + 2) // num_stages
+    return (each - 1, *(each,) * (num_stages - 2), each - 1)

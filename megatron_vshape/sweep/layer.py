@@ -1,0 +1,233 @@
+"""What a layer and the model's two ends take: time of F, B and W, and memory held.
+
+Everything is per microbatch on one device, with tensor, sequence and context parallelism applied.
+"""
+
+from dataclasses import dataclass
+
+from megatron_vshape.sweep.files import Model, Recompute
+from megatron_vshape.sweep.grid import Combination
+from megatron_vshape.sweep.machine import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Times and held memory of a piece of a stage."""
+
+    forward_us: float = 0.0
+    backward_us: float = 0.0
+    weight_us: float = 0.0
+    kept_after_forward_bytes: float = 0.0
+    kept_after_backward_bytes: float = 0.0
+    parameters: float = 0.0
+
+    def __add__(self, other: "Part") -> "Part":
+        return Part(
+            self.forward_us + other.forward_us,
+            self.backward_us + other.backward_us,
+            self.weight_us + other.weight_us,
+            self.kept_after_forward_bytes + other.kept_after_forward_bytes,
+            self.kept_after_backward_bytes + other.kept_after_backward_bytes,
+            self.parameters + other.parameters,
+        )
+
+    def times(self, count: float) -> "Part":
+        """Return `count` of this piece."""
+        return Part(
+            self.forward_us * count,
+            self.backward_us * count,
+            self.weight_us * count,
+            self.kept_after_forward_bytes * count,
+            self.kept_after_backward_bytes * count,
+            self.parameters * count,
+        )
+
+
+def model_flops(model: Model, sequence: int, batch: int) -> float:
+    """Return the FLOPs of a step that MFU counts: no recompute, attention without its mask.
+
+    Megatron's and PaLM's convention; a backward pass is two forward passes.
+    """
+    hidden = model.hidden_size
+    per_token = 2.0 * model.layers * _layer_weights(model) + 2.0 * hidden * model.vocabulary_size
+    per_token += 4.0 * model.layers * sequence * hidden
+    return 3.0 * per_token * sequence * batch
+
+
+def num_parameters(model: Model) -> float:
+    """Return how many parameters the model has, biases and norms left out."""
+    ends = 1 if model.tied_embeddings else 2
+    return (
+        float(model.layers * _layer_weights(model)) + ends * model.hidden_size * model.vocabulary_size
+    )
+
+
+def _products(model: Model, tensor: int) -> tuple[tuple[int, int], ...]:
+    """Return the (inputs, outputs) of a layer's four linears on one device."""
+    hidden, ffn = model.hidden_size, model.ffn
+    key_value = 2 * hidden * model.groups // model.attention_heads
+    return (
+        (hidden, (hidden + key_value) // tensor),
+        (hidden // tensor, hidden),
+        (hidden, ffn * (2 if model.gated else 1) // tensor),
+        (ffn // tensor, hidden),
+    )
+
+
+def _layer_weights(model: Model) -> int:
+    return sum(inputs * outputs for inputs, outputs in _products(model, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The pieces of a model under one combination; `split` says whether W is a pass of its own."""
+
+    model: Model
+    combination: Combination
+    machine: Machine
+    split: bool
+
+    def layer(self) -> Part:
+        """Return one transformer layer."""
+        it, assume = self.combination, self.machine.assume
+        tensor, unit = it.tensor_parallel, self._unit()
+        forward = self._products_us("forward") + self._attention_us(backward=False)
+        forward += self.machine.traffic_us(assume.forward_bytes * unit)
+        forward += assume.forward_kernels * assume.kernel_us
+        backward = self._products_us("backward")
+        backward += self._attention_us(backward=True)
+        backward += self.machine.traffic_us(assume.backward_bytes * unit)
+        backward += assume.backward_kernels * assume.kernel_us
+        weight = self._products_us("weight") + 4 * assume.kernel_us
+        collective = self._collective_us()
+        forward += 4 * collective
+        if self.split:
+            # The gathered inputs are gathered again for W, while its products run.
+            backward += 4 * collective
+            weight = max(weight + assume.collective_processors * 2 * collective, 2 * collective)
+        else:
+            # Two of four hide behind the other gradient's products, as far as those last.
+            hidden = min(2 * collective, 0.5 * weight)
+            backward += 4 * collective - (1 - assume.collective_processors) * hidden
+        kept = unit * (assume.kept_after_forward + (2 if self.model.dropout else 0))
+        kept *= self._width()
+        kept += self._kept_scores()
+        weights = _layer_weights(self.model) / tensor
+        part = Part(
+            forward,
+            backward,
+            weight,
+            kept,
+            unit * assume.kept_after_backward * self._width(),
+            weights,
+        )
+        return self._recomputed(part, unit)
+
+    def _recomputed(self, part: Part, unit: float) -> Part:
+        """Return the part with its forward run again: its backward then runs whole."""
+        if self.combination.recompute is Recompute.NONE:
+            return part
+        again = part.forward_us + part.backward_us + part.weight_us
+        return Part(part.forward_us, again, 0.0, 2 * unit * self._width(), 0.0, part.parameters)
+
+    def first(self) -> Part:
+        """Return the embedding."""
+        unit, us = self._unit(), self.machine.assume.kernel_us
+        look_up = self.machine.traffic_us(4 * unit)
+        vocabulary = self.model.vocabulary_size / self.combination.tensor_parallel
+        weights = vocabulary * self.model.hidden_size
+        return Part(look_up + 3 * us, 2 * look_up + 3 * us, us, unit, 0.0, weights)
+
+    def last(self) -> Part:
+        """Return the output layer and the loss."""
+        tokens, hidden = self.combination.tokens, self.model.hidden_size
+        vocabulary = self.model.vocabulary_size // self.combination.tensor_parallel
+        machine, us = self.machine, self.machine.assume.kernel_us
+        logits = float(tokens * vocabulary)
+        operand, gradient = self.model.parameter_bytes, self.model.gradient_bytes
+        product = machine.product_us(tokens, vocabulary, hidden, operand)
+        # The loss reads bf16 logits, makes fp32 probabilities, and reads those three times.
+        forward = product + machine.traffic_us(20 * logits) + 8 * us
+        forward += 0.5 * self._collective_us() * 2
+        backward = machine.product_us(tokens, hidden, vocabulary, operand)
+        backward += machine.traffic_us(10 * logits) + 6 * us + self._collective_us()
+        weight = machine.product_us(vocabulary, hidden, tokens, operand, 2 * gradient) + us
+        inputs = 2 * self._unit()
+        weights = 0.0 if self._shares_weight() else vocabulary * hidden
+        return Part(
+            forward, backward, weight, inputs + 6 * logits, inputs + 2 * logits, float(weights)
+        )
+
+    def message_us(self) -> float:
+        """Return the time of a message between neighbours."""
+        it = self.combination
+        stride = it.tensor_parallel * it.context_parallel * it.data_parallel
+        num_bytes = self.model.parameter_bytes * self._unit()
+        return self.machine.message_us(num_bytes, stride, it.pipeline_parallel)
+
+    def message_bytes(self) -> float:
+        """Return the size of a message."""
+        return self.model.parameter_bytes * self._unit()
+
+    def working_bytes(self) -> float:
+        """Return what a layer's kernels need beside what is kept: gathered inputs, gradients."""
+        gathered = 2 * 2 * self._unit() * self.combination.tensor_parallel
+        wide = 4 * self.model.ffn / self.model.hidden_size * self._unit()
+        return (gathered + wide) * self._width()
+
+    def _shares_weight(self) -> bool:
+        return self.model.tied_embeddings
+
+    def _unit(self) -> float:
+        """Return tokens x hidden units on one device, sequence parallelism applied."""
+        it = self.combination
+        return it.tokens * self.model.hidden_size / it.tensor_parallel
+
+    def _width(self) -> float:
+        """Return how much wider than two bytes an activation is."""
+        return self.model.parameter_bytes / 2
+
+    def _products_us(self, which: str) -> float:
+        """Return the time of the four linears forward, of their input or weight gradients."""
+        tokens, machine = self.combination.tokens, self.machine
+        operand, gradient = self.model.parameter_bytes, self.model.gradient_bytes
+        total = 0.0
+        for inputs, outputs in _products(self.model, self.combination.tensor_parallel):
+            if which == "forward":
+                total += machine.product_us(tokens, outputs, inputs, operand, operand)
+            elif which == "backward":
+                total += machine.product_us(tokens, inputs, outputs, operand, operand)
+            else:
+                total += machine.product_us(outputs, inputs, tokens, operand, 2 * gradient)
+        return total
+
+    def _attention_us(self, backward: bool) -> float:
+        """Return the time of the attention itself, without its linears."""
+        it, model, machine = self.combination, self.model, self.machine
+        sequences = it.microbatch_size / it.context_parallel / it.tensor_parallel
+        flops = 4.0 * it.sequence_length**2 * model.hidden_size * sequences
+        if model.flash_attention:
+            scale = machine.assume.attention_backward if backward else 1.0
+            return machine.attention_us(scale * flops / 2, it.sequence_length)
+        scores = sequences * model.attention_heads * it.sequence_length**2
+        traffic = machine.assume.unfused_score_bytes * self._width() * scores
+        head = model.hidden_size // model.attention_heads
+        share = machine.assume.gemm_fraction * head / (head + machine.assume.depth_half)
+        products = (2 if backward else 1) * flops / (machine.peak_flops_per_us * share)
+        return machine.traffic_us(traffic) + products
+
+    def _kept_scores(self) -> float:
+        """Return the scores, probabilities and mask that attention without flash keeps."""
+        if self.model.flash_attention:
+            return 0.0
+        it = self.combination
+        sequences = it.microbatch_size / it.context_parallel / it.tensor_parallel
+        each = 4 + (1 if self.model.dropout else 0)
+        scores = sequences * self.model.attention_heads * it.sequence_length**2
+        return each * self._width() * scores
+
+    def _collective_us(self) -> float:
+        """Return one all-gather or reduce-scatter of a layer's activations among the TP group."""
+        it = self.combination
+        num_bytes = self.model.parameter_bytes * float(it.tokens * self.model.hidden_size)
+        return self.machine.collective_us(num_bytes, it.tensor_parallel)

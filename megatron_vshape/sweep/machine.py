@@ -1,0 +1,107 @@
+"""How long a kernel, a collective or a message takes on a cluster's devices, in microseconds.
+
+A matrix product is a roofline: compute at an efficiency that depends on its shape, or memory
+traffic, whichever is longer. Collectives have a rate that grows with their size.
+"""
+
+import math
+from dataclasses import dataclass
+
+from megatron_vshape.sweep.assumptions import Assumptions, assumptions_for
+from megatron_vshape.sweep.files import Cluster
+
+GIB = 2.0**30
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A cluster with the assumptions about it."""
+
+    cluster: Cluster
+    assume: Assumptions
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> "Machine":
+        """Return the cluster with the assumptions its file leaves or replaces."""
+        return cls(cluster, assumptions_for(cluster))
+
+    @property
+    def peak_flops_per_us(self) -> float:
+        """Return the data sheet's rate of one device."""
+        return self.cluster.device.peak_tflops * 1e6
+
+    @property
+    def memory_bytes_per_us(self) -> float:
+        """Return the memory rate that a stream reaches."""
+        return self.cluster.device.memory_tb_per_s * 1e6 * self.assume.memory_fraction
+
+    def product_us(
+        self, rows: int, columns: int, depth: int, operand_bytes: int = 2, result_bytes: int = 2
+    ) -> float:
+        """Return the time of [rows, depth] x [depth, columns], without its launch.
+
+        `result_bytes` counts what is read and written per element of the result.
+        """
+        flops = 2.0 * rows * columns * depth
+        rate = self.peak_flops_per_us * self.assume.gemm_fraction
+        compute = flops / (rate * self._tiling(rows, columns) * self._pipelining(depth))
+        traffic = operand_bytes * (rows + columns) * depth + result_bytes * rows * columns
+        return max(compute, traffic / self.memory_bytes_per_us)
+
+    def _tiling(self, rows: int, columns: int) -> float:
+        """Return the share of tiles and waves that is not padding.
+
+        Work is dealt in tiles, the tiles in waves over the processors, two tiles each; what the
+        last tile and the last wave leave empty is lost.
+        """
+        high, wide = self.assume.tile_rows, self.assume.tile_columns
+        tiles = math.ceil(rows / high) * math.ceil(columns / wide)
+        used = (rows / high) * (columns / wide) / tiles
+        waves = tiles / (2 * self.cluster.device.processors)
+        # Small products are cut along their depth too (split-K), so half a wave is the least loss.
+        return used * waves / (math.ceil(2 * waves) / 2)
+
+    def _pipelining(self, depth: int) -> float:
+        return depth / (depth + self.assume.depth_half)
+
+    def attention_us(self, flops: float, sequence: int) -> float:
+        """Return the time of flash attention's products; half of them are masked away."""
+        assume = self.assume
+        fraction = (
+            assume.attention_fraction * sequence / (sequence + assume.attention_half_tokens)
+        )
+        return flops / (self.peak_flops_per_us * fraction)
+
+    def traffic_us(self, num_bytes: float) -> float:
+        """Return the time of a layer's kernels that do little but read and write."""
+        rate = self.cluster.device.memory_tb_per_s * 1e6 * self.assume.elementwise_fraction
+        return num_bytes / rate
+
+    def collective_us(self, num_bytes: float, size: int, stride: int = 1) -> float:
+        """Return the time of an all-gather or reduce-scatter of `num_bytes` in all.
+
+        The group's `size` members stand `stride` ranks apart; one that leaves a node runs at the
+        network's rate.
+        """
+        if size == 1:
+            return 0.0
+        assume = self.assume
+        if (size - 1) * stride < self.cluster.devices_per_node:
+            rate = self.cluster.inside_node_gb_per_s * assume.collective_fraction
+        else:
+            rate = self.cluster.between_nodes_gb_per_s * assume.network_fraction
+        rate *= num_bytes / (num_bytes + assume.collective_half_bytes)
+        return (size - 1) / size * num_bytes / (rate * 1e3)
+
+    def message_us(self, num_bytes: float, stride: int, num_devices: int) -> float:
+        """Return the time of a message to the next pipeline device, `stride` ranks on.
+
+        The slowest hop counts: every hop is on the way of every microbatch.
+        """
+        if num_devices == 1:
+            return 0.0
+        if num_devices * stride <= self.cluster.devices_per_node:
+            rate = self.cluster.inside_node_gb_per_s * self.assume.collective_fraction
+        else:
+            rate = self.cluster.between_nodes_gb_per_s * self.assume.network_fraction
+        return self.assume.message_us + num_bytes / (rate * 1e3)

@@ -1,0 +1,201 @@
+"""The prediction of one combination: memory of every device and time of a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import lru_cache
+
+from megatron_vshape.core import catalogue
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.placement import stages_of
+from megatron_vshape.core.schedule import Schedule, Timeline
+from megatron_vshape.core.simulate import peak_held, simulate
+from megatron_vshape.sweep.adaptive import plan_adaptive
+from megatron_vshape.sweep.files import Model, Recompute, SweepError
+from megatron_vshape.sweep.grid import ADAPTIVE, Combination, layers_of_stages, placement_of
+from megatron_vshape.sweep.layer import Layers, Part, model_flops
+from megatron_vshape.sweep.machine import GIB, Machine
+from megatron_vshape.sweep.measured import MeasuredCosts
+
+LEAST_US = 1.0
+"""A stage without layers still starts a kernel."""
+
+
+class Verdict(StrEnum):
+    """What the prediction says of a combination."""
+
+    RUNS = "runs"
+    OUT_OF_MEMORY = "OOM"
+    NO_PLAN = "no plan"
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a combination is predicted to take; times are None where it does not fit."""
+
+    combination: Combination
+    verdict: Verdict
+    peak_bytes: float  # of the device that needs most
+    limit_bytes: float
+    step_s: float | None = None
+    mfu: float | None = None  # fraction of the devices' peak
+    bubble: float | None = None  # fraction of the pipeline's time in which the busiest device idles
+    activation_bytes: float = 0.0  # held at the peak of that device
+    reason: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the combination is predicted to run."""
+        return self.verdict is Verdict.RUNS
+
+
+@dataclass(frozen=True, slots=True)
+class Predictor:
+    """Predicts combinations of one model on one machine."""
+
+    model: Model
+    machine: Machine
+    post_validation: bool = False
+    measured: MeasuredCosts | None = None
+
+    def __call__(self, combination: Combination) -> Prediction:
+        """Return what the combination takes."""
+        limit = self.machine.cluster.device.memory_gib * GIB
+        stages = _Stages.of(combination, self)
+        try:
+            schedule = self._schedule(stages, limit)
+        except SweepError as error:
+            return Prediction(combination, Verdict.NO_PLAN, 0.0, limit, reason=str(error))
+        held = peak_held(schedule, stages.costs)
+        needed = [
+            fixed + (1 + self.machine.assume.fragmentation) * dynamic
+            for fixed, dynamic in zip(stages.fixed_bytes(), held, strict=True)
+        ]
+        worst = max(range(len(needed)), key=needed.__getitem__)
+        found = Prediction(
+            combination, Verdict.RUNS, needed[worst], limit, activation_bytes=held[worst]
+        )
+        if needed[worst] > limit:
+            gib = f"{needed[worst] / GIB:.1f} of {limit / GIB:.1f} GiB on device {worst}"
+            return replace(found, verdict=Verdict.OUT_OF_MEMORY, reason=f"needs {gib}")
+        timeline = simulate(schedule, stages.costs)
+        pace = self.machine.assume.pace
+        step_us = pace * self._pipeline_us(timeline) + stages.after_us()
+        it = combination
+        flops = model_flops(self.model, it.sequence_length, it.global_batch_size)
+        peak = self.machine.peak_flops_per_us * it.num_devices
+        return replace(
+            found,
+            step_s=step_us * 1e-6,
+            mfu=flops / (step_us * peak),
+            bubble=timeline.span_bubble if self.post_validation else timeline.bubble,
+        )
+
+    def _schedule(self, stages: "_Stages", limit: float) -> Schedule:
+        it = stages.combination
+        if it.schedule == ADAPTIVE:
+            spare = limit - max(stages.fixed_bytes())
+            spare /= 1 + self.machine.assume.fragmentation
+            return plan_adaptive(it.pipeline_parallel, it.num_microbatches, stages.costs, spare)
+        return _made(it.schedule, it.pipeline_parallel, it.num_microbatches)
+
+    def _pipeline_us(self, timeline: Timeline) -> float:
+        """Return the time of the passes; without barrier between steps, that of one device.
+
+        Devices that share too few processors take at least their work divided by those.
+        """
+        passes = timeline.span if self.post_validation else timeline.makespan
+        shared = self.machine.cluster.shared_processors
+        if shared is None:
+            return passes
+        rows = zip(timeline.starts, timeline.ends, strict=True)
+        work = sum(sum(ends) - sum(starts) for starts, ends in rows)
+        return max(passes, work * _replicas(timeline.schedule, self.machine) / shared)
+
+
+def _replicas(schedule: Schedule, machine: Machine) -> float:
+    """Return how many devices of the cluster run each pipeline device's passes."""
+    return machine.cluster.num_devices / schedule.num_devices
+
+
+@lru_cache(maxsize=64)
+def _made(name: str, num_devices: int, num_microbatches: int) -> Schedule:
+    return catalogue.make(name, num_devices, num_microbatches)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """A combination's stages: their costs, and what their devices hold all the time."""
+
+    combination: Combination
+    layers: Layers
+    parts: tuple[Part, ...]
+    placement: Sequence[int]
+    costs: Costs
+
+    @classmethod
+    def of(cls, combination: Combination, predictor: Predictor) -> "_Stages":
+        it = combination
+        placement = placement_of(it.schedule, it.pipeline_parallel)
+        # Recomputation runs the backward whole: a split one would keep what it recomputed.
+        split = _splits(it.schedule) and it.recompute is Recompute.NONE
+        layers = Layers(predictor.model, it, predictor.machine, split)
+        first, layer, last = layers.first(), layers.layer(), layers.last()
+        message_us = layers.message_us()
+        found = predictor.measured and predictor.measured.find(it)
+        if found:
+            first, layer, last = found.parts(first, layer, last)
+            message_us = found.send_us
+        counts = layers_of_stages(it, predictor.model, len(placement))
+        parts = [layer.times(count) for count in counts]
+        parts[0] += first
+        parts[-1] += last
+        costs = Costs(
+            tuple(max(LEAST_US, part.forward_us) for part in parts),
+            tuple(max(LEAST_US, part.backward_us) for part in parts),
+            tuple(max(LEAST_US, part.weight_us) for part in parts),
+            message_us,
+            tuple(part.kept_after_forward_bytes for part in parts),
+            tuple(part.kept_after_backward_bytes for part in parts),
+        )
+        return cls(it, layers, tuple(parts), placement, costs)
+
+    def fixed_bytes(self) -> list[float]:
+        """Return what each device holds beside activations."""
+        assume = self.layers.machine.assume
+        streams = 2 * len(self.parts) // self.combination.pipeline_parallel
+        messages = streams * (assume.receive_window + 1) * self.layers.message_bytes()
+        rest = assume.context_gib * GIB + messages + self.layers.working_bytes()
+        return [rest + self._state_bytes(parameters) for parameters in self._parameters()]
+
+    def after_us(self) -> float:
+        """Return the time after the passes: gradient reduction, optimizer, parameter gathering."""
+        it, model, machine = self.combination, self.layers.model, self.layers.machine
+        parameters = max(self._parameters())
+        replicas = it.data_parallel * it.context_parallel
+        reduce_us = machine.collective_us(
+            model.gradient_bytes * parameters, replicas, it.tensor_parallel
+        )
+        gather_us = machine.collective_us(
+            model.parameter_bytes * parameters, replicas, it.tensor_parallel
+        )
+        # Gradients are cleared and their norm is read; Adam reads four numbers and writes three.
+        touched = 2 * model.gradient_bytes * parameters
+        touched += (model.gradient_bytes + 24 + model.parameter_bytes) * parameters / replicas
+        return reduce_us + gather_us + touched / machine.memory_bytes_per_us
+
+    def _parameters(self) -> list[float]:
+        """Return how many parameters each device holds."""
+        rows = stages_of(tuple(self.placement), self.combination.pipeline_parallel)
+        return [sum(self.parts[stage].parameters for stage in row) for row in rows]
+
+    def _state_bytes(self, parameters: float) -> float:
+        model, it = self.layers.model, self.combination
+        shared = self.layers.machine.assume.parameter_state_bytes
+        replicas = it.data_parallel * it.context_parallel
+        return parameters * (model.parameter_bytes + model.gradient_bytes + shared / replicas)
+
+
+@lru_cache(maxsize=64)
+def _splits(name: str) -> bool:
+    return name == ADAPTIVE or catalogue.make(name, 2, 2).splits_backward
