@@ -1,35 +1,16 @@
 """The schedules by name, each made from its building block in the paper's four steps."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from megatron_vshape.core.building_block import (
-    BuildingBlock,
-    one_f_one_b,
-    v_half,
-    v_min,
-    v_zb,
-)
+from megatron_vshape.core import blocks
+from megatron_vshape.core.building_block import BuildingBlock
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.reordering import reorder
 from megatron_vshape.core.repeating import repeat
-from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.schedule import Schedule, check_size
 from megatron_vshape.core.squeezing import squeeze
 from megatron_vshape.core.verify import verify
-
-
-def peak_v_min(num_devices: int) -> int:
-    """Return V-Min's peak in chunks: twice (d + 4) // 3 microbatches."""
-    return 2 * ((num_devices + 4) // 3)
-
-
-def peak_v_half(num_devices: int) -> int:
-    """Return V-Half's peak in chunks: twice (d + 2) // 2 microbatches."""
-    return 2 * ((num_devices + 2) // 2)
-
-
-def peak_v_zb(num_devices: int) -> int:
-    """Return V-ZB's peak in chunks: that of 1F1B, twice d microbatches."""
-    return 2 * num_devices
 
 
 def make_schedule(
@@ -46,38 +27,97 @@ def make_schedule(
     return schedule
 
 
-def _one_f_one_b(num_devices: int, num_microbatches: int) -> Schedule:
-    return make_schedule(one_f_one_b(num_devices), num_microbatches)
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a block is made for; num_chunks and group_size where the schedule has them."""
+
+    num_devices: int
+    num_microbatches: int
+    num_chunks: int
+    group_size: int
 
 
-def _v(
-    block: Callable[[int], BuildingBlock], peak: Callable[[int], int]
-) -> Callable[[int, int], Schedule]:
-    def build(num_devices: int, num_microbatches: int) -> Schedule:
-        return make_schedule(block(num_devices), num_microbatches, peak(num_devices))
-
-    return build
+def _of_devices(block: Callable[[int], BuildingBlock]) -> Callable[[_Shape], BuildingBlock]:
+    return lambda shape: block(shape.num_devices)
 
 
-_MAKERS: dict[str, Callable[[int, int], Schedule]] = {
-    "1f1b": _one_f_one_b,
-    "v-min": _v(v_min, peak_v_min),
-    "v-half": _v(v_half, peak_v_half),
-    "v-zb": _v(v_zb, peak_v_zb),
+_BLOCKS: dict[str, Callable[[_Shape], BuildingBlock]] = {
+    "gpipe": lambda shape: blocks.gpipe(shape.num_devices, shape.num_microbatches),
+    "1f1b": _of_devices(blocks.one_f_one_b),
+    "eager-1f1b": _of_devices(blocks.eager_one_f_one_b),
+    "interleaved-1f1b": lambda shape: blocks.interleaved(shape.num_devices, shape.num_chunks),
+    "grouped-interleaved-1f1b": lambda shape: blocks.grouped_interleaved(
+        shape.num_devices, shape.num_chunks, min(shape.group_size, shape.num_microbatches)
+    ),
+    "zb-h1": _of_devices(blocks.zb_h1),
+    "zb-h2": _of_devices(blocks.zb_h2),
+    "1f1b-v": _of_devices(blocks.one_f_one_b_v),
+    "v-two-thirds": _of_devices(blocks.two_thirds),
+    "v-min": _of_devices(blocks.v_min),
+    "v-half": _of_devices(blocks.v_half),
+    "v-zb": _of_devices(blocks.v_zb),
 }
 
-NAMES = tuple(_MAKERS)
+NAMES = tuple(_BLOCKS)
+
+NOT_REORDERED = frozenset({"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "1f1b-v"})
+"""Those that the last step leaves out: without W there is little to fill idle slots with."""
+
+OPTIONS: dict[str, frozenset[str]] = {
+    "interleaved-1f1b": frozenset({"num_chunks"}),
+    "grouped-interleaved-1f1b": frozenset({"num_chunks", "group_size"}),
+}
+"""What may be chosen besides devices and microbatches."""
 
 
-def make(name: str, num_devices: int, num_microbatches: int) -> Schedule:
-    """Return the schedule called `name`.
+def make_block(
+    name: str,
+    num_devices: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int | None = None,
+    group_size: int | None = None,
+) -> BuildingBlock:
+    """Return the building block of the schedule called `name`.
+
+    `num_chunks` is how many stages every device holds (2), `group_size` how many microbatches
+    pass a chunk before the next (as many as devices); each only where `OPTIONS` has it.
 
     Raises:
-        ScheduleError: no schedule has this name, or a count is below 1.
+        ScheduleError: no schedule has this name or this option, or a count is impossible.
     """
-    if name not in _MAKERS:
-        raise ScheduleError(f"there is no schedule {name!r}; choose one of {', '.join(NAMES)}")
-    for what, count in (("devices", num_devices), ("microbatches", num_microbatches)):
-        if count < 1:
-            raise ScheduleError(f"{name} needs at least 1 of {what}, not {count}")
-    return _MAKERS[name](num_devices, num_microbatches)
+    if name not in _BLOCKS:
+        raise ScheduleError(f"there is no schedule {name!r:.60}; choose one of {', '.join(NAMES)}")
+    given = {"num_chunks": num_chunks, "group_size": group_size}
+    for option, value in given.items():
+        if value is not None and option not in OPTIONS.get(name, ()):
+            takers = " and ".join(each for each in OPTIONS if option in OPTIONS[each])
+            raise ScheduleError(f"{name} takes no {option}; only {takers} do")
+    counts = {"num_devices": num_devices, "num_microbatches": num_microbatches, **given}
+    for what, count in counts.items():
+        if count is not None and (not isinstance(count, int) or count < 1):
+            raise ScheduleError(f"{what} of {name} is {count!r:.40}; it must be at least 1")
+    shape = _Shape(num_devices, num_microbatches, num_chunks or 2, group_size or num_devices)
+    chunks = shape.num_chunks if name in OPTIONS else 2
+    check_size(chunks * num_devices, num_microbatches)
+    return _BLOCKS[name](shape)
+
+
+def make(
+    name: str,
+    num_devices: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int | None = None,
+    group_size: int | None = None,
+) -> Schedule:
+    """Return the schedule called `name`; the options are those of `make_block`.
+
+    Raises:
+        ScheduleError: no schedule has this name or this option, or a count is impossible.
+    """
+    block = make_block(
+        name, num_devices, num_microbatches, num_chunks=num_chunks, group_size=group_size
+    )
+    max_held = None if name in NOT_REORDERED else max(block.peaks())
+    return make_schedule(block, num_microbatches, max_held)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_vshape.core.files import check_keys, is_number, parse_object, read_text
 from megatron_vshape.core.passes import Kind, ScheduleError
 
 
@@ -84,60 +85,56 @@ class Costs:
         Raises:
             ScheduleError: not JSON, a key is missing or unknown, or a value is not a cost.
         """
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ScheduleError(f"the costs are not JSON: {error}") from None
-        if not isinstance(data, dict) or set(data) != set(_FIELDS):
-            found = sorted(data) if isinstance(data, dict) else type(data).__name__
-            raise ScheduleError(
-                f"a costs file holds the keys {', '.join(_FIELDS)}; this one holds {found}"
-            )
-        for name in _FIELDS:
-            values = [data[name]] if name == "send_us" else data[name]
-            if not isinstance(values, list) or not all(_is_number(value) for value in values):
-                raise ScheduleError(f"{name} in the costs must be numbers, not {data[name]!r:.80}")
-        lists = {name: tuple(map(float, data[name])) for name in _FIELDS if name != "send_us"}
-        return cls(send_us=float(data["send_us"]), **lists)
+        data = parse_object(text, "the costs file")
+        check_keys(data, _FIELDS, "the costs file")
+        send_us = _numbers("send_us", [data["send_us"]])[0]
+        lists = {name: _numbers(name, data[name]) for name in _PER_STAGE}
+        return cls(send_us=send_us, **lists)
 
     @classmethod
     def load(cls, path: str | Path) -> "Costs":
         """Return the costs in the file at `path`; raises ScheduleError naming the file."""
+        text = read_text(path, "the costs file")
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ScheduleError(f"the costs file {path} cannot be read: {error}") from None
+            return cls.from_json(text)
         except ScheduleError as error:
-            raise ScheduleError(f"{path}: {error}") from None
+            raise ScheduleError(f"the costs file {path} is not valid: {error}") from None
 
     def _check(self) -> None:
-        for name in _FIELDS:
-            if name == "send_us":
-                continue
+        for name in _PER_STAGE:
             values = getattr(self, name)
             if len(values) != len(self.forward_us) or not values:
                 raise ScheduleError(
                     f"the costs have {len(values)} values of {name} and {len(self.forward_us)} of "
                     "forward_us; there must be one of each per stage"
                 )
-            least_excluded = name.endswith("_us")
+            is_time = name.endswith("_us")
             for stage, value in enumerate(values):
-                if not math.isfinite(value) or value < 0 or (least_excluded and value == 0):
-                    wanted = "a finite number above 0" if least_excluded else "finite and >= 0"
+                if not math.isfinite(value) or value < 0 or (is_time and value == 0):
+                    wanted = "a finite number above 0" if is_time else "finite and not below 0"
                     raise ScheduleError(f"{name} of stage {stage} is {value}; it must be {wanted}")
         if not math.isfinite(self.send_us) or self.send_us < 0:
-            raise ScheduleError(f"send_us is {self.send_us}; it must be finite and >= 0")
+            raise ScheduleError(f"send_us is {self.send_us}; it must be finite and not below 0")
 
 
-_FIELDS = (
+_PER_STAGE = (
     "forward_us",
     "backward_us",
     "weight_us",
-    "send_us",
     "held_after_forward_bytes",
     "held_after_backward_bytes",
 )
+_FIELDS = (*_PER_STAGE[:3], "send_us", *_PER_STAGE[3:])
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _numbers(name: str, values: object) -> tuple[float, ...]:
+    """Return the numbers in a list read from JSON."""
+    if not isinstance(values, list) or not values:
+        raise ScheduleError(f"{name} is {values!r:.60}; it must be a list with a number per stage")
+    for value in values:
+        if not is_number(value):
+            raise ScheduleError(f"{name} holds {value!r:.60}, which is not a number")
+    try:
+        return tuple(map(float, values))
+    except OverflowError:
+        raise ScheduleError(f"{name} holds a number too large for a float") from None

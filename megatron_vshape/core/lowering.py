@@ -6,13 +6,17 @@ window. The order is proved under rendezvous semantics, with sends that block th
 the receive is posted: what finishes then finishes under any progress of a real transport.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
 from megatron_vshape.core.placement import chunks_of
 from megatron_vshape.core.schedule import Schedule, Timeline
+
+LISTED = 8
+"""A deadlock of messages names at most so many devices."""
 
 WINDOW = 2
 """Receives posted ahead per stream; two hide the latency, each costs one activation's memory."""
@@ -68,6 +72,7 @@ class Send:
 
 
 Instruction = Receive | Await | Run | Send
+Rows = tuple[tuple[Instruction, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ class Program:
     """What every device does, in order; made by `lower`, run by `runtime.program_runner`."""
 
     schedule: Schedule
-    instructions: tuple[tuple[Instruction, ...], ...]
+    instructions: Rows
     window: int
 
     @property
@@ -101,27 +106,25 @@ def lower(schedule: Schedule, timeline: Timeline | None = None, window: int = WI
     """
     if timeline is not None:
         schedule = fuse(timeline)
-    plain = _Lowering(schedule)
+    if window < 1:
+        raise ScheduleError(f"the window is {window} receives; it must be at least 1")
+    messages = _Messages(schedule)
     while True:
-        program = Program(schedule, plain.instructions(window), window)
-        stuck = _find_stuck(program)
+        rows = tuple(
+            tuple(messages.instructions(device, window)) for device in range(schedule.num_devices)
+        )
+        stuck = _find_stuck(rows)
         if not stuck:
-            return program
+            return Program(schedule, rows, window)
         if window > 2 * schedule.num_microbatches:
-            raise ScheduleError("the messages deadlock: " + "; ".join(stuck))
+            raise ScheduleError(_explain_stuck(rows, stuck))
         window *= 2
 
 
 def forwards_only(schedule: Schedule) -> Schedule:
     """Return the schedule's forward passes alone, in its order: what an evaluation runs."""
     rows = (tuple(each for each in row if each.kind is Kind.F) for row in schedule.order)
-    return Schedule(
-        schedule.name,
-        schedule.num_devices,
-        schedule.num_microbatches,
-        schedule.placement,
-        tuple(rows),
-    )
+    return replace(schedule, order=tuple(rows))
 
 
 def fuse(timeline: Timeline) -> Schedule:
@@ -139,82 +142,55 @@ def fuse(timeline: Timeline) -> Schedule:
     for device in range(schedule.num_devices):
         row: list[Pass] = []
         for work, _, end in timeline.slots(device):
-            key = (work.stage, work.microbatch)
-            mate = Pass(Kind.B, *key)
-            if work.kind is Kind.W and row and row[-1] == mate:
-                if start_of_reader.get(key, end) >= end:
-                    row[-1] = Pass(Kind.BW, *key)
-                    continue
-            row.append(work)
+            key = work[1:]
+            follows = work.kind is Kind.W and row and row[-1] == (Kind.B, *key)
+            if follows and start_of_reader.get(key, end) >= end:
+                row[-1] = Pass(Kind.BW, *key)
+            else:
+                row.append(work)
         rows.append(tuple(row))
-    return Schedule(
-        schedule.name,
-        schedule.num_devices,
-        schedule.num_microbatches,
-        schedule.placement,
-        tuple(rows),
-    )
+    return replace(schedule, order=tuple(rows))
 
 
-class _Lowering:
-    """The messages of a schedule, and for every device where they are made and read."""
+class _Messages:
+    """The messages of a schedule: which pass reads which, and in which order they are sent."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.chunks = chunks_of(schedule.placement)
-        self.sent: dict[tuple[Stream, int], list[Message]] = {}
-        for device, passes in enumerate(schedule.order):
-            for work in passes:
-                message = self.result_of(work, device)
+        self.read_by: dict[Pass, Message] = {}
+        self.made_by: dict[Pass, Message] = {}
+        self.sent: list[dict[Stream, list[Message]]] = [{} for _ in schedule.order]
+        for row in schedule.order:
+            for work in row:
+                self._add_input(work)
+        for row in schedule.order:
+            for work in row:
+                message = self.made_by.get(_result(work))
                 if message is not None:
-                    self.sent.setdefault((message.stream, message.target), []).append(message)
+                    self.sent[message.target].setdefault(message.stream, []).append(message)
 
-    def result_of(self, work: Pass, device: int) -> Message | None:
-        """Return the message that carries the pass's result; None if it stays on the device."""
-        kind, stage, microbatch = work
-        if kind is Kind.W:
-            return None
-        reader = stage + 1 if kind is Kind.F else stage - 1
-        if not 0 <= reader < self.schedule.num_stages:
-            return None
-        target = self.schedule.placement[reader]
-        if target == device:
-            return None
-        kind = Kind.F if kind is Kind.F else Kind.B
-        stream = Stream(kind, self.chunks[stage], upward=device < target)
-        return Message(Pass(kind, stage, microbatch), device, target, stream)
+    def _add_input(self, work: Pass) -> None:
+        """Note the message that brings the pass what a stage on another device has made."""
+        placement, chunks = self.schedule.placement, self.chunks
+        target = placement[work.stage]
+        for need in work.needs(self.schedule.num_stages):
+            source = placement[need.stage]
+            if source != target:
+                stream = Stream(need.kind, chunks[need.stage], upward=source < target)
+                self.read_by[work] = self.made_by[need] = Message(need, source, target, stream)
 
-    def input_of(self, work: Pass, device: int) -> Message | None:
-        """Return the message that the pass reads; None if its input is local or it has none."""
-        kind, stage, microbatch = work
-        if kind is Kind.W:
-            return None
-        writer = stage - 1 if kind is Kind.F else stage + 1
-        if not 0 <= writer < self.schedule.num_stages:
-            return None
-        source = Pass(Kind.F if kind is Kind.F else Kind.B, writer, microbatch)
-        return self.result_of(source, self.schedule.placement[writer])
-
-    def instructions(self, window: int) -> tuple[tuple[Instruction, ...], ...]:
-        """Return every device's instructions with `window` receives posted ahead per stream."""
-        return tuple(
-            tuple(self._device(device, passes, window))
-            for device, passes in enumerate(self.schedule.order)
-        )
-
-    def _device(self, device: int, passes: Sequence[Pass], window: int) -> Iterator[Instruction]:
-        """Yield the instructions of one device.
+    def instructions(self, device: int, window: int) -> Iterator[Instruction]:
+        """Yield the instructions of one device, with `window` receives posted ahead per stream.
 
         Receives are posted in the sender's order; a pass that reads a later message than the
         window reaches has all the messages before it posted too.
         """
-        incoming = {
-            stream: messages
-            for (stream, target), messages in sorted(self.sent.items())
-            if target == device
-        }
+        incoming = dict(sorted(self.sent[device].items()))
         position = {
-            message: at for messages in incoming.values() for at, message in enumerate(messages)
+            message.work: at
+            for messages in incoming.values()
+            for at, message in enumerate(messages)
         }
         posted = dict.fromkeys(incoming, 0)
 
@@ -225,25 +201,29 @@ class _Lowering:
 
         for stream in incoming:
             yield from post(stream, window)
-        for work in passes:
-            message = self.input_of(work, device)
+        for work in self.schedule.order[device]:
+            message = self.read_by.get(work)
             if message is not None:
-                at = position[message]
+                at = position[message.work]
                 yield from post(message.stream, at + 1)
                 yield Await(message)
                 yield from post(message.stream, at + 1 + window)
             yield Run(work)
-            result = self.result_of(work, device)
+            result = self.made_by.get(_result(work))
             if result is not None:
                 yield Send(result)
 
 
-def _find_stuck(program: Program) -> list[str]:
-    """Return, under sends that wait for their receive, what each stuck device waits for."""
-    rows = program.instructions
+def _result(work: Pass) -> Pass:
+    """Return the simple pass whose result others read: of a whole backward, its B."""
+    return Pass(Kind.B, work.stage, work.microbatch) if work.kind is Kind.BW else work
+
+
+def _find_stuck(rows: Rows) -> dict[int, int]:
+    """Return where each device that cannot finish stands, under sends that wait for a receive."""
     at = [0] * len(rows)
-    posted: set[Message] = set()
-    sent: set[Message] = set()
+    posted: set[Pass] = set()
+    sent: set[Pass] = set()
     awake = list(range(len(rows)))
     while awake:
         device = awake.pop()
@@ -251,28 +231,34 @@ def _find_stuck(program: Program) -> list[str]:
         while at[device] < len(row):
             each = row[at[device]]
             if isinstance(each, Receive):
-                posted.add(each.message)
+                posted.add(each.message.work)
                 awake.append(each.message.source)
             elif isinstance(each, Send):
-                if each.message not in posted:
+                if each.message.work not in posted:
                     break
-                sent.add(each.message)
+                sent.add(each.message.work)
                 awake.append(each.message.target)
-            elif isinstance(each, Await) and each.message not in sent:
+            elif isinstance(each, Await) and each.message.work not in sent:
                 break
             at[device] += 1
-    return [_tell(device, rows[device][at[device]]) for device in _unfinished(rows, at)]
+    return {device: at[device] for device, row in enumerate(rows) if at[device] < len(row)}
 
 
-def _unfinished(rows: Sequence[Sequence[Instruction]], at: Sequence[int]) -> Iterator[int]:
-    return (device for device, row in enumerate(rows) if at[device] < len(row))
+def _explain_stuck(rows: Rows, stuck: Mapping[int, int]) -> str:
+    """Return the message about messages that wait for each other, one line a device."""
+    lines = [
+        f"    device {device} {_tell(rows[device][at])}"
+        for device, at in itertools.islice(stuck.items(), LISTED)
+    ]
+    if len(stuck) > LISTED:
+        lines.append(f"    ... and {len(stuck) - LISTED} more devices")
+    return "the messages deadlock, however far ahead receives are posted:\n" + "\n".join(lines)
 
 
-def _tell(device: int, instruction: Instruction) -> str:
+def _tell(instruction: Instruction) -> str:
     if isinstance(instruction, Send):
         message = instruction.message
-        return f"device {device} sends {message.work} to device {message.target}"
+        return f"sends {message.work} to device {message.target}, which has not posted its receive"
     if isinstance(instruction, Await):
-        message = instruction.message
-        return f"device {device} waits for {message.work} from device {message.source}"
-    return f"device {device} stands at {instruction}"
+        return f"waits for {instruction.message.work} from device {instruction.message.source}"
+    return f"stands at {instruction}"

@@ -18,6 +18,8 @@ class Kind(StrEnum):
     W = "W"
     BW = "BW"
 
+    __hash__ = str.__hash__  # Enum's is written in Python, and schedules hash 10^6 passes
+
 
 _TEXT = re.compile(r"(BW|F|B|W)([0-9]{1,9})\.([0-9]{1,9})", re.ASCII)
 
@@ -70,6 +72,12 @@ class Pass(NamedTuple):
 
 PARTS = (Kind.F, Kind.B, Kind.W)
 """The simple kinds; a result is looked up by its place here, its stage and its microbatch."""
+
+PARTS_OF = {kind: tuple(PARTS.index(Kind(part)) for part in kind.value) for kind in Kind}
+"""The places in PARTS of what a pass of this kind does: two for a whole backward."""
+
+PART_OF = {kind: parts[0] for kind, parts in PARTS_OF.items()}
+"""The place in PARTS whose needs a pass of this kind has; a whole backward reads what B reads."""
 
 NeedTable = tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
 

@@ -1,5 +1,7 @@
 """Which device holds which stage: a tuple with the device of every stage, in model order."""
 
+from collections import Counter
+
 from megatron_vshape.core.passes import ScheduleError
 
 Placement = tuple[int, ...]
@@ -40,13 +42,21 @@ def chunks_of(placement: Placement) -> tuple[int, ...]:
 
 def check_placement(placement: Placement, num_devices: int) -> None:
     """Raise ScheduleError unless every device of `num_devices` holds the same number of stages."""
-    strangers = [device for device in placement if not 0 <= device < num_devices]
-    if strangers:
+    for stage, device in enumerate(placement):
+        if not 0 <= device < num_devices:
+            raise ScheduleError(
+                f"the placement puts stage {stage} on device {device}; "
+                f"there are {num_devices} devices, counted from 0"
+            )
+    each, left = divmod(len(placement), num_devices)
+    if left or not each:
         raise ScheduleError(
-            f"the placement names device {strangers[0]}, but there are only {num_devices} devices"
+            f"the placement has {len(placement)} stages for {num_devices} devices; "
+            "every device must hold equally many"
         )
-    counts = [placement.count(device) for device in range(num_devices)]
-    if len(set(counts)) != 1 or not counts[0]:
-        raise ScheduleError(
-            f"the placement gives the devices {counts} stages; every device must hold equally many"
-        )
+    for device, count in Counter(placement).items():
+        if count != each:
+            raise ScheduleError(
+                f"the placement puts {count} of {len(placement)} stages on device {device}; "
+                f"every one of the {num_devices} devices must hold {each}"
+            )

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import PARTS, Kind, Pass, need_table
+from megatron_vshape.core.passes import PART_OF, PARTS, PARTS_OF, Kind, Pass, need_table
 from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.simulate import PART_OF, unit_costs
+from megatron_vshape.core.simulate import unit_costs
 
 _FITS = 1e-9
 """Slots are compared with this slack, so that sums of fractions still meet."""
@@ -18,9 +18,9 @@ def reorder(schedule: Schedule, max_held: int, costs: Costs | None = None) -> Sc
 
     The devices run in simulated time. One that would idle takes a later pass that is ready, if
     this delays nothing and never makes it hold more than `max_held` stage activations. Once a
-    device has at most `num_devices` forwards left it cools down: W waits until nothing else can
-    run or memory is needed. Where there is no idle time, as in a stable phase that repeats
-    cleanly, nothing moves.
+    device has at most `max_held` forwards left, so few that all could be held at once, it cools
+    down: W waits until nothing else can run or memory is needed. Where there is no idle time, as
+    in a stable phase that repeats cleanly, nothing moves.
     """
     costs = unit_costs(schedule) if costs is None else costs
     order = _Reordering(schedule, max_held, costs).run()
@@ -128,8 +128,8 @@ class _Reordering:
     def _finish(self, device: int, work: Pass, start: float) -> None:
         clock = start + self.time[work.kind][work.stage]
         self.devices[device].clock = clock
-        for kind in work.parts():
-            self.end[PARTS.index(kind)][work.stage][work.microbatch] = clock
+        for part in PARTS_OF[work.kind]:
+            self.end[part][work.stage][work.microbatch] = clock
 
     def _readers(self, work: Pass) -> Iterator[int]:
         """Yield the devices of the stages before and after; only they can read the result."""
@@ -153,7 +153,7 @@ class _Reordering:
         own = self.devices[device]
         if own.head == len(own.passes):
             return None
-        cooling = own.forwards <= self.schedule.num_devices
+        cooling = own.forwards <= self.max_held
         head = own.passes[own.head]
         start = self._ready(device, head)
         if head.kind is Kind.F and own.held + 1 > self.max_held:

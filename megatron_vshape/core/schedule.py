@@ -8,12 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_vshape.core.files import check_keys, is_whole, parse_object, read_text
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
 from megatron_vshape.core.placement import Placement, check_placement, chunks_of
 
 FORMAT = 1
 MAX_PASSES = 20_000_000
-"""More passes than any plan has; a file that asks for more is refused before memory is."""
+"""More passes than any plan has; what asks for more is refused before memory is."""
+
+MAX_NAME = 200
+"""Characters of a schedule's name, which stands in one line of the log."""
+
+_KEYS = ("name", "num_devices", "num_microbatches", "placement", "order")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,78 +76,74 @@ class Schedule:
         Raises:
             ScheduleError: not JSON, not this format, a value of the wrong type, or no pass.
         """
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ScheduleError(f"not JSON: {error}") from None
-        if not isinstance(data, dict):
-            raise ScheduleError(f"a schedule file holds an object, not {type(data).__name__}")
-        if data.get("format") != FORMAT:
+        data = parse_object(text, "the schedule file")
+        if not is_whole(data.get("format")) or data["format"] != FORMAT:
             raise ScheduleError(
-                f"its format is {data.get('format')!r}; this version reads {FORMAT}"
+                f"the format is {data.get('format')!r:.40}; this version reads {FORMAT}"
             )
-        for key in ("name", "num_devices", "num_microbatches", "placement", "order"):
-            if key not in data:
-                raise ScheduleError(f"the key {key!r} is missing")
-        return cls._from_fields(**{key: data[key] for key in data if key != "format"})
-
-    @classmethod
-    def _from_fields(
-        cls,
-        name: object = None,
-        num_devices: object = None,
-        num_microbatches: object = None,
-        placement: object = None,
-        order: object = None,
-        **unknown: object,
-    ) -> "Schedule":
-        if unknown:
-            raise ScheduleError(f"unknown key {sorted(unknown)[0]!r:.80}")
-        devices = _count("num_devices", num_devices)
-        microbatches = _count("num_microbatches", num_microbatches)
-        if not isinstance(placement, list) or not all(map(_is_whole, placement)):
-            raise ScheduleError("placement must be a list with the device of every stage")
-        if len(placement) * microbatches > MAX_PASSES:
+        check_keys(data, ("format", *_KEYS), "the schedule file")
+        name, devices, microbatches, placement, order = (data[key] for key in _KEYS)
+        devices = _count("num_devices", devices)
+        microbatches = _count("num_microbatches", microbatches)
+        if not isinstance(name, str) or not name.isprintable() or len(name) > MAX_NAME:
             raise ScheduleError(
-                f"{len(placement)} stages of {microbatches} microbatches are more than "
-                f"{MAX_PASSES} passes"
+                f"name is {name!r:.40}; it must be printable text of up to {MAX_NAME} characters"
+            )
+        if not isinstance(placement, list) or not all(map(is_whole, placement)):
+            raise ScheduleError("placement must be a list with the device of every stage")
+        if not isinstance(order, list) or len(order) != devices:
+            found = f"{len(order)} lists" if isinstance(order, list) else f"{order!r:.40}"
+            raise ScheduleError(
+                f"order is {found}; it must hold one list per device, num_devices is {devices}"
             )
         check_placement(tuple(placement), devices)
-        if not isinstance(order, list) or len(order) != devices:
-            found = len(order) if isinstance(order, list) else repr(order)[:40]
-            raise ScheduleError(f"order has {found} device lists; num_devices is {devices}")
-        for device, passes in enumerate(order):
-            if not isinstance(passes, list):
-                raise ScheduleError(f"order of device {device} is not a list of passes")
-        return cls(str(name), devices, microbatches, tuple(placement), _parse_rows(order))
+        check_size(len(placement), microbatches)
+        return cls(name, devices, microbatches, tuple(placement), _parse_rows(order))
 
     @classmethod
-    def from_csv(cls, text: str, placement: Placement, name: str = "file") -> "Schedule":
-        """Return the schedule in CSV text, whose form says nothing about the placement.
+    def from_csv(
+        cls, text: str, placement: Placement | None = None, name: str = "file"
+    ) -> "Schedule":
+        """Return the schedule in CSV text; without `placement`, a stage is where its passes are.
 
         Raises:
             ScheduleError: a cell is not a pass, or the lines do not fit the placement.
         """
-        order = _parse_rows(
-            [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))]
-        )
-        if not order or not any(order):
+        try:
+            rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))]
+        except csv.Error as error:
+            raise ScheduleError(f"the CSV cannot be read: {error}") from None
+        order = _parse_rows(rows)
+        if not any(order):
             raise ScheduleError("the CSV holds no pass; it needs one line per device")
+        if placement is None:
+            placement = _placement_of(order)
         check_placement(placement, len(order))
         microbatches = 1 + max(each.microbatch for passes in order for each in passes)
+        check_size(len(placement), microbatches)
         return cls(name, len(order), microbatches, placement, order)
 
 
+def check_size(num_stages: int, num_microbatches: int) -> None:
+    """Raise ScheduleError if a schedule of this size would fill the memory."""
+    if num_stages * num_microbatches * 3 > MAX_PASSES:
+        raise ScheduleError(
+            f"{num_stages} stages and {num_microbatches} microbatches are more than the "
+            f"{MAX_PASSES} passes that a schedule may have"
+        )
+
+
 def load_schedule(path: str | Path) -> Schedule:
-    """Return the schedule in the JSON file at `path`.
+    """Return the schedule in the JSON file at `path`, or in the CSV file if it ends in .csv.
 
     Raises:
         ScheduleError: the file cannot be read or is no schedule file; the text names it.
     """
+    text = read_text(path, "the schedule file")
     try:
-        return Schedule.from_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"the schedule file {path} cannot be read: {error}") from None
+        if Path(path).suffix == ".csv":
+            return Schedule.from_csv(text, name=Path(path).stem)
+        return Schedule.from_json(text)
     except ScheduleError as error:
         raise ScheduleError(f"the schedule file {path} is not valid: {error}") from None
 
@@ -231,15 +233,27 @@ def _flat(rows: Sequence[Sequence[float]]) -> list[float]:
     return [value for row in rows for value in row]
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _count(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ScheduleError(f"{name} is {value!r:.40}; it must be a whole number of at least 1")
     return value
 
 
-def _parse_rows(rows: Sequence[Sequence[str]]) -> tuple[tuple[Pass, ...], ...]:
-    return tuple(tuple(map(Pass.parse, row)) for row in rows)
+def _parse_rows(rows: Sequence[object]) -> tuple[tuple[Pass, ...], ...]:
+    parsed = []
+    for device, row in enumerate(rows):
+        if not isinstance(row, list):
+            raise ScheduleError(
+                f"the order of device {device} is {row!r:.40}; it must be a list of passes"
+            )
+        parsed.append(tuple(map(Pass.parse, row)))
+    return tuple(parsed)
+
+
+def _placement_of(order: Sequence[Sequence[Pass]]) -> Placement:
+    """Return the device of every stage, which is that of the last pass of it."""
+    device_of = {work.stage: device for device, row in enumerate(order) for work in row}
+    missing = next((at for at, stage in enumerate(sorted(device_of)) if at != stage), None)
+    if missing is not None:
+        raise ScheduleError(f"stage {missing} has no pass, but stage {max(device_of)} has")
+    return tuple(device_of[stage] for stage in range(len(device_of)))

@@ -3,11 +3,17 @@
 from collections.abc import Sequence
 
 from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import PARTS, Kind, Pass, ScheduleError, need_table
+from megatron_vshape.core.deadlock import explain_deadlock
+from megatron_vshape.core.passes import (
+    PART_OF,
+    PARTS,
+    PARTS_OF,
+    Kind,
+    Pass,
+    ScheduleError,
+    need_table,
+)
 from megatron_vshape.core.schedule import Schedule, Timeline
-
-PART_OF = {kind: PARTS.index(kind.value[0]) for kind in Kind}
-"""The place in PARTS whose needs a pass of this kind has; a whole backward reads what B reads."""
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -58,10 +64,13 @@ class _Simulation:
         awake = list(range(self.schedule.num_devices))
         while awake:
             self._advance(awake.pop(), awake)
-        for device, passes in enumerate(self.schedule.order):
-            if len(self.ends[device]) < len(passes):
-                stuck = passes[len(self.ends[device])]
-                raise ScheduleError(f"the schedule deadlocks: device {device} waits at {stuck}")
+        stuck = {
+            device: len(self.ends[device])
+            for device, passes in enumerate(self.schedule.order)
+            if len(self.ends[device]) < len(passes)
+        }
+        if stuck:
+            raise ScheduleError(explain_deadlock(self.schedule, stuck))
         return Timeline(self.schedule, tuple(map(tuple, self.starts)), tuple(map(tuple, self.ends)))
 
     def _advance(self, device: int, awake: list[int]) -> None:
@@ -69,8 +78,9 @@ class _Simulation:
         placement = self.schedule.placement
         starts, ends = self.starts[device], self.ends[device]
         clock = ends[-1] if ends else 0.0
-        for work in self.schedule.order[device][len(ends) :]:
-            kind, stage, microbatch = work
+        passes = self.schedule.order[device]
+        for at in range(len(ends), len(passes)):
+            kind, stage, microbatch = work = passes[at]
             start = clock
             for part, other in self.needs[PART_OF[kind]][stage]:
                 done = self.end[part][other][microbatch]
@@ -86,10 +96,10 @@ class _Simulation:
             self._finish(work, clock, awake)
 
     def _finish(self, work: Pass, clock: float, awake: list[int]) -> None:
-        for kind in work.parts():
-            key = (PARTS.index(kind), work.stage, work.microbatch)
-            self.end[key[0]][key[1]][key[2]] = clock
-            awake.extend(self.waiting.pop(key, ()))
+        for part in PARTS_OF[work.kind]:
+            self.end[part][work.stage][work.microbatch] = clock
+            if self.waiting:
+                awake.extend(self.waiting.pop((part, work.stage, work.microbatch), ()))
 
 
 def held_curve(schedule: Schedule, costs: Costs, device: int) -> list[float]:

@@ -1,15 +1,19 @@
 """Proofs about a schedule before it runs: complete, rightly placed, within memory, no deadlock."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import PARTS, Kind, Pass, ScheduleError, need_table
+from megatron_vshape.core.passes import PARTS, Pass, ScheduleError
 from megatron_vshape.core.placement import check_placement
 from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.simulate import PART_OF, peak_held
+from megatron_vshape.core.simulate import held_curve, simulate, unit_costs
 
-LISTED = 5
-"""So many culprits are listed; a schedule with more is broken as a whole."""
+ROWS, COLUMNS = 2, 3
+"""A picture shows so many devices above and below the culprit, and passes before and after it."""
+
+_ROUNDING = 1e-9
+"""Sums of fractions may exceed a limit that they just meet by this share of it."""
 
 
 def verify(schedule: Schedule, max_held: float | None = None, costs: Costs | None = None) -> None:
@@ -18,128 +22,116 @@ def verify(schedule: Schedule, max_held: float | None = None, costs: Costs | Non
     With `max_held`, no device may hold more: chunks, or bytes where `costs` are in bytes.
 
     Raises:
-        ScheduleError: what is wrong, where, and for a deadlock the cycle of waits.
+        ScheduleError: what is wrong and a picture of where; for a deadlock the cycle of waits.
     """
+    if len(schedule.order) != schedule.num_devices:
+        raise ScheduleError(
+            f"the schedule has orders for {len(schedule.order)} devices and "
+            f"num_devices {schedule.num_devices}; the two must be equal"
+        )
+    if schedule.num_microbatches < 1:
+        raise ScheduleError(
+            f"num_microbatches is {schedule.num_microbatches}; it must be at least 1"
+        )
     check_placement(schedule.placement, schedule.num_devices)
-    _check_complete(schedule)
-    cycle = find_cycle(schedule)
-    if cycle:
-        lines = "\n".join("    " + line for line in _explain(schedule, cycle))
-        raise ScheduleError("the schedule deadlocks; each pass below waits for the next:\n" + lines)
+    _check_places(schedule)
+    _check_counts(schedule)
+    simulate(schedule)  # raises if it deadlocks
     if max_held is not None:
-        _check_memory(schedule, max_held, costs)
+        _check_memory(schedule, max_held, unit_costs(schedule) if costs is None else costs)
 
 
-def _check_complete(schedule: Schedule) -> None:
+def _check_places(schedule: Schedule) -> None:
+    """Raise ScheduleError at a pass that does not exist or stands on the wrong device."""
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
-    count: Counter[tuple[Kind, int, int]] = Counter()
-    wrong: list[str] = []
     for device, passes in enumerate(schedule.order):
-        for work in passes:
-            if work.stage >= stages:
-                wrong.append(f"{work} on device {device}: there are only {stages} stages")
-            elif work.microbatch >= microbatches:
-                wrong.append(
-                    f"{work} on device {device}: there are only {microbatches} microbatches"
-                )
-            elif schedule.placement[work.stage] != device:
-                home = schedule.placement[work.stage]
-                wrong.append(f"{work} stands on device {device}, its stage is on device {home}")
-            for kind in work.parts():
-                count[kind, work.stage, work.microbatch] += 1
-    if not wrong and (len(count) != 3 * stages * microbatches or max(count.values()) > 1):
-        wrong = [
-            f"{Pass(kind, stage, microbatch)} runs {count[kind, stage, microbatch]} times "
-            f"instead of once on device {schedule.placement[stage]}"
-            for microbatch in range(microbatches)
-            for stage in range(stages)
-            for kind in PARTS
-            if count[kind, stage, microbatch] != 1
-        ]
-    if wrong:
-        more = f"; and {len(wrong) - LISTED} more" if len(wrong) > LISTED else ""
-        raise ScheduleError("the schedule is not complete: " + "; ".join(wrong[:LISTED]) + more)
-
-
-def _check_memory(schedule: Schedule, max_held: float, costs: Costs | None) -> None:
-    for device, held in enumerate(peak_held(schedule, costs)):
-        if held > max_held * (1 + 1e-9):
+        for at, (_, stage, microbatch) in enumerate(passes):
+            if not 0 <= stage < stages:
+                wrong = f"there are only {stages} stages, counted from 0"
+            elif not 0 <= microbatch < microbatches:
+                wrong = f"there are only {microbatches} microbatches, counted from 0"
+            elif schedule.placement[stage] != device:
+                wrong = f"its stage is on device {schedule.placement[stage]}"
+            else:
+                continue
             raise ScheduleError(
-                f"device {device} holds {held:g} at its peak, more than the limit of {max_held:g}"
+                f"{passes[at]} stands on device {device}, but {wrong}\n"
+                + excerpt(schedule, device, at)
             )
 
 
-def find_cycle(schedule: Schedule) -> list[Pass]:
-    """Return passes of which each waits for the next and the last for the first; [] if none."""
-    stuck = _run_all(schedule)
-    if not stuck:
-        return []
-    home = {
-        Pass(kind, work.stage, work.microbatch): (device, at)
-        for device, passes in enumerate(schedule.order)
-        for at, work in enumerate(passes)
+def _check_counts(schedule: Schedule) -> None:
+    """Raise ScheduleError unless F, B and W of every stage and microbatch run once."""
+    stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    count = Counter(
+        Pass(kind, work.stage, work.microbatch)
+        for passes in schedule.order
+        for work in passes
         for kind in work.parts()
-    }
-    work = schedule.order[min(stuck)][stuck[min(stuck)]]
-    seen: dict[Pass, int] = {}
-    path: list[Pass] = []
-    while work not in seen:
-        seen[work] = len(path)
-        path.append(work)
-        device, at = home[Pass(work.parts()[0], work.stage, work.microbatch)]
-        if at > stuck[device]:
-            work = schedule.order[device][stuck[device]]
-            continue
-        # the first pass of a stuck device waits for a result, which another place makes later
-        for need in _needs(work, schedule.num_stages):
-            maker, place = home[need]
-            if maker in stuck and place >= stuck[maker]:
-                work = schedule.order[maker][place]
-                break
-    return path[seen[work] :]
+    )
+    if len(count) == 3 * stages * microbatches and max(count.values()) == 1:
+        return
+    wrong = [
+        Pass(kind, stage, microbatch)
+        for microbatch in range(microbatches)
+        for stage in range(stages)
+        for kind in PARTS
+        if count[Pass(kind, stage, microbatch)] != 1
+    ]
+    culprit = wrong[0]
+    device, at = _place_of(schedule, culprit)
+    times = f"{count[culprit]} times" if count[culprit] else "never"
+    more = f" (and {len(wrong) - 1} more passes not once)" if len(wrong) > 1 else ""
+    raise ScheduleError(
+        f"{culprit} runs {times} on device {device}; every pass must run once{more}\n"
+        + excerpt(schedule, device, at)
+    )
 
 
-def _needs(work: Pass, num_stages: int) -> list[Pass]:
-    return list(Pass(PARTS[PART_OF[work.kind]], work.stage, work.microbatch).needs(num_stages))
+def _place_of(schedule: Schedule, culprit: Pass) -> tuple[int, int]:
+    """Return the device of a pass and where it stands last, or its microbatch does, or its end."""
+    device = schedule.placement[culprit.stage]
+    passes = schedule.order[device]
+    same = [at for at, work in enumerate(passes) if work[1:] == culprit[1:]]
+    itself = [at for at in same if culprit.kind in passes[at].parts()]
+    return device, (itself or same or [max(len(passes) - 1, 0)])[-1]
 
 
-def _run_all(schedule: Schedule) -> dict[int, int]:
-    """Return where each device that cannot finish stands: {} when the schedule can run."""
-    at = [0] * schedule.num_devices
-    done: set[tuple[int, int, int]] = set()
-    waiting: dict[tuple[int, int, int], list[int]] = {}
-    table = need_table(schedule.num_stages)
-    awake = list(range(schedule.num_devices))
-    while awake:
-        device = awake.pop()
-        passes = schedule.order[device]
-        while at[device] < len(passes):
-            kind, stage, microbatch = passes[at[device]]
-            for part, other in table[PART_OF[kind]][stage]:
-                need = (part, other, microbatch)
-                if need not in done:
-                    waiting.setdefault(need, []).append(device)
-                    break
-            else:
-                for part in (1, 2) if kind is Kind.BW else (PART_OF[kind],):
-                    done.add((part, stage, microbatch))
-                    awake.extend(waiting.pop((part, stage, microbatch), ()))
-                at[device] += 1
-                continue
-            break
-    return {d: at[d] for d, passes in enumerate(schedule.order) if at[d] < len(passes)}
+def _check_memory(schedule: Schedule, max_held: float, costs: Costs) -> None:
+    for device in range(schedule.num_devices):
+        curve = held_curve(schedule, costs, device)
+        peak = max(curve, default=0.0)
+        if peak > max_held * (1 + _ROUNDING):
+            at = next(at for at, held in enumerate(curve) if held > max_held * (1 + _ROUNDING))
+            raise ScheduleError(
+                f"device {device} holds {peak:g} at its peak, more than the limit of "
+                f"{max_held:g}; it first exceeds that at {schedule.order[device][at]}\n"
+                + excerpt(schedule, device, at)
+            )
 
 
-def _explain(schedule: Schedule, cycle: list[Pass]) -> list[str]:
-    """Return one line per wait of the cycle, with its reason."""
-    lines = []
-    for work, other in zip(cycle, cycle[1:] + cycle[:1], strict=True):
-        reads = any(
-            need.kind in other.parts()
-            for need in _needs(work, schedule.num_stages)
-            if (need.stage, need.microbatch) == (other.stage, other.microbatch)
-        )
-        here, there = schedule.placement[work.stage], schedule.placement[other.stage]
-        reason = "reads its result" if reads else f"device {here} runs it first"
-        lines.append(f"{work} on device {here} waits for {other} on device {there}: {reason}")
-    return lines
+def excerpt(schedule: Schedule, device: int, at: int) -> str:
+    """Return a picture of the orders around position `at` of a device, that pass marked."""
+    first, last = max(0, at - COLUMNS), at + COLUMNS + 1
+    devices = range(max(0, device - ROWS), min(schedule.num_devices, device + ROWS + 1))
+    rows = [[str(work) for work in schedule.order[each][first:last]] for each in devices]
+    width = max((len(text) for row in rows for text in row), default=1)
+    return "\n".join(_draw_rows(schedule, devices, rows, (device, at, first, width)))
+
+
+def _draw_rows(
+    schedule: Schedule, devices: range, rows: list[list[str]], where: tuple[int, int, int, int]
+) -> Iterator[str]:
+    device, at, first, width = where
+    label = len(str(devices[-1]))
+    for each, row in zip(devices, rows, strict=True):
+        cells = [
+            f"[{text}]".ljust(width + 2)
+            if (each, place) == (device, at)
+            else f" {text.ljust(width)} "
+            for place, text in enumerate(row, first)
+        ]
+        ahead = "... " if first else ""
+        behind = " ..." if first + len(row) < len(schedule.order[each]) else ""
+        mark = "   <-- here" if each == device else ""
+        yield f"    device {each:>{label}} | {ahead}{''.join(cells).rstrip()}{behind}{mark}"

@@ -1,0 +1,78 @@
+"""Text files from anywhere, read so that whatever is wrong with them is one clear sentence."""
+
+import json
+from pathlib import Path
+
+from megatron_vshape.core.passes import ScheduleError
+
+
+def read_text(path: str | Path, what: str) -> str:
+    """Return the text of the file at `path`; `what` names it in the ScheduleError if it fails."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ScheduleError(
+            f"{what} {path} is not UTF-8 text: byte {error.start} cannot be decoded"
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ScheduleError(f"{what} {path} cannot be read: {reason}") from None
+
+
+def parse_object(text: str, what: str) -> dict[str, object]:
+    """Return the JSON object in `text`.
+
+    Raises:
+        ScheduleError: not JSON, not an object, nested too deep, a key twice, NaN or infinity.
+    """
+    try:
+        data = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ScheduleError(f"{what} is not valid JSON: it is nested too deep") from None
+    except ScheduleError:
+        raise
+    except ValueError as error:
+        raise ScheduleError(f"{what} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ScheduleError(f"{what} holds a JSON {_name_of(data)}; it must hold an object")
+    return data
+
+
+def check_keys(data: dict[str, object], keys: tuple[str, ...], what: str) -> None:
+    """Raise ScheduleError unless `data` has exactly these keys."""
+    for key in keys:
+        if key not in data:
+            raise ScheduleError(f"the key {key!r} is missing from {what}")
+    for key in data:
+        if key not in keys:
+            raise ScheduleError(
+                f"{what} has the unknown key {key!r:.60}; it may hold {', '.join(keys)}"
+            )
+
+
+def is_whole(value: object) -> bool:
+    """Return whether a value read from JSON is a whole number; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value read from JSON is a number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ScheduleError(f"the key {twice!r:.60} stands twice in one JSON object")
+    return data
+
+
+def _refuse_constant(text: str) -> object:
+    raise ScheduleError(f"{text} is not a number that JSON allows; write a finite one")
+
+
+def _name_of(value: object) -> str:
+    names = {list: "list", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
