@@ -1,0 +1,485 @@
+"""The adaptive scheduler: the order of least makespan or span for given costs and memory."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from megatron_vshape.core import bounds, improve
+from megatron_vshape.core.blocks import v_half, v_min, v_zb
+from megatron_vshape.core.building_block import BuildingBlock
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import PARTS, Kind, Pass, ScheduleError
+from megatron_vshape.core.placement import Placement, linear, looping, stages_of, v_shape
+from megatron_vshape.core.schedule import Schedule
+
+
+class Objective(StrEnum):
+    """What is made small: the time of all devices, or of the longest one (no barrier)."""
+
+    MAKESPAN = "makespan"
+    SPAN = "span"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A schedule that fits, what it costs, and how far it may be from the best.
+
+    `value` is the makespan or span in the costs' unit; no order within the limits is below
+    `lower_bound`. `source` names what the search began from.
+    """
+
+    schedule: Schedule
+    objective: Objective
+    value: float
+    busy: float
+    lower_bound: float
+    peak: tuple[float, ...]
+    source: str
+    steps: int
+
+    @property
+    def overhead(self) -> float:
+        """Return the value beyond the work of the busiest device."""
+        return self.value - self.busy
+
+    @property
+    def bubble(self) -> float:
+        """Return the share of the value in which the busiest device is idle."""
+        return self.overhead / self.value
+
+    @property
+    def gap(self) -> float:
+        """Return how far the value may be above the best, as a share of the lower bound."""
+        return self.value / self.lower_bound - 1
+
+
+Progress = Callable[[int, float, float], None]
+"""Called with the steps taken, the best value so far and the lower bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """What is asked, in whole ticks and whole units of memory."""
+
+    costs: Costs
+    placement: Placement
+    num_devices: int
+    num_microbatches: int
+    limits: tuple[float, ...]
+    objective: Objective
+    ticks_per_us: float
+    units_per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """A steady order: in period p, a device runs pass (sort, offset) of microbatch p * k + offset.
+
+    `rows[device]` is [sorts, offsets] in order of time, a sort being 3 * stage + place in PARTS.
+    """
+
+    name: str
+    microbatches: int  # k
+    rows: tuple[tuple[np.ndarray, np.ndarray], ...]
+
+    def reach(self) -> tuple[int, int]:
+        """Return the least and the greatest offset."""
+        offsets = np.concatenate([row[1] for row in self.rows])
+        return int(offsets.min()), int(offsets.max())
+
+    def unroll(self, num_microbatches: int) -> np.ndarray:
+        """Return each device's passes, as numbers sort * num_microbatches + microbatch."""
+        least, most = self.reach()
+        periods = np.arange(-(most // self.microbatches) - 1, self._end(num_microbatches))
+        return np.stack([self._passes(row, periods, num_microbatches)[0] for row in self.rows])
+
+    def window(self, num_microbatches: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return where the middle full period begins and ends on each device; None if too few."""
+        least, most = self.reach()
+        first = -(least // self.microbatches)
+        last = (num_microbatches - 1 - most) // self.microbatches
+        if last - first < 2:
+            return None
+        middle = (first + last) // 2
+        periods = np.arange(-(most // self.microbatches) - 1, self._end(num_microbatches))
+        found = [self._passes(row, periods, num_microbatches)[1] for row in self.rows]
+        low = [int(np.searchsorted(each, middle)) for each in found]
+        high = [int(np.searchsorted(each, middle + 1)) for each in found]
+        return np.array(low), np.array(high)
+
+    def _end(self, num_microbatches: int) -> int:
+        return (num_microbatches - self.reach()[0]) // self.microbatches + 1
+
+    def _passes(
+        self, row: tuple[np.ndarray, np.ndarray], periods: np.ndarray, num_microbatches: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        sorts, offsets = row
+        microbatch = periods[:, None] * self.microbatches + offsets
+        inside = (microbatch >= 0) & (microbatch < num_microbatches)
+        passes = (sorts * num_microbatches + microbatch)[inside]
+        return passes, np.broadcast_to(periods[:, None], microbatch.shape)[inside]
+
+
+def ring_of_block(block: BuildingBlock) -> Ring:
+    """Return the steady order of a building block; a whole backward becomes B, then W."""
+    rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(block.num_devices)]
+    for (kind, stage, within), start, _ in block.passes:
+        period, slot = divmod(start, block.interval)
+        parts = (Kind.B, Kind.W) if kind is Kind.BW else (kind,)
+        for at, part in enumerate(parts):
+            sort = 3 * stage + PARTS.index(part)
+            entry = (slot, at, sort, within - period * block.num_microbatches)
+            rows[block.placement[stage]].append(entry)
+    return _ring(block.name, block.num_microbatches, rows)
+
+
+def _ring(name: str, k: int, rows: Iterable[list[tuple[int, int, int, int]]]) -> Ring:
+    arrays = []
+    for row in rows:
+        ordered = sorted(row)
+        sorts = np.array([entry[2] for entry in ordered])
+        arrays.append((sorts, np.array([entry[3] for entry in ordered])))
+    return Ring(name, k, tuple(arrays))
+
+
+def sequential(placement: Placement, num_devices: int) -> Ring:
+    """Return one microbatch after the other: the least memory that anything can run in."""
+    rows: list[list[tuple[int, int, int, int]]] = []
+    for stages in stages_of(placement, num_devices):
+        forwards = [(0, at, 3 * stage, 0) for at, stage in enumerate(stages)]
+        backwards = [
+            (1, 2 * at + part, 3 * stage + 1 + part, 0)
+            for at, stage in enumerate(reversed(stages))
+            for part in (0, 1)
+        ]
+        rows.append(forwards + backwards)
+    return _ring("sequential", 1, rows)
+
+
+def plan(
+    costs: Costs,
+    num_devices: int,
+    num_microbatches: int,
+    limit: float | Sequence[float],
+    objective: Objective | str = Objective.MAKESPAN,
+    *,
+    placement: Placement | None = None,
+    steps: int | None = None,
+    seconds: float | None = None,
+    progress: Progress | None = None,
+    seed: int = 1,
+) -> Plan:
+    """Return the best schedule found whose devices hold at most `limit` each.
+
+    `limit` is in the unit of the costs' memory, one value or one per device. With `steps` (by
+    default what takes about a second at 8 devices) the same call gives the same plan everywhere;
+    with `seconds` the search goes on until they are over, and Ctrl-C ends it with the best so far.
+
+    Raises:
+        ScheduleError: nothing fits the limit (the text says the least that does), or the counts
+            and the costs do not match.
+    """
+    problem = _problem(costs, num_devices, num_microbatches, limit, Objective(objective), placement)
+    search = _Search(problem, seed)
+    search.run(steps, seconds, progress)
+    return search.plan()
+
+
+def _problem(
+    costs: Costs,
+    num_devices: int,
+    num_microbatches: int,
+    limit: float | Sequence[float],
+    objective: Objective,
+    placement: Placement | None,
+) -> _Problem:
+    for what, count in (("devices", num_devices), ("microbatches", num_microbatches)):
+        if count < 1:
+            raise ScheduleError(f"a plan needs at least 1 of {what}, not {count}")
+    limits = (limit,) * num_devices if isinstance(limit, int | float) else tuple(limit)
+    if len(limits) != num_devices:
+        raise ScheduleError(f"there are {len(limits)} limits for {num_devices} devices")
+    if placement is None:
+        placement = default_placement(num_devices, costs.num_stages)
+    if len(placement) != costs.num_stages:
+        raise ScheduleError(
+            f"the costs are for {costs.num_stages} stages, the placement has {len(placement)}"
+        )
+    times = (*costs.forward_us, *costs.backward_us, *costs.weight_us)
+    held = (*costs.held_after_forward_bytes, *costs.held_after_backward_bytes, *limits)
+    problem = _Problem(
+        costs,
+        placement,
+        num_devices,
+        num_microbatches,
+        limits,
+        objective,
+        _scale(min(times), 1e5),
+        _scale(max(held) or 1.0, 1e11),
+    )
+    least = bounds.least_memory(costs, placement, num_devices)
+    for device, (need, has) in enumerate(zip(least, limits, strict=True)):
+        if need > has * (1 + 1e-9):
+            raise ScheduleError(
+                f"no schedule fits: device {device} may hold {has:g}, but one microbatch alone "
+                f"needs {need:g} there; the least limit for all devices is {max(least):g}"
+            )
+    return problem
+
+
+def default_placement(num_devices: int, num_stages: int) -> Placement:
+    """Return the V for two stages per device, linear for one, looping for more."""
+    chunks, rest = divmod(num_stages, num_devices)
+    if rest or not chunks:
+        raise ScheduleError(f"{num_stages} stages cannot be dealt to {num_devices} devices")
+    if chunks == 1:
+        return linear(num_devices)
+    return v_shape(num_devices) if chunks == 2 else looping(num_devices, chunks)
+
+
+def _scale(value: float, at_least: float) -> float:
+    """Return the power of ten that lifts `value` to `at_least`; decimals then stay exact."""
+    scale = 1.0
+    while value * scale < at_least:
+        scale *= 10
+    while value * scale >= 10 * at_least:
+        scale /= 10
+    return scale
+
+
+def make_shop(problem: _Problem, num_microbatches: int) -> improve.Shop:
+    """Return the passes of `num_microbatches` microbatches for the inner loops."""
+    costs, placement = problem.costs, problem.placement
+    stages, m = len(placement), num_microbatches
+    sorts = 3 * stages
+    before = np.full(sorts, -1)
+    lag = np.zeros(sorts, np.int64)
+    send = round(costs.send_us * problem.ticks_per_us)
+    for sort in range(sorts):
+        kind, stage = PARTS[sort % 3], sort // 3
+        # the last need is the latest: whatever else a pass reads was there before it
+        for need in Pass(kind, stage, 0).needs(stages):
+            before[sort] = 3 * need.stage + PARTS.index(need.kind)
+            lag[sort] = send * (placement[need.stage] != placement[stage])
+    times = zip(costs.forward_us, costs.backward_us, costs.weight_us, strict=True)
+    ticks = np.array([[round(t * problem.ticks_per_us) for t in each] for each in times])
+    device = np.repeat(np.array(placement), 3)
+    after, weight = np.full(sorts, -1), np.full(sorts, -1)
+    for sort, need in enumerate(before):
+        if need >= 0:
+            (weight if sort % 3 == 2 else after)[need] = sort
+    micro = np.tile(np.arange(m), sorts)
+
+    def passes(of: np.ndarray) -> np.ndarray:
+        wide = np.repeat(of, m)
+        return np.where(wide >= 0, wide * m + micro, -1).astype(np.int32)
+
+    return improve.Shop(
+        before=passes(before),
+        after=passes(after),
+        weight=passes(weight),
+        ticks=np.repeat(ticks.ravel(), m).astype(np.int64),
+        lag=np.repeat(lag, m),
+        device=np.repeat(device, m).astype(np.int32),
+        sort=np.repeat(np.arange(sorts), m).astype(np.int32),
+        delta=_deltas(problem),
+        limit=np.array([int(x * problem.units_per_byte * (1 + 1e-9)) for x in problem.limits]),
+        due=_due(problem, ticks, send),
+    )
+
+
+def _deltas(problem: _Problem) -> np.ndarray:
+    scale, costs = problem.units_per_byte, problem.costs
+    deltas = []
+    held = zip(costs.held_after_forward_bytes, costs.held_after_backward_bytes, strict=True)
+    for after_forward, after_backward in held:
+        full, rest = round(after_forward * scale), round(after_backward * scale)
+        deltas += [full, rest - full, -rest]
+    return np.array(deltas, np.int64)
+
+
+def _due(problem: _Problem, ticks: np.ndarray, send: int) -> np.ndarray:
+    """Return minus each device's first start for the span: no order can move it."""
+    due = np.zeros(problem.num_devices, np.int64)
+    if problem.objective is Objective.SPAN:
+        clock = 0
+        seen: set[int] = set()
+        for stage, device in enumerate(problem.placement):
+            clock += send if stage and device != problem.placement[stage - 1] else 0
+            if device not in seen:
+                seen.add(device)
+                due[device] = -clock
+            clock += int(ticks[stage, 0])
+    return due
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """An order under improvement: of all microbatches, or cut short and spliced when judged."""
+
+    ring: Ring
+    microbatches: int
+    state: improve.State
+    low: np.ndarray
+    high: np.ndarray
+    value: int = 0
+
+
+class _Search:
+    """Holds the candidates and the best order so far."""
+
+    def __init__(self, problem: _Problem, seed: int) -> None:
+        self.problem = problem
+        self.seed = seed
+        self.shops: dict[int, improve.Shop] = {}
+        self.best: tuple[int, np.ndarray, str] | None = None
+        self.steps = 0
+        self.bound = bounds.lower_bound(
+            problem.costs,
+            problem.placement,
+            problem.num_devices,
+            problem.num_microbatches,
+            problem.limits,
+            span=problem.objective is Objective.SPAN,
+        )
+
+    def run(
+        self, steps: int | None, seconds: float | None, progress: Progress | None
+    ) -> None:
+        """Improve the candidates in rounds; half of them stay after each."""
+        started = time.monotonic()
+        live = [each for ring in self._rings() if (each := self._candidate(ring)) is not None]
+        live.sort(key=lambda each: each.value)
+        live = live[:8]
+        budget = default_steps(self.problem) if steps is None else steps
+        try:
+            while live and self.steps < budget:
+                share = max(budget // 4 // len(live), 1000) if len(live) > 1 else budget
+                for each in live:
+                    self._improve(each, min(share, budget - self.steps))
+                    if progress is not None:
+                        progress(self.steps, self._value(), self.bound)
+                live.sort(key=lambda each: each.value)
+                live = live[: max(len(live) // 2, 1)]
+                if self._closed():
+                    return
+            while seconds is not None and time.monotonic() - started < seconds:
+                self._improve(live[0], 20_000)
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+
+    def _closed(self) -> bool:
+        return self._value() <= self.bound * (1 + 1e-9)
+
+    def _value(self) -> float:
+        assert self.best is not None
+        return self.best[0] / self.problem.ticks_per_us
+
+    def _rings(self) -> Iterator[Ring]:
+        problem = self.problem
+        if problem.placement == v_shape(problem.num_devices):
+            for block in (v_min, v_half, v_zb):
+                yield ring_of_block(block(problem.num_devices))
+        yield sequential(problem.placement, problem.num_devices)
+
+    def _shop(self, num_microbatches: int) -> improve.Shop:
+        if num_microbatches not in self.shops:
+            self.shops[num_microbatches] = make_shop(self.problem, num_microbatches)
+        return self.shops[num_microbatches]
+
+    def _candidate(self, ring: Ring) -> _Candidate | None:
+        """Return the ring cut to as few microbatches as show its ends; None if it does not fit."""
+        m, k = self.problem.num_microbatches, ring.microbatches
+        least, most = ring.reach()
+        full = max(8, self.problem.num_devices // k)
+        short = most - least + (full + 1) * k
+        short += (m - short) % k
+        length = 3 * len(self.problem.placement) // self.problem.num_devices
+        none = np.full(self.problem.num_devices, length * m)
+        low, high = none, none
+        window = ring.window(short) if short < m else None
+        if window is None:
+            short = m
+        else:
+            low, high = window
+        state = improve.new_state(ring.unroll(short), self.seed)
+        if not improve.settle(self._shop(short), state):
+            return None
+        made = _Candidate(ring, short, state, low, high)
+        self._judge(made)
+        return made
+
+    def _improve(self, candidate: _Candidate, steps: int) -> None:
+        shop = self._shop(candidate.microbatches)
+        slack = int(shop.ticks.mean())
+        improve.walk(shop, candidate.state, candidate.low, candidate.high, steps, slack)
+        self.steps += steps
+        self._judge(candidate)
+
+    def _judge(self, candidate: _Candidate) -> None:
+        """Set the candidate's value at the full number of microbatches; keep it if it is best."""
+        m = self.problem.num_microbatches
+        row = candidate.state.row
+        if candidate.microbatches < m:
+            row = splice(candidate, m)
+            state = improve.new_state(row, 1)
+            shop = self._shop(m)
+            if not improve.settle(shop, state):
+                return
+            candidate.value = improve.objective(shop, state)
+        else:
+            candidate.value = improve.objective(self._shop(m), candidate.state)
+        if self.best is None or candidate.value < self.best[0]:
+            self.best = (candidate.value, row.copy(), candidate.ring.name)
+
+    def plan(self) -> Plan:
+        """Return the best order found, as a plan."""
+        problem = self.problem
+        assert self.best is not None
+        value, row, source = self.best
+        m = problem.num_microbatches
+        made = [
+            [Pass(kind, stage, j) for j in range(m)]
+            for stage in range(len(problem.placement))
+            for kind in PARTS
+        ]
+        order = tuple(tuple(made[work // m][work % m] for work in own) for own in row.tolist())
+        schedule = Schedule("plan", problem.num_devices, m, problem.placement, order)
+        held = np.cumsum(_deltas(problem)[row // m], axis=1).max(axis=1)
+        return Plan(
+            schedule=schedule,
+            objective=problem.objective,
+            value=value / problem.ticks_per_us,
+            busy=problem.costs.busy_us(problem.placement, problem.num_devices, m),
+            lower_bound=self.bound,
+            peak=tuple(float(x) / problem.units_per_byte for x in held),
+            source=source,
+            steps=self.steps,
+        )
+
+
+def splice(candidate: _Candidate, num_microbatches: int) -> np.ndarray:
+    """Return the candidate's order with its middle period repeated up to all microbatches."""
+    k, short = candidate.ring.microbatches, candidate.microbatches
+    more = (num_microbatches - short) // k
+    rows = []
+    for own, low, high in zip(candidate.state.row, candidate.low, candidate.high, strict=True):
+        sort, microbatch = own // short, own % short
+        copies = np.arange(more + 1)[:, None] * k
+        sorts = (sort[:low], np.tile(sort[low:high], more + 1), sort[high:])
+        micro = (
+            microbatch[:low],
+            (microbatch[low:high] + copies).ravel(),
+            microbatch[high:] + more * k,
+        )
+        rows.append(np.concatenate(sorts) * num_microbatches + np.concatenate(micro))
+    return np.stack(rows)
+
+
+def default_steps(problem: _Problem) -> int:
+    """Return the steps of the default budget; more passes make a step dearer."""
+    return max(20_000, 3_200_000 // problem.num_devices)

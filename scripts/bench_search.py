@@ -1,0 +1,249 @@
+#!/usr/bin/env python3
+"""Compare the adaptive scheduler with published schedules, cell by cell.
+
+    python3 scripts/bench_search.py [--judge PATH/replay.py] [--peers PATH/peers.json] [--steps N]
+
+A cell is a number of devices and microbatches and one F, B, W, communication. Per cell and memory
+limit: the best published overhead that fits, ours as `replay.py` judges the exported file, their
+ratio, the lower bound of the overhead, and the seconds of processor time taken. Then geometric
+means, and the overhead when every pass takes up to 10 % more or less than planned. Exit status 1
+if any plan is worse than what is published.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import random
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_vshape.core import catalogue, search
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.simulate import peak_held
+
+JUDGE = Path(__file__).resolve().parents[2] / "shared" / "judge"
+TRIALS = 20
+SLACK = 1e-6
+"""The judge rounds to this."""
+
+
+class Cell(NamedTuple):
+    """One comparison: counts, costs, and a memory limit in chunks."""
+
+    devices: int
+    microbatches: int
+    cost: tuple[float, float, float, float]
+    limit: float
+
+    @property
+    def costs(self) -> Costs:
+        """Return the costs of the V's stages."""
+        return Costs.uniform(self.devices, 2 * self.devices, *self.cost)
+
+    @property
+    def group(self) -> str:
+        """Return the mean the cell counts in."""
+        memory = "below 1F1B's" if self.limit < 2 * self.devices else "1F1B's or more"
+        equal = self.cost[0] == self.cost[1] == self.cost[2] and not self.cost[3]
+        return f"{'unit' if equal else 'unequal'} costs, memory {memory}"
+
+
+class Result(NamedTuple):
+    """What one cell gave, as overheads."""
+
+    cell: Cell
+    published: float
+    ours: float
+    bound: float
+    seconds: float
+    plan: search.Plan
+
+    @property
+    def ratio(self) -> float:
+        """Return our overhead over the published one."""
+        return self.ours / self.published if self.published else 1.0
+
+
+def read_cells(path: Path) -> list[tuple[Cell, float]]:
+    """Return every cell with the least published overhead that fits its limit."""
+    rows: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
+    for row in json.loads(path.read_text())["rows"]:
+        key = (row["num_devices"], row["num_microbatches"], tuple(row["cost"]))
+        rows[key].append((row["peak"], row["overhead"]))
+    cells = []
+    for key, found in rows.items():
+        for limit in sorted({peak for peak, _ in found}):
+            best = min(overhead for peak, overhead in found if peak <= limit)
+            cells.append((Cell(*key, limit), best))
+    return cells
+
+
+def load_judge(path: Path) -> ModuleType:
+    """Return the judge's module; it is no part of the package."""
+    spec = importlib.util.spec_from_file_location("replay", path)
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"{path} cannot be loaded; give --judge PATH/replay.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def judged(judge: ModuleType, schedule: Schedule, cell: Cell) -> dict[str, Any]:
+    """Return what the judge says of the exported file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        path.write_text(schedule.to_json())
+        data = json.loads(path.read_text())
+    stages = len(data["placement"])
+    scale = 2 * cell.devices / stages
+    costs = {kind: [x * scale] * stages for kind, x in zip("FBW", cell.cost, strict=False)}
+    return judge.replay(data, costs, cell.cost[3], [scale] * stages)
+
+
+def measure(judge: ModuleType, cell: Cell, published: float, steps: int | None) -> Result:
+    """Return the plan for a cell, judged."""
+    started = time.process_time()
+    made = search.plan(cell.costs, cell.devices, cell.microbatches, cell.limit, steps=steps)
+    seconds = time.process_time() - started
+    verdict = judged(judge, made.schedule, cell)
+    if verdict["peak"] > cell.limit + SLACK:
+        raise SystemExit(f"{cell}: the plan holds {verdict['peak']}, more than the limit")
+    bound = made.lower_bound - made.busy
+    return Result(cell, published, verdict["overhead"], bound, seconds, made)
+
+
+def shaken(judge: ModuleType, schedule: Schedule, cell: Cell, seed: int) -> float:
+    """Return the bubble when every pass takes up to 10 % more or less than planned."""
+    luck = random.Random(seed)
+    stages = len(schedule.placement)
+    scale = 2 * cell.devices / stages
+    times = {
+        (kind, stage, microbatch): base * scale * luck.uniform(0.9, 1.1)
+        for kind, base in zip("FBW", cell.cost, strict=False)
+        for stage in range(stages)
+        for microbatch in range(cell.microbatches)
+    }
+    return _bubble(schedule, times, cell.cost[3])
+
+
+def _bubble(schedule: Schedule, times: dict[tuple[str, int, int], float], send: float) -> float:
+    """Return the bubble of an order for times that differ from pass to pass."""
+    from megatron_vshape.core.passes import Pass
+
+    rows, stages = schedule.order, schedule.num_stages
+    done: dict[tuple[str, int, int], float] = {}
+    clock, at, work = [0.0] * len(rows), [0] * len(rows), [0.0] * len(rows)
+    left = sum(map(len, rows))
+    while left:
+        for device, row in enumerate(rows):
+            while at[device] < len(row):
+                each = row[at[device]]
+                simple = Pass(each.parts()[0], each.stage, each.microbatch)
+                needs = [(str(need.kind), *need[1:]) for need in simple.needs(stages)]
+                if any(need not in done for need in needs):
+                    break
+                start = clock[device]
+                for need in needs:
+                    away = schedule.placement[need[1]] != device
+                    start = max(start, done[need] + (send if away else 0.0))
+                parts = [(str(kind), each.stage, each.microbatch) for kind in each.parts()]
+                clock[device] = start + sum(times[part] for part in parts)
+                work[device] += sum(times[part] for part in parts)
+                done.update(dict.fromkeys(parts, clock[device]))
+                at[device] += 1
+                left -= 1
+    return 1 - max(work) / max(clock)
+
+
+def published_orders(cell: Cell) -> list[Schedule]:
+    """Return the catalogue's schedules that fit the cell's limit."""
+    found = []
+    for name in catalogue.NAMES:
+        made = catalogue.make(name, cell.devices, cell.microbatches)
+        scale = 2 * cell.devices / made.num_stages
+        costs = Costs.uniform(cell.devices, made.num_stages)
+        if max(peak_held(made, costs)) <= cell.limit + SLACK and scale:
+            found.append(made)
+    return found
+
+
+def geometric_means(results: Sequence[Result]) -> dict[str, float]:
+    """Return the mean ratio of every group of cells."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for result in results:
+        groups[result.cell.group].append(math.log(max(result.ratio, 1e-9)))
+    return {name: math.exp(sum(logs) / len(logs)) for name, logs in sorted(groups.items())}
+
+
+def print_row(result: Result) -> None:
+    """Print one line of the table."""
+    cell = result.cell
+    cost = "/".join(f"{x:g}" for x in cell.cost)
+    worse = "  WORSE" if result.ours > result.published + SLACK else ""
+    print(
+        f"{cell.devices:3} {cell.microbatches:5}  {cost:17} {cell.limit:7.5g} "
+        f"{result.published:9.2f} {result.ours:9.2f} {result.ratio:6.3f} {result.bound:8.2f} "
+        f"{result.seconds:6.2f}  {result.plan.source}{worse}",
+        flush=True,
+    )
+
+
+def print_robustness(judge: ModuleType, results: Sequence[Result]) -> None:
+    """Print the mean bubble under random pass times, ours and the best published order's."""
+    print("\nbubble in % when every pass takes up to 10 % more or less (mean of trials)")
+    for result in results:
+        cell = result.cell
+        orders = published_orders(cell)
+        if cell.limit > 2 * cell.devices or cell.devices > 8 or not orders:
+            continue
+        ours, best = (
+            min(
+                sum(shaken(judge, order, cell, seed) for seed in range(TRIALS)) / TRIALS
+                for order in some
+            )
+            for some in ([result.plan.schedule], orders)
+        )
+        cost = "/".join(f"{x:g}" for x in cell.cost)
+        print(
+            f"{cell.devices:3} {cell.microbatches:5}  {cost:17} {cell.limit:5g}  "
+            f"plan {100 * ours:6.2f}  published {100 * best:6.2f}  {'ok' if ours <= best else ''}"
+        )
+
+
+def main() -> int:
+    """Print the table; return 1 if any plan is worse than what is published."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--judge", type=Path, default=JUDGE / "replay.py")
+    parser.add_argument("--peers", type=Path, default=JUDGE / "peers.json")
+    parser.add_argument("--steps", type=int, help="budget of every plan (default: its own)")
+    parser.add_argument("--devices", type=int, help="only cells of so many devices")
+    parser.add_argument("--no-robustness", action="store_true")
+    arguments = parser.parse_args()
+    judge = load_judge(arguments.judge)
+    print("  d     m  F/B/W/comm          limit published      ours  ratio    bound seconds  from")
+    results = []
+    for cell, published in read_cells(arguments.peers):
+        if arguments.devices in (None, cell.devices):
+            results.append(measure(judge, cell, published, arguments.steps))
+            print_row(results[-1])
+    for name, mean in geometric_means(results).items():
+        print(f"geometric mean, {name}: {mean:.3f}")
+    if not arguments.no_robustness:
+        print_robustness(judge, results)
+    worse = [result for result in results if result.ours > result.published + SLACK]
+    print(f"{len(worse)} of {len(results)} worse than published")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
