@@ -1,0 +1,191 @@
+"""Measure the runtime: what it adds to the passes, and how close a run comes to its simulation.
+
+    python scripts/bench_runtime.py [--ranks 8] [--microbatches 32] [--rounds 3]
+
+Part (a): every pass sleeps (20 / 23 / 17 ms for F / B / W), so that 8 ranks fit on any machine;
+the measured makespan stands beside the simulated one. Part (b): empty passes without
+communication, so that what is left is the runner itself; one rank, time per pass.
+Part (c), real training against other implementations, is `scripts/bench_training.py`.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.lowering import Message, lower
+from megatron_vshape.core.placement import stages_of
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.simulate import simulate
+from megatron_vshape.runtime.p2p import Transport
+from megatron_vshape.runtime.program_runner import run_program
+
+NAMES = ("v-min", "v-half", "v-zb")
+PASS_MS = (20.0, 23.0, 17.0)
+SHAPE = (64, 1, 64)
+
+
+class SleepingStage:
+    """A stage whose passes take a given time and no processor."""
+
+    def __init__(self, costs: Costs, stage: int) -> None:
+        self.forward_s = costs.forward_us[stage] / 1e6
+        self.backward_s = costs.backward_us[stage] / 1e6
+        self.weight_s = costs.weight_us[stage] / 1e6
+
+    def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Sleep as long as F takes."""
+        time.sleep(self.forward_s)
+        return torch.zeros(SHAPE)
+
+    def backward_inputs(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Sleep as long as B takes."""
+        time.sleep(self.backward_s)
+        return torch.zeros(SHAPE)
+
+    def backward_weights(self, microbatch: int) -> None:
+        """Sleep as long as W takes."""
+        time.sleep(self.weight_s)
+
+    def backward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Sleep as long as B and W take."""
+        time.sleep(self.backward_s + self.weight_s)
+        return torch.zeros(SHAPE)
+
+
+class IdleStage:
+    """A stage whose passes do nothing."""
+
+    def __init__(self) -> None:
+        self.result = torch.zeros(SHAPE)
+
+    def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Do nothing."""
+        return self.result
+
+    backward_inputs = backward = forward
+
+    def backward_weights(self, microbatch: int) -> None:
+        """Do nothing."""
+
+
+class NoTransport:
+    """Carries nothing anywhere."""
+
+    def __init__(self) -> None:
+        self.result = torch.zeros(SHAPE)
+
+    def post(self, message: Message) -> None:
+        """Do nothing."""
+
+    def wait(self, message: Message) -> torch.Tensor:
+        """Return the same tensor always."""
+        return self.result
+
+    def send(self, message: Message, tensor: torch.Tensor) -> None:
+        """Do nothing."""
+
+    def poll(self) -> None:
+        """Do nothing."""
+
+    drain = poll
+
+
+def costs_of(schedule: Schedule) -> Costs:
+    """Return the sleeping passes' costs in microseconds; a message takes none."""
+    forward, backward, weight = (1000 * ms for ms in PASS_MS)
+    return Costs.uniform(schedule.num_devices, schedule.num_stages, forward, backward, weight)
+
+
+def measure_makespan(rank: int, store: str, schedules: list[Schedule], rounds: int) -> list[float]:
+    """Return this rank's least time from the common start to its end, per schedule, in us."""
+    torch.set_num_threads(1)
+    num_ranks = schedules[0].num_devices
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    transport = Transport([list(range(num_ranks))], SHAPE, torch.float32, torch.device("cpu"))
+    found = []
+    for schedule in schedules:
+        costs = costs_of(schedule)
+        program = lower(schedule, simulate(schedule, costs))
+        transport.prepare(program)
+        own = stages_of(schedule.placement, num_ranks)[rank]
+        stages = {stage: SleepingStage(costs, stage) for stage in own}
+        times = []
+        for _ in range(rounds):
+            dist.barrier()
+            start = time.perf_counter()
+            run_program(program, rank, stages, transport)
+            end = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            dist.all_reduce(end, op=dist.ReduceOp.MAX)
+            times.append(1e6 * float(end))
+        found.append(statistics.median(times))
+    transport.close()
+    dist.destroy_process_group()
+    return found
+
+
+def _child(queue: "multiprocessing.Queue[list[float]]", *args: object) -> None:
+    found = measure_makespan(*args)  # type: ignore[arg-type]
+    if args[0] == 0:
+        queue.put(found)
+
+
+def print_efficiency(num_ranks: int, num_microbatches: int, rounds: int) -> None:
+    """Print part (a)."""
+    schedules = [make(name, num_ranks, num_microbatches) for name in NAMES]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    queue = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        ranks = [
+            context.Process(target=_child, args=(queue, rank, store, schedules, rounds))
+            for rank in range(num_ranks)
+        ]
+        for process in ranks:
+            process.start()
+        measured = queue.get()
+        for process in ranks:
+            process.join()
+    print(f"(a) {num_ranks} ranks, {num_microbatches} microbatches, passes sleep {PASS_MS} ms")
+    print(f"    {'schedule':10} {'simulated ms':>13} {'measured ms':>12} {'ratio':>7}  (goal 1.03)")
+    for schedule, found in zip(schedules, measured, strict=True):
+        expected = simulate(schedule, costs_of(schedule)).makespan
+        ratio = found / expected
+        print(f"    {schedule.name:10} {expected / 1e3:13.1f} {found / 1e3:12.1f} {ratio:7.4f}")
+
+
+def print_overhead(rounds: int) -> None:
+    """Print part (b)."""
+    schedule = make("v-half", 4, 64)
+    program = lower(schedule)
+    stages = {stage: IdleStage() for stage in stages_of(schedule.placement, 4)[1]}
+    passes = len(schedule.order[1])
+    times = []
+    for _ in range(10 * rounds):
+        start = time.perf_counter()
+        run_program(program, 1, stages, NoTransport())
+        times.append((time.perf_counter() - start) / passes * 1e6)
+    print(f"(b) the runner alone: {statistics.median(times):.2f} us per pass  (goal 60)")
+
+
+def main() -> None:
+    """Parse the command line and print both parts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    print_efficiency(args.ranks, args.microbatches, args.rounds)
+    print_overhead(args.rounds)
+
+
+if __name__ == "__main__":
+    main()
