@@ -1,0 +1,1 @@
+"""The command line `megatron-vshape`; the one place that prints."""

@@ -1,0 +1,74 @@
+"""Output files: whole or not at all."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_vshape.core.passes import ScheduleError
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A file that an option asks for; `write` makes it at the path it is given."""
+
+    option: str
+    path: Path
+    write: Callable[[Path], None]
+
+
+def check_target(option: str, path: Path, suffixes: Sequence[str]) -> None:
+    """Raise ScheduleError unless a file of one of these suffixes can be made at `path`."""
+    if path.suffix not in suffixes:
+        known = " or ".join([", ".join(suffixes[:-1])] * (len(suffixes) > 1) + [suffixes[-1]])
+        raise ScheduleError(f"{option} {path}: the file's name must end in {known}")
+    if path.is_dir():
+        raise ScheduleError(f"{option} {path}: this is a directory; name a file")
+    folder = _target(path).parent
+    if not folder.is_dir():
+        raise ScheduleError(f"{option} {path}: there is no directory {folder}; make it first")
+
+
+def check_distinct(targets: Sequence[tuple[str, Path]]) -> None:
+    """Raise ScheduleError if two options name one file."""
+    seen: dict[Path, str] = {}
+    for option, path in targets:
+        other = seen.setdefault(_target(path), option)
+        if other != option:
+            raise ScheduleError(f"{other} and {option} both name {path}; give each its own file")
+
+
+def write_all(outputs: Sequence[Output]) -> None:
+    """Write every file, or none: each beside its target first, and moved there when all are done.
+
+    Raises:
+        ScheduleError: a file cannot be written; names it and says why.
+    """
+    besides: list[Path] = []
+    try:
+        for output in outputs:
+            target = _target(output.path)
+            besides.append(target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}"))
+            with _blaming(output):
+                output.write(besides[-1])
+        for output, beside in zip(outputs, besides, strict=True):
+            with _blaming(output):
+                os.replace(beside, _target(output.path))
+    finally:
+        for beside in besides:
+            beside.unlink(missing_ok=True)
+
+
+def _target(path: Path) -> Path:
+    """Return where the file really is, so that a link stays one."""
+    return Path(os.path.realpath(path))
+
+
+@contextmanager
+def _blaming(output: Output) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ScheduleError(f"{output.option} {output.path} cannot be written: {reason}") from error

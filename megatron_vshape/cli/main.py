@@ -1,0 +1,84 @@
+"""The entry point: finds the command, runs it, and turns what went wrong into one sentence."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+from megatron_vshape import __version__
+from megatron_vshape.core.passes import ScheduleError
+
+PROGRAM = "megatron-vshape"
+FAILED = 2
+INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
+
+COMMANDS = {
+    "schedule": "make a schedule, print its picture and numbers, draw, export or compare it",
+}
+"""Each is a module of this package, a `Command`; imported when it is asked for."""
+
+
+class Command(Protocol):
+    """What the module of a command has."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Say which arguments the command takes."""
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Do it and return the exit status; raises ScheduleError when it cannot be done."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ScheduleError(message)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status: 0, or 2 with one sentence on stderr."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        return _run(arguments)
+    except ScheduleError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        _drop_output()
+        return 0
+    except OSError as error:
+        _drop_output()
+        print(f"{PROGRAM}: the output cannot be written: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _drop_output() -> None:
+    """Let what is still to be printed go nowhere, or Python would complain at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(arguments: Sequence[str]) -> int:
+    chosen = next((each for each in arguments if not each.startswith("-")), None)
+    parser = _Parser(
+        prog=PROGRAM,
+        description="Pipeline schedules with controllable activation memory.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        if name == chosen:
+            command: Command = importlib.import_module(f"megatron_vshape.cli.{name}")
+            command.add_arguments(sub)
+            sub.set_defaults(run=command.run)
+    options = parser.parse_args(arguments)
+    status = options.run(options)
+    sys.stdout.flush()
+    return int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""megatron-vshape schedule: make a schedule, show it, draw it, export it, compare it."""
+
+import argparse
+import importlib.util
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_vshape.cli.files import Output, check_distinct, check_target, write_all
+from megatron_vshape.cli.options import (
+    SCHEDULE_SUFFIXES,
+    add_cost_arguments,
+    add_size_arguments,
+    costs_for,
+    count,
+    read_schedule,
+    regroup,
+)
+from megatron_vshape.core.building_block import BuildingBlock
+from megatron_vshape.core.catalogue import NAMES, OPTIONS
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.schedule import Schedule, Timeline
+from megatron_vshape.core.simulate import simulate
+from megatron_vshape.view.chrome_trace import write_trace
+from megatron_vshape.view.names import plain
+from megatron_vshape.view.numbers import (
+    GIB,
+    Numbers,
+    base_peak,
+    comparison_rows,
+    note,
+    numbers_of,
+    percent,
+    table,
+)
+from megatron_vshape.view.text import picture, wants_colour
+
+FIGURE_SUFFIXES = (".svg", ".png", ".pdf")
+_CHOICES = {"num_chunks": "--chunks", "group_size": "--group-size"}
+_TARGETS = {
+    "export": SCHEDULE_SUFFIXES,
+    "figure": FIGURE_SUFFIXES,
+    "trace": (".json",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """A schedule, its times, and the costs behind them; `measured` is the costs file, if any."""
+
+    block: BuildingBlock | None
+    timeline: Timeline
+    costs: Costs
+    numbers: Numbers
+    measured: Costs | None
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.timeline.schedule
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say which arguments the command takes."""
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME|FILE", help=f"{', '.join(NAMES)}, or a schedule file"
+    )
+    add_size_arguments(parser)
+    add_cost_arguments(parser)
+    parser.add_argument(
+        "--chunks",
+        dest="num_chunks",
+        type=count,
+        metavar="C",
+        help="stages a device, if interleaved (default 2)",
+    )
+    parser.add_argument(
+        "--group-size",
+        type=count,
+        metavar="G",
+        help="microbatches that pass a chunk before the next, if grouped (default D)",
+    )
+    parser.add_argument("--export", type=Path, metavar="FILE", help="the schedule: .json or .csv")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="picture: .svg, .png or .pdf")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="trace for Perfetto: .json")
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="one table, and with --figure one picture, of these schedules as well",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what the arguments ask for, write the files, and return 0."""
+    _check(options)
+    measured = None if options.costs is None else Costs.load(options.costs)
+    names = list(dict.fromkeys([*filter(None, [options.name]), *options.compare]))
+    results = [_result(name, options, measured) for name in names]
+    write_all(_outputs(options, results))
+    if options.compare:
+        print(table(comparison_rows([each.numbers for each in results])))
+    else:
+        _print(results[0])
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise ScheduleError for what can be told to fail before any work is done."""
+    targets = [(f"--{name}", getattr(options, name)) for name in _TARGETS]
+    targets = [(option, path) for option, path in targets if path is not None]
+    for option, path in targets:
+        check_target(option, path, _TARGETS[option.lstrip("-")])
+    check_distinct(targets)
+    if options.name is None and not options.compare:
+        raise ScheduleError(f"which schedule? Give a name, one of {', '.join(NAMES)}, or a file")
+    if options.name is None:
+        for option, _ in targets:
+            if option != "--figure":
+                raise ScheduleError(f"{option} needs a NAME before --compare: one schedule's file")
+    for key in _choices(options):
+        takers = [name for name in NAMES if key in OPTIONS.get(name, ())]
+        if not set(takers) & {options.name, *options.compare}:
+            raise ScheduleError(f"{_CHOICES[key]} is for {' and '.join(takers)} only")
+    if options.figure is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ScheduleError(
+            "--figure needs matplotlib, which is not installed; install the extra: "
+            "pip install 'megatron-vshape[draw]'"
+        )
+
+
+def _result(name: str, options: argparse.Namespace, measured: Costs | None) -> _Result:
+    sizes = (options.devices, options.microbatches)
+    schedule, block = read_schedule(name, *sizes, _choices(options))
+    costs = costs_for(schedule, options.cost, measured)
+    timeline = simulate(schedule, costs)
+    if measured is None:
+        return _Result(block, timeline, costs, numbers_of(timeline), None)
+    base = regroup(measured, schedule.num_devices, "1F1B, for comparison,")
+    return _Result(block, timeline, costs, numbers_of(timeline, costs, base), measured)
+
+
+def _choices(options: argparse.Namespace) -> dict[str, int]:
+    """Return what is chosen besides the sizes, by the names that `make` has for it."""
+    given = {key: getattr(options, key) for key in _CHOICES}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _outputs(options: argparse.Namespace, results: Sequence[_Result]) -> list[Output]:
+    first, outputs = results[0], []
+    if options.export is not None:
+        text = (
+            first.schedule.to_csv()
+            if options.export.suffix == ".csv"
+            else first.schedule.to_json() + "\n"
+        )
+        outputs.append(Output("--export", options.export, lambda path: _write_text(path, text)))
+    if options.trace is not None:
+        outputs.append(Output("--trace", options.trace, lambda path: _write_trace(path, first)))
+    if options.figure is not None:
+        compared = results if options.compare else results[:1]
+        outputs.append(Output("--figure", options.figure, lambda path: _draw(path, compared)))
+    return outputs
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", newline="")
+
+
+def _write_trace(path: Path, result: _Result) -> None:
+    unit = "chunks" if result.measured is None else "bytes"
+    with path.open("w", encoding="utf-8") as stream:
+        write_trace(result.timeline, stream, result.costs, unit)
+
+
+def _draw(path: Path, results: Sequence[_Result]) -> None:
+    from megatron_vshape.view import figure
+
+    first = results[0]
+    units = figure.CHUNKS if first.measured is None else figure.MILLISECONDS_AND_GIB
+    if len(results) > 1:
+        drawn = figure.comparison_figure(
+            [each.timeline for each in results],
+            [each.schedule.name for each in results],
+            [note(each.numbers) for each in results],
+            units,
+        )
+    else:
+        base = first.measured
+        if base is not None:
+            base = regroup(base, first.schedule.num_devices, "1F1B")
+        drawn = figure.schedule_figure(
+            first.timeline,
+            first.costs,
+            block=_drawn_block(first),
+            note=f"{_size(first)}    {note(first.numbers)}",
+            limit=figure.Limit(base_peak(first.schedule.num_devices, base), "as 1F1B holds"),
+            units=units,
+        )
+    figure.save(drawn, path)
+
+
+def _drawn_block(result: _Result) -> BuildingBlock | None:
+    """Return the block unless it is the whole schedule, as GPipe's is."""
+    block, whole = result.block, result.schedule.num_microbatches
+    return None if block is None or block.num_microbatches == whole > 1 else block
+
+
+def _size(result: _Result) -> str:
+    schedule = result.schedule
+    counts = {"device": schedule.num_devices, "microbatch": schedule.num_microbatches}
+    plural = {"device": "devices", "microbatch": "microbatches"}
+    return ", ".join(f"{n} {word if n == 1 else plural[word]}" for word, n in counts.items())
+
+
+def _print(result: _Result) -> None:
+    """Print the picture and the numbers."""
+    colour = wants_colour(sys.stdout)
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(f"{plain(result.schedule.name)}, {_size(result)}\n")
+    print(picture(result.timeline, columns, colour))
+    print()
+    for label, value in _lines(result):
+        print(f"{label:<14}{value}")
+
+
+def _lines(result: _Result) -> list[tuple[str, str]]:
+    """Return the numbers with their names."""
+    numbers = result.numbers
+
+    def time(value: float) -> str:
+        return f"{value:.6g}" if result.measured is None else f"{value / 1000:,.5g} ms"
+
+    chunks = f"{max(numbers.peak_chunks):.4g} chunks of 1/{2 * result.schedule.num_devices} model"
+    peak = [chunks]
+    if numbers.peak_bytes is not None:
+        peak.insert(0, f"{max(numbers.peak_bytes) / GIB:.4g} GiB")
+    return [
+        ("makespan", f"{time(numbers.makespan)}, the busiest device works {time(numbers.busy)}"),
+        ("bubble", percent(numbers.bubble)),
+        ("span bubble", f"{percent(numbers.span_bubble)} (no barrier between steps)"),
+        ("peak memory", f"{', '.join(peak)}: {percent(numbers.relative_peak)} of 1F1B's"),
+        ("by device", " ".join(f"{peak:.4g}" for peak in numbers.peak_chunks)),
+        (
+            "communication",
+            f"{numbers.messages} messages a microbatch, {numbers.relative_messages:.3g} x 1F1B's",
+        ),
+    ]

@@ -1,0 +1,132 @@
+"""A timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+One process per device with one thread of passes, a counter of what the device holds, and an
+arrow for every message. Simulated and measured timelines become the same kind of trace.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import TextIO
+
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import Kind, Pass
+from megatron_vshape.core.placement import chunks_of
+from megatron_vshape.core.schedule import Slot, Timeline
+from megatron_vshape.core.simulate import unit_costs
+from megatron_vshape.view.memory import held_steps
+
+COMPUTE = 0
+"""The thread of the passes."""
+
+_INSIDE = 0.01
+"""Arrows begin and end by this share of a pass inside it, so that they belong to no neighbour."""
+
+_NAMES = {
+    Kind.F: "forward",
+    Kind.B: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.BW: "input and weight gradient",
+}
+
+Value = str | int | float | dict[str, str | int | float]
+Event = dict[str, Value]
+
+
+def write_trace(
+    timeline: Timeline, stream: TextIO, costs: Costs | None = None, held_unit: str = "chunks"
+) -> None:
+    """Write the trace to `stream`, an event a line; one unit of time is a microsecond.
+
+    `costs` say what a pass holds, in `held_unit`; without them every chunk counts one.
+    """
+    name = json.dumps(timeline.schedule.name)
+    stream.write(f'{{"displayTimeUnit":"ms","otherData":{{"schedule":{name}}},"traceEvents":[\n')
+    for at, event in enumerate(events(timeline, costs, held_unit)):
+        stream.write(("" if at == 0 else ",\n") + json.dumps(event, separators=(",", ":")))
+    stream.write("\n]}\n")
+
+
+def events(
+    timeline: Timeline, costs: Costs | None = None, held_unit: str = "chunks"
+) -> Iterator[Event]:
+    """Yield the trace's events, device by device, then the arrows."""
+    costs = unit_costs(timeline.schedule) if costs is None else costs
+    for device in range(timeline.schedule.num_devices):
+        yield from _names(device)
+        yield from _passes(timeline, device)
+        yield from _held(timeline, costs, device, held_unit)
+    yield from _arrows(timeline)
+
+
+def _names(device: int) -> Iterator[Event]:
+    yield _meta(device, "process_name", {"name": f"device {device}"})
+    yield _meta(device, "process_sort_index", {"sort_index": device})
+    yield _meta(device, "thread_name", {"name": "passes"})
+
+
+def _meta(device: int, name: str, args: dict[str, str | int | float]) -> Event:
+    return {"ph": "M", "name": name, "pid": device, "tid": COMPUTE, "args": args}
+
+
+def _passes(timeline: Timeline, device: int) -> Iterator[Event]:
+    chunks = chunks_of(timeline.schedule.placement)
+    for work, start, end in timeline.slots(device):
+        yield {
+            "ph": "X",
+            "name": str(work),
+            "cat": _NAMES[work.kind],
+            "pid": device,
+            "tid": COMPUTE,
+            "ts": start,
+            "dur": end - start,
+            "args": {
+                "stage": work.stage,
+                "chunk": chunks[work.stage],
+                "microbatch": work.microbatch,
+            },
+        }
+
+
+def _held(timeline: Timeline, costs: Costs, device: int, held_unit: str) -> Iterator[Event]:
+    for time, held in held_steps(timeline, costs, device):
+        args: dict[str, str | int | float] = {held_unit: held}
+        yield {"ph": "C", "name": "held", "pid": device, "ts": time, "args": args}
+
+
+def _arrows(timeline: Timeline) -> Iterator[Event]:
+    """Yield two events per message: its start in the pass that makes it, its end in the reader."""
+    placement = timeline.schedule.placement
+    made = dict(_makers(timeline))
+    number = 0
+    for device in range(timeline.schedule.num_devices):
+        for reader in timeline.slots(device):
+            for need in reader.work.needs(len(placement)):
+                if placement[need.stage] == device:
+                    continue
+                maker = made[need]
+                leaves = maker.end - _INSIDE * (maker.end - maker.start)
+                arrives = max(leaves, reader.start + _INSIDE * (reader.end - reader.start))
+                yield _arrow("s", number, placement[need.stage], leaves)
+                yield {**_arrow("f", number, device, arrives), "bp": "e"}
+                number += 1
+
+
+def _arrow(phase: str, number: int, device: int, time: float) -> Event:
+    return {
+        "ph": phase,
+        "name": "message",
+        "cat": "message",
+        "id": number,
+        "pid": device,
+        "tid": COMPUTE,
+        "ts": time,
+    }
+
+
+def _makers(timeline: Timeline) -> Iterator[tuple[Pass, Slot]]:
+    """Yield every result that a message may carry with the pass that makes it."""
+    for device in range(timeline.schedule.num_devices):
+        for slot in timeline.slots(device):
+            for kind in slot.work.parts():
+                if kind is not Kind.W:
+                    yield Pass(kind, slot.work.stage, slot.work.microbatch), slot

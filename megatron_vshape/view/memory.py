@@ -1,0 +1,53 @@
+"""What a device holds over time: the curve that figures and traces share."""
+
+from dataclasses import replace
+
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import Kind
+from megatron_vshape.core.placement import chunks_of
+from megatron_vshape.core.schedule import Timeline
+from megatron_vshape.core.simulate import held_curve
+
+
+def held_steps(timeline: Timeline, costs: Costs, device: int) -> list[tuple[float, float]]:
+    """Return (time, held from then on), only where it changes; in the unit of the costs.
+
+    A simulated and a measured timeline have the same steps at other times: what a pass holds and
+    lets go follows from the order. The last step is to zero.
+    """
+    slots = list(timeline.slots(device))
+    during = held_curve(timeline.schedule, costs, device)
+    steps: list[tuple[float, float]] = []
+
+    def step(time: float, held: float) -> None:
+        if steps and steps[-1][0] == time:
+            steps.pop()
+        if held != (steps[-1][1] if steps else 0.0):
+            steps.append((time, held))
+
+    for at, slot in enumerate(slots):
+        step(slot.start, during[at])
+        if at + 1 == len(slots):
+            step(slot.end, 0.0)
+            break
+        # until the next pass starts, all that it will hold is there but its own new activations
+        work = slots[at + 1].work
+        new = costs.held_after_forward_bytes[work.stage] if work.kind is Kind.F else 0.0
+        step(slot.end, during[at + 1] - new)
+    return steps
+
+
+def costs_up_to(timeline: Timeline, costs: Costs, chunk: int) -> Costs:
+    """Return the costs with no memory but that of the chunks up to `chunk`."""
+    chunks = chunks_of(timeline.schedule.placement)
+
+    def early(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(
+            value if mine <= chunk else 0.0 for value, mine in zip(values, chunks, strict=True)
+        )
+
+    return replace(
+        costs,
+        held_after_forward_bytes=early(costs.held_after_forward_bytes),
+        held_after_backward_bytes=early(costs.held_after_backward_bytes),
+    )

@@ -1,0 +1,126 @@
+"""The numbers that stand beside a picture, and their text form."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.schedule import Schedule, Timeline
+from megatron_vshape.core.simulate import peak_held, unit_costs
+from megatron_vshape.view.names import plain
+
+GIB = 2.0**30
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a timeline costs. Times in its unit; a chunk is 1 / (2 * devices) of the model."""
+
+    name: str
+    makespan: float
+    span: float
+    busy: float
+    bubble: float
+    span_bubble: float
+    peak_chunks: tuple[float, ...]
+    peak_bytes: tuple[float, ...] | None
+    relative_peak: float
+    """Of 1F1B's: in bytes where these are known, else in chunks."""
+
+    messages: int
+    """Boundary tensors that cross devices per microbatch, forward and backward."""
+
+    relative_messages: float
+    """Of 1F1B's; 1 on one device, where none has any."""
+
+
+def numbers_of(
+    timeline: Timeline, costs: Costs | None = None, base_costs: Costs | None = None
+) -> Numbers:
+    """Return the numbers of a timeline.
+
+    `costs` are in bytes if given, for the stages of the schedule, and `base_costs` the same for
+    one stage a device, which 1F1B's memory follows from.
+    """
+    schedule = timeline.schedule
+    peak_chunks = peak_held(schedule)
+    peak_bytes = None if costs is None else peak_held(schedule, costs)
+    base = base_peak(schedule.num_devices, base_costs)
+    messages = messages_per_microbatch(schedule)
+    least = 2 * (schedule.num_devices - 1)
+    return Numbers(
+        name=schedule.name,
+        makespan=timeline.makespan,
+        span=timeline.span,
+        busy=timeline.busy,
+        bubble=timeline.bubble,
+        span_bubble=timeline.span_bubble,
+        peak_chunks=peak_chunks,
+        peak_bytes=peak_bytes,
+        relative_peak=max(peak_chunks if peak_bytes is None else peak_bytes) / base,
+        messages=messages,
+        relative_messages=messages / least if least else 1.0,
+    )
+
+
+def base_peak(num_devices: int, costs: Costs | None = None) -> float:
+    """Return the most that 1F1B holds once it has as many microbatches as devices."""
+    schedule = make("1f1b", num_devices, num_devices)
+    return max(peak_held(schedule, unit_costs(schedule) if costs is None else costs))
+
+
+def messages_per_microbatch(schedule: Schedule) -> int:
+    """Return how many activations and gradients of one microbatch cross from device to device."""
+    pairs = zip(schedule.placement, schedule.placement[1:], strict=False)
+    return 2 * sum(here != there for here, there in pairs)
+
+
+def note(numbers: Numbers) -> str:
+    """Return the numbers that stand beside a schedule's title."""
+    peak = f"{max(numbers.peak_chunks):.4g} chunks"
+    if numbers.peak_bytes is not None:
+        peak = f"{max(numbers.peak_bytes) / GIB:.4g} GiB"
+    return (
+        f"bubble {percent(numbers.bubble)}, span bubble {percent(numbers.span_bubble)}, "
+        f"peak {peak} ({percent(numbers.relative_peak)} of 1F1B)"
+    )
+
+
+def percent(share: float) -> str:
+    """Return a share as text; what rounds to nothing is nothing."""
+    return f"{100 * share:.1f} %".replace("-0.0", "0.0")
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return the rows under the first as a plain table: names left, numbers right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        name, *rest = row
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines)
+
+
+def comparison_rows(numbers: Sequence[Numbers]) -> list[list[str]]:
+    """Return a heading and a row per schedule: memory, bubbles, time, communication."""
+    in_bytes = any(each.peak_bytes is not None for each in numbers)
+    heading = ["schedule", "peak", "of 1F1B", "bubble", "span bubble", "makespan", "messages"]
+    rows = [heading]
+    for each in numbers:
+        peak = f"{max(each.peak_chunks):.4g} chunks"
+        if in_bytes and each.peak_bytes is not None:
+            peak = f"{max(each.peak_bytes) / GIB:.4g} GiB"
+        makespan = f"{each.makespan / 1000:,.4g} ms" if in_bytes else f"{each.makespan:.6g}"
+        rows.append(
+            [
+                plain(each.name),
+                peak,
+                percent(each.relative_peak),
+                percent(each.bubble),
+                percent(each.span_bubble),
+                makespan,
+                f"{each.messages} ({each.relative_messages:.3g} x)",
+            ]
+        )
+    return rows

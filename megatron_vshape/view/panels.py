@@ -1,0 +1,291 @@
+"""The parts of a figure: rows of passes, a building block, what devices hold, the legend.
+
+A panel draws into axes whose y runs downward from 0, one unit a device. Passes of one colour
+are one path, however many they are, so that tens of thousands of them stay fast and small.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path as Outline
+
+from megatron_vshape.core.building_block import BuildingBlock
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import Kind, Pass
+from megatron_vshape.core.placement import chunks_of, stages_of
+from megatron_vshape.core.schedule import Timeline
+from megatron_vshape.view.memory import costs_up_to, held_steps
+from megatron_vshape.view.palette import HELD_COLOUR, ink, shade, tint
+
+IDLE = "#ececec"
+LINE = "#1a1a1a"
+QUIET = "#6b6b6b"
+LIMIT = "#b3001b"
+
+SMALLEST_TEXT = 4.0
+"""Points; smaller numbers would be ink without meaning and are left out."""
+
+LARGEST_TEXT = 7.0
+DIGIT_WIDTH = 0.64
+"""Of a digit of the figure's font, in units of the font's size."""
+
+_TOP, _BOTTOM = 0.06, 0.94
+_MIDDLE = (_TOP + _BOTTOM) / 2
+
+
+class Bar(NamedTuple):
+    """One pass to be drawn; times and rows in the units of the axes."""
+
+    work: Pass
+    row: int
+    start: float
+    end: float
+
+
+class Box(NamedTuple):
+    """A rectangle in the units of the axes."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How many points one unit of x and one row of the axes take."""
+
+    x: float
+    row: float
+
+
+def bars_of(timeline: Timeline, time_scale: float = 1.0) -> list[Bar]:
+    """Return the timeline's passes with the first start at 0 and times times `time_scale`."""
+    first = min(row[0] for row in timeline.starts if row)
+    return [
+        Bar(work, device, (start - first) * time_scale, (end - first) * time_scale)
+        for device in range(timeline.schedule.num_devices)
+        for work, start, end in timeline.slots(device)
+    ]
+
+
+def draw_idle(axes: Axes, num_devices: int, end: float, row_points: float) -> None:
+    """Draw every device's row from 0 to `end` in the colour of a bubble, its number before it."""
+    boxes = [Box(0.0, end, row + _TOP, row + _BOTTOM) for row in range(num_devices)]
+    axes.add_patch(PathPatch(_outline(boxes), facecolor=IDLE, edgecolor="none", gid="idle"))
+    number_rows(axes, num_devices, row_points)
+
+
+def number_rows(axes: Axes, num_devices: int, row_points: float) -> None:
+    """Write the devices' numbers left of their rows, every second or fourth where rows are low."""
+    every = max(1, math.ceil(7.0 / row_points))
+    size = min(LARGEST_TEXT, max(SMALLEST_TEXT + 1, row_points * 0.6))
+    for row in range(0, num_devices, every):
+        axes.annotate(
+            str(row),
+            (0, row + _MIDDLE),
+            xytext=(-4, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center_baseline",
+            size=size,
+            color=QUIET,
+            annotation_clip=False,
+        )
+
+
+def draw_passes(
+    axes: Axes, bars: Iterable[Bar], chunks: Sequence[int], scale: Scale, faint: bool = False
+) -> None:
+    """Draw the bars in their colours; a whole backward is B's above W's over its whole time.
+
+    `chunks[stage]` decides the shade. Passes wide enough are told apart by a white edge.
+    """
+    bars = list(bars)
+    if not bars:
+        return
+    typical = typical_length(bar.end - bar.start for bar in bars) * scale.x
+    edge = min(0.6, 0.12 * typical)
+    split: dict[tuple[Kind, int], list[Box]] = {}
+    whole: dict[tuple[Kind, int], list[Box]] = {}
+    for (kind, stage, _), row, start, end in bars:
+        chunk = chunks[stage]
+        if kind is not Kind.BW:
+            split.setdefault((kind, chunk), []).append(Box(start, end, row + _TOP, row + _BOTTOM))
+            continue
+        # no edge of its own, which would cut the number in two; so it is that much smaller
+        x, y = edge / 2 / scale.x, edge / 2 / scale.row
+        upper = Box(start + x, end - x, row + _TOP + y, row + _MIDDLE)
+        lower = Box(start + x, end - x, row + _MIDDLE, row + _BOTTOM - y)
+        whole.setdefault((Kind.B, chunk), []).append(upper)
+        whole.setdefault((Kind.W, chunk), []).append(lower)
+    for group, boxes, width in (("passes", split, edge), ("whole", whole, 0.0)):
+        for (kind, chunk), mine in sorted(boxes.items()):
+            patch = PathPatch(_outline(mine), edgecolor="white", linewidth=width)
+            patch.set_facecolor(shade(kind, chunk, max(chunks) + 1))
+            patch.set_gid(f"{'copies-' if faint else ''}{group}-{kind}-chunk{chunk}")
+            patch.set_alpha(0.22 if faint else None)
+            patch.set_clip_on(False)
+            axes.add_patch(patch)
+
+
+def number_passes(axes: Axes, bars: Sequence[Bar], chunks: Sequence[int], scale: Scale) -> None:
+    """Write the microbatch into every pass wide enough, or nowhere if most are too small."""
+    largest = max(bar.work.microbatch for bar in bars)
+    typical = typical_length(bar.end - bar.start for bar in bars) * scale.x
+    size = text_size(typical, scale.row, len(str(largest)))
+    if size is None:
+        return
+    for bar in bars:
+        text = str(bar.work.microbatch)
+        if len(text) * DIGIT_WIDTH * size <= (bar.end - bar.start) * scale.x:
+            _write(axes, bar, text, size, chunks)
+
+
+def typical_length(lengths: Iterable[float]) -> float:
+    """Return the length that a quarter of the passes stay below: the short ones must show too."""
+    return float(np.percentile(list(lengths), 25))
+
+
+def text_size(width: float, height: float, letters: int) -> float | None:
+    """Return the size at which so many letters fit a box given in points; None if too small."""
+    size = min(LARGEST_TEXT, 0.62 * height, 0.86 * width / (letters * DIGIT_WIDTH))
+    return round(size, 1) if size >= SMALLEST_TEXT else None
+
+
+def draw_block(axes: Axes, block: BuildingBlock, scale: Scale) -> None:
+    """Draw the passes of one block with its next repeats faint behind it, and the interval."""
+    chunks = chunks_of(block.placement)
+    end = max(each.end for each in block.passes)
+    bars = [
+        Bar(each.work, block.placement[each.work.stage], each.start, each.end)
+        for each in block.passes
+    ]
+    number_rows(axes, block.num_devices, scale.row)
+    copies = [
+        Bar(bar.work, bar.row, bar.start + shift, bar.end + shift)
+        for shift in range(block.interval, end, block.interval)
+        for bar in bars
+        if bar.end + shift <= end
+    ]
+    draw_passes(axes, copies, chunks, scale, faint=True)
+    draw_passes(axes, bars, chunks, scale)
+    _letter_block(axes, bars, chunks, scale, block.num_microbatches)
+    arrow = {"arrowstyle": "<->", "lw": 0.6, "color": QUIET, "shrinkA": 0, "shrinkB": 0}
+    first = min(bar.start for bar in bars if bar.row == 0)
+    low = -3.5 / scale.row
+    axes.annotate(
+        "", (first, low), (first + block.interval, low), arrowprops=arrow, annotation_clip=False
+    )
+    axes.annotate(
+        f"T = {block.interval}",
+        (first + block.interval, low),
+        xytext=(3, 0),
+        textcoords="offset points",
+        va="center_baseline",
+        size=LARGEST_TEXT - 0.5,
+        color=QUIET,
+        annotation_clip=False,
+    )
+
+
+def _letter_block(
+    axes: Axes, bars: Sequence[Bar], chunks: Sequence[int], scale: Scale, num_microbatches: int
+) -> None:
+    """Write F, B or W into each pass, and its microbatch where the block has several."""
+    several = num_microbatches > 1
+    size = text_size(scale.x, scale.row, letters=3 if several else 1)  # W is two digits wide
+    if size is None:
+        return
+    for bar in bars:
+        number = str(bar.work.microbatch) if several else ""
+        _write(axes, bar, bar.work.kind + number, size, chunks)
+
+
+def lifespan_notes(block: BuildingBlock) -> list[str]:
+    """Return for every device its lifespans in intervals, and the bound in chunks they make."""
+    chunks_a_stage = Fraction(2 * block.num_devices, len(block.placement))
+    lives, bounds = block.lives(), block.peak_bounds()
+    notes = []
+    for device, stages in enumerate(stages_of(block.placement, block.num_devices)):
+        spans = [
+            lives[stage, microbatch][1] - lives[stage, microbatch][0]
+            for stage in stages
+            for microbatch in range(block.num_microbatches)
+        ]
+        text = " + ".join(f"⌈{span}/{block.interval}⌉" for span in spans)
+        if chunks_a_stage != 1:
+            text = f"{chunks_a_stage} × " + (f"({text})" if len(spans) > 1 else text)
+        notes.append(f"{text} = {float(chunks_a_stage * bounds[device]):.4g}")
+    return notes
+
+
+def draw_held(
+    axes: Axes,
+    timeline: Timeline,
+    costs: Costs,
+    top: float,
+    time_scale: float,
+    limit: float | None,
+) -> None:
+    """Draw what each device holds as an area in its row, chunk upon chunk; a row is `top` high.
+
+    The limit is a broken line through every row.
+    """
+    num_chunks = timeline.schedule.num_chunks
+    first = min(row[0] for row in timeline.starts if row)
+    room = (_BOTTOM - _TOP) / top
+    for chunk in reversed(range(num_chunks)):
+        upto = costs_up_to(timeline, costs, chunk)
+        areas = []
+        for device in range(timeline.schedule.num_devices):
+            steps = held_steps(timeline, upto, device)
+            if steps:
+                areas.append(_area(steps, device + _BOTTOM, room, first, time_scale))
+        colour = tint(HELD_COLOUR, chunk, num_chunks)
+        outline = Outline.make_compound_path(*areas)
+        patch = PathPatch(outline, facecolor=colour, edgecolor="none", gid=f"held-chunk{chunk}")
+        axes.add_patch(patch)
+    for device in range(timeline.schedule.num_devices):
+        axes.axhline(device + _BOTTOM, color=QUIET, lw=0.4)
+        if limit is not None:
+            axes.axhline(device + _BOTTOM - room * limit, color=LIMIT, lw=0.6, ls=(0, (4, 2)))
+
+
+def _area(
+    steps: Sequence[tuple[float, float]], base: float, room: float, first: float, time_scale: float
+) -> Outline:
+    """Return the area under a step curve that stands on `base`."""
+    times = np.repeat([(time - first) * time_scale for time, _ in steps], 2)
+    heights = np.zeros(len(times))
+    heights[1::2] = [held for _, held in steps]
+    heights[2::2] = heights[1:-1:2]
+    points = np.column_stack([times, base - room * heights])
+    return Outline(np.vstack([points, points[:1]]), closed=True)
+
+
+def _write(axes: Axes, bar: Bar, text: str, size: float, chunks: Sequence[int]) -> None:
+    kind = bar.work.parts()[0]
+    axes.text(
+        (bar.start + bar.end) / 2,
+        bar.row + _MIDDLE,
+        text,
+        size=size,
+        ha="center",
+        va="center_baseline",
+        color=ink(shade(kind, chunks[bar.work.stage], max(chunks) + 1)),
+    )
+
+
+def _outline(boxes: Sequence[Box]) -> Outline:
+    """Return one path of all boxes."""
+    left, right, top, bottom = np.array(boxes).T
+    x = np.stack([left, right, right, left], axis=1)
+    y = np.stack([top, top, bottom, bottom], axis=1)
+    return Outline.make_compound_path_from_polys(np.stack([x, y], axis=2))

@@ -1,0 +1,68 @@
+"""The text picture of a timeline, with the passes in colour where the reader's terminal has it."""
+
+import itertools
+import os
+from typing import TextIO
+
+from megatron_vshape.core.passes import Kind
+from megatron_vshape.core.schedule import Timeline
+from megatron_vshape.view.palette import TERMINAL_COLOURS
+
+RESET = "\x1b[0m"
+CUT = " … "
+_LEAST_COLUMNS = 20
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """Return whether `stream` is a terminal with colours whose user has not set NO_COLOR."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return stream.isatty()
+
+
+def picture(timeline: Timeline, columns: int | None = None, colour: bool = False) -> str:
+    """Return one line per device, a character per shortest pass, and the legend under them.
+
+    With `columns`, a picture that is wider keeps its beginning and its end, where the devices
+    differ, and loses columns of its middle.
+    """
+    lines = timeline.draw().split("\n")
+    if columns is not None:
+        lines = _cut(lines, max(columns, _LEAST_COLUMNS))
+    if colour:
+        lines = [_paint(line) for line in lines]
+    return "\n".join([*lines, "", legend(timeline.schedule.num_chunks, colour)])
+
+
+def legend(num_chunks: int, colour: bool = False) -> str:
+    """Return one line that says what the letters mean."""
+    upper, lower = "F B W", "f b w"
+    if colour:
+        upper, lower = (" ".join(map(_paint, text.split())) for text in (upper, lower))
+    meaning = "forward, input gradient, weight gradient"
+    if num_chunks == 1:
+        return f"{upper}  {meaning}"
+    even, odd = ("chunk 0", "chunk 1") if num_chunks == 2 else ("even chunks", "odd chunks")
+    return f"{upper}  {even}   {lower}  {odd}   ({meaning})"
+
+
+def _cut(lines: list[str], columns: int) -> list[str]:
+    width = max(map(len, lines))
+    if width <= columns:
+        return lines
+    head = (columns - len(CUT) + 1) // 2
+    tail = columns - len(CUT) - head
+    return [(line[:head] + CUT + line.ljust(width)[-tail:]).rstrip() for line in lines]
+
+
+def _paint(line: str) -> str:
+    """Return the line with each run of one letter on its pass's colour."""
+    return "".join(
+        _start(letter) + "".join(run) + RESET if letter in "FBWfbw" else "".join(run)
+        for letter, run in itertools.groupby(line)
+    )
+
+
+def _start(letter: str) -> str:
+    dark, light = TERMINAL_COLOURS[Kind(letter.upper())]
+    return f"\x1b[97;48;5;{dark}m" if letter.isupper() else f"\x1b[30;48;5;{light}m"

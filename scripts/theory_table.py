@@ -1,0 +1,103 @@
+"""Print the paper's table of memory and bubble, measured on the schedules that the code makes.
+
+    python scripts/theory_table.py [--devices D ...] [NAME ...]
+
+Memory is in units of M, what 1F1B holds: d microbatches of one device's layers, 2 d chunks. The
+bubble is makespan minus work in passes of one chunk, all of one unit; without a barrier between
+steps it is the span minus work. The growth with d is the difference between two device counts.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.simulate import peak_held, simulate
+from megatron_vshape.view.names import display_name
+
+NAMES = ("1f1b", "v-min", "v-half", "v-zb")
+DEVICES = (4, 8, 16, 32)
+GROWTH = (24, 48)
+"""Multiples of 6, so that V-Min's and V-Half's blocks are of the same case."""
+
+
+class Point(NamedTuple):
+    """What a schedule costs at one device count."""
+
+    peak_chunks: Fraction
+    bubble: Fraction
+    span_bubble: Fraction
+
+
+def measure(name: str, num_devices: int) -> Point:
+    """Return the point at enough microbatches for a stable phase."""
+    schedule = make(name, num_devices, 4 * num_devices)
+    timeline = simulate(schedule)
+    peak = max(peak_held(schedule))
+    exact = (peak, timeline.overhead, timeline.span - timeline.busy)
+    return Point(*(Fraction(value).limit_denominator(60) for value in exact))
+
+
+def row(name: str, devices: Sequence[int]) -> list[str]:
+    """Return the cells of one schedule."""
+    first, second = GROWTH
+    small, large = measure(name, first), measure(name, second)
+    peak, bubble, span = (
+        (after - before) / (second - first) for before, after in zip(small, large, strict=True)
+    )
+    points = [measure(name, count) for count in devices]
+    return [
+        display_name(name),
+        times(peak / 2, "M"),
+        times(bubble, "d"),
+        times(span, "d"),
+        *(f"{amount(each.peak_chunks)} / {amount(each.bubble)}" for each in points),
+    ]
+
+
+def times(factor: Fraction, unit: str) -> str:
+    """Return a multiple of a unit as one writes it: 0, M, M/3, 3 d."""
+    if factor == 0:
+        return "0"
+    number = "" if factor.numerator == 1 else f"{factor.numerator} "
+    return f"{number}{unit}" + ("" if factor.denominator == 1 else f"/{factor.denominator}")
+
+
+def amount(value: Fraction) -> str:
+    """Return a number without decimals that it does not need."""
+    return f"{float(value):.4g}"
+
+
+def table(names: Sequence[str], devices: Sequence[int]) -> str:
+    """Return the table as Markdown."""
+    heading = ["schedule", "memory", "bubble", "without a barrier"]
+    heading += [f"d = {count}: chunks / bubble" for count in devices]
+    return markdown([heading, *(row(name, devices) for name in names)])
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table whose first row is its heading; all but the first column are numbers."""
+    heading, *rest = rows
+    rule = ["---", *["---:"] * (len(heading) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (heading, rule, *rest))
+
+
+def main() -> int:
+    """Print the table that the command line asks for; return the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", default=list(NAMES))
+    parser.add_argument("--devices", nargs="+", type=int, metavar="D", default=list(DEVICES))
+    options = parser.parse_args()
+    try:
+        print(table(options.names, options.devices))
+    except ScheduleError as error:
+        print(f"theory_table.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

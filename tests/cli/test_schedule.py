@@ -1,0 +1,391 @@
+"""`megatron-vshape schedule`, end to end."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_vshape.cli import files, schedule
+from megatron_vshape.cli.main import main
+from megatron_vshape.core.catalogue import NAMES, make
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.schedule import load_schedule
+from megatron_vshape.core.simulate import simulate
+
+SIZE = ["--devices", "4", "--microbatches", "8"]
+FIGURE_NEEDS = "figures need the extra [draw]"
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def costs_file(tmp_path):
+    """Costs of eight stages in us and bytes; the last one has the output layer's."""
+    costs = Costs(
+        (1000.0,) * 7 + (1300.0,),
+        (1100.0,) * 8,
+        (900.0,) * 8,
+        50.0,
+        (2.0**30,) * 8,
+        (2.0**29,) * 8,
+    )
+    path = tmp_path / "costs.json"
+    path.write_text(costs.to_json())
+    return str(path)
+
+
+def printed(capsys, *arguments):
+    assert main(["schedule", *arguments]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    return output.out
+
+
+def refused(capsys, *arguments):
+    """Return the one sentence on stderr; nothing else may be printed."""
+    assert main(["schedule", *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("megatron-vshape: ")
+    assert "Traceback" not in output.err
+    return output.err.removeprefix("megatron-vshape: ").rstrip("\n")
+
+
+def test_prints_the_picture_and_the_numbers(capsys):
+    assert printed(capsys, "v-half", *SIZE) == (
+        "v-half, 4 devices, 8 microbatches\n\n"
+        + simulate(make("v-half", 4, 8)).draw()
+        + """
+
+F B W  chunk 0   f b w  chunk 1   (forward, input gradient, weight gradient)
+
+makespan      53, the busiest device works 48
+bubble        9.4 %
+span bubble   9.4 % (no barrier between steps)
+peak memory   6 chunks of 1/8 model: 75.0 % of 1F1B's
+by device     6 6 6 6
+communication 12 messages a microbatch, 2 x 1F1B's
+"""
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_is_made(capsys, name):
+    out = printed(capsys, name, *SIZE, "--cost", "1,1.15,.85,.05")
+    assert out.startswith(f"{name}, 4 devices, 8 microbatches\n")
+    assert "of 1F1B's" in out
+
+
+def test_json_export_is_the_schedule_and_reads_back(capsys, tmp_path):
+    made = printed(capsys, "v-min", *SIZE, "--export", "plan.json")
+    assert load_schedule(tmp_path / "plan.json") == make("v-min", 4, 8)
+    assert printed(capsys, "plan.json") == made
+    assert printed(capsys, "plan.json", *SIZE) == made
+
+
+def test_csv_export_reads_back_with_its_placement(capsys, tmp_path):
+    made = printed(capsys, "v-zb", *SIZE, "--export", "plan.csv")
+    assert (tmp_path / "plan.csv").read_text() == make("v-zb", 4, 8).to_csv()
+    again = printed(capsys, "plan.csv", "--export", "again.json")
+    assert again.split("\n")[1:] == made.split("\n")[1:]
+    read, meant = load_schedule(tmp_path / "again.json"), make("v-zb", 4, 8)
+    assert (read.placement, read.order) == (meant.placement, meant.order)
+
+
+def test_trace_is_that_of_the_timeline(capsys, tmp_path):
+    printed(capsys, "v-min", *SIZE, "--cost", "1,2,1,.1", "--trace", "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    ends = [each["ts"] + each["dur"] for each in events if each["ph"] == "X"]
+    timeline = simulate(make("v-min", 4, 8), Costs.uniform(4, 8, 1, 2, 1, 0.1))
+    assert len(ends) == 3 * 8 * 8
+    assert max(ends) == pytest.approx(timeline.makespan)
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
+def test_figure_is_written(capsys, tmp_path, suffix):
+    pytest.importorskip("matplotlib", reason=FIGURE_NEEDS)
+    printed(capsys, "v-half", *SIZE, "--figure", f"picture{suffix}")
+    assert (tmp_path / f"picture{suffix}").stat().st_size > 10_000
+    assert [each.name for each in tmp_path.iterdir()] == [f"picture{suffix}"]
+
+
+def test_several_files_at_once(capsys, tmp_path):
+    printed(capsys, "v-half", *SIZE, "--export", "a.json", "--trace", "b.json")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.json", "b.json"]
+
+
+def test_compare_prints_one_table(capsys):
+    out = printed(capsys, "1f1b", *SIZE, "--compare", "v-min", "v-half", "v-zb")
+    assert out == (
+        "schedule      peak  of 1F1B  bubble  span bubble  makespan  messages\n"
+        "1f1b      8 chunks  100.0 %  27.3 %       27.3 %        66   6 (1 x)\n"
+        "v-min     4 chunks   50.0 %  18.6 %       18.6 %        59  12 (2 x)\n"
+        "v-half    6 chunks   75.0 %   9.4 %        9.4 %        53  12 (2 x)\n"
+        "v-zb      8 chunks  100.0 %   5.9 %        0.0 %        51  12 (2 x)\n"
+    )
+    assert printed(capsys, "--compare", "1f1b", "v-min", "v-half", "v-zb", *SIZE) == out
+
+
+def test_compare_draws_one_picture(capsys, tmp_path):
+    pytest.importorskip("matplotlib", reason=FIGURE_NEEDS)
+    printed(capsys, "--compare", "1f1b", "v-min", *SIZE, "--figure", "both.svg")
+    text = (tmp_path / "both.svg").read_text()
+    assert text.count(">1F1B<") == text.count(">V-Min<") == 1
+    assert "bubble 18.6 %" in text
+
+
+def test_measured_costs_are_shown_in_their_units(capsys, costs_file):
+    out = printed(capsys, "v-half", *SIZE, "--costs", costs_file)
+    assert " ms, the busiest device works " in out
+    assert " GiB, 6 chunks of 1/8 model: " in out
+    whole = printed(capsys, "1f1b", *SIZE, "--costs", costs_file)
+    assert "peak memory   8 GiB, 8 chunks of 1/8 model: 100.0 % of 1F1B's" in whole
+    table = printed(capsys, "--compare", "1f1b", "v-half", *SIZE, "--costs", costs_file)
+    assert "  8 GiB  100.0 % " in table
+    assert " ms " in table
+
+
+def test_measured_costs_reach_figure_and_trace(capsys, tmp_path, costs_file):
+    pytest.importorskip("matplotlib", reason=FIGURE_NEEDS)
+    files = ["--figure", "a.svg", "--trace", "a.json"]
+    printed(capsys, "v-half", *SIZE, "--costs", costs_file, *files)
+    assert "GiB; broken line: 8, as 1F1B holds" in (tmp_path / "a.svg").read_text()
+    events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    assert any(each["ph"] == "C" and each["args"] == {"bytes": 2.0**30} for each in events)
+
+
+BAD = [
+    ([], "which schedule? Give a name, one of "),
+    (["v-haf", *SIZE], "there is no schedule 'v-haf'; did you mean v-half? The names are "),
+    (["nothing-like-it", *SIZE], "there is no schedule 'nothing-like-it'. The names are "),
+    (["v-half"], "v-half needs --devices, as in --devices 4 --microbatches 8"),
+    (["v-half", "--devices", "4"], "v-half needs --microbatches, as in"),
+    (["v-half", "--devices", "0"], "argument --devices: '0' is not a whole number of at least 1"),
+    (["v-half", "--devices", "-3"], "argument --devices: '-3' is not a whole number"),
+    (["v-half", "--devices", "2.5"], "argument --devices: '2.5' is not a whole number"),
+    (["v-half", "--microbatches", "nan"], "argument --microbatches: 'nan' is not a whole number"),
+    (
+        ["v-half", "--devices", "1000000000", "--microbatches", "1000000000"],
+        "2000000000 stages and 1000000000 microbatches are more than the 20000000 passes that a",
+    ),
+    (["v-half", *SIZE, "--chunks", "0"], "argument --chunks: '0' is not a whole number"),
+    (["v-half", *SIZE, "--cost", "1,1,1"], "has 3 values; it needs four, F,B,W,COMM, as in 1,1.15"),
+    (["v-half", *SIZE, "--cost", "1,1,1,x"], "COMM is 'x'; it must be a finite number of at least"),
+    (["v-half", *SIZE, "--cost", "0,1,1,0"], "F is '0'; it must be a finite number above 0"),
+    (["v-half", *SIZE, "--cost", "1,-2,1,0"], "B is '-2'; it must be a finite number above 0"),
+    (["v-half", *SIZE, "--cost", "1,1,nan,0"], "W is 'nan'; it must be a finite number above 0"),
+    (["v-half", *SIZE, "--cost", "inf,1,1,0"], "F is 'inf'; it must be a finite number above 0"),
+    (["v-half", *SIZE, "--cost", "1,1,1,-1"], "COMM is '-1'; it must be a finite number of at lea"),
+    (["v-half", *SIZE, "--costs", "absent.json"], "the costs file absent.json cannot be read"),
+    (["v-half", *SIZE, "--costs", "bad.json"], "the costs file bad.json is not valid: "),
+    (
+        ["v-half", *SIZE, "--cost", "1,1,1,0", "--costs", "bad.json"],
+        "argument --costs: not allowed with argument --cost",
+    ),
+    (
+        ["v-half", *SIZE, "--costs", "three.json"],
+        "the costs are for 3 stages, v-half has 8; the costs need 8 or a multiple of it",
+    ),
+    (["absent.json"], "the schedule file absent.json cannot be read"),
+    (["absent.csv"], "the schedule file absent.csv cannot be read"),
+    (["bad.json"], "the schedule file bad.json is not valid: "),
+    (["bad.csv"], "the schedule file bad.csv is not valid: 'F0' is not a pass"),
+    (["empty.csv"], "the schedule file empty.csv is not valid"),
+    (["gaps.csv"], "the schedule file gaps.csv is not valid: stage 1 has no pass"),
+    (["half.csv"], "half.csv: W0.0 "),
+    (["binary.json"], "the schedule file binary.json is not UTF-8 text"),
+    (["good.json", "--devices", "3"], "good.json is for --devices 1, not 3"),
+    (["good.json", "--microbatches", "3"], "good.json is for --microbatches 1, not 3"),
+    (
+        ["good.json", "--chunks", "3"],
+        "--chunks is for interleaved-1f1b and grouped-interleaved-1f1b only",
+    ),
+    (["v-half", *SIZE, "--figure", "a.bmp"], "--figure a.bmp: the file's name must end in .svg, "),
+    (["v-half", *SIZE, "--figure", "a"], "must end in .svg, .png or .pdf"),
+    (
+        ["v-half", *SIZE, "--export", "a.svg"],
+        "--export a.svg: the file's name must end in .json or",
+    ),
+    (["v-half", *SIZE, "--trace", "a.csv"], "--trace a.csv: the file's name must end in .json"),
+    (["v-half", *SIZE, "--export", "no/a.json"], "there is no directory "),
+    (["v-half", *SIZE, "--export", "folder.json"], "folder.json: this is a directory; name a file"),
+    (
+        ["v-half", *SIZE, "--export", "a.json", "--trace", "./a.json"],
+        "--export and --trace both name a.json; give each its own file",
+    ),
+    (["--compare", "v-min", *SIZE, "--export", "a.json"], "--export needs a NAME before --compare"),
+    (["v-half", *SIZE, "--compare"], "argument --compare: expected at least one argument"),
+    (["v-half", *SIZE, "--compare", "nope"], "there is no schedule 'nope'"),
+    (["v-half", *SIZE, "--bogus"], "unrecognized arguments: --bogus"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text"), BAD, ids=[" ".join(each) for each, _ in BAD])
+def test_bad_input_is_one_sentence_and_no_file(capsys, tmp_path, arguments, text):
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "bad.csv").write_text("F0\n")
+    (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "gaps.csv").write_text("F0.0,F2.0,BW2.0,BW0.0\n")
+    (tmp_path / "half.csv").write_text("F0.0,B0.0\n")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "good.json").write_text(make("1f1b", 1, 1).to_json())
+    three = (1.0,) * 3
+    (tmp_path / "three.json").write_text(Costs(three, three, three, 0.0, three, three).to_json())
+    (tmp_path / "folder.json").mkdir()
+    before = sorted(tmp_path.iterdir())
+    assert text in refused(capsys, *arguments)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_figure_without_matplotlib_names_the_extra(capsys, monkeypatch):
+    monkeypatch.setattr(schedule.importlib.util, "find_spec", lambda name: None)
+    assert refused(capsys, "v-half", *SIZE, "--figure", "a.svg") == (
+        "--figure needs matplotlib, which is not installed; install the extra: "
+        "pip install 'megatron-vshape[draw]'"
+    )
+
+
+def test_failing_disk_leaves_every_file_as_it_was(capsys, monkeypatch, tmp_path):
+    (tmp_path / "a.json").write_text("old")
+
+    def fail(path, result):
+        path.write_text("half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(schedule, "_write_trace", fail)
+    assert refused(capsys, "v-half", *SIZE, "--export", "a.json", "--trace", "b.json") == (
+        "--trace b.json cannot be written: No space left on device"
+    )
+    assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
+    assert (tmp_path / "a.json").read_text() == "old"
+
+
+def test_interrupted_write_leaves_nothing(monkeypatch, tmp_path):
+    def stop(path, result):
+        path.write_text("half of it")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(schedule, "_write_trace", stop)
+    assert main(["schedule", "v-half", *SIZE, "--trace", "b.json"]) == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_link_stays_a_link(capsys, tmp_path):
+    (tmp_path / "real.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("real.json")
+    printed(capsys, "v-half", *SIZE, "--export", "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert load_schedule(tmp_path / "real.json") == make("v-half", 4, 8)
+
+
+def test_files_follow_the_users_mask(capsys, tmp_path):
+    old = os.umask(0o027)
+    try:
+        printed(capsys, "v-half", *SIZE, "--export", "a.json")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "a.json").stat().st_mode & 0o777 == 0o640
+
+
+def test_hostile_name_does_not_reach_the_terminal(capsys, tmp_path):
+    name = "\x1b]0;owned\x07\n.csv"
+    (tmp_path / name).write_text(make("1f1b", 1, 1).to_csv())
+    assert printed(capsys, name).startswith("?]0;owned??, 1 device, 1 microbatch\n")
+    assert "\x1b" not in printed(capsys, "--compare", name)
+
+
+def test_chunks_and_groups_are_for_those_that_have_them(capsys):
+    two = printed(capsys, "interleaved-1f1b", *SIZE)
+    assert printed(capsys, "interleaved-1f1b", *SIZE, "--chunks", "2") == two
+    assert "14 messages" in two
+    assert "22 messages" in printed(capsys, "interleaved-1f1b", *SIZE, "--chunks", "3")
+    grouped = ["grouped-interleaved-1f1b", *SIZE]
+    assert printed(capsys, *grouped, "--group-size", "2") != printed(capsys, *grouped)
+    table = printed(capsys, "1f1b", *SIZE, "--compare", "interleaved-1f1b", "--chunks", "3")
+    assert "22 (3.67 x)" in table
+
+
+def test_check_target_names_the_suffixes(tmp_path):
+    with pytest.raises(ValueError, match=r"must end in \.json$"):
+        files.check_target("--trace", tmp_path / "a.txt", (".json",))
+
+
+def test_help_lists_the_names(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["schedule", "--help"])
+    assert stop.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "v-half" in shown
+    assert "--compare" in shown
+
+
+def run(*arguments, **options):
+    command = [sys.executable, "-m", "megatron_vshape.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+@pytest.fixture
+def environment():
+    """What a process needs to import the package that is being tested."""
+    import megatron_vshape
+
+    folder = os.path.dirname(os.path.dirname(megatron_vshape.__file__))
+    return {**os.environ, "PYTHONPATH": folder}
+
+
+def test_process_prints_plain_text_into_a_pipe(environment):
+    done = run("schedule", "v-min", *SIZE, env=environment)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert "\x1b" not in done.stdout
+    assert simulate(make("v-min", 4, 8)).draw() in done.stdout
+
+
+def test_process_says_what_is_wrong_in_one_line(environment):
+    done = run("schedule", "v-min", "--devices", "x", env=environment)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        "megatron-vshape: argument --devices: 'x' is not a whole number of at least 1\n"
+    )
+
+
+def test_process_imports_no_heavy_package_for_text(environment):
+    code = (
+        "import sys; from megatron_vshape.cli.main import main; "
+        f"main({['schedule', 'v-min', *SIZE]!r}); "
+        "print([n for n in ('torch', 'megatron', 'matplotlib') if n in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_process_survives_a_reader_that_leaves(environment):
+    command = [sys.executable, "-m", "megatron_vshape.cli.main", "schedule", "v-min"]
+    size = ["--devices", "8", "--microbatches", "2000"]
+    with subprocess.Popen(
+        [*command, *size], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+def test_full_disk_in_a_process(environment):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("there is no /dev/full here")
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "megatron_vshape.cli.main", "schedule", "v-min", *SIZE]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment)
+    assert done.returncode == 2
+    assert done.stderr == (
+        b"megatron-vshape: the output cannot be written: [Errno 28] No space left on device\n"
+    )

@@ -1,0 +1,190 @@
+"""Figures hold every pass, every number that fits, the bubbles, the memory and the limit."""
+
+import re
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from megatron_vshape.core.building_block import BuildingBlock
+from megatron_vshape.core.catalogue import NAMES, make, make_block
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.schedule import Schedule, Timeline
+from megatron_vshape.core.simulate import simulate
+
+pytest.importorskip("matplotlib", reason="figures need the extra [draw]")
+
+from megatron_vshape.view.figure import (
+    FORMATS,
+    MILLISECONDS_AND_GIB,
+    Limit,
+    comparison_figure,
+    save,
+    schedule_figure,
+)
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Picture:
+    """An SVG file's shapes by their gid, and its texts."""
+
+    def __init__(self, path: Path) -> None:
+        self.root = ElementTree.parse(path).getroot()
+        self.texts = ["".join(each.itertext()) for each in self.root.iter(f"{SVG}text")]
+
+    def boxes(self, pattern: str) -> int:
+        """Return how many closed shapes the groups hold whose id matches."""
+        groups = [
+            each for each in self.root.iter(f"{SVG}g") if re.fullmatch(pattern, each.get("id", ""))
+        ]
+        return sum(
+            path.get("d").count("z") for group in groups for path in group.iter(f"{SVG}path")
+        )
+
+
+def draw(tmp_path, figure) -> Picture:
+    save(figure, tmp_path / "figure.svg")
+    return Picture(tmp_path / "figure.svg")
+
+
+def count(schedule, *kinds):
+    return sum(work.kind in kinds for row in schedule.order for work in row)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_pass_is_a_box_in_its_kinds_colour(tmp_path, name):
+    schedule = make(name, 4, 8)
+    picture = draw(tmp_path, schedule_figure(simulate(schedule)))
+    for kind in ("F", "B", "W"):
+        assert picture.boxes(f"passes-{kind}-chunk.*") == count(schedule, kind)
+        halves = count(schedule, "BW") if kind != "F" else 0
+        assert picture.boxes(f"whole-{kind}-chunk.*") == halves
+    assert picture.boxes("idle") == 4
+    assert picture.boxes("held-chunk.*") == 4 * schedule.num_chunks
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_pass_has_its_microbatch(tmp_path, name):
+    schedule = make(name, 4, 8)
+    picture = draw(tmp_path, schedule_figure(simulate(schedule)))
+    for microbatch in range(8):
+        passes = sum(work.microbatch == microbatch for row in schedule.order for work in row)
+        elsewhere = 2 * (microbatch < 4)  # a device's number, left of its passes and its memory
+        assert picture.texts.count(str(microbatch)) >= passes + elsewhere
+
+
+def test_numbers_too_small_to_read_are_left_out(tmp_path):
+    texts = draw(tmp_path, schedule_figure(simulate(make("v-half", 4, 100)))).texts
+    assert sum(text.isdigit() for text in texts) < 40
+
+
+def test_chunks_are_told_apart_and_only_where_there_are_two(tmp_path):
+    two = draw(tmp_path, schedule_figure(simulate(make("v-half", 4, 8))))
+    assert two.boxes("passes-F-chunk0") == two.boxes("passes-F-chunk1") == 4 * 8
+    assert "chunk 0 dark to chunk 1 light:" in two.texts
+    one = draw(tmp_path, schedule_figure(simulate(make("1f1b", 4, 8))))
+    assert not any("light" in text for text in one.texts)
+
+
+def test_texts_say_what_is_drawn(tmp_path):
+    figure = schedule_figure(
+        simulate(make("v-zb", 4, 8)), note="bubble 5.9 %", limit=Limit(8.0, "as 1F1B holds")
+    )
+    texts = draw(tmp_path, figure).texts
+    assert "V-ZB" in texts
+    assert "bubble 5.9 %" in texts
+    assert "chunks; broken line: 8, as 1F1B holds" in texts
+    assert "time, in passes of one chunk" in texts
+    assert {"forward", "input gradient", "weight gradient", "peak"} <= set(texts)
+
+
+def test_costs_in_bytes_are_shown_in_gib(tmp_path):
+    costs = Costs.uniform(4, 8, 900.0, 1000.0, 800.0, 50.0)
+    held = (2.0**30,) * 8
+    costs = Costs(costs.forward_us, costs.backward_us, costs.weight_us, costs.send_us, held, held)
+    timeline = simulate(make("v-half", 4, 8), costs)
+    texts = draw(tmp_path, schedule_figure(timeline, costs, units=MILLISECONDS_AND_GIB)).texts
+    assert "time, ms" in texts
+    assert any(text.startswith("GiB, every row as high as 6") for text in texts)
+
+
+def test_comparison_has_all_passes_and_one_axis(tmp_path):
+    timelines = [simulate(make(name, 4, 8)) for name in NAMES]
+    notes = [f"note {name}" for name in NAMES]
+    picture = draw(tmp_path, comparison_figure(timelines, NAMES, notes))
+    total = sum(count(each.schedule, "F") for each in timelines)
+    assert picture.boxes("passes-F-chunk.*") == total
+    assert set(notes) < set(picture.texts)
+    assert picture.texts.count("time, in passes of one chunk") == 1
+    for timeline in timelines:
+        assert f"{timeline.makespan:.4g}" in picture.texts
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_same_input_same_bytes(tmp_path, suffix):
+    contents = []
+    for at in range(2):
+        path = tmp_path / f"{at}{suffix}"
+        save(schedule_figure(simulate(make("v-min", 4, 8))), path)
+        contents.append(path.read_bytes())
+    assert contents[0] == contents[1]
+    magic = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}[suffix]
+    assert contents[0].startswith(magic)
+
+
+def test_users_own_style_changes_nothing_and_is_kept(tmp_path):
+    import matplotlib
+
+    timeline = simulate(make("v-min", 4, 8))
+    save(schedule_figure(timeline), tmp_path / "a.svg")
+    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "black"}):
+        save(schedule_figure(timeline), tmp_path / "b.svg")
+        assert matplotlib.rcParams["font.size"] == 30
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_hostile_name_stays_text(tmp_path):
+    made = make("v-min", 2, 2)
+    schedule = Schedule("$\\frac{$<b>\x1b[31m\x00", 2, 2, made.placement, made.order)
+    texts = draw(tmp_path, schedule_figure(simulate(schedule))).texts
+    assert "$\\frac{$<b>?[31m?" in texts
+
+
+def test_measured_timeline_begins_at_zero(tmp_path):
+    planned = simulate(make("v-min", 4, 8))
+    shift = 1e9
+    measured = Timeline(
+        planned.schedule,
+        tuple(tuple(time + shift for time in row) for row in planned.starts),
+        tuple(tuple(time + shift for time in row) for row in planned.ends),
+    )
+    save(schedule_figure(planned), tmp_path / "planned.svg")
+    save(schedule_figure(measured), tmp_path / "measured.svg")
+    assert (tmp_path / "planned.svg").read_bytes() == (tmp_path / "measured.svg").read_bytes()
+
+
+def test_sixteen_devices_of_128_microbatches_stay_fast_and_small(tmp_path):
+    timeline = simulate(make("v-half", 16, 128))
+    started = time.process_time()
+    save(schedule_figure(timeline), tmp_path / "large.svg")
+    assert time.process_time() - started < 10
+    assert (tmp_path / "large.svg").stat().st_size < 3_000_000
+    assert Picture(tmp_path / "large.svg").boxes("passes-.*") == 16 * 2 * 3 * 128
+
+
+def test_a_block_is_drawn_with_its_interval_and_lifespans(tmp_path, block: BuildingBlock):
+    picture = draw(tmp_path, schedule_figure(simulate(make("v-half", 4, 8)), block=block))
+    assert "T = 6" in picture.texts
+    assert "⌈27/6⌉ + ⌈6/6⌉ = 6" in picture.texts
+    plain = draw(tmp_path, schedule_figure(simulate(make("v-half", 4, 8))))
+    drawn = picture.boxes("passes-.*") - plain.boxes("passes-.*")
+    assert drawn == len(block.passes) == 24
+    assert picture.boxes("copies-.*") > 0
+
+
+@pytest.fixture
+def block() -> BuildingBlock:
+    """V-Half's."""
+    return make_block("v-half", 4, 8)

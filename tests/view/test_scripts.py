@@ -1,0 +1,58 @@
+"""The gallery and the theory table are made from the code, by one command."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_vshape
+from megatron_vshape.core.catalogue import NAMES
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(megatron_vshape.__file__).parents[1])}
+
+
+def run(script, *arguments):
+    command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+
+
+def test_theory_table_is_the_papers():
+    done = run("theory_table.py", "--devices", "4", "8")
+    assert (done.returncode, done.stderr) == (0, "")
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
+    assert cells[2:] == [
+        ["1F1B", "M", "6 d", "6 d", "8 / 18", "16 / 42"],
+        ["V-Min", "M/3", "4 d", "4 d", "4 / 11", "8 / 27"],
+        ["V-Half", "M/2", "3 d", "3 d", "6 / 5", "10 / 17"],
+        ["V-ZB", "M", "d", "0", "8 / 3", "16 / 7"],
+    ]
+
+
+def test_theory_table_of_nothing_known():
+    done = run("theory_table.py", "nope")
+    assert done.returncode == 2
+    assert done.stderr.startswith("theory_table.py: there is no schedule 'nope'")
+
+
+def test_gallery_shows_every_schedule(tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need the extra [draw]")
+    folder = tmp_path / "gallery"
+    done = run("gallery.py", folder, "--devices", "3", "--microbatches", "5")
+    assert (done.returncode, done.stderr) == (0, "")
+    page = (folder / "README.md").read_text()
+    shown = re.findall(r"\]\(([^)]*)\)", page)
+    assert shown == ["all.svg", *(f"{name}.svg" for name in NAMES)]
+    assert all((folder / each).stat().st_size > 5000 for each in shown)
+    assert "| V-Half | M/2 | 3 d |" in page
+
+
+def test_gallery_of_nothing_says_so(tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need the extra [draw]")
+    done = run("gallery.py", tmp_path / "gallery", "--devices", "0")
+    assert done.returncode == 2
+    assert done.stderr.startswith("gallery.py: num_devices of gpipe is 0")
+    assert list(tmp_path.iterdir()) == []

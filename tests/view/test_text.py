@@ -1,0 +1,74 @@
+"""The text picture: plain, cut to a terminal's width, in colour where that is wanted."""
+
+import io
+import re
+
+import pytest
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.simulate import simulate
+from megatron_vshape.view.text import CUT, picture, wants_colour
+
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_plain_picture_is_the_timelines_own_with_a_legend():
+    timeline = simulate(make("v-min", 4, 8))
+    text = picture(timeline)
+    assert text.startswith(timeline.draw())
+    assert text.endswith(
+        "F B W  chunk 0   f b w  chunk 1   (forward, input gradient, weight gradient)"
+    )
+
+
+def test_one_chunk_needs_no_lower_case():
+    assert picture(simulate(make("1f1b", 2, 2))) == (
+        "FF  BW BW\n FBWFBW\n\nF B W  forward, input gradient, weight gradient"
+    )
+
+
+def test_colour_changes_no_letter():
+    timeline = simulate(make("v-half", 4, 8))
+    coloured = picture(timeline, colour=True)
+    assert ESCAPE.sub("", coloured) == picture(timeline)
+    assert "\x1b[97;48;5;25mFFFFF\x1b[0m" in coloured
+
+
+@pytest.mark.parametrize("columns", [20, 33, 60, 79])
+def test_wide_picture_keeps_its_beginning_and_its_end(columns):
+    timeline = simulate(make("v-half", 4, 40))
+    whole = timeline.draw().split("\n")
+    lines = picture(timeline, columns).split("\n")[:4]
+    width = max(map(len, whole))
+    for line, full in zip(lines, whole, strict=True):
+        assert len(line) <= columns
+        head, tail = line.split(CUT)
+        assert full.startswith(head)
+        assert full.ljust(width).rstrip().endswith(tail)
+
+
+def test_narrow_picture_is_not_cut():
+    timeline = simulate(make("v-half", 4, 8))
+    assert picture(timeline, 200) == picture(timeline)
+
+
+@pytest.mark.parametrize(
+    ("stream", "environment", "expected"),
+    [
+        (Terminal(), {"TERM": "xterm"}, True),
+        (Terminal(), {"TERM": "xterm", "NO_COLOR": ""}, True),
+        (Terminal(), {"TERM": "xterm", "NO_COLOR": "1"}, False),
+        (Terminal(), {"TERM": "dumb"}, False),
+        (io.StringIO(), {"TERM": "xterm"}, False),
+    ],
+)
+def test_colour_is_for_terminals_whose_user_wants_it(monkeypatch, stream, environment, expected):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert wants_colour(stream) is expected
