@@ -100,7 +100,7 @@ def draw(timeline: Timeline, path: Path) -> None:
     whole = block.num_microbatches == schedule.num_microbatches
     figure = schedule_figure(
         timeline,
-        note=f"{sizes[0]} devices, {sizes[1]} microbatches    {note(numbers_of(timeline))}",
+        note=f"{sizes[0]} devices, {sizes[1]} microbatches · {note(numbers_of(timeline))}",
         block=None if whole else block,
         limit=Limit(base_peak(schedule.num_devices), "as 1F1B holds"),
     )

@@ -196,7 +196,7 @@ def _draw(path: Path, results: Sequence[_Result]) -> None:
             first.timeline,
             first.costs,
             block=_drawn_block(first),
-            note=f"{_size(first)}    {note(first.numbers)}",
+            note=f"{_size(first)} · {note(first.numbers)}",
             limit=figure.Limit(base_peak(first.schedule.num_devices, base), "as 1F1B holds"),
             units=units,
         )
@@ -243,9 +243,15 @@ def _lines(result: _Result) -> list[tuple[str, str]]:
         ("bubble", percent(numbers.bubble)),
         ("span bubble", f"{percent(numbers.span_bubble)} (no barrier between steps)"),
         ("peak memory", f"{', '.join(peak)}: {percent(numbers.relative_peak)} of 1F1B's"),
-        ("by device", " ".join(f"{peak:.4g}" for peak in numbers.peak_chunks)),
+        ("by device", _by_device(numbers.peak_chunks)),
         (
             "communication",
             f"{numbers.messages} messages a microbatch, {numbers.relative_messages:.3g} x 1F1B's",
         ),
     ]
+
+
+def _by_device(peaks: Sequence[float]) -> str:
+    """Return every device's peak, or the one that all share."""
+    texts = [f"{peak:.4g}" for peak in peaks]
+    return " ".join(texts) if len(set(texts)) > 1 else f"{texts[0]} on every device"

@@ -153,9 +153,9 @@ def typical_length(lengths: Iterable[float]) -> float:
     return float(np.percentile(list(lengths), 25))
 
 
-def text_size(width: float, height: float, letters: int) -> float | None:
-    """Return the size at which so many letters fit a box given in points; None if too small."""
-    size = min(LARGEST_TEXT, 0.62 * height, 0.86 * width / (letters * DIGIT_WIDTH))
+def text_size(width: float, height: float, digits: float) -> float | None:
+    """Return the size at which so many digits fit a box given in points; None if too small."""
+    size = min(LARGEST_TEXT, 0.62 * height, 0.86 * width / (digits * DIGIT_WIDTH))
     return round(size, 1) if size >= SMALLEST_TEXT else None
 
 
@@ -200,7 +200,7 @@ def _letter_block(
 ) -> None:
     """Write F, B or W into each pass, and its microbatch where the block has several."""
     several = num_microbatches > 1
-    size = text_size(scale.x, scale.row, letters=3 if several else 1)  # W is two digits wide
+    size = text_size(scale.x, scale.row, 2.6 if several else 1.6)  # W is 1.6 digits wide
     if size is None:
         return
     for bar in bars:

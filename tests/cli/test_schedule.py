@@ -68,7 +68,7 @@ makespan      53, the busiest device works 48
 bubble        9.4 %
 span bubble   9.4 % (no barrier between steps)
 peak memory   6 chunks of 1/8 model: 75.0 % of 1F1B's
-by device     6 6 6 6
+by device     6 on every device
 communication 12 messages a microbatch, 2 x 1F1B's
 """
     )
@@ -144,6 +144,7 @@ def test_measured_costs_are_shown_in_their_units(capsys, costs_file):
     assert " ms, the busiest device works " in out
     assert " GiB, 6 chunks of 1/8 model: " in out
     whole = printed(capsys, "1f1b", *SIZE, "--costs", costs_file)
+    assert "by device     8 6 4 2\n" in whole
     assert "peak memory   8 GiB, 8 chunks of 1/8 model: 100.0 % of 1F1B's" in whole
     table = printed(capsys, "--compare", "1f1b", "v-half", *SIZE, "--costs", costs_file)
     assert "  8 GiB  100.0 % " in table

@@ -1,0 +1,119 @@
+"""megatron-vshape playground: serve the page on this machine."""
+
+import argparse
+import importlib.util
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_vshape.core.passes import ScheduleError
+
+PORT = 8765
+COSTS = Path("configs") / "costs"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_NEEDED = ("starlette", "uvicorn")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say which arguments the command takes."""
+    parser.add_argument(
+        "files",
+        nargs="*",
+        type=Path,
+        metavar="FILE",
+        help="schedules, costs and traces to offer; the page can read no other file",
+    )
+    parser.add_argument("--port", type=_port, default=PORT, help=f"default {PORT}; 0: a free one")
+    parser.add_argument(
+        "--host", default=_LOOPBACK[0], help="address to listen on (default: this machine alone)"
+    )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME[:PORT]",
+        help="another name by which browsers may call the server, as behind a tunnel",
+    )
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until Ctrl-C and return 0."""
+    for module in _NEEDED:
+        if importlib.util.find_spec(module) is None:
+            raise ScheduleError(
+                f"the playground needs {module}, which is not installed; install the extra: "
+                "pip install 'megatron-vshape[playground]'"
+            )
+    from megatron_vshape.playground.given import costs_files, read_given
+
+    given = read_given([*options.files, *costs_files(COSTS)])
+    listener = _listen(options.host, options.port)
+    port = listener.getsockname()[1]
+    url = f"http://{_in_url(options.host)}:{port}/"
+    print(f"the playground is at {url}  (Ctrl-C ends it)", flush=True)
+    if options.host not in _LOOPBACK:
+        print("every machine that reaches this address can use it", flush=True)
+    if options.open:
+        import webbrowser
+
+        webbrowser.open(url)
+    _serve(listener, _hosts(options, port), given)
+    return 0
+
+
+def _serve(listener: socket.socket, hosts: Sequence[str], given: Sequence[object]) -> None:
+    import uvicorn
+
+    from megatron_vshape.playground.given import Given
+    from megatron_vshape.playground.server import make_app
+
+    files = [each for each in given if isinstance(each, Given)]
+    config = uvicorn.Config(
+        make_app(hosts, files),
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        date_header=False,
+        limit_concurrency=64,
+        timeout_graceful_shutdown=1,
+        ws="none",
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _hosts(options: argparse.Namespace, port: int) -> list[str]:
+    from megatron_vshape.playground.server import loopback_hosts
+
+    hosts = list(loopback_hosts(port))
+    if options.host not in (*_LOOPBACK, "0.0.0.0", "::"):
+        hosts.append(f"{_in_url(options.host)}:{port}")
+    for name in options.allow_host:
+        hosts += [name] if ":" in name.rpartition("]")[2] else [name, f"{name}:{port}"]
+    return hosts
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket, so that a port in use is one sentence."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ScheduleError(
+            f"--host {host} --port {port}: cannot listen there: {error.strerror or error}; "
+            "--port 0 takes a free one"
+        ) from None
+    return listener
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
+    return int(text)

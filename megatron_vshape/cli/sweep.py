@@ -1,0 +1,240 @@
+"""`megatron-vshape sweep FILE.yaml`: the best way to train a model on a cluster."""
+
+import argparse
+import importlib
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_vshape.core.passes import ScheduleError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron_vshape.sweep.files import Loaded
+    from megatron_vshape.sweep.grid import Dropped
+    from megatron_vshape.sweep.machine import Machine
+    from megatron_vshape.sweep.predict import Prediction, Predictor
+    from megatron_vshape.sweep.prune import Chosen
+    from megatron_vshape.sweep.report import Row
+
+NEEDED = ("pydantic", "yaml", "rich")
+NARROWEST = 110
+"""Columns of a table where no terminal says how many there are."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the sweep's arguments."""
+    parser.add_argument("file", type=Path, metavar="FILE.yaml", help="the sweep")
+    parser.add_argument(
+        "--predict-only", action="store_true", help="predict and rank; needs no cluster"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the commands of the runs, start none"
+    )
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE.db", help="default: runs/sweep-NAME/results.db"
+    )
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="run again what failed in an earlier sweep"
+    )
+    parser.add_argument(
+        "--compare", type=Path, metavar="FILE.csv", help="print these figures beside the predicted"
+    )
+    parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="write every combination")
+    parser.add_argument(
+        "--figure", type=Path, metavar="FILE.svg", help="draw memory against throughput"
+    )
+    parser.add_argument(
+        "--assumptions", action="store_true", help="print what the prediction assumes, and stop"
+    )
+    parser.add_argument("--verbose", action="store_true", help="name every dropped combination")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Predict, launch what is worth it, and report."""
+    _check_installed()
+    from rich.console import Console
+
+    from megatron_vshape.sweep.files import load_sweep
+    from megatron_vshape.sweep.machine import Machine
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, NARROWEST)
+    loaded = load_sweep(options.file)
+    if options.assumptions:
+        _print_assumptions(console, Machine.of(loaded.cluster))
+        return 0
+    predictor, predictions = _predict(loaded, console, options)
+    from megatron_vshape.sweep.prune import prune
+
+    chosen = prune(predictions, loaded.sweep.pruning)
+    _print_dropped(console, chosen.dropped, "not worth a run", options.verbose)
+    if not chosen.run:
+        raise ScheduleError(f"{options.file}: {_why_nothing_fits(predictions)}")
+    if options.dry_run:
+        from megatron_vshape.sweep.launch import dry_run
+
+        dry_run(loaded, chosen.run, print)
+        return 0
+    if options.predict_only:
+        return _report_predictions(console, loaded, predictions, options)
+    return _launch(console, loaded, predictor, chosen, options)
+
+
+def _say(console: "Console", text: str) -> None:
+    """Print text that may hold anything, as it is."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _check_installed() -> None:
+    for name in NEEDED:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            raise ScheduleError(
+                f"a sweep needs {name}, which is not installed: "
+                "pip install 'megatron-vshape[sweep]'"
+            ) from None
+
+
+def _predict(
+    loaded: "Loaded", console: "Console", options: argparse.Namespace
+) -> "tuple[Predictor, list[Prediction]]":
+    from rich.progress import track
+
+    from megatron_vshape.sweep.grid import expand
+    from megatron_vshape.sweep.machine import Machine
+    from megatron_vshape.sweep.measured import MeasuredCosts
+    from megatron_vshape.sweep.predict import Predictor
+
+    expanded = expand(loaded)
+    _print_dropped(console, expanded.dropped, "impossible", options.verbose)
+    predictor = Predictor(
+        loaded.model,
+        Machine.of(loaded.cluster),
+        loaded.sweep.post_validation,
+        MeasuredCosts.load(loaded),
+    )
+    described = f"predicting {len(expanded.possible)} combinations"
+    with _quiet():
+        predictions = [
+            predictor(each)
+            for each in track(expanded.possible, described, console=console, transient=True)
+        ]
+    return predictor, predictions
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the planner's line per schedule out of the progress bar."""
+    logger = logging.getLogger("megatron_vshape")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _print_dropped(
+    console: "Console", dropped: "Sequence[Dropped]", what: str, verbose: bool
+) -> None:
+    kinds: dict[str, list[Dropped]] = {}
+    for each in dropped:
+        kinds.setdefault(each.kind, []).append(each)
+    for kind, group in kinds.items():
+        _say(console, f"{len(group)} combinations are {what}: {kind}")
+        for each in group if verbose else group[:1]:
+            mark = "" if verbose else "such as "
+            _say(console, f"    {mark}{each.combination}: {each.reason}")
+
+
+def _why_nothing_fits(predictions: "Sequence[Prediction]") -> str:
+    closest = min(predictions, key=lambda each: each.peak_bytes or float("inf"))
+    return (
+        f"none of the {len(predictions)} combinations fits; the closest is {closest.combination}, "
+        f"which {closest.reason}"
+    )
+
+
+def _report_predictions(
+    console: "Console",
+    loaded: "Loaded",
+    predictions: "Sequence[Prediction]",
+    options: argparse.Namespace,
+) -> int:
+    from megatron_vshape.sweep.report import (
+        best_rows,
+        comparison_table,
+        load_published,
+        result_table,
+        rows_of,
+    )
+
+    rows = rows_of(predictions)
+    title = f"{loaded.model.name} on {loaded.cluster.name}: the best predicted of each schedule"
+    console.print(result_table(best_rows(rows), title))
+    _write_files(rows, loaded, options)
+    if options.compare is not None:
+        table, same = comparison_table(best_rows(rows), load_published(options.compare))
+        console.print(table)
+        console.print(f"every winner is the published one: {'yes' if same else 'no'}")
+        return 0 if same else 1
+    return 0
+
+
+def _write_files(rows: "Sequence[Row]", loaded: "Loaded", options: argparse.Namespace) -> None:
+    from megatron_vshape.sweep.report import draw_pareto, write_csv
+
+    if options.csv is not None:
+        write_csv(rows, options.csv)
+    if options.figure is not None:
+        draw_pareto(rows, options.figure, f"{loaded.model.name} on {loaded.cluster.name}")
+
+
+def _launch(
+    console: "Console",
+    loaded: "Loaded",
+    predictor: "Predictor",
+    chosen: "Chosen",
+    options: argparse.Namespace,
+) -> int:
+    from megatron_vshape.sweep.launch import Launcher
+    from megatron_vshape.sweep.progress import Progress
+    from megatron_vshape.sweep.report import ranking_line, result_table, rows_of
+    from megatron_vshape.sweep.results import open_results
+
+    path = options.results or Path("runs") / f"sweep-{loaded.sweep.name}" / "results.db"
+    with open_results(path) as results:
+        if options.retry_failed:
+            results.forget_failed()
+        with Progress(console, loaded, chosen.run, results.keys()) as progress:
+            launcher = Launcher(loaded, predictor, results, path.parent, progress)
+            launcher.run(chosen.run)
+        rows = rows_of(chosen.run, results.read(loaded.sweep.name))
+    rows.sort(key=lambda row: (row.combination.sequence_length, -(row.mfu or 0.0)))
+    title = f"{loaded.model.name} on {loaded.cluster.name}: measured (predicted)"
+    console.print(result_table(rows, title))
+    for row in rows:
+        if row.note and row.verdict != "ok":
+            _say(console, f"{row.verdict}: {row.combination}: {row.note}")
+    console.print(ranking_line(rows))
+    options.csv = options.csv or path.parent / "results.csv"
+    options.figure = options.figure or path.parent / "pareto.svg"
+    _write_files(rows, loaded, options)
+    _say(console, f"results: {path}, {options.csv}, {options.figure}")
+    return 0
+
+
+def _print_assumptions(console: "Console", machine: "Machine") -> None:
+    from rich.table import Table
+
+    table = Table("assumption", "value", "source", show_lines=True)
+    for name, value, source in machine.assume.sources():
+        replaced = name in machine.cluster.assumptions
+        table.add_row(name, f"{value:g}", "the cluster file" if replaced else source)
+    console.print(table)
