@@ -1,0 +1,112 @@
+"""Steady orders: what the search promises, checked by simulation."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.modulo import find_steady_orders, least_memory, unroll
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.placement import linear, looping, v_shape
+from megatron_vshape.core.simulate import peak_held, simulate
+from megatron_vshape.core.verify import verify
+
+REAL = (1.0, 1.15, 0.85, 0.05)
+STEPS = 20_000
+
+
+def v_costs(num_devices: int, values: tuple[float, float, float, float] = REAL) -> Costs:
+    return Costs.uniform(num_devices, 2 * num_devices, *values)
+
+
+def work_us(costs: Costs, num_devices: int) -> float:
+    return costs.busy_us(v_shape(num_devices), num_devices, 1)
+
+
+@pytest.mark.parametrize("limit", [2, 4, 5, 6, 8, 16])
+def test_every_limit_gives_complete_schedules_that_fit(limit: int) -> None:
+    costs = v_costs(4)
+    for order in find_steady_orders(costs, v_shape(4), 4, [limit] * 4, STEPS):
+        schedule = unroll(order, 9, "steady")
+        verify(schedule, max_held=limit, costs=costs)
+
+
+def test_the_period_is_what_a_long_run_takes_per_microbatch() -> None:
+    costs = v_costs(4)
+    for limit in (4, 5, 6):
+        for order in find_steady_orders(costs, v_shape(4), 4, [limit] * 4, STEPS):
+            spans = [simulate(unroll(order, m, "steady"), costs).makespan for m in (120, 160)]
+            per_microbatch = (spans[1] - spans[0]) / 40
+            assert per_microbatch == pytest.approx(order.period_us / order.microbatches, rel=1e-5)
+
+
+def test_unit_costs_repeat_without_a_bubble_at_the_memory_of_v_min() -> None:
+    for devices in (4, 6, 8):
+        costs = v_costs(devices, (1, 1, 1, 0))
+        limit = 2 * ((devices + 4) // 3)
+        best = find_steady_orders(costs, v_shape(devices), devices, [limit] * devices, STEPS)[0]
+        assert best.period_us == pytest.approx(6)
+
+
+def test_real_costs_repeat_without_a_bubble_at_the_memory_of_v_half() -> None:
+    for devices in (4, 6, 8):
+        costs = v_costs(devices)
+        limits = [devices + 2] * devices
+        best = find_steady_orders(costs, v_shape(devices), devices, limits, STEPS)[0]
+        assert best.period_us == pytest.approx(work_us(costs, devices))
+
+
+def test_the_same_seed_gives_the_same_orders() -> None:
+    one, other = (
+        find_steady_orders(v_costs(4), v_shape(4), 4, [5] * 4, STEPS, seed=3) for _ in range(2)
+    )
+    assert one == other
+
+
+def test_the_best_comes_first() -> None:
+    found = find_steady_orders(v_costs(4), v_shape(4), 4, [4] * 4, STEPS)
+    periods = [order.period_us / order.microbatches for order in found]
+    assert all(one <= other + 1e-9 for one, other in pairwise(periods))
+
+
+@pytest.mark.parametrize("placement", [linear(4), looping(4, 2), looping(4, 3)])
+def test_other_placements_work(placement: tuple[int, ...]) -> None:
+    costs = Costs.uniform(4, len(placement), *REAL)
+    best = find_steady_orders(costs, placement, 4, [16] * 4, STEPS)[0]
+    verify(unroll(best, 8, "steady"), max_held=16, costs=costs)
+    assert best.period_us == pytest.approx(best.microbatches * costs.busy_us(placement, 4, 1))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_unequal_stages_and_limits(data: st.DataObject) -> None:
+    devices = data.draw(st.integers(1, 4))
+    stages = 2 * devices
+
+    def values(least: float) -> tuple[float, ...]:
+        value = st.floats(least, 4).map(lambda number: round(number, 2))
+        return tuple(data.draw(st.lists(value, min_size=stages, max_size=stages)))
+
+    costs = Costs(values(0.2), values(0.2), values(0.2), 0.1, values(0), values(0))
+    least = least_memory(costs, v_shape(devices), devices)
+    limits = [value * data.draw(st.floats(1, 3)) for value in least]
+    for order in find_steady_orders(costs, v_shape(devices), devices, limits, 2_000):
+        schedule = unroll(order, 5, "steady")
+        verify(schedule)
+        for held, limit in zip(peak_held(schedule, costs), limits, strict=True):
+            assert held <= limit * (1 + 1e-8) + 1e-12
+
+
+def test_a_limit_that_nothing_fits_names_the_least_that_does() -> None:
+    message = "memory limit of 1.5 fits no schedule on device 0.*the least limit is 2"
+    with pytest.raises(ScheduleError, match=message):
+        find_steady_orders(v_costs(4), v_shape(4), 4, [1.5] * 4, STEPS)
+
+
+def test_limits_and_costs_must_match_the_placement() -> None:
+    with pytest.raises(ScheduleError, match="3 memory limits for 4 devices"):
+        find_steady_orders(v_costs(4), v_shape(4), 4, [8] * 3, STEPS)
+    with pytest.raises(ScheduleError, match="for 6 stages, the placement has 8"):
+        find_steady_orders(v_costs(3), v_shape(4), 4, [8] * 4, STEPS)
