@@ -272,9 +272,10 @@ def uninstall() -> None:
 def targets() -> Iterator[tuple[Any, str]]:
     """Yield the owner and the name of every attribute of this Megatron that is replaced."""
     for hook in HOOKS:
-        owner = _owner(hook)
-        if owner is not None:
-            yield owner, hook.attribute.rpartition(".")[2]
+        owner, name = _owner(hook), hook.attribute.rpartition(".")[2]
+        # An attribute that may be absent and has no parameters is put there where it is.
+        if owner is not None and (name in vars(owner) or not hook.expects):
+            yield owner, name
 
 
 def _install(hook: Hook, session: Session, made: dict[int, Any]) -> None:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
 
 MODEL = (
-    "--transformer-impl local --distributed-backend gloo --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 127 --make-vocab-size-divisible-by 64 --num-layers 8 --hidden-size 32 "
-    "--num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--transformer-impl local --distributed-backend gloo --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 64 "
+    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 "
+    "--seq-length 32 --max-position-embeddings 32 "
     "--position-embedding-type rope --no-rope-fusion --attention-dropout 0 --hidden-dropout 0 "
     "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm "
     "--micro-batch-size 1 --global-batch-size 8 --train-iters 1 --lr 1e-3 --min-lr 1e-3 "
@@ -85,15 +87,24 @@ class Farm:
             env=environment,
         )
 
-    def run(self, ranks: int, *arguments: str, timeout_s: float = 120.0) -> Ended:
-        """Train on `ranks` ranks, all one pipeline unless the arguments say otherwise."""
+    def run(
+        self,
+        ranks: int,
+        *arguments: str,
+        without: Sequence[str] = (),
+        timeout_s: float = 120.0,
+    ) -> Ended:
+        """Train on `ranks` ranks, all one pipeline unless the arguments say otherwise.
+
+        The flags in `without` are left out of `MODEL`.
+        """
         self._runs += 1
         directory = self._directory / f"run{self._runs}"
         directory.mkdir()
-        pipeline = ["--pipeline-model-parallel-size", str(ranks)]
+        model = [flag for flag in MODEL if flag not in without]
         order = {
             "ranks": ranks,
-            "arguments": [*MODEL, *pipeline, *arguments],
+            "arguments": [*model, "--pipeline-model-parallel-size", str(ranks), *arguments],
             "directory": str(directory),
             "timeout_s": timeout_s,
         }

@@ -117,5 +117,3 @@ def _with_named_weights(original: Callable[..., Any]) -> Callable[..., Any]:
 def _fill(name: str, data: Tensor) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     data.copy_(torch.randn(data.shape, generator=generator) * 0.02)
-
-

@@ -1,0 +1,131 @@
+"""What cannot run ends before any training: one clear sentence on rank 0, an error on all."""
+
+import json
+from pathlib import Path
+
+import pytest
+from mcore.farm import Farm
+
+from megatron_vshape.core.catalogue import make
+
+V_HALF = "--pipeline-schedule v-half"
+
+
+def refused(farm: Farm, *arguments: str) -> str:
+    """Return what rank 0 says, having checked that all four ranks end in time, with an error."""
+    run = farm.run(4, *arguments, timeout_s=30)
+    assert run.codes == [1] * 4, run.output
+    said = [text.partition("megatron-vshape: ")[2] for text in run.output]
+    assert said[0], run.output[0]
+    assert said[1:] == [""] * 3
+    assert not any("Traceback" in text or "lm loss" in text for text in run.output)
+    return said[0].strip()
+
+
+def test_unknown_schedule(farm: Farm) -> None:
+    text = refused(farm, "--pipeline-schedule", "v-quarter")
+    assert text.startswith("there is no schedule 'v-quarter': choose one of 1f1b, interleaved-1f1b")
+    assert "v-min, v-half, v-zb" in text
+
+
+def test_layers_that_do_not_divide(farm: Farm) -> None:
+    text = refused(farm, *V_HALF.split(), "--num-layers", "12")
+    assert text == (
+        "12 layers do not divide among 8 stages (4 ranks with 2 each): make --num-layers a "
+        "multiple of 8, such as 8 or 16"
+    )
+
+
+class TestScheduleFiles:
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        return tmp_path / "schedule.json"
+
+    def test_for_other_devices(self, farm: Farm, file: Path) -> None:
+        file.write_text(make("v-half", 3, 8).to_json())
+        text = refused(farm, "--pipeline-schedule", str(file))
+        assert f"the schedule file {file} is for 3 devices, this run has 4 pipeline ranks" in text
+
+    def test_for_other_microbatches(self, farm: Farm, file: Path) -> None:
+        file.write_text(make("v-half", 4, 12).to_json())
+        text = refused(farm, "--pipeline-schedule", str(file))
+        assert f"the schedule file {file} is for 12 microbatches, this run has 8 in a step" in text
+
+    def test_with_a_changing_number_of_microbatches(self, farm: Farm, file: Path) -> None:
+        file.write_text(make("v-half", 4, 8).to_json())
+        flags = ("--rampup-batch-size", "4", "2", "8")
+        text = refused(farm, "--pipeline-schedule", str(file), *flags)
+        assert "leave --rampup-batch-size out" in text
+
+    def test_that_deadlocks(self, farm: Farm, file: Path) -> None:
+        data = json.loads(make("v-half", 4, 8).to_json())
+        row = data["order"][2]
+        a, b = row.index("F2.0"), row.index("F5.0")
+        row[a], row[b] = row[b], row[a]
+        file.write_text(json.dumps(data))
+        text = refused(farm, "--pipeline-schedule", str(file))
+        assert text.startswith(f"the schedule file {file} cannot run: ")
+        assert "deadlock" in text
+        assert "waits for" in text
+
+    def test_that_forgets_a_pass(self, farm: Farm, file: Path) -> None:
+        data = json.loads(make("v-half", 4, 8).to_json())
+        data["order"][1].remove("F1.3")
+        file.write_text(json.dumps(data))
+        text = refused(farm, "--pipeline-schedule", str(file))
+        assert "F1.3 runs " in text
+        assert "device 1" in text
+
+    def test_that_is_none(self, farm: Farm, file: Path) -> None:
+        text = refused(farm, "--pipeline-schedule", str(file))
+        assert text.startswith(f"the schedule file {file} cannot be read: ")
+        file.write_text("{")
+        text = refused(farm, "--pipeline-schedule", str(file))
+        assert text.startswith(f"the schedule file {file} is not valid: ")
+        assert "JSON" in text
+
+    def test_with_ends_that_cannot_be_tied(self, farm: Farm, file: Path) -> None:
+        data = json.loads(make("1f1b", 4, 8).to_json())
+        data["placement"] = [1, 0, 2, 3]
+        data["order"][0], data["order"][1] = data["order"][1], data["order"][0]
+        file.write_text(json.dumps(data))
+        text = refused(farm, "--pipeline-schedule", str(file))
+        assert "add --untie-embeddings-and-output-weights" in text
+
+
+OPTIONS = [
+    "--mtp-num-layers 1",
+    "--cuda-graph-impl local",
+    "--fine-grained-activation-offloading",
+    "--overlap-moe-expert-parallel-comm",
+    "--delay-wgrad-compute",
+    "--defer-embedding-wgrad-compute",
+    "--use-megatron-fsdp",
+    "--tp-comm-overlap",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+    "--decoder-first-pipeline-num-layers 2",
+    "--decoder-last-pipeline-num-layers 2",
+    "--num-layers-per-virtual-pipeline-stage 1",
+    "--num-virtual-stages-per-pipeline-rank 2",
+    "--pipeline-model-parallel-layout Et|t|t|t|t|t|t|tL",
+    "--hybrid-context-parallel",
+    "--moe-grouped-gemm",
+    "--transformer-impl transformer_engine",
+]
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=[each.split()[0] for each in OPTIONS])
+def test_unsupported_options_are_named(farm: Farm, option: str) -> None:
+    text = refused(farm, *V_HALF.split(), *option.split())
+    assert text.startswith(f"--pipeline-schedule v-half does not work with {option.split()[0]}")
+
+
+def test_1f1b_with_chunks(farm: Farm) -> None:
+    flags = "--pipeline-schedule 1f1b --num-virtual-stages-per-pipeline-rank 2"
+    assert "ask for interleaved-1f1b" in refused(farm, *flags.split())
+
+
+def test_a_timeout_of_nothing(farm: Farm) -> None:
+    text = refused(farm, *V_HALF.split(), "--pipeline-timeout", "0")
+    assert text == "--pipeline-timeout 0 is not above 0"

@@ -1,0 +1,44 @@
+"""The launcher runs a script of Megatron's as it is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.training")
+
+SCRIPT = """
+import sys
+import helper_beside_the_script
+from megatron.training import arguments, pretrain
+
+if __name__ == "__main__":
+    args = arguments.parse_args()
+    print(__file__ == sys.argv[0], args.pipeline_schedule, pretrain.__module__)
+"""
+
+
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron_vshape.mcore.launch", *arguments]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_runs_a_script_with_the_flags(tmp_path: Path) -> None:
+    (tmp_path / "helper_beside_the_script.py").touch()
+    script = tmp_path / "pretrain.py"
+    script.write_text(SCRIPT)
+    run = launch(str(script), "--pipeline-schedule", "v-min")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "True v-min megatron.training.training"
+
+
+def test_tells_what_is_wrong_with_the_command(tmp_path: Path) -> None:
+    run = launch()
+    assert run.returncode == 1
+    assert run.stderr.startswith("usage: ")
+    run = launch(str(tmp_path / "gone.py"))
+    assert run.returncode == 1
+    assert "gone.py cannot be read" in run.stderr

@@ -1,0 +1,80 @@
+"""Stages on ranks and chunks, and what Megatron reads of it."""
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.placement import linear, looping, v_shape
+from megatron_vshape.mcore import layout
+from megatron_vshape.mcore.layout import StageLayout, StageMap, embedding_ranks, split_layers
+
+
+@pytest.fixture(autouse=True)
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Megatron believe that there are chunks; it asks its global state for that."""
+    name = "get_virtual_pipeline_model_parallel_world_size"
+    monkeypatch.setattr(parallel_state, name, lambda: 2)
+
+
+def first_layers(made: PipelineParallelLayerLayout, ranks: int) -> list[list[int]]:
+    return [
+        [made.get_layer_offset(vp_stage=chunk, pp_rank=rank) for chunk in (0, 1)]
+        for rank in range(ranks)
+    ]
+
+
+def test_a_v_numbers_layers_there_and_back() -> None:
+    made = StageLayout(split_layers(16, v_shape(4)))
+    assert first_layers(made, 4) == [[0, 14], [2, 12], [4, 10], [6, 8]]
+    assert made.get_num_layers_to_build(vp_stage=1, pp_rank=0) == 2
+    assert made.get_layer_id_list(vp_stage=1, pp_rank=3) == [8, 9]
+    assert made.layout[0][0][0] is LayerType.embedding
+    assert made.layout[0][1][-1] is LayerType.loss
+    assert not made.validate_layer_layout(16, None)
+
+
+def test_a_looping_placement_is_megatrons_own() -> None:
+    text = PipelineParallelLayerLayout("Ett|tt|tt|ttL", 2)
+    made = StageLayout(split_layers(8, looping(2, 2)))
+    assert first_layers(made, 2) == first_layers(text, 2)
+    assert made.layout == text.layout
+
+
+def test_layers_may_differ_between_stages() -> None:
+    made = StageLayout(StageMap(v_shape(2), (1, 3, 3, 2)))
+    assert first_layers(made, 2) == [[0, 7], [1, 4]]
+    assert made.get_num_layers_to_build(vp_stage=0, pp_rank=1) == 3
+    assert not made.validate_layer_layout(9, None)
+
+
+def test_stage_map_knows_its_ends() -> None:
+    v, line = split_layers(8, v_shape(4)), split_layers(8, linear(4))
+    assert (v.num_ranks, v.num_chunks, v.last_stage, v.loss_rank) == (4, 2, 7, 0)
+    assert (line.num_ranks, line.num_chunks, line.last_stage, line.loss_rank) == (4, 1, 3, 3)
+    assert v.ends_meet
+    assert not line.ends_meet
+    assert [v.stage(rank, 1) for rank in range(4)] == [7, 6, 5, 4]
+    assert line.stage(2, None) == 2
+    assert v.chunk(5) == 1
+
+
+def test_embedding_ranks() -> None:
+    assert embedding_ranks(split_layers(8, v_shape(4)), [3, 7, 11, 15]) == [3]
+    assert embedding_ranks(split_layers(8, linear(4)), [3, 7, 11, 15]) == [3, 15]
+
+
+def test_too_few_layers() -> None:
+    with pytest.raises(ScheduleError, match=r"3 layers do not divide among 8 stages .*8 or 8"):
+        split_layers(3, v_shape(4))
+
+
+def test_ends_that_megatron_cannot_tie() -> None:
+    layout.check_tied_embeddings(split_layers(4, (0, 1, 2, 3)))
+    layout.check_tied_embeddings(split_layers(4, (1, 0, 0, 1)))
+    with pytest.raises(ScheduleError, match="on rank 1 and the last on rank 3"):
+        layout.check_tied_embeddings(split_layers(4, (1, 0, 2, 3)))

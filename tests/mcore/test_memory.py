@@ -1,0 +1,34 @@
+"""Activation memory that the ranks really hold, against what the schedules promise."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+from mcore.conftest import UNTIED
+from mcore.farm import Ended
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.simulate import peak_held
+
+FLAGS = (UNTIED, "--global-batch-size", "16", "--train-iters", "2")
+
+
+def figures(run: Ended) -> tuple[list[float], list[float]]:
+    """Return the measured and the predicted peaks of the closing line, by rank."""
+    (line,) = [line for line in run.output[0].splitlines() if "peak activation memory" in line]
+    found = re.search(r"measured \[(.*?)\], predicted \[(.*?)\]", line)
+    assert found is not None, line
+    measured, predicted = ([float(value) for value in each.split(", ")] for each in found.groups())
+    return measured, predicted
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "v-min"])
+def test_peak_against_megatrons_1f1b(train: Callable[..., Ended], schedule: str) -> None:
+    measured, predicted = figures(train(4, "--pipeline-schedule", schedule, *FLAGS))
+    theirs, theirs_predicted = figures(train(4, "--pipeline-schedule", "1f1b", *FLAGS))
+    assert measured == pytest.approx(predicted, rel=0.1)
+    assert theirs == pytest.approx(theirs_predicted, rel=0.1)
+    ratio = max(measured) / max(theirs)
+    in_chunks = max(peak_held(make(schedule, 4, 16))) / max(peak_held(make("1f1b", 4, 16)))
+    assert ratio == pytest.approx(in_chunks, rel=0.1)
+    assert ratio == pytest.approx(max(predicted) / max(theirs_predicted), rel=0.1)

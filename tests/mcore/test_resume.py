@@ -1,0 +1,23 @@
+"""A run that stops, saves and resumes computes what the run that went on computes, bitwise."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from mcore.farm import Ended, Farm
+from mcore.test_training import TWENTY
+
+
+def test_steps_after_resuming_equal_those_without_a_stop(
+    train: Callable[..., Ended], farm: Farm, tmp_path: Path
+) -> None:
+    flags = ("--pipeline-schedule", "v-half", *TWENTY)
+    whole = train(4, *flags)
+    saved = ("--save", str(tmp_path), "--save-interval", "10", "--ckpt-format", "torch_dist")
+    first = farm.run(4, *flags, *saved, "--exit-interval", "10").check()
+    second = farm.run(4, *flags, "--load", str(tmp_path), "--ckpt-format", "torch_dist").check()
+    assert len(first.record["losses"]) == len(second.record["losses"]) == 10
+    for key in ("losses", "grad_norms"):
+        assert first.record[key] + second.record[key] == whole.record[key]
+    mine, theirs = second.merged("parameters"), whole.merged("parameters")
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)

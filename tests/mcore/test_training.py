@@ -1,0 +1,206 @@
+"""Training under this package's schedules against Megatron's own 1F1B: the same numbers."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from mcore.conftest import UNTIED
+from mcore.farm import Ended
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.passes import Kind, Pass
+from megatron_vshape.core.placement import Placement, looping, stages_of
+from megatron_vshape.core.schedule import Schedule
+
+Train = Callable[..., Ended]
+
+TWENTY = ("--train-iters", "20", "--eval-interval", "20", "--eval-iters", "2")
+FOUR = ("--train-iters", "4")
+
+
+def relative(ours: list[float], theirs: list[float]) -> float:
+    assert len(ours) == len(theirs)
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def losses(run: Ended) -> list[float]:
+    return [step["lm loss"] for step in run.record["losses"]]
+
+
+def assert_equal_training(
+    ours: Ended, theirs: Ended, loss: float = 1e-6, grad_norm: float = 1e-5, weights: float = 1e-5
+) -> None:
+    assert relative(losses(ours), losses(theirs)) <= loss
+    norms = (ours.record["grad_norms"], theirs.record["grad_norms"])
+    assert relative(*norms) <= grad_norm
+    mine, yours = ours.merged("parameters"), theirs.merged("parameters")
+    assert mine.keys() == yours.keys()
+    for name in mine:
+        torch.testing.assert_close(mine[name], yours[name], rtol=0, atol=weights, msg=name)
+
+
+@pytest.mark.parametrize("embeddings", [(), (UNTIED,)], ids=["tied", "untied"])
+@pytest.mark.parametrize("schedule", ["v-min", "v-half", "v-zb"])
+def test_twenty_steps_equal_megatrons_1f1b(
+    train: Train, schedule: str, embeddings: tuple[str, ...]
+) -> None:
+    theirs = train(4, "--pipeline-schedule", "1f1b", *TWENTY, *embeddings)
+    ours = train(4, "--pipeline-schedule", schedule, *TWENTY, *embeddings)
+    assert len(losses(ours)) == 20
+    assert losses(ours)[-1] < losses(ours)[0]
+    assert_equal_training(ours, theirs)
+
+
+@pytest.mark.parametrize("schedule", ["v-min", "v-half", "v-zb"])
+def test_evaluation_equals_megatrons_1f1b(train: Train, schedule: str) -> None:
+    theirs = train(4, "--pipeline-schedule", "1f1b", *TWENTY)
+    ours = train(4, "--pipeline-schedule", schedule, *TWENTY)
+    for mine, yours in zip(ours.record["evaluations"], theirs.record["evaluations"], strict=True):
+        assert mine["lm loss"] == pytest.approx(yours["lm loss"], rel=1e-6)
+
+
+def test_losses_are_in_the_log_and_the_schedule_is_told_once(train: Train) -> None:
+    run = train(4, "--pipeline-schedule", "v-half", *TWENTY)
+    assert run.output[3].count("lm loss: ") == 20
+    assert "validation loss at iteration 20" in run.output[3]
+    told = [text.count("pipeline schedule v-half, 4 ranks, 8 microbatches") for text in run.output]
+    assert told == [1, 0, 0, 0]
+    assert "% of 1F1B's" in run.output[0]
+    (line,) = [line for line in run.output[0].splitlines() if "tokens/s" in line]
+    assert line.startswith("v-half: ")
+    assert "MiB: measured [" in line
+    assert "predicted [" in line
+
+
+def test_tensorboard_has_what_it_has_under_1f1b(train: Train, tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    seen = {}
+    for schedule in ("1f1b", "v-half"):
+        folder = tmp_path / schedule
+        flags = ("--tensorboard-dir", str(folder), "--tensorboard-log-interval", "1")
+        train(4, "--pipeline-schedule", schedule, *FOUR, *flags)
+        events = accumulator.EventAccumulator(str(folder)).Reload()
+        tags = events.Tags()["scalars"]
+        seen[schedule] = {
+            tag: [each.value for each in events.Scalars(tag)]
+            for tag in ("lm loss", "grad-norm")
+            if tag in tags
+        }
+    assert seen["1f1b"].keys() == {"lm loss", "grad-norm"}
+    assert seen["v-half"]["lm loss"] == pytest.approx(seen["1f1b"]["lm loss"], rel=1e-6)
+    assert seen["v-half"]["grad-norm"] == pytest.approx(seen["1f1b"]["grad-norm"], rel=1e-5)
+
+
+OPTIONS = {
+    "data-parallel, distributed optimizer, overlap": (
+        "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather"
+    ),
+    "tied, data-parallel, overlap": "--pipeline-model-parallel-size 2 --overlap-grad-reduce",
+    "tensor-parallel": "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2",
+    "per-token loss": "--calculate-per-token-loss",
+    "recompute": (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    ),
+    "learned positions, swiglu": "--position-embedding-type learned_absolute --swiglu",
+    "other evaluation batch": (
+        "--eval-interval 4 --eval-iters 1 --eval-global-batch-size 6 --eval-micro-batch-size 2"
+    ),
+    "ramp-up": "--rampup-batch-size 4 2 8",
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_megatrons_options_change_nothing(train: Train, options: str) -> None:
+    flags = options.split()
+    if "tied" not in options and "swiglu" not in options:
+        flags.append(UNTIED)
+    theirs = train(4, *FOUR, "--pipeline-schedule", "1f1b", *flags)
+    ours = train(4, *FOUR, "--pipeline-schedule", "v-half", *flags)
+    assert_equal_training(ours, theirs)
+    assert ours.record["evaluations"] == theirs.record["evaluations"]
+
+
+def test_fused_accumulation_without_apex(train: Train) -> None:
+    theirs = train(4, "--pipeline-schedule", "1f1b", *FOUR)
+    without = ("--no-gradient-accumulation-fusion",)
+    ours = train(4, "--pipeline-schedule", "v-half", *FOUR, without=without)
+    assert_equal_training(ours, theirs)
+
+
+def test_fp16_with_a_loss_scale(train: Train) -> None:
+    flags = ("--fp16", "--initial-loss-scale", "1024", *FOUR, UNTIED)
+    theirs = train(4, "--pipeline-schedule", "1f1b", *flags)
+    ours = train(4, "--pipeline-schedule", "v-half", *flags)
+    assert_equal_training(ours, theirs, loss=1e-5, grad_norm=1e-3, weights=1e-3)
+
+
+def test_mixture_of_experts(train: Train) -> None:
+    flags = ("--num-experts", "4", "--moe-router-load-balancing-type", "aux_loss", *FOUR, UNTIED)
+    flags += ("--moe-aux-loss-coeff", "1e-2", "--disable-bias-linear")
+    theirs = train(4, "--pipeline-schedule", "1f1b", *flags)
+    ours = train(4, "--pipeline-schedule", "v-half", *flags)
+    assert_equal_training(ours, theirs)
+
+
+def all_forwards_first(placement: Placement, num_devices: int, microbatches: int) -> Schedule:
+    """Return a legal schedule for any placement whose stages can be run in order."""
+    order = []
+    for stages in stages_of(placement, num_devices):
+        row = [Pass(Kind.F, stage, m) for stage in stages for m in range(microbatches)]
+        for stage in reversed(stages):
+            row += [Pass(Kind.B, stage, m) for m in range(microbatches)]
+        row += [Pass(Kind.W, stage, m) for stage in stages for m in range(microbatches)]
+        order.append(tuple(row))
+    return Schedule("file", num_devices, microbatches, placement, tuple(order))
+
+
+PLACEMENTS = {
+    "linear, tied": ((0, 1, 2, 3), ()),
+    "looping, tied": (looping(4, 2), ()),
+    "any": ((2, 0, 3, 1, 1, 3, 0, 2), ()),
+    "ends apart": ((3, 1, 0, 2), (UNTIED,)),
+}
+
+
+@pytest.mark.parametrize(("placement", "flags"), PLACEMENTS.values(), ids=PLACEMENTS)
+def test_a_schedule_file_may_place_stages_anywhere(
+    train: Train, tmp_path: Path, placement: Placement, flags: tuple[str, ...]
+) -> None:
+    file = tmp_path / "schedule.json"
+    file.write_text(all_forwards_first(placement, 4, 8).to_json())
+    flags = (*FOUR, "--eval-interval", "4", "--eval-iters", "1", *flags)
+    theirs = train(4, "--pipeline-schedule", "1f1b", *flags)
+    ours = train(4, "--pipeline-schedule", str(file), *flags)
+    assert_equal_training(ours, theirs)
+    assert ours.record["evaluations"] == theirs.record["evaluations"]
+
+
+def test_an_exported_1f1b_equals_megatrons(train: Train, tmp_path: Path) -> None:
+    file = tmp_path / "1f1b.json"
+    file.write_text(make("1f1b", 4, 8).to_json())
+    theirs = train(4, "--pipeline-schedule", "1f1b", *FOUR, UNTIED)
+    ours = train(4, "--pipeline-schedule", str(file), *FOUR, UNTIED)
+    assert losses(ours) == losses(theirs)
+    mine, yours = ours.merged("gradients"), theirs.merged("gradients")
+    assert all(torch.equal(mine[name], yours[name]) for name in yours)
+
+
+def test_interleaved_1f1b_is_megatrons_with_two_chunks(train: Train) -> None:
+    theirs = train(4, "--pipeline-schedule", "1f1b", *FOUR, UNTIED)
+    interleaved = train(4, "--pipeline-schedule", "interleaved-1f1b", *FOUR, UNTIED)
+    assert_equal_training(interleaved, theirs)
+    assert "Number of virtual stages per pipeline stage: 2" in interleaved.output[0]
+
+
+def test_one_rank_simply_trains(train: Train) -> None:
+    theirs = train(4, "--pipeline-schedule", "1f1b", *FOUR, UNTIED)
+    assert_equal_training(train(1, "--pipeline-schedule", "v-half", *FOUR, UNTIED), theirs)
+
+
+def test_two_ranks_and_few_microbatches(train: Train) -> None:
+    flags = (*FOUR, UNTIED, "--global-batch-size", "2", "--no-overlap-p2p-communication")
+    theirs = train(2, "--pipeline-schedule", "1f1b", *flags)
+    for schedule in ("v-min", "v-half", "v-zb"):
+        assert_equal_training(train(2, "--pipeline-schedule", schedule, *flags), theirs)
