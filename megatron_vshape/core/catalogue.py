@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megatron_vshape.core import blocks
 from megatron_vshape.core.building_block import BuildingBlock
+from megatron_vshape.core.files import is_whole
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.reordering import reorder
 from megatron_vshape.core.repeating import repeat
@@ -92,11 +93,13 @@ def make_block(
     for option, value in given.items():
         if value is not None and option not in OPTIONS.get(name, ()):
             takers = " and ".join(each for each in OPTIONS if option in OPTIONS[each])
-            raise ScheduleError(f"{name} takes no {option}; only {takers} do")
+            raise ScheduleError(f"{name} takes no {option}, an option of {takers}")
     counts = {"num_devices": num_devices, "num_microbatches": num_microbatches, **given}
     for what, count in counts.items():
-        if count is not None and (not isinstance(count, int) or count < 1):
-            raise ScheduleError(f"{what} of {name} is {count!r:.40}; it must be at least 1")
+        if count is not None and (not is_whole(count) or count < 1):
+            raise ScheduleError(
+                f"{what} of {name} is {count!r:.40}; it must be a whole number of at least 1"
+            )
     shape = _Shape(num_devices, num_microbatches, num_chunks or 2, group_size or num_devices)
     chunks = shape.num_chunks if name in OPTIONS else 2
     check_size(chunks * num_devices, num_microbatches)

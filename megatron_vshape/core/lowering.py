@@ -128,28 +128,37 @@ def forwards_only(schedule: Schedule) -> Schedule:
 
 
 def fuse(timeline: Timeline) -> Schedule:
-    """Return the schedule with B W made BW where the reader of B starts after W has ended.
+    """Return the schedule with B W made BW where B's reader starts late enough for all of BW.
 
     The times decide, so that fusing delays nobody: a BW hands its gradient on when all is done.
     """
     schedule = timeline.schedule
-    start_of_reader: dict[tuple[int, int], float] = {}
-    for device in range(schedule.num_devices):
-        for work, start, _ in timeline.slots(device):
-            if work.kind in (Kind.B, Kind.BW):
-                start_of_reader[work.stage + 1, work.microbatch] = start
+    deadline = _deadlines(timeline)
     rows = []
     for device in range(schedule.num_devices):
         row: list[Pass] = []
         for work, _, end in timeline.slots(device):
             key = work[1:]
             follows = work.kind is Kind.W and row and row[-1] == (Kind.B, *key)
-            if follows and start_of_reader.get(key, end) >= end:
+            if follows and end <= deadline.get(key, end):
                 row[-1] = Pass(Kind.BW, *key)
             else:
                 row.append(work)
         rows.append(tuple(row))
     return replace(schedule, order=tuple(rows))
+
+
+def _deadlines(timeline: Timeline) -> dict[tuple[int, int], float]:
+    """Return, by stage and microbatch, until when a gradient may be sent to be there in time."""
+    placement = timeline.schedule.placement
+    deadlines = {}
+    for device in range(timeline.schedule.num_devices):
+        for (kind, stage, microbatch), start, _ in timeline.slots(device):
+            writer = stage + 1
+            if kind in (Kind.B, Kind.BW) and writer < len(placement):
+                send = 0.0 if placement[writer] == device else timeline.send_us
+                deadlines[writer, microbatch] = start - send
+    return deadlines
 
 
 class _Messages:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ MAX_PASSES = 20_000_000
 
 MAX_NAME = 200
 """Characters of a schedule's name, which stands in one line of the log."""
+
+_ROUNDING = 1e-6
+"""A pass may miss the middle of a character by this share of one, as sums of times do."""
 
 _KEYS = ("name", "num_devices", "num_microbatches", "placement", "order")
 
@@ -158,11 +162,15 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A schedule with the times at which its passes run, simulated or measured."""
+    """A schedule with the times at which its passes run, simulated or measured.
+
+    `send_us` is what a result took to the next device, where that is known.
+    """
 
     schedule: Schedule
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
+    send_us: float = 0.0
 
     def slots(self, device: int) -> Iterable[Slot]:
         """Yield the passes of a device with their times, in order."""
@@ -206,31 +214,33 @@ class Timeline:
     def draw(self, columns: int | None = None) -> str:
         """Return one line per device: F, B, W in upper case for even chunks, lower for odd.
 
-        A character is the shortest pass; with `columns` the picture is scaled to fit them.
+        A character is the shortest pass, or a share of the makespan where that would be wider
+        than `columns`; it shows what runs at its middle.
         """
-        lengths = [e - s for s, e in zip(*map(_flat, (self.starts, self.ends)), strict=True)]
-        unit = min(lengths)
-        if columns is not None:
-            unit = max(unit, self.makespan / columns)
+        shortest = min(
+            end - start
+            for starts, ends in zip(self.starts, self.ends, strict=True)
+            for start, end in zip(starts, ends, strict=True)
+        )
+        unit = max(shortest, self.makespan / columns if columns else 0.0)
         first = min(row[0] for row in self.starts if row)
-        return "\n".join(self._draw_device(device, first, unit) for device in self._devices())
-
-    def _devices(self) -> range:
-        return range(self.schedule.num_devices)
+        return "\n".join(
+            self._draw_device(device, first, unit) for device in range(self.schedule.num_devices)
+        )
 
     def _draw_device(self, device: int, first: float, unit: float) -> str:
         chunks = chunks_of(self.schedule.placement)
         line = ""
+
+        def column(time: float) -> int:
+            return math.ceil((time - first) / unit - 0.5 - _ROUNDING)
+
         for (kind, stage, _), start, end in self.slots(device):
-            begin, stop = round((start - first) / unit), round((end - first) / unit)
-            length = max(stop - max(begin, len(line)), 1)
-            text = kind * length if len(kind) == 1 else "B" * (length // 2) + "W" * -(-length // 2)
-            line = line.ljust(begin) + (text if chunks[stage] % 2 == 0 else text.lower())
+            middle = (start + end) / 2
+            text = kind[0] * (column(middle) - column(start))
+            text += kind[-1] * (column(end) - column(middle))
+            line = line.ljust(column(start)) + (text if chunks[stage] % 2 == 0 else text.lower())
         return line
-
-
-def _flat(rows: Sequence[Sequence[float]]) -> list[float]:
-    return [value for row in rows for value in row]
 
 
 def _count(name: str, value: object) -> int:

@@ -71,7 +71,8 @@ class _Simulation:
         }
         if stuck:
             raise ScheduleError(explain_deadlock(self.schedule, stuck))
-        return Timeline(self.schedule, tuple(map(tuple, self.starts)), tuple(map(tuple, self.ends)))
+        starts, ends = tuple(map(tuple, self.starts)), tuple(map(tuple, self.ends))
+        return Timeline(self.schedule, starts, ends, self.send_us)
 
     def _advance(self, device: int, awake: list[int]) -> None:
         """Run the device's passes up to the first whose inputs are not there yet."""

@@ -1,0 +1,184 @@
+"""The theory table: lifespans, peak memory and bubble of schedules, from their building blocks.
+
+Besides the catalogue it has the earlier attempts that the paper compares with and that do not
+run here: GEMS and Chimera, which hold the model twice, in opposite directions, and BPipe, which
+moves activations between devices. All figures are for equal passes and free messages.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+from megatron_vshape.core.blocks import one_f_one_b
+from megatron_vshape.core.building_block import BlockPass, BuildingBlock
+from megatron_vshape.core.catalogue import make, make_block
+from megatron_vshape.core.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.placement import v_shape
+from megatron_vshape.core.simulate import peak_held, simulate
+
+THEORY = ("1f1b", "v-min", "v-half", "v-zb")
+"""The rows of the paper's table of memory and bubble."""
+
+ATTEMPTS = ("gems", "chimera", "bpipe")
+"""Earlier attempts, analysed but not made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """What a schedule costs. Lifespans in slots; memory and time in chunks and chunk passes.
+
+    A chunk is 1 / (2 d) of the model, so that 1F1B holds 2 d.
+    """
+
+    name: str
+    num_devices: int
+    num_microbatches: int
+    interval: int
+    lifespans: tuple[int, ...]  # of every stage, of the block's first microbatch
+    peak_bound: float  # the sum of ceil(l / T) m, on the device where it is largest
+    peak: float
+    overhead: float  # makespan - work
+    span_overhead: float  # the longest time of one device - work: what a step without barrier costs
+    weights: int = 1  # how often the devices together hold the model
+    note: str = ""
+
+    @property
+    def memory(self) -> float:
+        """Return the peak as a share of 1F1B's, M."""
+        return self.peak / (2 * self.num_devices)
+
+
+def analyse(name: str, num_devices: int, num_microbatches: int) -> Analysis:
+    """Return the figures of a schedule of the catalogue or of one of `ATTEMPTS`.
+
+    Raises:
+        ScheduleError: there is no such schedule, or a count is impossible.
+    """
+    attempts = {"gems": _gems, "chimera": _chimera, "bpipe": _bpipe}
+    if name in attempts:
+        if num_devices < 2 or num_devices % 2 or num_microbatches < 1:
+            raise ScheduleError(
+                f"{name} is analysed for an even number of devices and at least 1 microbatch, not "
+                f"for {num_devices} devices and {num_microbatches}"
+            )
+        return attempts[name](num_devices, num_microbatches)
+    block = make_block(name, num_devices, num_microbatches)
+    schedule = make(name, num_devices, num_microbatches)
+    timeline = simulate(schedule)
+    scale = 2 * num_devices / schedule.num_stages
+    return Analysis(
+        name,
+        num_devices,
+        num_microbatches,
+        block.interval,
+        _lifespans(block),
+        scale * max(block.peak_bounds()),
+        max(peak_held(schedule)),
+        timeline.overhead,
+        timeline.span - timeline.busy,
+    )
+
+
+def theory_table(
+    num_devices: int, num_microbatches: int, names: tuple[str, ...] = THEORY + ATTEMPTS
+) -> tuple[Analysis, ...]:
+    """Return the analyses of `names`, the paper's table and the earlier attempts."""
+    return tuple(analyse(name, num_devices, num_microbatches) for name in names)
+
+
+def _lifespans(block: BuildingBlock) -> tuple[int, ...]:
+    lives = block.lives()
+    return tuple(
+        lives[stage, 0][1] - lives[stage, 0][0]
+        for stage in range(len(block.placement))
+        if (stage, 0) in lives
+    )
+
+
+def _two_ways(name: str, num_devices: int, interval: int, hop: int, later: int) -> BuildingBlock:
+    """Return the block of two microbatches that meet: one goes up the devices, one down.
+
+    Stages d to 2 d - 1 are the second copy of the model, from the last device to the first.
+    Forwards move by `hop` slots, whole backwards by 2, with no slot between the two ends; the
+    second microbatch starts `later`.
+    """
+    d = num_devices
+    passes = []
+    for copy, at in itertools.product(range(2), range(d)):
+        begin = copy * later
+        back = begin + hop * (d - 1) + 1 + 2 * (d - 1 - at)
+        passes.append(BlockPass(Pass(Kind.F, copy * d + at, 0), begin + hop * at))
+        passes.append(BlockPass(Pass(Kind.BW, copy * d + at, 0), back, 2))
+    return BuildingBlock(name, d, v_shape(d), interval, tuple(passes))
+
+
+def _gems(num_devices: int, num_microbatches: int) -> Analysis:
+    """Return GEMS: a microbatch enters from one end when the other's backward leaves there.
+
+    Its forwards follow the backwards through the devices at their pace, so that a device holds
+    one microbatch at a time and is idle for most of it.
+    """
+    d, m = num_devices, num_microbatches
+    half = 2 * d + 1  # slots until the second microbatch reaches the device that the first left
+    block = _two_ways("gems", d, interval=2 * half, hop=2, later=half)
+    idle = m * half - 3 * m
+    return Analysis(
+        "gems",
+        d,
+        m,
+        interval=block.interval,
+        lifespans=_lifespans(block),
+        peak_bound=2 * max(block.peak_bounds()),
+        peak=2 * max(block.peaks()),
+        overhead=2 * (idle + d - 1),
+        span_overhead=2 * idle,
+        weights=2,
+        note="two copies of the weights; the bubble grows with the microbatches",
+    )
+
+
+def _chimera(num_devices: int, num_microbatches: int) -> Analysis:
+    """Return Chimera: 1F1B from both ends at once, half of the microbatches each.
+
+    A device pairs a long lifespan with a short one, as in a V, at the price of a second copy of
+    the weights. The bubble is that of its paper: d / 2 - 1 forwards and as many backwards.
+    """
+    d, m = num_devices, num_microbatches
+    up, interval = one_f_one_b(d), 6
+    lifespans = _lifespans(up)
+    pairs = list(zip(lifespans, reversed(lifespans), strict=True))
+    bound = max(sum(math.ceil(span / interval) for span in pair) for pair in pairs)
+    idle = 3 * (d // 2 - 1)
+    return Analysis(
+        "chimera",
+        d,
+        m,
+        interval=interval,
+        lifespans=lifespans,
+        peak_bound=2 * bound,
+        peak=2 * bound,
+        overhead=2 * idle,
+        span_overhead=2 * idle,
+        weights=2,
+        note="two copies of the weights; an even number of microbatches",
+    )
+
+
+def _bpipe(num_devices: int, num_microbatches: int) -> Analysis:
+    """Return BPipe: 1F1B whose first devices keep activations on the last ones.
+
+    Device i and its partner d - 1 - i share d + 1 microbatches, and one is on its way.
+    """
+    plain = analyse("1f1b", num_devices, num_microbatches)
+    bounds = one_f_one_b(num_devices).peak_bounds()
+    shared = max(
+        math.ceil((own + partner + 1) / 2)
+        for own, partner in zip(bounds, reversed(bounds), strict=True)
+    )
+    return replace(
+        plain,
+        name="bpipe",
+        peak_bound=2 * shared,
+        peak=2 * shared,
+        note="activations travel between devices i and d - 1 - i",
+    )

@@ -1,0 +1,47 @@
+"""The theory table is computed, and its rows are those of the papers."""
+
+import pytest
+
+from megatron_vshape.core.analysis import ATTEMPTS, THEORY, analyse, theory_table
+from megatron_vshape.core.passes import ScheduleError
+
+
+def test_the_paper_table() -> None:
+    """Memory M, M/3, M/2, M; bubbles 6 d, 4 d, 3 d, 0."""
+    d = 24
+    table = {row.name: row for row in theory_table(d, 3 * d)}
+    assert tuple(table) == THEORY + ATTEMPTS
+    shares = [table[name].memory for name in THEORY]
+    assert shares == pytest.approx([1, 1 / 3, 1 / 2, 1], abs=0.05)
+    growth = [table[name].span_overhead / d for name in THEORY]
+    assert growth == pytest.approx([6, 4, 3, 0], abs=0.35)
+
+
+def test_memory_of_the_earlier_attempts() -> None:
+    """GEMS one microbatch, Chimera d / 2 + 1, BPipe (d + 2) / 2, of the d of 1F1B."""
+    for d in (4, 8, 16):
+        assert analyse("gems", d, 2 * d).peak == 2
+        assert analyse("chimera", d, 2 * d).peak == 2 * (d // 2 + 1)
+        assert analyse("bpipe", d, 2 * d).peak == d + 2
+
+
+def test_bubbles_of_the_earlier_attempts() -> None:
+    d, m = 8, 64
+    assert analyse("chimera", d, m).overhead == 3 * (d - 2)
+    assert analyse("bpipe", d, m).overhead == analyse("1f1b", d, m).overhead
+    gems = analyse("gems", d, m)
+    assert gems.span_overhead / (gems.span_overhead + 6 * m) == (d - 1) / (d + 1 / 2)
+
+
+def test_lifespans_shorten_along_the_devices() -> None:
+    assert analyse("1f1b", 4, 8).lifespans == (12, 9, 6, 3)
+    assert analyse("gems", 4, 8).lifespans == (15, 11, 7, 3, 15, 11, 7, 3)
+
+
+def test_an_odd_number_of_devices_has_no_pairs() -> None:
+    with pytest.raises(ScheduleError) as error:
+        analyse("chimera", 5, 8)
+    assert str(error.value) == (
+        "chimera is analysed for an even number of devices and at least 1 microbatch, not for 5 "
+        "devices and 8"
+    )

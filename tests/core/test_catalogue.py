@@ -1,0 +1,214 @@
+"""Every schedule by name: legal at any size, its peak and bubble those of the closed forms."""
+
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from strategies import made
+
+from megatron_vshape.core.catalogue import NAMES, make, make_block
+from megatron_vshape.core.passes import Kind, ScheduleError
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.simulate import peak_held, simulate
+from megatron_vshape.core.verify import verify
+
+DEVICES = range(2, 17)
+
+V = (0, 1, 2, 3, 3, 2, 1, 0)
+
+
+def figures(schedule: Schedule) -> tuple[float, float, float]:
+    """Return peak, makespan - busy and span - busy in chunk passes."""
+    timeline = simulate(schedule)
+    peak = max(peak_held(schedule))
+    return peak, timeline.overhead, timeline.span - timeline.busy
+
+
+PEAKS = {
+    "1f1b": lambda d: 2 * d,
+    "eager-1f1b": lambda d: 4 * d - 2,
+    "interleaved-1f1b": lambda d: 3 * d - 1,
+    "grouped-interleaved-1f1b": lambda d: 2 * d,
+    "zb-h1": lambda d: 2 * d,
+    "zb-h2": lambda d: 4 * d - 2,
+    "1f1b-v": lambda d: 2 * (2 * d // 3 + 1) - (d % 3 == 0),
+    "v-two-thirds": lambda d: 2 * (2 * (d // 3) + (1, 2, 2)[d % 3]),
+    "v-min": lambda d: 2 * ((d + 4) // 3),
+    "v-half": lambda d: 2 * ((d + 2) // 2),
+    "v-zb": lambda d: 2 * d,
+}
+
+OVERHEADS = {
+    "gpipe": lambda d: 6 * (d - 1),
+    "1f1b": lambda d: 6 * (d - 1),
+    "eager-1f1b": lambda d: 6 * (d - 1),
+    "interleaved-1f1b": lambda d: 3 * (d - 1),
+    "grouped-interleaved-1f1b": lambda d: d - 1,
+    "zb-h1": lambda d: 2 * (d - 1),
+    "zb-h2": lambda d: 2 * (d - 1),
+    "v-min": lambda d: 4 * d - (7 if d % 3 == 0 else 5),
+    "v-half": lambda d: 3 * d - (4 if d % 2 else 7 if d > 2 else 5),
+    "v-zb": lambda d: d - 1,
+}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_peak_is_the_closed_form(name: str) -> None:
+    for d in DEVICES:
+        assert max(peak_held(make(name, d, 4 * d))) == PEAKS[name](d), d
+
+
+@pytest.mark.parametrize("name", OVERHEADS)
+def test_the_bubble_is_at_most_the_closed_form_and_does_not_grow(name: str) -> None:
+    multiples_only = "interleaved" in name
+    for d in DEVICES:
+        for m in (2 * d, 4 * d) if multiples_only else (2 * d, 2 * d + 1, 4 * d):
+            assert figures(make(name, d, m))[1] <= OVERHEADS[name](d), (d, m)
+
+
+@pytest.mark.parametrize("name", ["v-zb", "zb-h2"])
+def test_without_a_barrier_a_zero_bubble_schedule_is_never_idle(name: str) -> None:
+    for d in DEVICES:
+        assert figures(make(name, d, 2 * d))[2] == 0
+
+
+def test_gpipe_holds_every_microbatch() -> None:
+    assert figures(make("gpipe", 4, 9)) == (18, 18, 18)
+
+
+def test_more_chunks_mean_less_bubble() -> None:
+    overheads = [figures(make("interleaved-1f1b", 4, 8, num_chunks=v))[1] for v in (1, 2, 3, 6)]
+    assert overheads == pytest.approx([18, 9, 6, 3])
+
+
+@pytest.mark.parametrize("d", [4, 8, 16])
+def test_smaller_groups_need_less_memory(d: int) -> None:
+    half = make("grouped-interleaved-1f1b", d, 4 * d, group_size=d // 2)
+    peak, overhead, _ = figures(half)
+    assert peak == 1.5 * d
+    assert overhead <= 2.5 * d - 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_number_of_devices_and_microbatches_is_legal(name: str) -> None:
+    for d, m in itertools.product(range(1, 10), (1, 2, 3, 5, 8, 13, 20)):
+        schedule = make(name, d, m)
+        verify(schedule, max_held=max(peak_held(schedule)))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(schedule=made())
+def test_every_choice_of_options_is_legal_and_within_the_bound(schedule: Schedule) -> None:
+    verify(schedule)
+    assert sum(map(len, schedule.order)) == schedule.num_microbatches * schedule.num_stages * (
+        3 if schedule.splits_backward else 2
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("d", [1, 2, 3, 4, 6, 7])
+def test_no_device_holds_more_than_its_lifespans_allow(name: str, d: int) -> None:
+    block = make_block(name, d, 3 * d)
+    schedule = make(name, d, 3 * d)
+    scale = 2 * d / schedule.num_stages
+    peaks = [peak / scale for peak in peak_held(schedule)]
+    assert max(peaks) <= max(block.peaks()) + 1e-9
+    assert max(block.peaks()) <= max(block.peak_bounds())
+    if name in ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "1f1b-v"):
+        for peak, bound in zip(peaks, block.peak_bounds(), strict=True):
+            assert peak <= bound + 1e-9
+
+
+def test_one_device_is_never_idle() -> None:
+    for name in NAMES:
+        assert figures(make(name, 1, 6))[1] == 0, name
+
+
+def test_whole_backwards_where_the_schedule_is_about_them() -> None:
+    whole = {name for name in NAMES if not make(name, 4, 4).splits_backward}
+    assert whole == {"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "1f1b-v"}
+
+
+def test_the_order_of_interleaved_is_that_of_its_inventors() -> None:
+    """Warm-up of 2 (d - 1 - i) + (v - 1) d forwards, then one forward, one backward."""
+    d, v = 4, 3
+    schedule = make("interleaved-1f1b", d, 3 * d, num_chunks=v)
+    for device, row in enumerate(schedule.order):
+        kinds = [work.kind for work in row]
+        ahead = 2 * (d - 1 - device) + (v - 1) * d
+        steady = 3 * d * v - ahead
+        assert kinds == [Kind.F] * ahead + [Kind.F, Kind.BW] * steady + [Kind.BW] * ahead
+
+
+def test_placements() -> None:
+    for name in ("1f1b-v", "v-min", "v-half", "v-zb"):
+        assert make(name, 4, 2).placement == V
+    assert make("interleaved-1f1b", 3, 2, num_chunks=2).placement == (0, 1, 2, 0, 1, 2)
+    assert make("v-two-thirds", 3, 2).placement == (0, 1, 2)
+
+
+PICTURES = {
+    "1f1b": """
+FFF    BWFBWFBW BW BW
+ FF  BWFBWFBWFBW BW
+  FBWFBWFBWFBWFBW""",
+    "zb-h1": """
+FFF  BWFBWFBWBWBW
+ FFFBW BFBWFBWBWW
+  FBWFBFBFBWFBWWW""",
+    "v-min": """
+FFF  fbwfbwBWF fbBwWFfbBwW fbBwW BW
+ FF f fbwFBWbwfFBbWwfFBbWwf BbWwBW
+  FfFf  bBwWFfbBwFWfbBwFWfbBwWbBwW""",
+    "v-half": """
+FFF  fbw  fbBWFwfbBWFwfbBWwfbBWw BW
+ FFFf  bwfBWbwfFBWbwfFBWbwf BbWwBW
+  FfFf  bBWFwfbBWFwfbBWFwfbBWwbBWw""",
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_picture(name: str) -> None:
+    """Upper case chunk 0, lower case chunk 1."""
+    picture = simulate(make(name, 3, 5)).draw()
+    assert "\n" + picture == PICTURES[name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("v-third", 4, 4), {}, "there is no schedule 'v-third'; choose one of gpipe, 1f1b, "),
+        (("v-half", 0, 4), {}, "num_devices of v-half is 0; it must be a whole number of at "),
+        (("v-half", 4, -1), {}, "num_microbatches of v-half is -1; it must be a whole number of "),
+        (("v-half", 4.0, 4), {}, "num_devices of v-half is 4.0; it must be a whole number of at "),
+        (("v-half", True, 4), {}, "num_devices of v-half is True; it must be a whole number of "),
+        (
+            ("v-half", 4, 4),
+            {"num_chunks": 3},
+            "v-half takes no num_chunks, an option of interleaved-1f1b and "
+            "grouped-interleaved-1f1b",
+        ),
+        (
+            ("interleaved-1f1b", 4, 4),
+            {"group_size": 3},
+            "interleaved-1f1b takes no group_size, an option of grouped-interleaved-1f1b",
+        ),
+        (
+            ("interleaved-1f1b", 4, 4),
+            {"num_chunks": 0},
+            "num_chunks of interleaved-1f1b is 0; it must be a whole number of at least 1",
+        ),
+        (
+            ("1f1b", 1000, 1000000),
+            {},
+            "2000 stages and 1000000 microbatches are more than the 20000000 passes",
+        ),
+    ],
+)
+def test_impossible_values(
+    arguments: tuple[str, int, int], options: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ScheduleError) as error:
+        make(*arguments, **options)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,232 @@
+"""Schedule files and costs files: they round-trip, and bad ones end in one clear sentence."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from strategies import costs_of, made
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.schedule import Schedule, load_schedule
+
+GOOD = {
+    "format": 1,
+    "name": "mine",
+    "num_devices": 2,
+    "num_microbatches": 1,
+    "placement": [0, 1],
+    "order": [["F0.0", "BW0.0"], ["F1.0", "B1.0", "W1.0"]],
+}
+NO_FILE = "No such file or directory"
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(schedule=made())
+def test_json_and_csv_round_trip(schedule: Schedule) -> None:
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    assert Schedule.from_csv(schedule.to_csv(), name=schedule.name) == schedule
+    again = Schedule.from_csv(schedule.to_csv(), schedule.placement, schedule.name)
+    assert again == schedule
+
+
+def test_the_file_is_that_of_the_design() -> None:
+    data = json.loads(make("v-half", 2, 1).to_json())
+    assert list(data) == [
+        "format", "name", "num_devices", "num_microbatches", "placement", "order"
+    ]  # fmt: skip
+    assert data["placement"] == [0, 1, 1, 0]
+    assert data["order"][1][:2] == ["F1.0", "F2.0"]
+    assert make("v-half", 2, 1).to_csv().splitlines()[1].startswith("F1.0,F2.0,")
+
+
+def test_a_csv_may_have_spaces() -> None:
+    schedule = Schedule.from_csv("F0.0, BW0.0\n F1.0 ,BW1.0\n")
+    assert schedule.placement == (0, 1)
+    assert schedule.num_microbatches == 1
+
+
+BAD_TEXTS = {
+    "": "the schedule file is not valid JSON: Expecting value: line 1 column 1 (char 0)",
+    '{"format": 1': "the schedule file is not valid JSON: Expecting ',' delimiter: line 1",
+    "[" * 100_000: "the schedule file is not valid JSON: it is nested too deep",
+    '{"a":' * 100_000: "the schedule file is not valid JSON: it is nested too deep",
+    "[]": "the schedule file holds a JSON list; it must hold an object",
+    "null": "the schedule file holds a JSON null; it must hold an object",
+    "true": "the schedule file holds a JSON boolean; it must hold an object",
+    '"text"': "the schedule file holds a JSON string; it must hold an object",
+    "3": "the schedule file holds a JSON number; it must hold an object",
+    "NaN": "NaN is not a number that JSON allows; write a finite one",
+    '{"format": 1, "format": 1}': "the key 'format' stands twice in one JSON object",
+    "9" * 5000: "the schedule file is not valid JSON: Exceeds the limit (4300 digits)",
+    "{}": "the format is None; this version reads 1",
+}
+
+
+@pytest.mark.parametrize("text", BAD_TEXTS, ids=range(len(BAD_TEXTS)))
+def test_what_is_no_schedule_file(text: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        Schedule.from_json(text)
+    assert str(error.value).startswith(BAD_TEXTS[text])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, "the format is 2; this version reads 1"),
+        ({"format": True}, "the format is True; this version reads 1"),
+        ({"order": None}, "order is None; it must hold one list per device, num_devices is 2"),
+        ({"order": [[]]}, "order is 1 lists; it must hold one list per device, num_devices is 2"),
+        ({"order": ["F0.0", []]}, "the order of device 0 is 'F0.0'; it must be a list of passes"),
+        ({"order": [["F0.0"], [3]]}, "3 is not a pass: expected F, B, W or BW, a stage, a dot and"),
+        ({"order": [["X0.0"], []]}, "'X0.0' is not a pass: expected F, B, W or BW, a stage, a dot"),
+        ({"order": [[["F0.0"]], []]}, "['F0.0'] is not a pass: expected F, B, W or BW, a stage, a"),
+        ({"num_devices": True}, "num_devices is True; it must be a whole number of at least 1"),
+        ({"num_devices": 2.0}, "num_devices is 2.0; it must be a whole number of at least 1"),
+        ({"num_devices": -1}, "num_devices is -1; it must be a whole number of at least 1"),
+        ({"num_devices": "2"}, "num_devices is '2'; it must be a whole number of at least 1"),
+        ({"num_devices": 10**9}, "order is 2 lists; it must hold one list per device, num_devices"),
+        ({"num_microbatches": 0}, "num_microbatches is 0; it must be a whole number of at least 1"),
+        ({"num_microbatches": 10**12}, "2 stages and 1000000000000 microbatches are more than the"),
+        ({"placement": [0, True]}, "placement must be a list with the device of every stage"),
+        ({"placement": 7}, "placement must be a list with the device of every stage"),
+        ({"placement": [0, 5]}, "the placement puts stage 1 on device 5; there are 2 devices, cou"),
+        ({"placement": [0, 0]}, "the placement puts 2 of 2 stages on device 0; every one of the 2"),
+        ({"name": 3}, "name is 3; it must be printable text of up to 200 characters"),
+        ({"name": "a\nb"}, "name is 'a\\nb'; it must be printable text of up to 200 characters"),
+        ({"name": "a" * 201}, "name is 'aaaaaaaaa"),
+        ({"colour": 1}, "the schedule file has the unknown key 'colour'; it may hold format, name"),
+    ],
+)
+def test_a_wrong_value(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        Schedule.from_json(json.dumps(GOOD | changes))
+    assert str(error.value).startswith(message)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("key", [key for key in GOOD if key != "format"])
+def test_a_missing_key(key: str) -> None:
+    text = json.dumps({each: GOOD[each] for each in GOOD if each != key})
+    with pytest.raises(ScheduleError) as error:
+        Schedule.from_json(text)
+    assert str(error.value) == f"the key '{key}' is missing from the schedule file"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the CSV holds no pass; it needs one line per device"),
+        ("\n\n", "the CSV holds no pass; it needs one line per device"),
+        ("F0.0,,B0.0\n", "'' is not a pass: expected F, B, W or BW"),
+        ("F0.0\nF2.0\n", "stage 1 has no pass, but stage 2 has"),
+        ("F0.0\nF1.0,F2.0\n", "the placement has 3 stages for 2 devices; every device must hold"),
+        ("F0.999999999\n", "1 stages and 1000000000 microbatches are more than the 20000000"),
+        ("F" * 200_000, "the CSV cannot be read: field larger than field limit (131072)"),
+    ],
+)
+def test_a_bad_csv(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        Schedule.from_csv(text)
+    assert str(error.value).startswith(message)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+        max_leaves=8,
+    ).flatmap(lambda junk: st.sampled_from(list(GOOD)).map(lambda key: GOOD | {key: junk}))
+)
+def test_junk_never_ends_in_another_error(data: object) -> None:
+    message = "it was a schedule"
+    try:
+        Schedule.from_json(json.dumps(data))
+    except ScheduleError as error:
+        message = str(error)
+    assert 0 < len(message) < 600
+
+
+@given(text=st.text(), cut=st.integers(0, 400))
+def test_a_truncated_or_scrambled_file_never_ends_in_another_error(text: str, cut: int) -> None:
+    whole = make("v-half", 2, 2).to_json()
+    for reader in (Schedule.from_json, Schedule.from_csv, Costs.from_json):
+        for damaged in (text, whole[:cut], whole[:cut] + text):
+            try:
+                reader(damaged)
+            except ScheduleError:
+                continue
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    binary, truncated, good = (tmp_path / name for name in ("b.json", "t.json", "g.csv"))
+    binary.write_bytes(b'{"format": \xff\xfe}')
+    truncated.write_text(json.dumps(GOOD)[:50])
+    good.write_text("F0.0,BW0.0\nF1.0,BW1.0\n")
+    assert load_schedule(good).num_devices == 2
+    messages = {
+        tmp_path / "none.json": f"the schedule file {tmp_path}/none.json cannot be read: {NO_FILE}",
+        tmp_path: f"the schedule file {tmp_path} cannot be read: Is a directory",
+        binary: f"the schedule file {binary} is not UTF-8 text: byte 11 cannot be decoded",
+        truncated: f"the schedule file {truncated} is not valid: the schedule file is not valid "
+        "JSON: ",
+        "a\0b": "the schedule file a\0b cannot be read: embedded null byte",
+    }
+    for path, message in messages.items():
+        with pytest.raises(ScheduleError) as error:
+            load_schedule(path)
+        assert str(error.value).startswith(message)
+    with pytest.raises(ScheduleError, match=r"^the costs file .*none\.json cannot be read: No"):
+        Costs.load(tmp_path / "none.json")
+
+
+@given(data=st.data(), num_stages=st.integers(1, 6))
+def test_costs_round_trip(data: st.DataObject, num_stages: int) -> None:
+    costs = data.draw(costs_of(num_stages))
+    assert Costs.from_json(costs.to_json()) == costs
+
+
+COSTS = json.loads(Costs.uniform(1, 2).to_json())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"forward_us": [1, 0]},
+            "forward_us of stage 1 is 0.0; it must be a finite number above 0",
+        ),
+        ({"weight_us": [-2, 1]}, "weight_us of stage 0 is -2.0; it must be a finite number above"),
+        ({"backward_us": [1, 1e999]}, "Infinity is not a number that JSON allows; write a finite"),
+        ({"backward_us": [1, float("nan")]}, "NaN is not a number that JSON allows; write a fini"),
+        ({"backward_us": [1, True]}, "backward_us holds True, which is not a number"),
+        ({"backward_us": [1, "2"]}, "backward_us holds '2', which is not a number"),
+        ({"backward_us": [1, 10**400]}, "backward_us holds a number too large for a float"),
+        ({"backward_us": 3}, "backward_us is 3; it must be a list with a number per stage"),
+        ({"backward_us": []}, "backward_us is []; it must be a list with a number per stage"),
+        ({"backward_us": [1]}, "the costs have 1 values of backward_us and 2 of forward_us; there"),
+        ({"send_us": -1}, "send_us is -1.0; it must be finite and not below 0"),
+        ({"send_us": None}, "send_us holds None, which is not a number"),
+        ({"held_after_backward_bytes": [1, -1]}, "held_after_backward_bytes of stage 1 is -1.0; "),
+        ({"bytes": 3}, "the costs file has the unknown key 'bytes'; it may hold forward_us, back"),
+    ],
+)
+def test_bad_costs(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        Costs.from_json(json.dumps(COSTS | changes))
+    assert str(error.value).startswith(message)
+
+
+def test_infinite_costs_are_refused() -> None:
+    text = json.dumps(COSTS).replace("1.0", "1e999", 1)
+    with pytest.raises(ScheduleError, match="forward_us of stage 0 is inf; it must be a finite"):
+        Costs.from_json(text)
+    for bad in (float("nan"), float("inf"), -1.0, 0.0):
+        with pytest.raises(ScheduleError, match="forward_us of stage 0 is"):
+            Costs.uniform(2, 4, forward=bad)
+    with pytest.raises(ScheduleError, match="send_us is nan; it must be finite and not below 0"):
+        Costs.uniform(2, 4, send=float("nan"))

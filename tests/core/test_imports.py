@@ -1,0 +1,31 @@
+"""The core imports fast, and without what only the other layers need."""
+
+import subprocess
+import sys
+
+MODULES = (
+    "building_block blocks repeating squeezing reordering catalogue verify schedule simulate "
+    "lowering costs analysis"
+)
+CODE = """
+import sys, time
+begin = time.perf_counter()
+for name in sys.argv[1:]:
+    __import__(f"megatron_vshape.core.{name}")
+seconds = time.perf_counter() - begin
+heavy = {"torch", "megatron", "numpy", "numba", "matplotlib"} & set(sys.modules)
+print(seconds, *sorted(heavy))
+"""
+
+
+def test_the_core_imports_no_torch_and_is_fast() -> None:
+    """The best of a few times, so that a busy machine does not fail it."""
+    runs = []
+    for _ in range(5):
+        command = [sys.executable, "-c", CODE, *MODULES.split()]
+        seconds, *heavy = subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.split()
+        assert heavy == []
+        runs.append(float(seconds))
+    assert min(runs) < 0.3

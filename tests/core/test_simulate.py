@@ -1,0 +1,110 @@
+"""The simulator: pictures, memory, and the same figures as the judge's independent replay."""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from strategies import costs_of, made
+
+from megatron_vshape.core.catalogue import NAMES, make
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.simulate import held_curve, peak_held, simulate
+
+
+def uneven(num_stages: int) -> Costs:
+    """Return costs that differ from stage to stage, always the same."""
+    draw = random.Random(num_stages)
+    forward, backward, weight, memory = (
+        tuple(draw.uniform(0.3, 2.0) for _ in range(num_stages)) for _ in range(4)
+    )
+    return Costs(forward, backward, weight, 0.15, memory, memory)
+
+
+def agree(schedule: Schedule, costs: Costs, replay) -> None:
+    timeline = simulate(schedule, costs)
+    judged = replay(schedule, costs)
+    assert isinstance(judged, dict), judged
+    assert timeline.makespan == pytest.approx(judged["makespan"], abs=1e-6)
+    assert timeline.span == pytest.approx(judged["span"], abs=1e-6)
+    assert timeline.busy == pytest.approx(judged["busy"], abs=1e-6)
+    assert timeline.overhead == pytest.approx(judged["overhead"], abs=2e-6)
+    assert timeline.bubble == pytest.approx(judged["bubble"], abs=2e-6)
+    assert timeline.span_bubble == pytest.approx(judged["span_bubble"], abs=2e-6)
+    assert max(peak_held(schedule, costs)) == pytest.approx(judged["peak"], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_simulator_agrees_with_the_judge(name: str, replay) -> None:
+    for d in range(2, 10):
+        for m in range(1, 21):
+            schedule = make(name, d, m)
+            stages = schedule.num_stages
+            agree(schedule, Costs.uniform(d, stages), replay)
+            agree(schedule, Costs.uniform(d, stages, 1, 2, 1, 0.05), replay)
+            agree(schedule, uneven(stages), replay)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_they_agree_on_any_costs(data: st.DataObject, replay) -> None:
+    schedule = data.draw(made())
+    agree(schedule, data.draw(costs_of(schedule.num_stages)), replay)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_they_agree_on_any_costs_at_length(data: st.DataObject, replay) -> None:
+    schedule = data.draw(made())
+    agree(schedule, data.draw(costs_of(schedule.num_stages)), replay)
+
+
+def test_a_message_takes_time_and_no_device() -> None:
+    schedule = make("1f1b", 2, 1)
+    timeline = simulate(schedule, Costs.uniform(2, 2, 1, 1, 1, send=0.5))
+    assert timeline.starts == ((0.0, 9.0), (2.5, 4.5))
+    assert timeline.makespan == 13
+
+
+def test_memory_falls_after_b_and_after_w() -> None:
+    schedule = make("zb-h1", 1, 1)
+    costs = Costs((1,), (1,), (1,), 0, (10,), (4,))
+    assert held_curve(schedule, costs, 0) == [10, 10, 4]
+    assert peak_held(schedule, costs) == (10,)
+
+
+def test_times_are_spans_of_the_schedule() -> None:
+    timeline = simulate(make("1f1b", 4, 8))
+    assert (timeline.makespan, timeline.busy, timeline.overhead) == (66, 48, 18)
+    assert timeline.bubble == pytest.approx(18 / 66)
+    assert next(iter(timeline.slots(3))) == (Pass(Kind.F, 3, 0), 6.0, 8.0)
+
+
+def test_a_picture_can_be_scaled() -> None:
+    timeline = simulate(make("v-half", 4, 32))
+    assert max(map(len, timeline.draw(columns=80).splitlines())) == 80
+    assert max(map(len, timeline.draw(columns=1000).splitlines())) == timeline.makespan
+
+
+def test_a_picture_of_unequal_passes_keeps_their_proportions() -> None:
+    timeline = simulate(make("v-half", 2, 2), Costs.uniform(2, 4, 1, 2, 1))
+    assert timeline.draw().splitlines() == ["FF fbbfw  BBbbWw  BBW", " FfFf bbBBWw  bbBBWw"]
+
+
+def test_costs_for_other_stages_are_refused() -> None:
+    with pytest.raises(ScheduleError) as error:
+        simulate(make("v-half", 4, 8), Costs.uniform(4, 4))
+    assert str(error.value) == "the costs are for 4 stages, the schedule has 8"
+
+
+def test_an_incomplete_schedule_ends_with_who_waits_for_what() -> None:
+    text = '{"format": 1, "name": "x", "num_devices": 1, "num_microbatches": 1, '
+    schedule = Schedule.from_json(text + '"placement": [0], "order": [["B0.0"]]}')
+    with pytest.raises(ScheduleError) as error:
+        simulate(schedule)
+    assert str(error.value) == (
+        "the schedule cannot end: B0.0 on device 0 waits for F0.0, which no device runs"
+    )

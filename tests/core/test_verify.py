@@ -1,0 +1,222 @@
+"""Verification: what is wrong is said with a picture, and agrees with the judge's verdict."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from strategies import made, mutated
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.deadlock import LISTED
+from megatron_vshape.core.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.placement import looping
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.verify import verify
+
+
+def parse(placement: tuple[int, ...], *rows: str) -> Schedule:
+    order = tuple(tuple(map(Pass.parse, row.split())) for row in rows)
+    microbatches = 1 + max(work.microbatch for row in order for work in row)
+    return Schedule("test", len(rows), microbatches, placement, order)
+
+
+def refuse(schedule: Schedule, *arguments: object) -> str:
+    with pytest.raises(ScheduleError) as error:
+        verify(schedule, *arguments)
+    return "\n" + str(error.value)
+
+
+def test_a_deadlock_shows_its_cycle() -> None:
+    schedule = parse((0, 1), "F0.0 F0.1 BW0.1 BW0.0", "F1.0 BW1.0 F1.1 BW1.1")
+    verify(schedule)  # a backward may come late
+    schedule = parse((0, 1), "F0.0 BW0.0 F0.1 BW0.1", "F1.0 F1.1 BW1.0 BW1.1")
+    assert (
+        refuse(schedule)
+        == """
+the schedule deadlocks; each pass below waits for the next:
+    BW0.0 on device 0 waits for BW1.0: reads its result
+    BW1.0 on device 1 waits for F1.1: device 1 runs it first
+    F1.1 on device 1 waits for F0.1: reads its result
+    F0.1 on device 0 waits for BW0.0: device 0 runs it first"""
+    )
+
+
+def test_a_deadlock_on_one_device() -> None:
+    schedule = parse((0, 0), "F1.0 F0.0 B1.0 B0.0 W0.0 W1.0")
+    assert (
+        refuse(schedule)
+        == """
+the schedule deadlocks; each pass below waits for the next:
+    F1.0 on device 0 waits for F0.0: reads its result
+    F0.0 on device 0 waits for F1.0: device 0 runs it first"""
+    )
+
+
+def test_a_long_cycle_is_cut() -> None:
+    d = 20
+    rows = []
+    for device in range(d):
+        forwards = [f"F{stage}.{m}" for stage in (device, d + device) for m in range(d)]
+        backwards = [f"BW{stage}.{m}" for stage in (d + device, device) for m in range(d)]
+        backwards.remove(f"BW{device}.{device}")
+        rows.append(" ".join([*forwards, f"BW{device}.{device}", *backwards]))
+    lines = refuse(parse(looping(d, 2), *rows)).splitlines()
+    assert len(lines) == 3 + LISTED
+    assert lines[2] == "    BW0.0 on device 0 waits for BW1.0: reads its result"
+    assert lines[3] == "    BW1.0 on device 1 waits for BW1.1: device 1 runs it first"
+    assert lines[-2:] == [
+        f"    ... and {2 * d - LISTED} more waits, until",
+        f"    BW{d}.{d - 1} on device 0 waits for BW0.0: device 0 runs it first",
+    ]
+
+
+def test_a_misplaced_pass_is_marked() -> None:
+    schedule = parse((0, 1), "F0.0 F1.0 BW0.0", "BW1.0")
+    assert (
+        refuse(schedule)
+        == """
+F1.0 stands on device 0, but its stage is on device 1
+    device 0 |  F0.0  [F1.0]  BW0.0   <-- here
+    device 1 |  BW1.0"""
+    )
+
+
+def test_a_strange_stage_or_microbatch_is_marked() -> None:
+    schedule = parse((0, 1), "F0.0 BW0.0", "F1.0 BW1.0 F2.0")
+    assert (
+        refuse(schedule)
+        == """
+F2.0 stands on device 1, but there are only 2 stages, counted from 0
+    device 0 |  F0.0   BW0.0
+    device 1 |  F1.0   BW1.0 [F2.0]   <-- here"""
+    )
+    schedule = replace(parse((0,), "F0.0 BW0.0 F0.7"), num_microbatches=1)
+    assert (
+        refuse(schedule)
+        == """
+F0.7 stands on device 0, but there are only 1 microbatches, counted from 0
+    device 0 |  F0.0   BW0.0 [F0.7]   <-- here"""
+    )
+
+
+def test_a_missing_and_a_doubled_pass_are_marked() -> None:
+    schedule = parse((0, 1), "F0.0 F0.1 B0.0 W0.0 B0.1 W0.1", "F1.0 B1.0 W1.0 F1.1 W1.1")
+    assert (
+        refuse(schedule)
+        == """
+B1.1 runs never on device 1; every pass must run once
+    device 0 | ...  F0.1  B0.0  W0.0  B0.1  W0.1
+    device 1 | ...  B1.0  W1.0  F1.1 [W1.1]   <-- here"""
+    )
+    schedule = parse((0,), "F0.0 B0.0 BW0.0")
+    assert (
+        refuse(schedule)
+        == """
+B0.0 runs 2 times on device 0; every pass must run once
+    device 0 |  F0.0   B0.0  [BW0.0]   <-- here"""
+    )
+
+
+def test_only_the_neighbourhood_is_shown() -> None:
+    schedule = make("1f1b", 16, 64)
+    order = list(schedule.order)
+    order[8] = order[8][:40] + order[8][41:]
+    lines = refuse(replace(schedule, order=tuple(order))).splitlines()[2:]
+    assert len(lines) == 5
+    assert [line.split()[1] for line in lines] == ["6", "7", "8", "9", "10"]
+    assert all(line.startswith("    device") for line in lines)
+    assert all("..." in line for line in lines)
+    assert all(len(line) < 100 for line in lines)
+    assert lines[2].endswith("<-- here")
+
+
+def test_too_much_memory_is_marked_where_it_begins() -> None:
+    schedule = make("gpipe", 2, 4)
+    assert (
+        refuse(schedule, 4)
+        == """
+device 0 holds 8 at its peak, more than the limit of 4; it first exceeds that at F0.2
+    device 0 |  F0.0   F0.1  [F0.2]  F0.3   BW0.0  BW0.1 ...   <-- here
+    device 1 |  F1.0   F1.1   F1.2   F1.3   BW1.0  BW1.1 ..."""
+    )
+    verify(schedule, 8)
+
+
+def test_memory_in_bytes() -> None:
+    costs = Costs((1, 1), (1, 1), (1, 1), 0, (100, 10), (100, 10))
+    schedule = make("1f1b", 2, 4)
+    verify(schedule, 200, costs)
+    assert "device 0 holds 200 at its peak, more than the limit of 199.5" in refuse(
+        schedule, 199.5, costs
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_microbatches": 0}, "num_microbatches is 0; it must be at least 1"),
+        (
+            {"num_devices": 3},
+            "the schedule has orders for 2 devices and num_devices 3; the two must be equal",
+        ),
+        ({"placement": (0, 2)}, "the placement puts stage 1 on device 2; there are 2 devices"),
+        ({"placement": (0, 1, 1)}, "the placement has 3 stages for 2 devices; every device must"),
+        ({"placement": (0, 0)}, "the placement puts 2 of 2 stages on device 0; every one of the"),
+        ({"placement": ()}, "the placement has 0 stages for 2 devices; every device must hold"),
+    ],
+)
+def test_sizes_that_do_not_fit(changes: dict[str, object], message: str) -> None:
+    assert message in refuse(replace(make("1f1b", 2, 2), **changes))
+
+
+def verdicts_agree(schedule: Schedule, replay) -> None:
+    judged = replay(schedule, Costs.uniform(schedule.num_devices, schedule.num_stages))
+    message = None
+    try:
+        verify(schedule)
+    except ScheduleError as error:
+        message = str(error)
+    if message is None:
+        assert isinstance(judged, dict), judged
+    else:
+        assert isinstance(judged, str), message
+        assert len(message.splitlines()) <= 2 + LISTED
+        assert len(message) < 2000
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_changed_schedule_is_caught_or_still_correct(data: st.DataObject, replay) -> None:
+    schedule = data.draw(made(max_devices=5, max_microbatches=6))
+    verdicts_agree(data.draw(mutated(schedule)), replay)
+
+
+@pytest.mark.slow
+@settings(max_examples=20_000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_changed_schedule_is_caught_at_length(data: st.DataObject, replay) -> None:
+    schedule = data.draw(made())
+    verdicts_agree(data.draw(mutated(schedule)), replay)
+
+
+@given(st.text() | st.from_regex(r"(BW|F|B|W)[0-9]{1,3}\.[0-9]{1,3}", fullmatch=True))
+@example("F１.0")
+@example("F0.0\n")
+@example("F-1.0")
+@example("F1234567890.0")
+def test_a_pass_is_its_text(text: str) -> None:
+    if re.fullmatch(r"(BW|F|B|W)[0-9]{1,9}\.[0-9]{1,9}", text):
+        work = Pass.parse(text)
+        assert Pass.parse(str(work)) == work
+    else:
+        with pytest.raises(ScheduleError, match="is not a pass: expected F, B, W or BW, a stage"):
+            Pass.parse(text)
+
+
+def test_needs_of_a_pass() -> None:
+    assert list(Pass(Kind.F, 0, 2).needs(3)) == []
+    assert list(Pass(Kind.BW, 1, 2).needs(3)) == [Pass(Kind.F, 1, 2), Pass(Kind.B, 2, 2)]
+    assert list(Pass(Kind.W, 1, 2).needs(3)) == [Pass(Kind.B, 1, 2)]

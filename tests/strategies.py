@@ -1,0 +1,96 @@
+"""What Hypothesis draws schedules, costs and broken schedules from."""
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from megatron_vshape.core.catalogue import NAMES, OPTIONS, make
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import Kind, Pass
+from megatron_vshape.core.schedule import Schedule
+
+
+@st.composite
+def made(draw: st.DrawFn, max_devices: int = 12, max_microbatches: int = 40) -> Schedule:
+    """Draw a schedule of the catalogue, with any options it takes."""
+    name = draw(st.sampled_from(NAMES))
+    devices = draw(st.integers(1, max_devices))
+    options = {option: draw(st.integers(1, 5)) for option in sorted(OPTIONS.get(name, ()))}
+    return make(name, devices, draw(st.integers(1, max_microbatches)), **options)
+
+
+@st.composite
+def costs_of(draw: st.DrawFn, num_stages: int) -> Costs:
+    """Draw costs that differ from stage to stage."""
+
+    def values(least: float) -> st.SearchStrategy[tuple[float, ...]]:
+        each = st.floats(least, 4.0, width=32)
+        return st.lists(each, min_size=num_stages, max_size=num_stages).map(tuple)
+
+    memory = draw(values(0.125))
+    return Costs(
+        draw(values(0.125)),
+        draw(values(0.125)),
+        draw(values(0.125)),
+        draw(st.floats(0.0, 2.0, width=32)),
+        memory,
+        memory,
+    )
+
+
+@st.composite
+def mutated(draw: st.DrawFn, schedule: Schedule) -> Schedule:
+    """Draw the schedule with one or two changes, which may leave it correct."""
+    rows = [list(row) for row in schedule.order]
+    for _ in range(draw(st.integers(1, 2))):
+        filled = [device for device, row in enumerate(rows) if row]
+        if not filled:
+            break
+        device = draw(st.sampled_from(filled))
+        change = draw(st.sampled_from((_swap, _drop, _duplicate, _move, _split_or_fuse, _rename)))
+        change(draw, rows, device)
+    return replace(schedule, order=tuple(map(tuple, rows)))
+
+
+def _index(draw: st.DrawFn, row: list[Pass]) -> int:
+    return draw(st.integers(0, len(row) - 1))
+
+
+def _swap(draw: st.DrawFn, rows: list[list[Pass]], device: int) -> None:
+    row = rows[device]
+    one, other = _index(draw, row), _index(draw, row)
+    row[one], row[other] = row[other], row[one]
+
+
+def _drop(draw: st.DrawFn, rows: list[list[Pass]], device: int) -> None:
+    del rows[device][_index(draw, rows[device])]
+
+
+def _duplicate(draw: st.DrawFn, rows: list[list[Pass]], device: int) -> None:
+    row = rows[device]
+    row.insert(_index(draw, row), row[_index(draw, row)])
+
+
+def _move(draw: st.DrawFn, rows: list[list[Pass]], device: int) -> None:
+    work = rows[device].pop(_index(draw, rows[device]))
+    target = rows[draw(st.integers(0, len(rows) - 1))]
+    target.insert(draw(st.integers(0, len(target))), work)
+
+
+def _split_or_fuse(draw: st.DrawFn, rows: list[list[Pass]], device: int) -> None:
+    row = rows[device]
+    at = _index(draw, row)
+    if row[at].kind is Kind.BW:
+        row[at : at + 1] = [row[at]._replace(kind=Kind.B), row[at]._replace(kind=Kind.W)]
+    elif row[at].kind is Kind.B:
+        row[at] = row[at]._replace(kind=Kind.BW)
+
+
+def _rename(draw: st.DrawFn, rows: list[list[Pass]], device: int) -> None:
+    row = rows[device]
+    at = _index(draw, row)
+    row[at] = Pass(
+        draw(st.sampled_from(Kind)),
+        max(0, row[at].stage + draw(st.integers(-1, 1))),
+        max(0, row[at].microbatch + draw(st.integers(-1, 1))),
+    )
