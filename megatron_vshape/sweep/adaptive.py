@@ -1,16 +1,38 @@
 """The adaptive plan as a method of the sweep: the best order for these costs and this memory."""
 
+from collections.abc import Sequence
+
 from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.sweep.files import SweepError
+from megatron_vshape.sweep.grid import Combination
 
 
 def plan_adaptive(
-    num_devices: int, num_microbatches: int, costs: Costs, limit_bytes: float
+    combination: Combination, costs: Costs, limits_bytes: Sequence[float], spans_count: bool
 ) -> Schedule:
-    """Return the order that the planner finds under `limit_bytes` per device.
+    """Return the order that the planner finds with at most `limits_bytes` on each device.
+
+    With `spans_count`, what counts is the longest time of one device, else that of all.
 
     Raises:
-        SweepError: nothing fits, or this version has no planner yet.
+        SweepError: nothing fits.
     """
-    raise SweepError("this version has no adaptive planner; leave the schedule 'adaptive' out")
+    # Planning needs numpy, and numba to be quick; a sweep without this method needs neither.
+    from megatron_vshape.core.search import Objective, plan
+
+    least = min(limits_bytes)
+    if least <= 0:
+        raise SweepError(f"parameters and their states alone are {-least / 2**30:.1f} GiB too much")
+    try:
+        found = plan(
+            costs,
+            combination.pipeline_parallel,
+            combination.num_microbatches,
+            limits_bytes,
+            Objective.SPAN if spans_count else Objective.MAKESPAN,
+        )
+    except ScheduleError as error:
+        raise SweepError(str(error)) from None
+    return found.schedule

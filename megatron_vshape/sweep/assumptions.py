@@ -42,6 +42,11 @@ class Assumptions:
         900, "the same figures: about half of that rate at sequences of 1k"
     )
     attention_backward: float = _assume(2.5, "FlashAttention-2: 5 products instead of 2")
+    attention_dropout: float = _assume(
+        1.2,
+        "attention's time with dropout against without, where the model has any; measured are 1.0 "
+        "to 1.15 (Dao-AILab/flash-attention #2439) and 1.2 to 1.4 (#2597): the weakest number here",
+    )
     memory_fraction: float = _assume(
         0.85, "STREAM-like kernels reach 80-90 % of HBM's rate (Calculon, systems/a100_80g.json)"
     )

@@ -10,11 +10,13 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from megatron_vshape.core.passes import ScheduleError
+
 Positive = Annotated[int, Field(gt=0, strict=True)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class SweepError(ValueError):
+class SweepError(ScheduleError):
     """A sweep cannot be made from what was given; the text says what to change."""
 
 
@@ -100,6 +102,7 @@ class Cluster(_File):
     device: Device
     inside_node_gb_per_s: Rate
     between_nodes_gb_per_s: Rate
+    backend: Literal["nccl", "gloo"] = "nccl"
     # Processors that all devices of a node share, as ranks on a laptop do; None: none.
     shared_processors: Positive | None = None
     # What differs on this hardware from sweep/assumptions.py; comment each with its source.

@@ -74,9 +74,10 @@ class Combination:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A combination that will not run, and why."""
+    """A combination that will not run, and why; `kind` is the reason without its numbers."""
 
     combination: Combination
+    kind: str
     reason: str
 
 
@@ -105,16 +106,15 @@ def expand(loaded: Loaded) -> Expanded:
             (_of_also(each, workload) for each in sweep.also),
         )
         for combination in every:
-            reason = why_not(combination, model, cluster)
-            if reason is None:
+            fault = why_not(combination, model, cluster)
+            if fault is None:
                 possible[combination] = None
             else:
-                dropped.append(Dropped(combination, reason))
+                dropped.append(Dropped(combination, *fault))
     if not possible:
-        reasons = sorted({each.reason for each in dropped})
+        first = {each.kind: each.reason for each in reversed(dropped)}
         raise SweepError(
-            f"{loaded.path}: no combination of the grid can run; for example: "
-            + "; ".join(reasons[:3])
+            f"{loaded.path}: no combination of the grid can run: " + "; ".join(first.values())
         )
     return Expanded(tuple(possible), tuple(dropped))
 
@@ -163,14 +163,15 @@ def _of_also(also: Also, workload: Workload) -> Combination:
     )
 
 
-def why_not(combination: Combination, model: Model, cluster: Cluster) -> str | None:
-    """Return why the combination cannot run; None if it can."""
-    return (
-        _devices_fault(combination, cluster)
-        or _tensor_fault(combination, model, cluster)
-        or _batch_fault(combination)
-        or _layer_fault(combination, model)
-    )
+def why_not(combination: Combination, model: Model, cluster: Cluster) -> tuple[str, str] | None:
+    """Return why the combination cannot run, as `Dropped` has it; None if it can."""
+    faults = {
+        "another number of devices than the cluster's": _devices_fault(combination, cluster),
+        "sizes that TP or CP do not divide": _tensor_fault(combination, model, cluster),
+        "a global batch that does not divide": _batch_fault(combination),
+        "layers that do not divide, or a schedule that cannot be": _layer_fault(combination, model),
+    }
+    return next(((kind, fault) for kind, fault in faults.items() if fault), None)
 
 
 def _devices_fault(it: Combination, cluster: Cluster) -> str | None:

@@ -58,7 +58,8 @@ def num_parameters(model: Model) -> float:
     """Return how many parameters the model has, biases and norms left out."""
     ends = 1 if model.tied_embeddings else 2
     return (
-        float(model.layers * _layer_weights(model)) + ends * model.hidden_size * model.vocabulary_size
+        float(model.layers * _layer_weights(model))
+        + ends * model.hidden_size * model.vocabulary_size
     )
 
 
@@ -208,6 +209,7 @@ class Layers:
         flops = 4.0 * it.sequence_length**2 * model.hidden_size * sequences
         if model.flash_attention:
             scale = machine.assume.attention_backward if backward else 1.0
+            scale *= machine.assume.attention_dropout if model.dropout else 1.0
             return machine.attention_us(scale * flops / 2, it.sequence_length)
         scores = sequences * model.attention_heads * it.sequence_length**2
         traffic = machine.assume.unfused_score_bytes * self._width() * scores

@@ -67,9 +67,7 @@ class Machine:
     def attention_us(self, flops: float, sequence: int) -> float:
         """Return the time of flash attention's products; half of them are masked away."""
         assume = self.assume
-        fraction = (
-            assume.attention_fraction * sequence / (sequence + assume.attention_half_tokens)
-        )
+        fraction = assume.attention_fraction * sequence / (sequence + assume.attention_half_tokens)
         return flops / (self.peak_flops_per_us * fraction)
 
     def traffic_us(self, num_bytes: float) -> float:

@@ -63,7 +63,7 @@ class Predictor:
         limit = self.machine.cluster.device.memory_gib * GIB
         stages = _Stages.of(combination, self)
         try:
-            schedule = self._schedule(stages, limit)
+            schedule = self._schedule(stages)
         except SweepError as error:
             return Prediction(combination, Verdict.NO_PLAN, 0.0, limit, reason=str(error))
         held = peak_held(schedule, stages.costs)
@@ -91,13 +91,18 @@ class Predictor:
             bubble=timeline.span_bubble if self.post_validation else timeline.bubble,
         )
 
-    def _schedule(self, stages: "_Stages", limit: float) -> Schedule:
+    def schedule(self, combination: Combination) -> Schedule:
+        """Return the order that the combination runs; raises SweepError where none fits."""
+        return self._schedule(_Stages.of(combination, self))
+
+    def _schedule(self, stages: "_Stages") -> Schedule:
         it = stages.combination
-        if it.schedule == ADAPTIVE:
-            spare = limit - max(stages.fixed_bytes())
-            spare /= 1 + self.machine.assume.fragmentation
-            return plan_adaptive(it.pipeline_parallel, it.num_microbatches, stages.costs, spare)
-        return _made(it.schedule, it.pipeline_parallel, it.num_microbatches)
+        if it.schedule != ADAPTIVE:
+            return _made(it.schedule, it.pipeline_parallel, it.num_microbatches)
+        limit = self.machine.cluster.device.memory_gib * GIB
+        reserve = 1 + self.machine.assume.fragmentation
+        spare = [(limit - fixed) / reserve for fixed in stages.fixed_bytes()]
+        return plan_adaptive(it, stages.costs, spare, spans_count=self.post_validation)
 
     def _pipeline_us(self, timeline: Timeline) -> float:
         """Return the time of the passes; without barrier between steps, that of one device.

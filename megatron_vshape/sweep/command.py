@@ -1,0 +1,98 @@
+"""From a combination to the trainer's command line."""
+
+import sys
+from pathlib import Path
+
+from megatron_vshape.sweep.files import Layout, Loaded, Model, Recompute
+from megatron_vshape.sweep.grid import Combination, layers_of_stages, placement_of
+
+
+def trainer_command(
+    loaded: Loaded, combination: Combination, schedule_file: Path | None = None
+) -> list[str]:
+    """Return the trainer's script with its flags; the sweep's own flags come last, so they win.
+
+    `schedule_file` replaces the schedule's name, for the orders that have none.
+    """
+    it, run = combination, loaded.sweep.run
+    sizes = {
+        "seq-length": it.sequence_length,
+        "max-position-embeddings": it.sequence_length,
+        "micro-batch-size": it.microbatch_size,
+        "global-batch-size": it.global_batch_size,
+        "tensor-model-parallel-size": it.tensor_parallel,
+        "pipeline-model-parallel-size": it.pipeline_parallel,
+        "context-parallel-size": it.context_parallel,
+        "pipeline-schedule": schedule_file or it.schedule,
+        "train-iters": run.warmup_steps + run.measured_steps,
+    }
+    flags = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+    flags += _model_flags(loaded.model)
+    if it.tensor_parallel > 1:
+        flags.append("--sequence-parallel")
+    if it.recompute is Recompute.FULL:
+        flags += "--recompute-granularity full --recompute-method uniform".split()
+        flags += ["--recompute-num-layers", "1"]
+    if it.layout is Layout.BALANCED:
+        stages = len(placement_of(it.schedule, it.pipeline_parallel))
+        layers = layers_of_stages(it, loaded.model, stages)
+        flags += ["--pipeline-layer-split", ",".join(map(str, layers))]
+    if loaded.sweep.post_validation:
+        flags.append("--optimizer-post-validation")
+    flags += _device_flags(loaded)
+    return [run.script, *flags, *_TRAINING, *run.arguments, *it.arguments]
+
+
+_TRAINING = (
+    "--mock-data --tokenizer-type NullTokenizer --lr 1e-4 --min-lr 1e-5 --lr-decay-style constant "
+    "--eval-iters 0 --eval-interval 1000000 --log-interval 1 --num-workers 0"
+).split()
+
+
+def _model_flags(model: Model) -> list[str]:
+    sizes = {
+        "num-layers": model.layers,
+        "hidden-size": model.hidden_size,
+        "num-attention-heads": model.attention_heads,
+        "ffn-hidden-size": model.ffn,
+        # The tokenizer that makes up numbers adds one, and Megatron pads to the divisor.
+        "vocab-size": model.vocabulary_size - 1,
+        "make-vocab-size-divisible-by": 1,
+        "position-embedding-type": "rope",
+    }
+    flags = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+    if model.groups != model.attention_heads:
+        flags += ["--group-query-attention", "--num-query-groups", str(model.groups)]
+    if model.gated:
+        flags.append("--swiglu")
+    if not model.tied_embeddings:
+        flags.append("--untie-embeddings-and-output-weights")
+    if not model.dropout:
+        flags += "--attention-dropout 0 --hidden-dropout 0".split()
+    return flags
+
+
+def _device_flags(loaded: Loaded) -> list[str]:
+    if loaded.cluster.backend == "gloo":
+        return (
+            "--distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion "
+            "--no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion"
+        ).split()
+    flags = "--distributed-backend nccl --use-distributed-optimizer".split()
+    return [*flags, "--bf16"] if loaded.model.parameter_bytes == 2 else flags
+
+
+def torchrun(command: list[str], devices_per_node: int, node: list[str]) -> list[str]:
+    """Return the command that starts `command` on every device of a node."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", *node]
+    return [*launcher, "--nproc-per-node", str(devices_per_node), *command]
+
+
+def node_flags(num_nodes: int, node: int, first_host: str, port: int) -> list[str]:
+    """Return torchrun's flags for one of several nodes, or for a machine alone."""
+    if num_nodes == 1:
+        return ["--standalone"]
+    return [
+        *("--nnodes", str(num_nodes), "--node-rank", str(node)),
+        *("--master-addr", first_host, "--master-port", str(port)),
+    ]

@@ -1,0 +1,67 @@
+"""Live progress of a sweep: what runs, what has ended and how; plain lines where no one watches."""
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich import progress as rich_progress
+from rich.console import Console
+
+from megatron_vshape.sweep.files import Loaded
+from megatron_vshape.sweep.grid import Combination
+from megatron_vshape.sweep.launch import Watcher
+from megatron_vshape.sweep.predict import Prediction
+from megatron_vshape.sweep.results import Result, key_of
+
+
+class Progress(Watcher):
+    """A bar over all runs, a line for each that runs, and one for each that has ended."""
+
+    def __init__(
+        self, console: Console, loaded: Loaded, chosen: Sequence[Prediction], done: set[str]
+    ) -> None:
+        keys = [key_of(each.combination, loaded) for each in chosen]
+        self._before = sum(key in done for key in keys)
+        self._total = len(keys)
+        self._bars = rich_progress.Progress(
+            rich_progress.TextColumn("{task.description}", markup=False),
+            rich_progress.BarColumn(),
+            rich_progress.MofNCompleteColumn(),
+            rich_progress.TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._running: dict[Combination, rich_progress.TaskID] = {}
+        self._all: rich_progress.TaskID | None = None
+
+    def __enter__(self) -> "Progress":
+        self._bars.start()
+        self._all = self._bars.add_task("runs", total=self._total, completed=self._before)
+        if self._before:
+            self._say(f"{self._before} of {self._total} runs were made before")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bars.stop()
+
+    def started(self, combination: Combination) -> None:
+        """Show that a run has been submitted."""
+        self._running[combination] = self._bars.add_task(f"  {combination}", total=1)
+
+    def ended(self, result: Result) -> None:
+        """Show how a run ended."""
+        task = self._running.pop(result.combination, None)
+        if task is not None:
+            self._bars.remove_task(task)
+        if self._all is not None:
+            self._bars.advance(self._all)
+        outcome = result.outcome
+        speed = "" if outcome.step_s is None else f" {outcome.step_s:.3f} s a step"
+        self._say(f"{outcome.status.value:6s} {result.combination}{speed}")
+
+    def _say(self, text: str) -> None:
+        self._bars.console.print(text, markup=False, highlight=False)

@@ -1,0 +1,32 @@
+"""How well the predicted order agrees with the measured one."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+
+def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Return Kendall's tau-b of two rankings: 1 the same order, -1 the reverse, 0 unrelated.
+
+    None where it means nothing: fewer than two values, or one side all equal.
+    """
+    agree = ties_one = ties_other = pairs = 0
+    for (a, b), (c, d) in itertools.combinations(zip(one, other, strict=True), 2):
+        pairs += 1
+        ties_one += a == c
+        ties_other += b == d
+        agree += ((a > c) - (a < c)) * ((b > d) - (b < d))
+    scale = math.sqrt((pairs - ties_one) * (pairs - ties_other))
+    return agree / scale if scale else None
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Return which points (cost, worth) no other beats in both, by rising cost."""
+    order = sorted(range(len(points)), key=lambda at: (points[at][0], -points[at][1]))
+    best = -math.inf
+    front = []
+    for at in order:
+        if points[at][1] > best:
+            best = points[at][1]
+            front.append(at)
+    return front

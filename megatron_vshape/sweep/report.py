@@ -1,0 +1,311 @@
+"""What a sweep found: tables, CSV, and the Pareto picture of memory against throughput."""
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from megatron_vshape.core.catalogue import NAMES
+from megatron_vshape.sweep.files import Recompute, SweepError
+from megatron_vshape.sweep.grid import Combination
+from megatron_vshape.sweep.machine import GIB
+from megatron_vshape.sweep.predict import Prediction
+from megatron_vshape.sweep.ranking import kendall_tau, pareto
+from megatron_vshape.sweep.results import Outcome, Result, Status
+from megatron_vshape.view.names import display_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = (
+    "#4477aa #ee6677 #228833 #ccbb44 #66ccee #aa3377 "
+    "#994400 #000000 #88ccaa #ddaa33 #775588 #555555"
+).split()
+"""Told apart by people who see red and green alike; the order of the catalogue decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A combination with what was predicted of it and, where it ran, what was measured."""
+
+    combination: Combination
+    verdict: str
+    predicted_step_s: float | None
+    predicted_mfu: float | None
+    predicted_bubble: float | None
+    predicted_peak_gib: float
+    step_s: float | None = None
+    mfu: float | None = None
+    bubble: float | None = None
+    peak_gib: float | None = None
+    note: str = ""
+
+    @property
+    def best_mfu(self) -> float:
+        """Return the measured MFU, else the predicted one, else nothing."""
+        return self.mfu or self.predicted_mfu or 0.0
+
+
+def rows_of(predictions: Iterable[Prediction], results: Iterable[Result] = ()) -> list[Row]:
+    """Return one row per prediction, the measured values where there are any."""
+    measured = {each.combination: each for each in results}
+    return [_row(each, measured.get(each.combination)) for each in predictions]
+
+
+def _row(prediction: Prediction, result: Result | None) -> Row:
+    outcome = result.outcome if result else Outcome(Status.OK)
+    verdict = f"predicted {prediction.verdict}" if result is None else outcome.status.value
+    lines = outcome.log_tail.splitlines()
+    return Row(
+        prediction.combination,
+        verdict,
+        prediction.step_s,
+        prediction.mfu,
+        prediction.bubble,
+        prediction.peak_bytes / GIB,
+        outcome.step_s,
+        result.mfu if result else None,
+        outcome.bubble,
+        outcome.peak_bytes / GIB if outcome.peak_bytes else None,
+        lines[-1] if lines else prediction.reason,
+    )
+
+
+def best_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return the best row of every sequence length and schedule; one out of memory if all are."""
+    best: dict[tuple[int, str], Row] = {}
+    for row in rows:
+        key = (row.combination.sequence_length, row.combination.schedule)
+        if key not in best or _rank(row) > _rank(best[key]):
+            best[key] = row
+    return list(best.values())
+
+
+def _rank(row: Row) -> tuple[float, float]:
+    return row.best_mfu, -row.predicted_peak_gib
+
+
+def result_table(rows: Sequence[Row], title: str) -> Table:
+    """Return the rows as a table, the best of each sequence length in bold."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for name in ("sequence", "schedule", "DP TP PP CP mbs", "layout", "status"):
+        table.add_column(name, no_wrap=True)
+    for name in ("MFU %", "step s", "bubble %", "peak GiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    winners = _winners(rows)
+    for row in rows:
+        table.add_row(*_cells(row), style="bold" if row in winners else None)
+    return table
+
+
+def _winners(rows: Sequence[Row]) -> list[Row]:
+    best: dict[int, Row] = {}
+    for row in rows:
+        length = row.combination.sequence_length
+        if row.best_mfu > (best[length].best_mfu if length in best else 0.0):
+            best[length] = row
+    return list(best.values())
+
+
+def _cells(row: Row) -> list[str]:
+    it = row.combination
+    layout = it.layout + (", recompute" if it.recompute is Recompute.FULL else "")
+    return [
+        str(it.sequence_length),
+        display_name(it.schedule),
+        parallel(it),
+        layout,
+        row.verdict,
+        _both(row.mfu, row.predicted_mfu, 100, 2),
+        _both(row.step_s, row.predicted_step_s, 1, 3),
+        _both(row.bubble, row.predicted_bubble, 100, 1),
+        _both(row.peak_gib, row.predicted_peak_gib, 1, 1),
+    ]
+
+
+def parallel(it: Combination) -> str:
+    """Return DP, TP, PP, CP and the microbatch size in one short text."""
+    sizes = (
+        it.data_parallel,
+        it.tensor_parallel,
+        it.pipeline_parallel,
+        it.context_parallel,
+        it.microbatch_size,
+    )
+    return " ".join(map(str, sizes))
+
+
+def _both(measured: float | None, predicted: float | None, scale: float, digits: int) -> str:
+    """Return the measured value with the predicted one in brackets, or what there is of them."""
+    texts = [
+        "-" if each is None else f"{each * scale:.{digits}f}" for each in (measured, predicted)
+    ]
+    return texts[1] if measured is None else f"{texts[0]} ({texts[1]})"
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A figure from elsewhere to stand beside ours; no MFU where it ran out of memory."""
+
+    sequence_length: int
+    schedule: str
+    mfu_percent: float | None
+    parallel: str
+
+
+def load_published(path: Path) -> list[Published]:
+    """Return the rows of a CSV with sequence_length, schedule, mfu_percent (or OOM), parallel.
+
+    Raises:
+        SweepError: the file cannot be read or has other columns.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            lines = (line for line in file if not line.startswith("#"))
+            return [
+                Published(
+                    int(row["sequence_length"]),
+                    row["schedule"],
+                    None if row["mfu_percent"] == "OOM" else float(row["mfu_percent"]),
+                    row["parallel"],
+                )
+                for row in csv.DictReader(lines)
+            ]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SweepError(f"{path} cannot be read: {error}") from None
+    except (KeyError, ValueError, TypeError) as error:
+        raise SweepError(
+            f"{path} must have the columns sequence_length, schedule, mfu_percent and parallel: "
+            f"{error}"
+        ) from None
+
+
+def comparison_table(rows: Sequence[Row], published: Sequence[Published]) -> tuple[Table, bool]:
+    """Return ours beside the published figures, and whether every winner is the same."""
+    title = "best MFU in % and its DP TP PP microbatch size: predicted beside published"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for name in ("sequence", "schedule"):
+        table.add_column(name, no_wrap=True)
+    for name in ("predicted", "published", "difference"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("predicted", "published", "winner"):
+        table.add_column(name, no_wrap=True)
+    ours = {(row.combination.sequence_length, row.combination.schedule): row for row in rows}
+    same = True
+    for length in dict.fromkeys(each.sequence_length for each in published):
+        group = [each for each in published if each.sequence_length == length]
+        theirs = max(group, key=lambda each: each.mfu_percent or 0.0).schedule
+        candidates = [ours[length, each.schedule] for each in group]
+        found = max(candidates, key=lambda row: row.best_mfu).combination.schedule
+        same &= theirs == found
+        for each in group:
+            row = ours[length, each.schedule]
+            mark = "both" if each.schedule == theirs == found else ""
+            mark = mark or ("published" if each.schedule == theirs else "")
+            mark = mark or ("predicted" if each.schedule == found else "")
+            table.add_row(str(length), display_name(each.schedule), *_compare(row, each), mark)
+        table.add_section()
+    return table, same
+
+
+def _compare(row: Row, published: Published) -> list[str]:
+    it = row.combination
+    ours = None if row.predicted_mfu is None else 100 * row.predicted_mfu
+    theirs = published.mfu_percent
+    difference = "" if ours is None or theirs is None else f"{ours - theirs:+.2f}"
+    sizes = (it.data_parallel, it.tensor_parallel, it.pipeline_parallel, it.microbatch_size)
+    return [
+        "out of memory" if ours is None else f"{ours:.2f}",
+        "out of memory" if theirs is None else f"{theirs:.2f}",
+        difference,
+        "-" if ours is None else " ".join(map(str, sizes)),
+        published.parallel,
+    ]
+
+
+def write_csv(rows: Iterable[Row], path: Path) -> None:
+    """Write every row with every value."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer: csv.DictWriter[str] | None = None
+        for row in rows:
+            fields = asdict(row)
+            fields = {**fields.pop("combination"), **fields}
+            fields["arguments"] = " ".join(fields["arguments"])
+            if writer is None:
+                writer = csv.DictWriter(file, list(fields), lineterminator="\n")
+                writer.writeheader()
+            writer.writerow(fields)
+
+
+def ranking_line(rows: Iterable[Row]) -> str:
+    """Return how well the predicted order of the step times agrees with the measured one."""
+    pairs = [
+        (row.predicted_step_s, row.step_s)
+        for row in rows
+        if row.predicted_step_s is not None and row.step_s is not None
+    ]
+    tau = kendall_tau([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    if tau is None:
+        return "Kendall's tau of predicted and measured step times: too few runs to say"
+    return (
+        f"Kendall's tau of predicted and measured step times over {len(pairs)} runs: {tau:+.2f} "
+        "(1: the same order)"
+    )
+
+
+def draw_pareto(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Draw peak memory against MFU, one colour a schedule, hollow where only predicted."""
+    from matplotlib.figure import Figure
+
+    from megatron_vshape.view.figure import FORMATS, save
+
+    if path.suffix not in FORMATS:
+        raise SweepError(f"{path} must end in one of {', '.join(FORMATS)}")
+    shown = [row for row in rows if row.best_mfu]
+    lengths = list(dict.fromkeys(row.combination.sequence_length for row in shown))
+    if not shown:
+        raise SweepError(f"no combination fits, so there is nothing to draw in {path}")
+    figure = Figure(figsize=(4.2 * len(lengths) + 0.6, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(lengths), squeeze=False)[0]
+    for axes, length in zip(panels, lengths, strict=True):
+        _panel(axes, [row for row in shown if row.combination.sequence_length == length])
+        axes.set_title(f"sequence length {length}", fontsize=9)
+    figure.suptitle(title, fontsize=10)
+    save(figure, path)
+
+
+def _panel(axes: "Axes", rows: Sequence[Row]) -> None:
+    points = [(row.peak_gib or row.predicted_peak_gib, 100 * row.best_mfu) for row in rows]
+    front = [points[at] for at in pareto(points)]
+    memory, throughput = zip(*front, strict=True)
+    axes.plot(memory, throughput, color="#999999", lw=0.8, zorder=1)
+    for schedule in dict.fromkeys(row.combination.schedule for row in rows):
+        for measured in (False, True):
+            mine = [
+                point
+                for point, row in zip(points, rows, strict=True)
+                if row.combination.schedule == schedule and (row.mfu is not None) == measured
+            ]
+            if mine:
+                colour = _colour(schedule)
+                memory, throughput = zip(*mine, strict=True)
+                axes.scatter(
+                    memory,
+                    throughput,
+                    s=22,
+                    zorder=2,
+                    edgecolors=colour,
+                    facecolors=colour if measured else "none",
+                    label=display_name(schedule) + ("" if measured else " (predicted)"),
+                )
+    axes.set_xlabel("peak memory of a device, GiB", fontsize=8)
+    axes.set_ylabel("MFU, %", fontsize=8)
+    axes.legend(fontsize=7, frameon=False)
+
+
+def _colour(schedule: str) -> str:
+    return COLOURS[NAMES.index(schedule) % len(COLOURS)] if schedule in NAMES else "#333333"

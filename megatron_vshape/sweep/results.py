@@ -1,0 +1,207 @@
+"""The results file: SQLite, one transaction per result, so that a kill loses none collected."""
+
+import fcntl
+import hashlib
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from megatron_vshape.sweep.files import Layout, Loaded, Recompute, SweepError
+from megatron_vshape.sweep.grid import Combination
+
+APPLICATION = 0x56534850  # "VSHP": marks the file as one of ours
+FORMAT = 1
+
+
+class Status(StrEnum):
+    """How a run ended."""
+
+    OK = "ok"
+    OUT_OF_MEMORY = "OOM"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one run measured; None where it did not get that far."""
+
+    status: Status
+    step_s: float | None = None
+    peak_bytes: float | None = None
+    bubble: float | None = None
+    log_tail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One row of the results file: a combination, what was predicted, what was measured."""
+
+    combination: Combination
+    outcome: Outcome
+    mfu: float | None
+    predicted_step_s: float | None
+    predicted_peak_bytes: float
+    predicted_bubble: float | None
+
+
+_CREATE = """
+CREATE TABLE results (
+    key TEXT PRIMARY KEY,
+    sweep TEXT NOT NULL,
+    combination TEXT NOT NULL,
+    status TEXT NOT NULL,
+    step_s REAL,
+    mfu REAL,
+    peak_bytes REAL,
+    bubble REAL,
+    predicted_step_s REAL,
+    predicted_peak_bytes REAL,
+    predicted_bubble REAL,
+    log_tail TEXT NOT NULL,
+    finished TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP
+);
+CREATE TABLE in_flight (key TEXT PRIMARY KEY, job TEXT NOT NULL);
+"""
+
+
+def key_of(combination: Combination, loaded: Loaded) -> str:
+    """Return what identifies a run: change the model or the flags, and it is another run."""
+    run = loaded.sweep.run
+    what = {
+        "combination": asdict(combination),
+        "model": loaded.model.model_dump(mode="json"),
+        "cluster": loaded.cluster.name,
+        "steps": [run.warmup_steps, run.measured_steps],
+        "script": [run.script, run.arguments, run.environment, run.threads],
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Results:
+    """An open results file; use `open_results`."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def keys(self) -> set[str]:
+        """Return the keys of the runs that have ended."""
+        return {row[0] for row in self._connection.execute("SELECT key FROM results")}
+
+    def record(self, key: str, sweep: str, result: Result) -> None:
+        """Add a result; it is on the disk when this returns."""
+        outcome = result.outcome
+        values = (
+            key,
+            sweep,
+            json.dumps(asdict(result.combination)),
+            outcome.status.value,
+            outcome.step_s,
+            result.mfu,
+            outcome.peak_bytes,
+            outcome.bubble,
+            result.predicted_step_s,
+            result.predicted_peak_bytes,
+            result.predicted_bubble,
+            outcome.log_tail,
+        )
+        marks = ", ".join("?" * len(values))
+        names = (
+            "key, sweep, combination, status, step_s, mfu, peak_bytes, bubble, predicted_step_s, "
+            "predicted_peak_bytes, predicted_bubble, log_tail"
+        )
+        with self._connection:
+            self._connection.execute(
+                f"INSERT OR REPLACE INTO results ({names}) VALUES ({marks})", values
+            )
+            self._connection.execute("DELETE FROM in_flight WHERE key = ?", (key,))
+
+    def forget_failed(self) -> None:
+        """Let failed runs run again; their rows go when the new ones come."""
+        with self._connection:
+            self._connection.execute("DELETE FROM results WHERE status = ?", (Status.FAILED.value,))
+
+    def start(self, key: str, job: str) -> None:
+        """Note that a run is in flight as `job`."""
+        with self._connection:
+            self._connection.execute("INSERT OR REPLACE INTO in_flight VALUES (?, ?)", (key, job))
+
+    def job_in_flight(self, key: str) -> str | None:
+        """Return the job that an earlier sweep left in flight for this run."""
+        row = self._connection.execute("SELECT job FROM in_flight WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def read(self, sweep: str) -> list[Result]:
+        """Return the sweep's results in the order in which they came."""
+        rows = self._connection.execute(
+            "SELECT combination, status, step_s, peak_bytes, bubble, log_tail, mfu, "
+            "predicted_step_s, predicted_peak_bytes, predicted_bubble "
+            "FROM results WHERE sweep = ? ORDER BY rowid",
+            (sweep,),
+        )
+        return [
+            Result(_combination(row[0]), Outcome(Status(row[1]), *row[2:6]), *row[6:])
+            for row in rows
+        ]
+
+
+def _combination(text: str) -> Combination:
+    it = Combination(**json.loads(text))
+    return replace(
+        it,
+        recompute=Recompute(it.recompute),
+        layout=Layout(it.layout),
+        arguments=tuple(it.arguments),
+    )
+
+
+@contextmanager
+def open_results(path: Path) -> Iterator[Results]:
+    """Open the results file, made if there is none, and keep other sweeps out of it.
+
+    Raises:
+        SweepError: it is no results file, is damaged, or another sweep is writing it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(path.name + ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise SweepError(
+                f"another sweep is writing {path}; wait for it, or name another file with --results"
+            ) from None
+        try:
+            connection = sqlite3.connect(path)
+            try:
+                _prepare(connection, path)
+                yield Results(connection)
+            finally:
+                connection.close()
+        except sqlite3.DatabaseError as error:
+            raise SweepError(
+                f"{path} is not a results file, or a damaged one ({error}): move it away, or name "
+                "another with --results"
+            ) from None
+
+
+def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    # A write-ahead log is torn at no moment, and FULL waits for the disk at every commit.
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if not tables:
+        connection.executescript(
+            f"BEGIN; PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {FORMAT};"
+            f"{_CREATE} COMMIT;"
+        )
+        return
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if application != APPLICATION or version != FORMAT:
+        raise SweepError(
+            f"{path} is a database, but not a results file of this version: move it away, or name "
+            "another with --results"
+        )

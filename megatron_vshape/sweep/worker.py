@@ -1,0 +1,181 @@
+"""One run, inside its job: start the trainer, read its log, say how it ended."""
+
+import json
+import os
+import re
+import resource
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_vshape.sweep.command import node_flags, torchrun
+from megatron_vshape.sweep.results import Outcome, Status
+
+LAST_LINES = 12
+POLL_S = 0.2
+PORT = 29_400  # where the ranks of several nodes meet; a node runs one job at a time
+
+_STEP = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
+_ALLOCATED = re.compile(r"allocated in all \[([0-9., ]+)\]")
+_OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
+_FAULT = re.compile(r"error|exception|refused|unrecognized", re.IGNORECASE)
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a run needs; it travels to the node."""
+
+    command: tuple[str, ...]  # the trainer's, without torchrun
+    folder: Path
+    devices_per_node: int
+    num_nodes: int
+    warmup_steps: int
+    measured_steps: int
+    timeout_s: float
+    environment: dict[str, str]
+    launcher: int | None = None  # a process without which the run is in vain
+
+
+def run_job(job: Job) -> Outcome:
+    """Run the trainer on this node and return how it ended; the outcome is also a file."""
+    node, host = _this_node() if job.num_nodes > 1 else (0, "localhost")
+    log = job.folder / f"node{node}.log"
+    command = torchrun(
+        list(job.command), job.devices_per_node, node_flags(job.num_nodes, node, host, PORT)
+    )
+    with log.open("w") as output:
+        code = _run(command, job, output.fileno())
+    outcome = read_log(log.read_text(errors="replace"), code, job)
+    if _alive(job.launcher):  # else the run was ended half way, and will be run again
+        write_outcome(job.folder / outcome_name(node), outcome)
+    return outcome
+
+
+def _this_node() -> tuple[int, str]:
+    """Return this node's number among the job's, and the first one's name."""
+    import submitit
+
+    environment = submitit.JobEnvironment()
+    return environment.node, environment.hostnames[0]
+
+
+def _run(command: Sequence[str], job: Job, output: int) -> int | None:
+    """Return the exit code, or None where time was up or the launcher has gone."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **job.environment},
+        start_new_session=True,
+    )
+    end = time.monotonic() + job.timeout_s
+    try:
+        while process.poll() is None:
+            if time.monotonic() > end or not _alive(job.launcher):
+                return None
+            time.sleep(POLL_S)
+        return process.returncode
+    finally:
+        _stop(process)
+
+
+def _alive(process: int | None) -> bool:
+    if process is None:
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the run and all its ranks; they are a process group."""
+    if process.poll() is None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            os.killpg(process.pid, number)
+            try:
+                process.wait(timeout=5)
+                return
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def read_log(text: str, code: int | None, job: Job) -> Outcome:
+    """Return what the log and the exit code say."""
+    steps = [float(each) * 1e-3 for each in _STEP.findall(text)]
+    if code == 0 and len(steps) >= job.warmup_steps + job.measured_steps:
+        measured = statistics.median(steps[job.warmup_steps :])
+        return Outcome(Status.OK, measured, _peak_bytes(text))
+    tail = _tail(text)
+    if _OUT_OF_MEMORY.search(text) or code == -signal.SIGKILL:
+        return Outcome(Status.OUT_OF_MEMORY, peak_bytes=_peak_bytes(text), log_tail=tail)
+    if code is None:
+        tail += f"\nended after {job.timeout_s:.0f} s, the time a run may take"
+    elif code == 0:
+        # Only one node's log has the steps; the others end well without any.
+        status = Status.FAILED if job.num_nodes == 1 else Status.OK
+        return Outcome(status, log_tail=f"{tail}\nended after {len(steps)} steps")
+    return Outcome(Status.FAILED, log_tail=tail)
+
+
+def _tail(text: str) -> str:
+    """Return the last lines that say something: from the first rank's fault on, if it tells one."""
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    faults = [at for at, line in enumerate(lines) if _FAULT.search(line)]
+    first = faults[0] if faults else len(lines)
+    start = max(0, min(first, len(lines) - LAST_LINES))
+    return "\n".join(lines[start : start + LAST_LINES])
+
+
+def _peak_bytes(text: str) -> float:
+    """Return the most a GPU had allocated; without one, the most a process had resident."""
+    found = _ALLOCATED.search(text)
+    if found:
+        return MIB * max(float(each) for each in found[1].split(","))
+    return 1024.0 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+
+
+def outcome_name(node: int) -> str:
+    """Return the name of the file that holds a node's outcome."""
+    return f"node{node}.json"
+
+
+def write_outcome(path: Path, outcome: Outcome) -> None:
+    """Write the outcome in one step: a reader finds all of it or nothing."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(asdict(outcome)))
+    draft.replace(path)
+
+
+def read_outcome(folder: Path, num_nodes: int) -> Outcome | None:
+    """Return the outcome that every node of a run has written; None while one is missing."""
+    outcomes = []
+    for node in range(num_nodes):
+        try:
+            fields = json.loads((folder / outcome_name(node)).read_text())
+        except (OSError, ValueError):
+            return None
+        outcomes.append(Outcome(**{**fields, "status": Status(fields["status"])}))
+    return merge(outcomes)
+
+
+def merge(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return one outcome of all nodes: the worst status, the one step time, the highest peak."""
+    order = (Status.OUT_OF_MEMORY, Status.FAILED, Status.OK)
+    worst = min(outcomes, key=lambda each: order.index(each.status))
+    if worst.status is not Status.OK:
+        return worst
+    steps = [each.step_s for each in outcomes if each.step_s is not None]
+    peaks = [each.peak_bytes for each in outcomes if each.peak_bytes is not None]
+    if not steps:
+        return Outcome(Status.FAILED, log_tail="no node's log has the time of a step")
+    return Outcome(Status.OK, max(steps), max(peaks, default=None))
