@@ -17,11 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 try:
-    from numba import njit as _njit
+    from numba import njit
 except ImportError:  # the extra `search` is not installed
+    njit = None
 
-    def _njit(**_options: Any) -> Callable[[Any], Any]:
-        return lambda function: function
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function compiled, or as it is where numba is missing."""
+    return function if njit is None else njit(cache=True)(function)
 
 
 NONE = -1
@@ -64,7 +67,7 @@ class State(NamedTuple):
     random: np.ndarray
 
 
-@_njit(cache=True)
+@compiled
 def draw(random: np.ndarray) -> int:
     """Return the next of xorshift32, the same with and without numba."""
     x = random[0]
@@ -75,7 +78,7 @@ def draw(random: np.ndarray) -> int:
     return x
 
 
-@_njit(cache=True)
+@compiled
 def run_rows(shop: Shop, row: np.ndarray, place: np.ndarray, head: np.ndarray) -> np.ndarray:
     """Set the earliest ends; return the passes in an order that can run, short if it deadlocks."""
     devices, length = row.shape
@@ -115,7 +118,7 @@ def run_rows(shop: Shop, row: np.ndarray, place: np.ndarray, head: np.ndarray) -
     return order[:count]
 
 
-@_njit(cache=True)
+@compiled
 def tail_of(shop: Shop, state: State, work: int) -> int:
     """Return the longest way from the pass's end to the end of all, from the tails behind it."""
     device = shop.device[work]
@@ -131,7 +134,7 @@ def tail_of(shop: Shop, state: State, work: int) -> int:
     return tail
 
 
-@_njit(cache=True)
+@compiled
 def head_of(shop: Shop, state: State, work: int) -> int:
     """Return the earliest end of the pass, from the heads before it."""
     device = shop.device[work]
@@ -145,7 +148,7 @@ def head_of(shop: Shop, state: State, work: int) -> int:
     return start + shop.ticks[work]
 
 
-@_njit(cache=True)
+@compiled
 def objective(shop: Shop, state: State) -> int:
     """Return the makespan or, if `due` says so, the span."""
     devices, length = state.row.shape
@@ -155,7 +158,7 @@ def objective(shop: Shop, state: State) -> int:
     return worst
 
 
-@_njit(cache=True)
+@compiled
 def settle(shop: Shop, state: State) -> bool:
     """Set all that follows from the rows; return False if they deadlock or hold too much."""
     devices, length = state.row.shape
@@ -176,7 +179,7 @@ def settle(shop: Shop, state: State) -> bool:
     return fits
 
 
-@_njit(cache=True)
+@compiled
 def _push(state: State, size: int, key: int, work: int) -> int:
     """Add a pass to the heap of those to look at again; return the heap's new size."""
     at = size
@@ -192,7 +195,7 @@ def _push(state: State, size: int, key: int, work: int) -> int:
     return size + 1
 
 
-@_njit(cache=True)
+@compiled
 def _pop(state: State, size: int) -> int:
     """Remove the heap's first pass; return the heap's new size."""
     size -= 1
@@ -214,7 +217,7 @@ def _pop(state: State, size: int) -> int:
     return size
 
 
-@_njit(cache=True)
+@compiled
 def _target(shop: Shop, state: State, device: int, start: int, step: int, edge: int) -> int:
     """Return how far the pass at `start` can go towards `edge`, within need and memory."""
     work = state.row[device, start]
@@ -227,7 +230,7 @@ def _target(shop: Shop, state: State, device: int, start: int, step: int, edge: 
     place = start
     while place != edge:
         other = state.row[device, place + step]
-        if shop.sort[other] == sort or other == stop_one or other == stop_two:
+        if shop.sort[other] == sort or other == stop_one or other == stop_two:  # noqa: SIM109
             break
         passed = place + step
         if state.held[device, passed] + change > shop.limit[device]:
@@ -240,7 +243,7 @@ def _target(shop: Shop, state: State, device: int, start: int, step: int, edge: 
     return place
 
 
-@_njit(cache=True)
+@compiled
 def _shift(state: State, device: int, start: int, stop: int) -> None:
     """Move the pass at `start` to `stop`; those between close up."""
     work = state.row[device, start]
@@ -253,7 +256,7 @@ def _shift(state: State, device: int, start: int, stop: int) -> None:
     state.place[work] = stop
 
 
-@_njit(cache=True)
+@compiled
 def _promises(shop: Shop, state: State, device: int, low: int, high: int, bar: int) -> bool:
     """Return whether the ways through the changed places seem no longer than `bar`.
 
@@ -284,7 +287,7 @@ def _promises(shop: Shop, state: State, device: int, low: int, high: int, bar: i
     return True
 
 
-@_njit(cache=True)
+@compiled
 def _spread_heads(shop: Shop, state: State, device: int, low: int, high: int, bar: int) -> int:
     """Bring the heads up to date after a change; return how many changed, -1 - them if too long.
 
@@ -325,7 +328,7 @@ def _spread_heads(shop: Shop, state: State, device: int, low: int, high: int, ba
     return changed
 
 
-@_njit(cache=True)
+@compiled
 def _spread_tails(shop: Shop, state: State, device: int, low: int, high: int) -> None:
     """Bring the tails up to date after a change that was taken; the heads are."""
     size = 0
@@ -348,7 +351,7 @@ def _spread_tails(shop: Shop, state: State, device: int, low: int, high: int) ->
             size = _push(state, size, -state.head[need], need)
 
 
-@_njit(cache=True)
+@compiled
 def _try(shop: Shop, state: State, device: int, start: int, stop: int, bar: int) -> bool:
     """Move the pass at `start` to `stop` if the objective stays within `bar`; say whether."""
     low, high = min(start, stop), max(start, stop)
@@ -369,7 +372,7 @@ def _try(shop: Shop, state: State, device: int, start: int, stop: int, bar: int)
     return False
 
 
-@_njit(cache=True)
+@compiled
 def walk(
     shop: Shop, state: State, low: np.ndarray, high: np.ndarray, steps: int, slack: int
 ) -> int:

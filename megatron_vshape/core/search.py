@@ -1,19 +1,34 @@
 """The adaptive scheduler: the order of least makespan or span for given costs and memory."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
 from megatron_vshape.core import bounds, improve
-from megatron_vshape.core.blocks import v_half, v_min, v_zb
-from megatron_vshape.core.building_block import BuildingBlock
+from megatron_vshape.core.blocks import one_f_one_b_v, two_thirds, v_half, v_min, v_zb
 from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import PARTS, Kind, Pass, ScheduleError
-from megatron_vshape.core.placement import Placement, linear, looping, stages_of, v_shape
+from megatron_vshape.core.filling import fill
+from megatron_vshape.core.modulo import find_steady_orders
+from megatron_vshape.core.passes import PARTS, Pass, ScheduleError
+from megatron_vshape.core.placement import Placement, linear, looping, v_shape
+from megatron_vshape.core.rings import (
+    Ring,
+    is_period,
+    ring_of_block,
+    ring_of_order,
+    sequential,
+    splice,
+)
 from megatron_vshape.core.schedule import Schedule
+
+STARTS = 8
+"""So many orders are improved at first."""
+
+ROUNDS = 4
+"""The budget is spent in about so many rounds, each with half as many orders."""
 
 
 class Objective(StrEnum):
@@ -72,91 +87,6 @@ class _Problem:
     objective: Objective
     ticks_per_us: float
     units_per_byte: float
-
-
-@dataclass(frozen=True, slots=True)
-class Ring:
-    """A steady order: in period p, a device runs pass (sort, offset) of microbatch p * k + offset.
-
-    `rows[device]` is [sorts, offsets] in order of time, a sort being 3 * stage + place in PARTS.
-    """
-
-    name: str
-    microbatches: int  # k
-    rows: tuple[tuple[np.ndarray, np.ndarray], ...]
-
-    def reach(self) -> tuple[int, int]:
-        """Return the least and the greatest offset."""
-        offsets = np.concatenate([row[1] for row in self.rows])
-        return int(offsets.min()), int(offsets.max())
-
-    def unroll(self, num_microbatches: int) -> np.ndarray:
-        """Return each device's passes, as numbers sort * num_microbatches + microbatch."""
-        least, most = self.reach()
-        periods = np.arange(-(most // self.microbatches) - 1, self._end(num_microbatches))
-        return np.stack([self._passes(row, periods, num_microbatches)[0] for row in self.rows])
-
-    def window(self, num_microbatches: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return where the middle full period begins and ends on each device; None if too few."""
-        least, most = self.reach()
-        first = -(least // self.microbatches)
-        last = (num_microbatches - 1 - most) // self.microbatches
-        if last - first < 2:
-            return None
-        middle = (first + last) // 2
-        periods = np.arange(-(most // self.microbatches) - 1, self._end(num_microbatches))
-        found = [self._passes(row, periods, num_microbatches)[1] for row in self.rows]
-        low = [int(np.searchsorted(each, middle)) for each in found]
-        high = [int(np.searchsorted(each, middle + 1)) for each in found]
-        return np.array(low), np.array(high)
-
-    def _end(self, num_microbatches: int) -> int:
-        return (num_microbatches - self.reach()[0]) // self.microbatches + 1
-
-    def _passes(
-        self, row: tuple[np.ndarray, np.ndarray], periods: np.ndarray, num_microbatches: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        sorts, offsets = row
-        microbatch = periods[:, None] * self.microbatches + offsets
-        inside = (microbatch >= 0) & (microbatch < num_microbatches)
-        passes = (sorts * num_microbatches + microbatch)[inside]
-        return passes, np.broadcast_to(periods[:, None], microbatch.shape)[inside]
-
-
-def ring_of_block(block: BuildingBlock) -> Ring:
-    """Return the steady order of a building block; a whole backward becomes B, then W."""
-    rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(block.num_devices)]
-    for (kind, stage, within), start, _ in block.passes:
-        period, slot = divmod(start, block.interval)
-        parts = (Kind.B, Kind.W) if kind is Kind.BW else (kind,)
-        for at, part in enumerate(parts):
-            sort = 3 * stage + PARTS.index(part)
-            entry = (slot, at, sort, within - period * block.num_microbatches)
-            rows[block.placement[stage]].append(entry)
-    return _ring(block.name, block.num_microbatches, rows)
-
-
-def _ring(name: str, k: int, rows: Iterable[list[tuple[int, int, int, int]]]) -> Ring:
-    arrays = []
-    for row in rows:
-        ordered = sorted(row)
-        sorts = np.array([entry[2] for entry in ordered])
-        arrays.append((sorts, np.array([entry[3] for entry in ordered])))
-    return Ring(name, k, tuple(arrays))
-
-
-def sequential(placement: Placement, num_devices: int) -> Ring:
-    """Return one microbatch after the other: the least memory that anything can run in."""
-    rows: list[list[tuple[int, int, int, int]]] = []
-    for stages in stages_of(placement, num_devices):
-        forwards = [(0, at, 3 * stage, 0) for at, stage in enumerate(stages)]
-        backwards = [
-            (1, 2 * at + part, 3 * stage + 1 + part, 0)
-            for at, stage in enumerate(reversed(stages))
-            for part in (0, 1)
-        ]
-        rows.append(forwards + backwards)
-    return _ring("sequential", 1, rows)
 
 
 def plan(
@@ -320,12 +250,19 @@ def _due(problem: _Problem, ticks: np.ndarray, send: int) -> np.ndarray:
 class _Candidate:
     """An order under improvement: of all microbatches, or cut short and spliced when judged."""
 
-    ring: Ring
+    name: str
+    period: int  # microbatches
     microbatches: int
     state: improve.State
     low: np.ndarray
     high: np.ndarray
     value: int = 0
+    rounds: int = 0
+
+
+def _best_of(candidates: list[_Candidate], count: int) -> list[_Candidate]:
+    """Return the candidates of least value, equal ones in the order they came."""
+    return sorted(candidates, key=lambda each: each.value)[:count]
 
 
 class _Search:
@@ -346,26 +283,22 @@ class _Search:
             span=problem.objective is Objective.SPAN,
         )
 
-    def run(
-        self, steps: int | None, seconds: float | None, progress: Progress | None
-    ) -> None:
+    def run(self, steps: int | None, seconds: float | None, progress: Progress | None) -> None:
         """Improve the candidates in rounds; half of them stay after each."""
         started = time.monotonic()
-        live = [each for ring in self._rings() if (each := self._candidate(ring)) is not None]
-        live.sort(key=lambda each: each.value)
-        live = live[:8]
         budget = default_steps(self.problem) if steps is None else steps
+        live: list[_Candidate] = []
         try:
-            while live and self.steps < budget:
-                share = max(budget // 4 // len(live), 1000) if len(live) > 1 else budget
+            for ring in self._rings(budget):
+                live += self._candidates(ring)
+            live = _best_of(live, STARTS)
+            while live and self.steps < budget and not self._closed():
+                share = max(budget // (ROUNDS * len(live)), 1000) if len(live) > 1 else budget
                 for each in live:
                     self._improve(each, min(share, budget - self.steps))
                     if progress is not None:
                         progress(self.steps, self._value(), self.bound)
-                live.sort(key=lambda each: each.value)
-                live = live[: max(len(live) // 2, 1)]
-                if self._closed():
-                    return
+                live = _best_of(live, max(len(live) // 2, 1))
             while seconds is not None and time.monotonic() - started < seconds:
                 self._improve(live[0], 20_000)
         except KeyboardInterrupt:
@@ -379,62 +312,72 @@ class _Search:
         assert self.best is not None
         return self.best[0] / self.problem.ticks_per_us
 
-    def _rings(self) -> Iterator[Ring]:
+    def _rings(self, budget: int) -> Iterator[Ring]:
         problem = self.problem
-        if problem.placement == v_shape(problem.num_devices):
-            for block in (v_min, v_half, v_zb):
-                yield ring_of_block(block(problem.num_devices))
-        yield sequential(problem.placement, problem.num_devices)
+        devices = problem.num_devices
+        yield sequential(problem.placement, devices)
+        if problem.placement == v_shape(devices):
+            for block in (v_min, v_half, v_zb, two_thirds, one_f_one_b_v):
+                yield ring_of_block(block(devices))
+        orders = find_steady_orders(
+            problem.costs, problem.placement, devices, problem.limits, budget // 8, self.seed
+        )
+        for at, order in enumerate(orders):
+            yield ring_of_order(order, f"steady-{at}")
 
     def _shop(self, num_microbatches: int) -> improve.Shop:
         if num_microbatches not in self.shops:
             self.shops[num_microbatches] = make_shop(self.problem, num_microbatches)
         return self.shops[num_microbatches]
 
-    def _candidate(self, ring: Ring) -> _Candidate | None:
-        """Return the ring cut to as few microbatches as show its ends; None if it does not fit."""
+    def _candidates(self, ring: Ring) -> Iterator[_Candidate]:
+        """Yield what fits of the ring and of the ring with its idle time filled.
+
+        Both are cut to as few microbatches as show the ends, if a period then stays whole.
+        """
         m, k = self.problem.num_microbatches, ring.microbatches
         least, most = ring.reach()
         full = max(8, self.problem.num_devices // k)
         short = most - least + (full + 1) * k
         short += (m - short) % k
-        length = 3 * len(self.problem.placement) // self.problem.num_devices
-        none = np.full(self.problem.num_devices, length * m)
-        low, high = none, none
         window = ring.window(short) if short < m else None
         if window is None:
             short = m
-        else:
-            low, high = window
-        state = improve.new_state(ring.unroll(short), self.seed)
-        if not improve.settle(self._shop(short), state):
-            return None
-        made = _Candidate(ring, short, state, low, high)
-        self._judge(made)
-        return made
+        shop = self._shop(short)
+        row = ring.unroll(short)
+        for name, own in ((ring.name, row), (ring.name + ", filled", fill(shop, row))):
+            if own is None:
+                continue
+            if window is not None and not is_period(own, *window, short, k):
+                continue
+            state = improve.new_state(own, self.seed)
+            if improve.settle(shop, state):
+                none = np.full(self.problem.num_devices, row.shape[1])
+                made = _Candidate(name, k, short, state, *(window or (none, none)))
+                if self._judge(made):
+                    yield made
 
     def _improve(self, candidate: _Candidate, steps: int) -> None:
         shop = self._shop(candidate.microbatches)
-        slack = int(shop.ticks.mean())
+        slack = 0 if candidate.rounds % 2 else int(shop.ticks.mean())
+        candidate.rounds += 1
         improve.walk(shop, candidate.state, candidate.low, candidate.high, steps, slack)
         self.steps += steps
         self._judge(candidate)
 
-    def _judge(self, candidate: _Candidate) -> None:
-        """Set the candidate's value at the full number of microbatches; keep it if it is best."""
-        m = self.problem.num_microbatches
-        row = candidate.state.row
-        if candidate.microbatches < m:
-            row = splice(candidate, m)
+    def _judge(self, candidate: _Candidate) -> bool:
+        """Set the candidate's value at all microbatches, keep the best; return if it can run."""
+        m, short = self.problem.num_microbatches, candidate.microbatches
+        row, state, shop = candidate.state.row, candidate.state, self._shop(m)
+        if short < m:
+            row = splice(row, candidate.low, candidate.high, candidate.period, short, m)
             state = improve.new_state(row, 1)
-            shop = self._shop(m)
             if not improve.settle(shop, state):
-                return
-            candidate.value = improve.objective(shop, state)
-        else:
-            candidate.value = improve.objective(self._shop(m), candidate.state)
+                return False
+        candidate.value = improve.objective(shop, state)
         if self.best is None or candidate.value < self.best[0]:
-            self.best = (candidate.value, row.copy(), candidate.ring.name)
+            self.best = (candidate.value, row.copy(), candidate.name)
+        return True
 
     def plan(self) -> Plan:
         """Return the best order found, as a plan."""
@@ -460,24 +403,6 @@ class _Search:
             source=source,
             steps=self.steps,
         )
-
-
-def splice(candidate: _Candidate, num_microbatches: int) -> np.ndarray:
-    """Return the candidate's order with its middle period repeated up to all microbatches."""
-    k, short = candidate.ring.microbatches, candidate.microbatches
-    more = (num_microbatches - short) // k
-    rows = []
-    for own, low, high in zip(candidate.state.row, candidate.low, candidate.high, strict=True):
-        sort, microbatch = own // short, own % short
-        copies = np.arange(more + 1)[:, None] * k
-        sorts = (sort[:low], np.tile(sort[low:high], more + 1), sort[high:])
-        micro = (
-            microbatch[:low],
-            (microbatch[low:high] + copies).ravel(),
-            microbatch[high:] + more * k,
-        )
-        rows.append(np.concatenate(sorts) * num_microbatches + np.concatenate(micro))
-    return np.stack(rows)
 
 
 def default_steps(problem: _Problem) -> int:

@@ -1,0 +1,177 @@
+"""Idle time filled from later in each device's order: `reordering.reorder` for the inner loops.
+
+The same rules, but memory counts in any unit and the arrays are those of `improve`; compiled, it
+is fast enough to be tried on every order the adaptive scheduler starts from.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_vshape.core.improve import NONE, Shop, compiled
+
+LATE = 1 << 62
+"""A start that is never."""
+
+
+class Filling(NamedTuple):
+    """A half-made order, changed in place."""
+
+    row: np.ndarray  # [device, place] -> pass, the order to fill
+    place: np.ndarray
+    done: np.ndarray
+    head: np.ndarray
+    first: np.ndarray  # of a device: the place of the first pass left
+    clock: np.ndarray
+    held: np.ndarray
+    waiting: np.ndarray  # [device, sort of the device] -> first pass left, NONE if there is none
+    left: np.ndarray  # of a device: forwards of one stage still to run
+
+
+@compiled
+def _ready(shop: Shop, filling: Filling, work: int) -> int:
+    """Return when what the pass reads is there; LATE while it has not run."""
+    need = shop.before[work]
+    if need < 0:
+        return 0
+    return filling.head[need] + shop.lag[work] if filling.done[need] else LATE
+
+
+@compiled
+def _fits(shop: Shop, filling: Filling, device: int, place: int) -> bool:
+    """Return whether the pass at `place` can run now, and those left before it still after it."""
+    room = shop.limit[device]
+    held = filling.held[device] + shop.delta[shop.sort[filling.row[device, place]]]
+    for at in range(filling.first[device], place):
+        if held > room:
+            return False
+        work = filling.row[device, at]
+        if not filling.done[work]:
+            held += shop.delta[shop.sort[work]]
+    return held <= room
+
+
+@compiled
+def _only_weights_before(shop: Shop, filling: Filling, device: int, place: int) -> bool:
+    for at in range(filling.first[device], place):
+        work = filling.row[device, at]
+        if not filling.done[work] and shop.sort[work] % 3 != 2:
+            return False
+    return True
+
+
+@compiled
+def _rank(
+    shop: Shop, filling: Filling, work: int, start: int, leads: int, cooling: bool
+) -> int:
+    """Return how the pass stands among those of its start, low first; NONE if it must wait."""
+    device, place = shop.device[work], filling.place[work]
+    kind = shop.sort[work] % 3
+    if cooling and kind == 2:
+        return 3
+    if place == filling.first[device]:
+        return 0
+    if cooling and _only_weights_before(shop, filling, device, place):
+        return 0
+    if start + shop.ticks[work] <= leads:
+        return 1 if kind == 1 else 2
+    return NONE
+
+
+@compiled
+def _choose(shop: Shop, filling: Filling, device: int, cooling: bool) -> tuple[int, int]:
+    """Return the start and the place of what the device runs next; LATE and NONE if nothing."""
+    first, clock = filling.first[device], filling.clock[device]
+    if first == filling.row.shape[1]:
+        return LATE, NONE
+    leader = filling.row[device, first]
+    leads = max(_ready(shop, filling, leader), clock)
+    if filling.held[device] + shop.delta[shop.sort[leader]] > shop.limit[device]:
+        leads = LATE
+    if leads == clock and not (cooling and shop.sort[leader] % 3 == 2):
+        return clock, first
+    best_start, best_rank, best = LATE, 9, NONE
+    for at in range(filling.waiting.shape[1]):
+        work = filling.waiting[device, at]
+        if work < 0:
+            continue
+        place = filling.place[work]
+        start = max(_ready(shop, filling, work), clock)
+        if start > best_start or start == LATE or not _fits(shop, filling, device, place):
+            continue
+        rank = _rank(shop, filling, work, start, leads, cooling)
+        better = start < best_start or rank < best_rank or (rank == best_rank and place < best)
+        if rank != NONE and better:
+            best_start, best_rank, best = start, rank, place
+    return best_start, best
+
+
+@compiled
+def _take(shop: Shop, filling: Filling, device: int, place: int, start: int, each: int) -> int:
+    """Run the pass at `place`; return it."""
+    work = filling.row[device, place]
+    sort = shop.sort[work]
+    filling.done[work] = True
+    filling.clock[device] = start + shop.ticks[work]
+    filling.head[work] = filling.clock[device]
+    filling.held[device] += shop.delta[sort]
+    if sort % 3 == 0:
+        filling.left[device] -= 1
+    for at in range(filling.waiting.shape[1]):
+        if filling.waiting[device, at] == work:
+            filling.waiting[device, at] = work + 1 if (work + 1) // each == sort else NONE
+    first = filling.first[device]
+    while first < filling.row.shape[1] and filling.done[filling.row[device, first]]:
+        first += 1
+    filling.first[device] = first
+    return work
+
+
+@compiled
+def _run(shop: Shop, filling: Filling, made: np.ndarray, each: int) -> bool:
+    """Let the devices run in the order of their next starts; return False if they get stuck."""
+    devices, length = made.shape
+    starts = np.empty(devices, np.int64)
+    places = np.empty(devices, np.int64)
+    stale = np.ones(devices, np.bool_)
+    count = np.zeros(devices, np.int64)
+    for _ in range(devices * length):
+        for device in range(devices):
+            if stale[device]:
+                cooling = filling.left[device] <= devices
+                starts[device], places[device] = _choose(shop, filling, device, cooling)
+                stale[device] = False
+        device = int(np.argmin(starts))
+        if starts[device] == LATE:
+            return False
+        work = _take(shop, filling, device, places[device], starts[device], each)
+        made[device, count[device]] = work
+        count[device] += 1
+        stale[device] = True
+        reader = shop.after[work]
+        if reader >= 0:
+            stale[shop.device[reader]] = True
+    return True
+
+
+def fill(shop: Shop, row: np.ndarray) -> np.ndarray | None:
+    """Return the order with its idle time filled; None if the rules get stuck in the memory."""
+    devices, length = row.shape
+    each = devices * length // len(shop.delta)
+    place = np.empty(row.size, np.int64)
+    for own in row:
+        place[own] = np.arange(length)
+    sorts = [np.unique(shop.sort[own]) for own in row]
+    filling = Filling(
+        row=np.ascontiguousarray(row, dtype=np.int64),
+        place=place,
+        done=np.zeros(row.size, np.bool_),
+        head=np.zeros(row.size, np.int64),
+        first=np.zeros(devices, np.int64),
+        clock=np.zeros(devices, np.int64),
+        held=np.zeros(devices, np.int64),
+        waiting=np.array([own * each for own in sorts], dtype=np.int64),
+        left=np.array([each * np.count_nonzero(own % 3 == 0) for own in sorts]),
+    )
+    made = np.empty((devices, length), np.int64)
+    return made if _run(shop, filling, made, each) else None
