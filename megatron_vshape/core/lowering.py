@@ -7,7 +7,7 @@ the receive is posted: what finishes then finishes under any progress of a real 
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -110,14 +110,13 @@ def lower(schedule: Schedule, timeline: Timeline | None = None, window: int = WI
         raise ScheduleError(f"the window is {window} receives; it must be at least 1")
     messages = _Messages(schedule)
     while True:
-        rows = tuple(
-            tuple(messages.instructions(device, window)) for device in range(schedule.num_devices)
+        rows, stuck = _rendezvous(
+            [messages.instructions(device, window) for device in range(schedule.num_devices)]
         )
-        stuck = _find_stuck(rows)
         if not stuck:
             return Program(schedule, rows, window)
         if window > 2 * schedule.num_microbatches:
-            raise ScheduleError(_explain_stuck(rows, stuck))
+            raise ScheduleError(_explain_stuck(stuck))
         window *= 2
 
 
@@ -228,17 +227,22 @@ def _result(work: Pass) -> Pass:
     return Pass(Kind.B, work.stage, work.microbatch) if work.kind is Kind.BW else work
 
 
-def _find_stuck(rows: Rows) -> dict[int, int]:
-    """Return where each device that cannot finish stands, under sends that wait for a receive."""
-    at = [0] * len(rows)
+def _rendezvous(
+    sources: Sequence[Iterator[Instruction]],
+) -> tuple[Rows, dict[int, Instruction]]:
+    """Return the instructions that run where sends wait for a receive, and who is stuck at what.
+
+    `sources` yield the instructions of each device; they are not read further than they run.
+    """
+    rows: list[list[Instruction]] = [[] for _ in sources]
+    at = [next(source, None) for source in sources]
     posted: set[Pass] = set()
     sent: set[Pass] = set()
     awake = list(range(len(rows)))
     while awake:
         device = awake.pop()
-        row = rows[device]
-        while at[device] < len(row):
-            each = row[at[device]]
+        each = at[device]
+        while each is not None:
             if isinstance(each, Receive):
                 posted.add(each.message.work)
                 awake.append(each.message.source)
@@ -249,15 +253,18 @@ def _find_stuck(rows: Rows) -> dict[int, int]:
                 awake.append(each.message.target)
             elif isinstance(each, Await) and each.message.work not in sent:
                 break
-            at[device] += 1
-    return {device: at[device] for device, row in enumerate(rows) if at[device] < len(row)}
+            rows[device].append(each)
+            each = next(sources[device], None)
+        at[device] = each
+    stuck = {device: each for device, each in enumerate(at) if each is not None}
+    return tuple(map(tuple, rows)), stuck
 
 
-def _explain_stuck(rows: Rows, stuck: Mapping[int, int]) -> str:
+def _explain_stuck(stuck: Mapping[int, Instruction]) -> str:
     """Return the message about messages that wait for each other, one line a device."""
     lines = [
-        f"    device {device} {_tell(rows[device][at])}"
-        for device, at in itertools.islice(stuck.items(), LISTED)
+        f"    device {device} {_tell(instruction)}"
+        for device, instruction in itertools.islice(stuck.items(), LISTED)
     ]
     if len(stuck) > LISTED:
         lines.append(f"    ... and {len(stuck) - LISTED} more devices")
