@@ -99,7 +99,7 @@ class PipelineRunner:
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
-            on_weights_done=sync.weights_done,
+            gradient_sync=sync,
             num_tokens=zero_tokens(_device_of(model[0])),
         )
         watch = contextlib.nullcontext()
@@ -108,7 +108,8 @@ class PipelineRunner:
         else:
             tokens = num_microbatches * micro_batch_size * seq_length
             watch = self.report.training_step(model, num_microbatches, tokens)
-        with watch, sync.session(forward_only):
+        reduces = sync if sync.overlaps and not forward_only else None
+        with watch, sync.session(forward_only), self._session.reduce_with(reduces):
             self._run(program, step, model, data_iterator, transport, groups.pp)
         if not forward_only and config.finalize_model_grads_func is not None:
             self._finalize(config, model, step, groups, force_all_reduce)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from megatron_vshape.mcore.arguments import PipelineOptions
-from megatron_vshape.runtime.weight_jobs import WeightJobs
+from megatron_vshape.runtime.weight_jobs import Job, WeightJobs, defer
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.census import Census
     from megatron_vshape.mcore.forward_backward import PipelineRunner
+    from megatron_vshape.mcore.gradient_sync import GradientSync
     from megatron_vshape.mcore.layout import StageLayout, StageMap
     from megatron_vshape.mcore.metering import MeteredSchedule
     from megatron_vshape.mcore.plans import Planner
@@ -30,6 +32,7 @@ class Pipeline:
     layout: StageLayout
     ties_embeddings: bool
     overlaps_grad_reduce: bool
+    recomputes_layers: bool = False  # whole layers, in the backward: then it is not split
 
     def ends(self, rank: int, chunk: int | None) -> tuple[bool, bool]:
         """Return whether a rank's chunk is the model's first stage, and whether its last."""
@@ -51,16 +54,12 @@ class Session:
     jobs: WeightJobs = field(default_factory=WeightJobs)
     running_chunk: int | None = None
     census: Census | None = None  # while a step's activation memory is measured
+    gradient_sync: GradientSync | None = None  # while a step runs whose gradients are reduced in W
 
     @property
     def splits_backward(self) -> bool:
         """Return whether linear layers must be able to put their weight gradient off."""
         return self.pipeline is not None
-
-    @property
-    def overlaps_grad_reduce(self) -> bool:
-        """Return whether DDP reduces gradients while the backward runs."""
-        return self.pipeline is not None and self.pipeline.overlaps_grad_reduce
 
     @contextmanager
     def run_chunk(self, chunk: int) -> Iterator[None]:
@@ -71,7 +70,30 @@ class Session:
         finally:
             self.running_chunk = None
 
-    def note_deferred(self, tensor: Tensor) -> None:
-        """Count a tensor that a weight job keeps, where memory is being measured."""
+    @contextmanager
+    def reduce_with(self, gradient_sync: GradientSync | None) -> Iterator[None]:
+        """Tell `gradient_sync` meanwhile of every weight job that is left and that has run."""
+        self.gradient_sync = gradient_sync
+        try:
+            yield
+        finally:
+            self.gradient_sync = None
+
+    def defer(self, job: Job, parameters: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+        """Leave a job for W that adds to the gradients of `parameters` and keeps tensors till then.
+
+        The tensors count where memory is being measured.
+        """
         if self.census is not None:
-            self.census.add(tensor)
+            for tensor in kept:
+                self.census.add(tensor)
+        if self.gradient_sync is None:
+            defer(job)
+        else:
+            self.gradient_sync.deferred(parameters)
+            defer(partial(self._run_and_tell, job, parameters))
+
+    def _run_and_tell(self, job: Job, parameters: Sequence[Tensor]) -> None:
+        job()
+        if self.gradient_sync is not None:
+            self.gradient_sync.added(parameters)

@@ -20,7 +20,6 @@ from megatron_vshape.mcore.session import Session
 from megatron_vshape.runtime.weight_jobs import (
     WeightGradKernel,
     accumulate_weight_grad,
-    defer,
     fused_kernel,
     is_open,
 )
@@ -47,9 +46,6 @@ def make_split_linear(session: Session, layers: ModuleType, upstream: type) -> t
         def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
             if is_open():
                 return _backward_inputs(session, layers, ctx, grad_output)
-            if hasattr(ctx.parameter, "grad_added_to_main_grad"):
-                # An earlier B may have said so; upstream says it again where it is true.
-                ctx.parameter.grad_added_to_main_grad = False
             return upstream.backward(ctx, grad_output)
 
     return SplitLinear
@@ -75,24 +71,9 @@ def _backward_inputs(
     gather_group = ctx.tp_group if ctx.sequence_parallel else None
     fused = ctx.gradient_accumulation_fusion
     job = partial(_weight_gradient, layers, parameter, input, grad_output, gather_group, fused)
-    defer(job)
-    session.note_deferred(grad_output)
+    session.defer(job, [parameter], [input, grad_output])
     nothing = (None,) * (ctx.num_options - 1)
-    return grad_input, _stand_in(session, parameter), grad_bias, *nothing
-
-
-def _stand_in(session: Session, parameter: Tensor) -> Tensor | None:
-    """Return what autograd gets as the weight's gradient.
-
-    DDP's hook insists on some gradient when it overlaps the reduction; it does not add this one,
-    unless the weight is tied, which is why it is zeros then.
-    """
-    if not session.overlaps_grad_reduce:
-        return None
-    parameter.grad_added_to_main_grad = True
-    if getattr(parameter, "zero_out_wgrad", False):
-        return torch.zeros_like(parameter, requires_grad=False)
-    return torch.empty_like(parameter, requires_grad=False)
+    return grad_input, None, grad_bias, *nothing
 
 
 def _weight_gradient(

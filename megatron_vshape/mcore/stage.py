@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel import schedules
 from torch import Tensor, nn
 
 from megatron_vshape.core.passes import Kind, Pass
+from megatron_vshape.mcore.gradient_sync import GradientSync
 from megatron_vshape.mcore.session import Session
 
 
@@ -25,7 +26,7 @@ class Step:
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
-    on_weights_done: Callable[[int], None]  # called with the chunk after each W
+    gradient_sync: GradientSync
     num_tokens: Tensor  # of this rank's microbatches; only the last stage counts any
     loss_store: list[Any] = field(default_factory=list)
 
@@ -103,15 +104,20 @@ class MegatronStage:
 
     def backward_weights(self, microbatch: int) -> None:
         """Run W."""
+        self._step.gradient_sync.weights_begin(self._chunk)
         self._session.jobs.run((self._stage, microbatch))
         self._count(Pass(Kind.W, self._stage, microbatch))
-        self._step.on_weights_done(self._chunk)
+        self._step.gradient_sync.weights_done(self._chunk)
 
     def backward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run B and W at once, which is upstream's backward."""
+        if self._step.gradient_sync.splits(self._chunk):
+            gradient = self.backward_inputs(microbatch, received)
+            self.backward_weights(microbatch)
+            return gradient
         gradient = self._backward(microbatch, received)
         self._count(Pass(Kind.BW, self._stage, microbatch))
-        self._step.on_weights_done(self._chunk)
+        self._step.gradient_sync.weights_done(self._chunk)
         return gradient
 
     def _backward(self, microbatch: int, received: Tensor | None) -> Tensor | None:

@@ -1,0 +1,365 @@
+"""Transformer Engine's linear layers with the weight gradient put off from B to W.
+
+A TE layer asks its `wgrad_store` whether the weight gradient is to wait, and if so hands over a
+list of tensors and a function of them. `install` puts a store of ours in every layer of a built
+model. TE's own store is one queue per layer, which cannot tell two microbatches apart.
+
+TE itself is not imported: a layer is known by its attributes, its store by its methods.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_vshape.mcore.session import Session
+from megatron_vshape.runtime.weight_jobs import is_open
+
+logger = logging.getLogger(__name__)
+
+Gemm = Callable[..., tuple[Any, ...]]
+"""What TE hands over: takes the tensors and returns (weight gradient, bias gradient, ...)."""
+
+_PROTOCOL = {"delay_wgrad_compute": (), "put": ("tensor_list", "func"), "pop": ()}
+"""The methods of a store that TE's layers call, and their parameters."""
+
+
+class StoreError(RuntimeError):
+    """This Transformer Engine is not one the adapter was written for; the text says where."""
+
+
+def install(session: Session, chunks: Iterable[nn.Module]) -> int:
+    """Give every TE linear layer in `chunks` a store whose jobs wait for W; return how many.
+
+    Raises:
+        StoreError: TE's store has other methods than those it is used by.
+    """
+    installed = 0
+    notes = _Notes()
+    for chunk in chunks:
+        for layer in chunk.modules():
+            if is_splittable(layer):
+                check_protocol(layer.wgrad_store)
+                _forget_first_microbatch(layer)
+                layer.wgrad_store = JobStore(session, layer, notes)
+                installed += 1
+    return installed
+
+
+def is_te_layer(layer: nn.Module) -> bool:
+    """Return whether the layer computes its weight gradient as TE's do, through a store."""
+    return getattr(layer, "wgrad_store", None) is not None
+
+
+def is_splittable(layer: nn.Module) -> bool:
+    """Return whether it is a TE layer whose parameters the adapter knows."""
+    return is_te_layer(layer) and why_whole(layer) is None
+
+
+def why_whole(layer: nn.Module) -> str | None:
+    """Return why a TE layer's weight gradient has to stay in B, or None where it has not."""
+    if _is_grouped(layer) and not hasattr(layer, "weight0"):
+        return "its experts' weights are one grouped tensor"
+    if not (_is_grouped(layer) or _is_mlp(layer) or hasattr(layer, "weight_names")):
+        return "its parameters are not those of any TE layer this package knows"
+    return None
+
+
+def check_protocol(store: Any) -> None:
+    """Raise StoreError unless `store` has the methods TE's layers of 2.3 and later call."""
+    if isinstance(store, JobStore):
+        return
+    for name, parameters in _PROTOCOL.items():
+        method = getattr(store, name, None)
+        if method is None:
+            raise StoreError(
+                f"Transformer Engine's {type(store).__name__} has no {name}(): this version puts "
+                "weight gradients off in a way this package does not know; use another version, "
+                "or --transformer-impl local"
+            )
+        found = tuple(inspect.signature(method).parameters)
+        if found != parameters:
+            raise StoreError(
+                f"Transformer Engine's {type(store).__name__}.{name} takes ({', '.join(found)}) "
+                f"instead of ({', '.join(parameters)}): use another version, or "
+                "--transformer-impl local"
+            )
+
+
+@dataclass(slots=True)
+class _Notes:
+    """What the stores of one model have said already."""
+
+    has_warned_of_gathered: bool = False
+
+
+class JobStore:
+    """Takes the place of a TE layer's WeightGradStore; every method is one that TE calls.
+
+    Which microbatch a job belongs to is decided in B, by the bucket that is open then, so that
+    recomputed layers work too. In a whole backward no bucket is open and TE computes the weight
+    gradient itself.
+    """
+
+    context = None
+    """TE's queue; its layers look whether there is one before they would pop from it."""
+
+    def __init__(self, session: Session, layer: nn.Module, notes: _Notes) -> None:
+        self._session = session
+        self._layer = layer
+        self._notes = notes
+
+    def delay_wgrad_compute(self) -> bool:
+        """Return whether TE is to hand the weight gradient over.
+
+        In F it must hear yes, since it then keeps the store for B.
+        """
+        return is_open() or (self._session.splits_backward and not _runs_backward())
+
+    def put(self, tensor_list: list[Any], func: Gemm) -> None:
+        """Leave a job for W; it keeps the very tensors that TE hands over."""
+        layer = self._layer
+        weights, biases = _parameters(layer, func)
+        if layer.fuse_wgrad_accumulation:
+            func = accumulating(func)
+        if _is_grouped(layer):
+            tensors = [tensor_list[0], tensor_list[1]]
+            targets = _take_targets(layer, tensor_list[2])
+            job = partial(_run_grouped, *tensors, targets, func, weights, biases)
+        else:
+            tensors = list(tensor_list)
+            sources = _keep_shards(layer, tensors, func, self._notes)
+            sums = () if layer.fuse_wgrad_accumulation else weights
+            job = partial(_run, tensors, sources, func, sums, biases)
+        self._session.defer(job, [*weights, *biases], list(plain_tensors(tensors)))
+
+    def pop(self) -> None:
+        """Refuse: TE's own backward_dw does not know which microbatch it is for."""
+        raise StoreError(
+            "backward_dw() of a Transformer Engine layer was called; weight gradients run in the "
+            "schedule's W passes: leave --delay-wgrad-compute out"
+        )
+
+    def enable_delay_wgrad_compute(self) -> None:
+        """Do nothing; the schedule decides."""
+
+    def disable_delay_wgrad_compute(self) -> None:
+        """Do nothing; the schedule decides."""
+
+    def assert_empty(self) -> None:
+        """Do nothing: the buckets of jobs are checked where they run."""
+
+
+def accumulating(func: Gemm) -> Gemm:
+    """Return `func`, of a layer with fused accumulation, set to add to main_grad.
+
+    TE lets the first microbatch overwrite, which is right only if its W is the first. Megatron
+    zeroes the gradients anyway, so that adding is right in any order.
+    """
+    if isinstance(func, partial):
+        return partial(func, accumulate=True)
+    if isinstance(func, types.FunctionType):
+        # TE makes these functions anew in every backward, so nobody else sees the change.
+        for name, cell in zip(func.__code__.co_freevars, func.__closure__ or (), strict=True):
+            if name.endswith("wgrad_gemm_kwargs"):
+                cell.cell_contents["accumulate"] = True
+            elif name == "accumulate":
+                cell.cell_contents = True
+    return func
+
+
+def _run(
+    tensors: list[Any],
+    sources: Sequence[dist.ProcessGroup | None],
+    func: Gemm,
+    weights: Sequence[nn.Parameter],
+    biases: Sequence[nn.Parameter],
+) -> None:
+    """Compute a layer's weight gradient and add it; the job that B leaves for W.
+
+    `weights` are those `func` does not add to itself.
+    """
+    whole = [_gather(each, group) for each, group in zip(tensors, sources, strict=True)]
+    weight_grad, bias_grad, *_ = func(*whole)
+    if weights:
+        _add_parts(weights, weight_grad)
+    if biases and bias_grad is not None and bias_grad.numel():
+        _add_parts(biases, bias_grad)
+
+
+def _take_targets(layer: nn.Module, targets: list[Tensor | None]) -> list[Tensor] | torch.dtype:
+    """Return where a grouped layer's weight gradients go: main_grads, or memory of this dtype.
+
+    Unfused, `targets` is memory that TE has just allocated and returns from backward, filled or
+    not. It is taken out of the list, so that autograd gets no gradient, and allocated anew in W.
+    """
+    if layer.fuse_wgrad_accumulation:
+        return list(targets)
+    dtype = targets[0].dtype
+    targets[:] = [None] * len(targets)
+    return dtype
+
+
+def _run_grouped(
+    inputs: Any,
+    grad_outputs: Any,
+    targets: list[Tensor] | torch.dtype,
+    func: Gemm,
+    weights: Sequence[nn.Parameter],
+    biases: Sequence[nn.Parameter],
+) -> None:
+    """Compute a grouped layer's weight gradients and add them; the job that B leaves for W."""
+    if not isinstance(targets, torch.dtype):
+        _add_biases(biases, func(inputs, grad_outputs, targets)[1])
+        return
+    first = weights[0]
+    packed = first.new_empty(len(weights), *first.shape, dtype=targets).unbind()
+    _add_biases(biases, func(inputs, grad_outputs, list(packed))[1])
+    for weight, grad in zip(weights, packed, strict=True):
+        add_gradient(weight, grad)
+
+
+def _add_biases(biases: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
+    for bias, grad in zip(
+        biases, grads, strict=False
+    ):  # without biases there is a list all the same
+        if grad is not None and grad.numel():
+            add_gradient(bias, grad)
+
+
+def _add_parts(parameters: Sequence[nn.Parameter], grad: Tensor) -> None:
+    """Add a gradient of all the parameters, one below the other, to each."""
+    parts = grad.split([each.shape[0] for each in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        add_gradient(parameter, part)
+
+
+def add_gradient(parameter: nn.Parameter, grad: Tensor) -> None:
+    """Add to main_grad where the parameter has one, else to grad, as DDP and autograd do."""
+    if not parameter.requires_grad:
+        return
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is not None:
+        main_grad.add_(grad)
+    elif parameter.grad is None:
+        parameter.grad = grad.to(parameter.dtype)
+    else:
+        parameter.grad.add_(grad)
+
+
+def _parameters(
+    layer: nn.Module, func: Gemm
+) -> tuple[tuple[nn.Parameter, ...], tuple[nn.Parameter, ...]]:
+    """Return the weights, and the biases, that `func` computes the gradients of."""
+    if _is_grouped(layer):
+        numbers = range(layer.num_gemms)
+        weights, biases = [f"weight{i}" for i in numbers], [f"bias{i}" for i in numbers]
+    elif _is_mlp(layer):
+        part = _mlp_part(func)
+        weights, biases = [f"{part}_weight"], [f"{part}_bias"]
+    else:
+        weights, biases = layer.weight_names, layer.bias_names
+    return _get(layer, weights), _get(layer, biases) if layer.use_bias else ()
+
+
+def _get(layer: nn.Module, names: Iterable[str]) -> tuple[nn.Parameter, ...]:
+    # Looked up in every B: what turns a model to bf16 or FP8 may put other parameters in.
+    return tuple(getattr(layer, name) for name in names)
+
+
+def _is_grouped(layer: nn.Module) -> bool:
+    return hasattr(layer, "num_gemms")
+
+
+def _is_mlp(layer: nn.Module) -> bool:
+    return hasattr(layer, "fc1_weight") and hasattr(layer, "fc2_weight")
+
+
+def _mlp_part(func: Gemm) -> str:
+    """Return which of an MLP's two linears `func` is of."""
+    part = getattr(func, "__name__", "").partition("_")[0]
+    if part not in ("fc1", "fc2"):
+        raise StoreError(
+            f"a LayerNormMLP of Transformer Engine handed over {func!r}, which is neither its "
+            "fc1_wgrad_gemm nor its fc2_wgrad_gemm: use another version, or --transformer-impl "
+            "local"
+        )
+    return part
+
+
+def _keep_shards(
+    layer: nn.Module, tensors: list[Any], func: Gemm, notes: _Notes
+) -> list[dist.ProcessGroup | None]:
+    """Put this rank's part in the place of a tensor that TE has gathered for the GEMM.
+
+    Returns the group to gather each tensor from again in W. With sequence parallelism a gathered
+    tensor is as large as the group is; its part is copied, so that the rest can go now.
+    """
+    sources: list[dist.ProcessGroup | None] = [None] * len(tensors)
+    gathered = _gathered(layer, func)
+    if gathered is None:
+        return sources
+    if type(tensors[gathered]) is not Tensor:
+        if not notes.has_warned_of_gathered:
+            logger.warning(
+                "weight gradients of quantized layers keep the gathered sequence until W: with "
+                "FP8 and sequence parallelism a split backward holds more than predicted"
+            )
+            notes.has_warned_of_gathered = True
+        return sources
+    group = layer.tp_group
+    tensors[gathered] = tensors[gathered].chunk(group.size())[group.rank()].clone()
+    sources[gathered] = group
+    return sources
+
+
+def _gathered(layer: nn.Module, func: Gemm) -> int | None:
+    """Return which of (input, output gradient) TE has gathered over the sequence, if any."""
+    if not getattr(layer, "sequence_parallel", False) or layer.tp_size == 1:
+        return None
+    if _is_mlp(layer):
+        return 0 if _mlp_part(func) == "fc1" else 1
+    return {"column": 0, "row": 1}.get(layer.parallel_mode)
+
+
+def _gather(tensor: Any, group: dist.ProcessGroup | None) -> Any:
+    if group is None:
+        return tensor
+    whole = tensor.new_empty(tensor.shape[0] * group.size(), *tensor.shape[1:])
+    dist.all_gather_into_tensor(whole, tensor, group=group)
+    return whole
+
+
+def plain_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors that hold the data of tensors, quantized ones, and lists of both."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from plain_tensors(each)
+    elif hasattr(value, "get_data_tensors"):
+        yield from plain_tensors(value.get_data_tensors())
+    elif isinstance(value, Tensor):
+        yield value
+
+
+def _runs_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _forget_first_microbatch(layer: nn.Module) -> None:
+    """Have Megatron not tell the layer which microbatch is the first, where that has no use.
+
+    It saves FP8 weights from being cast again; without FP8 all it does is overwrite main_grad.
+    """
+    config = getattr(layer, "config", None)
+    quantizes = getattr(config, "fp8", None) or getattr(config, "fp4", None)
+    if hasattr(layer, "disable_parameter_transpose_cache") and not quantizes:
+        layer.disable_parameter_transpose_cache = True

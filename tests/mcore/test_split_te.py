@@ -1,0 +1,315 @@
+"""The Transformer Engine adapter, on layers that speak TE's protocol (see fake_te)."""
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from mcore import fake_te
+from runtime.ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_vshape.mcore import split_te
+from megatron_vshape.mcore.session import Session
+
+SIZE, TOKENS = 6, 8
+SPLITS = [3, 0, 5]
+ORDERS = {
+    "in order": "F0 F1 B0 F2 B1 W0 B2 W1 W2",
+    "out of order": "F0 F1 F2 B0 B1 B2 W2 W0 W1",
+    "whole and split": "F0 F1 B0 F2 BW1 W0 B2 W2",
+    "whole first": "F0 F1 BW0 F2 B1 B2 W2 W1",
+}
+WHOLE = "F0 F1 BW0 F2 BW1 BW2"
+
+LAYERS: dict[str, Callable[..., fake_te.TeLayer]] = {
+    "linear": functools.partial(fake_te.Linear, SIZE, SIZE),
+    "linear of two parts": functools.partial(fake_te.Linear, SIZE, SIZE, parts=2),
+    "mlp": functools.partial(fake_te.LayerNormMLP, SIZE, 2 * SIZE),
+    "grouped": functools.partial(fake_te.GroupedLinear, len(SPLITS), SIZE, SIZE),
+    "grouped, packed": functools.partial(
+        fake_te.GroupedLinear, len(SPLITS), SIZE, SIZE, packed=True
+    ),
+}
+
+
+def a_session() -> Session:
+    """Return a session in which a schedule of this package runs."""
+    return Session(pipeline=SimpleNamespace())  # type: ignore[arg-type]
+
+
+def call(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return the layer's output, its bias added where it has returned it."""
+    y = layer(x, SPLITS) if isinstance(layer, fake_te.GroupedLinear) else layer(x)
+    if not isinstance(y, tuple):
+        return y
+    y, bias = y
+    if not isinstance(layer, fake_te.GroupedLinear):
+        return y if bias is None else y + bias
+    parts = zip(y.split(SPLITS), bias or [0] * len(SPLITS), strict=True)
+    return torch.cat([part + each for part, each in parts])
+
+
+class FakeDdp:
+    """Adds gradients to main_grad in the hooks Megatron's DDP sets, when they are in .grad."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._keep = []
+        for parameter in layer.parameters():
+            parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
+            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+            node.register_hook(functools.partial(self._hook, parameter))
+            self._keep.append(node)
+
+    def _hook(self, parameter: Any, *unused: Any) -> None:
+        if parameter.grad is not None and not parameter.grad_added_to_main_grad:
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+
+def run(
+    layer: fake_te.TeLayer,
+    order: str,
+    ddp: bool = False,
+    forward: Callable[..., Tensor] = call,
+    install: bool = True,
+) -> dict[str, Tensor]:
+    """Run the passes and return the gradients of the parameters and the inputs by name."""
+    session = a_session()
+    if install:
+        assert split_te.install(session, [layer]) == 1
+    keep = FakeDdp(layer) if ddp else None
+    inputs, outputs = {}, {}
+    for text in order.split():
+        kind, microbatch = text.rstrip("0123456789"), text[-1]
+        if kind == "F":
+            generator = torch.Generator().manual_seed(int(microbatch))
+            x = torch.randn(TOKENS, SIZE, generator=generator).to(layer.dtype).requires_grad_()
+            inputs[microbatch], outputs[microbatch] = x, forward(layer, x)
+        elif kind == "B":
+            with session.jobs.collect(microbatch):
+                outputs.pop(microbatch).float().square().sum().backward()
+        elif kind == "W":
+            session.jobs.run(microbatch)
+        else:
+            outputs.pop(microbatch).float().square().sum().backward()
+    assert len(session.jobs) == 0
+    del keep
+    found = {f"input{m}": x.grad for m, x in inputs.items()}
+    for name, parameter in layer.named_parameters():
+        assert not ddp or parameter.grad is None
+        found[name] = parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
+    return found
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("accumulation", ["grad", "ddp", "fused", "fused, ddp"])
+@pytest.mark.parametrize("bias", ["", "bias", "returned bias"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_gradients_equal_whole_backwards(
+    kind: str, bias: str, accumulation: str, order: str
+) -> None:
+    if kind == "linear of two parts" and "fused" in accumulation:
+        pytest.skip("TE fuses the accumulation of layers with one weight only")
+    options = {
+        "bias": bool(bias),
+        "return_bias": bias == "returned bias",
+        "fused": "fused" in accumulation,
+    }
+    results = []
+    for passes, install in ((WHOLE, False), (order, True)):
+        layer = LAYERS[kind](**options)
+        ddp = accumulation != "grad"
+        if accumulation == "fused":
+            for parameter in layer.parameters():
+                parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
+            ddp = False
+        results.append(run(layer, passes, ddp, install=install))
+    whole, split = results
+    assert whole.keys() == split.keys()
+    for name in whole:
+        if accumulation == "fused" and "bias" in name:
+            continue  # without DDP, TE's bias gradients are in .grad and nobody adds them up
+        torch.testing.assert_close(split[name], whole[name], rtol=1e-5, atol=1e-5)
+        in_order = order in (ORDERS["in order"], ORDERS["whole first"])
+        assert (
+            not in_order or order == ORDERS["whole first"] or torch.equal(split[name], whole[name])
+        )
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", ["linear", "mlp", "grouped"])
+def test_recompute(kind: str, fused: bool, reentrant: bool) -> None:
+    def forward(layer: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(call, layer, x, use_reentrant=reentrant)
+
+    whole = run(LAYERS[kind](fused=fused), WHOLE, ddp=True, install=False)
+    for order in ORDERS.values():
+        split = run(LAYERS[kind](fused=fused), order, ddp=True, forward=forward)
+        for name in whole:
+            torch.testing.assert_close(split[name], whole[name], rtol=1e-5, atol=1e-5)
+
+
+def test_bf16_sums_in_main_grad() -> None:
+    whole, split = (
+        run(LAYERS["linear"](dtype=torch.bfloat16), order, ddp=True, install=install)
+        for order, install in ((WHOLE, False), (ORDERS["in order"], True))
+    )
+    assert all(torch.equal(split[name], whole[name]) for name in whole)
+    assert split["weight_0"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_job_keeps_the_very_tensors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, layer = a_session(), LAYERS[kind]()
+    split_te.install(session, [layer])
+    handed, kept = [], []
+    put = layer.wgrad_store.put
+    monkeypatch.setattr(
+        layer.wgrad_store,
+        "put",
+        lambda tensors, func: (handed.extend(tensors[:2]), put(tensors, func)),
+    )
+    monkeypatch.setattr(session, "census", SimpleNamespace(add=kept.append), raising=False)
+    with session.jobs.collect(0):
+        call(layer, torch.randn(TOKENS, SIZE)).sum().backward()
+    storages = [each.untyped_storage().data_ptr() for each in split_te.plain_tensors(handed)]
+    assert [each.untyped_storage().data_ptr() for each in kept] == storages
+    references = [weakref.ref(each) for each in kept]
+    handed.clear()
+    kept.clear()
+    session.jobs.run(0)
+    assert [reference for reference in references if reference() is not None] == []
+
+
+def test_unfused_grouped_layers_return_no_gradient_from_b() -> None:
+    session, layer = a_session(), LAYERS["grouped"]()
+    split_te.install(session, [layer])
+    with session.jobs.collect(0):
+        call(layer, torch.randn(TOKENS, SIZE)).sum().backward()
+    assert all(parameter.grad is None for parameter in layer.parameters())
+    session.jobs.run(0)
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
+def test_without_a_schedule_te_computes_as_ever() -> None:
+    session, layer = Session(), LAYERS["linear"]()
+    split_te.install(session, [layer])
+    call(layer, torch.randn(TOKENS, SIZE)).sum().backward()
+    assert layer.weight_0.grad is not None
+
+
+def test_the_first_microbatch_is_kept_from_layers_that_do_not_quantize() -> None:
+    layers = [LAYERS["linear"]() for _ in range(2)]
+    for layer, fp8 in zip(layers, (None, "hybrid"), strict=True):
+        layer.config = SimpleNamespace(fp8=fp8)
+        layer.disable_parameter_transpose_cache = False
+        split_te.install(a_session(), [layer])
+    assert [layer.disable_parameter_transpose_cache for layer in layers] == [True, False]
+
+
+class Renamed(fake_te.WeightGradStore):
+    def put(self, tensors: list[Any], gemm: Any) -> None:
+        """Take other parameters than TE's."""
+
+
+class Without(fake_te.WeightGradStore):
+    pop = None
+
+
+@pytest.mark.parametrize(
+    ("store", "text"),
+    [
+        (Renamed(), r"Renamed.put takes \(tensors, gemm\) instead of \(tensor_list, func\)"),
+        (Without(), r"Without has no pop\(\)"),
+    ],
+)
+def test_an_unknown_protocol_is_refused(store: Any, text: str) -> None:
+    layer = LAYERS["linear"]()
+    layer.wgrad_store = store
+    with pytest.raises(split_te.StoreError, match=text):
+        split_te.install(a_session(), [layer])
+
+
+def test_installing_twice_is_allowed_and_backward_dw_is_not() -> None:
+    layer = LAYERS["linear"]()
+    for _ in range(2):
+        assert split_te.install(a_session(), [layer]) == 1
+    assert layer.wgrad_store.context is None
+    with pytest.raises(split_te.StoreError, match="leave --delay-wgrad-compute out"):
+        layer.wgrad_store.pop()
+
+
+def test_unknown_layers_stay_whole() -> None:
+    strange = nn.Module()
+    strange.wgrad_store = fake_te.WeightGradStore()
+    packed = LAYERS["grouped"]()
+    del packed.weight0
+    assert split_te.install(a_session(), [strange, packed, nn.Linear(2, 2)]) == 0
+    assert "not those of any TE layer" in (split_te.why_whole(strange) or "")
+    assert "one grouped tensor" in (split_te.why_whole(packed) or "")
+
+
+def test_an_mlp_with_other_functions_is_refused() -> None:
+    layer = LAYERS["mlp"]()
+    split_te.install(a_session(), [layer])
+    with pytest.raises(split_te.StoreError, match="neither its fc1_wgrad_gemm"):
+        layer.wgrad_store.put([], len)
+
+
+def test_a_quantized_gathered_tensor_is_kept_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    layer = LAYERS["linear"](bias=False)
+    layer.parallel_mode, layer.sequence_parallel, layer.tp_size = "column", True, 2
+    session = a_session()
+    split_te.install(session, [layer])
+    quantized = SimpleNamespace(get_data_tensors=lambda: (torch.ones(2), None))
+    with caplog.at_level(logging.WARNING), session.jobs.collect(0):
+        for _ in range(2):
+            layer.wgrad_store.put(
+                [quantized, torch.ones(2)], lambda x, dy: (torch.ones(6, 6), None)
+            )
+    assert len(caplog.records) == 1
+    assert "holds more than predicted" in caplog.text
+    session.jobs.run(0)
+
+
+def sequence_parallel(rank: int, mode: str) -> tuple[list[list[float]], int]:
+    """Return the gradients, and the bytes jobs held, of one of two ranks."""
+    session = a_session()
+    layer = fake_te.Linear(SIZE, SIZE, bias=False, parallel_mode=mode, group=dist.group.WORLD)
+    split = fake_te.Linear(SIZE, SIZE, bias=False, parallel_mode=mode, group=dist.group.WORLD)
+    split_te.install(session, [split])
+    held: list[Tensor] = []
+    session.census = SimpleNamespace(add=held.append)  # type: ignore[assignment]
+    gradients = []
+    for each in (layer, split):
+        x = torch.randn(TOKENS, SIZE, generator=torch.Generator().manual_seed(rank))
+        y = each(x.requires_grad_())
+        if each is split:
+            with session.jobs.collect(0):
+                y.square().sum().backward()
+            session.jobs.run(0)
+        else:
+            y.square().sum().backward()
+        gradients += [each.weight_0.grad, x.grad]
+    return [each.flatten().tolist() for each in gradients], sum(each.numel() for each in held)
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("column", 8 * 6 + 16 * 6), ("row", 8 * 6 + 4 * 6)])
+def test_sequence_parallel_keeps_the_part_and_gathers_in_w(mode: str, kept: int) -> None:
+    results = run_ranks(2, sequence_parallel, mode)
+    for (whole_weight, whole_x, split_weight, split_x), _ in results:
+        assert split_weight == whole_weight
+        assert split_x == whole_x
+    # What TE gathers for the product, the input or dy, has twice the rows that are kept.
+    assert {held for _, held in results} == {kept}
