@@ -7,9 +7,10 @@ from megatron_vshape.core import blocks
 from megatron_vshape.core.building_block import BuildingBlock
 from megatron_vshape.core.files import is_whole
 from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.reordering import reorder
+from megatron_vshape.core.reordering import fill_warm_up, reorder
 from megatron_vshape.core.repeating import repeat
 from megatron_vshape.core.schedule import Schedule, check_size
+from megatron_vshape.core.simulate import simulate
 from megatron_vshape.core.squeezing import squeeze
 from megatron_vshape.core.verify import verify
 
@@ -61,7 +62,7 @@ _BLOCKS: dict[str, Callable[[_Shape], BuildingBlock]] = {
 
 NAMES = tuple(_BLOCKS)
 
-NOT_REORDERED = frozenset({"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "1f1b-v"})
+NOT_REORDERED = frozenset({"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b"})
 """Those that the last step leaves out: without W there is little to fill idle slots with."""
 
 OPTIONS: dict[str, frozenset[str]] = {
@@ -122,5 +123,25 @@ def make(
     block = make_block(
         name, num_devices, num_microbatches, num_chunks=num_chunks, group_size=group_size
     )
+    if name == "1f1b-v":
+        return _make_one_f_one_b_v(block, num_microbatches)
     max_held = None if name in NOT_REORDERED else max(block.peaks())
     return make_schedule(block, num_microbatches, max_held)
+
+
+def _make_one_f_one_b_v(block: BuildingBlock, num_microbatches: int) -> Schedule:
+    """Return the schedule with its warm-up filled, the only idle time that fits its backwards.
+
+    How far forwards may get ahead for the least bubble is about d; a short batch shows it.
+    """
+    d, max_held = block.num_devices, max(block.peaks())
+    short = squeeze(repeat(block, min(num_microbatches, 3 * d)))
+    ahead = min(
+        range(max(1, d - 1), d + 3),
+        key=lambda ahead: simulate(fill_warm_up(short, max_held, ahead)).makespan,
+    )
+    plain = squeeze(repeat(block, num_microbatches))
+    filled = fill_warm_up(plain, max_held, ahead)
+    best = min(plain, filled, key=lambda schedule: simulate(schedule).makespan)
+    verify(best)
+    return best

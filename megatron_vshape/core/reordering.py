@@ -9,6 +9,9 @@ from megatron_vshape.core.passes import PART_OF, PARTS, PARTS_OF, Kind, Pass, ne
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import unit_costs
 
+_CHANGE = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
+"""How many stage activations a pass adds to those that its device holds."""
+
 _FITS = 1e-9
 """Slots are compared with this slack, so that sums of fractions still meet."""
 
@@ -27,6 +30,16 @@ def reorder(schedule: Schedule, max_held: int, costs: Costs | None = None) -> Sc
     return replace(schedule, order=order)
 
 
+def fill_warm_up(schedule: Schedule, max_held: int, ahead: int) -> Schedule:
+    """Return the schedule with idle slots filled until a device first lets go of its first stage.
+
+    As in `reorder`, but forwards of the first stage move up only while fewer than `ahead` of
+    them are held: they would take the memory that the forwards of the last stage need.
+    """
+    order = _Reordering(schedule, max_held, unit_costs(schedule), ahead).run()
+    return replace(schedule, order=order)
+
+
 class _Device:
     """What one device still has to run, by kind and stage, and what it holds."""
 
@@ -42,6 +55,9 @@ class _Device:
         self.forwards = sum(work.kind is Kind.F for work in passes)
         self.held = 0
         self.clock = 0.0
+        self.first_stage = passes[0].stage if passes else 0
+        self.first_held = 0
+        self.warm = False  # whether it has let go of an activation of its first stage
 
     def take(self, at: int) -> Pass:
         """Remove the pass at `at`, which must be the first of its kind and stage."""
@@ -53,11 +69,12 @@ class _Device:
         self.taken[at] = 1
         while self.head < len(self.passes) and self.taken[self.head]:
             self.head += 1
-        if work.kind is Kind.F:
-            self.held += 1
-            self.forwards -= 1
-        elif work.kind is not Kind.B:
-            self.held -= 1
+        change = _CHANGE[work.kind]
+        self.held += change
+        self.forwards -= work.kind is Kind.F
+        if work.stage == self.first_stage:
+            self.first_held += change
+            self.warm |= change < 0
         return work
 
     def left_before(self, at: int) -> Iterator[Pass]:
@@ -72,12 +89,9 @@ class _Device:
         if held > max_held:
             return False
         for work in self.left_before(at):
-            if work.kind is Kind.F:
-                held += 1
-                if held > max_held:
-                    return False
-            elif work.kind is not Kind.B:
-                held -= 1
+            held += _CHANGE[work.kind]
+            if held > max_held:
+                return False
         return True
 
 
@@ -86,8 +100,11 @@ Choice = tuple[float, int, int]
 
 
 class _Reordering:
-    def __init__(self, schedule: Schedule, max_held: int, costs: Costs) -> None:
+    def __init__(
+        self, schedule: Schedule, max_held: int, costs: Costs, ahead: int | None = None
+    ) -> None:
         stages = schedule.num_stages
+        self.ahead = ahead
         self.schedule = schedule
         self.max_held = max_held
         self.needs = need_table(stages)
@@ -153,7 +170,7 @@ class _Reordering:
         own = self.devices[device]
         if own.head == len(own.passes):
             return None
-        cooling = own.forwards <= self.max_held
+        cooling = self.ahead is None and own.forwards <= self.max_held
         head = own.passes[own.head]
         start = self._ready(device, head)
         if head.kind is Kind.F and own.held + 1 > self.max_held:
@@ -167,6 +184,8 @@ class _Reordering:
         own = self.devices[device]
         for (kind, stage), queue in own.queues.items():
             at = queue[-1]
+            if at != own.head and not self._may_move(own, kind, stage):
+                continue
             start = self._ready(device, own.passes[at])
             if start is None or (kind is Kind.F and not own.fits(at, self.max_held)):
                 continue
@@ -176,6 +195,13 @@ class _Reordering:
                 yield (start, 0, at)
             elif head_start is None or start + self.time[kind][stage] <= head_start + _FITS:
                 yield (start, 1 if kind in (Kind.B, Kind.BW) else 2, at)
+
+    def _may_move(self, own: _Device, kind: Kind, stage: int) -> bool:
+        """Return whether a pass may move up; where only the warm-up is filled, not all may."""
+        if self.ahead is None:
+            return True
+        leads = kind is Kind.F and stage == own.first_stage
+        return not own.warm and not (leads and own.first_held >= self.ahead)
 
     @staticmethod
     def _only_weights_before(own: _Device, at: int) -> bool:
