@@ -39,6 +39,7 @@ def prepare(args: Namespace) -> Pipeline | None:
         return None  # one device has nothing to schedule
     check_arguments(args, name)
     stage_map = layout.split_layers(args.num_layers, planner.placement)
+    layout.check_ends(stage_map)
     ties = not args.untie_embeddings_and_output_weights
     if ties:
         layout.check_tied_embeddings(stage_map)

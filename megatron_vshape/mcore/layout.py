@@ -116,6 +116,19 @@ class StageLayout(PipelineParallelLayerLayout):
         return sum(layers.count(layer_type) for layers in self.stages[:stage])
 
 
+def check_ends(stage_map: StageMap) -> None:
+    """Raise ScheduleError unless rank 0 reads data.
+
+    Whether there is any to train on, Megatron's trainer tells all ranks by what rank 0 has.
+    """
+    ends = (stage_map.placement[0], stage_map.placement[-1])
+    if 0 not in ends:
+        raise ScheduleError(
+            f"the first stage is on rank {ends[0]} and the last on rank {ends[1]}, and Megatron "
+            "needs one of the two on rank 0: number the devices of the schedule anew"
+        )
+
+
 def check_tied_embeddings(stage_map: StageMap) -> None:
     """Raise ScheduleError where neither we nor Megatron can tie the two embedding ends."""
     ends = (stage_map.placement[0], stage_map.placement[-1])

@@ -168,17 +168,26 @@ def train(session: Session, original: Function) -> Function:
     def run(*args: Any, **options: Any) -> Any:
         if session.pipeline is not None:
             print_rank_0(report.opening_lines(session.pipeline, get_num_microbatches()))
-        result = original(*args, **options)
-        if session.runner is not None:
-            line = session.runner.report.closing_line(
-                parallel_state.get_pipeline_model_parallel_group(),
-                parallel_state.get_data_parallel_world_size(),
-            )
-            if line is not None:
-                print_rank_0(line)
+        try:
+            result = original(*args, **options)
+        except SystemExit:  # by --exit-interval and the like, on all ranks after a barrier
+            _tell_end(session)
+            raise
+        _tell_end(session)
         return result
 
     return run
+
+
+def _tell_end(session: Session) -> None:
+    if session.runner is None:
+        return
+    line = session.runner.report.closing_line(
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+    if line is not None:
+        print_rank_0(line)
 
 
 def get_forward_backward_func(session: Session, original: Function) -> Function:

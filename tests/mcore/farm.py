@@ -169,10 +169,9 @@ def _become_rank(rank: int, port: int, order: dict[str, Any], source: Any, recor
     )
     sys.argv = [str(SCRIPT), *order["arguments"]]
     code = 0
+    records = recorder.start(f"{order['directory']}/rank{rank}.pt")
     try:
-        records = recorder.start(f"{order['directory']}/rank{rank}.pt")
         exec(source, {"__name__": "__main__", "__file__": str(SCRIPT)})
-        records.save()
     except SystemExit as exit_:
         if isinstance(exit_.code, str):
             print(exit_.code, file=sys.stderr)
@@ -180,6 +179,8 @@ def _become_rank(rank: int, port: int, order: dict[str, Any], source: Any, recor
     except BaseException:
         traceback.print_exc()
         code = 1
+    if not code:
+        records.save()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -86,8 +86,8 @@ class TestScheduleFiles:
 
     def test_with_ends_that_cannot_be_tied(self, farm: Farm, file: Path) -> None:
         data = json.loads(make("1f1b", 4, 8).to_json())
-        data["placement"] = [1, 0, 2, 3]
-        data["order"][0], data["order"][1] = data["order"][1], data["order"][0]
+        data["placement"] = [3, 1, 2, 0]
+        data["order"][0], data["order"][3] = data["order"][3], data["order"][0]
         file.write_text(json.dumps(data))
         text = refused(farm, "--pipeline-schedule", str(file))
         assert "add --untie-embeddings-and-output-weights" in text

@@ -73,6 +73,12 @@ def test_too_few_layers() -> None:
         split_layers(3, v_shape(4))
 
 
+def test_one_end_must_be_on_rank_0() -> None:
+    layout.check_ends(split_layers(4, (3, 1, 2, 0)))
+    with pytest.raises(ScheduleError, match="needs one of the two on rank 0"):
+        layout.check_ends(split_layers(4, (3, 0, 1, 2)))
+
+
 def test_ends_that_megatron_cannot_tie() -> None:
     layout.check_tied_embeddings(split_layers(4, (0, 1, 2, 3)))
     layout.check_tied_embeddings(split_layers(4, (1, 0, 0, 1)))

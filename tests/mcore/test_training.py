@@ -159,8 +159,9 @@ def all_forwards_first(placement: Placement, num_devices: int, microbatches: int
 PLACEMENTS = {
     "linear, tied": ((0, 1, 2, 3), ()),
     "looping, tied": (looping(4, 2), ()),
-    "any": ((2, 0, 3, 1, 1, 3, 0, 2), ()),
-    "ends apart": ((3, 1, 0, 2), (UNTIED,)),
+    "ends on one rank": ((0, 2, 1, 3, 1, 3, 2, 0), ()),
+    "ends anywhere": ((2, 0, 3, 1, 1, 3, 2, 0), (UNTIED,)),
+    "loss on an inner rank": ((0, 3, 1, 2), (UNTIED,)),
 }
 
 
