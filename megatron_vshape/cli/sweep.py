@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_vshape.sweep.report import Row
 
 NEEDED = ("pydantic", "yaml", "rich")
-NARROWEST = 110
+NARROWEST = 132
 """Columns of a table where no terminal says how many there are."""
 
 
@@ -121,11 +121,10 @@ def _predict(
     )
     described = f"predicting {len(expanded.possible)} combinations"
     with _quiet():
-        predictions = [
-            predictor(each)
-            for each in track(expanded.possible, described, console=console, transient=True)
-        ]
-    return predictor, predictions
+        found = predictor.survey(expanded.possible, loaded.sweep.pruning.margin)
+        total = len(expanded.possible)
+        bar = track(found, described, total=total, console=console, transient=True)
+        return predictor, list(bar)
 
 
 @contextmanager
@@ -212,7 +211,7 @@ def _launch(
     with open_results(path) as results:
         if options.retry_failed:
             results.forget_failed()
-        with Progress(console, loaded, chosen.run, results.keys()) as progress:
+        with Progress(console, loaded, chosen.run, results.ended()) as progress:
             launcher = Launcher(loaded, predictor, results, path.parent, progress)
             launcher.run(chosen.run)
         rows = rows_of(chosen.run, results.read(loaded.sweep.name))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.verify import verify
 from megatron_vshape.sweep.files import SweepError
 from megatron_vshape.sweep.grid import Combination
 
@@ -33,6 +34,7 @@ def plan_adaptive(
             limits_bytes,
             Objective.SPAN if spans_count else Objective.MAKESPAN,
         )
+        verify(found.schedule)
     except ScheduleError as error:
-        raise SweepError(str(error)) from None
+        raise SweepError(str(error).splitlines()[0]) from None
     return found.schedule

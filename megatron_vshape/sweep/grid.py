@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_vshape.core import catalogue
 from megatron_vshape.core.passes import ScheduleError
@@ -233,6 +234,7 @@ def _layer_fault(it: Combination, model: Model) -> str | None:
     return None
 
 
+@lru_cache(maxsize=256)
 def placement_of(schedule: str, num_devices: int) -> Placement:
     """Return the device of every stage; the adaptive method plans on a V."""
     name = "v-half" if schedule == ADAPTIVE else schedule

@@ -55,7 +55,7 @@ class Launcher:
 
     def run(self, chosen: Sequence[Prediction]) -> None:
         """Run what is missing, at most `run.at_once` side by side; Ctrl-C cancels what runs."""
-        done = self.results.keys()
+        done = self.results.ended()
         waiting = [each for each in chosen if key_of(each.combination, self.loaded) not in done]
         waiting.reverse()
         running: list[_Running] = []
@@ -145,6 +145,7 @@ class Launcher:
             cluster.nodes,
             run.warmup_steps,
             run.measured_steps,
+            run.statistic == "fastest",
             60.0 * run.timeout_minutes,
             environment,
             os.getpid() if run.executor == "local" else None,

@@ -1,12 +1,14 @@
 """The prediction of one combination: memory of every device and time of a step."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
 from megatron_vshape.core import catalogue
 from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.placement import stages_of
 from megatron_vshape.core.schedule import Schedule, Timeline
 from megatron_vshape.core.simulate import peak_held, simulate
@@ -27,6 +29,7 @@ class Verdict(StrEnum):
     RUNS = "runs"
     OUT_OF_MEMORY = "OOM"
     NO_PLAN = "no plan"
+    NOT_PLANNED = "not planned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +63,49 @@ class Predictor:
 
     def __call__(self, combination: Combination) -> Prediction:
         """Return what the combination takes."""
-        limit = self.machine.cluster.device.memory_gib * GIB
         stages = _Stages.of(combination, self)
         try:
             schedule = self._schedule(stages)
         except SweepError as error:
-            return Prediction(combination, Verdict.NO_PLAN, 0.0, limit, reason=str(error))
+            return self._unplanned(combination, Verdict.NO_PLAN, str(error))
+        try:
+            return self._predict(stages, schedule)
+        except ScheduleError as error:
+            raise SweepError(f"{combination}: {error}") from None
+
+    def survey(self, combinations: Iterable[Combination], margin: float) -> Iterator[Prediction]:
+        """Yield every combination's prediction, those that need planning last.
+
+        Planning takes seconds, so an adaptive combination is only planned if it could come
+        within `margin` of the best of its sequence length, were it free of bubbles.
+        """
+        best: dict[int, float] = {}
+        for it in sorted(combinations, key=lambda each: each.schedule == ADAPTIVE):
+            fastest = best.get(it.sequence_length, math.inf)
+            least = self._least_s(it) if it.schedule == ADAPTIVE else 0.0
+            if least > fastest * (1 + margin):
+                slower = f"even without a bubble {100 * (least / fastest - 1):.0f} % slower"
+                yield self._unplanned(it, Verdict.NOT_PLANNED, f"{slower} than the best")
+                continue
+            found = self(it)
+            best[it.sequence_length] = min(fastest, found.step_s or math.inf)
+            yield found
+
+    def _least_s(self, combination: Combination) -> float:
+        """Return the step's time if the busiest device never idled."""
+        stages, it = _Stages.of(combination, self), combination
+        busy = stages.costs.busy_us(
+            tuple(stages.placement), it.pipeline_parallel, it.num_microbatches
+        )
+        return (self.machine.assume.pace * busy + stages.after_us()) * 1e-6
+
+    def _unplanned(self, combination: Combination, verdict: Verdict, reason: str) -> Prediction:
+        limit = self.machine.cluster.device.memory_gib * GIB
+        return Prediction(combination, verdict, 0.0, limit, reason=reason)
+
+    def _predict(self, stages: "_Stages", schedule: Schedule) -> Prediction:
+        combination = stages.combination
+        limit = self.machine.cluster.device.memory_gib * GIB
         held = peak_held(schedule, stages.costs)
         needed = [
             fixed + (1 + self.machine.assume.fragmentation) * dynamic

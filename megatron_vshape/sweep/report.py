@@ -82,7 +82,7 @@ def best_rows(rows: Iterable[Row]) -> list[Row]:
         key = (row.combination.sequence_length, row.combination.schedule)
         if key not in best or _rank(row) > _rank(best[key]):
             best[key] = row
-    return list(best.values())
+    return sorted(best.values(), key=lambda row: row.combination.sequence_length)
 
 
 def _rank(row: Row) -> tuple[float, float]:

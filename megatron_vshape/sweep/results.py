@@ -75,7 +75,7 @@ def key_of(combination: Combination, loaded: Loaded) -> str:
         "combination": asdict(combination),
         "model": loaded.model.model_dump(mode="json"),
         "cluster": loaded.cluster.name,
-        "steps": [run.warmup_steps, run.measured_steps],
+        "steps": [run.warmup_steps, run.measured_steps, run.statistic],
         "script": [run.script, run.arguments, run.environment, run.threads],
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
@@ -87,7 +87,7 @@ class Results:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
 
-    def keys(self) -> set[str]:
+    def ended(self) -> set[str]:
         """Return the keys of the runs that have ended."""
         return {row[0] for row in self._connection.execute("SELECT key FROM results")}
 

@@ -22,7 +22,7 @@ PORT = 29_400  # where the ranks of several nodes meet; a node runs one job at a
 _STEP = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 _ALLOCATED = re.compile(r"allocated in all \[([0-9., ]+)\]")
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
-_FAULT = re.compile(r"error|exception|refused|unrecognized", re.IGNORECASE)
+_FAULT = re.compile(r"(^|\s|\w)(Error|Exception): |\berror: ")
 MIB = 2**20
 
 
@@ -36,6 +36,7 @@ class Job:
     num_nodes: int
     warmup_steps: int
     measured_steps: int
+    fastest: bool  # of the measured steps; else the median
     timeout_s: float
     environment: dict[str, str]
     launcher: int | None = None  # a process without which the run is in vain
@@ -113,8 +114,9 @@ def read_log(text: str, code: int | None, job: Job) -> Outcome:
     """Return what the log and the exit code say."""
     steps = [float(each) * 1e-3 for each in _STEP.findall(text)]
     if code == 0 and len(steps) >= job.warmup_steps + job.measured_steps:
-        measured = statistics.median(steps[job.warmup_steps :])
-        return Outcome(Status.OK, measured, _peak_bytes(text))
+        measured = steps[job.warmup_steps :]
+        step_s = min(measured) if job.fastest else statistics.median(measured)
+        return Outcome(Status.OK, step_s, _peak_bytes(text))
     tail = _tail(text)
     if _OUT_OF_MEMORY.search(text) or code == -signal.SIGKILL:
         return Outcome(Status.OUT_OF_MEMORY, peak_bytes=_peak_bytes(text), log_tail=tail)
@@ -128,12 +130,11 @@ def read_log(text: str, code: int | None, job: Job) -> Outcome:
 
 
 def _tail(text: str) -> str:
-    """Return the last lines that say something: from the first rank's fault on, if it tells one."""
+    """Return the last lines up to the first fault: what other ranks say later follows from it."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    faults = [at for at, line in enumerate(lines) if _FAULT.search(line)]
-    first = faults[0] if faults else len(lines)
-    start = max(0, min(first, len(lines) - LAST_LINES))
-    return "\n".join(lines[start : start + LAST_LINES])
+    faults = [at + 1 for at, line in enumerate(lines) if _FAULT.search(line)]
+    end = faults[0] if faults else len(lines)
+    return "\n".join(lines[max(0, end - LAST_LINES) : end])
 
 
 def _peak_bytes(text: str) -> float:

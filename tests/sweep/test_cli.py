@@ -1,0 +1,85 @@
+"""The command line: predictions, comparison, dry runs, and one sentence when it cannot be done."""
+
+import argparse
+import csv
+import subprocess
+from pathlib import Path
+
+import pytest
+from sweep.samples import ROOT, write_sweep
+
+from megatron_vshape.cli import sweep
+from megatron_vshape.core.passes import ScheduleError
+
+
+def call(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    sweep.add_arguments(parser)
+    return sweep.run(parser.parse_args([str(each) for each in arguments]))
+
+
+def test_predict_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, figure = tmp_path / "all.csv", tmp_path / "front.png"
+    path = write_sweep(tmp_path)
+    assert call(path, "--predict-only", "--csv", table, "--figure", figure) == 0
+    assert "V-Half" in capsys.readouterr().out
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["verdict"] for row in rows] == ["predicted runs"] * 4
+    assert all(float(row["predicted_mfu"]) > 0 for row in rows)
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_comparison_tells_a_winner_that_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published = tmp_path / "published.csv"
+    published.write_text(
+        "sequence_length,schedule,mfu_percent,parallel\n64,1f1b,50,1 1 2 1\n64,v-half,OOM,-\n"
+    )
+    assert call(write_sweep(tmp_path), "--predict-only", "--compare", published) == 1
+    assert "every winner is the published one: no" in capsys.readouterr().out
+
+
+def test_dry_run_prints_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(write_sweep(tmp_path), "--dry-run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("--pipeline-schedule v-half" in line for line in lines) == 2
+
+
+def test_assumptions_have_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_sweep(tmp_path, cluster={"assumptions": {"gemm_fraction": 0.5}})
+    assert call(path, "--assumptions") == 0
+    out = capsys.readouterr().out
+    assert "the cluster file" in out
+    assert "FlashAttention-2" in out
+
+
+def test_cluster_that_nothing_fits(tmp_path: Path) -> None:
+    device = {
+        "name": "thing",
+        "memory_gib": 1,
+        "peak_tflops": 1,
+        "memory_tb_per_s": 1,
+        "processors": 1,
+    }
+    path = write_sweep(tmp_path, cluster={"device": device})
+    with pytest.raises(
+        ScheduleError, match=r"none of the 4 combinations fits; the closest is .* which needs 2\.\d"
+    ):
+        call(path, "--predict-only")
+
+
+def test_published_file_with_other_columns(tmp_path: Path) -> None:
+    published = tmp_path / "published.csv"
+    published.write_text("a,b\n1,2\n")
+    with pytest.raises(ScheduleError, match="must have the columns sequence_length, schedule"):
+        call(write_sweep(tmp_path), "--predict-only", "--compare", published)
+
+
+def test_sbatch_script(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "slurm" / "sweep.sbatch"
+    subprocess.run(["bash", "-n", script], check=True)
+    usage = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
+    assert usage.returncode == 2
+    assert usage.stderr.startswith("usage: sbatch")

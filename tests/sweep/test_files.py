@@ -1,0 +1,80 @@
+"""Files: what is wrong is one sentence with the file, the key and the value."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sweep.samples import CLUSTER, ROOT, SWEEP, load_sample, write_sweep
+
+from megatron_vshape.sweep.assumptions import assumptions_for
+from megatron_vshape.sweep.files import SweepError, load_sweep
+from megatron_vshape.sweep.grid import expand
+from megatron_vshape.sweep.layer import num_parameters
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweeps").glob("*.yaml")), ids=str)
+def test_shipped_sweeps_load_and_have_something_to_run(path: Path) -> None:
+    assert expand(load_sweep(path)).possible
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("9_6b", 9.6), ("21b", 21), ("38_5b", 38.5), ("98_5b", 98.5)]
+)
+def test_shipped_models_have_the_size_in_their_name(
+    tmp_path: Path, name: str, billions: float
+) -> None:
+    """The paper counts one vocabulary matrix, as if the ends were tied."""
+    model = ROOT / "configs" / "models" / f"gpt_{name}.yaml"
+    loaded = load_sweep(write_sweep(tmp_path, sweep={"model": str(model)}))
+    tied = loaded.model.model_copy(update={"tied_embeddings": True})
+    assert num_parameters(tied) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def grid(**over: Any) -> dict[str, Any]:
+    return {"grid": {**SWEEP["grid"], **over}}
+
+
+@pytest.mark.parametrize(
+    ("over", "text"),
+    [
+        ({"colour": 1}, r"sweep\.yaml: unknown key colour; known there: also, cluster, grid, "),
+        (grid(tensor=[1]), r"unknown key grid\.tensor; known there: context_parallel, data_par"),
+        (grid(schedule=[]), r"grid\.schedule is empty; it needs at least one value"),
+        (grid(microbatch_size=[0]), r"grid\.microbatch_size\.0 is 0: .*greater than 0"),
+        (grid(microbatch_size=["two"]), r"grid\.microbatch_size\.0 is 'two': .*valid integer"),
+        (grid(recompute=["some"]), r"grid\.recompute\.0 is 'some': .*'none' or 'full'"),
+        ({"workloads": []}, r"workloads is empty"),
+        ({"model": "gone.yaml"}, r"gone\.yaml cannot be read: .*No such file"),
+        (grid(schedule=["v-third"]), r"there is no schedule 'v-third'; choose among .*v-half"),
+    ],
+)
+def test_wrong_sweep(tmp_path: Path, over: dict[str, Any], text: str) -> None:
+    with pytest.raises(SweepError, match=text):
+        expand(load_sample(tmp_path, sweep=over))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "is not YAML"),
+        ("- 1", "must hold keys with values, not \\[1\\]"),
+        ("!!python/object/apply:os.system [true]", "is not YAML"),
+        ("name: x", "the key model is missing \\(and 3 more\\)"),
+    ],
+)
+def test_file_that_is_no_sweep(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text)
+    with pytest.raises(SweepError, match=message):
+        load_sweep(path)
+
+
+def test_sizes_that_contradict(tmp_path: Path) -> None:
+    with pytest.raises(SweepError, match="hidden_size 256 is not a multiple of attention_heads 3"):
+        load_sample(tmp_path, model={"attention_heads": 3})
+
+
+def test_unknown_assumption(tmp_path: Path) -> None:
+    loaded = load_sample(tmp_path, cluster={**CLUSTER, "assumptions": {"luck": 1.0}})
+    with pytest.raises(SweepError, match="there is no assumption 'luck'; there are gemm_fraction"):
+        assumptions_for(loaded.cluster)

@@ -1,0 +1,121 @@
+"""Launching with submitit's local executor and a trainer that only prints."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sweep.samples import FAKE, ROOT, SWEEP, load_sample, sweep_command, write_sweep
+
+from megatron_vshape.sweep.grid import expand
+from megatron_vshape.sweep.launch import Launcher, Watcher
+from megatron_vshape.sweep.machine import Machine
+from megatron_vshape.sweep.predict import Predictor
+from megatron_vshape.sweep.results import Result, Status, open_results
+
+
+def run_over(**over: Any) -> dict[str, Any]:
+    return {"run": {**SWEEP["run"], **over}}
+
+
+class Ears(Watcher):
+    def __init__(self) -> None:
+        self.heard: list[Result] = []
+
+    def ended(self, result: Result) -> None:
+        self.heard.append(result)
+
+
+def launch(folder: Path, sweep: dict[str, Any]) -> list[Result]:
+    loaded = load_sample(folder, sweep=sweep)
+    predictor = Predictor(loaded.model, Machine.of(loaded.cluster))
+    ears = Ears()
+    with open_results(folder / "results.db") as results:
+        chosen = [predictor(each) for each in expand(loaded).possible]
+        Launcher(loaded, predictor, results, folder / "runs", ears).run(chosen)
+        assert all(each in results.read("test") for each in ears.heard)
+    return ears.heard
+
+
+def test_statuses_and_no_run_twice(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    also = [
+        {"schedule": "v-min", "pipeline_parallel": 2, "layout": "even", "arguments": [flag]}
+        for flag in ("--out-of-memory", "--broken")
+    ]
+    sweep = {
+        "grid": {**SWEEP["grid"], "schedule": ["1f1b"]},
+        "also": also,
+        **run_over(at_once=4, arguments=["--log-starts", str(starts)]),
+    }
+    found = {str(each.combination): each for each in launch(tmp_path, sweep)}
+    assert [each.outcome.status for _, each in sorted(found.items())] == [
+        Status.OK,
+        Status.OK,
+        Status.FAILED,
+        Status.OUT_OF_MEMORY,
+    ]
+    fast = found["1f1b s64 dp1 tp1 pp2 mbs1 even"]
+    assert fast.outcome.step_s == pytest.approx(0.1)
+    assert fast.mfu is not None
+    assert fast.outcome.peak_bytes is not None
+    broken = found["v-min s64 dp1 tp1 pp2 mbs1 even --broken"]
+    assert broken.outcome.log_tail.endswith("error: unrecognized arguments: --broken")
+    assert len(starts.read_text().splitlines()) == 4
+    assert launch(tmp_path, sweep) == []
+    assert len(starts.read_text().splitlines()) == 4
+
+
+def test_time_a_run_may_take(tmp_path: Path) -> None:
+    from megatron_vshape.sweep.worker import Job, run_job
+
+    command = (str(FAKE / "trainer.py"), "--train-iters", "100", "--sleep", "1")
+    environment = {"PYTHONPATH": str(FAKE)}
+    job = Job(command, tmp_path, 1, 1, 1, 2, False, 1.0, environment)
+    outcome = run_job(job)
+    assert outcome.status is Status.FAILED
+    assert "ended after 1 s" in outcome.log_tail
+
+
+def test_killed_launcher_loses_only_what_was_in_flight(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    slow = run_over(arguments=["--log-starts", str(starts), "--sleep", "0.5"])
+    path = write_sweep(tmp_path, sweep=slow)
+    command = sweep_command(path, "--results", tmp_path / "results.db")
+    first = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert first.stdout is not None
+    for line in first.stdout:
+        if line.startswith("ok"):
+            break
+    wait_for(lambda: len(starts.read_text().splitlines()) == 2)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    first.stdout.close()
+    wait_for(lambda: not children_of(first.pid, tmp_path))
+    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "1 of 4 runs were made before" in second.stdout
+    assert "Kendall's tau of predicted and measured step times over 4 runs" in second.stdout
+    assert len(starts.read_text().splitlines()) == 5  # four, and the one in flight again
+    for name in ("results.csv", "pareto.svg"):
+        assert (tmp_path / name).stat().st_size > 0
+
+
+def wait_for(condition: Any, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.1)
+
+
+def children_of(launcher: int, folder: Path) -> list[str]:
+    """Return the trainers that still run for a sweep in `folder`."""
+    lines = subprocess.run(
+        ["ps", "-eo", "args"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    return [line for line in lines if "trainer.py" in line and str(folder) in line]

@@ -1,0 +1,150 @@
+"""The predictor against published measurements, none of which it reads."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sweep.samples import ROOT, load_sample
+
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.sweep.files import Layout, Loaded, Model, Recompute, load_sweep
+from megatron_vshape.sweep.grid import Combination, expand
+from megatron_vshape.sweep.layer import Layers, model_flops
+from megatron_vshape.sweep.machine import Machine
+from megatron_vshape.sweep.measured import MeasuredCosts
+from megatron_vshape.sweep.predict import Predictor, Verdict
+from megatron_vshape.sweep.report import load_published
+
+SWEEPS = ROOT / "configs" / "sweeps"
+PUBLISHED = load_published(SWEEPS / "grid_98b_a100_published.csv")
+
+
+@pytest.fixture(scope="module")
+def grid_search() -> Loaded:
+    return load_sweep(SWEEPS / "grid_98b_a100.yaml")
+
+
+def predictor_of(loaded: Loaded) -> Predictor:
+    return Predictor(loaded.model, Machine.of(loaded.cluster), loaded.sweep.post_validation)
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "microbatch", "measured_ms"),
+    [(3, 2304, 24, 6, (18.5, 18.1, 9.3)), (2, 6144, 48, 1, (10.4, 10.2, 7.7))],
+    ids=["1.5B", "28.3B"],
+)
+def test_zero_bubble_pass_times(
+    grid_search: Loaded,
+    layers: int,
+    hidden: int,
+    heads: int,
+    microbatch: int,
+    measured_ms: tuple[float, float, float],
+) -> None:
+    """One device of the Zero Bubble paper's runs, without flash attention, at 1024 tokens."""
+    model = Model(
+        name="zero bubble",
+        layers=layers,
+        hidden_size=hidden,
+        attention_heads=heads,
+        vocabulary_size=50304,
+        dropout=True,
+        flash_attention=False,
+        gradient_bytes=2,
+    )
+    it = Combination("zb-h1", 1024, 1, 1, 1, 8, 1, microbatch, Recompute.NONE, Layout.BALANCED)
+    part = Layers(model, it, Machine.of(grid_search.cluster), split=True).layer().times(layers)
+    found = (part.forward_us, part.backward_us, part.weight_us)
+    assert [each / 1e3 for each in found] == pytest.approx(measured_ms, rel=0.1)
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.schedule}-{row.sequence_length}")
+def test_published_best_configurations(grid_search: Loaded, row: object) -> None:
+    """Within 5 points at the very configuration the paper found best, or out of memory."""
+    published = next(each for each in PUBLISHED if each == row)
+    data, tensor, pipeline, microbatch = 1, 8, 5, 1
+    if published.mfu_percent is not None:
+        data, tensor, pipeline, microbatch = map(int, published.parallel.split())
+    batch = {each.sequence_length: each.global_batch_size for each in grid_search.sweep.workloads}
+    it = Combination(
+        published.schedule,
+        published.sequence_length,
+        batch[published.sequence_length],
+        data,
+        tensor,
+        pipeline,
+        1,
+        microbatch,
+        Recompute.NONE,
+        Layout.BALANCED,
+    )
+    found = predictor_of(grid_search)(it)
+    if published.mfu_percent is None:
+        assert found.verdict is Verdict.OUT_OF_MEMORY
+    else:
+        assert found.mfu is not None
+        assert 100 * found.mfu == pytest.approx(published.mfu_percent, abs=5)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "v-zb"])
+def test_out_of_memory_at_16384_whatever_the_sizes(grid_search: Loaded, schedule: str) -> None:
+    predictor = predictor_of(grid_search)
+    combinations = [
+        each
+        for each in expand(grid_search).possible
+        if (each.schedule, each.sequence_length, each.microbatch_size) == (schedule, 16384, 1)
+    ]
+    assert combinations
+    assert not any(predictor(each).fits for each in combinations)
+
+
+def test_flops_are_megatrons(grid_search: Loaded) -> None:
+    """72 L s h^2 (1 + s / 6h + V / 12 L h), Narayanan et al. 2021 without recompute."""
+    model, sequence = grid_search.model, 3072
+    hidden, layers, vocabulary = model.hidden_size, model.layers, model.vocabulary_size
+    expected = 72 * layers * sequence * hidden**2
+    expected *= 1 + sequence / (6 * hidden) + vocabulary / (12 * layers * hidden)
+    assert model_flops(model, sequence, 1) == pytest.approx(expected)
+
+
+def test_more_of_what_should_slow_a_step_slows_it(tmp_path: Path) -> None:
+    loaded = load_sample(tmp_path)
+    predict = predictor_of(loaded)
+    one, two = expand(loaded).possible[:2]
+    again = replace(one, recompute=Recompute.FULL)
+    assert predict(one).bubble < predict(two).bubble  # type: ignore[operator]
+    assert predict(again).step_s > predict(one).step_s  # type: ignore[operator]
+    assert predict(again).activation_bytes < predict(one).activation_bytes
+
+
+def test_collectives_cost_more_between_nodes(grid_search: Loaded) -> None:
+    machine = Machine.of(grid_search.cluster)
+    assert machine.collective_us(1e8, 1) == 0
+    assert machine.collective_us(1e8, 8) < machine.collective_us(1e8, 2, stride=8)
+    assert machine.message_us(1e7, 1, 8) < machine.message_us(1e7, 1, 40)
+
+
+def test_shared_processors_make_bubbles_free(tmp_path: Path) -> None:
+    alone = load_sample(tmp_path)
+    shared = load_sample(tmp_path, cluster={"shared_processors": 1})
+    it = expand(alone).possible[0]
+    found, slower = predictor_of(alone)(it).step_s, predictor_of(shared)(it).step_s
+    assert found is not None
+    assert slower is not None
+    assert 1.5 * found < slower < 2 * found
+
+
+def test_measured_costs_replace_the_analytic_ones(tmp_path: Path) -> None:
+    four = (1000.0, 2000.0, 2000.0, 3000.0)
+    (tmp_path / "costs.json").write_text(
+        Costs(four, four, four, 10.0, (8.0,) * 4, (8.0,) * 4).to_json()
+    )
+    entry = {"costs": "costs.json", "layers_per_stage": 2, "sequence_length": 64}
+    loaded = load_sample(tmp_path, sweep={"measured_costs": [entry]})
+    measured = MeasuredCosts.load(loaded)
+    predictor = replace(predictor_of(loaded), measured=measured)
+    one, two = expand(loaded).possible[:2]  # the second has another microbatch size
+    assert measured.find(two) is None
+    passes_s = predictor(one).step_s
+    # 1F1B: two stages of 4 layers, the last also has the head's 1000 us: 8 x 5 + 4 ms each for 3.
+    assert passes_s == pytest.approx(1.09 * 3 * (8 * 5.0 + 4.0) * 1e-3, rel=0.02)

@@ -1,0 +1,95 @@
+"""The results file: nothing that was recorded is lost, and what it is not is refused."""
+
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sweep.samples import load_sample
+
+from megatron_vshape.sweep.files import SweepError
+from megatron_vshape.sweep.grid import expand
+from megatron_vshape.sweep.results import Outcome, Result, Status, key_of, open_results
+
+WRITER = """
+import sys
+from pathlib import Path
+from megatron_vshape.sweep.files import Layout, Recompute
+from megatron_vshape.sweep.grid import Combination
+from megatron_vshape.sweep.results import Outcome, Result, Status, open_results
+
+it = Combination("1f1b", 8, 8, 1, 1, 2, 1, 1, Recompute.NONE, Layout.EVEN)
+with open_results(Path(sys.argv[1])) as results:
+    for number in range(100_000):
+        result = Result(it, Outcome(Status.OK, 1.0), None, None, 0.0, None)
+        results.record(str(number), "test", result)
+        print(number, flush=True)
+"""
+
+
+def test_results_come_back_as_they_were(tmp_path: Path) -> None:
+    loaded = load_sample(tmp_path)
+    path = tmp_path / "results.db"
+    expected = []
+    with open_results(path) as results:
+        for it, status in zip(expand(loaded).possible, Status, strict=False):
+            outcome = Outcome(status, 1.5, 2e9, 0.25, "line one\nline two")
+            expected.append(Result(it, outcome, 0.5, 1.25, 1e9, 0.125))
+            results.record(key_of(it, loaded), "test", expected[-1])
+    with open_results(path) as results:
+        assert results.read("test") == expected
+        assert results.read("another") == []
+        assert {key_of(expected[0].combination, loaded)} < results.ended()
+        results.forget_failed()
+        assert [each.outcome.status for each in results.read("test")] == ["ok", "OOM"]
+
+
+def test_kill_loses_nothing_that_was_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    told = [int(writer.stdout.readline()) for _ in range(25)]
+    writer.send_signal(signal.SIGKILL)
+    told += [int(line) for line in writer.stdout.read().splitlines() if line]
+    writer.wait()
+    with open_results(path) as results:
+        assert len(results.ended()) in (len(told), len(told) + 1)
+        assert {str(number) for number in told} <= results.ended()
+
+
+def test_file_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    path.write_text("These are my results, as I remember them. " * 50)
+    damaged = r"results\.db is not a results file, or a damaged one"
+    with pytest.raises(SweepError, match=damaged), open_results(path):
+        pass
+    assert path.read_text().startswith("These are my results")
+
+
+def test_database_of_another_program(tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE books (title TEXT)")
+    connection.close()
+    other = "a database, but not a results file of this version"
+    with pytest.raises(SweepError, match=other), open_results(path):
+        pass
+
+
+def test_two_sweeps_do_not_share_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    refused = pytest.raises(SweepError, match="another sweep is writing")
+    with open_results(path), refused, open_results(path):
+        pass
+
+
+def test_another_model_is_another_run(tmp_path: Path) -> None:
+    one = load_sample(tmp_path)
+    it = expand(one).possible[0]
+    other = load_sample(tmp_path, model={"hidden_size": 512})
+    assert key_of(it, one) == key_of(it, one)
+    assert key_of(it, one) != key_of(it, other)

@@ -1,0 +1,78 @@
+"""Reading how a run ended from its log."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_vshape.sweep.results import Outcome, Status
+from megatron_vshape.sweep.worker import Job, merge, read_log, read_outcome, write_outcome
+
+STEP = " iteration 1/ 3 | elapsed time per iteration (ms): {:.1f} | lm loss: 1 |\n"
+
+
+def job(**over: object) -> Job:
+    fields = {
+        "command": (),
+        "folder": Path(),
+        "devices_per_node": 2,
+        "num_nodes": 1,
+        "warmup_steps": 1,
+        "measured_steps": 3,
+        "fastest": False,
+        "timeout_s": 60.0,
+        "environment": {},
+    }
+    return Job(**{**fields, **over})  # type: ignore[arg-type]
+
+
+STEPS = "".join(STEP.format(each) for each in (900, 100, 300, 200))
+
+
+def test_median_after_the_warm_up() -> None:
+    found = read_log(STEPS, 0, job())
+    assert (found.status, found.step_s) == (Status.OK, pytest.approx(0.2))
+    assert read_log(STEPS, 0, job(fastest=True)).step_s == pytest.approx(0.1)
+
+
+def test_peak_that_the_run_reports() -> None:
+    line = "v-half: 9 tokens/s; peak activation memory per rank in MiB: measured [1.00, 2.00], "
+    line += "predicted [1.00, 2.00], allocated in all [512.00, 1024.00]\n"
+    assert read_log(STEPS + line, 0, job()).peak_bytes == 1024 * 2**20
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate "
+        "memory: you tried to allocate 1 bytes",
+    ],
+)
+def test_out_of_memory(text: str) -> None:
+    found = read_log(text, 1, job())
+    assert found.status is Status.OUT_OF_MEMORY
+    assert found.log_tail == text
+
+
+def test_failure_keeps_the_first_fault() -> None:
+    text = "\n".join(["noise"] * 30 + ["ValueError: layers", "RuntimeError: peer closed"])
+    found = read_log(text, 1, job())
+    assert found.status is Status.FAILED
+    assert found.log_tail.splitlines()[-1] == "ValueError: layers"
+    assert len(found.log_tail.splitlines()) <= 12
+
+
+def test_time_up_and_too_few_steps() -> None:
+    assert "ended after 60 s" in read_log("noise", None, job()).log_tail
+    few = read_log(STEP.format(1), 0, job())
+    assert few.status is Status.FAILED
+    assert "ended after 1 steps" in few.log_tail
+
+
+def test_nodes_are_merged(tmp_path: Path) -> None:
+    write_outcome(tmp_path / "node0.json", Outcome(Status.OK, None, 5.0))
+    assert read_outcome(tmp_path, 2) is None
+    write_outcome(tmp_path / "node1.json", Outcome(Status.OK, 0.5, 7.0))
+    assert read_outcome(tmp_path, 2) == Outcome(Status.OK, 0.5, 7.0)
+    bad = Outcome(Status.OUT_OF_MEMORY, log_tail="x")
+    assert merge([Outcome(Status.OK, 1.0), bad, Outcome(Status.FAILED)]) is bad
