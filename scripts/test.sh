@@ -6,9 +6,10 @@ source scripts/lib.sh
 
 usage() {
     cat <<'TEXT'
-usage: bash scripts/test.sh [--slow] [--megatron 0.17|0.18|0.19] [PYTEST ARGS]
+usage: bash scripts/test.sh [--slow] [--browser] [--megatron 0.17|0.18|0.19] [PYTEST ARGS]
 
   --slow            the tests that take minutes as well
+  --browser         the playground in Chromium as well, which is installed if it is missing
   --megatron V      only the tests, in an environment of its own with that megatron-core
 TEXT
 }
@@ -20,6 +21,18 @@ constraints_for() {
     printf 'megatron-core==%s.*\n' "$1"
 }
 
+# Makes sure that there is a Chromium for the tests to drive.
+find_chromium() {
+    if command -v chromium || command -v chromium-browser || command -v google-chrome; then
+        return
+    fi >/dev/null
+    say "installing Chromium"
+    local -a as_root=()
+    ((EUID == 0)) || as_root=(sudo)
+    "${as_root[@]}" apt-get install -y --no-install-recommends chromium >&2 ||
+        die "Chromium is missing and apt-get could not install it"
+}
+
 # check NAME COMMAND...: runs it, and remembers the name if it fails.
 failed=()
 check() {
@@ -27,11 +40,13 @@ check() {
     "${@:2}" || failed+=("$1")
 }
 
-markers='not slow and not gpu' megatron='' pytest_args=()
+markers='not slow and not gpu' extras=megatron,exact,search,draw,playground,dev
+megatron='' pytest_args=()
 while (($#)); do
     case $1 in
         -h | --help) usage && exit ;;
         --slow) markers='not gpu' && shift ;;
+        --browser) extras+=,browser && shift ;;
         --megatron)
             [[ ${2-} =~ ^0\.[0-9]+$ ]] || die "--megatron needs a version such as 0.18"
             megatron=$2 && shift 2
@@ -46,7 +61,10 @@ if [[ -n $megatron ]]; then
     mkdir -p .cache
     constraints_for "$megatron" >"$constraints"
 fi
-make_environment "$venv" megatron,exact,search,draw,dev "$constraints"
+make_environment "$venv" "$extras" "$constraints"
+if [[ $extras == *browser* ]]; then
+    find_chromium
+fi
 PATH=$PWD/$venv/bin:$PATH
 
 if [[ -z $megatron ]]; then

@@ -5,8 +5,12 @@ import importlib.util
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_vshape.core.passes import ScheduleError
+
+if TYPE_CHECKING:
+    from megatron_vshape.playground.given import Given
 
 PORT = 8765
 COSTS = Path("configs") / "costs"
@@ -62,15 +66,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(listener: socket.socket, hosts: Sequence[str], given: Sequence[object]) -> None:
+def _serve(listener: socket.socket, hosts: Sequence[str], given: "Sequence[Given]") -> None:
     import uvicorn
 
-    from megatron_vshape.playground.given import Given
     from megatron_vshape.playground.server import make_app
 
-    files = [each for each in given if isinstance(each, Given)]
     config = uvicorn.Config(
-        make_app(hosts, files),
+        make_app(hosts, given),
         access_log=False,
         log_level="warning",
         server_header=False,
@@ -100,6 +102,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen()
     except OSError as error:
         listener.close()
         raise ScheduleError(

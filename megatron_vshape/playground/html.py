@@ -1,0 +1,163 @@
+"""The page as one self-contained HTML file, to send to a colleague: no server, nothing fetched."""
+
+import base64
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_vshape.core.catalogue import NAMES, make, make_block
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.schedule import Schedule, Timeline
+from megatron_vshape.playground.assets import static_files
+from megatron_vshape.playground.build import period_of, size_note, step_pictures, trace_text
+from megatron_vshape.playground.offers import offers
+from megatron_vshape.playground.payload import Facts, Picture, encode
+from megatron_vshape.view.names import display_name
+
+MOST_TRACED = 30_000
+"""Passes up to which the file carries its Perfetto trace, ten times the size of all else."""
+
+MOST_STEPPED = 30_000
+"""Passes up to which it shows the four steps."""
+
+_IMPORT = re.compile(r'^import (?:\{[^}]*\} from )?"\./(\w+)\.js";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?function|class|const)", re.MULTILINE)
+_TOP = re.compile(r"^(?:async )?(?:function\*? |class |const |let )(\w+)", re.MULTILINE)
+
+
+def write_html(
+    path: Path,
+    timeline: Timeline,
+    costs: Costs,
+    *,
+    in_bytes: bool = False,
+    facts: Facts | None = None,
+) -> None:
+    """Write the page with this timeline to `path`.
+
+    `costs` are those of the timeline; with `in_bytes` their memory is bytes and their times are
+    microseconds, as from a costs file. `facts` may add a limit, a lower bound, commands.
+    """
+    path.write_text(html_text(timeline, costs, in_bytes=in_bytes, facts=facts), encoding="utf-8")
+
+
+def html_text(
+    timeline: Timeline, costs: Costs, *, in_bytes: bool = False, facts: Facts | None = None
+) -> str:
+    """Return what `write_html` writes."""
+    schedule = timeline.schedule
+    if facts is None:
+        facts = Facts(
+            in_bytes=in_bytes,
+            in_us=in_bytes,
+            period=period_of(timeline, 1),
+            title=display_name(schedule.name),
+            note=size_note(schedule),
+            train=schedule.name if schedule.name in NAMES else "",
+        )
+    picture = Picture(timeline, costs, facts)
+    answers = {"timeline": encode([picture])}
+    steps = _steps(schedule)
+    if steps:
+        answers["steps"] = encode(steps)
+    texts = {"schedule-file": schedule.to_json().encode()}
+    if _size(schedule) <= MOST_TRACED:
+        texts["trace-file"] = trace_text(picture).encode()
+    data = {
+        "offers": offers(),
+        "state": {
+            "devices": schedule.num_devices,
+            "microbatches": schedule.num_microbatches,
+            "name": schedule.name,
+        },
+        "answers": {want: _packed(answer) for want, answer in answers.items()},
+        "texts": {want: _packed(text) for want, text in texts.items()},
+    }
+    return _page(data)
+
+
+def _steps(schedule: Schedule) -> list[Picture]:
+    """Return the four steps if the catalogue's block of this name leads to this very order."""
+    if schedule.name not in NAMES or _size(schedule) > MOST_STEPPED:
+        return []
+    try:
+        block = make_block(schedule.name, schedule.num_devices, schedule.num_microbatches)
+    except ScheduleError:
+        return []
+    made = make(schedule.name, schedule.num_devices, schedule.num_microbatches)
+    return list(step_pictures(block, schedule)) if made == schedule else []
+
+
+def _size(schedule: Schedule) -> int:
+    return sum(map(len, schedule.order))
+
+
+def _packed(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data, 6)).decode()
+
+
+def _page(data: dict[str, object]) -> str:
+    """Return index.html with its style, its modules and the data in it, and a policy for these."""
+    files = {name: content.decode() for name, (content, _) in static_files().items()}
+    script = _bundle(files)
+    style = files["style.css"]
+    embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    icon = "data:image/svg+xml;base64," + base64.b64encode(files["icon.svg"].encode()).decode()
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+    replaced = {
+        '<link rel="icon" href="/static/icon.svg">': f'<link rel="icon" href="{icon}">',
+        '<link rel="stylesheet" href="/static/style.css">': f"<style>{style}</style>",
+        '<script type="module" src="/static/app.js"></script>': (
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        ),
+        "</body>": (
+            f'<script type="application/json" id="embedded">{embedded}</script>\n'
+            f'<script type="module">{script}</script>\n</body>'
+        ),
+    }
+    page = files["index.html"]
+    for old, new in replaced.items():
+        if page.count(old) != 1:
+            raise ScheduleError(f"the page's index.html has not one {old}; reinstall the package")
+        page = page.replace(old, new)
+    return page
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _bundle(files: dict[str, str]) -> str:
+    """Return the modules as one, each after those it imports.
+
+    They import by name and rename nothing, so that their imports and exports can go once no two
+    have a name in common.
+    """
+    parts, owner = [], dict[str, str]()
+    for name in _ordered("app", files, {}):
+        text = _EXPORT.sub("", _IMPORT.sub("", files[f"{name}.js"]))
+        for own in _TOP.findall(text):
+            other = owner.setdefault(own, name)
+            if other != name:
+                raise ScheduleError(f"{own} stands in {other}.js and in {name}.js; rename one")
+        parts.append(text)
+    script = "\n".join(parts)
+    if "</script" in script:
+        raise ScheduleError("a module of the page holds </script, which would end it")
+    return script
+
+
+def _ordered(name: str, files: dict[str, str], seen: dict[str, bool]) -> Iterator[str]:
+    if name in seen:
+        return
+    seen[name] = True
+    for other in _IMPORT.findall(files[f"{name}.js"]):
+        yield from _ordered(other, files, seen)
+    yield name

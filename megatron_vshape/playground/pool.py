@@ -1,0 +1,117 @@
+"""A few worker processes, kept warm; one that is abandoned in mid-work is ended and replaced."""
+
+import asyncio
+import hashlib
+import pickle
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+
+from megatron_vshape.playground.frames import HEAD, Frame, error_frame
+from megatron_vshape.playground.request import Request
+from megatron_vshape.playground.worker import LENGTH
+
+WORKERS = 2
+WAITING = 16
+"""Requests that wait for a worker; more are turned away."""
+
+KEPT_BYTES = 192 * 2**20
+"""Answers are kept up to so many bytes: going back to a schedule is immediate."""
+
+
+class Busy(Exception):
+    """Too many requests wait already."""
+
+
+class Pool:
+    """Answers requests in worker processes, and from memory what was answered before."""
+
+    def __init__(self, workers: int = WORKERS) -> None:
+        self._free = asyncio.Semaphore(workers)
+        self._idle: list[Process] = []
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._waiting = 0
+        self._ending: set[asyncio.Future[int]] = set()
+
+    async def answer(self, request: Request) -> AsyncIterator[bytes]:
+        """Yield the frames of the answer; the last is a result or an error.
+
+        Closing the iterator ends the work.
+
+        Raises:
+            Busy: too many requests wait for a worker.
+        """
+        key = hashlib.sha256(pickle.dumps(request)).hexdigest()
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            yield self._kept[key]
+            return
+        if self._waiting >= WAITING:
+            raise Busy
+        self._waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._waiting -= 1
+        try:
+            async for each in self._work(request):
+                if each[:1] == Frame.RESULT.encode():
+                    self._keep(key, each)
+                yield each
+        finally:
+            self._free.release()
+
+    async def close(self) -> None:
+        """End the idle workers; those at work end with the requests they work for."""
+        while self._idle:
+            self._end(self._idle.pop())
+        await asyncio.gather(*self._ending)
+
+    def _end(self, worker: Process) -> None:
+        if worker.returncode is None:
+            worker.kill()
+        over = asyncio.ensure_future(worker.wait())
+        self._ending.add(over)
+        over.add_done_callback(self._ending.discard)
+
+    async def _work(self, request: Request) -> AsyncIterator[bytes]:
+        worker = await self._worker()
+        try:
+            async for each in _converse(worker, pickle.dumps(request)):
+                yield each
+        except (asyncio.IncompleteReadError, ConnectionError):
+            yield error_frame("request", "the worker ended before it had an answer")
+        except BaseException:  # closed or cancelled in the middle: what it writes is nobody's
+            self._end(worker)
+            raise
+        else:
+            self._idle.append(worker)
+
+    async def _worker(self) -> Process:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.returncode is None:
+                return worker
+        module = "megatron_vshape.playground.worker"
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", module, stdin=PIPE, stdout=PIPE, limit=2**20
+        )
+
+    def _keep(self, key: str, result: bytes) -> None:
+        self._kept[key] = result
+        while sum(map(len, self._kept.values())) > KEPT_BYTES:
+            self._kept.popitem(last=False)
+
+
+async def _converse(worker: Process, data: bytes) -> AsyncIterator[bytes]:
+    """Send a request to a worker and yield its frames up to the last."""
+    if worker.stdin is None or worker.stdout is None:
+        raise ConnectionError("the worker was started without pipes")
+    worker.stdin.write(LENGTH.pack(len(data)) + data)
+    await worker.stdin.drain()
+    kind = b""
+    while kind not in (Frame.RESULT.encode(), Frame.ERROR.encode()):
+        head = await worker.stdout.readexactly(HEAD.size)
+        kind, length = HEAD.unpack(head)
+        yield head + await worker.stdout.readexactly(length)

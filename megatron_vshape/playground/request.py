@@ -1,0 +1,277 @@
+"""What the page may ask for, checked field by field before any work is done."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_vshape.core.catalogue import NAMES, OPTIONS
+from megatron_vshape.core.files import is_number, is_whole
+from megatron_vshape.core.passes import ScheduleError
+
+MAX_DEVICES = 256
+MAX_MICROBATCHES = 16_384
+MAX_PASSES = 1_600_000
+"""The page is smooth at a quarter of this; what asks for more is refused at once."""
+
+MAX_TEXT = 32 * 2**20
+"""Bytes of a file that is loaded on the page."""
+
+MAX_SECONDS = 600.0
+_LARGEST = 1e12
+
+
+class FieldError(ScheduleError):
+    """What one field of the page says is wrong; the page marks the field and shows the text."""
+
+    def __init__(self, field: str, text: str) -> None:
+        super().__init__(text)
+        self.field = field
+
+    def __reduce__(self) -> tuple[type["FieldError"], tuple[str, str]]:
+        return FieldError, (self.field, str(self))
+
+
+class Want(StrEnum):
+    """What is to be made."""
+
+    TIMELINE = "timeline"
+    STEPS = "steps"
+    FRONTIER = "frontier"
+    MEASURED = "measured"
+    SCHEDULE_FILE = "schedule-file"
+    TRACE_FILE = "trace-file"
+
+
+class Source(StrEnum):
+    """Where a schedule comes from."""
+
+    NAME = "name"
+    FILE = "file"
+    PLAN = "plan"
+
+
+@dataclass(frozen=True, slots=True)
+class FileText:
+    """A file that was loaded on the page or given on the command line."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """What the embedding or the head adds to its stage, in the units of the pass times."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weight: float = 0.0
+    held: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CostChoice:
+    """Pass times of one chunk, 1 / (2 * devices) of the model, or a costs file in their place."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+    weight: float = 1.0
+    send: float = 0.0
+    embedding: Extra = Extra()
+    head: Extra = Extra()
+    file: FileText | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleChoice:
+    """One schedule: by name, from a file, or planned under a limit."""
+
+    source: Source
+    name: str = ""
+    chunks: int | None = None
+    group_size: int | None = None
+    file: FileText | None = None
+    limit: float | None = None
+    limit_in_gib: bool = False
+    objective: str = "makespan"
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Everything that a picture depends on; equal requests have equal answers."""
+
+    want: Want
+    devices: int
+    microbatches: int
+    costs: CostChoice
+    schedule: ScheduleChoice | None = None
+    trace: FileText | None = None
+    plans: bool = False
+    """Whether the frontier has plans beside the published schedules."""
+
+
+Files = Mapping[str, FileText]
+"""The files given on the command line, by the key that the page calls them by."""
+
+
+def parse_request(data: object, files: Files) -> Request:
+    """Return the request in decoded JSON.
+
+    Raises:
+        FieldError: a value is missing or impossible; names the field.
+    """
+    body = _object(data, "request")
+    _known(body, ("want", "devices", "microbatches", "costs", "schedule", "trace", "plans"))
+    want = _choice(body.get("want"), tuple(Want), "want")
+    devices = _whole(body.get("devices"), "devices", MAX_DEVICES)
+    microbatches = _whole(body.get("microbatches"), "microbatches", MAX_MICROBATCHES)
+    costs = _costs(body.get("costs"), files)
+    schedule = trace = None
+    if want not in (Want.FRONTIER, Want.MEASURED):
+        schedule = _schedule(body.get("schedule"), files)
+        _check_size(schedule, devices, microbatches)
+    elif want == Want.MEASURED:
+        trace = _file(body.get("trace"), files, "trace")
+    elif 6 * devices * microbatches > MAX_PASSES:
+        raise _too_large(devices, microbatches, 6 * devices * microbatches)
+    plans = body.get("plans", False)
+    if not isinstance(plans, bool):
+        raise FieldError("plans", "plans must be true or false")
+    return Request(Want(want), devices, microbatches, costs, schedule, trace, plans)
+
+
+def _schedule(data: object, files: Files) -> ScheduleChoice:
+    body = _object(data, "schedule")
+    _known(
+        body,
+        "source name chunks group_size file limit limit_in_gib objective seconds".split(),
+    )
+    source = Source(_choice(body.get("source"), tuple(Source), "schedule"))
+    if source is Source.FILE:
+        return ScheduleChoice(source, file=_file(body.get("file"), files, "schedule"))
+    if source is Source.PLAN:
+        return _plan(body)
+    name = _choice(body.get("name"), NAMES, "schedule")
+    takes = OPTIONS.get(name, frozenset())
+    chunks = group = None
+    if "num_chunks" in takes and body.get("chunks") is not None:
+        chunks = _whole(body["chunks"], "chunks", 64)
+    if "group_size" in takes and body.get("group_size") is not None:
+        group = _whole(body["group_size"], "group_size", MAX_MICROBATCHES)
+    return ScheduleChoice(source, name, chunks, group)
+
+
+def _plan(body: dict[str, object]) -> ScheduleChoice:
+    limit = _number(body.get("limit"), "limit", above=0.0)
+    in_gib = body.get("limit_in_gib", False)
+    if not isinstance(in_gib, bool):
+        raise FieldError("limit", "limit_in_gib must be true or false")
+    objective = _choice(body.get("objective", "makespan"), ("makespan", "span"), "objective")
+    seconds = None
+    if body.get("seconds") is not None:
+        seconds = _number(body["seconds"], "seconds", above=0.0, most=MAX_SECONDS)
+    return ScheduleChoice(
+        Source.PLAN, limit=limit, limit_in_gib=in_gib, objective=objective, seconds=seconds
+    )
+
+
+def _costs(data: object, files: Files) -> CostChoice:
+    body = _object(data, "costs")
+    _known(body, ("forward", "backward", "weight", "send", "embedding", "head", "file"))
+    if body.get("file") is not None:
+        return CostChoice(file=_file(body["file"], files, "costs"))
+    return CostChoice(
+        _number(body.get("forward", 1.0), "forward", above=0.0),
+        _number(body.get("backward", 1.0), "backward", above=0.0),
+        _number(body.get("weight", 1.0), "weight", above=0.0),
+        _number(body.get("send", 0.0), "send"),
+        _extra(body.get("embedding"), "embedding"),
+        _extra(body.get("head"), "head"),
+    )
+
+
+def _extra(data: object, field: str) -> Extra:
+    if data is None:
+        return Extra()
+    if not isinstance(data, list) or len(data) != 4:
+        raise FieldError(field, f"{field} must be four numbers: added to F, B, W and held memory")
+    names = ("forward", "backward", "weight", "held")
+    return Extra(*(_number(v, f"{field}_{n}") for n, v in zip(names, data, strict=True)))
+
+
+def _file(data: object, files: Files, field: str) -> FileText:
+    """Return a file by the key of one that was given, or by its text; never by its path."""
+    body = _object(data, field)
+    _known(body, ("key", "name", "text"), field)
+    key = body.get("key")
+    if key is not None:
+        if not isinstance(key, str) or key not in files:
+            raise FieldError(field, f"there is no file {key!r:.60} among those given at the start")
+        return files[key]
+    name, text = body.get("name", "file.json"), body.get("text")
+    if not isinstance(name, str) or len(name) > 200 or not name.isprintable():
+        raise FieldError(field, "the file's name must be printable and of up to 200 characters")
+    if not isinstance(text, str) or not text:
+        raise FieldError(field, "the file is empty; choose one with a schedule, costs or a trace")
+    if len(text) > MAX_TEXT:
+        raise FieldError(field, f"the file is larger than {MAX_TEXT // 2**20} MiB")
+    return FileText(name, text)
+
+
+def _check_size(schedule: ScheduleChoice, devices: int, microbatches: int) -> None:
+    if schedule.source is Source.FILE:
+        return
+    passes = 3 * devices * (schedule.chunks or 2) * microbatches
+    if passes > MAX_PASSES:
+        raise _too_large(devices, microbatches, passes)
+
+
+def _too_large(devices: int, microbatches: int, passes: int) -> FieldError:
+    return FieldError(
+        "microbatches",
+        f"{devices} devices of {microbatches} microbatches make {passes:,} passes; the page "
+        f"draws up to {MAX_PASSES:,}",
+    )
+
+
+def _object(data: object, field: str) -> dict[str, object]:
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise FieldError(field, f"{field} must be an object")
+    return data
+
+
+def _known(body: dict[str, object], keys: Sequence[str], field: str = "request") -> None:
+    for key in body:
+        if key not in keys:
+            raise FieldError(field, f"there is no field {key!r:.60}; known are {', '.join(keys)}")
+
+
+def _choice(value: object, known: Sequence[str], field: str) -> str:
+    if not isinstance(value, str) or value not in known:
+        raise FieldError(field, f"{value!r:.60} is none of {', '.join(known)}")
+    return value
+
+
+def _whole(value: object, field: str, most: int) -> int:
+    if not is_whole(value):
+        raise FieldError(field, f"enter a whole number from 1 to {most:,}")
+    assert isinstance(value, int)
+    if not 1 <= value <= most:
+        shown = f"{value:,}" if abs(value) < 10**15 else "this"
+        raise FieldError(field, f"{shown} is outside 1 to {most:,}")
+    return value
+
+
+def _number(value: object, field: str, above: float | None = None, most: float = _LARGEST) -> float:
+    wanted = "a number of at least 0" if above is None else f"a number above {above:g}"
+    if not is_number(value):
+        raise FieldError(field, f"enter {wanted}")
+    assert isinstance(value, int | float)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise FieldError(field, f"enter {wanted}")
+    if value < 0 or (above is not None and value <= above):
+        raise FieldError(field, f"{float(value):g} is too small; enter {wanted}")
+    if value > most:
+        raise FieldError(field, f"the value is too large; enter at most {most:g}")
+    return float(value)

@@ -1,0 +1,128 @@
+"""The server of the page: a few fixed files, what it offers, and the making of schedules."""
+
+import json
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import aclosing, asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from megatron_vshape.playground.assets import static_files
+from megatron_vshape.playground.frames import error_frame
+from megatron_vshape.playground.given import Given
+from megatron_vshape.playground.guard import MAX_BODY, Guard
+from megatron_vshape.playground.offers import offers
+from megatron_vshape.playground.pool import Busy, Pool
+from megatron_vshape.playground.request import FieldError, parse_request
+
+
+class _TooLarge(Exception):
+    """The body goes on beyond what is allowed."""
+
+
+def loopback_hosts(port: int) -> tuple[str, ...]:
+    """Return what a browser on this machine may call the server."""
+    names = ("127.0.0.1", "localhost", "[::1]")
+    return tuple(f"{name}:{port}" for name in names) + (names if port == 80 else ())
+
+
+def make_app(hosts: Collection[str], given: Sequence[Given] = ()) -> Starlette:
+    """Return the application that answers to `hosts` and offers the files `given`."""
+    page = _Page(given)
+    routes = [
+        Route("/", page.index, methods=["GET"]),
+        Route("/static/{name}", page.static, methods=["GET"]),
+        Route("/api/offers", page.offers, methods=["GET"]),
+        Route("/api/make", page.make, methods=["POST"]),
+    ]
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, hosts=hosts)],
+        lifespan=page.lifespan,
+        exception_handlers={404: _not_found},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+async def _not_found(request: HttpRequest, error: Exception) -> Response:
+    return JSONResponse({"field": "request", "text": "there is nothing here"}, 404)
+
+
+class _Page:
+    """The handlers, and what they share."""
+
+    def __init__(self, given: Sequence[Given]) -> None:
+        self.static_files = static_files()
+        self.given = {each.key: each for each in given}
+        self.files = {each.key: each.file for each in given}
+        self.pool: Pool | None = None
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self.pool = Pool()
+        try:
+            yield
+        finally:
+            await self.pool.close()
+
+    async def index(self, request: HttpRequest) -> Response:
+        return self._file("index.html")
+
+    async def static(self, request: HttpRequest) -> Response:
+        name = request.path_params["name"]
+        if name not in self.static_files:
+            return await _not_found(request, Exception())
+        return self._file(name)
+
+    def _file(self, name: str) -> Response:
+        content, media_type = self.static_files[name]
+        return Response(content, headers={"content-type": media_type})
+
+    async def offers(self, request: HttpRequest) -> Response:
+        return JSONResponse(offers(list(self.given.values())))
+
+    async def make(self, request: HttpRequest) -> Response:
+        try:
+            body = await _body(request)
+            asked = parse_request(_decode(body), self.files)
+        except _TooLarge:
+            text = f"the request is larger than {MAX_BODY // 2**20} MiB"
+            return JSONResponse({"field": "request", "text": text}, 413)
+        except FieldError as error:
+            return JSONResponse({"field": error.field, "text": str(error)}, 422)
+        assert self.pool is not None
+        frames = self.pool.answer(asked)
+        return StreamingResponse(_stream(frames), media_type="application/octet-stream")
+
+
+async def _stream(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Pass the frames on; when the browser has gone away, the work is ended."""
+    try:
+        async with aclosing(frames) as closing:  # type: ignore[type-var]
+            async for each in closing:
+                yield each
+    except Busy:
+        yield error_frame("request", "the playground is busy; try again in a moment")
+
+
+async def _body(request: HttpRequest) -> bytes:
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY:
+            raise _TooLarge
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _decode(body: bytes) -> object:
+    try:
+        return json.loads(body)
+    except RecursionError:
+        raise FieldError("request", "the request is nested too deep") from None
+    except ValueError:  # no JSON, no UTF-8, or a number of too many digits
+        raise FieldError("request", "the request is not valid JSON") from None

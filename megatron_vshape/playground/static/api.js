@@ -1,0 +1,108 @@
+// The server's answers: what it offers, and schedules made on request, with progress.
+
+import { readPayload } from "./model.js";
+
+const KEPT = 12;
+const answered = new Map();
+
+/** What one field of the page says is wrong. */
+export class Refusal extends Error {
+  constructor(field, text) {
+    super(text);
+    this.field = field;
+  }
+}
+
+/** Return what the page offers to choose from. */
+export async function loadOffers() {
+  const answer = await fetch("/api/offers");
+  return answer.json();
+}
+
+/** Return the answer to a request; `onProgress` hears what is known so far. */
+export async function makeAnswer(request, { signal, onProgress } = {}) {
+  const body = JSON.stringify(request);
+  if (answered.has(body)) return keepAnswer(body, answered.get(body));
+  const answer = await askServer(body, signal);
+  const buffer = await readFrames(answer.body.getReader(), onProgress ?? (() => {}));
+  return keepAnswer(body, readPayload(buffer));
+}
+
+/** Return a text that the server makes: a schedule file, a trace. */
+export async function makeText(request) {
+  const answer = await askServer(JSON.stringify(request), undefined);
+  const buffer = await readFrames(answer.body.getReader(), () => {});
+  return new TextDecoder().decode(buffer);
+}
+
+async function askServer(body, signal) {
+  let answer;
+  try {
+    const headers = { "content-type": "application/json" };
+    answer = await fetch("/api/make", { method: "POST", headers, body, signal });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refusal("request", "The server does not answer. Is it still running?");
+  }
+  if (answer.ok) return answer;
+  const { field, text } = await answer.json();
+  throw new Refusal(field, text);
+}
+
+function keepAnswer(body, result) {
+  answered.delete(body);
+  answered.set(body, result);
+  if (answered.size > KEPT) answered.delete(answered.keys().next().value);
+  return result;
+}
+
+/** Read frames (a letter, a length, so many bytes) up to the result; return its bytes. */
+async function readFrames(reader, onProgress) {
+  let held = new Uint8Array(0);
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) throw new Refusal("request", "The answer broke off.");
+    held = held.length ? await gather(held, value, reader) : await gather(value, null, reader);
+    while (held.length >= 5) {
+      const length = frameLength(held);
+      if (held.length < 5 + length) break;
+      const [kind, frame] = [String.fromCharCode(held[0]), held.slice(5, 5 + length)];
+      held = held.subarray(5 + length);
+      if (kind === "R") return frame.buffer;
+      const known = JSON.parse(new TextDecoder().decode(frame));
+      if (kind === "E") throw new Refusal(known.field, known.text);
+      onProgress(known);
+    }
+  }
+}
+
+function frameLength(bytes) {
+  return new DataView(bytes.buffer, bytes.byteOffset).getUint32(1, true);
+}
+
+/** Join what is there; for a large frame, read all of it into one buffer of its size. */
+async function gather(first, second, reader) {
+  let held = second ? joined([first, second]) : first;
+  if (held.length < 5) return held;
+  const wanted = 5 + frameLength(held);
+  if (held.length >= wanted) return held;
+  const parts = [held];
+  let size = held.length;
+  while (size < wanted) {
+    const { done, value } = await reader.read();
+    if (done) throw new Refusal("request", "The answer broke off.");
+    parts.push(value);
+    size += value.length;
+  }
+  return joined(parts);
+}
+
+function joined(parts) {
+  const whole = new Uint8Array(parts.reduce((sum, part) => sum + part.length, 0));
+  let at = 0;
+  for (const part of parts) {
+    whole.set(part, at);
+    at += part.length;
+  }
+  return whole;
+}

@@ -1,0 +1,46 @@
+// The tool bar over the pictures: zoom, the block's repeat, the followed microbatch, the legend.
+
+import { element } from "./dom.js";
+
+const KINDS_SHOWN = [[0, "forward"], [1, "input gradient"], [2, "weight gradient"]];
+
+/** Return the tool bar's parts. */
+export function barParts({ state, view, chunkCount, palette, hasPeriod, change }) {
+  const button = (text, title, act, pressed) =>
+    element("button", { type: "button", class: "button", title, "aria-label": title, "aria-pressed": pressed, click: act }, text);
+  const parts = [
+    element(
+      "span",
+      { class: "group" },
+      button("‹", "Earlier", () => view.pan(-view.span * 0.25)),
+      button("−", "Zoom out", () => view.zoom(1 / 1.6)),
+      button("All", "Show all of it", () => view.fit()),
+      button("+", "Zoom in", () => view.zoom(1.6)),
+      button("›", "Later", () => view.pan(view.span * 0.25)),
+    ),
+  ];
+  if (hasPeriod) {
+    parts.push(button("Block's repeat", "Mark the building block's repeat", () =>
+      change({ block: !state.block }), String(state.block && state.follow === null)));
+  }
+  if (state.follow !== null) {
+    parts.push(button(`Following microbatch ${state.follow}  ×`, "Let it go", () => change({ follow: null }), "true"));
+  }
+  parts.push(legend(chunkCount, palette));
+  return parts;
+}
+
+function legend(chunkCount, palette) {
+  const fills = palette.fills[Math.min(chunkCount, palette.fills.length) - 1];
+  const shown = Math.min(chunkCount, 4);
+  const swatch = (colours) =>
+    element(
+      "svg",
+      { width: 10 * colours.length, height: 11, "aria-hidden": "true" },
+      ...colours.map((fill, at) => element("rect", { x: 10 * at, width: 10, height: 11, fill })),
+    );
+  const entries = KINDS_SHOWN.map(([kind, name]) =>
+    element("span", {}, swatch(fills[kind].slice(0, shown)), name));
+  const note = chunkCount > 1 ? [element("span", {}, "dark: chunk 0")] : [];
+  return element("span", { class: "legend" }, ...entries, element("span", {}, element("i", { class: "hatched" }), "bubble"), ...note);
+}

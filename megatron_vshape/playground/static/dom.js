@@ -1,0 +1,53 @@
+// Elements and numbers: what every other module uses to write on the page.
+
+const SVG = "http://www.w3.org/2000/svg";
+const SVG_TAGS = new Set("svg g path rect circle line text title polyline".split(" "));
+
+/** Return a new element; attributes that are functions become listeners. */
+export function element(tag, attributes = {}, ...children) {
+  const made = SVG_TAGS.has(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (typeof value === "function") made.addEventListener(name, value);
+    else made.setAttribute(name, value === true ? "" : String(value));
+  }
+  made.append(...children.flat().filter((each) => each !== null && each !== undefined));
+  return made;
+}
+
+/** Return the element with this id. */
+export function byId(id) {
+  return document.getElementById(id);
+}
+
+/** Return a number with so many significant digits, thousands apart. */
+export function digits(value, significant = 4) {
+  if (!Number.isFinite(value)) return "–";
+  const rounded = Number(value.toPrecision(significant));
+  return rounded.toLocaleString("en", { maximumSignificantDigits: significant });
+}
+
+/** Return a share as per cent with one decimal; what rounds to nothing is nothing. */
+export function percent(share) {
+  return `${(100 * share).toFixed(1).replace("-0.0", "0.0")} %`;
+}
+
+/** Return a function that runs `act` once it has not been called for so many milliseconds. */
+export function debounced(act, milliseconds) {
+  let timer = 0;
+  return (...given) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => act(...given), milliseconds);
+  };
+}
+
+/** Let the reader save a text or blob as a file. */
+export function saveFile(name, content, type = "text/plain") {
+  const blob = content instanceof Blob ? content : new Blob([content], { type });
+  const url = URL.createObjectURL(blob);
+  const link = element("a", { href: url, download: name });
+  document.body.append(link);
+  link.click();
+  link.remove();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}

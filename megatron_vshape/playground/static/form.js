@@ -1,0 +1,295 @@
+// The controls: what is scheduled, how large, at which costs; each change goes into the state.
+
+import { byId, element } from "./dom.js";
+
+const PLAN = "plan";
+const EXTRAS = ["forward", "backward", "weight", "held"];
+const EXTRA_NAMES = ["F", "B", "W", "held"];
+
+/** Fill the form from the state. `change(patch)` is called with what the reader changes. */
+export function fillForm(form, state, offers, change) {
+  const focused = document.activeElement?.id;
+  const open = form.querySelector("details")?.open ?? window.innerWidth > 860;
+  const fold = element(
+    "details",
+    { class: "fold", open },
+    element("summary", {}, "Schedule, size and costs"),
+    scheduleFields(state, offers, change),
+    sizeFields(state, change),
+    costFields(state, offers, change),
+    fileFields(change),
+  );
+  form.replaceChildren(fold);
+  if (focused && form.querySelector(`#${CSS.escape(focused)}`)) byId(focused).focus();
+}
+
+/** Mark the field that is wrong and say why beside it; return whether there is such a field. */
+export function markField(form, field, text) {
+  const input = form.querySelector(`[data-field="${CSS.escape(field)}"]`);
+  if (input === null) return false;
+  const id = `wrong-${field}`;
+  input.setAttribute("aria-invalid", "true");
+  input.setAttribute("aria-describedby", id);
+  const message = element("p", { class: "wrong", id, role: "alert" }, text.split("\n")[0]);
+  (input.closest("table") ?? input.closest(".pair") ?? input.closest(".field")).after(message);
+  const fold = input.closest("details");
+  if (fold) fold.open = true;
+  return true;
+}
+
+/** Take the marks away. */
+export function clearMarks(form) {
+  for (const message of form.querySelectorAll(".wrong")) message.remove();
+  for (const input of form.querySelectorAll("[aria-invalid]")) {
+    input.removeAttribute("aria-invalid");
+    input.removeAttribute("aria-describedby");
+  }
+}
+
+function scheduleFields(state, offers, change) {
+  const entry = state.entries[state.active];
+  const group = element("fieldset", {}, element("legend", {}, "Schedule"));
+  const choose = (event) => change({ entries: replaced(state, chosenEntry(event, state, offers)) });
+  const options = [
+    optionGroup("Published", offers.schedules.map(({ name, title }) => [name, title])),
+    optionGroup("Adaptive", [[PLAN, "Plan within a memory limit"]]),
+    optionGroup("Files", scheduleFiles(state, offers)),
+  ];
+  group.append(picker("schedule", "Order of the passes", options, entryKey(entry), choose));
+  const edit = (patch) => change({ entries: replaced(state, { ...entry, ...patch }) });
+  if (entry.source === PLAN) group.append(...planFields(entry, edit));
+  const known = offers.schedules.find(({ name }) => name === entry.name);
+  if (entry.source === "name" && known?.options.length) {
+    group.append(optionFields(entry, known.options, edit));
+  }
+  return group;
+}
+
+function optionGroup(label, pairs) {
+  if (!pairs.length) return null;
+  const options = pairs.map(([value, title]) => element("option", { value }, title));
+  return element("optgroup", { label }, ...options);
+}
+
+function scheduleFiles(state, offers) {
+  const given = offers.files.filter(({ sort }) => sort === "schedule");
+  const pairs = given.map(({ key, name }) => [`!${key}`, name]);
+  state.entries.forEach((entry, at) => {
+    if (entry.source === "file" && entry.file.text) pairs.push([`@${at}`, entry.file.name]);
+  });
+  return pairs;
+}
+
+function entryKey(entry) {
+  if (entry.source === PLAN) return PLAN;
+  if (entry.source === "name") return entry.name;
+  return entry.file.key ? `!${entry.file.key}` : "@";
+}
+
+function chosenEntry(event, state, offers) {
+  const value = event.target.value;
+  if (value.startsWith("!")) return { source: "file", file: { key: value.slice(1) } };
+  if (value.startsWith("@")) return state.entries[Number(value.slice(1))];
+  if (value !== PLAN) return { source: "name", name: value };
+  const inBytes = state.costsFile !== null;
+  const devices = Number(state.devices) || 8;
+  const limit = inBytes ? 40 : devices + 2;
+  return { source: PLAN, limit, limit_in_gib: inBytes, objective: "makespan", seconds: null };
+}
+
+/** Return the entries with the active one replaced. */
+function replaced(state, entry) {
+  return state.entries.map((each, at) => (at === state.active ? entry : each));
+}
+
+function planFields(entry, edit) {
+  const unit = entry.limit_in_gib ? "GiB" : "chunks";
+  const objectives = [["makespan", "Makespan"], ["span", "Span, no barrier"]];
+  const options = objectives.map(([value, title]) => element("option", { value }, title));
+  return [
+    element(
+      "div",
+      { class: "pair" },
+      input("limit", `Memory limit, ${unit}`, entry.limit, (limit) => edit({ limit })),
+      input("seconds", "Seconds to search", entry.seconds, (seconds) => edit({ seconds }), "auto"),
+    ),
+    picker("objective", "Make small", options, entry.objective, (event) =>
+      edit({ objective: event.target.value }),
+    ),
+    element("p", { class: "hint" }, entry.limit_in_gib
+      ? "Of activations, on every device."
+      : "1F1B holds 2 × devices of these chunks."),
+  ];
+}
+
+function optionFields(entry, options, edit) {
+  const fields = [input("chunks", "Stages a device", entry.chunks, (chunks) => edit({ chunks }), "2")];
+  if (options.includes("group_size")) {
+    const set = (group_size) => edit({ group_size });
+    fields.push(input("group_size", "Microbatches a group", entry.group_size, set, "as devices"));
+  }
+  return element("div", { class: "pair" }, ...fields);
+}
+
+function sizeFields(state, change) {
+  return element(
+    "fieldset",
+    {},
+    element("legend", {}, "Size"),
+    element(
+      "div",
+      { class: "pair" },
+      input("devices", "Devices", state.devices, (devices) => change({ devices })),
+      input("microbatches", "Microbatches", state.microbatches, (microbatches) =>
+        change({ microbatches }),
+      ),
+    ),
+  );
+}
+
+function costFields(state, offers, change) {
+  const group = element("fieldset", {}, element("legend", {}, "Costs of a chunk"));
+  const given = offers.files.filter(({ sort }) => sort === "costs");
+  const options = [
+    optionGroup("Presets", offers.presets.map(({ key, title }) => [key, title])),
+    optionGroup("Files", given.map(({ key, name, stages }) => [`!${key}`, `${name}, ${stages} stages`])),
+    state.costsFile?.text ? element("option", { value: "@" }, state.costsFile.name) : null,
+    element("option", { value: "own" }, "My own"),
+  ];
+  const choose = (event) => change(chosenCosts(event.target.value, state, offers));
+  group.append(picker("costs", "Preset", options, costsKey(state, offers), choose));
+  if (state.costsFile === null) group.append(...ownCosts(state, change));
+  return group;
+}
+
+function costsKey(state, offers) {
+  if (state.costsFile !== null) return state.costsFile.key ? `!${state.costsFile.key}` : "@";
+  const { forward, backward, weight, send } = state.cost;
+  const extras = [...state.embedding, ...state.head].some((value) => value !== 0);
+  const same = (preset) => preset.cost.join() === [forward, backward, weight, send].join();
+  return (!extras && offers.presets.find(same)?.key) || "own";
+}
+
+function chosenCosts(value, state, offers) {
+  if (value.startsWith("!")) return fileCosts(state, { key: value.slice(1) });
+  const preset = offers.presets.find(({ key }) => key === value);
+  if (!preset) return { costsFile: null };
+  const [forward, backward, weight, send] = preset.cost;
+  return {
+    ...chunkLimits(state),
+    costsFile: null,
+    cost: { forward, backward, weight, send },
+    unit: preset.unit,
+    embedding: [0, 0, 0, 0],
+    head: [0, 0, 0, 0],
+  };
+}
+
+/** Return what changes with a costs file: times are then microseconds, and limits GiB. */
+export function fileCosts(state, file) {
+  const entries = state.entries.map((entry) =>
+    entry.source === PLAN && !entry.limit_in_gib
+      ? { ...entry, limit: 40, limit_in_gib: true }
+      : entry,
+  );
+  return { costsFile: file, entries };
+}
+
+function chunkLimits(state) {
+  const limit = (Number(state.devices) || 8) + 2;
+  const entries = state.entries.map((entry) =>
+    entry.limit_in_gib ? { ...entry, limit, limit_in_gib: false } : entry,
+  );
+  return { entries };
+}
+
+function ownCosts(state, change) {
+  const set = (name) => (value) => change({ cost: { ...state.cost, [name]: value } });
+  const cell = (field, value, act, label) => element("td", {}, bare(field, value, act, label));
+  const row = (title, field) =>
+    element(
+      "tr",
+      {},
+      element("th", { scope: "row" }, title),
+      ...EXTRAS.map((extra, at) =>
+        cell(`${field}_${extra}`, state[field][at], (value) =>
+          change({ [field]: state[field].with(at, value) }), `${title}, ${EXTRA_NAMES[at]}`),
+      ),
+    );
+  const table = element(
+    "table",
+    { class: "costs" },
+    element("thead", {}, element("tr", {}, element("th", {}), ...EXTRA_NAMES.map((name) =>
+      element("th", { scope: "col" }, name)))),
+    element(
+      "tbody",
+      {},
+      element(
+        "tr",
+        {},
+        element("th", { scope: "row" }, "Every chunk"),
+        ...["forward", "backward", "weight"].map((name, at) =>
+          cell(name, state.cost[name], set(name), `Every chunk, ${EXTRA_NAMES[at]}`)),
+        element("td", {}),
+      ),
+      row("+ Embedding", "embedding"),
+      row("+ Head", "head"),
+    ),
+  );
+  const gib = (gibPerChunk) => change({ gibPerChunk });
+  const units = [["", "passes"], ["ms", "ms"], ["us", "µs"]];
+  const options = units.map(([value, title]) => element("option", { value }, title));
+  return [
+    table,
+    element(
+      "div",
+      { class: "pair" },
+      input("send", "Communication", state.cost.send, set("send")),
+      picker("unit", "Unit of time", options, state.unit, (event) =>
+        change({ unit: event.target.value })),
+    ),
+    input("gib", "GiB a chunk holds", state.gibPerChunk, gib, "not known"),
+    element("p", { class: "hint" }, "A chunk is 1 / (2 × devices) of the model, whatever the placement."),
+  ];
+}
+
+function fileFields(change) {
+  const load = (event) => change({ files: [...event.target.files] });
+  const accept = ".json,.csv";
+  const button = element("input", { type: "file", id: "file", "data-field": "file", accept, multiple: true, change: load });
+  return element(
+    "fieldset",
+    {},
+    element("legend", {}, "Open a file"),
+    element("label", { class: "field" }, element("span", {}, "Schedule, costs or measured trace"), button),
+  );
+}
+
+function input(field, title, value, act, placeholder) {
+  return element("label", { class: "field" }, element("span", {}, title), bare(field, value, act, null, placeholder));
+}
+
+function bare(field, value, act, label, placeholder) {
+  const read = (event) => {
+    const text = event.target.value.trim().replace(",", ".");
+    act(text === "" ? null : Number.isNaN(Number(text)) ? text : Number(text));
+  };
+  return element("input", {
+    type: "text",
+    inputmode: "decimal",
+    id: `in-${field}`,
+    "data-field": field,
+    "aria-label": label,
+    placeholder,
+    value: value ?? "",
+    change: read,
+  });
+}
+
+function picker(field, title, options, value, act) {
+  const select = element("select", { id: `in-${field}`, "data-field": field, change: act }, ...options.filter(Boolean));
+  const wanted = [...select.options].find((option) => option.value === value)
+    ?? [...select.options].find((option) => option.value.startsWith("@"));
+  if (wanted) wanted.selected = true;
+  return element("label", { class: "field" }, element("span", {}, title), select);
+}

@@ -1,0 +1,72 @@
+// The numbers beside a picture: of one schedule, and of several in a table.
+
+import { digits, element, percent } from "./dom.js";
+
+/** Return the numbers of a timeline as terms and values. */
+export function numberCards(timeline, units, gibPerChunk) {
+  const { numbers, facts } = timeline.meta;
+  const peak = Math.max(...numbers.peaks);
+  const cards = [
+    ["Bubble", percent(numbers.bubble), "of the makespan"],
+    ["Span bubble", percent(numbers.span_bubble), "no barrier between steps"],
+    ["Peak memory", `${units.held(peak)} ${units.heldName}`, peakNote(peak, facts, gibPerChunk)],
+    ["Makespan", units.time(numbers.makespan), `${units.timeName}; busiest works ${units.time(numbers.busy)}`],
+    ["Communication", `${digits(numbers.relative_messages, 3)} ×`, `1F1B's; ${numbers.messages} messages a microbatch`],
+  ];
+  if (facts.lower_bound !== null) {
+    const value = facts.bounded === "span" ? numbers.span : numbers.makespan;
+    const gap = Math.max(value / facts.lower_bound - 1, 0);
+    cards.push(["Lower bound", units.time(facts.lower_bound), `no ${facts.bounded} is below`]);
+    cards.push(["Gap", percent(gap), "above the bound, at most"]);
+  }
+  return cards.map(([term, value, note]) =>
+    element("div", {}, element("dt", {}, term), element("dd", {}, value, element("small", {}, note))),
+  );
+}
+
+function peakNote(peak, facts, gibPerChunk) {
+  const parts = [];
+  if (!facts.in_bytes && gibPerChunk) parts.push(`${digits(peak * gibPerChunk, 4)} GiB`);
+  if (facts.base_peak) parts.push(`${percent(peak / facts.base_peak)} of 1F1B's`);
+  if (facts.limit !== null) parts.push(`within its limit`);
+  return parts.join(", ");
+}
+
+/** Return a table with a row for every timeline; the best of a column is marked. */
+export function factsTable(timelines, units, gibPerChunk) {
+  const rows = timelines.map((timeline) => {
+    const { numbers, facts } = timeline.meta;
+    const peak = Math.max(...numbers.peaks);
+    return { timeline, numbers, facts, peak };
+  });
+  const inGib = gibPerChunk && !rows[0].facts.in_bytes;
+  const columns = [
+    [`Peak, ${units.heldName}`, ({ peak }) => peak, units.held],
+    ...(inGib ? [["GiB", ({ peak }) => peak * gibPerChunk, (value) => digits(value)]] : []),
+    ["of 1F1B's", ({ peak, facts }) => (facts.base_peak ? peak / facts.base_peak : NaN), share],
+    ["Bubble", ({ numbers }) => numbers.bubble, percent],
+    ["Span bubble", ({ numbers }) => numbers.span_bubble, percent],
+    [`Makespan, ${units.timeName}`, ({ numbers }) => numbers.makespan, units.time],
+    ["Messages", ({ numbers }) => numbers.relative_messages, (value) => `${digits(value, 3)} ×`],
+  ];
+  const body = rows.map((row) =>
+    element(
+      "tr",
+      {},
+      element("th", { scope: "row" }, row.timeline.meta.title),
+      ...columns.map(([, value, write]) => {
+        const least = Math.min(...rows.map(value).filter(Number.isFinite));
+        const best = rows.length > 1 && value(row) <= least * (1 + 1e-9) + 1e-12;
+        return element("td", { class: best ? "best" : null }, write(value(row)));
+      }),
+    ),
+  );
+  const head = ["Schedule", ...columns.map(([title]) => title)];
+  const heading = element("tr", {}, ...head.map((title) => element("th", { scope: "col" }, title)));
+  const table = element("table", { class: "facts" }, element("thead", {}, heading), element("tbody", {}, ...body));
+  return element("div", { class: "wide" }, table);
+}
+
+function share(value) {
+  return Number.isFinite(value) ? percent(value) : "–";
+}

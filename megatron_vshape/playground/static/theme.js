@@ -1,0 +1,22 @@
+// Light and dark: the style sheet's colours, also for what is drawn.
+
+const NAMES = ["page", "ink", "quiet", "faint", "rule", "late", "idle", "held", "veil"];
+const ORDER = ["auto", "light", "dark"];
+
+/** Return the theme after this one. */
+export function nextTheme(theme) {
+  return ORDER[(ORDER.indexOf(theme) + 1) % ORDER.length];
+}
+
+/** Set the theme; `auto` is the system's. */
+export function setTheme(theme) {
+  const dark = theme === "dark" || (theme === "auto" && matchMedia("(prefers-color-scheme: dark)").matches);
+  document.documentElement.dataset.theme = dark ? "dark" : "light";
+}
+
+/** Return the colours that pictures are drawn in. */
+export function themeColours() {
+  const style = getComputedStyle(document.documentElement);
+  const colours = Object.fromEntries(NAMES.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+  return { ...colours, hatchLine: style.getPropertyValue("--hatch-line").trim() };
+}

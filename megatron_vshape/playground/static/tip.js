@@ -1,0 +1,23 @@
+// The small box beside the pass that the pointer is on.
+
+import { element } from "./dom.js";
+
+const ROOM = 12;
+
+/** Return what shows and hides the box. */
+export function makeTip(box) {
+  return {
+    show(said, x, y, high) {
+      box.replaceChildren(element("b", {}, said.name), ...said.lines.map((line) => element("p", {}, line)));
+      box.hidden = false;
+      const { width, height } = box.getBoundingClientRect();
+      const left = Math.min(Math.max(x, ROOM), window.innerWidth - width - ROOM);
+      const above = y - height - ROOM;
+      const top = above > ROOM ? above : y + high + ROOM;
+      box.style.transform = `translate(${Math.round(left)}px, ${Math.round(top)}px)`;
+    },
+    hide() {
+      box.hidden = true;
+    },
+  };
+}

@@ -1,0 +1,205 @@
+// Track: the picture of one timeline on a canvas, drawn from tiles that are painted once.
+
+import { element } from "./dom.js";
+import { MARGIN, layOut } from "./geometry.js";
+import { KIND_NAMES } from "./model.js";
+import { describePass, drawChosen, drawFollowed, drawFrame, drawPeriod } from "./overlay.js";
+import { coloursOf, makeHatch, mixingTable, paintTile } from "./paint.js";
+import { listenTo } from "./pointer.js";
+
+const TILE = 512; // CSS pixels; a multiple of the hatch, so that it meets at the seams
+const MOST_TILES = 24;
+
+export class Track {
+  /** `shared`: view, units, palette, theme(), follow(), onFollow(microbatch), tip. */
+  constructor(host, shared, layout = {}) {
+    this.shared = shared;
+    this.layout = layout;
+    this.view = shared.view;
+    this.timeline = null;
+    this.chosen = -1;
+    this.tiles = new Map();
+    this.waiting = 0;
+    this.canvas = element("canvas", { tabindex: 0, role: "application", class: "track" });
+    this.told = element("p", { class: "unseen", "aria-live": "polite" });
+    host.append(this.canvas, this.told);
+    this.redraw = () => this.request();
+    this.view.listeners.add(this.redraw);
+    this.sizes = new ResizeObserver(() => this.resize());
+    this.sizes.observe(host);
+    listenTo(this);
+  }
+
+  /** Stop drawing; the element is about to go. */
+  close() {
+    this.view.listeners.delete(this.redraw);
+    this.sizes.disconnect();
+    cancelAnimationFrame(this.waiting);
+  }
+
+  get units() {
+    return this.shared.unitsOf(this.timeline);
+  }
+
+  get plotWidth() {
+    return Math.max(this.width - MARGIN.left - MARGIN.right, 1);
+  }
+
+  get scale() {
+    return this.plotWidth / this.view.span;
+  }
+
+  /** Whether passes are wide enough to be seen one by one. */
+  get boxed() {
+    return this.timeline.typical * this.scale >= 3.5;
+  }
+
+  xOf(time) {
+    return MARGIN.left + (time - this.view.start) * this.scale;
+  }
+
+  timeAt(x) {
+    return this.view.start + (x - MARGIN.left) / this.scale;
+  }
+
+  /** Show a timeline. */
+  show(timeline, label) {
+    this.timeline = timeline;
+    this.chosen = -1;
+    this.canvas.setAttribute("aria-label", `${label}. Arrow keys move from pass to pass, Enter
+      follows a microbatch, plus and minus zoom, 0 shows all, Escape lets go.`);
+    this.resize();
+  }
+
+  /** Make the canvas as wide as its host and forget what was painted for another size. */
+  resize() {
+    if (this.timeline === null) return;
+    const width = Math.floor(this.canvas.parentElement.clientWidth);
+    if (!width) return;
+    this.width = width;
+    this.geometry = layOut(this.timeline, this.layout);
+    this.ratio = Math.min(window.devicePixelRatio || 1, 2);
+    this.canvas.width = Math.round(width * this.ratio);
+    this.canvas.height = Math.round(this.geometry.height * this.ratio);
+    this.canvas.style.height = `${this.geometry.height}px`;
+    this.dress();
+  }
+
+  /** Take the colours of the theme; what was painted in others is painted anew. */
+  dress() {
+    if (!this.geometry) return;
+    const theme = this.shared.theme();
+    const pen = this.canvas.getContext("2d");
+    const colours = coloursOf(this.shared.palette, this.timeline.chunkCount);
+    this.skin = {
+      ...theme,
+      colours: { ...colours, held: theme.held },
+      ratio: this.ratio,
+      hatch: makeHatch(pen, theme.hatchLine, this.ratio),
+      mixing: mixingTable(colours, this.timeline.chunkCount),
+    };
+    this.tiles.clear();
+    this.draw();
+  }
+
+  /** Paint at another fineness and return the canvas; `resize` puts it back. */
+  picture(ratio) {
+    this.ratio = ratio;
+    this.canvas.width = Math.round(this.width * ratio);
+    this.canvas.height = Math.round(this.geometry.height * ratio);
+    this.dress();
+    return this.canvas;
+  }
+
+  /** Draw before the next frame is shown. */
+  request() {
+    if (this.waiting) return;
+    this.waiting = requestAnimationFrame(() => {
+      this.waiting = 0;
+      this.draw();
+    });
+  }
+
+  draw() {
+    if (!this.geometry) return;
+    const pen = this.canvas.getContext("2d");
+    pen.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
+    pen.clearRect(0, 0, this.width, this.geometry.height);
+    this.drawTiles(pen);
+    const follow = this.shared.follow();
+    if (follow !== null) drawFollowed(pen, this, follow);
+    else if (this.shared.showsBlock()) drawPeriod(pen, this);
+    if (this.chosen >= 0) drawChosen(pen, this, this.chosen);
+    drawFrame(pen, this);
+  }
+
+  drawTiles(pen) {
+    if (this.paintedScale !== this.scale) this.tiles.clear();
+    this.paintedScale = this.scale;
+    const shift = (this.view.start - this.view.first) * this.scale;
+    const first = Math.floor(shift / TILE);
+    const last = Math.floor((shift + this.plotWidth) / TILE);
+    pen.save();
+    pen.beginPath();
+    pen.rect(MARGIN.left, 0, this.plotWidth, this.geometry.bottom + 1);
+    pen.clip();
+    pen.imageSmoothingEnabled = false;
+    for (let at = first; at <= last; at++) {
+      const x = Math.round((MARGIN.left + at * TILE - shift) * this.ratio) / this.ratio;
+      const tile = this.tile(at);
+      pen.drawImage(tile, x, 0, tile.width / this.ratio, tile.height / this.ratio);
+    }
+    pen.restore();
+    this.forgetFarTiles(first, last);
+  }
+
+  tile(at) {
+    if (this.tiles.has(at)) return this.tiles.get(at);
+    const tile = document.createElement("canvas");
+    tile.width = Math.round(TILE * this.ratio);
+    tile.height = Math.round((this.geometry.bottom + 1) * this.ratio);
+    const pen = tile.getContext("2d");
+    pen.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
+    const time0 = this.view.first + (at * TILE) / this.scale;
+    paintTile(pen, this.timeline, this.geometry, time0, this.scale, TILE, this.skin);
+    this.tiles.set(at, tile);
+    return tile;
+  }
+
+  forgetFarTiles(first, last) {
+    if (this.tiles.size <= MOST_TILES) return;
+    const middle = (first + last) / 2;
+    const far = [...this.tiles.keys()].sort((a, b) => Math.abs(b - middle) - Math.abs(a - middle));
+    for (const at of far.slice(0, this.tiles.size - MOST_TILES)) this.tiles.delete(at);
+  }
+
+  /** Return the pass at a place of the canvas, or -1. */
+  passAt(x, y) {
+    const device = this.geometry.deviceAt(y);
+    if (device < 0 || device >= this.timeline.devices || x < MARGIN.left) return -1;
+    if (x > this.width - MARGIN.right) return -1;
+    const time = this.timeAt(x);
+    const exact = this.timeline.at(device, time);
+    return exact >= 0 || this.boxed ? exact : this.timeline.nearest(device, time);
+  }
+
+  /** Choose a pass; `spoken` by keyboard, so that it is read out and brought into sight. */
+  choose(at, spoken = false) {
+    if (at === this.chosen && !spoken) return;
+    this.chosen = at;
+    if (at < 0) this.shared.tip.hide();
+    else this.tell(at, spoken);
+    this.request();
+  }
+
+  tell(at, spoken) {
+    const { timeline } = this;
+    if (spoken) this.view.reveal(timeline.start[at], timeline.end[at]);
+    const said = describePass(timeline, at, this.units, KIND_NAMES);
+    if (spoken) this.told.textContent = `${said.name}: ${said.lines.join(", ")}`;
+    const box = this.canvas.getBoundingClientRect();
+    const device = timeline.deviceOf(at);
+    const x = Math.min(Math.max(this.xOf(timeline.start[at]), MARGIN.left), this.width);
+    this.shared.tip.show(said, box.left + x, box.top + this.geometry.top(device), this.geometry.row);
+  }
+}

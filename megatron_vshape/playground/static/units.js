@@ -1,0 +1,19 @@
+// How times and memory are scaled and called.
+
+import { digits } from "./dom.js";
+
+const TIMES = { "": "passes", ms: "ms", us: "µs" };
+
+/** Return the units of a timeline: its own where it is measured, else what the reader chose. */
+export function unitsFor(facts, unit) {
+  const timeScale = facts.in_us ? 1e-3 : 1;
+  const heldDivisor = facts.in_bytes ? 2 ** 30 : 1;
+  return {
+    timeScale,
+    timeName: facts.in_us ? "ms" : TIMES[unit],
+    time: (value) => digits(value * timeScale, 5),
+    heldDivisor,
+    heldName: facts.in_bytes ? "GiB" : "chunks",
+    held: (value) => digits(value / heldDivisor, 4),
+  };
+}

@@ -1,0 +1,197 @@
+"""Measured traces: read back from the Perfetto form, and compared with what was planned."""
+
+import math
+import re
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.files import is_number, is_whole, parse_object
+from megatron_vshape.core.passes import PART_OF, PARTS_OF, Kind, Pass, ScheduleError, need_table
+from megatron_vshape.core.schedule import Schedule, Timeline
+from megatron_vshape.core.simulate import simulate
+from megatron_vshape.core.verify import verify
+from megatron_vshape.playground.payload import Facts, Picture
+from megatron_vshape.playground.pricing import Pricing
+from megatron_vshape.playground.request import MAX_DEVICES, MAX_PASSES, FieldError, FileText
+
+LATE = 0.1
+"""A pass ran late if it adds more than this share of its planned time to the delay it met."""
+
+_PLANNED = re.compile(r"plan|predict|simulat", re.IGNORECASE)
+_DEVICE = re.compile(r"(?:device|rank)\s*([0-9]{1,6})", re.IGNORECASE)
+
+
+@dataclass(slots=True)
+class _Run:
+    """The passes of one timeline in a trace, device by device: (start, end, pass)."""
+
+    rows: dict[int, list[tuple[float, float, Pass]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+
+def measured_pictures(trace: FileText, pricing: Pricing) -> list[Picture]:
+    """Return the planned timeline and the measured one, with how late each pass of it ran.
+
+    The plan is the trace's own if it has one. Else it is the same order at the chosen costs
+    file's times, or at the typical times of the trace itself.
+
+    Raises:
+        FieldError: the file is no trace, or its passes are no schedule.
+    """
+    try:
+        planned, measured = _read(trace)
+        verify(measured.schedule)
+        if planned is not None and planned.schedule.order != measured.schedule.order:
+            planned = None  # times of another order say nothing about this one
+        costs = _costs(measured, pricing)
+        if planned is None:
+            planned = simulate(measured.schedule, costs)
+    except FieldError:
+        raise
+    except ScheduleError as error:
+        raise FieldError("trace", f"{trace.name}: {error}") from None
+    late = delays(planned, measured)
+    marked = sum(value > 0 for row in late for value in row)
+    count = sum(map(len, late))
+    facts = Facts(in_bytes=pricing.in_bytes, in_us=True, title="Planned", note=trace.name)
+    found = Facts(
+        in_bytes=pricing.in_bytes,
+        in_us=True,
+        title="Measured",
+        note=f"{marked:,} of {count:,} passes ran late, {LATE:.0%} or more of their planned time",
+    )
+    return [Picture(planned, costs, facts), Picture(measured, costs, found, late)]
+
+
+def delays(planned: Timeline, measured: Timeline) -> tuple[tuple[float, ...], ...]:
+    """Return by how much each pass is itself to blame for being late; 0 where it is not.
+
+    A pass inherits the delay of the pass before it and of those it reads; what it adds to the
+    greatest of these is its own. Both timelines start at 0 and have the same order.
+    """
+    schedule = planned.schedule
+    needs = need_table(schedule.num_stages)
+    behind: dict[tuple[int, int, int], float] = {}
+    for device in range(schedule.num_devices):
+        for plan, real in zip(planned.slots(device), measured.slots(device), strict=True):
+            for part in PARTS_OF[plan.work.kind]:
+                behind[part, plan.work.stage, plan.work.microbatch] = real.end - plan.end
+    late = []
+    for device in range(schedule.num_devices):
+        own, before = [], 0.0
+        for plan, real in zip(planned.slots(device), measured.slots(device), strict=True):
+            kind, stage, microbatch = plan.work
+            read = [behind[part, other, microbatch] for part, other in needs[PART_OF[kind]][stage]]
+            added = real.end - plan.end - max(before, 0.0, *read)
+            own.append(added if added > LATE * (plan.end - plan.start) else 0.0)
+            before = real.end - plan.end
+        late.append(tuple(own))
+    return tuple(late)
+
+
+def _costs(measured: Timeline, pricing: Pricing) -> Costs:
+    """Return the chosen file's costs, else each stage's typical times in the trace."""
+    schedule = measured.schedule
+    if pricing.in_bytes:
+        return pricing.costs_for(schedule.num_devices, schedule.num_stages)
+    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for device in range(schedule.num_devices):
+        for work, start, end in measured.slots(device):
+            times[work.kind, work.stage].append(end - start)
+    typical = {key: statistics.median(values) for key, values in times.items()}
+    least = min((value for value in typical.values() if value > 0), default=1.0)
+
+    def of(kind: Kind, stage: int) -> float:
+        half = typical.get((Kind.BW, stage), 0.0) / 2
+        return max(typical.get((kind, stage), half), least * 1e-3)
+
+    stages = range(schedule.num_stages)
+    unit = Costs.uniform(schedule.num_devices, schedule.num_stages)
+    return Costs(
+        tuple(of(Kind.F, stage) for stage in stages),
+        tuple(of(Kind.B, stage) for stage in stages),
+        tuple(of(Kind.W, stage) for stage in stages),
+        0.0,
+        unit.held_after_forward_bytes,
+        unit.held_after_backward_bytes,
+    )
+
+
+def _read(trace: FileText) -> tuple[Timeline | None, Timeline]:
+    """Return the planned timeline, if there is one, and the measured one."""
+    data = parse_object(trace.text, "the trace")
+    events = data.get("traceEvents")
+    if not isinstance(events, list):
+        raise ScheduleError("it has no list of traceEvents; load what --pipeline-trace wrote")
+    names = _process_names(events)
+    runs: dict[bool, _Run] = {True: _Run(), False: _Run()}
+    for event in events:
+        if isinstance(event, dict) and event.get("ph") == "X":
+            _add(event, names, runs)
+    if not runs[False].rows:
+        runs[False], runs[True] = runs[True], _Run()
+    if not runs[False].rows:
+        raise ScheduleError("no event of it is a pass, such as F3.12; is it another program's?")
+    title = _title(data)
+    planned = _timeline(runs[True], title) if runs[True].rows else None
+    return planned, _timeline(runs[False], title)
+
+
+def _title(data: dict[str, object]) -> str:
+    other = data.get("otherData")
+    name = other.get("schedule") if isinstance(other, dict) else None
+    return name[:60] if isinstance(name, str) and name.isprintable() and name else "measured"
+
+
+def _process_names(events: list[object]) -> dict[int, str]:
+    names = {}
+    for event in events:
+        if isinstance(event, dict) and event.get("ph") == "M":
+            pid, args = event.get("pid"), event.get("args")
+            if event.get("name") == "process_name" and is_whole(pid) and isinstance(args, dict):
+                names[int(str(pid))] = str(args.get("name", ""))[:200]
+    return names
+
+
+def _add(event: dict[str, object], names: dict[int, str], runs: dict[bool, _Run]) -> None:
+    """Add the event to its run, if it is a pass; what else a trace holds is passed over."""
+    text, pid = event.get("name"), event.get("pid")
+    try:
+        work = Pass.parse(text)  # type: ignore[arg-type]
+    except ScheduleError:
+        return
+    start, length = event.get("ts"), event.get("dur")
+    if not (is_whole(pid) and is_number(start) and is_number(length)):
+        raise ScheduleError(f"the event {text} needs pid, ts and dur as numbers")
+    start, end = float(str(start)), float(str(start)) + float(str(length))
+    if not (math.isfinite(start) and math.isfinite(end)) or end < start:
+        raise ScheduleError(f"the event {text} ends before it starts, or never")
+    number = int(str(pid))
+    label = names.get(number, "")
+    found = _DEVICE.search(label)
+    device = int(found[1]) if found else number
+    if not 0 <= device < MAX_DEVICES:
+        raise ScheduleError(f"the event {text} is on device {device}; up to {MAX_DEVICES} are read")
+    runs[bool(_PLANNED.search(label))].rows[device].append((start, end, work))
+
+
+def _timeline(run: _Run, name: str) -> Timeline:
+    """Return the timeline of a run; a stage is on the device that runs its passes."""
+    devices = max(run.rows) + 1
+    rows = [sorted(run.rows.get(device, [])) for device in range(devices)]
+    if sum(map(len, rows)) > MAX_PASSES:
+        raise ScheduleError(f"it has more than the {MAX_PASSES:,} passes that the page draws")
+    home = {work.stage: device for device, row in enumerate(rows) for _, _, work in row}
+    if sorted(home) != list(range(len(home))):
+        raise ScheduleError(f"it has passes of the stages {sorted(home)[:8]}, with gaps")
+    placement = tuple(home[stage] for stage in range(len(home)))
+    microbatches = 1 + max(work.microbatch for row in rows for _, _, work in row)
+    order = tuple(tuple(work for _, _, work in row) for row in rows)
+    schedule = Schedule(name, devices, microbatches, placement, order)
+    zero = min(row[0][0] for row in rows if row)
+    starts = tuple(tuple(start - zero for start, _, _ in row) for row in rows)
+    ends = tuple(tuple(end - zero for _, end, _ in row) for row in rows)
+    return Timeline(schedule, starts, ends)

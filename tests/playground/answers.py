@@ -1,0 +1,71 @@
+"""Reads what the server answers, as the page does."""
+
+import json
+import struct
+from typing import Any
+
+import numpy as np
+from starlette.testclient import TestClient
+
+from megatron_vshape.playground.frames import HEAD
+from megatron_vshape.playground.payload import ARRAYS
+
+
+def request(want: str = "timeline", **more: Any) -> dict[str, Any]:
+    body = {
+        "want": want,
+        "devices": 4,
+        "microbatches": 8,
+        "costs": {},
+        "schedule": {"source": "name", "name": "v-half"},
+    }
+    if want in ("frontier", "measured"):
+        del body["schedule"]
+    return {**body, **more}
+
+
+def frames(data: bytes) -> list[tuple[str, bytes]]:
+    """Return the frames of an answer."""
+    found, at = [], 0
+    while at < len(data):
+        kind, length = HEAD.unpack_from(data, at)
+        at += HEAD.size
+        found.append((kind.decode(), data[at : at + length]))
+        at += length
+    return found
+
+
+def answer(client: TestClient, body: dict[str, Any]) -> bytes:
+    """Return the result of a request that must succeed."""
+    response = client.post("/api/make", json=body)
+    assert response.status_code == 200, response.text
+    kind, result = frames(response.content)[-1]
+    assert kind == "R", result
+    return result
+
+
+def refusal(client: TestClient, body: object) -> dict[str, str]:
+    """Return what is said about a request that must be refused."""
+    response = client.post("/api/make", json=body)
+    if response.status_code == 200:
+        kind, result = frames(response.content)[-1]
+        assert kind == "E"
+        return dict(json.loads(result))
+    assert response.status_code == 422
+    return dict(response.json())
+
+
+def read_payload(data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the header, and for every timeline its own header with its arrays."""
+    (length,) = struct.unpack_from("<I", data)
+    header = json.loads(data[4 : 4 + length])
+    at, timelines = 4 + length, []
+    for meta in header["timelines"]:
+        size = sum(meta["counts"])
+        for name, dtype in ARRAYS:
+            assert at % 8 == 0
+            meta[name] = np.frombuffer(data, dtype, size, at)
+            at += -(-meta[name].nbytes // 8) * 8
+        timelines.append(meta)
+    assert at == len(data)
+    return header, timelines

@@ -1,0 +1,59 @@
+"""megatron-vshape playground: what it refuses, and that it serves what it was given only."""
+
+import socket
+
+import httpx
+import pytest
+
+from megatron_vshape.cli.main import main
+
+
+def test_it_serves_on_this_machine_alone(server):
+    assert server.startswith("http://127.0.0.1:")
+    assert httpx.get(server).status_code == 200
+    names = {each["name"] for each in httpx.get(f"{server}api/offers").json()["files"]}
+    assert names >= {"mine.json", "measured_costs.json", "step.trace.json"}
+
+
+def test_no_path_of_a_given_file_is_told(server, given_files):
+    assert str(given_files[0].parent) not in httpx.get(f"{server}api/offers").text
+
+
+def test_a_server_tells_nothing_of_itself(server):
+    assert "server" not in httpx.get(server).headers
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{}", "it is no schedule"),
+        ('{"order": []}', "the format is None"),
+        ('{"forward_us": 1}', "missing"),
+        ("[", "not valid JSON"),
+    ],
+)
+def test_a_file_that_is_none(tmp_path, capsys, content, said):
+    path = tmp_path / "file.json"
+    path.write_text(content)
+    assert main(["playground", str(path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_file_that_is_missing(capsys):
+    assert main(["playground", "nowhere.json"]) == 2
+    assert "the file nowhere.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_port_in_use(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert main(["playground", "--port", port]) == 2
+    assert "cannot listen there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", ["65536", "-1", "abc", "٣"])
+def test_what_is_no_port(capsys, port):
+    assert main(["playground", f"--port={port}"]) == 2
+    assert "is not a port" in capsys.readouterr().err

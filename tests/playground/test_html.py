@@ -1,0 +1,81 @@
+"""The page as one file: complete, with a policy that its own parts satisfy, and nothing fetched."""
+
+import base64
+import hashlib
+import json
+import re
+import zlib
+
+import pytest
+from playground.answers import read_payload
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.simulate import simulate, unit_costs
+from megatron_vshape.playground import html
+
+
+def page_of(name: str, devices: int = 4, microbatches: int = 8) -> str:
+    schedule = make(name, devices, microbatches)
+    return html.html_text(simulate(schedule), unit_costs(schedule))
+
+
+def data_in(page: str) -> dict:
+    found = re.search(r'id="embedded">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+def unpacked(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text))
+
+
+def test_the_file_holds_the_timeline(tmp_path):
+    schedule = make("v-half", 4, 8)
+    html.write_html(tmp_path / "page.html", simulate(schedule), unit_costs(schedule))
+    data = data_in((tmp_path / "page.html").read_text(encoding="utf-8"))
+    _, (found,) = read_payload(unpacked(data["answers"]["timeline"]))
+    assert found["counts"] == [len(row) for row in schedule.order]
+    assert Schedule.from_json(unpacked(data["texts"]["schedule-file"]).decode()) == schedule
+    assert len(json.loads(unpacked(data["texts"]["trace-file"]))["traceEvents"]) > 3 * 8 * 8
+    _, steps = read_payload(unpacked(data["answers"]["steps"]))
+    assert len(steps) == 4
+
+
+def test_nothing_is_fetched_and_the_policy_allows_its_own_parts():
+    page = page_of("v-min")
+    head, policy = page, re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy
+    assert policy[1].startswith("default-src 'none'")
+    assert not re.search(r"""(?:src|href)=["'](?!data:|#)""", head.split('<script type="app')[0])
+    for kind, inner in (
+        ("script", re.search(r'<script type="module">(.*?)</script>', page, re.DOTALL)),
+        ("style", re.search(r"<style>(.*?)</style>", page, re.DOTALL)),
+    ):
+        assert inner
+        digest = base64.b64encode(hashlib.sha256(inner[1].encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy[1]
+
+
+def test_a_name_cannot_leave_its_place():
+    schedule = make("1f1b", 2, 2)
+    odd = Schedule("</script><b>", 2, 2, schedule.placement, schedule.order)
+    page = html.html_text(simulate(odd), unit_costs(odd))
+    assert "</script><b>" not in page
+    assert data_in(page)["state"]["name"] == "</script><b>"
+
+
+def test_a_changed_order_has_no_steps():
+    schedule = make("v-half", 4, 8)
+    other = Schedule("v-min", 4, 8, schedule.placement, schedule.order)
+    assert "steps" not in data_in(html.html_text(simulate(other), unit_costs(other)))["answers"]
+
+
+def test_modules_with_a_name_in_common_are_told():
+    files = {
+        "app.js": 'import { a } from "./b.js";\nconst a2 = 1;\n',
+        "b.js": "export const a2 = 2;\n",
+    }
+    with pytest.raises(ScheduleError, match=r"a2 stands in b.js and in app.js"):
+        html._bundle(files)

@@ -1,0 +1,105 @@
+"""The arrays that the page draws are the timeline's own passes, times and memory."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from playground.answers import read_payload
+
+from megatron_vshape.core.catalogue import NAMES, make
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import Kind, Pass
+from megatron_vshape.core.simulate import held_curve, peak_held, simulate
+from megatron_vshape.playground.build import period_of, step_pictures
+from megatron_vshape.playground.payload import KINDS, Facts, Picture, encode, palette
+from megatron_vshape.view.memory import held_steps
+from megatron_vshape.view.palette import PASS_COLOURS
+
+TIMES = st.floats(0.125, 8)
+
+
+@given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 9), TIMES, TIMES, TIMES)
+def test_the_arrays_are_the_timeline(name, devices, microbatches, forward, backward, weight):
+    schedule = make(name, devices, microbatches)
+    costs = Costs.uniform(devices, schedule.num_stages, forward, backward, weight, 0.1)
+    timeline = simulate(schedule, costs)
+    _, (found,) = read_payload(encode([Picture(timeline, costs)]))
+    order = [
+        Pass(KINDS[kind], int(stage), int(microbatch))
+        for kind, stage, microbatch in zip(
+            found["kind"], found["stage"], found["microbatch"], strict=True
+        )
+    ]
+    assert order == list(itertools.chain(*schedule.order))
+    assert found["start"].tolist() == list(itertools.chain(*timeline.starts))
+    assert found["end"].tolist() == list(itertools.chain(*timeline.ends))
+    held = [value for device in range(devices) for value in held_curve(schedule, costs, device)]
+    assert found["held"].tolist() == np.float32(held).tolist()
+    assert found["numbers"]["peaks"] == list(peak_held(schedule, costs))
+    assert found["numbers"]["bubble"] == timeline.bubble
+
+
+@given(st.sampled_from(NAMES), st.integers(1, 4), st.integers(1, 6))
+def test_the_memory_between_passes_follows_from_the_header(name, devices, microbatches):
+    """As the page has it: what the next pass holds, less its own new activations."""
+    timeline = simulate(make(name, devices, microbatches))
+    costs = Costs.uniform(devices, timeline.schedule.num_stages)
+    _, (found,) = read_payload(encode([Picture(timeline, costs)]))
+    at = 0
+    for device in range(devices):
+        size = found["counts"][device]
+        for each in range(at, at + size - 1):
+            fresh = 0.0
+            if KINDS[found["kind"][each + 1]] is Kind.F:
+                fresh = found["held_after_forward"][found["stage"][each + 1]]
+            after = found["held"][each + 1] - fresh
+            time = (found["end"][each] + found["start"][each + 1]) / 2
+            if found["start"][each + 1] > found["end"][each]:
+                steps = held_steps(timeline, costs, device)
+                assert after == [held for begin, held in steps if begin <= time][-1]
+        at += size
+
+
+def test_a_large_schedule_is_compact():
+    schedule = make("1f1b", 16, 64)
+    costs = Costs.uniform(16, 16)
+    data = encode([Picture(simulate(schedule, costs), costs)])
+    assert len(data) < 32 * 2 * 16 * 64 + 20_000
+
+
+@pytest.mark.parametrize(
+    ("name", "length"), [("v-half", 6), ("v-zb", 6), ("1f1b", 6), ("v-two-thirds", 12)]
+)
+def test_the_period_is_the_block_s(name, length):
+    timeline = simulate(make(name, 4, 32))
+    period = period_of(timeline, 2 if name == "v-two-thirds" else 1)
+    assert period is not None
+    assert period.length == length
+
+
+def test_the_steps_end_in_the_catalogue_s_schedule():
+    from megatron_vshape.core.catalogue import make_block
+
+    pictures = list(step_pictures(make_block("v-half", 4, 12), make("v-half", 4, 12)))
+    assert [picture.facts.title[0] for picture in pictures] == list("1234")
+    assert sum(map(len, pictures[0].timeline.schedule.order)) == 3 * 8
+    assert pictures[-1].timeline == simulate(make("v-half", 4, 12))
+    makespans = [picture.timeline.makespan for picture in pictures[1:]]
+    assert makespans == sorted(makespans, reverse=True)
+
+
+def test_the_palette_is_that_of_figures():
+    found = palette()
+    assert found["kinds"] == list(PASS_COLOURS.values())
+    assert [row[0] for row in found["fills"][1]] == list(PASS_COLOURS.values())
+
+
+def test_facts_go_along():
+    schedule = make("1f1b", 2, 2)
+    costs = Costs.uniform(2, 2)
+    facts = Facts(limit=3.5, lower_bound=1.25, title="mine", note="é")
+    _, (found,) = read_payload(encode([Picture(simulate(schedule), costs, facts)]))
+    assert found["facts"]["limit"] == 3.5
+    assert (found["title"], found["facts"]["note"]) == ("mine", "é")

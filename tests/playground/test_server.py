@@ -1,0 +1,323 @@
+"""The server makes what is asked for, and refuses what it must not answer."""
+
+import asyncio
+import json
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from playground.answers import answer, frames, read_payload, refusal, request
+
+from megatron_vshape.core.catalogue import NAMES, make
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.simulate import simulate
+from megatron_vshape.playground import guard
+from megatron_vshape.playground.assets import static_files
+from megatron_vshape.playground.pool import Pool
+from megatron_vshape.playground.request import parse_request
+
+FUZZ = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_of_the_catalogue(client, name):
+    body = request(schedule={"source": "name", "name": name})
+    _, (found,) = read_payload(answer(client, body))
+    schedule = make(name, 4, 8)
+    assert found["counts"] == [len(row) for row in schedule.order]
+    assert found["numbers"]["makespan"] == simulate(schedule).makespan
+
+
+def test_extras_of_the_embedding_and_the_head(client):
+    body = request(costs={"embedding": [1, 0, 0, 0], "head": [0, 2, 1, 3]})
+    _, (found,) = read_payload(answer(client, body))
+    costs = Costs.uniform(4, 8)
+    heavy = Costs(
+        (2.0, *costs.forward_us[1:]),
+        (*costs.backward_us[:-1], 3.0),
+        (*costs.weight_us[:-1], 2.0),
+        0.0,
+        (*costs.held_after_forward_bytes[:-1], 4.0),
+        (*costs.held_after_backward_bytes[:-1], 4.0),
+    )
+    assert found["numbers"]["makespan"] == simulate(make("v-half", 4, 8), heavy).makespan
+
+
+def test_a_schedule_file_given_and_one_loaded(client):
+    keys = {each["name"]: each["key"] for each in client.get("/api/offers").json()["files"]}
+    given = request(schedule={"source": "file", "file": {"key": keys["mine.json"]}})
+    text = make("v-min", 4, 8).to_json()
+    loaded = request(schedule={"source": "file", "file": {"name": "mine.json", "text": text}})
+    assert answer(client, given) == answer(client, loaded)
+
+
+def test_costs_from_a_file_are_bytes_and_microseconds(client):
+    keys = {each["name"]: each["key"] for each in client.get("/api/offers").json()["files"]}
+    body = request(costs={"file": {"key": keys["measured_costs.json"]}})
+    _, (found,) = read_payload(answer(client, body))
+    assert found["facts"]["in_bytes"]
+    assert max(found["numbers"]["peaks"]) > 2.0**30
+    wrong = refusal(client, request(costs=body["costs"], devices=3))
+    assert wrong["field"] == "costs"
+    assert "the costs file is for 8 stages, this schedule has 6" in wrong["text"]
+
+
+def test_a_plan_says_its_bound_and_tells_of_its_progress(client):
+    pytest.importorskip("numba", reason="without numba a plan takes minutes")
+    plan = {"source": "plan", "limit": 6, "seconds": 1}
+    response = client.post("/api/make", json=request(schedule=plan))
+    got = frames(response.content)
+    assert got[-1][0] == "R", got[-1]
+    assert any(json.loads(body)["doing"] == "planning" for kind, body in got if kind == "P")
+    _, (found,) = read_payload(got[-1][1])
+    assert max(found["numbers"]["peaks"]) <= 6
+    assert found["facts"]["lower_bound"] <= found["numbers"]["makespan"] * (1 + 1e-9)
+
+
+def test_a_limit_that_nothing_fits_marks_the_limit(client):
+    wrong = refusal(client, request(schedule={"source": "plan", "limit": 0.5}))
+    assert wrong["field"] == "limit"
+    assert "least" in wrong["text"]
+
+
+def test_a_file_that_deadlocks_says_where(client):
+    schedule = make("1f1b", 2, 2)
+    order = (tuple(reversed(schedule.order[0])), schedule.order[1])
+    text = Schedule("odd", 2, 2, schedule.placement, order).to_json()
+    file = {"name": "odd.json", "text": text}
+    wrong = refusal(client, request(schedule={"source": "file", "file": file}))
+    assert wrong["field"] == "schedule"
+    assert "odd.json: the schedule deadlocks" in wrong["text"]
+
+
+def test_the_files_to_take_away(client):
+    text = answer(client, request("schedule-file")).decode()
+    assert Schedule.from_json(text) == make("v-half", 4, 8)
+    events = json.loads(answer(client, request("trace-file")))["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 3 * 8 * 8
+
+
+def test_the_frontier(client):
+    response = client.post("/api/make", json=request("frontier"))
+    got = frames(response.content)
+    header, _ = read_payload(got[-1][1])
+    assert {point["name"] for point in header["points"]} == set(NAMES)
+    assert sum("point" in json.loads(body) for kind, body in got if kind == "P") == len(NAMES)
+
+
+def test_the_steps(client):
+    _, found = read_payload(answer(client, request("steps")))
+    assert [each["title"] for each in found] == [
+        "1  Building block",
+        "2  Repeated",
+        "3  Squeezed",
+        "4  Reordered",
+    ]
+
+
+# What must not be answered
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:8765", "127.0.0.1", "127.0.0.1:80", "", "127.0.0.1:8765.evil"],
+)
+def test_other_hosts(client, host):
+    response = client.get("/", headers={"host": host})
+    assert response.status_code == 421
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8765", "localhost:8765", "LOCALHOST:8765"])
+def test_our_hosts(client, host):
+    assert client.get("/", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "https://evil.example"},
+        {"origin": "null"},
+        {"origin": "http://127.0.0.1:9999"},
+        {"origin": "https://127.0.0.1:8765"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"},
+        {"origin": "http://127.0.0.1:8765", "sec-fetch-site": "cross-site"},
+    ],
+)
+@pytest.mark.parametrize("path", ["/api/offers", "/api/make", "/static/app.js"])
+def test_other_pages(client, headers, path):
+    method = client.post if path == "/api/make" else client.get
+    more = {"json": request()} if path == "/api/make" else {}
+    assert method(path, headers=headers, **more).status_code == 403
+
+
+def test_a_link_from_elsewhere_may_lead_to_the_page(client):
+    headers = {
+        "sec-fetch-site": "cross-site",
+        "sec-fetch-mode": "navigate",
+        "sec-fetch-dest": "document",
+    }
+    assert client.get("/", headers=headers).status_code == 200
+    assert client.get("/api/offers", headers=headers).status_code == 403
+    framed = {**headers, "sec-fetch-dest": "iframe"}
+    assert client.get("/", headers=framed).status_code == 403
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_a_form_of_another_page_cannot_post(client, kind):
+    body = json.dumps(request()).encode()
+    response = client.post("/api/make", content=body, headers={"content-type": kind})
+    assert response.status_code == 415
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "TRACE", "PATCH"])
+def test_other_methods(client, method):
+    assert client.request(method, "/api/make").status_code == 405
+
+
+@pytest.mark.parametrize("length", ["99999999999", "-1", "1e9", "٣"])
+def test_lengths_that_are_too_much_or_none(client, length):
+    headers = {"content-type": "application/json", "content-length": length.encode()}
+    response = client.post("/api/make", content=b"{}", headers=headers)
+    assert response.status_code in (400, 413)
+
+
+def test_a_body_that_does_not_say_its_length(client, monkeypatch):
+    monkeypatch.setattr("megatron_vshape.playground.server.MAX_BODY", 1000)
+    chunks = (b" " * 400 for _ in range(5))
+    headers = {"content-type": "application/json"}
+    assert client.post("/api/make", content=chunks, headers=headers).status_code == 413
+
+
+PATHS = (
+    "/static/../server.py",
+    "/static/..%2fserver.py",
+    "/static/%2e%2e/server.py",
+    "/static/..%5cserver.py",
+    "/static//etc/passwd",
+    "/static/%2fetc%2fpasswd",
+    "/static/",
+    "/static",
+    "/static/index.html%00.js",
+    "/static/app.js/",
+    "//etc/passwd",
+    "/etc/passwd",
+    "/api/",
+    "/server.py",
+)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_paths_outside(client, path):
+    assert client.get(path, follow_redirects=False).status_code == 404
+
+
+@FUZZ
+@given(path=st.text(st.characters(codec="utf-8"), max_size=40))
+def test_any_path(client, path):
+    known = {f"static/{name}" for name in static_files()} | {"", "api/offers"}
+    url = "http://127.0.0.1:8765/" + "".join(f"%{byte:02x}" for byte in path.encode())
+    assert client.get(url).status_code == (200 if path in known else 404) or "/" in path
+
+
+@FUZZ
+@given(body=st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_any_body(client, body):
+    response = client.post("/api/make", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 422
+    assert response.json()["field"]
+
+
+@pytest.mark.parametrize("body", ["[" * 100_000, '{"devices": ' + "9" * 5000 + "}", "nul", "\x00"])
+def test_hostile_json(client, body):
+    headers = {"content-type": "application/json"}
+    response = client.post("/api/make", content=body.encode(), headers=headers)
+    assert response.status_code == 422
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 50_000,
+        '{"a":' * 50_000,
+        '{"format": 1}',
+        '{"format": 1, "name": "x", "num_devices": 1e9, "num_microbatches": 1, "placement": [0],'
+        ' "order": []}',
+        '{"format": 1, "name": "x", "num_devices": 1, "num_microbatches": 99999999,'
+        ' "placement": [0], "order": [[]]}',
+        "F0.0,B0.0,W0.0\n\x00",
+        "\ud800",
+    ],
+)
+@pytest.mark.parametrize("name", ["x.json", "x.csv"])
+def test_hostile_files(client, text, name):
+    file = {"name": name, "text": text}
+    for body in (
+        request(schedule={"source": "file", "file": file}),
+        request("measured", trace=file),
+        request(costs={"file": file}),
+    ):
+        content = json.dumps(body).encode()
+        response = client.post(
+            "/api/make", content=content, headers={"content-type": "application/json"}
+        )
+        if response.status_code == 200:
+            kind, result = frames(response.content)[-1]
+            assert kind == "E"
+            assert json.loads(result)["field"] in ("schedule", "trace", "costs")
+
+
+@pytest.mark.parametrize("path", ["/", "/static/app.js", "/api/offers", "/nothing"])
+def test_headers(client, path):
+    found = client.get(path).headers
+    for name, value in guard.HEADERS.items():
+        assert found[name] == value
+    assert "unsafe" not in found["content-security-policy"]
+    assert "access-control-allow-origin" not in found
+
+
+def test_the_page_fetches_nothing_from_elsewhere():
+    for name, (content, _) in static_files().items():
+        text = content.decode().replace("http://www.w3.org/2000/svg", "")
+        assert "http:" not in text, name
+        assert "https:" not in text, name
+        assert "eval(" not in text, name
+        assert "innerHTML" not in text, name
+
+
+def test_work_that_nobody_waits_for_is_ended():
+    slow = parse_request(request(schedule={"source": "plan", "limit": 6, "seconds": 60}), {})
+    quick = parse_request(request(), {})
+
+    async def run() -> float:
+        pool = Pool(workers=1)
+        began = time.monotonic()
+        answers = pool.answer(slow)
+        first = await anext(answers)
+        assert first[:1] == b"P"
+        await answers.aclose()  # type: ignore[attr-defined]
+        async for each in pool.answer(quick):
+            last = each
+        assert last[:1] == b"R"
+        await pool.close()
+        return time.monotonic() - began
+
+    assert asyncio.run(run()) < 30
+
+
+def test_what_was_answered_is_kept():
+    async def run() -> None:
+        pool = Pool(workers=1)
+        asked = parse_request(request(), {})
+        first = [each async for each in pool.answer(asked)]
+        began = time.monotonic()
+        assert [each async for each in pool.answer(asked)] == first[-1:]
+        assert time.monotonic() - began < 0.1
+        await pool.close()
+
+    asyncio.run(run())
