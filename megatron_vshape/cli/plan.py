@@ -1,0 +1,251 @@
+"""megatron-vshape plan: the adaptive scheduler on the command line."""
+
+import argparse
+import csv
+import io
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from megatron_vshape.cli.files import Output, check_distinct, check_target, write_all
+from megatron_vshape.cli.options import (
+    SCHEDULE_SUFFIXES,
+    UNIT_COST,
+    add_cost_arguments,
+    add_size_arguments,
+    costs_for,
+)
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.frontier import Point, frontier, published
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.search import Objective, Plan, plan
+from megatron_vshape.core.simulate import simulate
+from megatron_vshape.view.names import plain
+from megatron_vshape.view.numbers import GIB, percent, table
+from megatron_vshape.view.text import picture, wants_colour
+
+FIGURE_SUFFIXES = (".svg", ".png", ".pdf")
+_TARGETS = {"export": SCHEDULE_SUFFIXES, "frontier": FIGURE_SUFFIXES}
+_UNITS = {"gib": GIB, "mib": 2.0**20}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say which arguments the command takes."""
+    add_size_arguments(parser)
+    add_cost_arguments(parser)
+    parser.add_argument(
+        "--memory-limit",
+        metavar="CHUNKS|XGiB",
+        help="most that a device may hold: chunks of 1 / (2 D) of the model (1F1B needs 2 D), or, "
+        "with --costs, GiB as in 12.5GiB (default: what 1F1B holds)",
+    )
+    parser.add_argument(
+        "--objective",
+        type=Objective,
+        choices=list(Objective),
+        default=Objective.MAKESPAN,
+        help="makespan (default), or span: consecutive steps need no barrier between them",
+    )
+    parser.add_argument(
+        "--seconds", type=_seconds, metavar="S", help="search so long; Ctrl-C takes the best so far"
+    )
+    parser.add_argument("--export", type=Path, metavar="FILE", help="the schedule: .json or .csv")
+    parser.add_argument(
+        "--frontier",
+        type=Path,
+        metavar="FILE",
+        help="plan at every limit up to 1F1B's memory: a picture (.svg, .png, .pdf), the table "
+        "beside it (.csv) and on the terminal",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what the arguments ask for, write the files, and return 0."""
+    _check(options)
+    measured = None if options.costs is None else Costs.load(options.costs)
+    costs = _costs(options, measured)
+    if options.frontier is not None:
+        return _run_frontier(options, costs, measured)
+    limit = _limit(options.memory_limit, options.devices, costs, measured is not None)
+    made = plan(
+        costs,
+        options.devices,
+        options.microbatches,
+        limit,
+        options.objective,
+        seconds=options.seconds,
+        progress=_progress(options.seconds),
+    )
+    if options.export is not None:
+        write_all([Output("--export", options.export, partial(_write_schedule, made.schedule))])
+    _print(made, limit, costs, measured is not None)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("devices", "microbatches"):
+        if getattr(options, name) is None:
+            raise ScheduleError(f"plan needs --{name}, as in --devices 8 --microbatches 64")
+    targets = [(f"--{name}", getattr(options, name)) for name in _TARGETS]
+    targets = [(option, path) for option, path in targets if path is not None]
+    for option, path in targets:
+        check_target(option, path, _TARGETS[option.lstrip("-")])
+    check_distinct(targets)
+    if options.frontier is not None and (options.memory_limit or options.export):
+        raise ScheduleError(
+            "--frontier plans at every limit: leave --memory-limit and --export out"
+        )
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
+    if measured is not None:
+        return measured
+    devices = options.devices
+    return Costs.uniform(devices, 2 * devices, *(options.cost or UNIT_COST))
+
+
+def _limit(text: str | None, devices: int, costs: Costs, in_bytes: bool) -> float:
+    """Return the limit in the unit of the costs' memory; a chunk is 1 / (2 D) of one microbatch's.
+
+    Raises:
+        ScheduleError: not a limit, or in GiB where the costs do not say bytes.
+    """
+    chunk = sum(costs.held_after_forward_bytes) / (2 * devices)
+    if text is None:
+        return 2 * devices * chunk
+    lowered = text.lower().strip()
+    unit = next((name for name in _UNITS if lowered.endswith(name)), None)
+    try:
+        value = float(lowered.removesuffix(unit or ""))
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ScheduleError(
+            f"--memory-limit {text!r:.40} is neither chunks, as in {devices + 2}, nor GiB, as in "
+            "12.5GiB"
+        )
+    if unit is None:
+        return value * chunk
+    if not in_bytes:
+        raise ScheduleError(
+            f"--memory-limit {text} needs --costs FILE, which says bytes; or chunks"
+        )
+    return value * _UNITS[unit]
+
+
+def _progress(seconds: float | None) -> Callable[[int, float, float], None] | None:
+    """Return what shows a long search's progress on a terminal."""
+    if seconds is None or seconds <= 2 or not sys.stderr.isatty():
+        return None
+
+    def show(steps: int, best: float, bound: float) -> None:
+        text = f"\r{steps:,} steps, best {best:,.6g}, lower bound {bound:,.6g}"
+        print(text, end="", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _write_schedule(schedule: Schedule, path: Path) -> None:
+    text = schedule.to_json() if ".json" in path.suffixes else schedule.to_csv()
+    path.write_text(text, encoding="utf-8", newline="")
+
+
+def _print(made: Plan, limit: float, costs: Costs, in_bytes: bool) -> None:
+    timeline = simulate(made.schedule, costs)
+    if made.schedule.num_devices * made.schedule.num_microbatches <= 256:
+        print(picture(timeline, None, wants_colour(sys.stdout)) + "\n")
+    held = _held_text(costs, made.schedule.num_devices, in_bytes)
+    peaks = max(made.peak), limit
+    lines = [
+        (str(made.objective), f"{_time_text(made.value, in_bytes)}"),
+        ("busiest device", f"works {_time_text(made.busy, in_bytes)}"),
+        ("bubble", f"{percent(made.bubble)} ({_time_text(made.overhead, in_bytes)})"),
+        ("lower bound", f"{_time_text(made.lower_bound, in_bytes)}: no order is faster"),
+        ("gap", f"{percent(made.gap)} at most above the best"),
+        ("memory", f"{held(peaks[0])} at the peak, limit {held(peaks[1])}"),
+    ]
+    for label, value in lines:
+        print(f"{label:<16}{value}")
+
+
+def _time_text(value: float, in_bytes: bool) -> str:
+    return f"{value / 1000:,.5g} ms" if in_bytes else f"{value:.6g}"
+
+
+def _held_text(costs: Costs, devices: int, in_bytes: bool) -> Callable[[float], str]:
+    chunk = sum(costs.held_after_forward_bytes) / (2 * devices)
+
+    def text(held: float) -> str:
+        chunks = f"{held / chunk:.4g} chunks"
+        return f"{held / GIB:.4g} GiB ({chunks})" if in_bytes else chunks
+
+    return text
+
+
+def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | None) -> int:
+    """Plan at every whole number of chunks up to 1F1B's, print the table and write the files."""
+    from megatron_vshape.view.figure import save
+    from megatron_vshape.view.frontier import frontier_figure
+
+    devices, microbatches = options.devices, options.microbatches
+    chunk = sum(costs.held_after_forward_bytes) / (2 * devices)
+    limits = [chunk * chunks for chunks in range(2, 2 * devices + 1)]
+    points = frontier(costs, devices, microbatches, limits, options.objective, options.seconds)
+    others = list(
+        published(
+            lambda schedule: costs_for(schedule, options.cost, measured),
+            devices,
+            microbatches,
+            options.objective,
+        )
+    )
+    rows = _frontier_rows(points, others, chunk)
+    label, scale = (
+        ("memory limit, chunks", 1 / chunk)
+        if measured is None
+        else (
+            "memory limit, GiB",
+            1 / GIB,
+        )
+    )
+    drawn = frontier_figure(points, others, label, scale)
+    write_all(
+        [
+            Output("--frontier", options.frontier, partial(save, drawn)),
+            Output("--frontier", options.frontier.with_suffix(".csv"), partial(_write_csv, rows)),
+        ]
+    )
+    print(table(rows))
+    return 0
+
+
+def _frontier_rows(
+    points: Sequence[Point], others: Sequence[Point], chunk: float
+) -> list[list[str]]:
+    """Return a heading, a row per limit, and a row per published schedule, in order of memory."""
+    rows = [["schedule", "limit, chunks", "peak, chunks", "value", "bubble", "lower bound"]]
+    for point in sorted([*points, *others], key=lambda each: (each.limit, each.value)):
+        bound = "" if point.plan is None else f"{point.plan.lower_bound:.6g}"
+        limit = "" if point.plan is None else f"{point.limit / chunk:.4g}"
+        held = f"{point.peak / chunk:.4g}"
+        name = plain(point.schedule.name)
+        rows.append([name, limit, held, f"{point.value:.6g}", percent(point.bubble), bound])
+    return rows
+
+
+def _write_csv(rows: Sequence[Sequence[str]], path: Path) -> None:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    path.write_text(text.getvalue(), encoding="utf-8", newline="")

@@ -1,0 +1,79 @@
+"""Memory against time: the best plan at every limit, beside the published schedules."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_vshape.core.bounds import least_memory
+from megatron_vshape.core.catalogue import NAMES, make
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.search import Objective, Plan, default_placement, plan
+from megatron_vshape.core.simulate import peak_held, simulate
+
+_SAME = 1 + 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A schedule at a memory limit. `limit` and `peak` are in the unit of the costs' memory."""
+
+    limit: float
+    peak: float
+    value: float
+    bubble: float
+    schedule: Schedule
+    plan: Plan | None = None  # None for a published schedule
+
+
+def frontier(
+    costs: Costs,
+    num_devices: int,
+    num_microbatches: int,
+    limits: Sequence[float],
+    objective: Objective = Objective.MAKESPAN,
+    seconds: float | None = None,
+    report: Callable[[Point], None] = lambda point: None,
+) -> list[Point]:
+    """Return the best plan found at every limit, from the tightest on.
+
+    What fits a limit fits every higher one, so that more memory never costs time here. Limits
+    that nothing fits are left out.
+
+    Raises:
+        ScheduleError: nothing fits the highest limit; the text says the least that does.
+    """
+    points: list[Point] = []
+    placement = default_placement(num_devices, costs.num_stages)
+    least = max(least_memory(costs, placement, num_devices))
+    fitting = [limit for limit in sorted(limits) if limit * _SAME >= least] or [max(limits)]
+    for limit in fitting:
+        made = plan(costs, num_devices, num_microbatches, limit, objective, seconds=seconds)
+        point = Point(limit, max(made.peak), made.value, made.bubble, made.schedule, made)
+        if points and points[-1].value < point.value:
+            before = points[-1]
+            point = Point(
+                limit, before.peak, before.value, before.bubble, before.schedule, before.plan
+            )
+        points.append(point)
+        report(point)
+    return points
+
+
+def published(
+    costs_for: Callable[[Schedule], Costs],
+    num_devices: int,
+    num_microbatches: int,
+    objective: Objective = Objective.MAKESPAN,
+) -> Iterator[Point]:
+    """Yield the catalogue's schedules as points, with the costs that `costs_for` gives each."""
+    for name in NAMES:
+        try:
+            schedule = make(name, num_devices, num_microbatches)
+            costs = costs_for(schedule)
+        except ScheduleError:  # not for this size, or these costs do not tell its stages
+            continue
+        timeline = simulate(schedule, costs)
+        value = timeline.makespan if objective is Objective.MAKESPAN else timeline.span
+        peak = max(peak_held(schedule, costs))
+        yield Point(peak, peak, value, 1 - timeline.busy / value, schedule)
