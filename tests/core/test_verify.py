@@ -195,7 +195,7 @@ def test_a_changed_schedule_is_caught_or_still_correct(data: st.DataObject, repl
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_changed_schedule_is_caught_at_length(data: st.DataObject, replay) -> None:
     schedule = data.draw(made())
