@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -10,7 +11,9 @@ from megatron_vshape.core.passes import Kind
 from megatron_vshape.view.names import display_name
 from megatron_vshape.view.palette import HELD_COLOUR, PASS_COLOURS
 
-_OFFSET = (5, 4)  # points, from a mark to its name
+_REACH = 2.0  # schedules that hold more than so many times the highest limit are left out
+_LINE = 7.5  # points from one name's line to the next
+_NAME = 95.0  # points that a name may be wide
 
 
 def frontier_figure(
@@ -28,11 +31,9 @@ def frontier_figure(
     bubbles = [100 * point.bubble for point in planned]
     axes.step(limits, bubbles, where="post", color=colour, label="adaptive plan at this limit")
     axes.plot(limits, bubbles, "o", color=colour, markersize=3)
-    for point in published:
-        place = (point.peak * scale, 100 * point.bubble)
-        axes.plot(*place, "D", color=HELD_COLOUR, markersize=4)
-        name = display_name(point.schedule.name)
-        axes.annotate(name, place, textcoords="offset points", xytext=_OFFSET, fontsize=7)
+    near = [point for point in published if point.peak * scale <= _REACH * limits[-1]]
+    for point in near:
+        axes.plot(point.peak * scale, 100 * point.bubble, "D", color=HELD_COLOUR, markersize=4)
     axes.plot([], [], "D", color=HELD_COLOUR, markersize=4, label="published schedules")
     axes.set_xlabel(memory_label)
     axes.set_ylabel("bubble, % of the step")
@@ -40,4 +41,26 @@ def frontier_figure(
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
+    _name_points(axes, near, scale)
     return figure
+
+
+def _name_points(axes: Axes, points: Sequence[Point], scale: float) -> None:
+    """Write each schedule's name beside its mark, higher where another name is in the way."""
+    axes.figure.draw_without_rendering()  # type: ignore[union-attr]
+    per_point = axes.figure.dpi / 72
+    taken: list[tuple[float, float]] = []
+    for point in sorted(points, key=lambda each: (each.bubble, each.peak)):
+        place = (point.peak * scale, 100 * point.bubble)
+        x, y = axes.transData.transform(place) / per_point
+        up = 0.0
+        while any(abs(x - a) < _NAME and abs(y + up - b) < _LINE for a, b in taken):
+            up += 1.0
+        taken.append((x, y + up))
+        axes.annotate(
+            display_name(point.schedule.name),
+            place,
+            textcoords="offset points",
+            xytext=(6, up - 2),
+            fontsize=7,
+        )
