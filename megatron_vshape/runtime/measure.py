@@ -1,0 +1,214 @@
+"""The timeline of a real step, and the costs that follow from it.
+
+Nothing waits while a step runs: a pass leaves two stamps (the clock's on a CPU, events of the
+CUDA stream on a GPU), which are read when the step is over.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.lowering import Message, Program, Send
+from megatron_vshape.core.passes import Kind, Pass
+from megatron_vshape.core.schedule import Schedule, Slot, Timeline
+
+US = 1e6
+
+Held = Mapping[int, tuple[float, float]]
+"""By stage: bytes that a microbatch holds after F, and what remains of them after B."""
+
+
+class _Clock(Protocol):
+    """Stamps moments; a stamp becomes a time only when the step is over."""
+
+    def stamp(self) -> object:
+        """Mark now; does not wait."""
+
+    def read(self, stamps: Sequence[object]) -> list[float]:
+        """Return the stamps' times in us on this process's clock."""
+
+
+class PassTimer:
+    """An observer of the program runner that stamps every pass."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self._clock: _Clock = _CudaClock() if torch_device.type == "cuda" else _HostClock()
+        self._passes: list[Pass] = []
+        self._stamps: list[object] = []
+
+    def begins(self, work: Pass) -> None:
+        """Stamp the start."""
+        self._passes.append(work)
+        self._stamps.append(self._clock.stamp())
+
+    def ends(self, work: Pass) -> None:
+        """Stamp the end."""
+        self._stamps.append(self._clock.stamp())
+
+    def slots(self) -> list[Slot]:
+        """Return every pass with its times, in us on this process's clock; waits for a GPU."""
+        times = self._clock.read(self._stamps)
+        return [
+            Slot(work, start, end)
+            for work, start, end in zip(self._passes, times[::2], times[1::2], strict=True)
+        ]
+
+
+class _HostClock:
+    def stamp(self) -> float:
+        return time.perf_counter()
+
+    def read(self, stamps: Sequence[object]) -> list[float]:
+        return [stamp * US for stamp in stamps if isinstance(stamp, float)]
+
+
+class _CudaClock:
+    """Events, tied to the host's clock by one event that both have seen end."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        self._origin = self._event()
+        torch.cuda.synchronize()
+        self._origin_us = time.perf_counter() * US
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stamp(self) -> torch.cuda.Event:
+        return self._event()
+
+    def read(self, stamps: Sequence[object]) -> list[float]:
+        torch.cuda.synchronize()
+        events = [stamp for stamp in stamps if isinstance(stamp, torch.cuda.Event)]
+        return [self._origin_us + 1e3 * self._origin.elapsed_time(event) for event in events]
+
+
+def merge(schedule: Schedule, rows: Sequence[Sequence[Slot]]) -> Timeline:
+    """Return the timeline of a step from every device's slots; it begins at zero.
+
+    The devices' clocks are taken to be one, as on one host.
+    """
+    first = min(row[0].start for row in rows if row)
+    starts = tuple(tuple(slot.start - first for slot in row) for row in rows)
+    ends = tuple(tuple(slot.end - first for slot in row) for row in rows)
+    order = tuple(tuple(slot.work for slot in row) for row in rows)
+    ran = Schedule(
+        schedule.name, schedule.num_devices, schedule.num_microbatches, schedule.placement, order
+    )
+    return Timeline(ran, starts, ends)
+
+
+def measured_costs(timelines: Sequence[Timeline], send_us: float, held: Held) -> Costs:
+    """Return each stage's median pass times over measured steps, with its bytes.
+
+    A whole backward is divided as the stage's own split passes are; where it has none, as those
+    of all stages together; where there are none at all, in half.
+    """
+    times: dict[tuple[Kind, int], list[float]] = {}
+    for timeline in timelines:
+        for device in range(timeline.schedule.num_devices):
+            for work, start, end in timeline.slots(device):
+                times.setdefault((work.kind, work.stage), []).append(end - start)
+    middle = {key: statistics.median(values) for key, values in times.items()}
+    stages = range(timelines[0].schedule.num_stages)
+    share = _share_of_b(middle)
+    backward, weight = zip(*(_divide(middle, stage, share) for stage in stages), strict=True)
+    after_forward, after_backward = zip(*(held[stage] for stage in stages), strict=True)
+    forward = tuple(middle[Kind.F, stage] for stage in stages)
+    return Costs(forward, backward, weight, send_us, after_forward, after_backward)
+
+
+def _share_of_b(middle: Mapping[tuple[Kind, int], float]) -> float:
+    """Return B's share of B + W over all stages that ran both."""
+    pairs = [
+        (middle[Kind.B, stage], middle[Kind.W, stage])
+        for kind, stage in middle
+        if kind is Kind.B and (Kind.W, stage) in middle
+    ]
+    if not pairs:
+        return 0.5
+    return sum(b for b, _ in pairs) / sum(b + w for b, w in pairs)
+
+
+def _divide(
+    middle: Mapping[tuple[Kind, int], float], stage: int, share: float
+) -> tuple[float, float]:
+    if (Kind.B, stage) in middle and (Kind.W, stage) in middle:
+        return middle[Kind.B, stage], middle[Kind.W, stage]
+    whole = middle[Kind.BW, stage]
+    return whole * share, whole * (1 - share)
+
+
+class Mail(Protocol):
+    """The part of a transport that carries a message there and another back."""
+
+    def post(self, message: Message) -> None:
+        """Post a receive."""
+
+    def wait(self, message: Message) -> torch.Tensor:
+        """Return what was received."""
+
+    def send(self, message: Message, tensor: torch.Tensor) -> None:
+        """Start to send."""
+
+    def drain(self) -> None:
+        """Wait until all is sent."""
+
+
+def measure_send_us(
+    program: Program, device: int, mail: Mail, tensor: torch.Tensor, rounds: int = 8
+) -> float | None:
+    """Return the median time of a message of this size to a neighbour, in us, or None.
+
+    For every pair of neighbours with streams both ways, a message goes there and another comes
+    back, `rounds` times, the pairs one after the other; half a round counts. All ranks of the
+    pipeline call this together, between steps. None where this device has no such neighbour.
+    """
+    found: list[float] = []
+    for there, back in _round_trips(program):
+        if device == there.source:
+            for at in range(rounds):
+                start = time.perf_counter()
+                mail.post(back)
+                mail.send(there, tensor)
+                mail.wait(back)
+                if tensor.is_cuda:
+                    torch.cuda.synchronize()
+                if at:  # the first finds caches cold
+                    found.append((time.perf_counter() - start) * US / 2)
+        elif device == there.target:
+            for _ in range(rounds):
+                mail.post(there)
+                mail.send(back, mail.wait(there))
+    mail.drain()
+    return statistics.median(found) if found else None
+
+
+def _round_trips(program: Program) -> list[tuple[Message, Message]]:
+    """Return a message and one that comes back, for every pair of devices that has both."""
+    messages: dict[tuple[int, int], Message] = {}
+    for row in program.instructions:
+        for each in row:
+            if isinstance(each, Send):
+                message = each.message
+                messages.setdefault((message.source, message.target), message)
+    return [
+        (message, messages[target, source])
+        for (source, target), message in sorted(messages.items())
+        if source < target and (target, source) in messages
+    ]
+
+
+def gather_slots(own: Sequence[Slot], group: "dist.ProcessGroup") -> list[list[Slot]]:
+    """Return the slots of every device of the pipeline, on every one of its ranks."""
+    rows: list[list[Slot]] = [[]] * group.size()
+    dist.all_gather_object(rows, list(own), group=group)
+    return rows
