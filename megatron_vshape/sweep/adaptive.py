@@ -1,40 +1,77 @@
 """The adaptive plan as a method of the sweep: the best order for these costs and this memory."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from megatron_vshape.core import catalogue
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.simulate import peak_held, simulate
 from megatron_vshape.core.verify import verify
 from megatron_vshape.sweep.files import SweepError
 from megatron_vshape.sweep.grid import Combination
+
+KNOWN = ("v-zb", "v-half", "v-min")
+"""On the same placement; where one of them fits and is better than the plan, it is the plan."""
 
 
 def plan_adaptive(
     combination: Combination, costs: Costs, limits_bytes: Sequence[float], spans_count: bool
 ) -> Schedule:
-    """Return the order that the planner finds with at most `limits_bytes` on each device.
+    """Return the best order found with at most `limits_bytes` on each device.
 
     With `spans_count`, what counts is the longest time of one device, else that of all.
 
     Raises:
         SweepError: nothing fits.
     """
-    # Planning needs numpy, and numba to be quick; a sweep without this method needs neither.
-    from megatron_vshape.core.search import Objective, plan
-
     least = min(limits_bytes)
     if least <= 0:
         raise SweepError(f"parameters and their states alone are {-least / 2**30:.1f} GiB too much")
+    found: list[Schedule] = []
+    reasons: list[str] = []
+    for schedule in _candidates(combination, costs, limits_bytes, spans_count, reasons):
+        try:
+            verify(schedule)
+            _check_fits(schedule, costs, limits_bytes)
+            found.append(schedule)
+        except ScheduleError as error:
+            reasons.append(str(error).splitlines()[0])
+    if not found:
+        raise SweepError(reasons[0])
+
+    def time_us(schedule: Schedule) -> float:
+        timeline = simulate(schedule, costs)
+        return timeline.span if spans_count else timeline.makespan
+
+    return min(found, key=time_us)
+
+
+def _candidates(
+    combination: Combination,
+    costs: Costs,
+    limits_bytes: Sequence[float],
+    spans_count: bool,
+    reasons: list[str],
+) -> Iterator[Schedule]:
+    """Yield the planner's order and the catalogue's; why there is no plan goes to `reasons`."""
+    # Planning needs numpy, and numba to be quick; a sweep without this method needs neither.
+    from megatron_vshape.core.search import Objective, plan
+
+    sizes = (combination.pipeline_parallel, combination.num_microbatches)
+    objective = Objective.SPAN if spans_count else Objective.MAKESPAN
     try:
-        found = plan(
-            costs,
-            combination.pipeline_parallel,
-            combination.num_microbatches,
-            limits_bytes,
-            Objective.SPAN if spans_count else Objective.MAKESPAN,
-        )
-        verify(found.schedule)
+        yield plan(costs, *sizes, limits_bytes, objective).schedule
     except ScheduleError as error:
-        raise SweepError(str(error).splitlines()[0]) from None
-    return found.schedule
+        reasons.append(str(error).splitlines()[0])
+    for name in KNOWN:
+        yield catalogue.make(name, *sizes)
+
+
+def _check_fits(schedule: Schedule, costs: Costs, limits_bytes: Sequence[float]) -> None:
+    """Raise ScheduleError if a device would hold more than its limit."""
+    for device, (held, limit) in enumerate(
+        zip(peak_held(schedule, costs), limits_bytes, strict=True)
+    ):
+        if held > limit * (1 + 1e-9):
+            raise ScheduleError(f"device {device} holds {held:g} bytes, more than {limit:g}")
