@@ -1,7 +1,8 @@
 """Everything the analytic predictor assumes, each with its source; nothing else is a constant.
 
-A cluster file may replace any of them under `assumptions:`. None was fitted to a run that the
-predictor is compared with: the grid-search table of the paper is no input.
+A cluster file may replace any of them under `assumptions:`. None is computed from the paper's
+grid-search table, but the table was known when they were chosen: docs/sweep.md says which were
+added or changed after a comparison. A source marked "recalled" or "estimate" was not looked up.
 """
 
 from collections.abc import Iterator
@@ -36,10 +37,12 @@ class Assumptions:
         "K/(K+64); size: W runs at 252 TFLOP/s at 6144 tokens, 241 at 1024 (Zero Bubble)",
     )
     attention_fraction: float = _assume(
-        0.62, "FlashAttention-2 (arXiv 2307.08691), figures 4-6, A100, head size 128, causal, 16k"
+        0.62,
+        "FlashAttention-2 (arXiv 2307.08691), A100, head size 128, causal, 16k; recalled from its "
+        "figures 4-6",
     )
     attention_half_tokens: float = _assume(
-        900, "the same figures: about half of that rate at sequences of 1k"
+        900, "recalled from the same figures: about half of that rate at sequences of 1k"
     )
     attention_backward: float = _assume(2.5, "FlashAttention-2: 5 products instead of 2")
     attention_dropout: float = _assume(
@@ -48,7 +51,7 @@ class Assumptions:
         "to 1.15 (Dao-AILab/flash-attention #2439) and 1.2 to 1.4 (#2597): the weakest number here",
     )
     memory_fraction: float = _assume(
-        0.85, "STREAM-like kernels reach 80-90 % of HBM's rate (Calculon, systems/a100_80g.json)"
+        0.85, "Calculon, systems/a100_80g.json: 0.75 of the memory's rate at 10 MB, 0.9 at 100 MB"
     )
     elementwise_fraction: float = _assume(
         0.6,
@@ -66,7 +69,7 @@ class Assumptions:
     unfused_score_bytes: float = _assume(
         13, "counted per score without flash attention, each way: products 4, softmax 4, dropout 5"
     )
-    kernel_us: float = _assume(5, "launch, ramp and tail of a kernel; 3-6 us by Nsight in general")
+    kernel_us: float = _assume(5, "estimate: launch, ramp and tail of a kernel")
     forward_kernels: float = _assume(20, "counted in Megatron's layer")
     backward_kernels: float = _assume(26, "counted likewise; W adds 4")
     collective_fraction: float = _assume(0.78, f"{NCCL}: 235 of 300 GB/s")
@@ -76,13 +79,13 @@ class Assumptions:
     collective_processors: float = _assume(
         0.15, "of the GPU, taken by NCCL while it hides behind products (Calculon, A100)"
     )
-    network_fraction: float = _assume(0.9, "RoCE and InfiniBand after headers (Calculon)")
-    message_us: float = _assume(30, "start of a send and its receive; NCCL over RDMA 20-40 us")
+    network_fraction: float = _assume(0.9, "Calculon, systems/a100_80g.json, between nodes")
+    message_us: float = _assume(30, "estimate: start of a send and its receive; Calculon has 20")
     pace: float = _assume(
         1.09,
         "a step against its simulated passes: what timers around passes do not see (waiting for "
         "the slowest GPU, refilling a drained queue, messages in line). Zero Bubble, 1.5B, 24 "
-        "microbatches, samples/s of 1F1B, ZB-1p and ZB-2p against their own passes: 1.06, 1.08, "
+        "microbatches (their number recalled), samples/s of 1F1B, ZB-1p and ZB-2p against their own passes: 1.06, 1.08, "
         "1.12",
     )
     parameter_state_bytes: float = _assume(
@@ -94,8 +97,10 @@ class Assumptions:
     kept_after_backward: float = _assume(
         32, "7 inputs and 9 gradients of products, two bytes each: what W reads"
     )
-    context_gib: float = _assume(2.0, "CUDA context 0.5, NCCL's buffers 1, cuBLAS workspaces 0.5")
-    fragmentation: float = _assume(0.02, "of activations; with expandable segments")
+    context_gib: float = _assume(
+        2.0, "estimate: CUDA context 0.5, NCCL's buffers 1, cuBLAS workspaces 0.5"
+    )
+    fragmentation: float = _assume(0.02, "estimate: of activations, with expandable segments")
     receive_window: float = _assume(2, "receives posted ahead per stream: core/lowering.py")
 
     def sources(self) -> Iterator[tuple[str, float, str]]:
