@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import nn
 
-from megatron_vshape.core.lowering import Program
 from megatron_vshape.mcore.gradient_sync import GradientSync
 from megatron_vshape.mcore.loss_reporting import bring_losses
 from megatron_vshape.mcore.refusals import check_config
@@ -67,69 +66,68 @@ class PipelineRunner:
         The parameters are those of Megatron's own function. The reports come back on the last
         pipeline rank, where the trainer reads them, and on the rank of the last stage.
         """
-        model, data_iterator = _as_lists(model, data_iterator)
-        config = get_model_config(model[0])
+        chunks, iterators = _as_lists(model, data_iterator)
+        config = get_model_config(chunks[0])
+        check_config(config)
         if adjust_tensor_shapes_fn is not None:
             raise ValueError("adjust_tensor_shapes_fn is not supported by --pipeline-schedule")
-        check_config(config)
         groups = _default_groups() if pg_collection is None else pg_collection
-        if config.timers is not None:
-            config.timers("forward-backward", log_level=1).start(
-                barrier=config.barrier_with_L1_time
+        with _timed(config):
+            shape = schedules.get_tensor_shapes(
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                decoder_seq_length=decoder_seq_length,
+                config=config,
+                tp_group=groups.tp,
+                cp_group=groups.cp,
+            )[0]
+            transport = self._ready_transport(shape, config.pipeline_dtype, chunks[0], groups.pp)
+            step = Step(
+                config=config,
+                forward_step_func=forward_step_func,
+                num_microbatches=num_microbatches,
+                context_parallel_size=groups.cp.size(),
+                forward_only=forward_only,
+                collect_non_loss_data=collect_non_loss_data,
+                first_val_step=first_val_step,
+                gradient_sync=GradientSync(
+                    config, chunks, self._pipeline, num_microbatches, force_all_reduce
+                ),
+                num_tokens=zero_tokens(_device_of(chunks[0])),
             )
-        if forward_only:
-            program = self._pipeline.planner.evaluation(num_microbatches)
-        else:
-            program = self._pipeline.planner.training(num_microbatches).program
-        shape = schedules.get_tensor_shapes(
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
-            config=config,
-            tp_group=groups.tp,
-            cp_group=groups.cp,
-        )[0]
-        transport = self._ready_transport(shape, config.pipeline_dtype, model[0], groups.pp)
-        sync = GradientSync(config, model, self._pipeline, num_microbatches, force_all_reduce)
-        step = Step(
-            config=config,
-            forward_step_func=forward_step_func,
-            num_microbatches=num_microbatches,
-            context_parallel_size=groups.cp.size(),
-            forward_only=forward_only,
-            collect_non_loss_data=collect_non_loss_data,
-            first_val_step=first_val_step,
-            gradient_sync=sync,
-            num_tokens=zero_tokens(_device_of(model[0])),
-        )
-        watch = contextlib.nullcontext()
-        if forward_only:
-            self.report.interrupt()
-        else:
             tokens = num_microbatches * micro_batch_size * seq_length
-            watch = self.report.training_step(model, num_microbatches, tokens)
-        reduces = sync if sync.overlaps and not forward_only else None
-        with watch, sync.session(forward_only), self._session.reduce_with(reduces):
-            self._run(program, step, model, data_iterator, transport, groups.pp)
-        if not forward_only and config.finalize_model_grads_func is not None:
-            self._finalize(config, model, step, groups, force_all_reduce)
-        losses = bring_losses(
-            step.loss_store, self._pipeline.stage_map.loss_rank, groups.pp, _device_of(model[0])
-        )
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
-        return losses
+            with self._measured(step, chunks, tokens), self._reducing(step):
+                self._run(step, chunks, iterators, transport, groups.pp)
+            if not forward_only and config.finalize_model_grads_func is not None:
+                self._finalize(step, chunks, groups, force_all_reduce)
+            loss_rank = self._pipeline.stage_map.loss_rank
+            return bring_losses(step.loss_store, loss_rank, groups.pp, _device_of(chunks[0]))
+
+    def _measured(
+        self, step: Step, model: Sequence[nn.Module], tokens: int
+    ) -> contextlib.AbstractContextManager[None]:
+        if step.forward_only:
+            self.report.interrupt()
+            return contextlib.nullcontext()
+        return self.report.training_step(model, step.num_microbatches, tokens)
+
+    @contextlib.contextmanager
+    def _reducing(self, step: Step) -> Iterator[None]:
+        """Hold DDP's own reductions back inside, and start them from W where they overlap."""
+        sync = step.gradient_sync
+        reduces = sync if sync.overlaps and not step.forward_only else None
+        with sync.session(step.forward_only), self._session.reduce_with(reduces):
+            yield
 
     def _run(
         self,
-        program: Program,
         step: Step,
         model: Sequence[nn.Module],
         data_iterator: Sequence[Any],
         transport: Transport,
         pipeline_group: dist.ProcessGroup,
     ) -> None:
-        stage_map = self._pipeline.stage_map
+        planner, stage_map = self._pipeline.planner, self._pipeline.stage_map
         rank = pipeline_group.rank()
         stages = {
             stage: MegatronStage(
@@ -144,6 +142,10 @@ class PipelineRunner:
             )
             for chunk, stage in enumerate(stage_map.stages(rank))
         }
+        if step.forward_only:
+            program = planner.evaluation(step.num_microbatches)
+        else:
+            program = planner.training(step.num_microbatches).program
         run_program(program, rank, stages, transport)
 
     def _ready_transport(
@@ -167,14 +169,13 @@ class PipelineRunner:
 
     def _finalize(
         self,
-        config: Any,
-        model: Sequence[nn.Module],
         step: Step,
+        model: Sequence[nn.Module],
         groups: Any,
         force_all_reduce: bool | None,
     ) -> None:
         """Have Megatron finish the gradients, as its own schedules do at their end."""
-        num_tokens = None
+        config, num_tokens = step.config, None
         if config.calculate_per_token_loss:
             # Megatron takes the last rank's count for the pipeline's; only the loss rank has one.
             dist.all_reduce(step.num_tokens, group=groups.pp)
@@ -182,6 +183,18 @@ class PipelineRunner:
         config.finalize_model_grads_func(
             model, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce
         )
+
+
+@contextlib.contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """Run Megatron's timer of a step meanwhile; evaluation has none."""
+    if config.timers is None:
+        yield
+        return
+    timer = config.timers("forward-backward", log_level=1)
+    timer.start(barrier=config.barrier_with_L1_time)
+    yield
+    timer.stop()
 
 
 def _as_lists(model: Any, data_iterator: Any) -> tuple[list[nn.Module], list[Any]]:

@@ -46,7 +46,7 @@ def validate_args(session: Session, original: Function) -> Function:
     @functools.wraps(original)
     def validate(args: Namespace, *rest: Any, **options: Any) -> Any:
         try:
-            session.pipeline = configure.prepare(args)
+            session.pipeline, session.runner = configure.prepare(args), None
             session.megatrons_own = configure.megatrons_own(args)
         except (ScheduleError, UnsupportedError) as error:
             raise _refused(error) from None
