@@ -5,14 +5,15 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 
+from megatron.core import parallel_state
 from torch import nn
 
 from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.mcore import layout
+from megatron_vshape.mcore import layout, split_te, unsplit
 from megatron_vshape.mcore.arguments import MEGATRONS_OWN, options_of
 from megatron_vshape.mcore.plans import make_planner
 from megatron_vshape.mcore.refusals import UnsupportedError, check_arguments
-from megatron_vshape.mcore.session import Pipeline
+from megatron_vshape.mcore.session import Pipeline, Session
 
 INTERLEAVED_CHUNKS = 2
 """Chunks per rank of interleaved-1f1b where the user gives no number."""
@@ -40,6 +41,8 @@ def prepare(args: Namespace) -> Pipeline | None:
     check_arguments(args, name)
     stage_map = layout.split_layers(args.num_layers, planner.placement)
     layout.check_ends(stage_map)
+    recomputes = getattr(args, "recompute_granularity", None) == "full"
+    planner.keeps_backward_whole = recomputes
     ties = not args.untie_embeddings_and_output_weights
     if ties:
         layout.check_tied_embeddings(stage_map)
@@ -48,7 +51,13 @@ def prepare(args: Namespace) -> Pipeline | None:
         # Megatron allows chunks on two ranks only with this; the messages are ours either way.
         args.overlap_p2p_comm = True
     return Pipeline(
-        options, planner, stage_map, layout.StageLayout(stage_map), ties, args.overlap_grad_reduce
+        options,
+        planner,
+        stage_map,
+        layout.StageLayout(stage_map),
+        ties,
+        args.overlap_grad_reduce,
+        recomputes,
     )
 
 
@@ -99,6 +108,24 @@ def _has_ramp_up(args: Namespace) -> bool:
 def _num_microbatches(args: Namespace) -> int:
     copies = args.data_parallel_size * (getattr(args, "gtp_weight_remat_size", None) or 1)
     return max(args.global_batch_size // (args.micro_batch_size * copies), 1)
+
+
+def finish_model(session: Session, rank: int, chunks: Sequence[nn.Module]) -> None:
+    """Prepare this rank's chunks for the schedule, once they are built and not yet wrapped.
+
+    Raises:
+        StoreError: Transformer Engine's layers are not as this package knows them.
+    """
+    if session.pipeline is None:
+        return
+    tie(session.pipeline, rank, chunks)
+    split_te.install(session, chunks)
+    replicas = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    if replicas == (0, 0):
+        unsplit.tell(chunks)
 
 
 def tie(pipeline: Pipeline, rank: int, chunks: Sequence[nn.Module]) -> None:

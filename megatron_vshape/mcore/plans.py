@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_vshape.core import catalogue
@@ -47,6 +47,7 @@ class Planner:
     num_devices: int
     name: str
     from_file: Schedule | None = None
+    keeps_backward_whole: bool = False  # every B takes its W along
     _training: dict[int, Plan] = field(default_factory=dict)
     _evaluation: dict[int, Program] = field(default_factory=dict)
 
@@ -64,6 +65,8 @@ class Planner:
         """
         if num_microbatches not in self._training:
             schedule = self._schedule(num_microbatches)
+            if self.keeps_backward_whole:
+                schedule = whole_backwards(schedule)
             timeline = simulate(schedule)
             plan = Plan(schedule, timeline, lower(schedule, timeline))
             self._training[num_microbatches] = plan
@@ -128,6 +131,23 @@ def make_planner(name: str, num_devices: int) -> Planner:
     except ScheduleError as error:
         raise ScheduleError(f"the schedule file {name} cannot run: {error}") from None
     return Planner(num_devices, name, schedule)
+
+
+def whole_backwards(schedule: Schedule) -> Schedule:
+    """Return the schedule with every B made BW, and no W.
+
+    For recomputed layers: between B and W all activations of a layer would be there, which
+    recomputing is to avoid. No pass waits for a W, so the order stays legal.
+    """
+    rows = tuple(
+        tuple(
+            work._replace(kind=Kind.BW) if work.kind is Kind.B else work
+            for work in row
+            if work.kind is not Kind.W
+        )
+        for row in schedule.order
+    )
+    return replace(schedule, order=rows)
 
 
 def forward_wave(placement: Placement, num_devices: int, num_microbatches: int) -> Schedule:

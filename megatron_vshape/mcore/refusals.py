@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -107,7 +108,17 @@ _REFUSALS = (
     ),
     _Refusal("hybrid_context_parallel", "--hybrid-context-parallel", _OWN_ORDER),
     _Refusal("hybrid_layer_pattern", "--hybrid-layer-pattern", _UNSPLIT, _is_given),
-    _Refusal("moe_grouped_gemm", "--moe-grouped-gemm", _UNSPLIT),
+    _Refusal("use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser", _UNSPLIT),
+    _Refusal(
+        "moe_shared_expert_overlap",
+        "--moe-shared-expert-overlap",
+        "its stream would use memory anew that a W still reads: leave it out",
+    ),
+    _Refusal(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        _OWN_ORDER,
+    ),
     _Refusal(
         "moe_expert_rank_capacity_factor",
         "--moe-expert-rank-capacity-factor",
@@ -137,12 +148,20 @@ def check_arguments(args: Namespace, schedule: str) -> None:
     """Raise UnsupportedError for the first of Megatron's options that `schedule` cannot have."""
     for refusal in (*_REFUSALS, _LAYOUT):
         _check(refusal, args, schedule)
-    if args.transformer_impl != "local":
+    if args.transformer_impl not in ("local", "transformer_engine"):
         raise UnsupportedError(
             f"--pipeline-schedule {schedule} does not work with --transformer-impl "
-            f"{args.transformer_impl}: {_UNSPLIT.removesuffix(': leave it out')}; "
-            "use --transformer-impl local"
+            f"{args.transformer_impl}: use local or transformer_engine"
         )
+    if args.transformer_impl == "transformer_engine" and not _has_transformer_engine():
+        raise UnsupportedError(
+            "--transformer-impl transformer_engine needs Transformer Engine, which is not "
+            "installed here: install it, or use --transformer-impl local"
+        )
+
+
+def _has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 _CONFIG_ONLY = ("variable_seq_lengths", "num_microbatches_with_partial_activation_checkpoints")

@@ -129,7 +129,7 @@ def _model_provider(session: Session, provider: Function) -> Function:
         first, last = session.pipeline.ends(rank, vp_stage)
         built.append(provider(first, last, vp_stage=vp_stage, **options))
         if len(built) == session.pipeline.stage_map.num_chunks:
-            configure.tie(session.pipeline, rank, built)
+            configure.finish_model(session, rank, built)
         return built[-1]
 
     return provide
@@ -155,7 +155,7 @@ def build_virtual_pipeline_stages(session: Session, original: Function) -> Funct
             return build_model_func(groups, pre_process=first, post_process=last, vp_stage=vp_stage)
 
         chunks = original(build_stage, pg_collection, *args, **options)
-        configure.tie(pipeline, rank, chunks)
+        configure.finish_model(session, rank, chunks)
         return chunks
 
     return build

@@ -112,12 +112,18 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
     plan = pipeline.planner.training(num_microbatches)
     schedule, chunks = plan.schedule, plan.peak_chunks
     relative = chunks / (2 * schedule.num_devices)
+    whole = ""
+    if pipeline.recomputes_layers:
+        whole = (
+            "\nbackward passes run whole (BW): with --recompute-granularity full, a backward that "
+            "is split would keep all that it recomputes"
+        )
     return (
         f"pipeline schedule {schedule.name}, {schedule.num_devices} ranks, {num_microbatches} "
         "microbatches (upper case: even chunks; one row per rank):\n"
         f"{plan.timeline.draw(COLUMNS)}\n"
         f"at F = B = W: bubble {100 * plan.timeline.bubble:.1f} %, peak {chunks:g} chunks of "
-        f"1/{2 * schedule.num_devices} of the model, {100 * relative:.0f} % of 1F1B's"
+        f"1/{2 * schedule.num_devices} of the model, {100 * relative:.0f} % of 1F1B's{whole}"
     )
 
 

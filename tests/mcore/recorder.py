@@ -11,10 +11,13 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import megatron.core.distributed.param_and_grad_buffer as buffers
 import megatron.training.models.dist_utils as dist_utils
 import megatron.training.training as training
 import torch
 from torch import Tensor, nn
+
+from megatron_vshape.mcore.stage import MegatronStage
 
 
 class Records:
@@ -23,10 +26,12 @@ class Records:
     def __init__(self, path: str) -> None:
         self._path = path
         self._model: list[nn.Module] = []
+        self._running: str | None = None
         self.kept: dict[str, Any] = {
             "losses": [],
             "grad_norms": [],
             "evaluations": [],
+            "reductions": [],  # (step, running pass, bytes) of each that starts
             "gradients": {},
             "parameters": {},
         }
@@ -61,6 +66,26 @@ class Records:
 
         return finalize
 
+    def keep_reduction(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def start_grad_sync(group: Any, *args: Any, **options: Any) -> Any:
+            size = sum(bucket.grad_data.nbytes for bucket in group.buckets)
+            self.kept["reductions"].append((len(self.kept["losses"]), self._running, size))
+            return original(group, *args, **options)
+
+        return start_grad_sync
+
+    def note_pass(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def run(stage: Any, microbatch: int, *args: Any) -> Any:
+            outer, self._running = self._running, f"{kind}{stage._stage}.{microbatch}"
+            try:
+                return original(stage, microbatch, *args)
+            finally:
+                self._running = outer
+
+        return run
+
     def keep_evaluation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def evaluate(*args: Any, **options: Any) -> Any:
@@ -79,6 +104,10 @@ def start(path: str) -> Records:
     training.train_step = records.keep_step(training.train_step)
     training.evaluate = records.keep_evaluation(training.evaluate)
     training.finalize_model_grads = records.keep_gradients(training.finalize_model_grads)
+    group = buffers._ParamAndGradBucketGroup
+    group.start_grad_sync = records.keep_reduction(group.start_grad_sync)
+    for kind, name in (("B", "backward_inputs"), ("W", "backward_weights"), ("BW", "backward")):
+        setattr(MegatronStage, name, records.note_pass(kind, getattr(MegatronStage, name)))
     dist_utils.build_virtual_pipeline_stages = _with_named_weights(
         dist_utils.build_virtual_pipeline_stages
     )

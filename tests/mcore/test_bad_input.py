@@ -1,5 +1,6 @@
 """What cannot run ends before any training: one clear sentence on rank 0, an error on all."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -110,8 +111,9 @@ OPTIONS = [
     "--num-virtual-stages-per-pipeline-rank 2",
     "--pipeline-model-parallel-layout Et|t|t|t|t|t|t|tL",
     "--hybrid-context-parallel",
-    "--moe-grouped-gemm",
-    "--transformer-impl transformer_engine",
+    "--moe-shared-expert-overlap",
+    "--use-transformer-engine-op-fuser",
+    "--transformer-impl inference_optimized",
 ]
 
 
@@ -119,6 +121,14 @@ OPTIONS = [
 def test_unsupported_options_are_named(farm: Farm, option: str) -> None:
     text = refused(farm, *V_HALF.split(), *option.split())
     assert text.startswith(f"--pipeline-schedule v-half does not work with {option.split()[0]}")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="it is installed"
+)
+def test_transformer_engine_that_is_not_installed(farm: Farm) -> None:
+    text = refused(farm, *V_HALF.split(), "--transformer-impl", "transformer_engine")
+    assert text.endswith("install it, or use --transformer-impl local")
 
 
 def test_1f1b_with_chunks(farm: Farm) -> None:

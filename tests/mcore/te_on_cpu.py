@@ -1,0 +1,291 @@
+"""Checks the adapter on Transformer Engine's own Python, without a GPU; prints what it found.
+
+    python te_on_cpu.py DIRECTORY
+
+DIRECTORY holds an unpacked `transformer_engine` wheel of pure Python (see test_real_te). Its
+compiled extension is replaced by a few functions of torch: matrix products, a norm, gelu. What
+asks, saves, hands over and returns is TE's own code. One JSON line per case goes to stdout.
+"""
+
+import enum
+import functools
+import json
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parents[2]
+NAMES = {
+    "DType": "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1",
+    "FP8FwdTensors": " ".join(
+        f"GEMM{number}_{kind}" for number in (1, 2, 3) for kind in ("INPUT", "WEIGHT", "OUTPUT")
+    ),
+    "FP8BwdTensors": " ".join(f"GRAD_OUTPUT{number} GRAD_INPUT{number}" for number in (1, 2, 3)),
+}
+
+
+class _Numbers(type):
+    """A class every attribute of which is a number: enumerations that nobody looks at."""
+
+    __members__ = property(lambda cls: cls._asked)
+
+    def __getattr__(cls, name: str) -> int:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls._asked.setdefault(name, len(cls._asked))
+
+
+class Extension(types.ModuleType):
+    """Stands in for the compiled module; what is not below is an enumeration or never called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = _Numbers(name, (), {"_asked": {}})
+        setattr(self, name, made)
+        return made
+
+
+def generic_gemm(
+    a: Tensor,
+    transpose_a: bool,
+    b: Tensor,
+    transpose_b: bool,
+    out: Tensor | None,
+    quantizer: Any,
+    out_dtype: Any,
+    bias: Tensor | None,
+    bias_dtype: Any,
+    gelu: bool,
+    gelu_in: Any,
+    grad: bool,
+    workspace: Any,
+    workspace_bytes: int,
+    accumulate: bool,
+    *unused: Any,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Return the product of column-major matrices, as cuBLAS has it, and the bias gradient."""
+    left, right = b.reshape(-1, b.shape[-1]), a.reshape(-1, a.shape[-1])
+    left = left.t() if transpose_b else left
+    right = right.t() if transpose_a else right
+    product, bias_grad = left.matmul(right), None
+    if bias is not None and grad:
+        bias_grad = b.reshape(-1, b.shape[-1]).sum(dim=0)
+    elif bias is not None:
+        product = product + bias
+    if not transpose_b:
+        product = product.reshape(*b.shape[:-1], product.shape[-1])
+    if out is not None:
+        product = out.add_(product) if accumulate else out.copy_(product.view(out.shape))
+    return product, bias_grad, None, None
+
+
+def grouped_gemm(
+    a: list[Tensor],
+    transpose_a: bool,
+    b: list[Tensor],
+    transpose_b: bool,
+    out: list[Tensor],
+    out_dtype: Any,
+    splits: Any,
+    bias: list[Tensor],
+    bias_dtype: Any,
+    single_output: bool,
+    gelu_in: Any,
+    grad: bool,
+    workspace: Any,
+    workspace_bytes: int,
+    accumulate: bool,
+    *unused: Any,
+) -> list[Tensor]:
+    """Run one product per group."""
+    outputs = list(out[0].split([int(each) for each in splits])) if single_output else out
+    for group, output in enumerate(outputs):
+        added = bias[group] if bias[group].numel() else None
+        _, bias_grad, *_ = generic_gemm(
+            *(a[group], transpose_a, b[group], transpose_b, output, None, None, added, None),
+            *(False, None, grad, None, 0, accumulate),
+        )
+        if grad and added is not None:
+            bias[group].copy_(bias_grad)
+    return bias
+
+
+def layernorm_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, *unused: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean, variance = x.mean(-1), x.var(-1, unbiased=False)
+    return (
+        nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps),
+        mean,
+        (variance + eps).rsqrt(),
+    )
+
+
+def layernorm_bwd(
+    grad: Tensor, x: Tensor, mean: Tensor, rsigma: Tensor, weight: Tensor, *unused: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    normal = (x - mean[:, None]) * rsigma[:, None]
+    scaled = grad * weight
+    inner = scaled - scaled.mean(-1, keepdim=True)
+    dx = (inner - normal * (scaled * normal).mean(-1, keepdim=True)) * rsigma[:, None]
+    return dx, (grad * normal).sum(0), grad.sum(0)
+
+
+def gelu(x: Tensor, quantizer: Any = None, *unused: Any) -> Tensor:
+    return nn.functional.gelu(x, approximate="tanh")
+
+
+def dgelu(grad: Tensor, x: Tensor, quantizer: Any = None, *unused: Any) -> Tensor:
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad(gelu(leaf), leaf, grad)[0]
+
+
+def import_te(directory: str) -> Any:
+    """Import Transformer Engine from `directory` and return its PyTorch package."""
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # do not look for CUDA's libraries
+    os.environ["NVTE_TORCH_COMPILE"] = "0"
+    sys.path[:0] = [directory, str(ROOT)]
+    from megatron_vshape.mcore import cpu
+
+    cpu.install()
+    torch.cuda.is_available = lambda: True
+    torch.Tensor.is_cuda = property(lambda tensor: True)
+    torch.cuda.get_device_capability = lambda *unused: (9, 0)
+    extension = Extension("transformer_engine_torch")
+    extension.__file__, extension.__spec__ = "none", None
+    for name, members in NAMES.items():
+        setattr(extension, name, enum.IntEnum(name, members, start=0))
+    for function in (generic_gemm, layernorm_fwd, layernorm_bwd, gelu, dgelu):
+        setattr(extension, function.__name__, function)
+    extension.te_general_grouped_gemm = grouped_gemm
+    extension.get_num_cublas_streams = lambda: 1
+    extension.get_stochastic_rounding = extension.nvfp4_2d = lambda *unused: False
+    for file in Path(directory, "transformer_engine", "pytorch").rglob("*.py"):
+        for name in re.findall(r"\btex\.([A-Za-z]\w*)", file.read_text()):
+            getattr(extension, name)  # so that it is there for an "import *"
+    sys.modules["transformer_engine_torch"] = extension
+    import transformer_engine.common as common
+
+    common.load_framework_extension = lambda name: extension
+    import transformer_engine.pytorch as te
+
+    return te
+
+
+SIZE, HIDDEN, TOKENS = 8, 16, 6
+SPLITS = [2, 0, 4]
+WHOLE = "F0 F1 BW0 F2 BW1 BW2"
+ORDERS = (
+    WHOLE,
+    "F0 F1 B0 F2 B1 W0 B2 W1 W2",
+    "F0 F1 F2 B0 B1 B2 W2 W0 W1",
+    "F0 F1 B0 BW1 F2 W0 B2 W2",
+)
+
+
+def layers(te: Any) -> Iterator[tuple[str, Callable[..., nn.Module]]]:
+    """Yield what builds each of TE's layers."""
+    options = {"device": "cpu", "params_dtype": torch.float32}
+    yield "Linear", functools.partial(te.Linear, SIZE, SIZE, **options)
+    yield "LayerNormLinear", functools.partial(te.LayerNormLinear, SIZE, SIZE, **options)
+    yield "LayerNormMLP", functools.partial(te.LayerNormMLP, SIZE, HIDDEN, **options)
+    yield "GroupedLinear", functools.partial(te.GroupedLinear, len(SPLITS), SIZE, SIZE, **options)
+
+
+def run(layer: nn.Module, order: str, session: Any, ddp: bool, first: bool) -> list[Tensor]:
+    """Run the passes; return the gradients of the inputs and the parameters."""
+    from test_split_te import FakeDdp
+
+    keep = FakeDdp(layer) if ddp else None
+    inputs, outputs = {}, {}
+    for text in order.split():
+        kind, microbatch = text[:-1], text[-1]
+        if kind == "F":
+            generator = torch.Generator().manual_seed(int(microbatch))
+            x = torch.randn(TOKENS, SIZE, generator=generator).requires_grad_()
+            is_first = (microbatch == "0") if first else None
+            more = [SPLITS] if hasattr(layer, "num_gemms") else []
+            y = layer(x, *more, is_first_microbatch=is_first)
+            if isinstance(y, tuple):
+                bias = y[1]
+                if isinstance(bias, list):
+                    parts = zip(y[0].split(SPLITS), bias, strict=True)
+                    y = torch.cat([part + each for part, each in parts])
+                else:
+                    y = y[0] + bias
+            inputs[microbatch], outputs[microbatch] = x, y
+        elif kind == "B":
+            with session.jobs.collect(microbatch):
+                outputs.pop(microbatch).square().sum().backward()
+        elif kind == "W":
+            session.jobs.run(microbatch)
+        else:
+            outputs.pop(microbatch).square().sum().backward()
+    del keep
+    sums = [getattr(each, "main_grad", each.grad) for each in layer.parameters()]
+    return [*(x.grad for x in inputs.values()), *sums]
+
+
+def check(build: Callable[..., nn.Module], bias: str, fused: bool, first: bool) -> list[str]:
+    """Return what differs from whole backwards, by order."""
+    from types import SimpleNamespace
+
+    from megatron_vshape.mcore import split_te
+    from megatron_vshape.mcore.session import Session
+
+    expected, wrong = None, []
+    for order in (None, *ORDERS):
+        torch.manual_seed(0)
+        layer = build(
+            bias=bool(bias), return_bias=bias == "returned", fuse_wgrad_accumulation=fused
+        )
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                generator = torch.Generator().manual_seed(parameter.numel())
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        session = Session(pipeline=SimpleNamespace())
+        if order is not None and split_te.install(session, [layer]) != 1:
+            return ["the adapter was not installed"]
+        found = run(layer, order or WHOLE, session, ddp=True, first=first)
+        if expected is None:
+            expected = found
+        for mine, theirs in zip(found, expected, strict=True):
+            if not torch.allclose(mine, theirs, rtol=1e-5, atol=1e-4):
+                wrong.append(f"{order}: {(mine - theirs).abs().max().item():.3g}")
+    return wrong
+
+
+def main() -> None:
+    """Run every case."""
+    te = import_te(sys.argv[1])
+    from importlib.metadata import version
+
+    for name, build in layers(te):
+        for bias in ("", "bias", "returned"):
+            for fused in (False, True):
+                for first in (False, True):
+                    case = f"{name} bias={bias or 'none'} fused={fused} first={first}"
+                    try:
+                        wrong = check(build, bias, fused, first)
+                    except Exception as error:
+                        if os.environ.get("TRACE"):
+                            raise
+                        wrong = [f"{type(error).__name__}: {error}"]
+                    print(json.dumps({"case": case, "wrong": wrong}), flush=True)
+    print(json.dumps({"version": version("transformer_engine")}))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    main()

@@ -1,0 +1,126 @@
+"""When GradientSync starts which reduction, on chunks with made-up bucket groups."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_vshape.mcore.gradient_sync import GradientSync
+
+
+class Group:
+    """A bucket group that notes when its reduction starts."""
+
+    def __init__(self, name: str, log: list[str], chunk: Any) -> None:
+        self.parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+        self.buckets = [SimpleNamespace(params_list=self.parameters)]
+        self.is_first_batch = True
+        self._name, self._log, self._chunk = name, log, chunk
+
+    def start_grad_sync(self, force_all_reduce: bool) -> None:
+        assert self._chunk.ddp_config.overlap_grad_reduce
+        self._log.append(self._name + "!" * force_all_reduce)
+
+
+def chunk_of(name: str, log: list[str], groups: int = 2, experts: int = 0) -> Any:
+    chunk = SimpleNamespace(ddp_config=SimpleNamespace(overlap_grad_reduce=True))
+    chunk.bucket_groups = [Group(f"{name}{i}", log, chunk) for i in range(groups)]
+    chunk.expert_parallel_bucket_groups = [Group(f"{name}x{i}", log, chunk) for i in range(experts)]
+    return chunk
+
+
+def sync_of(chunks: list[Any], ties: bool = False, recomputes: bool = False) -> GradientSync:
+    config = SimpleNamespace(param_sync_func=None, no_sync_func=None, grad_sync_func=None)
+    pipeline = SimpleNamespace(
+        overlaps_grad_reduce=True,
+        recomputes_layers=recomputes,
+        ties_embeddings=ties,
+        stage_map=SimpleNamespace(ends_meet=True),
+    )
+    return GradientSync(config, chunks, pipeline, 2, force_all_reduce=False)  # type: ignore[arg-type]
+
+
+def jobs_of(chunk: Any) -> list[list[Tensor]]:
+    """Return the parameters of each job of a chunk: one per parameter, last layer first."""
+    groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    return [[parameter] for group in groups for parameter in group.parameters]
+
+
+def run_w(sync: GradientSync, log: list[str], number: int, jobs: list[list[Tensor]]) -> None:
+    sync.weights_begin(number)
+    for place, parameters in enumerate(jobs):
+        log.append(f"job {place}")
+        sync.added(parameters)
+    sync.weights_done(number)
+
+
+def test_each_bucket_starts_after_the_job_that_completes_it() -> None:
+    log: list[str] = []
+    chunk = chunk_of("b", log, experts=1)
+    sync, jobs = sync_of([chunk]), jobs_of(chunk)
+    with sync.session(forward_only=False):
+        assert not chunk.ddp_config.overlap_grad_reduce  # DDP's hooks are to be quiet
+        for _ in range(2):
+            for parameters in jobs:
+                sync.deferred(parameters)
+        run_w(sync, log, 0, jobs)
+        assert "b0" not in log
+        log.clear()
+        run_w(sync, log, 0, jobs)
+    assert log == ["job 0", "job 1", "b0", "job 2", "job 3", "b1", "job 4", "job 5", "bx0"]
+    assert chunk.ddp_config.overlap_grad_reduce
+    assert not any(group.is_first_batch for group in chunk.bucket_groups)
+
+
+def test_buckets_keep_their_order_and_those_without_jobs_start_first() -> None:
+    log: list[str] = []
+    chunk = chunk_of("b", log, groups=3)
+    sync = sync_of([chunk])
+    jobs = [[chunk.bucket_groups[2].parameters[0]], [chunk.bucket_groups[1].parameters[0]]]
+    sync.weights_done(0)
+    for parameters in jobs:
+        sync.deferred(parameters)
+    run_w(sync, log, 0, jobs)
+    assert log == ["b0", "job 0", "job 1", "b1", "b2"]
+
+
+def test_the_bucket_of_a_tied_weight_waits_for_the_last_stage() -> None:
+    log: list[str] = []
+    chunks = [chunk_of("first", log), chunk_of("last", log)]
+    tied = chunks[0].bucket_groups[1].parameters[0]
+    tied.zero_out_wgrad = True
+    sync = sync_of(chunks, ties=True)
+    sync.weights_done(0)
+    sync.weights_done(1)
+    sync.deferred([tied])  # by the output layer, in the last stage's B
+    sync.weights_begin(0)
+    sync.weights_done(0)
+    assert log == ["first0"]
+    run_w(sync, log, 1, [[tied]])
+    assert log == ["first0", "last0", "last1", "job 0", "first1"]
+
+
+def test_the_last_whole_backward_is_split_unless_layers_are_recomputed() -> None:
+    for recomputes in (False, True):
+        log: list[str] = []
+        sync = sync_of([chunk_of("b", log)], recomputes=recomputes)
+        assert not sync.splits(0)
+        sync.weights_done(0)
+        assert sync.splits(0) != recomputes
+        sync.weights_done(0)
+        assert log == ["b0", "b1"]
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_chunks_without_ddp_are_reduced_by_the_users_function(is_list: bool) -> None:
+    log: list[str] = []
+    model = torch.nn.Linear(2, 2)
+    sync = sync_of([model])
+    function = lambda parameters: log.append(f"reduce {len(list(parameters))}")  # noqa: E731
+    sync._config.grad_sync_func = [function] if is_list else function
+    sync.deferred([model.weight])
+    sync.weights_done(0)
+    run_w(sync, log, 0, [[model.weight]])
+    assert log == ["job 0", "reduce 2"]

@@ -1,0 +1,79 @@
+"""Data-parallel reductions that overlap, and recomputed layers: where they run, and the sums."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from mcore.conftest import UNTIED
+from mcore.farm import Ended
+
+Train = Callable[..., Ended]
+
+TWO_BY_TWO = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0", "--train-iters", "2")
+SMALL_BUCKETS = ("--ddp-bucket-size", "4000")
+OVERLAP = ("--overlap-grad-reduce", *SMALL_BUCKETS)
+LAST = 3  # of a step's four microbatches, the one whose W completes the sums
+
+
+@pytest.mark.parametrize("schedule", ["v-min", "v-half", "v-zb"])
+@pytest.mark.parametrize("embeddings", [(), (UNTIED,)], ids=["tied", "untied"])
+def test_a_bucket_is_reduced_in_the_w_that_completes_it(
+    train: Train, schedule: str, embeddings: tuple[str, ...]
+) -> None:
+    flags = ("--pipeline-schedule", schedule, *TWO_BY_TWO, *embeddings)
+    overlapping, after = train(4, *flags, *OVERLAP), train(4, *flags)
+    for mine, theirs in zip(overlapping.records, after.records, strict=True):
+        for name, gradient in theirs["gradients"].items():
+            assert torch.equal(mine["gradients"][name], gradient), name
+    assert overlapping.record["losses"] == after.record["losses"]
+
+    first_rank = overlapping.records[0]["reductions"]
+    places = [Counter(where for step, where, _ in first_rank if step == each) for each in (0, 1)]
+    assert places[0] == places[1]  # from the first step on
+    # Megatron makes many buckets of a rank's first chunk and one of the others.
+    assert places[0].keys() == {f"W0.{LAST}", f"W3.{LAST}"}
+    assert places[0][f"W0.{LAST}"] >= 3
+    # Without overlap all are reduced when every pass has run.
+    assert {where for _, where, _ in after.records[0]["reductions"]} == {None}
+
+
+def test_distributed_optimizer_with_both_overlaps(train: Train) -> None:
+    flags = ("--pipeline-schedule", "v-half", *TWO_BY_TWO, UNTIED, "--use-distributed-optimizer")
+    overlapping = train(4, *flags, *OVERLAP, "--overlap-param-gather")
+    after = train(4, *flags)
+    mine, theirs = overlapping.merged("parameters"), after.merged("parameters")
+    assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+    where = {where for _, where, _ in overlapping.records[0]["reductions"]}
+    assert where == {f"W0.{LAST}", f"W3.{LAST}"}
+
+
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform")
+RECOMPUTE = {
+    "full": (*FULL, "--recompute-num-layers", "1"),
+    "selective": ("--recompute-granularity", "selective"),
+    "selective, mlp": ("--recompute-granularity", "selective", "--recompute-modules", "mlp"),
+}
+
+
+@pytest.mark.parametrize("options", RECOMPUTE.values(), ids=RECOMPUTE)
+def test_recomputed_layers_have_the_same_gradients(train: Train, options: tuple[str, ...]) -> None:
+    flags = ("--pipeline-schedule", "v-half", "--clip-grad", "0", "--train-iters", "2", UNTIED)
+    # Megatron 0.19 never ends a recomputed MLP with a bias, under its own schedules either.
+    flags += ("--disable-bias-linear",)
+    recomputed, kept = train(4, *flags, *options), train(4, *flags)
+    mine, theirs = recomputed.merged("gradients"), kept.merged("gradients")
+    assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+    says_so = "backward passes run whole (BW)" in recomputed.output[0]
+    assert says_so == ("full" in options)
+
+
+def test_full_recompute_with_overlap(train: Train) -> None:
+    options = RECOMPUTE["full"]
+    flags = ("--pipeline-schedule", "v-min", *TWO_BY_TWO, UNTIED, *options)
+    overlapping, after = train(4, *flags, *OVERLAP), train(4, *flags)
+    for mine, theirs in zip(overlapping.records, after.records, strict=True):
+        for name, gradient in theirs["gradients"].items():
+            assert torch.equal(mine["gradients"][name], gradient), name
+    where = {where for _, where, _ in overlapping.records[0]["reductions"]}
+    assert where == {f"BW0.{LAST}", f"BW3.{LAST}"}
