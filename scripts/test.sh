@@ -40,7 +40,7 @@ check() {
     "${@:2}" || failed+=("$1")
 }
 
-markers='not slow and not gpu' extras=megatron,exact,search,draw,playground,dev
+markers='not slow and not gpu' extras=megatron,exact,search,draw,sweep,playground,dev
 megatron='' pytest_args=()
 while (($#)); do
     case $1 in
