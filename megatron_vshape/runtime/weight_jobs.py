@@ -7,6 +7,7 @@ open (a whole backward) the linear computes its weight gradient at once.
 
 import functools
 import importlib
+import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 Job = Callable[[], None]
 """Computes and accumulates one weight gradient; holds the tensors it needs, and nothing more."""
@@ -113,6 +116,9 @@ class WeightGradKernel(StrEnum):
     APEX = "apex"
     """NVIDIA apex's fused_weight_gradient_mlp_cuda: the same for torch before 2.8."""
 
+    TE_GEMM = "te_gemm"
+    """Transformer Engine's general_gemm: the same where apex is not installed either."""
+
 
 def weight_grad(grad_output: Tensor, input: Tensor) -> Tensor:
     """Return grad_output^T @ input, [out, in], in the dtype of the two."""
@@ -144,8 +150,16 @@ def fused_kernel(device_type: str, total: torch.dtype, inputs: torch.dtype) -> W
     """Return the fastest kernel there is here for these dtypes; for gradient_accumulation_fusion.
 
     Its sums differ in the last bits from the unfused ones wherever a 16-bit product would have
-    been rounded before the addition.
+    been rounded before the addition. The choice is made, and logged, once for all layers.
     """
+    kernel = _fastest(device_type, total, inputs)
+    logger.info(
+        "weight gradients of %s activations are added to %s sums by %s", inputs, total, kernel
+    )
+    return kernel
+
+
+def _fastest(device_type: str, total: torch.dtype, inputs: torch.dtype) -> WeightGradKernel:
     if total == inputs:
         return WeightGradKernel.ADDMM
     if device_type == "cuda" and total == torch.float32:
@@ -153,6 +167,8 @@ def fused_kernel(device_type: str, total: torch.dtype, inputs: torch.dtype) -> W
             return WeightGradKernel.ADDMM_WIDE
         if _apex() is not None:
             return WeightGradKernel.APEX
+        if _te_gemm() is not None:
+            return WeightGradKernel.TE_GEMM
     return WeightGradKernel.MATMUL_ADD
 
 
@@ -182,11 +198,19 @@ def _apex_accumulate(total: Tensor, dy: Tensor, x: Tensor) -> None:
     add(x, dy, total)
 
 
+def _te_accumulate(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    gemm = _te_gemm()
+    if gemm is None:
+        raise RuntimeError("the weight gradient kernel 'te_gemm' needs Transformer Engine")
+    gemm(x, dy, out_dtype=total.dtype, layout="NT", out=total, accumulate=True, grad=True)
+
+
 _KERNELS: dict[WeightGradKernel, Callable[[Tensor, Tensor, Tensor], None]] = {
     WeightGradKernel.MATMUL_ADD: _matmul_add,
     WeightGradKernel.ADDMM: _addmm,
     WeightGradKernel.ADDMM_WIDE: _addmm_wide,
     WeightGradKernel.APEX: _apex_accumulate,
+    WeightGradKernel.TE_GEMM: _te_accumulate,
 }
 
 
@@ -200,4 +224,12 @@ def _apex() -> Any | None:
     try:
         return importlib.import_module("fused_weight_gradient_mlp_cuda")
     except ImportError:
+        return None
+
+
+@functools.cache
+def _te_gemm() -> Any | None:
+    try:
+        return importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
+    except (ImportError, AttributeError):
         return None

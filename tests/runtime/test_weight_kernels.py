@@ -1,0 +1,111 @@
+"""The kernels that add a weight gradient to the sum: which is taken, and that all agree."""
+
+import logging
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_vshape.runtime import weight_jobs
+from megatron_vshape.runtime.weight_jobs import (
+    WeightGradKernel,
+    accumulate_weight_grad,
+    fused_kernel,
+)
+
+FLOAT, BFLOAT = torch.float32, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    for cached in (fused_kernel, weight_jobs._apex, weight_jobs._te_gemm):
+        cached.cache_clear()
+
+
+def general_gemm(
+    x: Tensor,
+    dy: Tensor,
+    out_dtype: torch.dtype,
+    layout: str,
+    out: Tensor,
+    accumulate: bool,
+    grad: bool,
+) -> None:
+    """Do what Transformer Engine's does with these arguments, and check that it gets them."""
+    assert (layout, accumulate, grad, out_dtype) == ("NT", True, True, out.dtype)
+    out.add_(dy.t().to(out.dtype).matmul(x.to(out.dtype)))
+
+
+def wgrad_gemm_accum_fp32(x: Tensor, dy: Tensor, out: Tensor) -> None:
+    out.add_(dy.t().float().matmul(x.float()))
+
+
+def with_module(monkeypatch: pytest.MonkeyPatch, name: str, function: object) -> None:
+    module = ModuleType(name)
+    setattr(module, function.__name__, function)  # type: ignore[attr-defined]
+    for parent in ("transformer_engine", "transformer_engine.pytorch"):
+        if name.startswith(parent):
+            monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+TE = "transformer_engine.pytorch.cpp_extensions"
+APEX = "fused_weight_gradient_mlp_cuda"
+
+
+def test_the_order_in_which_kernels_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken() -> WeightGradKernel:
+        fused_kernel.cache_clear()
+        return fused_kernel("cuda", FLOAT, BFLOAT)
+
+    assert taken() is WeightGradKernel.ADDMM_WIDE
+    monkeypatch.setattr(weight_jobs, "_addmm_has_out_dtype", lambda: False)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    assert taken() is WeightGradKernel.MATMUL_ADD
+    with_module(monkeypatch, TE, general_gemm)
+    weight_jobs._te_gemm.cache_clear()
+    assert taken() is WeightGradKernel.TE_GEMM
+    with_module(monkeypatch, APEX, wgrad_gemm_accum_fp32)
+    weight_jobs._apex.cache_clear()
+    assert taken() is WeightGradKernel.APEX
+
+
+def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            fused_kernel("cpu", FLOAT, BFLOAT)
+    assert [record.getMessage() for record in caplog.records] == [
+        "weight gradients of torch.bfloat16 activations are added to torch.float32 sums by "
+        "matmul_add"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT])
+def test_all_kernels_give_equal_sums(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_module(monkeypatch, TE, general_gemm)
+    with_module(monkeypatch, APEX, wgrad_gemm_accum_fp32)
+    generator = torch.Generator().manual_seed(0)
+    dy = torch.randn(6, 2, 3, generator=generator).to(dtype)
+    x = torch.randn(6, 2, 5, generator=generator).to(dtype)
+    kernels = set(WeightGradKernel) - {WeightGradKernel.ADDMM_WIDE}  # only a GPU has it
+    if dtype is not FLOAT:
+        kernels -= {WeightGradKernel.ADDMM}  # for equal dtypes
+    expected = 1 + dy.flatten(0, 1).float().t().matmul(x.flatten(0, 1).float())
+    for kernel in kernels:
+        weight = torch.nn.Parameter(torch.zeros(3, 5, dtype=dtype))
+        weight.main_grad = torch.ones(3, 5)  # type: ignore[attr-defined]
+        accumulate_weight_grad(weight, dy, x, kernel)
+        tolerance = 1e-6 if dtype is FLOAT or kernel is not WeightGradKernel.MATMUL_ADD else 1e-2
+        torch.testing.assert_close(
+            weight.main_grad, expected, rtol=tolerance, atol=tolerance, msg=str(kernel)
+        )
+
+
+def test_a_kernel_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    weight = torch.nn.Parameter(torch.zeros(3, 5))
+    weight.main_grad = torch.ones(3, 5)  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="'te_gemm' needs Transformer Engine"):
+        accumulate_weight_grad(weight, torch.ones(2, 3), torch.ones(2, 5), WeightGradKernel.TE_GEMM)
