@@ -85,8 +85,8 @@ class Assumptions:
         1.09,
         "a step against its simulated passes: what timers around passes do not see (waiting for "
         "the slowest GPU, refilling a drained queue, messages in line). Zero Bubble, 1.5B, 24 "
-        "microbatches (their number recalled), samples/s of 1F1B, ZB-1p and ZB-2p against their own passes: 1.06, 1.08, "
-        "1.12",
+        "microbatches (their number recalled), samples/s of 1F1B, ZB-1p and ZB-2p against their "
+        "own passes: 1.06, 1.08, 1.12",
     )
     parameter_state_bytes: float = _assume(
         12, "Adam: fp32 copy, momentum, variance; shared by the DP group (distributed optimizer)"
