@@ -17,6 +17,7 @@ INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 COMMANDS = {
     "schedule": "make a schedule, print its picture and numbers, draw, export or compare it",
     "plan": "find the fastest schedule for given costs within a memory limit",
+    "sweep": "find the best way to train a model on a cluster",
     "playground": "see, compare and plan schedules on a page in the browser",
 }
 """Each is a module of this package, a `Command`; imported when it is asked for."""

@@ -18,7 +18,7 @@ def test_help_lists_every_command(capsys):
         main(["--help"])
     assert stop.value.code == 0
     shown = capsys.readouterr().out
-    assert all(f"    {name} " in shown for name in COMMANDS)
+    assert all(f"\n    {name}" in shown for name in COMMANDS)
 
 
 @pytest.mark.parametrize(
