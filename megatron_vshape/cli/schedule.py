@@ -23,7 +23,7 @@ from megatron_vshape.core.catalogue import NAMES, OPTIONS
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule, Timeline
-from megatron_vshape.core.simulate import simulate
+from megatron_vshape.core.simulate import peak_held, simulate
 from megatron_vshape.view.chrome_trace import write_trace
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import (
@@ -44,6 +44,7 @@ _TARGETS = {
     "export": SCHEDULE_SUFFIXES,
     "figure": FIGURE_SUFFIXES,
     "trace": (".json",),
+    "html": (".html",),
 }
 
 
@@ -85,6 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--export", type=Path, metavar="FILE", help="the schedule: .json or .csv")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="picture: .svg, .png or .pdf")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="trace for Perfetto: .json")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="the playground's page of it, in one file: .html"
+    )
     parser.add_argument(
         "--compare",
         nargs="+",
@@ -160,6 +164,8 @@ def _outputs(options: argparse.Namespace, results: Sequence[_Result]) -> list[Ou
         outputs.append(Output("--export", options.export, lambda path: _write_text(path, text)))
     if options.trace is not None:
         outputs.append(Output("--trace", options.trace, lambda path: _write_trace(path, first)))
+    if options.html is not None:
+        outputs.append(Output("--html", options.html, lambda path: _write_html(path, first)))
     if options.figure is not None:
         compared = results if options.compare else results[:1]
         outputs.append(Output("--figure", options.figure, lambda path: _draw(path, compared)))
@@ -174,6 +180,19 @@ def _write_trace(path: Path, result: _Result) -> None:
     unit = "chunks" if result.measured is None else "bytes"
     with path.open("w", encoding="utf-8") as stream:
         write_trace(result.timeline, stream, result.costs, unit)
+
+
+def _write_html(path: Path, result: _Result) -> None:
+    from megatron_vshape.playground.html import plain_facts, write_html
+
+    peaks = peak_held(result.schedule, result.costs)
+    facts = plain_facts(
+        result.timeline,
+        in_bytes=result.measured is not None,
+        base_peak=max(peaks) / result.numbers.relative_peak,
+        microbatches=1 if result.block is None else result.block.num_microbatches,
+    )
+    write_html(path, result.timeline, result.costs, facts)
 
 
 def _draw(path: Path, results: Sequence[_Result]) -> None:

@@ -29,36 +29,46 @@ _EXPORT = re.compile(r"^export (?=(?:async )?function|class|const)", re.MULTILIN
 _TOP = re.compile(r"^(?:async )?(?:function\*? |class |const |let )(\w+)", re.MULTILINE)
 
 
-def write_html(
-    path: Path,
-    timeline: Timeline,
-    costs: Costs,
-    *,
-    in_bytes: bool = False,
-    facts: Facts | None = None,
-) -> None:
+def write_html(path: Path, timeline: Timeline, costs: Costs, facts: Facts | None = None) -> None:
     """Write the page with this timeline to `path`.
 
-    `costs` are those of the timeline; with `in_bytes` their memory is bytes and their times are
-    microseconds, as from a costs file. `facts` may add a limit, a lower bound, commands.
+    `costs` are those of the timeline; `facts` say their unit, and may add a limit and a lower
+    bound (`plain_facts`).
     """
-    path.write_text(html_text(timeline, costs, in_bytes=in_bytes, facts=facts), encoding="utf-8")
+    path.write_text(html_text(timeline, costs, facts), encoding="utf-8")
 
 
-def html_text(
-    timeline: Timeline, costs: Costs, *, in_bytes: bool = False, facts: Facts | None = None
-) -> str:
+def plain_facts(
+    timeline: Timeline,
+    *,
+    in_bytes: bool = False,
+    base_peak: float | None = None,
+    microbatches: int = 1,
+    recipe: str = "",
+) -> Facts:
+    """Return what there is to say beside any timeline.
+
+    With `in_bytes` memory is bytes and times are microseconds, as from a costs file; `base_peak`
+    is what 1F1B holds in the same unit; `microbatches` are those of one building block; `recipe`
+    is the command that makes it again, without the program's name.
+    """
+    schedule = timeline.schedule
+    return Facts(
+        in_bytes=in_bytes,
+        in_us=in_bytes,
+        base_peak=base_peak,
+        period=period_of(timeline, microbatches),
+        title=display_name(schedule.name),
+        note=size_note(schedule),
+        train=schedule.name if schedule.name in NAMES else "",
+        recipe=recipe,
+    )
+
+
+def html_text(timeline: Timeline, costs: Costs, facts: Facts | None = None) -> str:
     """Return what `write_html` writes."""
     schedule = timeline.schedule
-    if facts is None:
-        facts = Facts(
-            in_bytes=in_bytes,
-            in_us=in_bytes,
-            period=period_of(timeline, 1),
-            title=display_name(schedule.name),
-            note=size_note(schedule),
-            train=schedule.name if schedule.name in NAMES else "",
-        )
+    facts = plain_facts(timeline) if facts is None else facts
     picture = Picture(timeline, costs, facts)
     answers = {"timeline": encode([picture])}
     steps = _steps(schedule)

@@ -4,7 +4,7 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.files import is_number, is_whole, parse_object
@@ -15,6 +15,7 @@ from megatron_vshape.core.verify import verify
 from megatron_vshape.playground.payload import Facts, Picture
 from megatron_vshape.playground.pricing import Pricing
 from megatron_vshape.playground.request import MAX_DEVICES, MAX_PASSES, FieldError, FileText
+from megatron_vshape.view.numbers import base_peak
 
 LATE = 0.1
 """A pass ran late if it adds more than this share of its planned time to the delay it met."""
@@ -56,12 +57,14 @@ def measured_pictures(trace: FileText, pricing: Pricing) -> list[Picture]:
     late = delays(planned, measured)
     marked = sum(value > 0 for row in late for value in row)
     count = sum(map(len, late))
-    facts = Facts(in_bytes=pricing.in_bytes, in_us=True, title="Planned", note=trace.name)
-    found = Facts(
-        in_bytes=pricing.in_bytes,
-        in_us=True,
+    base = None if pricing.in_bytes else base_peak(measured.schedule.num_devices)
+    facts = Facts(
+        in_bytes=pricing.in_bytes, in_us=True, base_peak=base, title="Planned", note=trace.name
+    )
+    found = replace(
+        facts,
         title="Measured",
-        note=f"{marked:,} of {count:,} passes ran late, {LATE:.0%} or more of their planned time",
+        note=f"{marked:,} of {count:,} passes ran late by more than {LATE:.0%} of their time",
     )
     return [Picture(planned, costs, facts), Picture(measured, costs, found, late)]
 

@@ -2,13 +2,15 @@
 
 import json
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from starlette.testclient import TestClient
 
 from megatron_vshape.playground.frames import HEAD
 from megatron_vshape.playground.payload import ARRAYS
+
+if TYPE_CHECKING:
+    from starlette.testclient import TestClient
 
 
 def request(want: str = "timeline", **more: Any) -> dict[str, Any]:
@@ -35,7 +37,7 @@ def frames(data: bytes) -> list[tuple[str, bytes]]:
     return found
 
 
-def answer(client: TestClient, body: dict[str, Any]) -> bytes:
+def answer(client: "TestClient", body: dict[str, Any]) -> bytes:
     """Return the result of a request that must succeed."""
     response = client.post("/api/make", json=body)
     assert response.status_code == 200, response.text
@@ -44,7 +46,7 @@ def answer(client: TestClient, body: dict[str, Any]) -> bytes:
     return result
 
 
-def refusal(client: TestClient, body: object) -> dict[str, str]:
+def refusal(client: "TestClient", body: object) -> dict[str, str]:
     """Return what is said about a request that must be refused."""
     response = client.post("/api/make", json=body)
     if response.status_code == 200:

@@ -10,16 +10,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="the extra `playground` is not installed")
-pytest.importorskip("httpx", reason="the extra `dev` is not installed")
-
-from starlette.testclient import TestClient
-
 from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.simulate import simulate
 from megatron_vshape.playground.given import read_given
-from megatron_vshape.playground.server import loopback_hosts, make_app
 from megatron_vshape.view.chrome_trace import write_trace
 
 BASE = "http://127.0.0.1:8765"
@@ -29,6 +23,11 @@ FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 ).split()
+
+
+def _need(*modules: str) -> None:
+    for module in modules:
+        pytest.importorskip(module, reason="the extras `playground` and `dev` are not installed")
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +44,13 @@ def given_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="session")
-def client(given_files: list[Path]) -> Iterator[TestClient]:
+def client(given_files: list[Path]) -> Iterator[Any]:
+    """The application, asked without a socket."""
+    _need("starlette", "httpx")
+    from starlette.testclient import TestClient
+
+    from megatron_vshape.playground.server import loopback_hosts, make_app
+
     app = make_app(loopback_hosts(8765), read_given(given_files))
     with TestClient(app, base_url=BASE, raise_server_exceptions=True) as client:
         yield client
@@ -54,6 +59,7 @@ def client(given_files: list[Path]) -> Iterator[TestClient]:
 @pytest.fixture(scope="session")
 def server(given_files: list[Path]) -> Iterator[str]:
     """The address of a server of its own process."""
+    _need("starlette", "uvicorn")
     code = "import sys; from megatron_vshape.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "playground", "--port", "0", *map(str, given_files)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -9,6 +9,7 @@ import zlib
 import pytest
 from playground.answers import read_payload
 
+from megatron_vshape.cli.main import main
 from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule
@@ -79,3 +80,14 @@ def test_modules_with_a_name_in_common_are_told():
     }
     with pytest.raises(ScheduleError, match=r"a2 stands in b.js and in app.js"):
         html._bundle(files)
+
+
+def test_the_command_writes_it(tmp_path, capsys):
+    path = tmp_path / "v-half.html"
+    size = ["--devices", "4", "--microbatches", "8"]
+    assert main(["schedule", "v-half", *size, "--html", str(path)]) == 0
+    data = data_in(path.read_text(encoding="utf-8"))
+    _, (found,) = read_payload(unpacked(data["answers"]["timeline"]))
+    assert found["facts"]["base_peak"] == 8
+    assert main(["schedule", "v-half", *size, "--html", str(tmp_path / "page.txt")]) == 2
+    assert "must end in .html" in capsys.readouterr().err

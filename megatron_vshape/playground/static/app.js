@@ -149,7 +149,7 @@ function showProgress(known, seconds) {
   if (known.value) words.push(`best ${digits(known.value)}`, `bound ${digits(known.bound)}`);
   if (known.of) words.push(`${known.done} of ${known.of}`);
   const progress = element("progress", known.of ? { max: known.of, value: known.done } : {});
-  if (status.dataset.busy !== "true") {
+  if (status.hidden || status.dataset.busy !== "true") {
     const cancel = element("button", { type: "button", class: "button", click: cancelWork }, "Cancel");
     status.replaceChildren(progress, element("p", {}), cancel);
     status.dataset.busy = "true";
@@ -187,17 +187,22 @@ async function render() {
   if (!app.embedded) fillForm(byId("controls"), app.state, app.offers, change);
   drawTabs();
   drawEntries();
+  byId("stage").setAttribute("aria-busy", "true");
   try {
     await SHOWS[app.state.tab](work.signal);
     if (!work.signal.aborted) byId("status").hidden = true;
-    byId("status").dataset.busy = "false";
   } catch (error) {
-    if (work.signal.aborted || error.name === "AbortError") return;
-    if (!(error instanceof Refusal)) throw error;
-    clearMarks(byId("controls"));
-    const marked = !app.embedded && markField(byId("controls"), error.field, error.message);
-    showStatus(error.message, { wrong: true, again: !marked });
+    if (!work.signal.aborted) showFailure(error);
+  } finally {
+    if (app.work === work) byId("stage").setAttribute("aria-busy", "false");
   }
+}
+
+function showFailure(error) {
+  if (!(error instanceof Refusal)) throw error;
+  clearMarks(byId("controls"));
+  const marked = !app.embedded && markField(byId("controls"), error.field, error.message);
+  showStatus(error.message, { wrong: true, again: !marked });
 }
 
 function drawTabs() {
@@ -478,7 +483,7 @@ async function showMeasured(signal) {
   byId("lead").replaceChildren(
     element("p", {}, "A trace that training wrote with --pipeline-trace, beside what was planned. Passes that ran late by more than a tenth of their time, through no fault of what they waited for, are marked."),
     element("label", { class: "field" }, element("span", {}, "Trace file"), picker),
-    ...offered,
+    element("div", { class: "row offered" }, ...offered),
   );
   if (!app.state.trace) return clearPictures();
   try {

@@ -33,7 +33,8 @@ export function drawChart(points, { width, units, chosen, choose }) {
   drawGrid(chart, { most, worst, x, y, wide, units });
   const front = paretoOf(points);
   drawStaircase(chart, front, x, y, wide);
-  const placed = [];
+  const taken = ({ peak, bubble }) => ({ left: x(peak) - 7, right: x(peak) + 7, y: y(bubble) + 4 });
+  const placed = points.map(taken);
   const ordered = [...points].sort((a, b) => front.includes(b) - front.includes(a));
   for (const point of ordered) {
     const place = { x: x(point.peak), y: y(point.bubble) };
@@ -102,10 +103,16 @@ function drawPoint(point, place, marked, placed, { units, choose }) {
   return group;
 }
 
+/** Where a name may stand beside its point, the best first. */
+const PLACES = (width) => [
+  [9, -8], [10, 18], [12, 4], [-9 - width, -8], [-12 - width, 4], [-9 - width, 18],
+  [10, 32], [10, -22], [-9 - width, -22], [-9 - width, 32],
+];
+
 /** Return the point's name where no other name stands yet. */
 function labelOf(name, place, placed) {
   const width = name.length * 6.9;
-  for (const [dx, dy] of [[9, -8], [10, 16], [10, 4], [-10 - width, -8], [-10 - width, 16], [10, 30], [10, -22]]) {
+  for (const [dx, dy] of PLACES(width)) {
     const box = { left: place.x + dx, right: place.x + dx + width, y: place.y + dy };
     const free = placed.every(
       (other) => box.left > other.right || box.right < other.left || Math.abs(box.y - other.y) > 13,

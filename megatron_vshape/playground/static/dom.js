@@ -20,11 +20,23 @@ export function byId(id) {
   return document.getElementById(id);
 }
 
+const formats = new Map(); // making one takes longer than a frame has
+
+function formatFor(key, options) {
+  if (!formats.has(key)) formats.set(key, new Intl.NumberFormat("en", options));
+  return formats.get(key);
+}
+
 /** Return a number with so many significant digits, thousands apart. */
 export function digits(value, significant = 4) {
   if (!Number.isFinite(value)) return "–";
-  const rounded = Number(value.toPrecision(significant));
-  return rounded.toLocaleString("en", { maximumSignificantDigits: significant });
+  return formatFor(significant, { maximumSignificantDigits: significant }).format(value);
+}
+
+/** Return a number with so many decimals, thousands apart. */
+export function decimal(value, decimals) {
+  const options = { minimumFractionDigits: decimals, maximumFractionDigits: decimals };
+  return formatFor(`.${decimals}`, options).format(value);
 }
 
 /** Return a share as per cent with one decimal; what rounds to nothing is nothing. */

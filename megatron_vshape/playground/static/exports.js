@@ -1,6 +1,6 @@
 // Pictures to take away: what is seen, as SVG and as PNG.
 
-import { element } from "./dom.js";
+import { decimal, element } from "./dom.js";
 import { MARGIN, ticksOf } from "./geometry.js";
 import { fontOf } from "./paint.js";
 
@@ -123,9 +123,10 @@ function* svgAxis(track, view) {
   const span = view.span * units.timeScale;
   const y = geometry.bottom + 4.5;
   yield `<path stroke="${skin.quiet}" d="M${MARGIN.left} ${y}h${plotWidth}"/>`;
-  for (const tick of ticksOf(origin, span, plotWidth).ticks) {
+  const { ticks, decimals } = ticksOf(origin, span, plotWidth);
+  for (const tick of ticks) {
     const x = MARGIN.left + ((tick - origin) / span) * plotWidth;
-    const text = tick.toLocaleString("en");
+    const text = decimal(tick, decimals);
     yield `<text x="${short(x)}" y="${y + 14}" text-anchor="middle">${text}</text>`;
   }
   yield `<text x="${MARGIN.left + plotWidth + 8}" y="${y + 14}">${escapeText(units.timeName)}</text>`;

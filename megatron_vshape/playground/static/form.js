@@ -110,8 +110,8 @@ function planFields(entry, edit) {
     element(
       "div",
       { class: "pair" },
-      input("limit", `Memory limit, ${unit}`, entry.limit, (limit) => edit({ limit })),
-      input("seconds", "Seconds to search", entry.seconds, (seconds) => edit({ seconds }), "auto"),
+      input("limit", `Limit, ${unit}`, entry.limit, (limit) => edit({ limit })),
+      input("seconds", "Seconds", entry.seconds, (seconds) => edit({ seconds }), "auto"),
     ),
     picker("objective", "Make small", options, entry.objective, (event) =>
       edit({ objective: event.target.value }),

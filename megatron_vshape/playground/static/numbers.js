@@ -43,7 +43,7 @@ export function factsTable(timelines, units, gibPerChunk) {
   const columns = [
     [`Peak, ${units.heldName}`, ({ peak }) => peak, units.held],
     ...(inGib ? [["GiB", ({ peak }) => peak * gibPerChunk, (value) => digits(value)]] : []),
-    ["of 1F1B's", ({ peak, facts }) => (facts.base_peak ? peak / facts.base_peak : NaN), share],
+    ...(rows.some(({ facts }) => facts.base_peak) ? [["of 1F1B's", relative, share]] : []),
     ["Bubble", ({ numbers }) => numbers.bubble, percent],
     ["Span bubble", ({ numbers }) => numbers.span_bubble, percent],
     [`Makespan, ${units.timeName}`, ({ numbers }) => numbers.makespan, units.time],
@@ -65,6 +65,10 @@ export function factsTable(timelines, units, gibPerChunk) {
   const heading = element("tr", {}, ...head.map((title) => element("th", { scope: "col" }, title)));
   const table = element("table", { class: "facts" }, element("thead", {}, heading), element("tbody", {}, ...body));
   return element("div", { class: "wide" }, table);
+}
+
+function relative({ peak, facts }) {
+  return facts.base_peak ? peak / facts.base_peak : NaN;
 }
 
 function share(value) {

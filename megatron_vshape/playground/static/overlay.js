@@ -1,7 +1,7 @@
 // What lies over the passes: axis, names of devices, the repeat of the block, the followed
 // microbatch, the chosen pass.
 
-import { digits } from "./dom.js";
+import { decimal, digits } from "./dom.js";
 import { MARGIN, ticksOf } from "./geometry.js";
 import { fontOf } from "./paint.js";
 
@@ -93,7 +93,7 @@ function drawAxis(pen, track) {
     pen.moveTo(x, y);
     pen.lineTo(x, y + 4);
     if (x > MARGIN.left + width - 14) continue; // the unit stands there
-    pen.fillText(tick.toLocaleString("en", { minimumFractionDigits: decimals }), x, y + 8);
+    pen.fillText(decimal(tick, decimals), x, y + 8);
   }
   pen.stroke();
   pen.textAlign = "left";

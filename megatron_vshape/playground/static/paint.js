@@ -97,6 +97,9 @@ function paintBoxes(context, timeline, geometry, time0, scale, width, skin) {
       const less = across > 3 * gap ? gap : 0;
       context.fillRect(found[each] + less / 2, found[each + 1], across - less, found[each + 3]);
     }
+  });
+  boxes.forEach((found, place) => {
+    const [kind, chunk] = [Math.floor(place / chunkCount), place % chunkCount];
     numberBoxes(context, timeline, found, skin.colours.ink(kind, chunk), geometry);
   });
 }

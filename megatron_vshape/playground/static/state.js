@@ -52,7 +52,7 @@ export async function writeState(state) {
   put("step", state.step, 0);
   put("b", state.block ? 1 : 0, 1);
   put("f", state.follow, null);
-  put("w", state.window?.join(), null);
+  put("w", state.window?.join() ?? null, null);
   put("t", state.theme, "auto");
   return addFiles(given, loaded);
 }
@@ -113,7 +113,8 @@ export async function readState(text) {
   state.step = Math.min(Math.max(Math.trunc(number("step", 0)), 0), 4);
   state.block = given.get("b") !== "0";
   state.follow = number("f", null);
-  state.window = numbers(given.get("w"), 2);
+  const stretch = numbers(given.get("w"), 2);
+  state.window = stretch && stretch[0] < stretch[1] ? stretch : null;
   state.theme = ["light", "dark"].includes(given.get("t")) ? given.get("t") : "auto";
   return state;
 }

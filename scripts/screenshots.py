@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""Takes the pictures of the playground that the README and docs/playground.md show.
+
+    python scripts/screenshots.py [--out docs/figures] [NAME ...]
+
+Needs the extras `playground`, `browser` and `draw` and a Chromium, all of which
+scripts/test.sh --browser installs.
+"""
+
+import argparse
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from playwright.sync_api import sync_playwright
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import Pass
+from megatron_vshape.core.schedule import Timeline
+from megatron_vshape.core.simulate import simulate
+from megatron_vshape.view.chrome_trace import write_trace
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+).split()
+TRACE = "step.trace.json"
+REAL = "c=1,1.15,0.85,0.05"
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """One state of the page; `hover` is a place on the picture, in shares of it."""
+
+    name: str
+    state: str
+    width: int = 1280
+    height: int = 940
+    hover: tuple[float, float] | None = None
+    whole: bool = False
+
+
+SHOTS = (
+    Shot("playground", f"d=8&m=24&s=v-half&{REAL}&t=light", hover=(0.46, 0.22)),
+    Shot("playground-dark", f"d=8&m=24&s=plan:10:makespan:&{REAL}&f=9&t=dark"),
+    Shot("playground-steps", "tab=steps&d=6&m=10&s=v-half&t=light", height=1250),
+    Shot("playground-compare", f"tab=compare&d=8&m=24&s=1f1b~v-min~v-half~v-zb&{REAL}&t=light"),
+    Shot("playground-frontier", f"tab=frontier&d=8&m=24&s=v-half&p=1&{REAL}&t=light", height=700),
+    Shot("playground-measured", f"tab=measured&trace=!0-{TRACE}&t=light", height=1000),
+    Shot("playground-large", "d=64&m=1024&s=v-half&w=300,420&t=light", height=1000),
+    Shot("playground-narrow", f"d=8&m=24&s=v-half&{REAL}&t=light", width=390, height=1100),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these; default all")
+    parser.add_argument("--out", type=Path, default=Path("docs/figures"), metavar="DIR")
+    options = parser.parse_args()
+    unknown = set(options.names) - {shot.name for shot in SHOTS}
+    if unknown:
+        parser.error(f"there is no picture {', '.join(sorted(unknown))}")
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        parser.error("there is no Chromium; scripts/test.sh --browser installs it")
+    options.out.mkdir(parents=True, exist_ok=True)
+    wanted = [shot for shot in SHOTS if not options.names or shot.name in options.names]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(Path(folder)) as url,
+        browser(path, folder) as page,
+    ):
+        for shot in wanted:
+            take(page, url, shot, options.out / f"{shot.name}.png")
+            print(options.out / f"{shot.name}.png")
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serve the playground with a trace that looks measured; yields its address."""
+    with (folder / TRACE).open("w", encoding="utf-8") as stream:
+        write_trace(measured(), stream)
+    command = [sys.executable, "-m", "megatron_vshape.cli.main", "playground", "--port", "0"]
+    process = subprocess.Popen([*command, str(folder / TRACE)], stdout=subprocess.PIPE, text=True)
+    try:
+        found = re.search(r"http://\S+", process.stdout.readline() if process.stdout else "")
+        if found is None:
+            raise RuntimeError("the playground did not start; its message is above")
+        yield found[0]
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def measured() -> Timeline:
+    """Return a step of V-Half whose passes vary by a few per cent, one device stumbling twice."""
+    draw = random.Random(7)
+    costs = Costs((9250.0,) * 16, (9050.0,) * 16, (4650.0,) * 16, 600.0, (1.0,) * 16, (1.0,) * 16)
+    plan = simulate(make("v-half", 8, 24), costs)
+    order, placement = plan.schedule.order, plan.schedule.placement
+    slots = sorted((slot.start, device, slot) for device in range(8) for slot in plan.slots(device))
+    ends: dict[Pass, float] = {}
+    rows: list[tuple[list[float], list[float]]] = [([], []) for _ in order]
+    for _, device, (work, start, end) in slots:
+        there = [
+            ends[need] + costs.send_us * (placement[need.stage] != device)
+            for need in work.needs(len(placement))
+        ]
+        begin = max([*there, *rows[device][1][-1:], 0.0])
+        stumble = 14_000.0 if device == 3 and len(rows[device][0]) in (50, 96) else 0.0
+        ends[work] = begin + (end - start) * draw.uniform(0.97, 1.06) + stumble
+        rows[device][0].append(begin)
+        rows[device][1].append(ends[work])
+    starts, stops = zip(*rows, strict=True)
+    return Timeline(plan.schedule, tuple(map(tuple, starts)), tuple(map(tuple, stops)))
+
+
+@contextmanager
+def browser(path: str, folder: str) -> Iterator[Any]:
+    with sync_playwright() as driver:
+        context = driver.chromium.launch_persistent_context(
+            f"{folder}/profile",
+            executable_path=path,
+            headless=True,
+            args=FLAGS,
+            device_scale_factor=1.5,
+        )
+        yield context.new_page()
+        context.close()
+
+
+def take(page: Any, url: str, shot: Shot, path: Path) -> None:
+    page.set_viewport_size({"width": shot.width, "height": shot.height})
+    page.goto("about:blank")
+    page.goto(f"{url}#{shot.state}")
+    page.wait_for_selector('#stage[aria-busy="false"]', timeout=300_000)
+    page.wait_for_timeout(400)
+    if shot.hover is not None:
+        box = page.locator("canvas.track").first.bounding_box()
+        across, down = shot.hover
+        page.mouse.move(box["x"] + across * box["width"], box["y"] + down * box["height"])
+        page.wait_for_timeout(200)
+    page.screenshot(path=str(path), full_page=shot.whole)
+    with Image.open(path) as picture:  # 256 colours are enough, and a third of the size
+        picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+    page.mouse.move(0, 0)
+
+
+if __name__ == "__main__":
+    main()

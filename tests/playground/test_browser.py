@@ -1,0 +1,608 @@
+"""The page in a real browser: every control, what is drawn, how fast, and what the URL keeps."""
+
+import http.server
+import json
+import re
+import statistics
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.passes import Kind
+from megatron_vshape.core.placement import chunks_of
+from megatron_vshape.core.schedule import Schedule, Timeline
+from megatron_vshape.core.simulate import simulate, unit_costs
+from megatron_vshape.playground.html import write_html
+from megatron_vshape.view.chrome_trace import write_trace
+from megatron_vshape.view.palette import shade
+
+pytestmark = pytest.mark.browser
+
+LEFT, RIGHT, TOP, ROW = 34, 46, 24, 26
+"""Margins and row height of a picture of few devices, in CSS pixels."""
+
+
+def load(page: Any, server: str, state: str = "") -> None:
+    page.goto("about:blank")
+    page.goto(f"{server}#{state}")
+    settled(page)
+
+
+def settled(page: Any) -> None:
+    """Wait until what was asked for is shown."""
+    page.wait_for_selector('#stage[aria-busy="false"]', timeout=60_000)
+    page.wait_for_selector("#status", state="hidden")
+    page.wait_for_timeout(60)
+
+
+def fill(page: Any, field: str, value: str) -> None:
+    page.fill(f"#in-{field}", value)
+    page.press(f"#in-{field}", "Tab")
+    page.wait_for_timeout(150)
+
+
+def numbers(page: Any) -> dict[str, str]:
+    cards = page.query_selector_all("#numbers div")
+    return {
+        card.query_selector("dt").inner_text(): card.query_selector("dd")
+        .inner_text()
+        .split("\n")[0]
+        for card in cards
+    }
+
+
+def url(page: Any) -> str:
+    page.wait_for_timeout(350)
+    return page.evaluate("location.hash")
+
+
+def picture(page: Any) -> str:
+    return page.evaluate("document.querySelector('canvas.track').toDataURL()")
+
+
+def canvas(page: Any, at: int = 0) -> dict[str, float]:
+    return page.query_selector_all("canvas.track")[at].bounding_box()
+
+
+def pixels(page: Any, points: list[tuple[float, float]]) -> list[str]:
+    """Return the colours at places of the first picture."""
+    return page.evaluate(
+        """(points) => {
+          const canvas = document.querySelector("canvas.track");
+          const pen = canvas.getContext("2d");
+          const ratio = canvas.width / canvas.clientWidth;
+          const hex = (level) => level.toString(16).padStart(2, "0");
+          return points.map(([x, y]) => {
+            const place = [Math.round(x * ratio), Math.round(y * ratio)];
+            const [r, g, b] = pen.getImageData(...place, 1, 1).data;
+            return "#" + hex(r) + hex(g) + hex(b);
+          });
+        }""",
+        points,
+    )
+
+
+def x_of(time: float, timeline: Timeline, width: float) -> float:
+    return LEFT + time / timeline.makespan * (width - LEFT - RIGHT)
+
+
+@pytest.mark.parametrize("name", ["v-half", "1f1b", "zb-h1", "interleaved-1f1b"])
+def test_every_pass_and_every_bubble_is_drawn(page, server, name):
+    schedule = make(name, 4, 8)
+    timeline = simulate(schedule)
+    load(page, server, f"d=4&m=8&s={name}&b=0&t=light")
+    width = canvas(page)["width"]
+    chunks, count = chunks_of(schedule.placement), schedule.num_chunks
+    places, wanted, idle = [], [], []
+    for device in range(4):
+        before = 0.0
+        for work, start, end in timeline.slots(device):
+            y = TOP + device * ROW
+            near = x_of(start, timeline, width) + 2.5
+            kinds = (Kind.B, Kind.W) if work.kind is Kind.BW else (work.kind,)
+            for kind, down in zip(kinds, (4, 20), strict=False):
+                places.append((near, y + down))
+                wanted.append(shade(kind, chunks[work.stage], count))
+            if start > before:
+                idle.append((x_of((start + before) / 2, timeline, width), y + 12))
+            before = end
+    assert pixels(page, places) == wanted
+    colours = {shade(kind, chunk, count) for kind in "FBW" for chunk in range(count)}
+    assert colours.isdisjoint(pixels(page, idle))
+    assert len(idle) > 3
+
+
+def test_the_svg_has_as_many_boxes_as_the_schedule_has_passes(page, server):
+    schedule = make("v-half", 4, 8)
+    load(page, server, "d=4&m=8")
+    with page.expect_download() as download:
+        page.click("#save-svg")
+    svg = Path(download.value.path()).read_text()
+    assert svg.startswith("<svg")
+    drawn = [path.count("M") for path in re.findall(r'class="passes"[^>]* d="([^"]*)"', svg)]
+    assert sum(drawn) == sum(map(len, schedule.order))
+    assert drawn == [32] * 6
+
+
+def test_the_files_to_take_away(page, server):
+    load(page, server, "d=4&m=8&s=v-min")
+    for button, suffix in (("#save-json", ".json"), ("#save-trace", ".trace.json")):
+        with page.expect_download() as download:
+            page.click(button)
+        assert download.value.suggested_filename == f"v-min-d4-m8{suffix}"
+        text = Path(download.value.path()).read_text()
+        if button == "#save-json":
+            assert Schedule.from_json(text) == make("v-min", 4, 8)
+        else:
+            assert sum(each["ph"] == "X" for each in json.loads(text)["traceEvents"]) == 192
+    with page.expect_download() as download:
+        page.click("#save-png")
+    assert Path(download.value.path()).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_commands(page, server):
+    load(page, server, "d=4&m=8&s=v-half&c=1,1.15,0.85,0.05")
+    assert page.inner_text("#command-train") == (
+        "--pipeline-schedule v-half --pipeline-model-parallel-size 4 "
+        "--micro-batch-size 1 --global-batch-size 8"
+    )
+    assert page.inner_text("#command-recipe") == (
+        "megatron-vshape schedule v-half --devices 4 --microbatches 8 --cost 1,1.15,0.85,0.05"
+    )
+
+
+def test_every_control_changes_the_numbers_or_the_picture(page, server):
+    load(page, server, "d=4&m=8")
+    seen = [numbers(page)]
+
+    def changed() -> None:
+        settled(page)
+        assert numbers(page) != seen[-1]
+        seen.append(numbers(page))
+
+    for field, value in (
+        ("devices", "5"),
+        ("microbatches", "12"),
+        ("forward", "1.25"),
+        ("backward", "1,5"),
+        ("weight", "0.75"),
+        ("send", "0.1"),
+        ("embedding_forward", "0.5"),
+        ("embedding_backward", "0.4"),
+        ("embedding_weight", "1.5"),
+        ("embedding_held", "2"),
+        ("head_forward", "1.5"),
+        ("head_backward", "2.5"),
+        ("head_weight", "3.5"),
+        ("head_held", "4"),
+    ):
+        fill(page, field, value)
+        changed()
+    fill(page, "gib", "0.5")
+    assert "GiB" in page.inner_text("#numbers")
+    page.select_option("#in-unit", "ms")
+    settled(page)
+    assert "ms;" in page.inner_text("#numbers")
+    page.select_option("#in-costs", "zb-1.5b")
+    changed()
+    page.select_option("#in-costs", "unit")
+    changed()
+    page.select_option("#in-schedule", "grouped-interleaved-1f1b")
+    changed()
+    fill(page, "chunks", "3")
+    changed()
+    fill(page, "group_size", "2")
+    changed()
+    assert "grouped-interleaved-1f1b:c3:g2" in url(page)
+
+
+def test_files_given_and_opened(page, server, given_files, tmp_path):
+    load(page, server, "d=4&m=8")
+    page.select_option("#in-schedule", label="mine.json")
+    settled(page)
+    assert page.inner_text("figcaption h2") == "V-Min"
+    page.select_option("#in-costs", label="measured_costs.json, 8 stages")
+    settled(page)
+    assert "GiB" in numbers(page)["Peak memory"]
+    opened = tmp_path / "own.csv"
+    opened.write_text(make("zb-h1", 3, 4).to_csv())
+    page.select_option("#in-costs", "unit")
+    settled(page)
+    page.set_input_files("#file", str(opened))
+    settled(page)
+    assert page.inner_text("figcaption p").startswith("3 devices, 4 microbatches")
+    other = page.context.new_page()
+    load(other, server, url(page)[1:])
+    assert other.inner_text("figcaption p").startswith("3 devices, 4 microbatches")
+    other.close()
+    nothing = tmp_path / "nothing.json"
+    nothing.write_text("{}")
+    page.set_input_files("#file", str(nothing))
+    page.wait_for_selector("#wrong-file")
+    assert "is no schedule, no costs and no trace" in page.inner_text("#wrong-file")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("devices", "0", "0 is outside 1 to 256"),
+        ("devices", "many", "enter a whole number from 1 to 256"),
+        ("microbatches", "16000", "the page draws up to"),
+        ("forward", "-1", "-1 is too small"),
+        ("head_weight", "x", "enter a number of at least 0"),
+        ("send", "1e99", "too large"),
+    ],
+)
+def test_bad_input_marks_its_field_and_says_why(page, server, field, value, said):
+    state = "d=256&m=8" if value == "16000" else "d=4&m=8"
+    load(page, server, state)
+    fill(page, field, value)
+    page.wait_for_selector(f"#wrong-{field}")
+    assert said in page.inner_text(f"#wrong-{field}")
+    assert page.get_attribute(f"#in-{field}", "aria-invalid") == "true"
+    assert page.get_attribute(f"#in-{field}", "aria-describedby") == f"wrong-{field}"
+    fill(page, field, "2")
+    settled(page)
+    assert page.query_selector("[aria-invalid]") is None
+
+
+def test_hover_names_the_pass_and_click_follows_its_microbatch(page, server):
+    timeline = simulate(make("v-half", 4, 8))
+    load(page, server, "d=4&m=8")
+    box = canvas(page)
+    slot = list(timeline.slots(2))[5]
+    x = box["x"] + x_of((slot.start + slot.end) / 2, timeline, box["width"])
+    y = box["y"] + TOP + 2 * ROW + 10
+    page.mouse.move(x, y)
+    said = page.inner_text("#tip")
+    assert said.startswith(str(slot.work))
+    assert f"microbatch {slot.work.microbatch}" in said
+    assert "waited for" in said
+    assert "device holds" in said
+    page.mouse.click(x, y)
+    assert f"f={slot.work.microbatch}" in url(page)
+    assert f"Following microbatch {slot.work.microbatch}" in page.inner_text("#bar")
+    page.mouse.click(x, y)
+    assert "f=" not in url(page)
+
+
+def test_by_keyboard_alone(page, server):
+    load(page, server, "d=4&m=8")
+    page.focus("canvas.track")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("p.unseen").startswith("F0.1: forward of microbatch 1")
+    page.keyboard.press("ArrowDown")
+    assert "device 1" in page.inner_text("p.unseen")
+    page.keyboard.press("Enter")
+    assert "f=" in url(page)
+    page.keyboard.press("Escape")
+    assert "f=" not in url(page)
+    page.keyboard.press("+")
+    assert "w=" in url(page)
+    page.keyboard.press("Shift+ArrowRight")
+    page.keyboard.press("0")
+    assert "w=" not in url(page)
+    page.focus("#tab-timeline")
+    page.keyboard.press("ArrowRight")
+    settled(page)
+    assert "tab=steps" in url(page)
+    assert page.evaluate("document.activeElement.id") == "tab-steps"
+
+
+def test_everything_can_be_reached_by_tab(page, server):
+    load(page, server, "d=4&m=8")
+    reached = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id || document.activeElement.className"))
+    wanted = {"in-schedule", "in-devices", "in-microbatches", "in-costs", "file", "theme"}
+    assert wanted | {"track", "save-svg", "save-json", "copy-link", "tab-timeline"} <= reached
+
+
+def test_zoom_pan_and_wheel(page, server):
+    load(page, server, "d=4&m=8")
+    for label in ("Zoom in", "Later", "Zoom in", "Earlier", "Zoom out"):
+        before = url(page)
+        page.click(f'button[aria-label="{label}"]')
+        assert url(page) != before, label
+    page.click('button[aria-label="Show all of it"]')
+    assert "w=" not in url(page)
+    box = canvas(page)
+    page.mouse.move(box["x"] + 300, box["y"] + 60)
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -300)
+    page.keyboard.up("Control")
+    zoomed = url(page)
+    assert "w=" in zoomed
+    page.mouse.down()
+    page.mouse.move(box["x"] + 200, box["y"] + 60, steps=4)
+    page.mouse.up()
+    assert url(page) != zoomed
+
+
+def test_the_block_s_repeat_is_marked(page, server):
+    load(page, server, "d=4&m=16")
+    shot = page.locator("canvas.track").screenshot()
+    page.click("text=Block's repeat")
+    assert "b=0" in url(page)
+    assert page.locator("canvas.track").screenshot() != shot
+
+
+def test_the_four_steps(page, server):
+    load(page, server, "tab=steps&d=4&m=8")
+    headings = [each.inner_text() for each in page.query_selector_all("figcaption h2")]
+    assert headings == ["1 Building block", "2 Repeated", "3 Squeezed", "4 Reordered"]
+    for step, name in enumerate(("1 Block", "2 Repeat", "3 Squeeze", "4 Reorder"), 1):
+        page.click(f"#lead >> text={name}")
+        page.wait_for_timeout(1100)
+        assert f"step={step}" in url(page)
+        assert len(page.query_selector_all("canvas.track")) == 1
+    assert numbers(page)["Makespan"] == f"{simulate(make('v-half', 4, 8)).makespan:g}"
+    page.click("#lead >> text=Play")
+    page.wait_for_timeout(700)
+    assert "step=1" in url(page)
+    page.wait_for_timeout(2200)
+    assert "step=2" in url(page)
+
+
+def test_compare_up_to_six(page, server):
+    load(page, server, "tab=compare&d=4&m=8")
+    for count in range(2, 7):
+        page.click("text=+ Add to compare")
+        settled(page)
+        assert len(page.query_selector_all("canvas.track")) == count
+        assert len(page.query_selector_all(".facts tbody tr")) == count
+    assert not page.query_selector_all("text=+ Add to compare")
+    page.click('.entry button[aria-label^="Remove"]')
+    settled(page)
+    assert len(page.query_selector_all("canvas.track")) == 5
+
+
+def test_the_frontier_s_points_lead_to_timelines(page, server):
+    load(page, server, "tab=frontier&d=4&m=8")
+    assert len(page.query_selector_all(".point")) >= 12
+    page.click('.point[data-name="v-min"] circle')
+    settled(page)
+    assert page.inner_text("figcaption h2") == "V-Min"
+    assert page.get_attribute('.point[data-name="v-min"]', "data-chosen") == "true"
+    page.focus('.point[data-name="zb-h1"]')
+    page.keyboard.press("Enter")
+    settled(page)
+    assert page.inner_text("figcaption h2") == "ZB-H1"
+    front = {
+        each.get_attribute("data-name")
+        for each in page.query_selector_all('.point[data-front="true"]')
+    }
+    assert "gpipe" not in front
+    assert front
+
+
+def test_a_measured_trace_beside_its_plan(page, server, tmp_path):
+    load(page, server, "tab=measured")
+    page.click("text=step.trace.json")
+    settled(page)
+    titles = [each.inner_text() for each in page.query_selector_all("figcaption h2")]
+    assert titles == ["Planned", "Measured"]
+    timeline = simulate(make("1f1b", 2, 4))
+    ends = [list(row) for row in timeline.ends]
+    ends[1][-1] += 3
+    path = tmp_path / "late.json"
+    with path.open("w") as stream:
+        measured = Timeline(timeline.schedule, timeline.starts, tuple(map(tuple, ends)))
+        write_trace(measured, stream)
+    page.set_input_files("#trace-file", str(path))
+    settled(page)
+    assert "1 of 16 passes ran late" in page.inner_text("#pictures")
+
+
+def test_a_long_plan_shows_progress_and_can_be_cancelled(page, server):
+    pytest.importorskip("numba", reason="without numba a plan takes minutes")
+    load(page, server, "d=8&m=24")
+    page.select_option("#in-schedule", "plan")
+    settled(page)
+    assert numbers(page)["Gap"].endswith("%")
+    fill(page, "limit", "9")
+    fill(page, "seconds", "60")
+    page.wait_for_selector("#status progress")
+    page.wait_for_timeout(1500)
+    assert "Planning" in page.inner_text("#status")
+    page.click("#status >> text=Cancel")
+    assert "Cancelled" in page.inner_text("#status")
+    page.select_option("#in-schedule", "v-min")
+    settled(page)
+    assert page.inner_text("figcaption h2") == "V-Min"
+
+
+def test_the_url_brings_everything_back(page, server):
+    state = (
+        "tab=timeline&d=4&m=12&c=1,1.15,0.85,0.05&u=ms&e=0.5,0,0,1&h=0,1,0,0&gib=0.25"
+        "&s=v-min~zb-h1~interleaved-1f1b:c3&a=2&f=3&w=10,40&t=dark&b=0"
+    )
+    load(page, server, state)
+    first = (url(page), numbers(page), picture(page))
+    wanted = dict(pair.split("=") for pair in state.split("&"))
+    assert dict(pair.split("=") for pair in first[0][1:].split("&")) == wanted
+    other = page.context.new_page()
+    load(other, server, first[0][1:])
+    assert (url(other), numbers(other), picture(other)) == first
+    other.close()
+
+
+@pytest.mark.parametrize("tab", ["timeline", "steps", "compare", "frontier", "measured"])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_narrow_and_wide_light_and_dark(page, server, tab, theme):
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 844})
+        load(page, server, f"tab={tab}&d=4&m=8&s=v-half~v-min&t={theme}")
+        wide = page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= width
+        small = page.evaluate("""() => [...document.querySelectorAll("button, a, input, select")]
+            .filter((each) => each.offsetParent && each.getBoundingClientRect().height < 15)
+            .map((each) => each.outerHTML)""")
+        assert not small
+    page.set_viewport_size({"width": 1280, "height": 900})
+
+
+CONTRAST = """() => {
+  const levels = (text) => text.match(/[\\d.]+/g).slice(0, 3).map(Number);
+  const light = (text) => {
+    const [r, g, b] = levels(text).map((v) => v / 255)
+      .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (node) => {
+    for (let each = node; each; each = each.parentElement) {
+      const colour = getComputedStyle(each).backgroundColor;
+      if (!colour.endsWith(", 0)") && colour !== "transparent") return colour;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const poor = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const own = [...node.childNodes].some((each) => each.nodeType === 3 && each.data.trim());
+    const apart = node.closest("svg, option, noscript, .skip, .unseen");
+    if (!own || !node.offsetParent || apart) continue;
+    const [a, b] = [light(getComputedStyle(node).color), light(ground(node))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) poor.push(`${node.textContent.slice(0, 30)} ${ratio.toFixed(2)}`);
+  }
+  return poor;
+}"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_texts_are_readable(page, server, theme):
+    load(page, server, f"d=4&m=8&s=v-half~v-min&t={theme}&f=2")
+    assert page.evaluate(CONTRAST) == []
+
+
+def test_the_theme_button(page, server):
+    load(page, server, "d=4&m=8")
+    for theme in ("light", "dark", "auto"):
+        page.click("#theme")
+        assert theme in page.inner_text("#theme")
+    assert "t=" not in url(page)
+
+
+PAN = """async ({ zooms, steps, by }) => {
+  const canvas = document.querySelector("canvas.track");
+  const box = canvas.getBoundingClientRect();
+  const send = (type, clientX) => canvas.dispatchEvent(
+    new PointerEvent(type, { pointerId: 7, clientX, clientY: box.top + 100, bubbles: true }));
+  const key = (key) => canvas.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  const frame = () => new Promise((done) => requestAnimationFrame(() => done(performance.now())));
+  key("0");
+  for (let each = 0; each < zooms; each++) key("+");
+  await frame();
+  let x = box.right - 100;
+  send("pointerdown", x);
+  const times = [];
+  let last = await frame();
+  for (let each = 0; each < steps; each++) {
+    x -= by;
+    send("pointermove", x);
+    const now = await frame();
+    times.push(now - last);
+    last = now;
+  }
+  send("pointerup", x);
+  return times;
+}"""
+
+FRAME_MS = 50.0
+
+
+def test_a_pan_over_64_devices_and_1024_microbatches_is_smooth(page, server):
+    load(page, server, "d=64&m=1024&s=v-half")
+    assert "393,216 passes" in page.inner_text("figcaption")
+    for zooms in (1, 4, 8, 12, 16):
+        runs = []
+        for _ in range(6):  # other work on this machine may hold one run up
+            times = sorted(page.evaluate(PAN, {"zooms": zooms, "steps": 60, "by": 14}))
+            runs.append((statistics.median(times), times[int(0.95 * len(times))]))
+            if runs[-1][1] < FRAME_MS:
+                break
+        median, most = min(runs, key=lambda run: run[1])
+        print(f"zoom 1.5^{zooms}: median {median:.1f} ms, 95 % below {most:.1f} ms")
+        assert most < FRAME_MS
+
+
+def test_the_page_as_one_file(page, tmp_path):
+    schedule = make("v-half", 4, 8)
+    path = tmp_path / "page.html"
+    write_html(path, simulate(schedule), unit_costs(schedule))
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(path.as_uri())
+    settled(page)
+    assert numbers(page)["Makespan"] == f"{simulate(schedule).makespan:g}"
+    page.click("#tab-steps")
+    settled(page)
+    assert len(page.query_selector_all("canvas.track")) == 4
+    page.click("#tab-timeline")
+    settled(page)
+    with page.expect_download() as download:
+        page.click("#save-json")
+    assert Schedule.from_json(Path(download.value.path()).read_text()) == schedule
+    outside = [each for each in requests if not each.startswith(("file:", "blob:", "data:"))]
+    assert not outside
+
+
+@pytest.fixture
+def other_page(tmp_path: Path) -> Iterator[str]:
+    """The address of a page of another origin."""
+    (tmp_path / "index.html").write_text("<!doctype html><title>other</title>")
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given, directory=str(tmp_path))
+
+        def log_message(self, *given: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{other.server_address[1]}/"
+        other.shutdown()
+
+
+def test_another_page_in_the_same_browser_gets_nothing(page, server, other_page):
+    page.goto(other_page)
+    tries = """async (server) => {
+      const tried = [];
+      const post = { method: "POST", body: "{}" };
+      const json = { ...post, headers: { "content-type": "application/json" } };
+      for (const [path, how] of [["api/offers", {}], ["api/make", post], ["api/make", json]]) {
+        const answer = await fetch(server + path, how).catch(() => ({ status: "refused" }));
+        tried.push(answer.status);
+      }
+      const quiet = await fetch(server + "api/offers", { mode: "no-cors" }).then(
+        (answer) => answer.type, () => "refused");
+      const frame = document.createElement("iframe");
+      frame.src = server;
+      document.body.append(frame);
+      await new Promise((done) => setTimeout(done, 500));
+      let seen = null;
+      try { seen = frame.contentDocument?.title ?? null; } catch { seen = null; }
+      return [...tried, quiet, seen];
+    }"""
+    found = page.evaluate(tries, server)
+    assert found[:4] == ["refused"] * 4
+    assert found[4] in (None, "")
+
+
+def test_all_states_of_the_url_are_survived(page, server):
+    for state in (
+        "d=&m=x&s=~~&a=99&w=1&f=-5&x=%00&t=pink&tab=none&c=1,2",
+        "s=plan:&a=-1",
+        "s=@7~!no",
+    ):
+        page.goto("about:blank")
+        page.goto(f"{server}#{state}")
+        page.wait_for_timeout(600)
+        assert page.query_selector("#in-schedule")
