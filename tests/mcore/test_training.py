@@ -111,7 +111,16 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+SLOW = {"per-token loss", "learned positions, swiglu", "other evaluation batch"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=[pytest.mark.slow] * (name in SLOW))
+        for name, options in OPTIONS.items()
+    ],
+)
 def test_megatrons_options_change_nothing(train: Train, options: str) -> None:
     flags = options.split()
     if "tied" not in options and "swiglu" not in options:
@@ -129,6 +138,7 @@ def test_fused_accumulation_without_apex(train: Train) -> None:
     assert_equal_training(ours, theirs)
 
 
+@pytest.mark.slow
 def test_fp16_with_a_loss_scale(train: Train) -> None:
     flags = ("--fp16", "--initial-loss-scale", "1024", *FOUR, UNTIED)
     theirs = train(4, "--pipeline-schedule", "1f1b", *flags)
@@ -136,6 +146,7 @@ def test_fp16_with_a_loss_scale(train: Train) -> None:
     assert_equal_training(ours, theirs, loss=1e-5, grad_norm=1e-3, weights=1e-3)
 
 
+@pytest.mark.slow
 def test_mixture_of_experts(train: Train) -> None:
     flags = ("--num-experts", "4", "--moe-router-load-balancing-type", "aux_loss", *FOUR, UNTIED)
     flags += ("--moe-aux-loss-coeff", "1e-2", "--disable-bias-linear")
