@@ -30,6 +30,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 NONE = -1
 REACH = 12
 """A pass moves at most so many places; farther moves are found as several."""
+MANY = 8
+"""So many microbatches of a sort move at once, at most."""
+SPARED = 16
+"""Of the passes that are on no critical path, one of so many is moved."""
 _MASK = 0xFFFFFFFF
 
 
@@ -62,6 +66,7 @@ class State(NamedTuple):
     held: np.ndarray  # [device, place] after the pass there
     heap_key: np.ndarray
     heap_pass: np.ndarray
+    moves: np.ndarray  # [done, start and stop]
     log_pass: np.ndarray
     log_head: np.ndarray
     random: np.ndarray
@@ -244,14 +249,23 @@ def _target(shop: Shop, state: State, device: int, start: int, step: int, edge: 
 
 
 @compiled
-def _shift(state: State, device: int, start: int, stop: int) -> None:
+def _shift(shop: Shop, state: State, device: int, start: int, stop: int) -> None:
     """Move the pass at `start` to `stop`; those between close up."""
     work = state.row[device, start]
+    delta = shop.delta[shop.sort[work]]
     step = 1 if stop > start else -1
     for place in range(start, stop, step):
         other = state.row[device, place + step]
         state.row[device, place] = other
         state.place[other] = place
+        # a place's sum is that of the pass now there: moved right, it lacks the one that jumped it
+        if step > 0:
+            state.held[device, place] = state.held[device, place + 1] - delta
+        else:
+            state.held[device, place] = state.held[device, place - 1] + delta
+    if step < 0:
+        below = state.held[device, stop - 1] if stop > 0 else 0
+        state.held[device, stop] = below + delta
     state.row[device, stop] = work
     state.place[work] = stop
 
@@ -352,60 +366,80 @@ def _spread_tails(shop: Shop, state: State, device: int, low: int, high: int) ->
 
 
 @compiled
-def _try(shop: Shop, state: State, device: int, start: int, stop: int, bar: int) -> bool:
-    """Move the pass at `start` to `stop` if the objective stays within `bar`; say whether."""
-    low, high = min(start, stop), max(start, stop)
-    _shift(state, device, start, stop)
+def _propose(
+    shop: Shop, state: State, start: int, reach: int, count: int, device: int, first: int, last: int
+) -> int:
+    """Move up to `count` passes of one sort, the first at `start`, `reach` places; return how many.
+
+    Neighbouring microbatches are in like places, and what gains by moving all of them may lose by
+    moving one. `moves` says what was done, so that it can be undone.
+    """
+    step = 1 if reach > 0 else -1
+    work = state.row[device, start]
+    sort, done = shop.sort[work], 0
+    while done < count and 0 <= work < len(shop.sort) and shop.sort[work] == sort:
+        start = state.place[work]
+        if start < first or start > last:
+            break
+        stop = _target(shop, state, device, start, step, max(first, min(last, start + reach)))
+        if stop == start:
+            break
+        _shift(shop, state, device, start, stop)
+        state.moves[done, 0] = start
+        state.moves[done, 1] = stop
+        done += 1
+        work -= step
+    return done
+
+
+@compiled
+def _decide(shop: Shop, state: State, device: int, done: int, bar: int) -> bool:
+    """Keep the last `done` moves if the objective stays within `bar`, else undo them."""
+    low, high = state.moves[0, 0], state.moves[0, 0]
+    for at in range(done):
+        low = min(low, state.moves[at, 0], state.moves[at, 1])
+        high = max(high, state.moves[at, 0], state.moves[at, 1])
     if _promises(shop, state, device, low, high, bar):
         changed = _spread_heads(shop, state, device, low, high, bar)
         if changed >= 0 and objective(shop, state) <= bar:
             _spread_tails(shop, state, device, low, high)
-            held = state.held[device, low - 1] if low > 0 else 0
-            for place in range(low, high + 1):
-                held += shop.delta[shop.sort[state.row[device, place]]]
-                state.held[device, place] = held
             return True
         changed = changed if changed >= 0 else -1 - changed
         for at in range(changed - 1, -1, -1):
             state.head[state.log_pass[at]] = state.log_head[at]
-    _shift(state, device, stop, start)
+    for at in range(done - 1, -1, -1):
+        _shift(shop, state, device, state.moves[at, 1], state.moves[at, 0])
     return False
 
 
 @compiled
-def walk(
-    shop: Shop, state: State, low: np.ndarray, high: np.ndarray, steps: int, slack: int
-) -> int:
-    """Try `steps` random moves outside [low, high) of each device; return the objective.
+def walk(shop: Shop, state: State, low: np.ndarray, high: np.ndarray, steps: int) -> int:
+    """Draw `steps` passes outside [low, high) of each device, move some; return the objective.
 
-    Three of four moves of a pass that could start more than `slack` later are left out: only
-    what is on or near a critical path shortens anything.
+    Only what is on a critical path shortens anything: of the others, one of `SPARED` is moved,
+    to make room.
     """
     devices, length = state.row.shape
     best = objective(shop, state)
     for _ in range(steps):
         device = draw(state.random) % devices
-        free = length - (high[device] - low[device])
-        if free == 0:
-            continue
-        start = draw(state.random) % free
-        first, last = 0, low[device] - 1
-        if start >= low[device]:
-            start += high[device] - low[device]
-            first, last = high[device], length - 1
+        start = draw(state.random) % length
         work = state.row[device, start]
-        near = best - state.head[work] - state.tail[work] <= slack
         luck = draw(state.random)
-        if not near and luck % 4:
+        near = state.head[work] + state.tail[work] >= best
+        if low[device] <= start < high[device] or (not near and luck % SPARED):
             continue
-        distance = 1 + (luck >> 3) % REACH
+        first, last = 0, low[device] - 1
+        if start >= high[device]:
+            first, last = high[device], length - 1
+        distance = 1 + (luck >> 4) % REACH
         if (luck >> 12) & 1:
             distance = 1 + distance % 3
         if (luck >> 13) & 1:
-            stop = _target(shop, state, device, start, 1, min(last, start + distance))
-        else:
-            stop = _target(shop, state, device, start, -1, max(first, start - distance))
-        if stop != start and _try(shop, state, device, start, stop, best):
+            distance = -distance
+        count = 1 + (luck >> 18) % MANY if (luck >> 16) & 3 else 1
+        done = _propose(shop, state, start, distance, count, device, first, last)
+        if done and _decide(shop, state, device, done, best):
             best = objective(shop, state)
     return best
 
@@ -415,13 +449,14 @@ def new_state(row: np.ndarray, seed: int) -> State:
     size = row.size
     heap = 4 * size + 4 * REACH
     return State(
-        row=np.ascontiguousarray(row, dtype=np.int32),
+        row=np.array(row, dtype=np.int32, order="C"),
         place=np.zeros(size, np.int32),
         head=np.zeros(size, np.int64),
         tail=np.zeros(size, np.int64),
         held=np.zeros(row.shape, np.int64),
         heap_key=np.zeros(heap, np.int64),
         heap_pass=np.zeros(heap, np.int32),
+        moves=np.zeros((MANY, 2), np.int64),
         log_pass=np.zeros(2 * size + REACH, np.int32),
         log_head=np.zeros(2 * size + 2 * REACH, np.int64),
         random=np.array([(seed * 2654435761 + 88172645) & _MASK or 1], np.int64),

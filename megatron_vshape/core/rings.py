@@ -33,10 +33,20 @@ class Ring:
         return int(offsets.min()), int(offsets.max())
 
     def unroll(self, num_microbatches: int) -> np.ndarray:
-        """Return each device's passes, as numbers sort * num_microbatches + microbatch."""
+        """Return each device's passes, as numbers sort * num_microbatches + microbatch.
+
+        Those of a sort are dealt out in the order of their microbatches: whatever order runs,
+        so does that one, at the same times and in the same memory.
+        """
         least, most = self.reach()
         periods = np.arange(-(most // self.microbatches) - 1, self._end(num_microbatches))
-        return np.stack([self._passes(row, periods, num_microbatches)[0] for row in self.rows])
+        rows = []
+        for row in self.rows:
+            passes, _ = self._passes(row, periods, num_microbatches)
+            by_sort = np.argsort(passes // num_microbatches, kind="stable")
+            passes[by_sort] = np.sort(passes)
+            rows.append(passes)
+        return np.stack(rows)
 
     def window(self, num_microbatches: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Return where the middle full period begins and ends on each device; None if too few."""

@@ -257,7 +257,6 @@ class _Candidate:
     low: np.ndarray
     high: np.ndarray
     value: int = 0
-    rounds: int = 0
 
 
 def _best_of(candidates: list[_Candidate], count: int) -> list[_Candidate]:
@@ -288,10 +287,11 @@ class _Search:
         started = time.monotonic()
         budget = default_steps(self.problem) if steps is None else steps
         live: list[_Candidate] = []
+        starts = STARTS if self.problem.num_devices <= 8 else STARTS // 2
         try:
             for ring in self._rings(budget):
                 live += self._candidates(ring)
-            live = _best_of(live, STARTS)
+            live = _best_of(live, starts)
             while live and self.steps < budget and not self._closed():
                 share = max(budget // (ROUNDS * len(live)), 1000) if len(live) > 1 else budget
                 for each in live:
@@ -320,7 +320,7 @@ class _Search:
             for block in (v_min, v_half, v_zb, two_thirds, one_f_one_b_v):
                 yield ring_of_block(block(devices))
         orders = find_steady_orders(
-            problem.costs, problem.placement, devices, problem.limits, budget // 8, self.seed
+            problem.costs, problem.placement, devices, problem.limits, budget // 32, self.seed
         )
         for at, order in enumerate(orders):
             yield ring_of_order(order, f"steady-{at}")
@@ -359,9 +359,7 @@ class _Search:
 
     def _improve(self, candidate: _Candidate, steps: int) -> None:
         shop = self._shop(candidate.microbatches)
-        slack = 0 if candidate.rounds % 2 else int(shop.ticks.mean())
-        candidate.rounds += 1
-        improve.walk(shop, candidate.state, candidate.low, candidate.high, steps, slack)
+        improve.walk(shop, candidate.state, candidate.low, candidate.high, steps)
         self.steps += steps
         self._judge(candidate)
 
@@ -406,5 +404,5 @@ class _Search:
 
 
 def default_steps(problem: _Problem) -> int:
-    """Return the steps of the default budget; more passes make a step dearer."""
-    return max(20_000, 3_200_000 // problem.num_devices)
+    """Return the steps of the default budget; more devices make a step dearer."""
+    return 1_200_000 if problem.num_devices <= 8 else 2_000_000
