@@ -1,0 +1,781 @@
+"""Measure on one GPU what splitting the backward costs and what one rank of a schedule needs.
+
+    python scripts/bench_gpu.py split                      (B + W) / whole backward, by hidden size
+    python scripts/bench_gpu.py numerics                   split and whole against fp32
+    python scripts/bench_gpu.py emulate --model configs/models/gpt_9_6b.yaml --devices 8 \\
+        --microbatches 24 [--schedules 1f1b v-min v-half v-zb FILE.json] [--write configs/costs]
+    python scripts/bench_gpu.py nccl --ranks 2             several ranks on one GPU, against gloo
+
+`emulate` runs the real instructions of a pipeline rank with its real layers, each rank in a fresh
+process, and makes up what its neighbours would send. It prints the measured peak beside the
+predicted one, and with --write keeps the pass times as a costs file, with a second file that says
+where, when and how they were measured. An adaptive plan comes as a file, from
+`megatron-vshape plan --export`.
+
+Everything runs with `--device cpu` as well, for which `--tiny` chooses sizes; such figures say
+nothing about a GPU and are not written without --write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor, nn
+
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.lowering import Message
+from megatron_vshape.core.passes import Kind, Pass
+from megatron_vshape.core.simulate import peak_held
+from megatron_vshape.mcore import cpu
+
+ROOT = Path(__file__).parents[1]
+SCHEDULES = ("1f1b", "v-min", "v-half", "v-zb")
+HIDDEN_SIZES = (2048, 3072, 4096, 5120, 6144, 8192)
+SPLIT_LIMIT = 1.02  # of (B + W) / whole, at hidden 4096 and 4096 tokens
+MEMORY_LIMIT = 0.05  # how far a measured peak may lie from the predicted one
+NUMERICS_LIMIT = 2e-2  # of a bf16 gradient's relative error against fp32
+NUMERICS_SLACK, EPSILON = 1.05, 1e-6  # split may be so much worse than whole: sums in other order
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is measured: a GPT, its microbatches and where they run."""
+
+    layers: int
+    hidden_size: int
+    attention_heads: int
+    vocabulary_size: int
+    sequence_length: int
+    microbatch_size: int
+    device: str
+    dtype: str  # of the layers
+    use_te: bool = False
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Return the dtype as torch's."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return the shape of an activation, [s, b, h]."""
+        return self.sequence_length, self.microbatch_size, self.hidden_size
+
+
+TINY = Model(14, 32, 4, 64, 16, 1, "cpu", "float32")
+
+
+def load_model(file: Path, tokens: int, device: str, use_te: bool) -> Model:
+    """Return the model that a file of configs/models describes, with `tokens` per microbatch."""
+    data = yaml.safe_load(file.read_text())
+    return Model(
+        data["layers"],
+        data["hidden_size"],
+        data["attention_heads"],
+        data["vocabulary_size"],
+        tokens,
+        1,
+        device,
+        "bfloat16" if device == "cuda" else "float32",
+        use_te,
+    )
+
+
+# --- building chunks -----------------------------------------------------------------------------
+
+
+def prepare(device: str) -> Any:
+    """Make this process one rank that is a whole world; return the session of its linears."""
+    if device == "cpu":
+        cpu.install()
+    elif not torch.cuda.is_available():
+        raise SystemExit("bench_gpu: torch sees no GPU; run it where there is one, or --device cpu")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import layers, random
+
+    from megatron_vshape.mcore.session import Session
+    from megatron_vshape.mcore.split_backward import TorchFusedKernels, make_split_linear
+
+    if not dist.is_initialized():
+        store = Path(tempfile.mkdtemp()) / "store"
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        random.model_parallel_cuda_manual_seed(1)
+    session = Session(pipeline=SimpleNamespace())  # type: ignore[arg-type]
+    name = "LinearWithGradAccumulationAndAsyncCommunication"
+    upstream = getattr(layers, "_bench_upstream", None) or getattr(layers, name)
+    layers._bench_upstream = upstream
+    setattr(layers, name, make_split_linear(session, layers, upstream))
+    layers._grad_accum_fusion_available = True
+    if not hasattr(layers, "fused_weight_gradient_mlp_cuda"):
+        layers.fused_weight_gradient_mlp_cuda = TorchFusedKernels
+    return session
+
+
+class SdpaAttention(nn.Module):
+    """Megatron's core attention by torch's kernel, which does not keep the s x s scores."""
+
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+        """Return causal attention of [s, b, heads, size], as [s, b, heads * size]."""
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+def build(model: Model, session: Any, num_layers: int, is_first: bool, is_last: bool) -> nn.Module:
+    """Return so many layers with the embedding and the loss where asked for, wrapped in DDP."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_vshape.mcore import split_te
+
+    config = TransformerConfig(
+        num_layers=num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.attention_heads,
+        bf16=model.dtype == "bfloat16",
+        params_dtype=model.torch_dtype,
+        pipeline_dtype=model.torch_dtype,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        gradient_accumulation_fusion=True,
+        masked_softmax_fusion=False,
+        deallocate_pipeline_outputs=True,
+        transformer_impl="transformer_engine" if model.use_te else "local",
+    )
+    if model.use_te:
+        spec = specs.get_gpt_layer_with_transformer_engine_spec()
+    else:
+        spec = specs.get_gpt_layer_local_spec()
+        spec.submodules.self_attention.submodules.core_attention = SdpaAttention
+    chunk: nn.Module = GPTModel(
+        config,
+        spec,
+        model.vocabulary_size,
+        model.sequence_length,
+        pre_process=is_first,
+        post_process=is_last,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )
+    chunk = chunk.to(model.device, model.torch_dtype)
+    split_te.install(session, [chunk])
+    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return DistributedDataParallel(config, options, chunk)
+
+
+def unwrap(chunk: nn.Module) -> Any:
+    """Return the model inside DDP."""
+    return chunk.module
+
+
+def zero_gradients(chunks: Sequence[nn.Module]) -> None:
+    """Zero the gradients, as at the start of a step."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()  # type: ignore[operator]
+
+
+# --- the cost of splitting ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SplitCost:
+    """Medians of a layer's passes, in us."""
+
+    hidden_size: int
+    forward_us: float
+    whole_us: float
+    backward_us: float
+    weight_us: float
+
+    @property
+    def ratio(self) -> float:
+        """Return what B and W take together, by the whole backward."""
+        return (self.backward_us + self.weight_us) / self.whole_us
+
+
+def time_us(device: str, work: Callable[[], Any]) -> tuple[float, Any]:
+    """Return how long `work` takes, and what it returns."""
+    from megatron_vshape.runtime.measure import PassTimer
+
+    timer = PassTimer(torch.device(device))
+    timer.begins(Pass(Kind.F, 0, 0))
+    result = work()
+    timer.ends(Pass(Kind.F, 0, 0))
+    slot = timer.slots()[0]
+    return slot.end - slot.start, result
+
+
+def split_cost(model: Model, num_layers: int, repeats: int) -> SplitCost:
+    """Time whole and split backwards of the same layers, in turns."""
+    session = prepare(model.device)
+    chunk = build(model, session, num_layers, False, False)
+    zero_gradients([chunk])
+    times: dict[str, list[float]] = {"forward": [], "whole": [], "backward": [], "weight": []}
+    for repeat in range(-3, repeats):
+        for split in (False, True):
+            taken = time_one(model, session, chunk, split)
+            if repeat >= 0:
+                for name, value in taken.items():
+                    times[name].append(value)
+    median = {name: statistics.median(values) for name, values in times.items()}
+    return SplitCost(
+        model.hidden_size,
+        median["forward"],
+        median["whole"],
+        median["backward"],
+        median["weight"],
+    )
+
+
+def time_one(model: Model, session: Any, chunk: nn.Module, split: bool) -> dict[str, float]:
+    """Time one microbatch's passes."""
+    received = torch.randn(model.shape, device=model.device, dtype=model.torch_dtype)
+    gradient = torch.randn_like(received)
+    forward_us, output = time_us(model.device, lambda: run_layers(chunk, received.requires_grad_()))
+    if not split:
+        whole_us, _ = time_us(model.device, lambda: output.backward(gradient))
+        return {"forward": forward_us, "whole": whole_us}
+    with session.jobs.collect(0):
+        backward_us, _ = time_us(model.device, lambda: output.backward(gradient))
+    weight_us, _ = time_us(model.device, lambda: session.jobs.run(0))
+    return {"forward": forward_us, "backward": backward_us, "weight": weight_us}
+
+
+def run_layers(chunk: nn.Module, received: Tensor) -> Tensor:
+    """Return the output of a chunk without embedding and loss."""
+    unwrap(chunk).set_input_tensor(received)
+    output: Tensor = chunk(None, None, None)
+    return output
+
+
+def split_table(costs: Sequence[SplitCost]) -> str:
+    """Return the Markdown table of the costs of splitting."""
+    lines = ["| hidden | F us | B us | W us | whole us | (B + W) / whole |", "|---:" * 6 + "|"]
+    for each in costs:
+        lines.append(
+            f"| {each.hidden_size} | {each.forward_us:.0f} | {each.backward_us:.0f} | "
+            f"{each.weight_us:.0f} | {each.whole_us:.0f} | {each.ratio:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+# --- numerics -----------------------------------------------------------------------------------
+
+
+def gradient_errors(model: Model, num_layers: int) -> dict[str, tuple[float, float]]:
+    """Return, by parameter, the relative error of whole and of split gradients.
+
+    Both in the model's dtype, against fp32 layers with the same weights and data.
+    """
+    session = prepare(model.device)
+    exact = replace(model, dtype="float32")
+    chunk = build(model, session, num_layers, False, False)
+    reference = build(exact, session, num_layers, False, False)
+    with torch.no_grad():
+        for mine, theirs in zip(reference.parameters(), chunk.parameters(), strict=True):
+            mine.copy_(theirs)
+    found = []
+    for each, split in ((reference, False), (chunk, False), (chunk, True)):
+        zero_gradients([each])
+        dtype = torch.float32 if each is reference else model.torch_dtype
+        run_three(model, session, each, dtype, split)
+        found.append([p.main_grad.clone() for p in each.parameters()])  # type: ignore[attr-defined]
+    names = [name for name, _ in chunk.named_parameters()]
+    return {
+        name: (_error(whole, right), _error(split, right))
+        for name, right, whole, split in zip(names, *found, strict=True)
+    }
+
+
+def run_three(
+    model: Model, session: Any, chunk: nn.Module, dtype: torch.dtype, split: bool
+) -> None:
+    """Run three microbatches; split, W comes out of order."""
+    outputs = []
+    for microbatch in range(3):
+        generator = torch.Generator().manual_seed(microbatch)
+        values = torch.randn((2, *model.shape), generator=generator).to(model.torch_dtype)
+        received, gradient = values.to(model.device, dtype)
+        output = run_layers(chunk, received.requires_grad_())
+        outputs.append((output, gradient))
+    for microbatch, (output, gradient) in enumerate(outputs):
+        if split:
+            with session.jobs.collect(microbatch):
+                output.backward(gradient)
+        else:
+            output.backward(gradient)
+    for microbatch in (2, 0, 1) if split else ():
+        session.jobs.run(microbatch)
+
+
+def _error(found: Tensor, right: Tensor) -> float:
+    return float((found - right).norm() / right.norm().clamp_min(1e-30))
+
+
+# --- rank emulation -----------------------------------------------------------------------------
+
+
+class MadeUpPeers:
+    """Carries nothing: what a neighbour would send is random, what goes to it is dropped."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def post(self, message: Message) -> None:
+        """Do nothing."""
+
+    def wait(self, message: Message) -> Tensor:
+        """Return a tensor as the neighbour would send it; zeros would run faster."""
+        model = self._model
+        return torch.randn(model.shape, device=model.device, dtype=model.torch_dtype)
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        """Drop the tensor."""
+
+    def poll(self) -> None:
+        """Do nothing."""
+
+    def drain(self) -> None:
+        """Do nothing."""
+
+
+class NoReduction:
+    """What a stage tells of its weight passes, where nobody reduces gradients."""
+
+    def splits(self, chunk: int) -> bool:
+        """Return that whole backwards stay whole."""
+        return False
+
+    def weights_begin(self, chunk: int) -> None:
+        """Do nothing."""
+
+    def weights_done(self, chunk: int) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emulated:
+    """What one emulated rank showed."""
+
+    schedule: str
+    rank: int
+    peak_bytes: int  # of activations: allocated above what lives between steps; counted on a CPU
+    reserved_bytes: int  # in all, by the allocator; 0 on a CPU
+    predicted_bytes: float
+    times_us: dict[str, list[float]]  # by stage: median F, B, W
+    held_bytes: dict[str, list[float]]  # by stage: after F, after B
+
+
+def emulate(model: Model, name: str, devices: int, rank: int, microbatches: int) -> Emulated:
+    """Run two steps of a rank's instructions: one counts memory, the other is timed."""
+    session = prepare(model.device)
+    from megatron_vshape.mcore.census import Census
+    from megatron_vshape.mcore.plans import make_planner
+    from megatron_vshape.mcore.report import _persistent
+
+    plan = make_planner(name, devices).training(microbatches)
+    placement = plan.schedule.placement
+    mine = [stage for stage, holder in enumerate(placement) if holder == rank]
+    last = len(placement) - 1
+    chunks = [
+        build(model, session, layers_of(model, stage, last), stage == 0, stage == last)
+        for stage in mine
+    ]
+    session.census = census = Census(_persistent(chunks))
+    run_step(model, session, plan, rank, mine, chunks, None)
+    session.census = None
+    held = {stage: census.held_bytes(stage) for stage in mine}
+    peak, reserved = census.peak_bytes, 0
+    if model.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    timer = run_step(model, session, plan, rank, mine, chunks, torch.device(model.device))
+    if model.device == "cuda":
+        peak = torch.cuda.max_memory_allocated() - before
+        reserved = torch.cuda.max_memory_reserved()
+    ones = (1.0,) * (last + 1)
+    after_forward, after_backward = zip(
+        *(held.get(stage, (0.0, 0.0)) for stage in range(last + 1)), strict=True
+    )
+    costs = Costs(ones, ones, ones, 0.0, after_forward, after_backward)
+    predicted = peak_held(plan.program.schedule, costs)[rank]
+    times = {str(stage): pass_times(timer, stage) for stage in mine}
+    return Emulated(
+        name, rank, peak, reserved, predicted, times, {str(s): list(h) for s, h in held.items()}
+    )
+
+
+def layers_of(model: Model, stage: int, last: int) -> int:
+    """Return how many layers a stage has: one less where the embedding or the loss is."""
+    each, rest = divmod(model.layers + 2, last + 1)
+    if rest or each < 2:
+        raise SystemExit(
+            f"bench_gpu: {model.layers} layers and the two ends do not divide among {last + 1} "
+            "stages"
+        )
+    return each - (stage in (0, last))
+
+
+def run_step(
+    model: Model,
+    session: Any,
+    plan: Any,
+    rank: int,
+    stages: Sequence[int],
+    chunks: Sequence[nn.Module],
+    timed_on: torch.device | None,
+) -> Any:
+    """Run one step of the rank and return its timer, or None where it is not timed."""
+    from megatron.core.utils import get_model_config
+
+    from megatron_vshape.mcore.stage import MegatronStage, Step, zero_tokens
+    from megatron_vshape.runtime.measure import PassTimer
+    from megatron_vshape.runtime.program_runner import run_program
+
+    zero_gradients(chunks)
+    step = Step(
+        config=get_model_config(chunks[0]),
+        forward_step_func=forward_step,
+        num_microbatches=plan.schedule.num_microbatches,
+        context_parallel_size=1,
+        forward_only=False,
+        collect_non_loss_data=False,
+        first_val_step=None,
+        gradient_sync=NoReduction(),  # type: ignore[arg-type]
+        num_tokens=zero_tokens(torch.device(model.device)),
+    )
+    last = len(plan.schedule.placement) - 1
+    running = {
+        stage: MegatronStage(
+            session, step, chunks[i], batches(model), i, stage, stage == last, len(stages) > 1
+        )
+        for i, stage in enumerate(stages)
+    }
+    timer = PassTimer(timed_on) if timed_on is not None else None
+    run_program(plan.program, rank, running, MadeUpPeers(model), timer)
+    return timer
+
+
+def batches(model: Model) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield random tokens and their positions."""
+    shape = (model.microbatch_size, model.sequence_length)
+    positions = torch.arange(model.sequence_length, device=model.device).expand(shape)
+    while True:
+        yield torch.randint(model.vocabulary_size, shape, device=model.device), positions
+
+
+def forward_step(data: Iterator[tuple[Tensor, Tensor]], chunk: nn.Module) -> tuple[Any, Any]:
+    """Run a chunk on the next batch, as a training script's forward step does."""
+    tokens, positions = next(data)
+    labels = tokens if unwrap(chunk).post_process else None
+    output = chunk(tokens, positions, None, labels=labels)
+
+    def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        mean = output.float().mean()
+        return mean, {"lm loss": mean.detach()}
+
+    return output, loss
+
+
+def pass_times(timer: Any, stage: int) -> list[float]:
+    """Return a stage's median F, B and W in us; a whole backward counts for no part."""
+    found: dict[Kind, list[float]] = {Kind.F: [], Kind.B: [], Kind.W: [], Kind.BW: []}
+    for work, start, end in timer.slots():
+        if work.stage == stage:
+            found[work.kind].append(end - start)
+    medians = {kind: statistics.median(values) for kind, values in found.items() if values}
+    half = medians.get(Kind.BW, 0.0) / 2
+    return [medians[Kind.F], medians.get(Kind.B, half), medians.get(Kind.W, half)]
+
+
+def emulate_all(args: argparse.Namespace, model: Model) -> list[Emulated]:
+    """Emulate ranks 0, p/2 and p-1 of every schedule, each in a process of its own."""
+    found = []
+    for name in args.schedules:
+        for rank in sorted({0, args.devices // 2, args.devices - 1}):
+            order = json.dumps([asdict(model), name, args.devices, rank, args.microbatches])
+            environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+            run = subprocess.run(
+                [sys.executable, __file__, "one-rank", order],
+                capture_output=True,
+                text=True,
+                env=environment,
+            )
+            if run.returncode:
+                print(f"{name}, rank {rank}: failed\n{run.stderr[-2000:]}", file=sys.stderr)
+                continue
+            found.append(Emulated(**json.loads(run.stdout.splitlines()[-1])))
+            print(emulated_row(found[-1]), flush=True)
+    return found
+
+
+EMULATED_HEAD = (
+    "| schedule | rank | peak GiB | predicted GiB | off by | reserved GiB | "
+    "F / B / W us by stage |\n" + "|---" * 7 + "|"
+)
+
+
+def emulated_row(each: Emulated) -> str:
+    """Return a row of the table of emulated ranks."""
+    off = each.peak_bytes / each.predicted_bytes - 1
+    times = "; ".join(
+        f"{stage}: {' / '.join(f'{value:.0f}' for value in values)}"
+        for stage, values in each.times_us.items()
+    )
+    peak, predicted, reserved = (
+        size / GIB for size in (each.peak_bytes, each.predicted_bytes, each.reserved_bytes)
+    )
+    return (
+        f"| {Path(each.schedule).name} | {each.rank} | {peak:.4f} | {predicted:.4f} | {off:+.1%} | "
+        f"{reserved:.3f} | {times} |"
+    )
+
+
+def costs_of(found: Sequence[Emulated], devices: int) -> Costs | None:
+    """Return costs of a V's stages, where its first, a middle and its last chunk were measured.
+
+    A pass's time depends only on which of the three its chunk is.
+    """
+    last = 2 * devices - 1
+    times: dict[str, list[list[float]]] = {}
+    held: dict[str, list[list[float]]] = {}
+    for each in found:
+        if each.schedule == "1f1b" or Path(each.schedule).suffix:
+            continue
+        for stage, values in each.times_us.items():
+            place = {"0": "first", str(last): "last"}.get(stage, "middle")
+            times.setdefault(place, []).append(values)
+            held.setdefault(place, []).append(each.held_bytes[stage])
+    if times.keys() != {"first", "middle", "last"}:
+        return None
+    order = ["first", *["middle"] * (last - 1), "last"]
+    columns = [
+        tuple(statistics.median(values[i] for values in table[place]) for place in order)
+        for table, width in ((times, 3), (held, 2))
+        for i in range(width)
+    ]
+    return Costs(columns[0], columns[1], columns[2], 0.0, columns[3], columns[4])
+
+
+def write_costs(directory: Path, name: str, devices: int, found: Sequence[Emulated]) -> Path | None:
+    """Write the costs file and beside it where, when and how it was measured."""
+    costs = costs_of(found, devices)
+    if costs is None:
+        return None
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / f"{name}-p{devices}.json"
+    file.write_text(costs.to_json() + "\n")
+    about = provenance() | {"ranks": [asdict(each) for each in found]}
+    file.with_suffix(".about.json").write_text(json.dumps(about, indent=1) + "\n")
+    return file
+
+
+def provenance() -> dict[str, str]:
+    """Return the device, the date, the versions and the command."""
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    versions = {}
+    for package in ("torch", "megatron-core", "transformer-engine", "megatron-vshape"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "device": device,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "command": shlex.join(["python", "scripts/bench_gpu.py", *sys.argv[1:]]),
+    }
+
+
+# --- several ranks on one GPU -------------------------------------------------------------------
+
+TRAINED = (
+    "--transformer-impl local --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
+    "--make-vocab-size-divisible-by 64 --num-layers 8 --hidden-size 64 --num-attention-heads 4 "
+    "--seq-length 64 --max-position-embeddings 64 --position-embedding-type rope --no-rope-fusion "
+    "--attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion "
+    "--untie-embeddings-and-output-weights --no-masked-softmax-fusion --no-persist-layer-norm "
+    "--micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-3 --min-lr 1e-3 "
+    "--lr-decay-style constant --eval-iters 0 --eval-interval 1000 --log-interval 1 "
+    "--num-workers 0 --pipeline-schedule v-half"
+).split()
+
+
+def train(ranks: int, backend: str, device: str) -> list[float]:
+    """Train on ranks that share one GPU, or on CPUs, and return the losses.
+
+    NCCL refuses two ranks of one host on one device; NCCL_HOSTID makes hosts of them.
+
+    Raises:
+        SystemExit: a rank failed; the text holds the end of what it said.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, str(ROOT / "scripts" / "pretrain_gpt.py"), *TRAINED]
+    command += ["--pipeline-model-parallel-size", str(ranks), "--distributed-backend", backend]
+    processes = []
+    for rank in range(ranks):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "NCCL_HOSTID": f"rank{rank}",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        }
+        if device == "cpu":
+            environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        processes.append(
+            subprocess.Popen(
+                command,
+                env=environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        )
+    outputs = [process.communicate(timeout=540)[0] for process in processes]
+    for rank, process in enumerate(processes):
+        if process.returncode:
+            raise SystemExit(f"bench_gpu: rank {rank} over {backend}: {outputs[rank][-2000:]}")
+    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", "".join(outputs))]
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+def run_split(args: argparse.Namespace) -> int:
+    """Print the table of the costs of splitting; 1 where hidden 4096 misses the limit."""
+    costs = []
+    for hidden in args.hidden:
+        sizes = replace(TINY, hidden_size=hidden) if args.tiny else full_size(args, hidden)
+        costs.append(split_cost(replace(sizes, device=args.device), args.layers, args.repeats))
+    print("\n".join(f"{key}: {value}" for key, value in provenance().items()))
+    print(split_table(costs))
+    decisive = [each for each in costs if each.hidden_size == 4096]
+    return int(any(each.ratio > SPLIT_LIMIT for each in decisive))
+
+
+def full_size(args: argparse.Namespace, hidden: int) -> Model:
+    """Return a model of this hidden size with heads of 128."""
+    dtype = "bfloat16" if args.device == "cuda" else "float32"
+    return Model(0, hidden, hidden // 128, 50304, args.tokens, 1, args.device, dtype, args.te)
+
+
+def run_numerics(args: argparse.Namespace) -> int:
+    """Print the largest errors of whole and of split gradients; 1 where split is worse."""
+    model = TINY if args.tiny else full_size(args, 2048)
+    errors = gradient_errors(replace(model, device=args.device, dtype=args.dtype), args.layers)
+    whole, split = (max(pair[i] for pair in errors.values()) for i in (0, 1))
+    print("\n".join(f"{key}: {value}" for key, value in provenance().items()))
+    print(f"largest relative error against fp32: whole {whole:.3e}, split {split:.3e}")
+    return int(split > NUMERICS_LIMIT or split > NUMERICS_SLACK * whole + EPSILON)
+
+
+def run_emulate(args: argparse.Namespace) -> int:
+    """Print the table of emulated ranks; 1 where one fails or misses the prediction."""
+    model = TINY if args.tiny else load_model(args.model, args.tokens, args.device, args.te)
+    print("\n".join(f"{key}: {value}" for key, value in provenance().items()))
+    print(EMULATED_HEAD)
+    found = emulate_all(args, replace(model, device=args.device))
+    if args.write is not None:
+        name = "tiny" if args.tiny else args.model.stem
+        print(f"wrote {write_costs(args.write, name, args.devices, found)}")
+    expected = len(args.schedules) * len({0, args.devices // 2, args.devices - 1})
+    off = [abs(each.peak_bytes / each.predicted_bytes - 1) for each in found]
+    return int(len(found) < expected or max(off) > MEMORY_LIMIT)
+
+
+def run_nccl(args: argparse.Namespace) -> int:
+    """Compare the losses over NCCL on one GPU with gloo's; 1 where they differ."""
+    backends = ("nccl", "gloo") if args.device == "cuda" else ("gloo", "gloo")
+    first, second = (train(args.ranks, backend, args.device) for backend in backends)
+    same = first == second and len(first) > 0
+    print(f"{backends[0]}: {first}\n{backends[1]}: {second}\n{'equal' if same else 'different'}")
+    return int(not same)
+
+
+def run_one_rank(args: argparse.Namespace) -> int:
+    """Emulate one rank in this process and print what it showed, as JSON."""
+    sizes, *rest = json.loads(args.order)
+    print(json.dumps(asdict(emulate(Model(**sizes), *rest))))
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the parsed command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    common.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    common.add_argument("--te", action="store_true", help="Transformer Engine's layers")
+    common.add_argument("--tokens", type=int, default=4096, help="tokens of a microbatch")
+    split = commands.add_parser("split", parents=[common])
+    split.add_argument("--hidden", type=int, nargs="+", default=HIDDEN_SIZES)
+    split.add_argument("--layers", type=int, default=2)
+    split.add_argument("--repeats", type=int, default=20)
+    split.set_defaults(run=run_split)
+    numerics = commands.add_parser("numerics", parents=[common])
+    numerics.add_argument("--layers", type=int, default=2)
+    numerics.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    numerics.set_defaults(run=run_numerics)
+    ranks = commands.add_parser("emulate", parents=[common])
+    ranks.add_argument("--model", type=Path, default=ROOT / "configs/models/gpt_9_6b.yaml")
+    ranks.add_argument("--devices", type=int, default=8)
+    ranks.add_argument("--microbatches", type=int, default=24)
+    ranks.add_argument("--schedules", nargs="+", default=SCHEDULES)
+    ranks.add_argument("--write", type=Path, help="directory for the costs files")
+    ranks.set_defaults(run=run_emulate)
+    nccl = commands.add_parser("nccl", parents=[common])
+    nccl.add_argument("--ranks", type=int, default=2)
+    nccl.set_defaults(run=run_nccl)
+    one = commands.add_parser("one-rank")
+    one.add_argument("order")
+    one.set_defaults(run=run_one_rank)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status."""
+    args = parse(arguments)
+    status: int = args.run(args)
+    return status
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    raise SystemExit(main())

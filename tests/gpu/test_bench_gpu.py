@@ -1,0 +1,75 @@
+"""scripts/bench_gpu.py: on a GPU with its limits, and with tiny sizes on a CPU so that it works."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_vshape.core.costs import Costs
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "bench_gpu.py"
+ON_CPU = ("--device", "cpu", "--tiny")
+
+
+def bench(*arguments: str, expected: int | None = 0, timeout_s: float = 900) -> str:
+    """Return what the script prints, having checked how it ends."""
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert expected is None or run.returncode == expected, run.stdout + run.stderr[-4000:]
+    return run.stdout
+
+
+class TestOnCpu:
+    """That every command runs; the figures of a CPU mean nothing."""
+
+    def test_split(self) -> None:
+        text = bench("split", *ON_CPU, "--hidden", "32", "--repeats", "2", expected=None)
+        assert "| hidden | F us | B us | W us | whole us | (B + W) / whole |" in text
+        assert "\n| 32 |" in text
+        assert "device: cpu" in text
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_numerics(self, dtype: str) -> None:
+        assert "largest relative error" in bench("numerics", *ON_CPU, "--dtype", dtype)
+
+    def test_emulate(self, tmp_path: Path) -> None:
+        sizes = ("--devices", "4", "--microbatches", "8", "--schedules", "v-half")
+        text = bench("emulate", *ON_CPU, *sizes, "--write", str(tmp_path))
+        assert text.count("| v-half |") == 3
+        file = tmp_path / "tiny-p4.json"
+        assert Costs.load(file).num_stages == 8
+        about = json.loads(file.with_suffix(".about.json").read_text())
+        assert about["device"] == "cpu"
+        assert {"date", "versions", "command"} <= about.keys()
+
+    @pytest.mark.slow
+    def test_several_ranks(self) -> None:
+        assert "equal" in bench("nccl", *ON_CPU, "--ranks", "2")
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    """The limits of issue 5."""
+
+    def test_numerics(self) -> None:
+        bench("numerics")
+
+    def test_numerics_of_transformer_engine(self) -> None:
+        pytest.importorskip("transformer_engine")
+        bench("numerics", "--te")
+
+    def test_splitting_costs_two_percent_at_most(self) -> None:
+        bench("split", "--hidden", "4096")
+
+    def test_memory_is_as_predicted(self) -> None:
+        bench("emulate", "--devices", "8", "--microbatches", "16", timeout_s=3600)
+
+    def test_several_ranks_on_one_gpu(self) -> None:
+        bench("nccl", "--ranks", "2")
