@@ -1,0 +1,85 @@
+"""Backwards that stay whole, and layers whose weight gradients stay in B."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mcore import fake_te
+from torch import nn
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.passes import Kind
+from megatron_vshape.core.verify import verify
+from megatron_vshape.mcore import unsplit
+from megatron_vshape.mcore.plans import make_planner, whole_backwards
+from megatron_vshape.mcore.refusals import UnsupportedError, check_arguments
+
+
+@pytest.mark.parametrize("name", ["v-min", "v-half", "v-zb", "zb-h1"])
+def test_every_backward_is_whole(name: str) -> None:
+    schedule = whole_backwards(make(name, 4, 8))
+    verify(schedule)
+    kinds = {work.kind for row in schedule.order for work in row}
+    assert kinds == {Kind.F, Kind.BW}
+    planner = make_planner(name, 4)
+    planner.keeps_backward_whole = True
+    plan = planner.training(8)
+    assert not plan.program.schedule.splits_backward
+    assert plan.peak_chunks <= make_planner(name, 4).training(8).peak_chunks
+
+
+class TopKRouter(nn.Linear):
+    """Goes by the name of Megatron's."""
+
+
+def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    grouped: Any = fake_te.GroupedLinear(2, 3, 3)
+    del grouped.weight0
+    frozen = nn.Linear(2, 2)
+    frozen.requires_grad_(False)
+    chunk = nn.ModuleDict(
+        {
+            "embedding": nn.Embedding(4, 2),
+            "norm": nn.LayerNorm(2),
+            "router": TopKRouter(2, 2),
+            "split": fake_te.Linear(2, 2),
+            "experts": grouped,
+            "gate": nn.Linear(2, 1),
+            "frozen": frozen,
+        }
+    )
+    with caplog.at_level(logging.INFO):
+        unsplit.tell([chunk])
+    told = {record.getMessage(): record.levelno for record in caplog.records}
+    assert told == {
+        "the weight gradients of 1 Embedding stay in B, as it should: a lookup has no product to "
+        "put off: chunk 0 embedding": logging.INFO,
+        "the weight gradients of 1 TopKRouter stay in B, as it should: a router's product is "
+        "small: chunk 0 router": logging.INFO,
+        "the weight gradients of 1 GroupedLinear stay in B, its experts' weights are one grouped "
+        "tensor: chunk 0 experts": logging.WARNING,
+        "the weight gradients of 1 Linear stay in B, because it is not computed by one of "
+        "Megatron's or Transformer Engine's linear layers: chunk 0 gate": logging.WARNING,
+    }
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"tp_comm_overlap": True}, "--tp-comm-overlap (userbuffers)"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl (CUDA graphs)"),
+        ({"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
+        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
+        ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap"),
+        ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(option: dict[str, Any], text: str) -> None:
+    args: Any = SimpleNamespace(**({"transformer_impl": "local"} | option))
+    with pytest.raises(UnsupportedError) as refused:
+        check_arguments(args, "v-half")
+    said = str(refused.value)
+    assert said.startswith(f"--pipeline-schedule v-half does not work with {text}")
+    assert "\n" not in said
