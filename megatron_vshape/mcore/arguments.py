@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass
 
 from megatron_vshape.core import catalogue
+from megatron_vshape.core.adaptive import MEMORY_NAMES, PLUS
 
 MEGATRONS_OWN = ("1f1b", "interleaved-1f1b")
 """The schedules that Megatron's own functions run."""
 
+PLUS_NAMES = tuple(name + PLUS for name in MEMORY_NAMES)
+"""The plan for the given costs at the memory of the schedule that the name is of."""
+
+AUTO = "auto"
+"""The adaptive scheduler's plan for the costs and the memory limit."""
+
 TIMEOUT_SECONDS = 600.0
+
+TRACE_STEPS = (4, 6)
+"""Profiled where only a trace is asked for; the first steps still set caches up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +29,16 @@ class PipelineOptions:
 
     schedule: str | None  # a name, the path of a schedule file, or None: as Megatron decides
     timeout_seconds: float  # how long a rank waits for a message before it gives up
+    costs_file: str | None = None
+    memory_limit_gib: float | None = None  # of activations, on every device; for auto
+    profile_steps: tuple[int, int] | None = None  # first and last training step of this process
+    trace_folder: str | None = None
 
 
 def schedule_names() -> tuple[str, ...]:
     """Return every name that `--pipeline-schedule` knows."""
-    return (*MEGATRONS_OWN, *(name for name in catalogue.NAMES if name not in MEGATRONS_OWN))
+    own = (name for name in catalogue.NAMES if name not in MEGATRONS_OWN)
+    return (*MEGATRONS_OWN, *own, *PLUS_NAMES, AUTO)
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -44,9 +59,56 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="how long a pipeline rank waits for a message before the run ends with an error. "
         f"Default: {TIMEOUT_SECONDS:g}.",
     )
+    group.add_argument(
+        "--pipeline-costs",
+        metavar="FILE",
+        default=None,
+        help="costs of every stage (JSON), for auto and for the times that the log predicts",
+    )
+    group.add_argument(
+        "--pipeline-memory-limit",
+        metavar="GIB",
+        type=float,
+        default=None,
+        help="most that the activations of a rank may take, for auto. Default: what 1F1B takes.",
+    )
+    group.add_argument(
+        "--pipeline-profile-iterations",
+        metavar="A:B",
+        type=_step_range,
+        default=None,
+        help="measure the passes of this process's training steps A to B; auto then plans anew",
+    )
+    group.add_argument(
+        "--pipeline-trace",
+        metavar="DIR",
+        default=None,
+        help="write the planned and the measured timeline of the last profiled step to DIR. "
+        f"Default steps: {TRACE_STEPS[0]}:{TRACE_STEPS[1]}.",
+    )
     return parser
+
+
+def _step_range(text: str) -> tuple[int, int]:
+    try:
+        first, last = map(int, text.split(":"))
+    except ValueError:
+        first, last = 0, 0
+    if not 1 <= first <= last:
+        raise ArgumentTypeError(f"{text!r:.40} is not A:B with whole numbers 1 <= A <= B")
+    return first, last
 
 
 def options_of(args: Namespace) -> PipelineOptions:
     """Return the flags' values in parsed arguments."""
-    return PipelineOptions(args.pipeline_schedule, args.pipeline_timeout)
+    profile = args.pipeline_profile_iterations
+    if profile is None and args.pipeline_trace is not None:
+        profile = TRACE_STEPS
+    return PipelineOptions(
+        args.pipeline_schedule,
+        args.pipeline_timeout,
+        args.pipeline_costs,
+        args.pipeline_memory_limit,
+        profile,
+        args.pipeline_trace,
+    )

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.mcore import layout, split_te, unsplit
-from megatron_vshape.mcore.arguments import MEGATRONS_OWN, options_of
+from megatron_vshape.mcore.arguments import AUTO, MEGATRONS_OWN, options_of
 from megatron_vshape.mcore.plans import make_planner
 from megatron_vshape.mcore.refusals import UnsupportedError, check_arguments
 from megatron_vshape.mcore.session import Pipeline, Session
@@ -35,7 +35,7 @@ def prepare(args: Namespace) -> Pipeline | None:
     if name is None or name in MEGATRONS_OWN:
         _prepare_megatrons_own(args, name)
         return None
-    planner = make_planner(name, ranks)
+    planner = make_planner(name, ranks, options)
     if ranks == 1:
         return None  # one device has nothing to schedule
     check_arguments(args, name)
@@ -97,7 +97,8 @@ def complete(pipeline: Pipeline | None, args: Namespace) -> None:
             f"the schedule file {pipeline.planner.name} is for one number of microbatches, and "
             "this run changes it: leave --rampup-batch-size out"
         )
-    pipeline.planner.training(_num_microbatches(args))
+    if pipeline.planner.name != AUTO:  # that plan waits for the model's own memory
+        pipeline.planner.training(_num_microbatches(args))
 
 
 def _has_ramp_up(args: Namespace) -> bool:

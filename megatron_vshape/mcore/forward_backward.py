@@ -16,6 +16,7 @@ from torch import nn
 
 from megatron_vshape.mcore.gradient_sync import GradientSync
 from megatron_vshape.mcore.loss_reporting import bring_losses
+from megatron_vshape.mcore.profiling import Profiler
 from megatron_vshape.mcore.refusals import check_config
 from megatron_vshape.mcore.report import RunReport
 from megatron_vshape.mcore.session import Pipeline, Session
@@ -42,6 +43,7 @@ class PipelineRunner:
             pipeline.stage_map.stages(rank),
             pipeline.planner.training,
         )
+        self._profiler = Profiler(pipeline, self.report.remeasure)
 
     def __call__(
         self,
@@ -143,10 +145,14 @@ class PipelineRunner:
             for chunk, stage in enumerate(stage_map.stages(rank))
         }
         if step.forward_only:
-            program = planner.evaluation(step.num_microbatches)
-        else:
-            program = planner.training(step.num_microbatches).program
-        run_program(program, rank, stages, transport)
+            run_program(planner.evaluation(step.num_microbatches), rank, stages, transport)
+            return
+        program = planner.training(step.num_microbatches).program
+        timer = self._profiler.begin_step(_device_of(model[0]))
+        run_program(program, rank, stages, transport, timer)
+        self._profiler.end_step(
+            timer, program, transport, transport.blank(), self.report.held, pipeline_group
+        )
 
     def _ready_transport(
         self,

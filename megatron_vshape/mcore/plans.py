@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 
 from megatron_vshape.core import catalogue
+from megatron_vshape.core.adaptive import make_plus, make_within
+from megatron_vshape.core.bounds import least_memory
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.lowering import Program, lower
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
-from megatron_vshape.core.placement import Placement
+from megatron_vshape.core.placement import Placement, v_shape
 from megatron_vshape.core.schedule import Schedule, Timeline, load_schedule
 from megatron_vshape.core.simulate import peak_held, simulate
 from megatron_vshape.core.verify import verify
-from megatron_vshape.mcore.arguments import schedule_names
+from megatron_vshape.mcore.arguments import AUTO, PLUS_NAMES, PipelineOptions, schedule_names
 
 logger = logging.getLogger(__name__)
+
+GIB = 2.0**30
+
+START = "v-half"
+"""What auto runs until it knows the costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +33,7 @@ class Plan:
     """What one training step does, and what it is predicted to take."""
 
     schedule: Schedule
-    timeline: Timeline  # in units of one pass of one of 2 * devices stages
+    timeline: Timeline  # in us of the costs, or in passes of one of 2 * devices stages
     program: Program
 
     @property
@@ -48,14 +57,34 @@ class Planner:
     name: str
     from_file: Schedule | None = None
     keeps_backward_whole: bool = False  # every B takes its W along
+    costs: Costs | None = None  # in us and bytes; with None every chunk pass takes one unit
+    limit_bytes: float | None = None  # of a device, for auto; None: activations as 1F1B holds
+    static_bytes: tuple[float, ...] = ()  # of every device: what is there besides activations
     _training: dict[int, Plan] = field(default_factory=dict)
     _evaluation: dict[int, Program] = field(default_factory=dict)
 
     @property
     def placement(self) -> Placement:
         """Return the device of every stage, which no number of microbatches changes."""
+        if self.plans_by_costs:
+            return v_shape(self.num_devices)
         schedule = self.from_file or catalogue.make(self.name, self.num_devices, 1)
         return schedule.placement
+
+    @property
+    def plans_by_costs(self) -> bool:
+        """Return whether the adaptive scheduler makes the order."""
+        return self.name == AUTO or self.name in PLUS_NAMES
+
+    def adopt(self, costs: Costs) -> None:
+        """Plan with these costs from now on; every rank must do so between the same steps."""
+        self.costs = costs
+        self._training.clear()
+
+    def reserve(self, static_bytes: Sequence[float]) -> None:
+        """Keep so much of the limit free on every device; all ranks pass the same."""
+        self.static_bytes = tuple(static_bytes)
+        self._training.clear()
 
     def training(self, num_microbatches: int) -> Plan:
         """Return the plan of a training step.
@@ -67,7 +96,7 @@ class Planner:
             schedule = self._schedule(num_microbatches)
             if self.keeps_backward_whole:
                 schedule = whole_backwards(schedule)
-            timeline = simulate(schedule)
+            timeline = simulate(schedule, self._costs_of(schedule))
             plan = Plan(schedule, timeline, lower(schedule, timeline))
             self._training[num_microbatches] = plan
             logger.info(
@@ -91,9 +120,19 @@ class Planner:
         """Return a program that uses every stream which any other of this planner's uses."""
         if self.from_file is not None:
             return lower(self.from_file)
-        return lower(catalogue.make(self.name, self.num_devices, 1))
+        name = START if self.plans_by_costs else self.name
+        return lower(catalogue.make(name, self.num_devices, 1))
+
+    def _costs_of(self, schedule: Schedule) -> Costs | None:
+        """Return the costs if they are for this schedule's stages."""
+        fits = self.costs is not None and self.costs.num_stages == schedule.num_stages
+        return self.costs if fits else None
 
     def _schedule(self, num_microbatches: int) -> Schedule:
+        if self.name in PLUS_NAMES:
+            return make_plus(self.name, self.num_devices, num_microbatches, self.costs)
+        if self.name == AUTO:
+            return self._automatic(num_microbatches)
         if self.from_file is None:
             return catalogue.make(self.name, self.num_devices, num_microbatches)
         if self.from_file.num_microbatches != num_microbatches:
@@ -104,16 +143,55 @@ class Planner:
             )
         return self.from_file
 
+    def _automatic(self, num_microbatches: int) -> Schedule:
+        """Return the best order within the limit; while nothing is measured, a known one."""
+        if self.costs is None:
+            return catalogue.make(START, self.num_devices, num_microbatches)
+        if self.limit_bytes is None:
+            limit = 2 * self.num_devices * fmean(self.costs.held_after_forward_bytes)
+            return make_within(self.costs, self.num_devices, num_microbatches, limit)
+        static = self.static_bytes or (0.0,) * self.num_devices
+        left = tuple(self.limit_bytes - each for each in static)
+        self._check_fits(left)
+        return make_within(self.costs, self.num_devices, num_microbatches, left)
 
-def make_planner(name: str, num_devices: int) -> Planner:
+    def _check_fits(self, left: Sequence[float]) -> None:
+        """Raise ScheduleError, with what each device needs, if one microbatch does not fit."""
+        if self.costs is None or self.limit_bytes is None:
+            return
+        need = least_memory(self.costs, self.placement, self.num_devices)
+        if all(n <= has for n, has in zip(need, left, strict=True)):
+            return
+        least = max(n + self.limit_bytes - has for n, has in zip(need, left, strict=True))
+        rows = "; ".join(
+            f"rank {rank}: {(self.limit_bytes - has) / GIB:.3f} GiB besides activations and at "
+            f"least {n / GIB:.3f} GiB of them"
+            for rank, (n, has) in enumerate(zip(need, left, strict=True))
+        )
+        raise ScheduleError(
+            f"nothing fits --pipeline-memory-limit {self.limit_bytes / GIB:g}: {rows}; the least "
+            f"limit is {least / GIB:.3f} GiB"
+        )
+
+
+def make_planner(name: str, num_devices: int, options: PipelineOptions | None = None) -> Planner:
     """Return the planner of the schedule that `name` names, or of the file at that path.
+
+    `options` say which costs and which limit it plans for.
 
     Raises:
         ScheduleError: neither a name nor a file, an unreadable file, one for another number of
             devices, incomplete or deadlocking.
     """
+    costs = _costs_in(options)
+    if name == AUTO or name in PLUS_NAMES:
+        return _adaptive(name, num_devices, costs, options)
+    if options is not None and options.memory_limit_gib is not None:
+        raise ScheduleError(
+            f"--pipeline-memory-limit is for --pipeline-schedule auto; {name} holds what it holds"
+        )
     if name in catalogue.NAMES:
-        return Planner(num_devices, name)
+        return Planner(num_devices, name, costs=costs)
     if not Path(name).suffix and not Path(name).exists():
         raise ScheduleError(
             f"there is no schedule {name!r}: choose one of {', '.join(schedule_names())}, or name "
@@ -130,7 +208,40 @@ def make_planner(name: str, num_devices: int) -> Planner:
         lower(schedule)
     except ScheduleError as error:
         raise ScheduleError(f"the schedule file {name} cannot run: {error}") from None
-    return Planner(num_devices, name, schedule)
+    return Planner(num_devices, name, schedule, costs=costs)
+
+
+def _costs_in(options: PipelineOptions | None) -> Costs | None:
+    if options is None or options.costs_file is None:
+        return None
+    return Costs.load(options.costs_file)
+
+
+def _adaptive(
+    name: str, num_devices: int, costs: Costs | None, options: PipelineOptions | None
+) -> Planner:
+    """Return a planner for the adaptive scheduler.
+
+    Raises:
+        ScheduleError: auto has neither costs nor steps to measure them in, the costs are for
+            other stages, or the limit is none.
+    """
+    if costs is not None and costs.num_stages != 2 * num_devices:
+        raise ScheduleError(
+            f"--pipeline-costs is for {costs.num_stages} stages, --pipeline-schedule {name} on "
+            f"{num_devices} pipeline ranks has {2 * num_devices}"
+        )
+    limit = None if options is None else options.memory_limit_gib
+    if limit is not None and not 0 < limit < float("inf"):
+        raise ScheduleError(f"--pipeline-memory-limit {limit:g} is not a number of GiB above 0")
+    profiles = options is not None and options.profile_steps is not None
+    if name == AUTO and costs is None and not profiles:
+        raise ScheduleError(
+            "--pipeline-schedule auto needs costs: give --pipeline-costs FILE, or "
+            "--pipeline-profile-iterations A:B to measure them"
+        )
+    limit_bytes = None if limit is None else limit * GIB
+    return Planner(num_devices, name, costs=costs, limit_bytes=limit_bytes)
 
 
 def whole_backwards(schedule: Schedule) -> Schedule:

@@ -17,14 +17,16 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import module as transformer_module
+from megatron.core.utils import get_model_config
+from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
 from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.mcore import arguments, configure, layout, report
+from megatron_vshape.mcore import arguments, configure, layout, report, static_memory
 from megatron_vshape.mcore.forward_backward import PipelineRunner
 from megatron_vshape.mcore.metering import MeteredSchedule, count_backward, count_forward
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.session import Session
+from megatron_vshape.mcore.session import Pipeline, Session
 from megatron_vshape.mcore.split_backward import TorchFusedKernels, make_split_linear
 
 Function = Callable[..., Any]
@@ -164,10 +166,17 @@ def build_virtual_pipeline_stages(session: Session, original: Function) -> Funct
 def train(session: Session, original: Function) -> Function:
     """Show the schedule first, and what the run has measured last."""
 
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def run(*args: Any, **options: Any) -> Any:
         if session.pipeline is not None:
-            print_rank_0(report.opening_lines(session.pipeline, get_num_microbatches()))
+            given = signature.bind(*args, **options).arguments
+            try:
+                lines = _opening(session.pipeline, given["model"], given["optimizer"])
+            except ScheduleError as error:
+                raise _refused(error) from None
+            print_rank_0(lines)
         try:
             result = original(*args, **options)
         except SystemExit:  # by --exit-interval and the like, on all ranks after a barrier
@@ -177,6 +186,26 @@ def train(session: Session, original: Function) -> Function:
         return result
 
     return run
+
+
+def _opening(pipeline: Pipeline, model: Sequence[Any], optimizer: Any) -> str:
+    """Return the schedule's picture, and with a memory limit what is left of that."""
+    planner, lines = pipeline.planner, []
+    if planner.limit_bytes is not None:
+        config = get_model_config(model[0])
+        args = get_args()
+        shape = args.seq_length * args.micro_batch_size * config.hidden_size
+        shards = args.context_parallel_size * (
+            config.tensor_model_parallel_size if config.sequence_parallel else 1
+        )
+        message_bytes = shape * config.pipeline_dtype.itemsize // shards
+        own = static_memory.static_memory(model, optimizer, message_bytes)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        everyones = static_memory.gather(own, group)
+        planner.reserve([each.total for each in everyones])
+        lines.append(static_memory.table(everyones, planner.limit_bytes))
+    lines.append(report.opening_lines(pipeline, get_num_microbatches()))
+    return "\n".join(lines)
 
 
 def _tell_end(session: Session) -> None:

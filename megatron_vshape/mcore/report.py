@@ -55,6 +55,16 @@ class RunReport:
         self._step_s: list[float] = []
         self._tokens = 0
 
+    @property
+    def held(self) -> dict[int, tuple[float, float]]:
+        """Return what a microbatch holds of each of this rank's stages, after F and after B."""
+        return {} if self._memory is None else self._memory.held
+
+    def remeasure(self) -> None:
+        """Measure the next training step's memory and the speed from then on: the order is new."""
+        self._memory = None
+        self._step_s.clear()
+
     def interrupt(self) -> None:
         """Do not count the time until the next training step: something else runs between."""
         self._started_s = None
@@ -122,9 +132,15 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
         f"pipeline schedule {schedule.name}, {schedule.num_devices} ranks, {num_microbatches} "
         "microbatches (upper case: even chunks; one row per rank):\n"
         f"{plan.timeline.draw(COLUMNS)}\n"
-        f"at F = B = W: bubble {100 * plan.timeline.bubble:.1f} %, peak {chunks:g} chunks of "
+        f"{_at(pipeline)}: bubble {100 * plan.timeline.bubble:.1f} %, peak {chunks:g} chunks of "
         f"1/{2 * schedule.num_devices} of the model, {100 * relative:.0f} % of 1F1B's{whole}"
     )
+
+
+def _at(pipeline: Pipeline) -> str:
+    if pipeline.planner.costs is None:
+        return "at F = B = W"
+    return "with the given costs"
 
 
 def byte_costs(memories: Sequence[Memory]) -> Costs:

@@ -99,6 +99,10 @@ class Transport:
         self._shape = tuple(shape)
         self._dtype = dtype
 
+    def blank(self) -> Tensor:
+        """Return a tensor like those that messages carry, to measure with."""
+        return torch.zeros(self._shape, dtype=self._dtype, device=self._torch_device)
+
     def prepare(self, program: Program) -> None:
         """Make the process groups that the program needs beyond those there, and warm them up.
 

@@ -46,6 +46,32 @@ def write_trace(
     stream.write("\n]}\n")
 
 
+def write_planned_and_measured(
+    planned: Timeline, measured: Timeline, stream: TextIO, costs: Costs, held_unit: str = "bytes"
+) -> None:
+    """Write both timelines of a step into one trace, the measured devices under the planned."""
+    name = json.dumps(measured.schedule.name)
+    stream.write(f'{{"displayTimeUnit":"ms","otherData":{{"schedule":{name}}},"traceEvents":[\n')
+    lines = []
+    for place, (word, timeline) in enumerate((("planned", planned), ("measured", measured))):
+        for event in events(timeline, costs, held_unit):
+            lines.append(json.dumps(_moved(event, word, place, timeline), separators=(",", ":")))
+    stream.write(",\n".join(lines) + "\n]}\n")
+
+
+def _moved(event: Event, word: str, place: int, timeline: Timeline) -> Event:
+    """Return the event among the processes of its timeline, with a name of its own."""
+    process = int(str(event["pid"])) + place * timeline.schedule.num_devices
+    moved: Event = {**event, "pid": process}
+    if event["name"] == "process_name":
+        moved["args"] = {"name": f"{word}, device {event['pid']}"}
+    elif event["name"] == "process_sort_index":
+        moved["args"] = {"sort_index": process}
+    if "id" in event:
+        moved["id"] = 2 * int(str(event["id"])) + place
+    return moved
+
+
 def events(
     timeline: Timeline, costs: Costs | None = None, held_unit: str = "chunks"
 ) -> Iterator[Event]:

@@ -1,0 +1,51 @@
+"""Plans by name: the adaptive scheduler at the memory of a published schedule."""
+
+from dataclasses import replace
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.simulate import check_costs, peak_held, simulate, unit_costs
+from megatron_vshape.core.verify import verify
+
+MEMORY_NAMES = ("v-min", "v-half", "v-zb")
+PLUS = "+"
+
+
+def make_plus(
+    name: str, num_devices: int, num_microbatches: int, costs: Costs | None = None
+) -> Schedule:
+    """Return the best order found for `costs` within what `name` without its plus holds.
+
+    Never slower than that schedule itself. Without costs every chunk pass takes one unit.
+
+    Raises:
+        ScheduleError: the name is not one of MEMORY_NAMES with a plus.
+    """
+    base = name.removesuffix(PLUS)
+    if base not in MEMORY_NAMES or base == name:
+        known = ", ".join(each + PLUS for each in MEMORY_NAMES)
+        raise ScheduleError(f"there is no schedule {name!r:.40}; with a plus there are {known}")
+    published = make(base, num_devices, num_microbatches)
+    costs = unit_costs(published) if costs is None else costs
+    check_costs(costs, published.num_stages)
+    made = make_within(costs, num_devices, num_microbatches, peak_held(published, costs))
+    best = min((made, published), key=lambda each: simulate(each, costs).makespan)
+    return replace(best, name=name)
+
+
+def make_within(
+    costs: Costs, num_devices: int, num_microbatches: int, limit: float | tuple[float, ...]
+) -> Schedule:
+    """Return the adaptive scheduler's order for a limit in the costs' unit, proved.
+
+    Raises:
+        ScheduleError: nothing fits; the text says the least limit that does.
+    """
+    # The search brings numba along, which takes a second to import; the names here do not need it.
+    from megatron_vshape.core.search import plan
+
+    made = plan(costs, num_devices, num_microbatches, limit).schedule
+    verify(made)
+    return replace(made, name="auto")

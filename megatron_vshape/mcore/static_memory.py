@@ -1,0 +1,76 @@
+"""What a rank holds besides activations, so that a memory limit can mean the whole device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_vshape.core.lowering import WINDOW
+
+GIB = 2.0**30
+
+ADAM_STATES = 2
+"""Moments that Adam keeps of every parameter it steps, in fp32."""
+
+STREAMS = 4
+"""Streams of messages that a rank inside a V receives."""
+
+
+class StaticMemory(NamedTuple):
+    """Bytes of one rank, in the parts that the log shows."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    messages: int
+
+    @property
+    def total(self) -> int:
+        """Return all of it."""
+        return sum(self)
+
+
+def static_memory(model: Sequence[nn.Module], optimizer: Any, message_bytes: int) -> StaticMemory:
+    """Return this rank's bytes before the first step.
+
+    The optimizer's state is what Adam will allocate in its first step: two fp32 moments of every
+    parameter it steps, which are this rank's share under the distributed optimizer, and where
+    those are copies in fp32, the copies. Messages are the receives posted ahead in a V.
+    """
+    own = [each for chunk in model for each in chunk.parameters()]
+    gradients = [each.main_grad for each in own if isinstance(_main_grad(each), Tensor)]
+    stepped = [each for group in optimizer.param_groups for each in group["params"]]
+    held = {each.untyped_storage().data_ptr() for each in own}
+    copies = [each for each in stepped if each.untyped_storage().data_ptr() not in held]
+    moments = ADAM_STATES * 4 * sum(each.numel() for each in stepped)
+    return StaticMemory(
+        _bytes(own), _bytes(gradients), _bytes(copies) + moments, STREAMS * WINDOW * message_bytes
+    )
+
+
+def _main_grad(parameter: Tensor) -> Any:
+    return getattr(parameter, "main_grad", None)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
+def gather(own: StaticMemory, group: dist.ProcessGroup) -> list[StaticMemory]:
+    """Return what every rank of the pipeline holds."""
+    everyones = [own] * group.size()
+    dist.all_gather_object(everyones, own, group=group)
+    return everyones
+
+
+def table(everyones: Sequence[StaticMemory], limit_bytes: float) -> str:
+    """Return the sums that the limit is divided into, a line per rank, in GiB."""
+    names = [*StaticMemory._fields, "activations may take"]
+    lines = ["GiB per rank: " + ", ".join(names)]
+    for rank, each in enumerate(everyones):
+        values = [*each, limit_bytes - each.total]
+        lines.append(f"  rank {rank}: " + ", ".join(f"{value / GIB:.3f}" for value in values))
+    return "\n".join(lines)

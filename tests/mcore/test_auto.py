@@ -1,0 +1,88 @@
+"""Training with the adaptive scheduler's plans, from a costs file or from the run's own steps."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mcore.farm import Ended, Farm
+from mcore.test_bad_input import refused
+from mcore.test_training import FOUR, assert_equal_training
+
+from megatron_vshape.core.costs import Costs
+
+Train = Callable[..., Ended]
+
+SIX = ("--train-iters", "6")
+KIB = 1024
+
+
+@pytest.fixture(scope="module")
+def costs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return costs of 8 uneven stages that hold 64 KiB each."""
+    costs = Costs(
+        forward_us=(1000.0,) * 7 + (1400.0,),
+        backward_us=(1150.0,) * 7 + (1500.0,),
+        weight_us=(850.0,) * 8,
+        send_us=50.0,
+        held_after_forward_bytes=(64.0 * KIB,) * 8,
+        held_after_backward_bytes=(48.0 * KIB,) * 8,
+    )
+    path = tmp_path_factory.mktemp("costs") / "costs.json"
+    path.write_text(costs.to_json())
+    return path
+
+
+@pytest.mark.parametrize("schedule", ["auto", "v-half+"])
+def test_planned_from_costs_trains_like_1f1b(train: Train, schedule: str, costs_file: Path) -> None:
+    theirs = train(4, "--pipeline-schedule", "1f1b", *FOUR)
+    ours = train(4, "--pipeline-schedule", schedule, "--pipeline-costs", str(costs_file), *FOUR)
+    assert_equal_training(ours, theirs)
+    assert f"pipeline schedule {schedule}, 4 ranks" in ours.output[0]
+    assert "with the given costs: bubble" in ours.output[0]
+
+
+def test_profiled_and_planned_anew(train: Train, tmp_path: Path) -> None:
+    theirs = train(4, "--pipeline-schedule", "1f1b", *SIX)
+    flags = ("--pipeline-profile-iterations", "2:3", "--pipeline-trace", str(tmp_path))
+    limit = ("--pipeline-memory-limit", "0.05")
+    ours = train(4, "--pipeline-schedule", "auto", *flags, *limit, *SIX)
+    assert_equal_training(ours, theirs)
+    assert "measured costs: v-half step" in ours.output[0]
+    assert "-> auto step" in ours.output[0]
+    assert ours.output[0].count("GiB per rank: parameters, gradients, optimizer") == 1
+    costs = Costs.load(tmp_path / "costs.json")
+    assert costs.num_stages == 8
+    assert min(costs.forward_us) > 0
+    assert min(costs.held_after_forward_bytes) > 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {each["args"]["name"] for each in events if each["name"] == "process_name"}
+    assert names == {f"{word}, device {d}" for word in ("planned", "measured") for d in range(4)}
+    ran = sum(each["ph"] == "X" for each in events)
+    assert ran % 2 == 0
+    assert ran >= 2 * 2 * 8 * 8  # both timelines; F and BW at least, 8 stages, 8 microbatches
+
+
+def test_a_limit_that_nothing_fits(farm: Farm, costs_file: Path) -> None:
+    flags = ("--pipeline-costs", str(costs_file), "--pipeline-memory-limit", "0.0001")
+    text = refused(farm, "--pipeline-schedule", "auto", *flags)
+    assert text.startswith("nothing fits --pipeline-memory-limit 0.0001: rank 0: 0.")
+    assert "the least limit is 0." in text
+
+
+def test_costs_of_other_stages(farm: Farm, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(Costs.uniform(2, 4).to_json())
+    text = refused(farm, "--pipeline-schedule", "auto", "--pipeline-costs", str(path))
+    assert "--pipeline-costs is for 4 stages" in text
+    assert "on 4 pipeline ranks has 8" in text
+
+
+def test_auto_without_costs(farm: Farm) -> None:
+    text = refused(farm, "--pipeline-schedule", "auto")
+    assert "auto needs costs: give --pipeline-costs FILE" in text
+
+
+def test_a_limit_for_a_published_schedule(farm: Farm) -> None:
+    text = refused(farm, "--pipeline-schedule", "v-half", "--pipeline-memory-limit", "1")
+    assert "--pipeline-memory-limit is for --pipeline-schedule auto" in text
