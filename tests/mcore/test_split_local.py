@@ -1,0 +1,70 @@
+"""Megatron's local linears under tensor and sequence parallelism, split, on two gloo ranks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from runtime.ranks import run_ranks
+
+SIZE, TOKENS = 4, 6  # of the sequence, before it is divided
+
+
+def two_layers(rank: int, sequence_parallel: bool, split: bool) -> tuple[list[list[float]], int]:
+    """Return gradients, and how many numbers the jobs kept, of two column-parallel layers.
+
+    Both gather into the same global buffer, so a job that kept it would see the other's input.
+    """
+    from megatron_vshape.mcore import cpu
+
+    cpu.install()
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import layers
+
+    from megatron_vshape.mcore.session import Session
+    from megatron_vshape.mcore.split_backward import make_split_linear
+
+    parallel_state._set_global_memory_buffer()
+    upstream = layers.LinearWithGradAccumulationAndAsyncCommunication
+    session = Session(pipeline=SimpleNamespace())  # type: ignore[arg-type]
+    kept: list[torch.Tensor] = []
+    session.census = SimpleNamespace(add=kept.append)  # type: ignore[assignment]
+    function: Any = make_split_linear(session, layers, upstream)
+    generator = torch.Generator().manual_seed(rank)
+    weights = [torch.nn.Parameter(torch.randn(SIZE, SIZE, generator=generator)) for _ in range(2)]
+    rows = TOKENS // 2 if sequence_parallel else TOKENS
+    found, outputs, inputs = [], [], []
+    for microbatch in range(2):
+        shared = torch.Generator().manual_seed(10 + microbatch + rank * sequence_parallel)
+        x = torch.randn(rows, 1, SIZE, generator=shared).requires_grad_()
+        # bias, fusion, all-reduce of dgrad, sequence parallelism, two of deferral, group, remat
+        options = (None, False, not sequence_parallel, sequence_parallel, None, 0)
+        options += (dist.group.WORLD, 1)
+        first = function.apply(x, weights[0], *options)
+        part = first.chunk(2)[rank] if sequence_parallel else first
+        outputs.append(function.apply(part.contiguous(), weights[1], *options))
+        inputs.append(x)
+    for microbatch, output in enumerate(outputs):
+        if split:
+            with session.jobs.collect(microbatch):
+                output.square().sum().backward()
+        else:
+            output.square().sum().backward()
+    for microbatch in (1, 0) if split else ():
+        session.jobs.run(microbatch)
+    found = [each.grad.flatten().tolist() for each in (*weights, *inputs)]
+    return found, sum(each.numel() for each in kept)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_gradients_equal_upstreams(sequence_parallel: bool) -> None:
+    whole = run_ranks(2, two_layers, sequence_parallel, False)
+    split = run_ranks(2, two_layers, sequence_parallel, True)
+    for (theirs, none_kept), (mine, kept) in zip(whole, split, strict=True):
+        assert none_kept == 0
+        for expected, found in zip(theirs, mine, strict=True):
+            assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        # Of each input its part, of each output gradient all; the gathered buffer is not kept.
+        input_rows = TOKENS // 2 if sequence_parallel else TOKENS
+        assert kept == 2 * 2 * SIZE * (input_rows + TOKENS)
