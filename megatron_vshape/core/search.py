@@ -8,7 +8,7 @@ from enum import StrEnum
 import numpy as np
 
 from megatron_vshape.core import bounds, improve
-from megatron_vshape.core.blocks import one_f_one_b_v, two_thirds, v_half, v_min, v_zb
+from megatron_vshape.core.blocks import one_f_one_b_v, v_half, v_min, v_zb
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.filling import fill
 from megatron_vshape.core.modulo import find_steady_orders
@@ -317,7 +317,7 @@ class _Search:
         devices = problem.num_devices
         yield sequential(problem.placement, devices)
         if problem.placement == v_shape(devices):
-            for block in (v_min, v_half, v_zb, two_thirds, one_f_one_b_v):
+            for block in (v_min, v_half, v_zb, one_f_one_b_v):
                 yield ring_of_block(block(devices))
         orders = find_steady_orders(
             problem.costs, problem.placement, devices, problem.limits, budget // 32, self.seed
