@@ -12,7 +12,34 @@ For a V with one microbatch a period `modulo_v` finds the least period exactly; 
 with two microbatches a period, `modulo_anneal` searches. Published blocks move in unit slots and
 repeat bubbles when F, B and W differ (paper, section 5); nothing here is tied to slots.
 
-Times are whole numbers inside (the busiest device's work is 2 ** 22 units), and so are the random
+Slack of the period over the work, in per cent, with F/B/W/send 1/1.15/.85/.05 and 1/2/1/.05:
+
+    devices, chunks   published V    one microbatch   two a period
+    4, 4 (V-Min)      18.3   52.5      17.5   26.3     15.8   26.3
+    4, 6 (V-Half)      0     13.8       0      0
+    8, 8 (V-Min)      19.2   53.1      10.8   15.0      9.2   15.0
+    8, 9              19.2   53.1      10.8   13.8      4.2    8.1
+    8, 10 (V-Half)     0     13.8       0      1.3      -      1.3
+    16, 12 (V-Min)    19.7   53.5      19.6   41.3     19.6   41.3
+    16, 17            19.7   53.5      10.8   13.8      5.4    8.4
+    16, 18 (V-Half)    0     13.8       0      1.9      -      1.9
+
+(80,000 steps for two a period, which is no proof; one microbatch is the optimum.)
+CP-SAT, on a grid of time, had found 10.4 at 8 devices and 8 chunks in minutes; the graph of
+patterns with all idle time in one piece finds none there below 17.
+
+What was tried before and gave less:
+
+* A path through patterns whose idle time is one piece, or several of a fixed grain: exact without
+  slack, blind with it. How it is spread decides at the memory of V-Min; the demands of
+  `modulo_v` leave that open.
+* Annealing alone, one microbatch a period: the optimum at 8 devices in 0.1 to 1 s, but at 16
+  devices 53 instead of 41 per cent (1/2/1/.05, 12 chunks), as several slow places must all go
+  before the period moves. It still gives other orders of the same period, for better ends.
+* More periods between the passes of a device than the two choices `modulo_v` tries: no gain.
+* Two microbatches a period begun from slower orders of one, or with much heat: less, see HEATS.
+
+Times are whole numbers inside (the busiest device's work is 2 ** 30 units), and so are the random
 numbers: the same inputs give the same orders on every machine, with numba or, slower, without.
 """
 
@@ -46,7 +73,7 @@ from megatron_vshape.core.placement import (
 )
 from megatron_vshape.core.schedule import Schedule
 
-UNITS = 1 << 22
+UNITS = 1 << 30
 """The work of the busiest device per period, in the whole numbers the search counts in."""
 
 PRECISION = 1 << 13
@@ -56,7 +83,17 @@ ROUNDING = 1e-9
 """Sums of memory may exceed a limit by so much of it; the verifier allows the same."""
 
 STARTS = 6
-"""So many different starting points are annealed, and so many orders returned at most."""
+"""So many different starting points are annealed."""
+
+RETURNED = 8
+"""So many orders are returned at most."""
+
+HEATS = ((7, 15), (12, 25))
+"""Annealing begins with periods that rise by up to one part in so many of the work.
+
+In turn, for one and for two microbatches a period. The second begins from orders of the first:
+hotter, it forgets them (10.8 instead of 9.2 per cent at 8 devices and 8 chunks).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +169,16 @@ def find_steady_orders(
     """
     _check(costs, placement, num_devices, limits)
     single = _make_problem(costs, placement, num_devices, limits, 1)
-    found = _search(single, steps // 3, seed, [])
-    if placement == v_shape(num_devices):
-        found = _solve_v(single) + found
-        found.sort(key=lambda each: (each.period, each.latency))
+    annealed = _search(single, steps // 4, seed, [])
+    solved = _solve_v(single) if placement == v_shape(num_devices) else []
+    found = sorted(solved + annealed, key=_Found.rank)
     if found[0].period > single.busy:
         double = _make_problem(costs, placement, num_devices, limits, 2)
-        starts = [_doubled(each, double) for each in found[:2]]
-        found += _search(double, steps // 3, seed, starts)
-    found.sort(key=lambda each: (each.period / each.problem.graph.classes, each.latency))
-    return [each.steady(costs, placement) for each in found[:STARTS]]
+        half = STARTS // 2
+        starts = [_doubled(each, double) for each in solved[:half] + annealed[:half]]
+        found += _search(double, steps - steps // 4, seed, starts)
+    found = sorted(found, key=_Found.rank)
+    return [each.steady(costs, placement) for each in found[:RETURNED]]
 
 
 def _check(costs: Costs, placement: Placement, num_devices: int, limits: Sequence[float]) -> None:
@@ -176,6 +213,12 @@ class _Found:
     orders: Orders
     period: int
     latency: int
+
+    def rank(self) -> tuple[int, int, int]:
+        """Return what is smaller for the better of two; a period is compared to PRECISION."""
+        slack = self.period - self.problem.busy
+        classes = self.problem.graph.classes
+        return slack * PRECISION // self.problem.busy, classes, self.latency
 
     def steady(self, costs: Costs, placement: Placement) -> SteadyOrder:
         classes, stages = self.problem.graph.classes, self.problem.num_stages
@@ -276,40 +319,55 @@ class _ChainSolver:
     def __init__(self, problem: _Problem) -> None:
         self.problem = problem
         devices = len(problem.graph.own)
+        width = max(16, WIDTH // devices)
         self.chain = make_chain(problem.graph)
-        self.demands = np.zeros((devices + 1, WIDTH, 4), np.int64)
-        self.origins = np.zeros((devices + 1, WIDTH, 5), np.int64)
-        self.ways = np.zeros((STARTS, devices, 4), np.int64)
+        self.demands = np.zeros((devices + 1, width, 4), np.int64)
+        self.origins = np.zeros((devices + 1, width, 5), np.int64)
+        self.ways = np.zeros((RETURNED, devices, 4), np.int64)
 
     def __call__(self, period: int) -> list[_Found]:
         """Return orders that keep the period, the fastest first."""
         count = find_chains(self.chain, PATTERNS, period, self.demands, self.origins, self.ways)
         found = map(self._found, self.ways[:count])
-        return sorted(found, key=lambda each: (each.period, each.latency))
+        return sorted(found, key=_Found.rank)
 
     def _found(self, way: Ints) -> _Found:
         graph = self.problem.graph
         orders, scratch = empty_orders(graph), make_scratch(graph, 0)
         set_orders(self.chain, PATTERNS, way, orders)
         period = int(find_period(graph, orders, scratch, self.problem.busy, NEVER))
-        latency = int(find_latency(graph, orders, scratch, period))
-        return _Found(self.problem, orders, period, latency)
+        return _found(self.problem, orders, scratch, period)
 
 
 def _search(problem: _Problem, steps: int, seed: int, starts: list[Orders]) -> list[_Found]:
-    """Return the annealed results of the best starting points, the best first."""
+    """Return what annealing makes of the starting points, the best first.
+
+    In rounds of equal cost: all of them, then the better half, until one is left.
+    """
     graph = problem.graph
     scratch = make_scratch(graph, seed)
     if not starts:
-        starts = _draw_starts(problem, scratch, max(1, steps // 40))
+        starts = _draw_starts(problem, scratch, max(1, steps // 10))
+    share = steps // len(starts).bit_length()
     found: list[_Found] = []
-    for orders in starts:
-        best = empty_orders(graph)
-        share = steps // len(starts)
-        period = int(anneal(graph, orders, scratch, problem.busy, share, problem.busy // 7, best))
-        latency = int(find_latency(graph, best, scratch, period))
-        found.append(_Found(problem, best, period, latency))
-    return sorted(found, key=lambda each: (each.period, each.latency))
+    while starts:
+        made = []
+        for index, orders in enumerate(starts):
+            best = empty_orders(graph)
+            effort = share // len(starts)
+            heat = problem.busy // HEATS[graph.classes - 1][index % 2]
+            period = int(anneal(graph, orders, scratch, problem.busy, effort, heat, best))
+            made.append(_found(problem, best, scratch, period))
+        made.sort(key=_Found.rank)
+        half = len(made) // 2 if made[0].period > problem.busy else 0
+        starts = [each.orders for each in made[:half]]
+        found += made[half:]
+    return sorted(found, key=_Found.rank)
+
+
+def _found(problem: _Problem, orders: Orders, scratch: Scratch, period: int) -> _Found:
+    latency = int(find_latency(problem.graph, orders, scratch, period))
+    return _Found(problem, orders, period, latency)
 
 
 def _draw_starts(problem: _Problem, scratch: Scratch, tries: int) -> list[Orders]:

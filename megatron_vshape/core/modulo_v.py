@@ -20,8 +20,12 @@ from megatron_vshape.core.modulo_graph import Floats, Graph, Ints, Orders, compi
 
 F0, F1, B1, B0, W1, W0 = range(6)
 NONE = -(1 << 60)
-WIDTH = 256
-"""Demands kept per device; beyond, those that are least in sum."""
+WIDTH = 1024
+"""Demands kept on all devices together; beyond, those that are least in sum.
+
+Tight memory needs a few tens a device at most. With ample memory there are hundreds, but then any
+of them do: at 32 devices, 24 a device gave the same periods as 256 at every memory tried.
+"""
 
 PATTERNS = np.array([(F0, *rest) for rest in permutations(range(1, 6))], np.int64)
 """The cyclic orders of a device's six passes."""
@@ -41,8 +45,8 @@ class Chain(NamedTuple):
 class Front(NamedTuple):
     """Demands of the inner devices, none of them worse than another in all four numbers."""
 
-    demand: Ints  # [WIDTH, 4] F0 -> F1, F0 -> B0, B1 -> F1, B1 -> B0
-    origin: Ints  # [WIDTH, 5] demand further inside, pattern, periods F0 -> F1 -> B1 -> B0
+    demand: Ints  # [width, 4] F0 -> F1, F0 -> B0, B1 -> F1, B1 -> B0
+    origin: Ints  # [width, 5] demand further inside, pattern, periods F0 -> F1 -> B1 -> B0
 
 
 def make_chain(graph: Graph) -> Chain:
