@@ -1,7 +1,8 @@
-"""Idle time filled from later in each device's order: `reordering.reorder` for the inner loops.
+"""Orders made from orders: idle time filled from later, and W dealt out anew as filler.
 
-The same rules, but memory counts in any unit and the arrays are those of `improve`; compiled, it
-is fast enough to be tried on every order the adaptive scheduler starts from.
+`fill` is `reordering.reorder` for the inner loops: the same rules, but memory counts in any unit.
+`refill` keeps the order of F and B alone. Nothing waits for a W but memory, so where it runs
+follows from the rest: in idle time that holds it, and before a forward that needs its memory.
 """
 
 from typing import NamedTuple
@@ -61,9 +62,7 @@ def _only_weights_before(shop: Shop, filling: Filling, device: int, place: int) 
 
 
 @compiled
-def _rank(
-    shop: Shop, filling: Filling, work: int, start: int, leads: int, cooling: bool
-) -> int:
+def _rank(shop: Shop, filling: Filling, work: int, start: int, leads: int, cooling: bool) -> int:
     """Return how the pass stands among those of its start, low first; NONE if it must wait."""
     device, place = shop.device[work], filling.place[work]
     kind = shop.sort[work] % 3
@@ -128,7 +127,7 @@ def _take(shop: Shop, filling: Filling, device: int, place: int, start: int, eac
 
 
 @compiled
-def _run(shop: Shop, filling: Filling, made: np.ndarray, each: int) -> bool:
+def _run(shop: Shop, filling: Filling, made: np.ndarray, each: int, cool: int) -> bool:
     """Let the devices run in the order of their next starts; return False if they get stuck."""
     devices, length = made.shape
     starts = np.empty(devices, np.int64)
@@ -138,7 +137,7 @@ def _run(shop: Shop, filling: Filling, made: np.ndarray, each: int) -> bool:
     for _ in range(devices * length):
         for device in range(devices):
             if stale[device]:
-                cooling = filling.left[device] <= devices
+                cooling = filling.left[device] <= cool
                 starts[device], places[device] = _choose(shop, filling, device, cooling)
                 stale[device] = False
         device = int(np.argmin(starts))
@@ -154,16 +153,26 @@ def _run(shop: Shop, filling: Filling, made: np.ndarray, each: int) -> bool:
     return True
 
 
-def fill(shop: Shop, row: np.ndarray) -> np.ndarray | None:
-    """Return the order with its idle time filled; None if the rules get stuck in the memory."""
+def fill(shop: Shop, row: np.ndarray, cool: int) -> np.ndarray | None:
+    """Return the order with its idle time filled; None if the rules get stuck in the memory.
+
+    W waits until nothing else can run once a device has at most `cool` forwards left.
+    """
+    filling = _start(shop, row)
+    made = np.empty(row.shape, np.int64)
+    each = row.size // len(shop.delta)
+    return made if _run(shop, filling, made, each, cool) else None
+
+
+def _start(shop: Shop, row: np.ndarray) -> Filling:
     devices, length = row.shape
-    each = devices * length // len(shop.delta)
+    each = row.size // len(shop.delta)
     place = np.empty(row.size, np.int64)
     for own in row:
         place[own] = np.arange(length)
     sorts = [np.unique(shop.sort[own]) for own in row]
-    filling = Filling(
-        row=np.ascontiguousarray(row, dtype=np.int64),
+    return Filling(
+        row=np.array(row, dtype=np.int64, order="C"),
         place=place,
         done=np.zeros(row.size, np.bool_),
         head=np.zeros(row.size, np.int64),
@@ -173,5 +182,95 @@ def fill(shop: Shop, row: np.ndarray) -> np.ndarray | None:
         waiting=np.array([own * each for own in sorts], dtype=np.int64),
         left=np.array([each * np.count_nonzero(own % 3 == 0) for own in sorts]),
     )
-    made = np.empty((devices, length), np.int64)
-    return made if _run(shop, filling, made, each) else None
+
+
+EIGHTHS = 8
+"""What a W may delay is counted in eighths of its own time."""
+
+
+@compiled
+def _next_start(shop: Shop, filling: Filling, device: int) -> int:
+    """Return when the device's next F or B can start; LATE if its input or its room is missing."""
+    first = filling.first[device]
+    if first == filling.row.shape[1] or filling.row[device, first] < 0:
+        return LATE
+    work = filling.row[device, first]
+    if filling.held[device] + shop.delta[shop.sort[work]] > shop.limit[device]:
+        return LATE
+    return max(_ready(shop, filling, work), filling.clock[device])
+
+
+@compiled
+def _prefers_weight(
+    shop: Shop, filling: Filling, device: int, start: int, weight: int, delay: int
+) -> bool:
+    """Return whether the oldest W runs in the idle time before `start`, not much longer than it."""
+    clock = filling.clock[device]
+    ticks = shop.ticks[weight]
+    return start > clock and clock + ticks <= start + delay * ticks // EIGHTHS
+
+
+@compiled
+def _deal(shop: Shop, filling: Filling, queue: np.ndarray, made: np.ndarray, delay: int) -> bool:
+    """Let the devices run in the order of their next starts; return False if they get stuck."""
+    devices, length = made.shape
+    starts, chosen = np.empty(devices, np.int64), np.empty(devices, np.int64)
+    stale = np.ones(devices, np.bool_)
+    taken, listed, count = (
+        np.zeros(devices, np.int64),
+        np.zeros(devices, np.int64),
+        np.zeros(devices, np.int64),
+    )
+    for _ in range(devices * length):
+        for device in range(devices):
+            if not stale[device]:
+                continue
+            stale[device] = False
+            starts[device] = _next_start(shop, filling, device)
+            chosen[device] = NONE
+            if listed[device] > taken[device]:
+                weight = queue[device, taken[device]]
+                if _prefers_weight(shop, filling, device, starts[device], weight, delay):
+                    starts[device], chosen[device] = filling.clock[device], weight
+        device = int(np.argmin(starts))
+        if starts[device] == LATE:
+            return False
+        work = chosen[device]
+        if work == NONE:
+            work = filling.row[device, filling.first[device]]
+            filling.first[device] += 1
+            if shop.sort[work] % 3 == 1:
+                queue[device, listed[device]] = shop.weight[work]
+                listed[device] += 1
+        else:
+            taken[device] += 1
+        _finish(shop, filling, device, work, starts[device])
+        made[device, count[device]] = work
+        count[device] += 1
+        stale[device] = True
+        reader = shop.after[work]
+        if reader >= 0:
+            stale[shop.device[reader]] = True
+    return True
+
+
+@compiled
+def _finish(shop: Shop, filling: Filling, device: int, work: int, start: int) -> None:
+    filling.done[work] = True
+    filling.clock[device] = start + shop.ticks[work]
+    filling.head[work] = filling.clock[device]
+    filling.held[device] += shop.delta[shop.sort[work]]
+
+
+def refill(shop: Shop, row: np.ndarray, delay: int) -> np.ndarray | None:
+    """Return the order with its W dealt out anew; None if the memory does not suffice.
+
+    A W may delay what follows it by `delay` eighths of its own time.
+    """
+    filling = _start(shop, row)
+    filling.row[:] = NONE
+    for device, own in enumerate(row):
+        others = own[shop.sort[own] % 3 != 2]
+        filling.row[device, : len(others)] = others
+    made = np.empty(row.shape, np.int64)
+    return made if _deal(shop, filling, np.empty_like(made), made, delay) else None

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_vshape.core import bounds, improve
 from megatron_vshape.core.blocks import one_f_one_b_v, v_half, v_min, v_zb
 from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.filling import fill
+from megatron_vshape.core.filling import fill, refill
 from megatron_vshape.core.modulo import find_steady_orders
 from megatron_vshape.core.passes import PARTS, Pass, ScheduleError
 from megatron_vshape.core.placement import Placement, linear, looping, v_shape
@@ -26,6 +26,11 @@ from megatron_vshape.core.schedule import Schedule
 
 STARTS = 8
 """So many orders are improved at first."""
+
+DELAYS = (0, 2, 4)
+"""How much a W may delay what follows, in eighths of its time, when it is dealt out anew."""
+
+DEALT = ", W dealt"
 
 ROUNDS = 4
 """The budget is spent in about so many rounds, each with half as many orders."""
@@ -286,12 +291,8 @@ class _Search:
         """Improve the candidates in rounds; half of them stay after each."""
         started = time.monotonic()
         budget = default_steps(self.problem) if steps is None else steps
-        live: list[_Candidate] = []
-        starts = STARTS if self.problem.num_devices <= 8 else STARTS // 2
         try:
-            for ring in self._rings(budget):
-                live += self._candidates(ring)
-            live = _best_of(live, starts)
+            live = self._begin(budget)
             while live and self.steps < budget and not self._closed():
                 share = max(budget // (ROUNDS * len(live)), 1000) if len(live) > 1 else budget
                 for each in live:
@@ -304,6 +305,20 @@ class _Search:
         except KeyboardInterrupt:
             if self.best is None:
                 raise
+
+    def _begin(self, budget: int) -> list[_Candidate]:
+        """Return the orders to improve: of the best rings, with W dealt out anew."""
+        starts = STARTS if self.problem.num_devices <= 8 else STARTS // 2
+        found: list[_Candidate] = []
+        for ring in self._rings(budget):
+            found += self._candidates(ring)
+        best = _best_of(found, 2 * starts)
+        for each in best:
+            for delay in DELAYS:
+                again = self._dealt(each, delay)
+                if again is not None:
+                    found.append(again)
+        return _best_of(found, starts)
 
     def _closed(self) -> bool:
         return self._value() <= self.bound * (1 + 1e-9)
@@ -345,23 +360,52 @@ class _Search:
             short = m
         shop = self._shop(short)
         row = ring.unroll(short)
-        for name, own in ((ring.name, row), (ring.name + ", filled", fill(shop, row))):
-            if own is None:
-                continue
-            if window is not None and not is_period(own, *window, short, k):
-                continue
-            state = improve.new_state(own, self.seed)
-            if improve.settle(shop, state):
-                none = np.full(self.problem.num_devices, row.shape[1])
-                made = _Candidate(name, k, short, state, *(window or (none, none)))
-                if self._judge(made):
-                    yield made
+        none = np.full(self.problem.num_devices, row.shape[1])
+        for name, own in (
+            (ring.name, row),
+            (ring.name + ", filled", fill(shop, row, self.problem.num_devices)),
+            (ring.name + ", filled throughout", fill(shop, row, m)),
+        ):
+            made = self._made(name, k, short, own, *(window or (none, none)))
+            if made is not None:
+                yield made
+
+    def _made(
+        self,
+        name: str,
+        period: int,
+        short: int,
+        row: np.ndarray | None,
+        low: np.ndarray,
+        high: np.ndarray,
+    ) -> _Candidate | None:
+        """Return the order as a candidate; None if it does not fit, run or stay periodic."""
+        whole = int(low[0]) == int(high[0])
+        if row is None or not (whole or is_period(row, low, high, short, period)):
+            return None
+        state = improve.new_state(row, self.seed)
+        if not improve.settle(self._shop(short), state):
+            return None
+        made = _Candidate(name, period, short, state, low, high)
+        return made if self._judge(made) else None
+
+    def _dealt(self, candidate: _Candidate, delay: int) -> _Candidate | None:
+        """Return the candidate with its W dealt out anew."""
+        short = candidate.microbatches
+        row = refill(self._shop(short), candidate.state.row, delay)
+        name = candidate.name.removesuffix(DEALT) + DEALT
+        return self._made(name, candidate.period, short, row, candidate.low, candidate.high)
 
     def _improve(self, candidate: _Candidate, steps: int) -> None:
         shop = self._shop(candidate.microbatches)
         improve.walk(shop, candidate.state, candidate.low, candidate.high, steps)
         self.steps += steps
         self._judge(candidate)
+        for delay in DELAYS:
+            again = self._dealt(candidate, delay)
+            if again is not None and again.value <= candidate.value:
+                candidate.state, candidate.value = again.state, again.value
+                candidate.state.random[0] = (self.steps * 40503 + 1) & 0x7FFFFFFF
 
     def _judge(self, candidate: _Candidate) -> bool:
         """Set the candidate's value at all microbatches, keep the best; return if it can run."""
