@@ -1,0 +1,115 @@
+"""The adaptive scheduler from outside: what it promises, whatever is inside."""
+
+import pytest
+
+from megatron_vshape.core.adaptive import MEMORY_NAMES, PLUS, make_plus
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.frontier import frontier, published
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.search import Objective, plan
+from megatron_vshape.core.simulate import peak_held, simulate
+from megatron_vshape.core.verify import verify
+
+REAL = (1.0, 1.15, 0.85, 0.05)
+
+
+def uniform(devices: int, cost: tuple[float, ...]) -> Costs:
+    return Costs.uniform(devices, 2 * devices, *cost)
+
+
+@pytest.mark.parametrize("cost", [(1, 1, 1, 0), REAL, (1, 2, 1, 0.05), (1, 1.7, 0.6, 0.2)])
+@pytest.mark.parametrize(("devices", "microbatches"), [(2, 3), (3, 7), (4, 8), (5, 4), (6, 18)])
+def test_a_plan_is_proved_and_not_slower_than_what_is_published(
+    devices: int, microbatches: int, cost: tuple[float, ...]
+) -> None:
+    costs = uniform(devices, cost)
+    for name in MEMORY_NAMES:
+        known = make(name, devices, microbatches)
+        limit = max(peak_held(known, costs))
+        made = plan(costs, devices, microbatches, limit)
+        verify(made.schedule, limit, costs)
+        timeline = simulate(made.schedule, costs)
+        assert timeline.makespan == pytest.approx(made.value)
+        assert max(peak_held(made.schedule, costs)) == pytest.approx(max(made.peak))
+        assert made.value <= simulate(known, costs).makespan * (1 + 1e-9)
+        assert made.lower_bound <= made.value * (1 + 1e-9)
+
+
+def test_the_same_call_gives_the_same_plan() -> None:
+    costs = uniform(4, REAL)
+    one, other = (plan(costs, 4, 12, 6) for _ in range(2))
+    assert one.schedule.order == other.schedule.order
+
+
+def test_repeating_bubbles_are_gone_at_half_the_memory() -> None:
+    costs = uniform(8, REAL)
+    few, many = (plan(costs, 8, m, 10).overhead for m in (24, 64))
+    assert many == pytest.approx(few, abs=1e-6)
+    assert many < simulate(make("v-half", 8, 64), costs).overhead
+
+
+def test_no_bubble_without_a_barrier_at_the_memory_of_1f1b() -> None:
+    costs = uniform(6, (1, 1, 1, 0))
+    made = plan(costs, 6, 18, 12, Objective.SPAN)
+    timeline = simulate(made.schedule, costs)
+    assert timeline.span_bubble == pytest.approx(0, abs=1e-9)
+    assert made.value == pytest.approx(timeline.span)
+
+
+def test_a_heavy_head_and_a_limit_per_device() -> None:
+    base = uniform(4, REAL)
+    costs = Costs(
+        (*base.forward_us[:-1], 1.6),
+        (*base.backward_us[:-1], 1.9),
+        base.weight_us,
+        base.send_us,
+        (*base.held_after_forward_bytes[:-1], 1.5),
+        base.held_after_backward_bytes,
+    )
+    limits = (7.0, 6.0, 6.0, 5.0)
+    made = plan(costs, 4, 8, limits)
+    verify(made.schedule)
+    held = peak_held(made.schedule, costs)
+    assert all(peak <= limit + 1e-9 for peak, limit in zip(held, limits, strict=True))
+
+
+def test_a_limit_that_nothing_fits_says_the_least_that_does() -> None:
+    with pytest.raises(ScheduleError, match="the least limit for all devices is 2"):
+        plan(uniform(4, REAL), 4, 8, 1)
+
+
+def test_more_memory_never_costs_time() -> None:
+    costs = uniform(4, REAL)
+    points = frontier(costs, 4, 8, range(1, 9))
+    assert [point.limit for point in points] == list(range(2, 9))
+    bubbles = [point.bubble for point in points]
+    assert bubbles == sorted(bubbles, reverse=True)
+    for point in points:
+        verify(point.schedule, point.limit, costs)
+
+
+def test_published_schedules_are_points() -> None:
+    points = {
+        point.schedule.name: point
+        for point in published(
+            lambda each: Costs.uniform(4, each.num_stages, *REAL), 4, 8, Objective.MAKESPAN
+        )
+    }
+    assert {"1f1b", "v-half", "zb-h2"} <= points.keys()
+    assert points["v-half"].peak == pytest.approx(6)
+    assert all(point.plan is None for point in points.values())
+
+
+@pytest.mark.parametrize("name", MEMORY_NAMES)
+def test_a_name_with_a_plus_is_a_plan_at_its_memory(name: str) -> None:
+    costs = uniform(4, (1, 2, 1, 0.05))
+    made, base = make_plus(name + PLUS, 4, 8, costs), make(name, 4, 8)
+    assert made.name == name + PLUS
+    assert max(peak_held(made, costs)) <= max(peak_held(base, costs))
+    assert simulate(made, costs).makespan <= simulate(base, costs).makespan
+
+
+def test_only_some_names_have_a_plus() -> None:
+    with pytest.raises(ScheduleError, match=r"there are v-min\+, v-half\+, v-zb\+"):
+        make_plus("1f1b+", 4, 8)
