@@ -1,9 +1,34 @@
-"""Proven lower bounds of makespan and span, and the least memory that anything fits."""
+"""Proven lower bounds of makespan and span, and the least memory that anything fits.
 
+Each bound holds for every order within the limits; the greatest one counts. Notation: stage s of
+device i, h = what a microbatch holds there, M = the device's limit, m microbatches.
+
+* Resource and start-up: a device works for all microbatches, not before the first one comes.
+* Memory over time: a microbatch holds h at least as long as its way from F(s) to the last stage
+  and back takes; the device can give M all the time and no more.
+* Warm-up: before the first microbatch is back for its next chunk, only forwards of the first
+  chunk can run, as many as leave room for that chunk; before its B(s) of the first chunk is
+  over, no memory of the first chunk comes free, so only so many microbatches have any work.
+* Drain: what follows the last B on a device is a chain to device 0. Meanwhile the device has only
+  W left, and no more of them than its memory could put off.
+"""
+
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.placement import Placement, stages_of
+
+_ROUNDING = 1e-9
+
+
+class _Paths(NamedTuple):
+    """Shortest times along the way of one microbatch, per stage."""
+
+    forward: tuple[float, ...]  # until F(s) can start
+    round_trip: tuple[float, ...]  # from the start of F(s) to the end of B(s)
+    drain: tuple[float, ...]  # from the end of B(s) to the end of B(0) and its W
 
 
 def least_memory(costs: Costs, placement: Placement, num_devices: int) -> tuple[float, ...]:
@@ -15,8 +40,8 @@ def least_memory(costs: Costs, placement: Placement, num_devices: int) -> tuple[
     for stages in stages_of(placement, num_devices):
         held = [costs.held_after_forward_bytes[stage] for stage in stages]
         worst = sum(held)
-        for at in range(len(stages) - 1, -1, -1):
-            worst = max(worst, sum(held[:at]) + costs.held_after_backward_bytes[stages[at]])
+        for at, stage in enumerate(stages):
+            worst = max(worst, sum(held[:at]) + costs.held_after_backward_bytes[stage])
         least.append(worst)
     return tuple(least)
 
@@ -29,33 +54,102 @@ def lower_bound(
     limits: Sequence[float],
     span: bool = False,
 ) -> float:
-    """Return a value that no order within the limits is below."""
-    heads = first_starts(costs, placement, num_devices)
-    tails = last_ends(costs, placement, num_devices)
-    best = costs.busy_us(placement, num_devices, num_microbatches)
-    for device in range(num_devices):
-        own = sum(
-            costs.forward_us[s] + costs.backward_us[s] + costs.weight_us[s]
-            for s in stages_of(placement, num_devices)[device]
-        )
-        work = own * num_microbatches
+    """Return a value that no order within the limits is below.
+
+    For the span, each device's own first start is subtracted: `first_starts` says when that is,
+    and no order that runs at once what it can has it later.
+    """
+    paths = _make_paths(costs, placement)
+    best = sum(paths.forward[:1]) + paths.round_trip[0] + costs.weight_us[0]
+    for device, stages in enumerate(stages_of(placement, num_devices)):
+        start = paths.forward[stages[0]]
+        work = num_microbatches * sum(_work_us(costs, stage) for stage in stages)
+        ends = [
+            start + work,
+            start + _over_time(costs, paths, stages, num_microbatches, limits[device]),
+            work + _warm_up(costs, paths, stages, num_microbatches, limits[device]),
+        ]
+        best = max(best, *(end - (start if span else 0.0) for end in ends))
         if not span:
-            best = max(best, heads[device] + work + tails[device])
+            late = _put_off(costs, stages, num_microbatches, limits[device])
+            best = max(best, start + work - late + paths.drain[stages[0]])
     return best
 
 
 def first_starts(costs: Costs, placement: Placement, num_devices: int) -> list[float]:
     """Return when each device's first pass can start: the first microbatch has to come there."""
-    starts: dict[int, float] = {}
-    clock = 0.0
-    for stage, device in enumerate(placement):
-        if stage and device != placement[stage - 1]:
-            clock += costs.send_us
-        starts.setdefault(device, clock)
-        clock += costs.forward_us[stage]
-    return [starts[device] for device in range(num_devices)]
+    forward = _make_paths(costs, placement).forward
+    return [forward[stages[0]] for stages in stages_of(placement, num_devices)]
 
 
-def last_ends(costs: Costs, placement: Placement, num_devices: int) -> list[float]:
-    """Return zero: a device may be the last to end, with W of its own."""
-    return [0.0] * num_devices
+def _work_us(costs: Costs, stage: int) -> float:
+    return costs.forward_us[stage] + costs.backward_us[stage] + costs.weight_us[stage]
+
+
+def _make_paths(costs: Costs, placement: Placement) -> _Paths:
+    stages = len(placement)
+    hop = [costs.send_us if placement[s] != placement[s - 1] else 0.0 for s in range(1, stages)]
+    forward, drain = [0.0], [costs.weight_us[0]]
+    for stage in range(1, stages):
+        forward.append(forward[-1] + costs.forward_us[stage - 1] + hop[stage - 1])
+        drain.append(drain[-1] + costs.backward_us[stage - 1] + hop[stage - 1])
+    trip = [costs.forward_us[-1] + costs.backward_us[-1]]
+    for stage in reversed(range(stages - 1)):
+        own = costs.forward_us[stage] + costs.backward_us[stage]
+        trip.append(trip[-1] + own + 2 * hop[stage])
+    return _Paths(tuple(forward), tuple(reversed(trip)), tuple(drain))
+
+
+def _over_time(
+    costs: Costs, paths: _Paths, stages: Sequence[int], num_microbatches: int, limit: float
+) -> float:
+    """Return how long the device's memory is needed, all of it all the time."""
+    if limit <= 0:
+        return 0.0
+    area = sum(
+        costs.held_after_forward_bytes[stage] * paths.round_trip[stage]
+        + costs.held_after_backward_bytes[stage] * costs.weight_us[stage]
+        for stage in stages
+    )
+    return num_microbatches * area / (limit * (1 + _ROUNDING))
+
+
+def _warm_up(
+    costs: Costs, paths: _Paths, stages: Sequence[int], num_microbatches: int, limit: float
+) -> float:
+    """Return the least time, start included, that the device idles before it is warm."""
+    first = stages[0]
+    held = costs.held_after_forward_bytes
+    idle = paths.forward[first]
+    if held[first] <= 0:
+        return idle
+    if len(stages) > 1:
+        second = stages[1]
+        ahead = _count((limit - held[second]) / held[first], num_microbatches)
+        idle = max(idle, paths.forward[second] - ahead * costs.forward_us[first])
+    # until the first B of this chunk is over, so many microbatches are in and have any work here
+    inside = _count(limit / held[first], num_microbatches)
+    later = sum(_work_us(costs, stage) for stage in stages[1:])
+    done = inside * (costs.forward_us[first] + later) + costs.backward_us[first]
+    return max(idle, paths.forward[first] + paths.round_trip[first] - done)
+
+
+def _put_off(costs: Costs, stages: Sequence[int], num_microbatches: int, limit: float) -> float:
+    """Return the most time that W still take after the device's last B."""
+    if any(costs.held_after_backward_bytes[stage] <= 0 for stage in stages):
+        return num_microbatches * sum(costs.weight_us[stage] for stage in stages)
+    rates = sorted(
+        ((costs.weight_us[s] / costs.held_after_backward_bytes[s], s) for s in stages), reverse=True
+    )
+    room, late = limit * (1 + _ROUNDING), 0.0
+    for _, stage in rates:
+        held = costs.held_after_backward_bytes[stage]
+        # the last one may count in part: a bound may be too low, not too high
+        count = min(num_microbatches, room / held)
+        late += count * costs.weight_us[stage]
+        room -= count * held
+    return late
+
+
+def _count(ratio: float, most: int) -> int:
+    return max(0, min(most, math.floor(ratio * (1 + _ROUNDING) + _ROUNDING)))

@@ -32,6 +32,12 @@ DELAYS = (0, 2, 4)
 
 DEALT = ", W dealt"
 
+SHARES = (1.0, 0.85)
+"""Steady orders are made for the limit, and for less, which leaves the ends more room."""
+
+MOST_AT_ONCE = 300_000
+"""So many steps at most until progress is shown and W is dealt out anew."""
+
 ROUNDS = 4
 """The budget is spent in about so many rounds, each with half as many orders."""
 
@@ -265,8 +271,9 @@ class _Candidate:
 
 
 def _best_of(candidates: list[_Candidate], count: int) -> list[_Candidate]:
-    """Return the candidates of least value, equal ones in the order they came."""
-    return sorted(candidates, key=lambda each: each.value)[:count]
+    """Return the candidates of least value; of equal ones, which are mostly the same, one."""
+    different = {each.value: each for each in reversed(candidates)}
+    return sorted(different.values(), key=lambda each: each.value)[:count]
 
 
 class _Search:
@@ -288,23 +295,34 @@ class _Search:
         )
 
     def run(self, steps: int | None, seconds: float | None, progress: Progress | None) -> None:
-        """Improve the candidates in rounds; half of them stay after each."""
-        started = time.monotonic()
+        """Search with the budget; with `seconds` again, other and twice as long, until they end."""
+        ends = None if seconds is None else time.monotonic() + seconds
         budget = default_steps(self.problem) if steps is None else steps
         try:
-            live = self._begin(budget)
-            while live and self.steps < budget and not self._closed():
-                share = max(budget // (ROUNDS * len(live)), 1000) if len(live) > 1 else budget
-                for each in live:
-                    self._improve(each, min(share, budget - self.steps))
-                    if progress is not None:
-                        progress(self.steps, self._value(), self.bound)
-                live = _best_of(live, max(len(live) // 2, 1))
-            while seconds is not None and time.monotonic() - started < seconds:
-                self._improve(live[0], 20_000)
+            while True:
+                self._round(budget, ends, progress)
+                if self._closed() or ends is None or time.monotonic() >= ends:
+                    return
+                self.seed += 1
+                budget *= 2
         except KeyboardInterrupt:
             if self.best is None:
                 raise
+
+    def _round(self, budget: int, ends: float | None, progress: Progress | None) -> None:
+        """Improve the candidates in turns; half of them stay after each."""
+        live = self._begin(budget)
+        left = budget
+        while live and left > 0 and not self._closed():
+            share = min(max(budget // (ROUNDS * len(live)), 1000), MOST_AT_ONCE)
+            for each in live:
+                self._improve(each, min(share, left))
+                left -= min(share, left)
+                if progress is not None:
+                    progress(self.steps, self._value(), self.bound)
+                if ends is not None and time.monotonic() >= ends:
+                    return
+            live = _best_of(live, max(len(live) // 2, 1))
 
     def _begin(self, budget: int) -> list[_Candidate]:
         """Return the orders to improve: of the best rings, with W dealt out anew."""
@@ -312,12 +330,8 @@ class _Search:
         found: list[_Candidate] = []
         for ring in self._rings(budget):
             found += self._candidates(ring)
-        best = _best_of(found, 2 * starts)
-        for each in best:
-            for delay in DELAYS:
-                again = self._dealt(each, delay)
-                if again is not None:
-                    found.append(again)
+        for each in _best_of(found, 2 * starts):
+            found += [again for delay in DELAYS if (again := self._dealt(each, delay)) is not None]
         return _best_of(found, starts)
 
     def _closed(self) -> bool:
@@ -334,11 +348,14 @@ class _Search:
         if problem.placement == v_shape(devices):
             for block in (v_min, v_half, v_zb, one_f_one_b_v):
                 yield ring_of_block(block(devices))
-        orders = find_steady_orders(
-            problem.costs, problem.placement, devices, problem.limits, budget // 32, self.seed
-        )
-        for at, order in enumerate(orders):
-            yield ring_of_order(order, f"steady-{at}")
+        least = bounds.least_memory(problem.costs, problem.placement, devices)
+        for share, steps in zip(SHARES, (budget // 48, budget // 96), strict=True):
+            limits = [max(x, share * y) for x, y in zip(least, problem.limits, strict=True)]
+            orders = find_steady_orders(
+                problem.costs, problem.placement, devices, limits, steps, self.seed
+            )
+            for at, order in enumerate(orders):
+                yield ring_of_order(order, f"steady-{at} at {share:.0%}")
 
     def _shop(self, num_microbatches: int) -> improve.Shop:
         if num_microbatches not in self.shops:
@@ -365,6 +382,7 @@ class _Search:
             (ring.name, row),
             (ring.name + ", filled", fill(shop, row, self.problem.num_devices)),
             (ring.name + ", filled throughout", fill(shop, row, m)),
+            (ring.name + DEALT, refill(shop, row, 0)),
         ):
             made = self._made(name, k, short, own, *(window or (none, none)))
             if made is not None:

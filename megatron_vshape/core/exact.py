@@ -1,0 +1,169 @@
+"""The optimum of small schedules, or a proven gap, by constraint programming.
+
+OR-tools' CP-SAT, started from a plan, proves it the best, finds a better one, or stops with the
+bound it has reached. Up to about 4 devices and 8 microbatches that takes seconds to minutes; the
+number of passes decides. Needs the extra `exact`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.placement import stages_of
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.search import Objective, Plan
+from megatron_vshape.core.simulate import peak_held, simulate
+
+KINDS = (Kind.F, Kind.B, Kind.W)
+TICKS = 10_000
+"""The mean pass takes at least so many ticks; times are rounded down to them for the bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """The solver's model: the start of every pass, and the objective."""
+
+    model: Any
+    start: dict[Pass, Any]
+    ticks: dict[Pass, int]
+    value: Any
+    per_us: float
+
+
+def prove(
+    plan: Plan, costs: Costs, limits: float | Sequence[float], seconds: float, workers: int = 1
+) -> Plan:
+    """Return the plan with the bound that is proven in `seconds`, or a better plan.
+
+    `limits` are those the plan was made for. With one worker the outcome depends on nothing but
+    the time taken; more workers are faster and less repeatable.
+
+    Raises:
+        ScheduleError: OR-tools is not installed, or the plan does not fit the limits.
+    """
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        raise ScheduleError(
+            "a proof needs OR-tools: pip install 'megatron-vshape[exact]'"
+        ) from None
+    schedule = plan.schedule
+    each = (limits,) * schedule.num_devices if isinstance(limits, int | float) else tuple(limits)
+    for device, (held, most) in enumerate(zip(plan.peak, each, strict=True)):
+        if held > most * (1 + 1e-9):
+            raise ScheduleError(f"the plan holds {held:g} on device {device}, not {most:g} or less")
+    made = _make_model(cp_model.CpModel(), plan, costs, each)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = workers
+    status = solver.solve(made.model)
+    bound = max(plan.lower_bound, solver.best_objective_bound / made.per_us)
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        plan = _better(plan, costs, each, {p: solver.value(s) for p, s in made.start.items()})
+    return replace(plan, lower_bound=min(bound, plan.value))
+
+
+def _make_model(model: Any, plan: Plan, costs: Costs, limits: Sequence[float]) -> _Model:
+    schedule = plan.schedule
+    stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    per_us = _ticks_per_us(costs)
+    horizon = int(plan.value * per_us) + int(costs.send_us * per_us) * 4 * stages + TICKS
+    passes = [
+        Pass(kind, s, j) for j in range(microbatches) for s in range(stages) for kind in KINDS
+    ]
+    # rounded down, so that the bound of the model is one of the costs, too
+    ticks = {p: int(costs.time_us(p.kind, p.stage) * per_us + 1e-6) for p in passes}
+    start = {p: model.new_int_var(0, horizon, str(p)) for p in passes}
+    end = {p: start[p] + ticks[p] for p in passes}
+    for work in passes:
+        for need in work.needs(stages):
+            away = schedule.placement[need.stage] != schedule.placement[work.stage]
+            lag = int(costs.send_us * per_us + 1e-6) if away else 0
+            model.add(start[work] >= end[need] + lag)
+        if work.microbatch:
+            # all microbatches are alike, so each sort may keep their order
+            model.add(start[work] >= end[work._replace(microbatch=work.microbatch - 1)])
+    _add_devices(model, schedule, costs, limits, start, end, ticks)
+    value = model.new_int_var(0, horizon, "value")
+    _add_objective(model, plan, costs, value, end, per_us)
+    timeline = simulate(schedule, costs)
+    for device in range(schedule.num_devices):
+        for work, begin, _ in timeline.slots(device):
+            model.add_hint(start[work], int(begin * per_us))
+    return _Model(model, start, ticks, value, per_us)
+
+
+def _ticks_per_us(costs: Costs) -> float:
+    times = (*costs.forward_us, *costs.backward_us, *costs.weight_us)
+    scale = 1.0
+    while sum(times) / len(times) * scale < TICKS:
+        scale *= 10
+    while sum(times) / len(times) * scale >= 10 * TICKS:
+        scale /= 10
+    return scale
+
+
+def _add_devices(
+    model: Any,
+    schedule: Schedule,
+    costs: Costs,
+    limits: Sequence[float],
+    start: dict[Pass, Any],
+    end: dict[Pass, Any],
+    ticks: dict[Pass, int],
+) -> None:
+    """Let a device run one pass at a time and hold no more than its limit."""
+    unit = max(costs.held_after_forward_bytes + costs.held_after_backward_bytes) / 1e6 or 1.0
+    for device, stages in enumerate(stages_of(schedule.placement, schedule.num_devices)):
+        runs, lives, amounts = [], [], []
+        for stage in stages:
+            for j in range(schedule.num_microbatches):
+                f, b, w = (Pass(kind, stage, j) for kind in KINDS)
+                runs += [
+                    model.new_fixed_size_interval_var(start[p], ticks[p], f"run {p}")
+                    for p in (f, b, w)
+                ]
+                for first, last, held in (
+                    (start[f], end[b], costs.held_after_forward_bytes[stage]),
+                    (end[b], end[w], costs.held_after_backward_bytes[stage]),
+                ):
+                    length = model.new_int_var(0, 1 << 40, "")
+                    lives.append(model.new_interval_var(first, length, last, f"hold {f}"))
+                    amounts.append(int(held / unit))
+        model.add_no_overlap(runs)
+        model.add_cumulative(lives, amounts, int(limits[device] / unit * (1 + 1e-9)) + 1)
+
+
+def _add_objective(
+    model: Any, plan: Plan, costs: Costs, value: Any, end: dict[Pass, Any], per_us: float
+) -> None:
+    """Make small the last end, or the last end after a device's first start."""
+    schedule = plan.schedule
+    timeline = simulate(schedule, costs)
+    for work, last in end.items():
+        first = 0.0
+        if plan.objective is Objective.SPAN:
+            first = timeline.starts[schedule.placement[work.stage]][0]
+        model.add(value >= last - int(first * per_us + 1))
+    model.minimize(value)
+
+
+def _better(
+    plan: Plan, costs: Costs, limits: Sequence[float], start: dict[Pass, int]
+) -> Plan:
+    """Return the plan in the solver's order if that is better and, unrounded, fits."""
+    old = plan.schedule
+    rows: list[list[tuple[int, Pass]]] = [[] for _ in old.order]
+    for work, at in start.items():
+        rows[old.placement[work.stage]].append((at, work))
+    order = tuple(tuple(work for _, work in sorted(row)) for row in rows)
+    schedule = replace(old, order=order)
+    timeline = simulate(schedule, costs)
+    value = timeline.makespan if plan.objective is Objective.MAKESPAN else timeline.span
+    peak = peak_held(schedule, costs)
+    fits = all(held <= most * (1 + 1e-9) for held, most in zip(peak, limits, strict=True))
+    if value >= plan.value or not fits:
+        return plan
+    return replace(plan, schedule=schedule, value=value, peak=peak, source="exact")
