@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_vshape.cli.files import Output, check_distinct, check_target, write_all
 from megatron_vshape.cli.options import (
     SCHEDULE_SUFFIXES,
+    UNIT_COST,
     add_cost_arguments,
     add_size_arguments,
     costs_for,
@@ -18,6 +19,7 @@ from megatron_vshape.cli.options import (
     read_schedule,
     regroup,
 )
+from megatron_vshape.core.adaptive import MEMORY_NAMES, PLUS, make_plus
 from megatron_vshape.core.building_block import BuildingBlock
 from megatron_vshape.core.catalogue import NAMES, OPTIONS
 from megatron_vshape.core.costs import Costs
@@ -66,7 +68,10 @@ class _Result:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say which arguments the command takes."""
     parser.add_argument(
-        "name", nargs="?", metavar="NAME|FILE", help=f"{', '.join(NAMES)}, or a schedule file"
+        "name",
+        nargs="?",
+        metavar="NAME|FILE",
+        help=f"{', '.join((*NAMES, *(each + PLUS for each in MEMORY_NAMES)))}, or a schedule file",
     )
     add_size_arguments(parser)
     add_cost_arguments(parser)
@@ -138,13 +143,27 @@ def _check(options: argparse.Namespace) -> None:
 
 def _result(name: str, options: argparse.Namespace, measured: Costs | None) -> _Result:
     sizes = (options.devices, options.microbatches)
-    schedule, block = read_schedule(name, *sizes, _choices(options))
+    if name.endswith(PLUS):
+        schedule, block = _planned(name, options, measured), None
+    else:
+        schedule, block = read_schedule(name, *sizes, _choices(options))
     costs = costs_for(schedule, options.cost, measured)
     timeline = simulate(schedule, costs)
     if measured is None:
         return _Result(block, timeline, costs, numbers_of(timeline), None)
     base = regroup(measured, schedule.num_devices, "1F1B, for comparison,")
     return _Result(block, timeline, costs, numbers_of(timeline, costs, base), measured)
+
+
+def _planned(name: str, options: argparse.Namespace, measured: Costs | None) -> Schedule:
+    """Return the adaptive scheduler's order at the memory of the schedule before the plus."""
+    devices, microbatches = options.devices, options.microbatches
+    if devices is None or microbatches is None:
+        missing = "--devices" if devices is None else "--microbatches"
+        raise ScheduleError(f"{name} needs {missing}, as in --devices 4 --microbatches 8")
+    cost = options.cost or UNIT_COST
+    costs = Costs.uniform(devices, 2 * devices, *cost) if measured is None else measured
+    return make_plus(name, devices, microbatches, costs)
 
 
 def _choices(options: argparse.Namespace) -> dict[str, int]:

@@ -1,0 +1,88 @@
+"""megatron-vshape plan, and names with a plus."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_vshape.cli.main import main
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.schedule import load_schedule
+from megatron_vshape.core.simulate import peak_held, simulate
+
+SIZE = ["--devices", "4", "--microbatches", "8"]
+COST = ["--cost", "1,1.15,.85,.05"]
+
+
+def test_a_plan_is_printed_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    arguments = ["plan", *SIZE, *COST, "--memory-limit", "6", "--export", str(path)]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    schedule = load_schedule(path)
+    timeline = simulate(schedule, Costs.uniform(4, 8, 1, 1.15, 0.85, 0.05))
+    assert f"makespan        {timeline.makespan:.6g}" in shown
+    assert "memory          6 chunks at the peak, limit 6 chunks" in shown
+    assert "lower bound" in shown
+    assert max(peak_held(schedule)) == 6
+
+
+def test_the_frontier_is_a_picture_and_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "frontier.svg"
+    arguments = ["plan", "--devices", "3", "--microbatches", "6", *COST, "--frontier", str(path)]
+    assert main(arguments) == 0
+    rows = [line.split(",") for line in path.with_suffix(".csv").read_text().splitlines()]
+    plans = [row for row in rows if row[0] == "plan"]
+    assert [int(row[1]) for row in plans] == [2, 3, 4, 5, 6]
+    values = [float(row[3]) for row in plans]
+    assert values == sorted(values, reverse=True)
+    assert "V-Half" in path.read_text()
+    assert "v-half" in capsys.readouterr().out
+
+
+def test_a_limit_in_gib_is_of_the_costs_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gib = 2.0**30
+    costs = Costs((1000.0,) * 8, (1150.0,) * 8, (850.0,) * 8, 50.0, (gib,) * 8, (gib,) * 8)
+    path = tmp_path / "costs.json"
+    path.write_text(costs.to_json())
+    assert main(["plan", *SIZE, "--costs", str(path), "--memory-limit", "6GiB"]) == 0
+    assert "6 GiB (6 chunks) at the peak, limit 6 GiB (6 chunks)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["plan", "--devices", "4"], "plan needs --microbatches"),
+        (["plan", *SIZE, "--memory-limit", "1"], "the least limit for all devices is 2"),
+        (["plan", *SIZE, "--memory-limit", "six"], "--memory-limit 'six' is neither chunks"),
+        (["plan", *SIZE, "--memory-limit", "4GiB"], "--memory-limit 4GiB needs --costs FILE"),
+        (["plan", *SIZE, "--seconds", "0"], "'0' is not a number of seconds above 0"),
+        (["plan", *SIZE, "--export", "plan.txt"], "--export plan.txt: the file's name must end"),
+        (["plan", *SIZE, "--frontier", "f.svg", "--memory-limit", "4"], "plans at every limit"),
+        (["schedule", "1f1b+", *SIZE], "there is no schedule '1f1b+'; with a plus there are"),
+        (["schedule", "v-half+", "--devices", "4"], "v-half+ needs --microbatches"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    told = capsys.readouterr()
+    assert text in told.err
+    assert told.err.count("\n") == 1
+    assert told.out == ""
+
+
+def test_a_name_with_a_plus_has_the_memory_and_less_time(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plus.json"
+    assert main(["schedule", "v-half+", *SIZE, *COST, "--export", str(path)]) == 0
+    assert "v-half+, 4 devices, 8 microbatches" in capsys.readouterr().out
+    assert json.loads(path.read_text())["name"] == "v-half+"
+    assert max(peak_held(load_schedule(path))) == 6
