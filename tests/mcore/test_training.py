@@ -8,10 +8,11 @@ import torch
 from mcore.conftest import UNTIED
 from mcore.farm import Ended
 
-from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.catalogue import NAMES, make
 from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.core.placement import Placement, looping, stages_of
 from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.mcore.arguments import MEGATRONS_OWN
 
 Train = Callable[..., Ended]
 
@@ -197,6 +198,21 @@ def test_an_exported_1f1b_equals_megatrons(train: Train, tmp_path: Path) -> None
     assert losses(ours) == losses(theirs)
     mine, yours = ours.merged("gradients"), theirs.merged("gradients")
     assert all(torch.equal(mine[name], yours[name]) for name in yours)
+
+
+REST_OF_THE_CATALOGUE = [
+    name
+    for name in NAMES
+    if name not in (*MEGATRONS_OWN, "v-min", "v-half", "v-zb")  # these have their own tests
+]
+
+
+@pytest.mark.parametrize("schedule", REST_OF_THE_CATALOGUE)
+def test_every_schedule_of_the_catalogue_trains(train: Train, schedule: str) -> None:
+    theirs = train(4, "--pipeline-schedule", "1f1b", *FOUR, UNTIED)
+    ours = train(4, "--pipeline-schedule", schedule, *FOUR, UNTIED)
+    assert f"pipeline schedule {schedule}, 4 ranks" in ours.output[0]
+    assert_equal_training(ours, theirs)
 
 
 def test_interleaved_1f1b_is_megatrons_with_two_chunks(train: Train) -> None:
