@@ -2,14 +2,13 @@
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
 from megatron_vshape.core.building_block import BuildingBlock
 from megatron_vshape.core.catalogue import NAMES, OPTIONS, make, make_block
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.costs import Costs, regroup
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule, load_schedule
 from megatron_vshape.core.verify import verify
@@ -130,37 +129,4 @@ def costs_for(
     if measured is None:
         sizes = (schedule.num_devices, schedule.num_stages)
         return Costs.uniform(*sizes, *(UNIT_COST if cost is None else cost))
-    return regroup(measured, schedule.num_stages, schedule.name)
-
-
-def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
-    """Return the costs of a coarser cut of the same model: neighbouring stages added up.
-
-    So one file of 2 D stages serves every schedule of one or two chunks a device.
-
-    Raises:
-        ScheduleError: the stages do not go evenly into the file's.
-    """
-    size, rest = divmod(costs.num_stages, num_stages)
-    if rest or not size:
-        raise ScheduleError(
-            f"the costs are for {costs.num_stages} stages, {plain(name)} has {num_stages}; the "
-            f"costs need {num_stages} or a multiple of it, which is then added up"
-        )
-
-    def added(values: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(_sums(values, size))
-
-    return replace(
-        costs,
-        forward_us=added(costs.forward_us),
-        backward_us=added(costs.backward_us),
-        weight_us=added(costs.weight_us),
-        held_after_forward_bytes=added(costs.held_after_forward_bytes),
-        held_after_backward_bytes=added(costs.held_after_backward_bytes),
-    )
-
-
-def _sums(values: tuple[float, ...], size: int) -> Iterator[float]:
-    for first in range(0, len(values), size):
-        yield math.fsum(values[first : first + size])
+    return regroup(measured, schedule.num_stages, plain(schedule.name))

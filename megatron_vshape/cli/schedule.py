@@ -17,12 +17,11 @@ from megatron_vshape.cli.options import (
     costs_for,
     count,
     read_schedule,
-    regroup,
 )
 from megatron_vshape.core.adaptive import MEMORY_NAMES, PLUS, make_plus
 from megatron_vshape.core.building_block import BuildingBlock
 from megatron_vshape.core.catalogue import NAMES, OPTIONS
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.costs import Costs, regroup
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule, Timeline
 from megatron_vshape.core.simulate import peak_held, simulate

@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_vshape.core.files import check_keys, is_number, parse_object, read_text
@@ -138,3 +138,36 @@ def _numbers(name: str, values: object) -> tuple[float, ...]:
         return tuple(map(float, values))
     except OverflowError:
         raise ScheduleError(f"{name} holds a number too large for a float") from None
+
+
+def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
+    """Return the costs of a coarser cut of the same model: neighbouring stages added up.
+
+    So one file of 2 D stages serves every schedule of one or two chunks a device.
+
+    Raises:
+        ScheduleError: the stages do not go evenly into the file's.
+    """
+    size, rest = divmod(costs.num_stages, num_stages)
+    if rest or not size:
+        raise ScheduleError(
+            f"the costs are for {costs.num_stages} stages, {name} has {num_stages}; the "
+            f"costs need {num_stages} or a multiple of it, which is then added up"
+        )
+
+    def added(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(_sums(values, size))
+
+    return replace(
+        costs,
+        forward_us=added(costs.forward_us),
+        backward_us=added(costs.backward_us),
+        weight_us=added(costs.weight_us),
+        held_after_forward_bytes=added(costs.held_after_forward_bytes),
+        held_after_backward_bytes=added(costs.held_after_backward_bytes),
+    )
+
+
+def _sums(values: tuple[float, ...], size: int) -> Iterator[float]:
+    for first in range(0, len(values), size):
+        yield math.fsum(values[first : first + size])

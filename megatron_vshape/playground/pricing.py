@@ -1,10 +1,8 @@
 """From the costs that the page shows to the costs of a schedule's stages."""
 
-import math
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.costs import Costs, regroup
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.playground.request import CostChoice, FieldError
 
@@ -58,24 +56,8 @@ def _added(values: tuple[float, ...], at: int, more: float) -> tuple[float, ...]
 
 
 def _regroup(costs: Costs, num_stages: int) -> Costs:
-    """Return the costs of a coarser cut of the same model: neighbouring stages added up."""
-    size, rest = divmod(costs.num_stages, num_stages)
-    if rest or not size:
-        raise FieldError(
-            "costs",
-            f"the costs file is for {costs.num_stages} stages, this schedule has {num_stages}; "
-            f"the file needs {num_stages} or a multiple of it",
-        )
-
-    def sums(values: Sequence[float]) -> Iterator[float]:
-        for first in range(0, len(values), size):
-            yield math.fsum(values[first : first + size])
-
-    return replace(
-        costs,
-        forward_us=tuple(sums(costs.forward_us)),
-        backward_us=tuple(sums(costs.backward_us)),
-        weight_us=tuple(sums(costs.weight_us)),
-        held_after_forward_bytes=tuple(sums(costs.held_after_forward_bytes)),
-        held_after_backward_bytes=tuple(sums(costs.held_after_backward_bytes)),
-    )
+    """Return the costs of a coarser cut; what is wrong with them marks the field of the file."""
+    try:
+        return regroup(costs, num_stages, "this schedule")
+    except ScheduleError as error:
+        raise FieldError("costs", str(error)) from None
