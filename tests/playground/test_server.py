@@ -69,7 +69,7 @@ def test_costs_from_a_file_are_bytes_and_microseconds(client):
     assert max(found["numbers"]["peaks"]) > 2.0**30
     wrong = refusal(client, request(costs=body["costs"], devices=3))
     assert wrong["field"] == "costs"
-    assert "the costs file is for 8 stages, this schedule has 6" in wrong["text"]
+    assert "the costs are for 8 stages, this schedule has 6" in wrong["text"]
 
 
 def test_a_plan_says_its_bound_and_tells_of_its_progress(client):
