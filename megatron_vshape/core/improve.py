@@ -444,6 +444,23 @@ def walk(shop: Shop, state: State, low: np.ndarray, high: np.ndarray, steps: int
     return best
 
 
+@compiled
+def measure(shop: Shop, row: np.ndarray) -> int:
+    """Return the objective of an order that fits the memory; NONE if it deadlocks."""
+    devices, length = row.shape
+    place = np.empty(devices * length, np.int32)
+    head = np.empty(devices * length, np.int64)
+    for device in range(devices):
+        for at in range(length):
+            place[row[device, at]] = at
+    if len(run_rows(shop, row, place, head)) < devices * length:
+        return NONE
+    worst = head[row[0, length - 1]] + shop.due[0]
+    for device in range(1, devices):
+        worst = max(worst, head[row[device, length - 1]] + shop.due[device])
+    return worst
+
+
 def new_state(row: np.ndarray, seed: int) -> State:
     """Return the state of an order before `settle` has filled it."""
     size = row.size

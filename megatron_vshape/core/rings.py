@@ -150,4 +150,4 @@ def splice(
             microbatch[end:] + more * period,
         )
         rows.append(np.concatenate(sorts) * full + np.concatenate(micro))
-    return np.stack(rows)
+    return np.stack(rows).astype(np.int32)

@@ -1,4 +1,37 @@
-"""The adaptive scheduler: the order of least makespan or span for given costs and memory."""
+"""The adaptive scheduler: the order of least makespan or span for given costs and memory.
+
+1. Steady orders: `modulo` finds cyclic orders that fit the memory with the least period; the
+   published blocks join them. Each is cut to the few microbatches that show its two ends
+   (`rings`).
+2. Starts: of each the order as it is, with its idle time filled, and with W dealt out anew as
+   filler (`filling`). All are judged at the full number of microbatches: a whole period in the
+   middle is repeated, which costs nothing to search.
+3. The ends: a walk over orders that moves a pass, alone or with its neighbours in other
+   microbatches, whenever the objective does not grow (`improve`). The worse half of the orders
+   drops out after each turn; W is dealt out anew in between.
+
+What was tried, as overheads in chunk passes (F/B/W/comm, memory in chunks, published best):
+
+* Ties are what matters. Taking only moves that lower (makespan, sum of ends) gives 40.6 from
+  V-Half's order at d=8, m=24, 1/2/1/.05, 10 chunks (59.9); walking along ties as well 33-35 in
+  the same time, from whatever start. The sum of ends, even as a mild preference, makes it worse
+  (34.5 to 35.9), and so do annealing (50), late acceptance (58) and a band above the best (35-37).
+* Steady orders against blocks: d=8, m=64, 1/2/1/.05, 10 chunks: 86 from V-Half's order, whose
+  period no change of the ends can mend, 39-41 from steady orders (103.9); 8 chunks: 270 and 110
+  (286.7).
+* W as filler: at d=16, 1/2/1/.05, 32 chunks the best filled order has 46.0, with W dealt out
+  anew 33.6 (33.65); at 24 chunks, 1/1.15/.85/.05, 57.4 and 49.2, and after the walk 40.5 (45.75).
+* Moving neighbouring microbatches together and mostly passes on a critical path: 5 % less in
+  the same time; moving neighbouring stages together: nothing. Greedy list scheduling with 768
+  settings of caps and priorities: never better than filled orders but once (23.0 against 26.4 at
+  d=8, 12 chunks, before the walk, after which the filled ones lead).
+* Looking again only at what a move touches (heads and tails, as in job-shop search) makes a step
+  about a microsecond at any number of microbatches; recomputing all took 2 to 6.
+* At d=8, m=24, 1/1.15/.85/.05, 10 chunks every start ends at 22.4 (23.7; solver windows 22.5).
+
+Open: below V-Half's memory the period bounds the gain; at the memory of V-ZB d - 1 hops are all
+that is left; between them (24 of 32 chunks at d=16) ten times the steps still gain a fifth.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -7,13 +40,13 @@ from enum import StrEnum
 
 import numpy as np
 
-from megatron_vshape.core import bounds, improve
-from megatron_vshape.core.blocks import one_f_one_b_v, v_half, v_min, v_zb
+from megatron_vshape.core import blocks, bounds, improve
+from megatron_vshape.core.building_block import BuildingBlock
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.filling import fill, refill
 from megatron_vshape.core.modulo import find_steady_orders
 from megatron_vshape.core.passes import PARTS, Pass, ScheduleError
-from megatron_vshape.core.placement import Placement, linear, looping, v_shape
+from megatron_vshape.core.placement import Placement, check_placement, linear, looping, v_shape
 from megatron_vshape.core.rings import (
     Ring,
     is_period,
@@ -107,7 +140,7 @@ def plan(
     limit: float | Sequence[float],
     objective: Objective | str = Objective.MAKESPAN,
     *,
-    placement: Placement | None = None,
+    placements: Sequence[Placement] = (),
     steps: int | None = None,
     seconds: float | None = None,
     progress: Progress | None = None,
@@ -118,15 +151,24 @@ def plan(
     `limit` is in the unit of the costs' memory, one value or one per device. With `steps` (by
     default what takes about a second at 8 devices) the same call gives the same plan everywhere;
     with `seconds` the search goes on until they are over, and Ctrl-C ends it with the best so far.
+    `placements` are those allowed: by default the V, linear for one stage per device, looping for
+    three and more. The first run compiles the inner loops, which numba keeps for later ones.
 
     Raises:
         ScheduleError: nothing fits the limit (the text says the least that does), or the counts
             and the costs do not match.
     """
-    problem = _problem(costs, num_devices, num_microbatches, limit, Objective(objective), placement)
-    search = _Search(problem, seed)
-    search.run(steps, seconds, progress)
-    return search.plan()
+    allowed = list(placements) or [default_placement(num_devices, costs.num_stages)]
+    made = []
+    for placement in allowed:
+        problem = _problem(
+            costs, num_devices, num_microbatches, limit, Objective(objective), placement
+        )
+        search = _Search(problem, seed)
+        share = None if seconds is None else seconds / len(allowed)
+        search.run(steps, share, progress)
+        made.append(search.plan())
+    return min(made, key=lambda each: each.value)
 
 
 def _problem(
@@ -135,7 +177,7 @@ def _problem(
     num_microbatches: int,
     limit: float | Sequence[float],
     objective: Objective,
-    placement: Placement | None,
+    placement: Placement,
 ) -> _Problem:
     for what, count in (("devices", num_devices), ("microbatches", num_microbatches)):
         if count < 1:
@@ -143,8 +185,7 @@ def _problem(
     limits = (limit,) * num_devices if isinstance(limit, int | float) else tuple(limit)
     if len(limits) != num_devices:
         raise ScheduleError(f"there are {len(limits)} limits for {num_devices} devices")
-    if placement is None:
-        placement = default_placement(num_devices, costs.num_stages)
+    check_placement(placement, num_devices)
     if len(placement) != costs.num_stages:
         raise ScheduleError(
             f"the costs are for {costs.num_stages} stages, the placement has {len(placement)}"
@@ -169,6 +210,25 @@ def _problem(
                 f"needs {need:g} there; the least limit for all devices is {max(least):g}"
             )
     return problem
+
+
+def published_blocks(placement: Placement, num_devices: int) -> Iterator[BuildingBlock]:
+    """Yield the published building blocks that have this placement."""
+    chunks = len(placement) // num_devices
+    made = [
+        make(num_devices)
+        for make in (
+            *(blocks.v_min, blocks.v_half, blocks.v_zb, blocks.one_f_one_b_v),
+            *(blocks.two_thirds, blocks.one_f_one_b, blocks.zb_h1, blocks.zb_h2),
+        )
+    ]
+    if chunks > 1:
+        made.append(blocks.interleaved(num_devices, chunks))
+        for group in sorted({num_devices, -(-num_devices // 2)}):
+            made.append(blocks.grouped_interleaved(num_devices, chunks, group))
+    for block in made:
+        if block.placement == placement:
+            yield block
 
 
 def default_placement(num_devices: int, num_stages: int) -> Placement:
@@ -345,9 +405,8 @@ class _Search:
         problem = self.problem
         devices = problem.num_devices
         yield sequential(problem.placement, devices)
-        if problem.placement == v_shape(devices):
-            for block in (v_min, v_half, v_zb, one_f_one_b_v):
-                yield ring_of_block(block(devices))
+        for block in published_blocks(problem.placement, devices):
+            yield ring_of_block(block)
         least = bounds.least_memory(problem.costs, problem.placement, devices)
         for share, steps in zip(SHARES, (budget // 48, budget // 96), strict=True):
             limits = [max(x, share * y) for x, y in zip(least, problem.limits, strict=True)]
@@ -428,13 +487,16 @@ class _Search:
     def _judge(self, candidate: _Candidate) -> bool:
         """Set the candidate's value at all microbatches, keep the best; return if it can run."""
         m, short = self.problem.num_microbatches, candidate.microbatches
-        row, state, shop = candidate.state.row, candidate.state, self._shop(m)
+        row, shop = candidate.state.row, self._shop(m)
         if short < m:
+            # what a whole period adds to the memory it takes away: it fits as often as once
             row = splice(row, candidate.low, candidate.high, candidate.period, short, m)
-            state = improve.new_state(row, 1)
-            if not improve.settle(shop, state):
+            value = int(improve.measure(shop, row))
+            if value == improve.NONE:
                 return False
-        candidate.value = improve.objective(shop, state)
+            candidate.value = value
+        else:
+            candidate.value = int(improve.objective(shop, candidate.state))
         if self.best is None or candidate.value < self.best[0]:
             self.best = (candidate.value, row.copy(), candidate.name)
         return True
@@ -458,7 +520,7 @@ class _Search:
             objective=problem.objective,
             value=value / problem.ticks_per_us,
             busy=problem.costs.busy_us(problem.placement, problem.num_devices, m),
-            lower_bound=self.bound,
+            lower_bound=min(self.bound, value / problem.ticks_per_us),
             peak=tuple(float(x) / problem.units_per_byte for x in held),
             source=source,
             steps=self.steps,
@@ -467,4 +529,4 @@ class _Search:
 
 def default_steps(problem: _Problem) -> int:
     """Return the steps of the default budget; more devices make a step dearer."""
-    return 1_200_000 if problem.num_devices <= 8 else 2_000_000
+    return 1_200_000 if problem.num_devices <= 8 else 1_500_000
