@@ -5,6 +5,7 @@ bound it has reached. Up to about 4 devices and 8 microbatches that takes second
 number of passes decides. Needs the extra `exact`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -146,7 +147,7 @@ def _add_objective(
         first = 0.0
         if plan.objective is Objective.SPAN:
             first = timeline.starts[schedule.placement[work.stage]][0]
-        model.add(value >= last - int(first * per_us + 1))
+        model.add(value >= last - math.ceil(first * per_us - 1e-6))
     model.minimize(value)
 
 

@@ -1,0 +1,110 @@
+"""The inner loops: what is kept up to date equals what is computed anew, compiled or not."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megatron_vshape.core import filling, improve, rings, search
+from megatron_vshape.core.blocks import v_half, v_min, v_zb
+from megatron_vshape.core.building_block import BuildingBlock
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.placement import v_shape
+
+DEVICES = 5
+
+
+def make_shop(num_microbatches: int, limit: float, *cost: float) -> improve.Shop:
+    costs = Costs.uniform(DEVICES, 2 * DEVICES, *cost)
+    problem = search._problem(
+        costs,
+        DEVICES,
+        num_microbatches,
+        limit,
+        search.Objective.MAKESPAN,
+        v_shape(DEVICES),
+    )
+    return search.make_shop(problem, num_microbatches)
+
+
+def make_state(block: BuildingBlock, num_microbatches: int, seed: int = 1) -> improve.State:
+    return improve.new_state(rings.ring_of_block(block).unroll(num_microbatches), seed)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_walk_keeps_everything_up_to_date(seed: int) -> None:
+    shop = make_shop(12, 8, 1, 1.3, 0.7, 0.1)
+    state = make_state(v_half(DEVICES), 12, seed)
+    assert improve.settle(shop, state)
+    before = improve.objective(shop, state)
+    none = np.full(DEVICES, state.row.shape[1])
+    value = improve.walk(shop, state, none, none, 5000)
+    again = improve.new_state(state.row, 1)
+    assert improve.settle(shop, again)
+    assert value == improve.objective(shop, again) <= before
+    for name in ("place", "head", "tail", "held"):
+        assert np.array_equal(getattr(state, name), getattr(again, name)), name
+
+
+def test_the_walk_leaves_the_window_alone() -> None:
+    shop = make_shop(20, 10, 1, 1.3, 0.7, 0.1)
+    ring = rings.ring_of_block(v_half(DEVICES))
+    window = ring.window(20)
+    assert window is not None
+    state = improve.new_state(ring.unroll(20), 3)
+    improve.settle(shop, state)
+    before = state.row.copy()
+    improve.walk(shop, state, *window, 5000)
+    for device, (low, high) in enumerate(zip(*window, strict=True)):
+        assert np.array_equal(state.row[device, low:high], before[device, low:high])
+    longer = rings.splice(state.row, *window, 1, 20, 57)
+    full = improve.new_state(longer, 1)
+    assert improve.settle(make_shop(57, 10, 1, 1.3, 0.7, 0.1), full)
+    assert improve.measure(make_shop(57, 10, 1, 1.3, 0.7, 0.1), longer) == improve.objective(
+        make_shop(57, 10, 1, 1.3, 0.7, 0.1), full
+    )
+
+
+def test_a_splice_of_the_plain_ring_is_the_plain_ring() -> None:
+    ring = rings.ring_of_block(v_min(DEVICES))
+    window = ring.window(16)
+    assert window is not None
+    assert np.array_equal(rings.splice(ring.unroll(16), *window, 1, 16, 40), ring.unroll(40))
+
+
+@pytest.mark.parametrize("block", [v_min, v_half, v_zb])
+@pytest.mark.parametrize("cool", [0, DEVICES, 100])
+def test_filled_and_dealt_orders_are_complete_and_fit(block: object, cool: int) -> None:
+    shop = make_shop(9, 2 * DEVICES, 1, 1.3, 0.7, 0.1)
+    row = rings.ring_of_block(block(DEVICES)).unroll(9)  # type: ignore[operator]
+    for made in (filling.fill(shop, row, cool), filling.refill(shop, row, 2)):
+        assert made is not None
+        assert np.array_equal(np.sort(made, axis=1), np.sort(row, axis=1))
+        assert improve.settle(shop, improve.new_state(made, 1))
+
+
+def test_too_little_memory_is_told() -> None:
+    shop = make_shop(9, 2, 1, 1, 1, 0)
+    assert not improve.settle(shop, make_state(v_zb(DEVICES), 9))
+
+
+def test_without_numba_the_plan_is_the_same() -> None:
+    code = (
+        "import sys; sys.modules['numba'] = None if {} else sys.modules.get('numba');"
+        "from megatron_vshape.core.search import plan;"
+        "from megatron_vshape.core.costs import Costs;"
+        "made = plan(Costs.uniform(3, 6, 1, 1.3, .7, .1), 3, 5, 4, steps=200);"
+        "print(made.schedule.to_csv(), made.value)"
+    )
+    found = []
+    for blocked in (True, False):
+        text = code.format(blocked)
+        if not blocked:
+            text = text.split(";", 2)[2]
+        done = subprocess.run(
+            [sys.executable, "-c", text], env=os.environ, capture_output=True, text=True, check=True
+        )
+        found.append(done.stdout)
+    assert found[0] == found[1]

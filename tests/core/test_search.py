@@ -1,0 +1,144 @@
+"""The adaptive scheduler: what it returns fits, runs, is judged right and is never bad."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_vshape.core import bounds, search
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import PARTS, ScheduleError
+from megatron_vshape.core.placement import linear, looping, v_shape
+from megatron_vshape.core.search import Objective, Plan, plan
+from megatron_vshape.core.simulate import peak_held, simulate
+from megatron_vshape.core.verify import verify
+
+REAL = (1.0, 1.15, 0.85, 0.05)
+STEPS = 3000
+
+
+def check(made: Plan, costs: Costs, limits: tuple[float, ...]) -> None:
+    """Raise unless the plan is complete, fits, and says of itself what the simulator says."""
+    verify(made.schedule)
+    timeline = simulate(made.schedule, costs)
+    value = timeline.makespan if made.objective is Objective.MAKESPAN else timeline.span
+    assert made.value == pytest.approx(value, rel=1e-4)
+    peaks = peak_held(made.schedule, costs)
+    assert made.peak == pytest.approx(peaks)
+    assert all(held <= limit * (1 + 1e-9) for held, limit in zip(peaks, limits, strict=True))
+    assert made.lower_bound <= made.value
+    assert made.gap >= 0
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Costs, int, int, tuple[float, ...], Objective]:
+    """Return costs of unequal stages in bytes, counts, limits per device and an objective."""
+    devices, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 14))
+    stages = devices * draw(st.sampled_from([1, 2, 2, 3]))
+
+    def each(values: st.SearchStrategy[float]) -> tuple[float, ...]:
+        return tuple(draw(st.lists(values, min_size=stages, max_size=stages)))
+
+    times = st.sampled_from([0.5, 1.0, 1.15, 2.0, 3.7])
+    held = each(st.sampled_from([1e9, 2e9 + 7, 3.5e9]))
+    kept = draw(st.sampled_from([0.0, 0.4, 1.0, 1.2]))
+    send = draw(st.sampled_from([0.0, 0.05, 0.4]))
+    after = tuple(kept * value for value in held)
+    costs = Costs(each(times), each(times), each(times), send, held, after)
+    placement = search.default_placement(devices, stages)
+    least = bounds.least_memory(costs, placement, devices)
+    limits = tuple(value * draw(st.sampled_from([1.0, 1.5, 4.0])) for value in least)
+    return costs, devices, microbatches, limits, draw(st.sampled_from(list(Objective)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems())
+def test_plan_fits_and_runs(problem: tuple[Costs, int, int, tuple[float, ...], Objective]) -> None:
+    costs, devices, microbatches, limits, objective = problem
+    made = plan(costs, devices, microbatches, limits, objective, steps=STEPS)
+    check(made, costs, limits)
+    for stage in range(costs.num_stages):
+        for kind in PARTS:
+            row = made.schedule.order[made.schedule.placement[stage]]
+            order = [each.microbatch for each in row if each[:2] == (kind, stage)]
+            assert order == sorted(order)
+
+
+def test_same_inputs_and_steps_give_the_same_plan() -> None:
+    costs = Costs.uniform(6, 12, *REAL)
+    assert plan(costs, 6, 20, 8, steps=STEPS) == plan(costs, 6, 20, 8, steps=STEPS)
+
+
+def test_memory_below_the_least_says_the_least() -> None:
+    with pytest.raises(ScheduleError, match="the least limit for all devices is 2"):
+        plan(Costs.uniform(4, 8), 4, 8, 1.5)
+
+
+def test_limits_and_stages_must_match_the_devices() -> None:
+    with pytest.raises(ScheduleError, match="2 limits for 4 devices"):
+        plan(Costs.uniform(4, 8), 4, 8, (4.0, 4.0))
+    with pytest.raises(ScheduleError, match="7 stages cannot be dealt to 4 devices"):
+        plan(Costs.uniform(4, 7), 4, 8, 4)
+    with pytest.raises(ScheduleError, match="at least 1 of microbatches, not 0"):
+        plan(Costs.uniform(4, 8), 4, 0, 4)
+
+
+def test_the_least_memory_is_enough() -> None:
+    costs = Costs.uniform(5, 10, *REAL)
+    check(plan(costs, 5, 7, 2, steps=STEPS), costs, (2.0,) * 5)
+
+
+@pytest.mark.parametrize(("devices", "limit", "overhead"), [(4, 8, 3), (8, 16, 7), (16, 32, 15)])
+def test_unit_costs_at_the_memory_of_1f1b(devices: int, limit: int, overhead: int) -> None:
+    costs = Costs.uniform(devices, 2 * devices)
+    made = plan(costs, devices, 3 * devices, limit, steps=STEPS)
+    assert made.overhead == pytest.approx(overhead)
+    assert made.gap == pytest.approx(0)
+
+
+@pytest.mark.parametrize("devices", [4, 7, 8])
+def test_span_reaches_zero_bubble_at_the_memory_of_1f1b(devices: int) -> None:
+    costs = Costs.uniform(devices, 2 * devices)
+    made = plan(costs, devices, 4 * devices, 2 * devices, "span", steps=STEPS)
+    assert made.bubble == pytest.approx(0)
+
+
+def test_many_microbatches_cost_no_more_than_few_where_no_bubble_repeats() -> None:
+    costs = Costs.uniform(8, 16, *REAL)
+    few = plan(costs, 8, 40, 12, steps=60_000)
+    many = plan(costs, 8, 400, 12, steps=60_000)
+    check(many, costs, (12.0,) * 8)
+    assert many.overhead == pytest.approx(few.overhead, rel=0.05)
+
+
+def test_real_costs_at_the_memory_of_v_half_beat_the_published_order() -> None:
+    costs = Costs.uniform(8, 16, 1, 2, 1, 0.05)
+    assert plan(costs, 8, 64, 10, steps=100_000).overhead < 60  # V-Half has 103.9
+
+
+@pytest.mark.parametrize("placement", [linear(4), looping(4, 3), v_shape(4)])
+def test_other_placements(placement: tuple[int, ...]) -> None:
+    costs = Costs.uniform(4, len(placement), *REAL)
+    made = plan(costs, 4, 9, 10, placements=[placement], steps=STEPS)
+    assert made.schedule.placement == placement
+    check(made, costs, (10.0,) * 4)
+
+
+def test_the_best_of_the_allowed_placements_is_returned() -> None:
+    costs = Costs.uniform(4, 8, *REAL)
+    both = [v_shape(4), looping(4, 2)]
+    values = [plan(costs, 4, 12, 6, placements=[each], steps=STEPS).value for each in both]
+    assert plan(costs, 4, 12, 6, placements=both, steps=STEPS).value == min(values)
+
+
+def test_ctrl_c_returns_the_best_so_far() -> None:
+    def stop(_steps: int, _value: float, _bound: float) -> None:
+        raise KeyboardInterrupt
+
+    costs = Costs.uniform(6, 12, *REAL)
+    check(plan(costs, 6, 20, 8, seconds=30, progress=stop), costs, (8.0,) * 6)
+
+
+def test_a_longer_search_is_never_worse() -> None:
+    costs = Costs.uniform(4, 8, *REAL)
+    quick = plan(costs, 4, 8, 6, steps=STEPS)
+    assert plan(costs, 4, 8, 6, steps=STEPS, seconds=1).value <= quick.value
