@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_vshape.core import catalogue, search
 from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import Pass
+from megatron_vshape.core.placement import looping, v_shape
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import peak_held
 
@@ -110,10 +112,22 @@ def judged(judge: ModuleType, schedule: Schedule, cell: Cell) -> dict[str, Any]:
     return judge.replay(data, costs, cell.cost[3], [scale] * stages)
 
 
-def measure(judge: ModuleType, cell: Cell, published: float, steps: int | None) -> Result:
+def measure(
+    judge: ModuleType, cell: Cell, published: float, steps: int | None, loops: bool
+) -> Result:
     """Return the plan for a cell, judged."""
+    placements = [v_shape(cell.devices)]
+    if loops:
+        placements.append(looping(cell.devices, 2))
     started = time.process_time()
-    made = search.plan(cell.costs, cell.devices, cell.microbatches, cell.limit, steps=steps)
+    made = search.plan(
+        cell.costs,
+        cell.devices,
+        cell.microbatches,
+        cell.limit,
+        placements=placements,
+        steps=steps,
+    )
     seconds = time.process_time() - started
     verdict = judged(judge, made.schedule, cell)
     if verdict["peak"] > cell.limit + SLACK:
@@ -138,8 +152,6 @@ def shaken(judge: ModuleType, schedule: Schedule, cell: Cell, seed: int) -> floa
 
 def _bubble(schedule: Schedule, times: dict[tuple[str, int, int], float], send: float) -> float:
     """Return the bubble of an order for times that differ from pass to pass."""
-    from megatron_vshape.core.passes import Pass
-
     rows, stages = schedule.order, schedule.num_stages
     done: dict[tuple[str, int, int], float] = {}
     clock, at, work = [0.0] * len(rows), [0] * len(rows), [0.0] * len(rows)
@@ -170,9 +182,7 @@ def published_orders(cell: Cell) -> list[Schedule]:
     found = []
     for name in catalogue.NAMES:
         made = catalogue.make(name, cell.devices, cell.microbatches)
-        scale = 2 * cell.devices / made.num_stages
-        costs = Costs.uniform(cell.devices, made.num_stages)
-        if max(peak_held(made, costs)) <= cell.limit + SLACK and scale:
+        if max(peak_held(made)) <= cell.limit + SLACK:
             found.append(made)
     return found
 
@@ -227,6 +237,7 @@ def main() -> int:
     parser.add_argument("--peers", type=Path, default=JUDGE / "peers.json")
     parser.add_argument("--steps", type=int, help="budget of every plan (default: its own)")
     parser.add_argument("--devices", type=int, help="only cells of so many devices")
+    parser.add_argument("--looping", action="store_true", help="allow looping placement, too")
     parser.add_argument("--no-robustness", action="store_true")
     arguments = parser.parse_args()
     judge = load_judge(arguments.judge)
@@ -234,7 +245,7 @@ def main() -> int:
     results = []
     for cell, published in read_cells(arguments.peers):
         if arguments.devices in (None, cell.devices):
-            results.append(measure(judge, cell, published, arguments.steps))
+            results.append(measure(judge, cell, published, arguments.steps, arguments.looping))
             print_row(results[-1])
     for name, mean in geometric_means(results).items():
         print(f"geometric mean, {name}: {mean:.3f}")

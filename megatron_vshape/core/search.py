@@ -529,4 +529,4 @@ class _Search:
 
 def default_steps(problem: _Problem) -> int:
     """Return the steps of the default budget; more devices make a step dearer."""
-    return 1_200_000 if problem.num_devices <= 8 else 1_500_000
+    return 900_000 if problem.num_devices <= 8 else 1_100_000
