@@ -529,4 +529,4 @@ class _Search:
 
 def default_steps(problem: _Problem) -> int:
     """Return the steps of the default budget; more devices make a step dearer."""
-    return 900_000 if problem.num_devices <= 8 else 1_100_000
+    return 1_000_000 if problem.num_devices <= 8 else 1_100_000
