@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import TypeGuard
 
 from megatron_vshape.core.passes import ScheduleError
 
@@ -50,12 +51,12 @@ def check_keys(data: dict[str, object], keys: tuple[str, ...], what: str) -> Non
             )
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Return whether a value read from JSON is a whole number; true and false are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """Return whether a value read from JSON is a number; true and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 

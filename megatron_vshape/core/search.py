@@ -398,8 +398,13 @@ class _Search:
         return self._value() <= self.bound * (1 + 1e-9)
 
     def _value(self) -> float:
-        assert self.best is not None
-        return self.best[0] / self.problem.ticks_per_us
+        return self._found()[0] / self.problem.ticks_per_us
+
+    def _found(self) -> tuple[int, np.ndarray, str]:
+        """Return the best order so far; raises ScheduleError where none could be made to fit."""
+        if self.best is None:
+            raise ScheduleError(f"no order was found within the limits {self.problem.limits}")
+        return self.best
 
     def _rings(self, budget: int) -> Iterator[Ring]:
         problem = self.problem
@@ -504,8 +509,7 @@ class _Search:
     def plan(self) -> Plan:
         """Return the best order found, as a plan."""
         problem = self.problem
-        assert self.best is not None
-        value, row, source = self.best
+        value, row, source = self._found()
         m = problem.num_microbatches
         made = [
             [Pass(kind, stage, j) for j in range(m)]

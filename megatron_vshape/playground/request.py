@@ -256,7 +256,6 @@ def _choice(value: object, known: Sequence[str], field: str) -> str:
 def _whole(value: object, field: str, most: int) -> int:
     if not is_whole(value):
         raise FieldError(field, f"enter a whole number from 1 to {most:,}")
-    assert isinstance(value, int)
     if not 1 <= value <= most:
         shown = f"{value:,}" if abs(value) < 10**15 else "this"
         raise FieldError(field, f"{shown} is outside 1 to {most:,}")
@@ -267,7 +266,6 @@ def _number(value: object, field: str, above: float | None = None, most: float =
     wanted = "a number of at least 0" if above is None else f"a number above {above:g}"
     if not is_number(value):
         raise FieldError(field, f"enter {wanted}")
-    assert isinstance(value, int | float)
     if isinstance(value, float) and not math.isfinite(value):
         raise FieldError(field, f"enter {wanted}")
     if value < 0 or (above is not None and value <= above):
