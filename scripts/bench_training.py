@@ -1,0 +1,487 @@
+"""Train the same GPT under several pipeline implementations, in turns, and compare their speed.
+
+    python scripts/bench_training.py [--ranks 2] [--microbatches 4] [--rounds 9] [VARIANT ...]
+
+Every variant trains in processes of its own, one per rank with one thread each over gloo. All
+are alive at once, but only one trains at a time, a few steps per round, the variants in another
+order every round: what disturbs the machine for a while disturbs all of them. A round's ratio
+compares two times of the same round.
+
+| variant | what runs |
+|---|---|
+| megatron-1f1b | Megatron's own forward_backward function, no flag of this package |
+| megatron-interleaved | Megatron's own, two chunks a rank |
+| torch-zbv | torch.distributed.pipelining's ScheduleZBVZeroBubble over Megatron's layers |
+| v-zb, v-half, auto, ... | `--pipeline-schedule` |
+| v-zb-profiled | v-zb with every step profiled: what profiling costs |
+
+torch-zbv has the same layers, Megatron's, but their linear Function is torch's own linear: the
+split of torch.distributed.pipelining runs a custom Function twice. It has a plain loss and a plain
+Adam with clipping, and no data loader.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
+BASELINE = "megatron-1f1b"
+TORCH = "torch-zbv"
+PROFILED = "-profiled"
+DEFAULT = (BASELINE, "megatron-interleaved", TORCH, "v-zb", "v-half", "auto", "v-zb-profiled")
+GOALS = (
+    ("v-zb", BASELINE, 1.15),
+    ("v-half", BASELINE, 1.05),
+    ("v-zb", TORCH, 1.02),
+    ("v-zb-profiled", "v-zb", 0.99),
+)
+"""Which variant is to be how many times as fast as which; they are for 2 ranks, 4 microbatches."""
+
+PROFILE_STEPS = "3:6"
+WARM_UP = 8  # steps; auto has planned anew by then
+FIXED_FLAGS = (
+    "--transformer-impl local --distributed-backend gloo --mock-data "
+    "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64 "
+    "--position-embedding-type rope --no-rope-fusion --attention-dropout 0 --hidden-dropout 0 "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm "
+    "--untie-embeddings-and-output-weights --train-iters 1000000 --lr 1e-3 --min-lr 1e-3 "
+    "--lr-decay-style constant --eval-iters 0 --eval-interval 1000000 --log-interval 1000000 "
+    "--num-workers 0"
+).split()
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The model and the step, the same for all variants."""
+
+    ranks: int
+    microbatches: int
+    microbatch_size: int
+    layers: int
+    hidden_size: int
+    heads: int
+    sequence_length: int
+    vocabulary_size: int
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a step."""
+        return self.microbatches * self.microbatch_size * self.sequence_length
+
+    def flags(self) -> list[str]:
+        """Return the sizes as flags of Megatron's trainer."""
+        values = {
+            "pipeline-model-parallel-size": self.ranks,
+            "global-batch-size": self.microbatches * self.microbatch_size,
+            "micro-batch-size": self.microbatch_size,
+            "num-layers": self.layers,
+            "hidden-size": self.hidden_size,
+            "num-attention-heads": self.heads,
+            "seq-length": self.sequence_length,
+            "max-position-embeddings": self.sequence_length,
+            "vocab-size": self.vocabulary_size - 1,  # the tokenizer adds an end of document
+        }
+        return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+
+
+def variant_flags(name: str) -> list[str]:
+    """Return the flags that choose a variant of the trainer."""
+    if name == BASELINE:
+        return []
+    if name == "megatron-interleaved":
+        return ["--num-virtual-stages-per-pipeline-rank", "2"]
+    if name == "auto":
+        return ["--pipeline-schedule", name, "--pipeline-profile-iterations", PROFILE_STEPS]
+    if name.endswith(PROFILED):
+        schedule = name.removesuffix(PROFILED)
+        return ["--pipeline-schedule", schedule, "--pipeline-profile-iterations", "2:1000000"]
+    return ["--pipeline-schedule", name]
+
+
+# --- one rank of one variant --------------------------------------------------------------------
+
+
+class Turn(NamedTuple):
+    """What a rank says of the steps it has run."""
+
+    wall_s: float
+    cpu_s: float
+
+
+class Gate:
+    """Lets a rank train when the parent says so, and tells how long it took."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._left = 0
+        self._wall_s = self._cpu_s = 0.0
+
+    def before_step(self) -> None:
+        """Wait for the parent's order where none is left; ends the process if there is none."""
+        if self._left:
+            return
+        self._left = self._connection.recv()
+        if not self._left:
+            sys.stdout.flush()
+            os._exit(0)
+        self._wall_s, self._cpu_s = time.perf_counter(), time.process_time()
+
+    def after_step(self) -> None:
+        """Answer the parent after the last step of its order."""
+        self._left -= 1
+        if not self._left:
+            wall_s, cpu_s = time.perf_counter(), time.process_time()
+            self._connection.send(Turn(wall_s - self._wall_s, cpu_s - self._cpu_s))
+
+    def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the trainer's step, gated."""
+
+        def gated(*args: Any, **options: Any) -> Any:
+            self.before_step()
+            result = step(*args, **options)
+            self.after_step()
+            return result
+
+        return gated
+
+
+def become_rank(
+    name: str, sizes: Sizes, rank: int, port: int, log: str, connection: Connection
+) -> NoReturn:
+    """Train as one rank of a variant in this process until the parent ends it."""
+    target = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(sizes.ranks),
+        LOCAL_WORLD_SIZE=str(sizes.ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    torch.set_num_threads(1)
+    gate = Gate(connection)
+    try:
+        if name == TORCH:
+            train_by_torch(sizes, rank, gate)
+        else:
+            train_by_megatron(name, sizes, gate)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # only the gate ends a rank well
+
+
+def train_by_megatron(name: str, sizes: Sizes, gate: Gate) -> None:
+    """Run the training script with Megatron's step gated."""
+    import megatron.training.training as training
+
+    training.train_step = gate.around(training.train_step)
+    sys.argv = [str(SCRIPT), *FIXED_FLAGS, *sizes.flags(), *variant_flags(name)]
+    source = compile(SCRIPT.read_text(), str(SCRIPT), "exec")
+    exec(source, {"__name__": "__main__", "__file__": str(SCRIPT)})
+
+
+class PlainLinear:
+    """Stands where Megatron's linear Function stands: torch's linear, which can be split."""
+
+    @staticmethod
+    def apply(input: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+        """Return input @ weight^T + bias."""
+        return nn.functional.linear(input, weight, bias)
+
+
+class Chunk(nn.Module):
+    """A chunk of Megatron's GPT as torch.distributed.pipelining calls one."""
+
+    def __init__(self, model: nn.Module, positions: Tensor) -> None:
+        super().__init__()
+        self.model = model
+        self.positions = positions
+
+    def forward(self, given: Tensor) -> Tensor:
+        """Return the output for tokens, [b, s], or for hidden states, [s, b, h]."""
+        if self.model.pre_process:
+            output: Tensor = self.model(given, self.positions.expand_as(given), None)
+        else:
+            self.model.set_input_tensor(given)
+            output = self.model(None, None, None)
+        return output
+
+
+def train_by_torch(sizes: Sizes, rank: int, gate: Gate) -> None:
+    """Train with torch.distributed.pipelining until the gate ends the process."""
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+
+    dist.init_process_group("gloo", rank=rank, world_size=sizes.ranks)
+    num_stages = 2 * sizes.ranks
+    own = (rank, num_stages - 1 - rank)
+    chunks = [build_chunk(sizes, stage, num_stages) for stage in own]
+    device = torch.device("cpu")
+    tokens = torch.randint(
+        sizes.vocabulary_size, (sizes.microbatches * sizes.microbatch_size, sizes.sequence_length)
+    )
+    stages = [
+        PipelineStage(chunk, stage, num_stages, device)
+        for chunk, stage in zip(chunks, own, strict=True)
+    ]
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    schedule = ScheduleZBVZeroBubble(stages, sizes.microbatches, loss)
+    parameters = [each for chunk in chunks for each in chunk.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    while True:
+        gate.before_step()
+        if rank == 0:  # holds both ends
+            schedule.step(tokens, target=tokens)
+        else:
+            schedule.step()
+        clip(parameters)
+        optimizer.step()
+        optimizer.zero_grad()
+        gate.after_step()
+
+
+def clip(parameters: Sequence[nn.Parameter], limit: float = 1.0) -> None:
+    """Clip the gradient of the whole model, as Megatron's optimizer does."""
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    total = nn.utils.get_total_norm(gradients) ** 2
+    dist.all_reduce(total)
+    nn.utils.clip_grads_with_norm_(parameters, limit, total.sqrt())
+
+
+def build_chunk(sizes: Sizes, stage: int, num_stages: int) -> Chunk:
+    """Return a stage of the model, made of Megatron's layers with torch's linear."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import layers, random
+    from megatron.core.transformer import TransformerConfig
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()  # to the layers this rank is alone
+        random.model_parallel_cuda_manual_seed(1)
+        layers.LinearWithGradAccumulationAndAsyncCommunication = PlainLinear
+    config = TransformerConfig(
+        num_layers=sizes.layers // num_stages,
+        hidden_size=sizes.hidden_size,
+        num_attention_heads=sizes.heads,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=True,
+        bias_dropout_fusion=True,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        sizes.vocabulary_size,
+        sizes.sequence_length,
+        pre_process=stage == 0,
+        post_process=stage == num_stages - 1,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )
+    return Chunk(model, torch.arange(sizes.sequence_length))
+
+
+# --- the parent ---------------------------------------------------------------------------------
+
+
+class Variant:
+    """The ranks of one variant, as the parent sees them."""
+
+    def __init__(self, name: str, sizes: Sizes, folder: Path) -> None:
+        context = multiprocessing.get_context("fork")  # the imports are shared
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.name = name
+        self._connections: list[Connection] = []
+        self._logs: list[Path] = []
+        for rank in range(sizes.ranks):
+            ours, theirs = context.Pipe()
+            log = folder / f"{name}-{rank}.log"
+            arguments = (name, sizes, rank, port, str(log), theirs)
+            context.Process(target=become_rank, args=arguments, daemon=True).start()
+            theirs.close()
+            self._connections.append(ours)
+            self._logs.append(log)
+
+    def run(self, steps: int) -> Turn:
+        """Have all ranks train so many steps; return the slowest one's time and all their work.
+
+        Raises:
+            SystemExit: a rank failed.
+        """
+        try:
+            for connection in self._connections:
+                connection.send(steps)
+            turns = [connection.recv() for connection in self._connections]
+        except (EOFError, OSError):
+            tails = [f"--- {log.name}\n{log.read_text()[-3000:]}" for log in self._logs]
+            raise SystemExit(f"{self.name} failed:\n" + "\n".join(tails)) from None
+        return Turn(max(turn.wall_s for turn in turns), sum(turn.cpu_s for turn in turns))
+
+    def end(self) -> None:
+        """End the ranks."""
+        for connection in self._connections:
+            connection.send(0)
+
+    def said(self, word: str) -> list[str]:
+        """Return the lines of the ranks' output that hold `word`."""
+        text = "\n".join(log.read_text() for log in self._logs)
+        return [line for line in text.splitlines() if word in line]
+
+
+def measure(variants: Sequence[Variant], rounds: int, steps: int) -> dict[str, list[Turn]]:
+    """Return every variant's turns, a step each, in rounds that begin with another variant."""
+    found: dict[str, list[Turn]] = {each.name: [] for each in variants}
+    for at in range(rounds):
+        shift = at % len(variants)
+        order = [*variants[shift:], *variants[:shift]]
+        for each in order if at % 2 == 0 else reversed(order):
+            turn = each.run(steps)
+            found[each.name].append(Turn(turn.wall_s / steps, turn.cpu_s / steps))
+        print(f"round {at + 1} of {rounds}, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
+    return found
+
+
+def ratios(found: Mapping[str, Sequence[Turn]], name: str, other: str) -> list[float]:
+    """Return, round by round, how many times as fast as `other` a variant was."""
+    return [b.wall_s / a.wall_s for a, b in zip(found[name], found[other], strict=True)]
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def table(found: Mapping[str, Sequence[Turn]], sizes: Sizes) -> str:
+    """Return the Markdown table of all variants."""
+    others = [name for name in (BASELINE, TORCH) if name in found]
+    heads = ["variant", "step ms (quartiles)", "tokens/s", "CPU ms of all ranks"]
+    heads += [f"x {name} (quartiles)" for name in others]
+    lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+    for name, turns in found.items():
+        low, middle, high = quartiles([turn.wall_s for turn in turns])
+        cpu_s = statistics.median(turn.cpu_s for turn in turns)
+        cells = [
+            name,
+            f"{1e3 * middle:.0f} ({1e3 * low:.0f}-{1e3 * high:.0f})",
+            f"{sizes.tokens / middle:.0f}",
+            f"{1e3 * cpu_s:.0f}",
+        ]
+        for other in others:
+            low, middle, high = quartiles(ratios(found, name, other))
+            cells.append(f"{middle:.3f} ({low:.3f}-{high:.3f})")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def verdicts(found: Mapping[str, Sequence[Turn]]) -> list[str]:
+    """Return a line for every goal whose two variants ran."""
+    lines = []
+    for name, other, goal in GOALS:
+        if name in found and other in found:
+            middle = statistics.median(ratios(found, name, other))
+            reached = "reached" if middle >= goal else "MISSED"
+            lines.append(f"{name} / {other}: {middle:.3f}, goal {goal:.2f}: {reached}")
+    return lines
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the parsed command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("variants", nargs="*", metavar="VARIANT", default=list(DEFAULT))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--microbatch-size", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--sequence-length", type=int, default=256)
+    parser.add_argument("--vocabulary-size", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=2, help="per variant and round")
+    parser.add_argument("--show", metavar="WORD", help="print what the ranks said with this word")
+    return parser.parse_args(arguments)
+
+
+def prepare_imports() -> None:
+    """Import what every rank needs, before the ranks are forked."""
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        CUDA_VISIBLE_DEVICES="",
+        CUDA_DEVICE_MAX_CONNECTIONS="1",
+        PYTHONWARNINGS="ignore",
+    )
+    sys.argv = [str(SCRIPT)]
+    source = compile(SCRIPT.read_text(), str(SCRIPT), "exec")
+    # Under another name the script imports and defines, and does not start.
+    exec(source, {"__name__": "imports", "__file__": str(SCRIPT)})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table and return 1 where a goal is missed."""
+    args = parse(arguments)
+    sizes = Sizes(
+        args.ranks,
+        args.microbatches,
+        args.microbatch_size,
+        args.layers,
+        args.hidden_size,
+        args.heads,
+        args.sequence_length,
+        args.vocabulary_size,
+    )
+    prepare_imports()
+    with tempfile.TemporaryDirectory() as folder:
+        variants = []
+        for name in args.variants:
+            variants.append(Variant(name, sizes, Path(folder)))
+            variants[-1].run(WARM_UP)
+            print(f"{name} is warm", file=sys.stderr)
+        found = measure(variants, args.rounds, args.steps)
+        for each in variants:
+            each.end()
+        said = {each.name: each.said(args.show) for each in variants} if args.show else {}
+    print(f"{sizes}\n{args.rounds} rounds of {args.steps} steps, load {os.getloadavg()}\n")
+    print(table(found, sizes))
+    print("\n".join(["", *verdicts(found)]))
+    for name, lines in said.items():
+        print("\n".join([f"--- {name}", *lines]))
+    return int(any("MISSED" in line for line in verdicts(found)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
