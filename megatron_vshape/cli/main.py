@@ -19,6 +19,7 @@ COMMANDS = {
     "plan": "find the fastest schedule for given costs within a memory limit",
     "sweep": "find the best way to train a model on a cluster",
     "playground": "see, compare and plan schedules on a page in the browser",
+    "doctor": "show what is installed, what would be hooked in Megatron, what is refused and why",
 }
 """Each is a module of this package, a `Command`; imported when it is asked for."""
 

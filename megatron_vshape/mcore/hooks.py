@@ -18,6 +18,10 @@ class HookError(RuntimeError):
     """This Megatron-Core is not one the hooks were written for; the text says where it differs."""
 
 
+Release = tuple[int, int]
+"""Major and minor version of megatron-core."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hook:
     """One attribute that is replaced: `attribute` of `module`, dotted where it is a class's.
@@ -31,7 +35,10 @@ class Hook:
     expects: tuple[str, ...]
     reason: str
     replacement: Callable[[Session, Any], Any]
-    optional: bool = False  # some supported versions do not have it
+    # The releases that have it; elsewhere it is replaced if it is there, and not missed if not.
+    since: Release = (0, 0)
+    until: Release = (999, 0)
+    optional: bool = False  # it depends on another package
 
     @property
     def target(self) -> str:
@@ -46,6 +53,7 @@ class Probe:
     module: str
     attribute: str
     expects: tuple[str, ...]
+    reason: str
 
     @property
     def target(self) -> str:
@@ -74,9 +82,10 @@ HOOKS = (
             ("args", "defaults"),
             "sets the number of chunks per rank, refuses what the schedule cannot have",
             replacements.validate_args,
-            optional=module != _ARGUMENTS,  # 0.17 calls a copy it has imported
+            until=until,
         )
-        for module in (_ARGUMENTS, "megatron.training.initialize")
+        # 0.17 calls a copy that it has imported.
+        for module, until in ((_ARGUMENTS, (999, 0)), ("megatron.training.initialize", (0, 17)))
     ),
     *(
         Hook(
@@ -85,9 +94,10 @@ HOOKS = (
             ("args",),
             "puts the layers of every stage on the config, where Megatron asks for them",
             replacements.core_transformer_config_from_args,
-            optional=module != _ARGUMENTS,  # it moved in 0.18, and arguments kept the name
+            since=since,
         )
-        for module in (_ARGUMENTS, "megatron.training.argument_utils")
+        # It moved in 0.18, and the old module kept the name.
+        for module, since in ((_ARGUMENTS, (0, 0)), ("megatron.training.argument_utils", (0, 18)))
     ),
     *(
         Hook(
@@ -112,7 +122,7 @@ HOOKS = (
         ("build_model_func", "pg_collection", "vp_size"),
         "embedding and loss where the first and the last stage are; one tied weight (from 0.19 on)",
         replacements.build_virtual_pipeline_stages,
-        optional=True,
+        since=(0, 18),
     ),
     *(
         Hook(
@@ -207,8 +217,18 @@ HOOKS = (
 )
 
 PROBES = (
-    Probe(_SCHEDULES, "deallocate_output_tensor", ("out", "deallocate_pipeline_outputs")),
-    Probe(_SCHEDULES, "check_first_val_step", ("first_val_step", "forward_only", "cond")),
+    Probe(
+        _SCHEDULES,
+        "deallocate_output_tensor",
+        ("out", "deallocate_pipeline_outputs"),
+        "lets go of an output that has been sent",
+    ),
+    Probe(
+        _SCHEDULES,
+        "check_first_val_step",
+        ("first_val_step", "forward_only", "cond"),
+        "tells whether a pass is the first of its step",
+    ),
     Probe(
         _SCHEDULES,
         "get_tensor_shapes",
@@ -220,6 +240,7 @@ PROBES = (
             "tp_group",
             "cp_group",
         ),
+        "says which shape the messages have",
     ),
 )
 
@@ -247,16 +268,13 @@ def install() -> None:
     """
     if _replaced:
         return
-    for probe in PROBES:
-        _check_parameters(probe, _find(probe))
+    faults = [each.fault for each in examine() if each.fault is not None]
+    if faults:
+        raise HookError(faults[0])
     session = Session()
     made: dict[int, Any] = {}  # names of one object get one replacement
-    try:
-        for hook in HOOKS:
-            _install(hook, session, made)
-    except HookError:
-        uninstall()
-        raise
+    for hook in HOOKS:
+        _install(hook, session, made)
 
 
 def uninstall() -> None:
@@ -267,6 +285,20 @@ def uninstall() -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """How one target is found in the installed Megatron."""
+
+    record: Hook | Probe
+    is_there: bool
+    fault: str | None  # the sentence that `install` fails with
+
+
+def examine() -> list[Finding]:
+    """Return what is called and what is replaced, as the installed Megatron has it."""
+    return [_examine(record) for record in (*PROBES, *HOOKS)]
 
 
 def targets() -> Iterator[tuple[Any, str]]:
@@ -282,14 +314,8 @@ def _install(hook: Hook, session: Session, made: dict[int, Any]) -> None:
     owner = _owner(hook)
     name = hook.attribute.rpartition(".")[2]
     original = vars(owner).get(name, _ABSENT) if owner is not None else _ABSENT
-    if original is _ABSENT and not hook.optional:
-        raise HookError(
-            f"{_version()} has no {hook.target}, which this package hooks: it {hook.reason}"
-        )
     if owner is None or (original is _ABSENT and hook.expects):
         return
-    if original is not _ABSENT:
-        _check_parameters(hook, original)
     if id(original) not in made:
         made[id(original)] = hook.replacement(session, None if original is _ABSENT else original)
     replacement = made[id(original)] if hook.expects else hook.replacement(session, original)
@@ -297,35 +323,47 @@ def _install(hook: Hook, session: Session, made: dict[int, Any]) -> None:
     setattr(owner, name, replacement)
 
 
-def _owner(hook: Hook | Probe) -> Any:
+def _owner(record: Hook | Probe) -> Any:
     """Return the module or class that holds the attribute, or None where it is not there."""
     try:
-        owner: Any = importlib.import_module(hook.module)
+        owner: Any = importlib.import_module(record.module)
     except ModuleNotFoundError:
         return None
-    for part in hook.attribute.split(".")[:-1]:
+    for part in record.attribute.split(".")[:-1]:
         owner = getattr(owner, part, None)
     return owner
 
 
-def _find(probe: Probe) -> Any:
-    found = getattr(_owner(probe), probe.attribute, None)
-    if found is None:
-        raise HookError(f"{_version()} has no {probe.target}, which this package calls")
-    return found
+def _examine(record: Hook | Probe) -> Finding:
+    owner, name = _owner(record), record.attribute.rpartition(".")[2]
+    found = _ABSENT if owner is None else vars(owner).get(name, _ABSENT)
+    if found is _ABSENT:
+        return Finding(record, False, _absence(record))
+    return Finding(record, True, _other_parameters(record, found))
 
 
-def _check_parameters(hook: Hook | Probe, original: Any) -> None:
-    if not hook.expects:
-        return
+def _absence(record: Hook | Probe) -> str | None:
+    """Return what is wrong with a target that is not there, if anything is."""
+    if isinstance(record, Probe):
+        return f"{_version()} has no {record.target}, which this package calls: it {record.reason}"
+    if record.optional or not record.since <= _release() <= record.until:
+        return None
+    return f"{_version()} has no {record.target}, which this package hooks: it {record.reason}"
+
+
+def _other_parameters(record: Hook | Probe, original: Any) -> str | None:
+    """Return what is wrong with the target's parameters, if anything is."""
+    if not record.expects:
+        return None
     function = original.forward if inspect.isclass(original) else original
     parameters = inspect.signature(function).parameters
-    missing = [name for name in hook.expects if name not in parameters]
-    if missing:
-        raise HookError(
-            f"{_version()} is not supported: {hook.target} takes ({', '.join(parameters)}) and "
-            f"this package needs {', '.join(missing)}"
-        )
+    missing = [name for name in record.expects if name not in parameters]
+    if not missing:
+        return None
+    return (
+        f"{_version()} is not supported: {record.target} takes ({', '.join(parameters)}) and "
+        f"this package needs {', '.join(missing)}"
+    )
 
 
 def _unpack(record: _Replaced) -> tuple[Any, str, Any]:
@@ -334,3 +372,8 @@ def _unpack(record: _Replaced) -> tuple[Any, str, Any]:
 
 def _version() -> str:
     return f"megatron-core {megatron.core.__version__}"
+
+
+def _release() -> Release:
+    major, minor, *_ = megatron.core.__version__.split(".")
+    return int(major), int(minor)

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("megatron.training")
 
+import megatron.core
+
 import megatron_vshape
 from megatron_vshape.mcore import hooks
 
@@ -41,6 +43,43 @@ def test_every_attribute_is_replaced_and_restored() -> None:
         assert now is old, name
 
 
+def everything() -> dict[str, Any]:
+    """Return every attribute of every module of Megatron that is loaded, and of its classes."""
+    found: dict[str, Any] = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "megatron" or module is None:
+            continue
+        for key, value in list(vars(module).items()):
+            found[f"{name}.{key}"] = value
+            if isinstance(value, type) and value.__module__ == name:
+                found |= {f"{name}.{key}.{inner}": each for inner, each in vars(value).items()}
+    return found
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    return {
+        name
+        for name in before.keys() | after.keys()
+        if before.get(name, _ABSENT) is not after.get(name, _ABSENT)
+    }
+
+
+def test_nothing_else_of_megatron_is_touched() -> None:
+    """Not only the attributes that hooks list: all of them, of all modules and classes."""
+    megatron_vshape.register()  # imports what there is to import
+    megatron_vshape.unregister()
+    before = everything()
+    megatron_vshape.register()
+    changed = changes(before, everything())
+    listed = {hook.target for hook in hooks.HOOKS}
+    # Where a target is a class's, or a class itself, its inner attributes have its name in front.
+    strangers = {name for name in changed if not any(name.startswith(each) for each in listed)}
+    assert len(changed) >= 15
+    assert strangers == set()
+    megatron_vshape.unregister()
+    assert changes(before, everything()) == set()
+
+
 def test_installing_twice_is_installing_once() -> None:
     before = current()
     megatron_vshape.register()
@@ -55,6 +94,40 @@ def test_every_hook_says_why() -> None:
     assert all(hook.reason for hook in hooks.HOOKS)
     targets = [hook.target for hook in hooks.HOOKS]
     assert len(targets) == len(set(targets))
+
+
+PRESENT = [each.record for each in hooks.examine() if each.is_there and each.record.expects]
+
+
+@pytest.mark.parametrize("record", PRESENT, ids=lambda record: record.target)
+def test_every_target_that_moves_is_named_with_the_version(
+    record: hooks.Hook | hooks.Probe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name = hooks._owner(record), record.attribute.rpartition(".")[2]
+    version = f"megatron-core {megatron.core.__version__}"
+    before = current()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, lambda everything: None)
+        with pytest.raises(hooks.HookError) as moved:
+            hooks.install()
+    text = f"{version} is not supported: {record.target} takes (everything) and this package needs "
+    assert str(moved.value) == text + ", ".join(record.expects)
+    with monkeypatch.context() as patch:
+        patch.delattr(owner, name)
+        with pytest.raises(hooks.HookError) as gone:
+            hooks.install()
+    assert str(gone.value).startswith(f"{version} has no {record.target}, which this package ")
+    assert all(a is b for a, b in zip(before, current(), strict=True))
+
+
+def test_a_release_that_never_had_a_target_is_not_missing_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (hook,) = [each for each in hooks.HOOKS if each.attribute == "train"]
+    for since, until in (((0, 90), (0, 91)), ((0, 1), (0, 2))):
+        gone = replace(hook, attribute="train_all", since=since, until=until)
+        monkeypatch.setattr(hooks, "HOOKS", (gone,))
+        assert [each.fault for each in hooks.examine() if each.fault] == []
 
 
 @pytest.fixture

@@ -1,0 +1,211 @@
+"""megatron-vshape doctor: what is installed, what would be hooked, what is refused, and why."""
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import io
+import platform
+import re
+import textwrap
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from megatron_vshape import __version__
+
+if TYPE_CHECKING:
+    from megatron_vshape.mcore.hooks import Finding
+
+DISTRIBUTION = "megatron-vshape"
+MISSING = "not installed"
+DOES_NOT_FIT = 1
+WIDTH = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say which arguments the command takes: none."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the tables; return 0, or 1 where a hook's target has moved."""
+    print(f"{DISTRIBUTION} {__version__}")
+    print(_section("versions", _two_columns([*_versions(), *_extras()])))
+    faults = _print_hooks()
+    print(_section("refused with a schedule of this package", _refused()))
+    if _has("torch"):
+        print(_section("weight gradients are added up by", _two_columns(list(_kernels()))))
+    if faults:
+        print(f"\ndoes not fit: {faults[0]}")
+        return DOES_NOT_FIT
+    fits = "everything fits" if _has("megatron.core") else "schedules can be planned and drawn"
+    print(f"\n{fits}")
+    return 0
+
+
+def _section(title: str, text: str) -> str:
+    return f"\n{title}\n{textwrap.indent(text, '  ')}"
+
+
+def _two_columns(rows: Sequence[tuple[str, str]]) -> str:
+    """Return names and what is to be said of each, wrapped beside them."""
+    wide = max(len(name) for name, _ in rows)
+    lines = []
+    for name, said in rows:
+        first, *rest = _wrapped(said, WIDTH - wide - 4)
+        lines.append(f"{name.ljust(wide)}  {first}")
+        lines += [" " * (wide + 2) + each for each in rest]
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _has(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
+
+
+def _version(*distributions: str) -> str:
+    """Return the version of the first of these that is installed."""
+    for each in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(each)
+    return MISSING
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    """Yield what a training run stands on."""
+    yield "python", platform.python_version()
+    yield "torch", _version("torch")
+    if _has("torch"):
+        yield from _devices()
+    megatron = _version("megatron-core")
+    if megatron == MISSING and _has("megatron.core"):
+        megatron = "from a checkout"
+    if megatron == MISSING:
+        megatron += ": no training here; pip install 'megatron-vshape[megatron]'"
+    yield "megatron-core", megatron
+    engine = _version("transformer-engine", "transformer_engine_torch")
+    if engine == MISSING:
+        engine += ": --transformer-impl local only"
+    yield "transformer-engine", engine
+    apex = _version("apex")
+    if apex == MISSING:
+        apex += ": --gradient-accumulation-fusion by torch"
+    yield "apex", apex
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    import torch
+
+    if torch.version.cuda is None:
+        yield "CUDA", "torch was built without it: training on the CPU, over gloo"
+        return
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+        counts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+        yield "CUDA", f"{torch.version.cuda}, {counts}"
+    else:
+        yield "CUDA", f"{torch.version.cuda}, no GPU: training on the CPU, over gloo"
+    with contextlib.suppress(RuntimeError, AttributeError):
+        yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def _extras() -> Iterator[tuple[str, str]]:
+    """Yield the packages of every extra, as pyproject.toml has them."""
+    try:
+        requirements = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return
+    extras: dict[str, list[str]] = {}
+    for each in requirements:
+        extra = re.search(r"""extra == ["']([\w-]+)["']""", each)
+        name = re.match(r"[\w.-]+", each)
+        if extra is not None and name is not None:
+            extras.setdefault(extra[1], []).append(name[0])
+    for title, names in extras.items():
+        yield f"extra {title}", ", ".join(f"{name} {_version(name)}" for name in names)
+
+
+def _print_hooks() -> list[str]:
+    """Print what Megatron is asked for, and return what of it does not fit."""
+    if not _has("megatron.core"):
+        print(_section("hooks", "not checked: megatron-core is not installed"))
+        return []
+    try:
+        release, findings = _examine()
+    except ImportError as error:
+        fault = f"megatron-core {_version('megatron-core')} cannot be imported: {error}"
+        print(_section("hooks", f"not checked: {fault}"))
+        return [fault]
+    rows = "\n".join(_lines_of(finding) for finding in findings)
+    print(_section(f"hooks: what register() calls and replaces in megatron-core {release}", rows))
+    return [each.fault for each in findings if each.fault is not None]
+
+
+def _examine() -> tuple[str, list["Finding"]]:
+    """Return Megatron's version and what its targets are like; importing it is noisy."""
+    silence = io.StringIO()
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(silence),
+        contextlib.redirect_stderr(silence),
+    ):
+        warnings.simplefilter("ignore")
+        from megatron_vshape.mcore import cpu
+
+        cpu.install()
+        import megatron.core
+
+        from megatron_vshape.mcore import hooks
+
+        # Without the commit of whatever checkout this is run in, which Megatron adds.
+        return str(megatron.core.__version__).partition("+")[0], hooks.examine()
+
+
+def _lines_of(finding: "Finding") -> str:
+    record = finding.record
+    state, said = "found", finding.fault or record.reason
+    if finding.fault is not None:
+        state = "moved"
+    elif not finding.is_there:
+        state = "none"
+        said += " (not there, and not missed)"
+    parameters = f"({', '.join(record.expects)})" if record.expects else ""
+    lines = _wrapped(f"{record.target}{parameters}", WIDTH - 9, "    ")
+    lines += [f"  {line}" for line in _wrapped(said, WIDTH - 11)]
+    return f"{state:5}  " + "\n       ".join(lines)
+
+
+def _refused() -> str:
+    """Return the options that no schedule goes with, by what is to be done about them."""
+    from megatron_vshape.mcore.refusals import REFUSALS, has_transformer_engine
+
+    options: dict[str, list[str]] = {}
+    for each in REFUSALS:
+        name = f"{each.option} (others)" if each.shows_value else each.option
+        options.setdefault(each.why, []).append(name)
+    if not has_transformer_engine():
+        options["it is not installed here"] = ["--transformer-impl transformer_engine"]
+    lines = []
+    for why, names in options.items():
+        lines.append(why)
+        lines += [f"  {line}" for line in _wrapped(", ".join(names), WIDTH - 4)]
+    return "\n".join(lines)
+
+
+def _kernels() -> Iterator[tuple[str, str]]:
+    import torch
+
+    from megatron_vshape.runtime.weight_jobs import WeightGradKernel, fused_kernel
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    precisions = {"--bf16": torch.bfloat16, "--fp16": torch.float16, "fp32": torch.float32}
+    for name, dtype in precisions.items():
+        kernel = fused_kernel(device, torch.float32, dtype)
+        yield f"{name}, sums in fp32, on this {device}", str(kernel)
+    yield "--no-gradient-accumulation-fusion", str(WeightGradKernel.MATMUL_ADD)

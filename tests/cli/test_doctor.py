@@ -1,0 +1,63 @@
+"""doctor: tables of versions, hooks and refusals, and an exit status that says whether all fits."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MOVED = """
+import sys
+import megatron.training.training as training
+training.train = lambda everything: None
+from megatron_vshape.cli.main import main
+sys.exit(main(["doctor"]))
+"""
+ON_CPU = "from megatron_vshape.mcore import cpu; cpu.install()\n"
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_without_any_package_it_says_what_is_missing() -> None:
+    run = python("-S", "-m", "megatron_vshape.cli.main", "doctor")
+    assert run.returncode == 0, run.stderr
+    lines = [line.split(maxsplit=1) for line in run.stdout.splitlines()]
+    told = {line[0]: line[1] for line in lines if len(line) == 2}
+    assert told["torch"] == "not installed"
+    assert told["megatron-core"].startswith("not installed: no training here; pip install ")
+    assert "not checked: megatron-core is not installed" in run.stdout
+    assert run.stdout.endswith("schedules can be planned and drawn\n")
+
+
+def test_where_everything_fits() -> None:
+    core = pytest.importorskip("megatron.core")
+    from megatron_vshape.mcore import hooks
+    from megatron_vshape.mcore.refusals import REFUSALS
+
+    run = python("-m", "megatron_vshape.cli.main", "doctor")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stderr == ""
+    text = " ".join(run.stdout.split())
+    version = core.__version__.partition("+")[0]
+    assert f"replaces in megatron-core {version} " in text
+    assert all(f" {record.target}" in text for record in (*hooks.HOOKS, *hooks.PROBES))
+    assert all(record.reason in text for record in (*hooks.HOOKS, *hooks.PROBES))
+    assert all(each.option in text and each.why in text for each in REFUSALS)
+    assert "fp32, sums in fp32, on this cpu addmm" in text
+    assert text.endswith("everything fits")
+
+
+def test_a_moved_target_is_named_and_is_status_1() -> None:
+    pytest.importorskip("megatron.training")
+    run = python("-c", ON_CPU + MOVED)
+    assert run.returncode == 1, run.stderr
+    assert "moved  megatron.training.training.train(" in run.stdout
+    last = run.stdout.splitlines()[-1]
+    assert last.startswith("does not fit: megatron-core 0.")
+    assert "megatron.training.training.train takes (everything) and this package needs" in last
