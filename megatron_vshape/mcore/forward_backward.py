@@ -43,7 +43,7 @@ class PipelineRunner:
             pipeline.stage_map.stages(rank),
             pipeline.planner.training,
         )
-        self._profiler = Profiler(pipeline, self.report.remeasure)
+        self._profiler = Profiler(pipeline, self.report)
 
     def __call__(
         self,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.lowering import Program
 from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.schedule import Slot, Timeline
+from megatron_vshape.core.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.simulate import peak_held, simulate
+from megatron_vshape.mcore.report import Checked, Prediction, RunReport
 from megatron_vshape.mcore.session import Pipeline
 from megatron_vshape.runtime.measure import (
     Held,
@@ -36,20 +38,35 @@ class Profiler:
     """Follows the training steps of this process and acts when the last profiled one is over.
 
     All ranks of the world call it for the same steps; each then computes the same costs, and
-    from these the same plan, by itself.
+    from these the same plan, by itself. As many steps again are timed then, one step later, to
+    be held against the prediction: none of its numbers comes from them.
     """
 
-    def __init__(self, pipeline: Pipeline, on_replan: Callable[[], None]) -> None:
+    def __init__(self, pipeline: Pipeline, report: RunReport) -> None:
         self._pipeline = pipeline
-        self._on_replan = on_replan
+        self._report = report
         self._steps = 0
         self._rows: list[tuple[Program, list[Slot]]] = []
+        self._prediction: Prediction | None = None
+        self._costs: Costs | None = None
 
     def begin_step(self, torch_device: torch.device) -> PassTimer | None:
         """Count a training step and return what is to observe it, if it is profiled."""
         self._steps += 1
-        first, last = self._pipeline.options.profile_steps or (0, -1)
-        return PassTimer(torch_device) if first <= self._steps <= last else None
+        ranges = self._profiled(), self._checked()
+        timed = any(first <= self._steps <= last for first, last in ranges)
+        return PassTimer(torch_device) if timed else None
+
+    def _profiled(self) -> tuple[int, int]:
+        return self._pipeline.options.profile_steps or (0, -1)
+
+    def _checked(self) -> tuple[int, int]:
+        """Return the steps that are held against the prediction.
+
+        The step in between counts the new order's memory, and pays for what it needs first.
+        """
+        first, last = self._profiled()
+        return last + 2, last + 2 + (last - first)
 
     def end_step(
         self,
@@ -64,19 +81,65 @@ class Profiler:
         if timer is None:
             return
         self._rows.append((program, timer.slots()))
-        _, last = self._pipeline.options.profile_steps or (0, -1)
-        if self._steps < last:
+        if self._steps not in (self._profiled()[1], self._checked()[1]):
             return
-        timelines = [merge(p.schedule, gather_slots(row, group)) for p, row in self._rows]
+        gathered = [(each, gather_slots(row, group)) for each, row in self._rows]
         self._rows.clear()
-        send_us = measure_send_us(program, group.rank(), transport, message)
-        costs = self._agreed_costs(timelines, send_us, held, group)
-        self._show(timelines[-1], costs)
-        planner = self._pipeline.planner
-        if planner.plans_by_costs:
-            self._replan(program, costs)
+        timelines = [merge(each.schedule, rows) for each, rows in gathered]
+        if self._prediction is None:
+            send_us = measure_send_us(program, group.rank(), transport, message)
+            self._costs = self._agreed_costs(timelines, send_us, held, group)
+            rest_us = _rest_us([rows for _, rows in gathered], timelines)
+            self._prediction = self._predict(program, self._costs, rest_us)
         else:
+            self._compare(self._prediction, timelines)
+        self._write_trace(timelines[-1])
+
+    def _predict(self, program: Program, costs: Costs, rest_us: float) -> Prediction:
+        """Take the costs for the steps to come, plan anew if that is asked for, and say so."""
+        planner = self._pipeline.planner
+        now = prediction_of(program.schedule, costs, rest_us)
+        if not planner.plans_by_costs:
             planner.costs = costs
+            self._tell("measured costs: %s", told(now))
+            return now
+        planner.adopt(costs)
+        try:
+            plan = planner.training(program.schedule.num_microbatches)
+        except ScheduleError as error:
+            raise SystemExit(f"megatron-vshape: {error}") from None
+        self._report.remeasure()
+        after = prediction_of(plan.program.schedule, costs, rest_us)
+        self._tell("measured costs: %s -> %s, from the next step on", told(now), told(after))
+        return after
+
+    def _compare(self, prediction: Prediction, timelines: Sequence[Timeline]) -> None:
+        makespan_us = median(each.makespan for each in timelines)
+        bubble = median(each.bubble for each in timelines)
+        self._report.checked = Checked(prediction, makespan_us, bubble)
+        self._tell(
+            "predicted for %s, and measured %d steps later: passes %.2f ms, %.2f ms "
+            "(measured / predicted %.3f); bubble %.2f %%, %.2f %%",
+            prediction.name,
+            len(timelines),
+            prediction.makespan_us / 1e3,
+            makespan_us / 1e3,
+            makespan_us / prediction.makespan_us,
+            100 * prediction.bubble,
+            100 * bubble,
+        )
+
+    @staticmethod
+    def _tell(text: str, *values: object) -> None:
+        if dist.get_rank() == 0:
+            logger.warning(text, *values)
+
+    def _write_trace(self, measured: Timeline) -> None:
+        """Write the trace of a measured step beside its plan, on the first rank, if asked to."""
+        folder = self._pipeline.options.trace_folder
+        if folder is not None and self._costs is not None and dist.get_rank() == 0:
+            planned = simulate(measured.schedule, self._costs)
+            write_trace_files(Path(folder), planned, measured, self._costs)
 
     def _agreed_costs(
         self,
@@ -96,50 +159,33 @@ class Profiler:
         dist.all_gather_object(world, own)
         return middle_of(world)
 
-    def _replan(self, program: Program, costs: Costs) -> None:
-        planner = self._pipeline.planner
-        before = simulate(program.schedule, costs)
-        planner.adopt(costs)
-        try:
-            plan = planner.training(program.schedule.num_microbatches)
-        except ScheduleError as error:
-            raise SystemExit(f"megatron-vshape: {error}") from None
-        self._on_replan()
-        if dist.get_rank() == 0:
-            logger.warning(
-                "measured costs: %s step %.1f ms, bubble %.1f %%, peak %.3f GiB -> "
-                "%s step %.1f ms, bubble %.1f %%, peak %.3f GiB, from the next step on",
-                *_facts(before, costs),
-                *_facts(plan.timeline, costs),
-            )
 
-    def _show(self, measured: Timeline, costs: Costs) -> None:
-        """Write the trace and print predicted beside measured, on the first rank."""
-        if dist.get_rank() != 0:
-            return
-        planned = simulate(measured.schedule, costs)
-        logger.warning("%s", comparison(planned, measured, costs))
-        folder = self._pipeline.options.trace_folder
-        if folder is not None:
-            write_trace_files(Path(folder), planned, measured, costs)
+def prediction_of(schedule: Schedule, costs: Costs, rest_us: float) -> Prediction:
+    """Return what a step of this order is expected to take."""
+    timeline = simulate(schedule, costs)
+    peaks = peak_held(schedule, costs)
+    return Prediction(schedule.name, timeline.makespan, rest_us, timeline.bubble, peaks)
 
 
-def _facts(timeline: Timeline, costs: Costs) -> tuple[str, float, float, float]:
-    peak = max(peak_held(timeline.schedule, costs)) / GIB
-    return timeline.schedule.name, timeline.makespan / 1e3, 100 * timeline.bubble, peak
-
-
-def comparison(planned: Timeline, measured: Timeline, costs: Costs) -> str:
-    """Return the table of a step's predicted and measured figures."""
-    ratio = measured.makespan / planned.makespan
-    peaks = ", ".join(f"{each / 2**20:.2f}" for each in peak_held(planned.schedule, costs))
+def told(prediction: Prediction) -> str:
+    """Return the prediction in a line."""
     return (
-        f"profiled step of {measured.schedule.name}: predicted, measured\n"
-        f"  step    {planned.makespan / 1e3:9.2f} ms {measured.makespan / 1e3:9.2f} ms "
-        f"(measured / predicted {ratio:.3f})\n"
-        f"  bubble  {100 * planned.bubble:9.2f} %  {100 * measured.bubble:9.2f} %\n"
-        f"  activations, MiB per rank: {peaks}; message {costs.send_us:.0f} us"
+        f"{prediction.name} step {prediction.step_us / 1e3:.1f} ms (passes "
+        f"{prediction.makespan_us / 1e3:.1f} ms), bubble {100 * prediction.bubble:.1f} %, "
+        f"peak {max(prediction.peak_bytes) / GIB:.3f} GiB"
     )
+
+
+def _rest_us(steps: Sequence[Sequence[Sequence[Slot]]], timelines: Sequence[Timeline]) -> float:
+    """Return the time of a step in which no pass runs anywhere; 0 where one step is all there is.
+
+    That is the gradients' end, the optimizer, the log. `steps` are the slots by step and device.
+    An evaluation between two steps makes one of the medians' values useless, not the median.
+    """
+    starts = [rows[0][0].start for rows in steps]
+    periods = [after - before for before, after in pairwise(starts)]
+    rests = [period - each.makespan for period, each in zip(periods, timelines, strict=False)]
+    return max(median(rests), 0.0) if rests else 0.0
 
 
 def middle_of(costs: Sequence[Costs]) -> Costs:

@@ -34,6 +34,29 @@ class Memory(NamedTuple):
     allocated_bytes: int  # the allocator's peak over the run, all included; 0 without a GPU
 
 
+class Prediction(NamedTuple):
+    """What a training step is expected to take."""
+
+    name: str  # of the schedule
+    makespan_us: float  # of the passes
+    rest_us: float  # between one step's last pass and the next one's first, as measured
+    bubble: float
+    peak_bytes: tuple[float, ...]  # of activations, by rank
+
+    @property
+    def step_us(self) -> float:
+        """Return the time from one step's start to the next one's."""
+        return self.makespan_us + self.rest_us
+
+
+class Checked(NamedTuple):
+    """A prediction, and what the steps after it have shown."""
+
+    prediction: Prediction
+    makespan_us: float
+    bubble: float
+
+
 class RunReport:
     """Measures the training steps of a run.
 
@@ -54,6 +77,7 @@ class RunReport:
         self._started_s: float | None = None
         self._step_s: list[float] = []
         self._tokens = 0
+        self.checked: Checked | None = None  # where costs were measured in this run
 
     @property
     def held(self) -> dict[int, tuple[float, float]]:
@@ -114,7 +138,33 @@ class RunReport:
             line += f", predicted {_in_mib(plan.peak_bytes(byte_costs(everyones)))}"
         if any(each.allocated_bytes for each in everyones):
             line += f", allocated in all {_in_mib([each.allocated_bytes for each in everyones])}"
+        if self.checked is not None and self._step_s:
+            peaks = [each.peak_bytes for each in everyones]
+            line += "\n" + closing_table(self.checked, median(self._step_s) * 1e6, peaks)
         return line
+
+
+def closing_table(checked: Checked, step_us: float, peak_bytes: Sequence[float]) -> str:
+    """Return predicted beside measured: a step's time, its parts, the bubble, the peaks."""
+    predicted = checked.prediction
+    rest_us = step_us - checked.makespan_us
+    rows = [
+        ("step, ms", predicted.step_us / 1e3, step_us / 1e3),
+        ("  passes, ms", predicted.makespan_us / 1e3, checked.makespan_us / 1e3),
+        ("  gradients, optimizer, ..., ms", predicted.rest_us / 1e3, rest_us / 1e3),
+        ("bubble, %", 100 * predicted.bubble, 100 * checked.bubble),
+        *(
+            (f"activations of rank {rank}, MiB", expected / MIB, found / MIB)
+            for rank, (expected, found) in enumerate(
+                zip(predicted.peak_bytes, peak_bytes, strict=True)
+            )
+        ),
+    ]
+    lines = [f"{predicted.name:33}{'predicted':>12}{'measured':>12}{'ratio':>8}"]
+    for label, expected, found in rows:
+        ratio = f"{found / expected:8.3f}" if expected > 0 else ""
+        lines.append(f"{label:33}{expected:12.2f}{found:12.2f}{ratio}")
+    return "\n".join(lines)
 
 
 def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:

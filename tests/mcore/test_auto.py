@@ -50,6 +50,14 @@ def test_profiled_and_planned_anew(train: Train, tmp_path: Path) -> None:
     assert_equal_training(ours, theirs)
     assert "measured costs: v-half step" in ours.output[0]
     assert "-> auto step" in ours.output[0]
+    assert "predicted for auto, and measured 2 steps later: passes " in ours.output[0]
+    table = ours.output[0].partition("tokens/s; peak activation memory")[2].splitlines()[1:]
+    assert table[0].split() == ["auto", "predicted", "measured", "ratio"]
+    labels = ["step, ms", "  passes, ms", "  gradients, optimizer, ..., ms", "bubble, %"]
+    labels += [f"activations of rank {rank}, MiB" for rank in range(4)]
+    assert [line[:33].rstrip() for line in table[1:9]] == labels
+    for line in table[5:9]:
+        assert float(line.split()[-1]) == pytest.approx(1, rel=0.05)
     assert ours.output[0].count("GiB per rank: parameters, gradients, optimizer") == 1
     costs = Costs.load(tmp_path / "costs.json")
     assert costs.num_stages == 8
