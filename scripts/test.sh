@@ -69,7 +69,8 @@ PATH=$PWD/$venv/bin:$PATH
 
 if [[ -z $megatron ]]; then
     check ruff ruff check .
-    check shellcheck shellcheck --external-sources scripts/*.sh .ci/run
+    check shellcheck shellcheck --external-sources scripts/*.sh scripts/slurm/*.sbatch \
+        patches/*.sh .ci/run
     check mypy mypy
     check import-linter lint-imports
 fi

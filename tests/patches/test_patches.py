@@ -1,0 +1,186 @@
+"""The patches for Megatron-LM checkouts: what they are, how they are applied, that they train."""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PATCHES = ROOT / "patches"
+HOW_TO_GET_ONE = (
+    "MEGATRON_LM_PATH names no checkout; get one with git clone --depth 1 --branch core_v0.19.0 "
+    "https://github.com/NVIDIA/Megatron-LM.git (also: core_v0.18.2, core_v0.17.1)"
+)
+
+
+class Row(NamedTuple):
+    """A line of the README's table."""
+
+    patch: str
+    tag: str
+    commit: str
+    file: str
+    released: str
+    patched: str
+
+
+def rows() -> list[Row]:
+    lines = (PATCHES / "README.md").read_text().splitlines()
+    cells = ([cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines)
+    return [Row(*line) for line in cells if line[0].startswith("megatron-lm-")]
+
+
+def apply(*arguments: str, patches: Path = PATCHES) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(patches / "apply.sh"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_the_table_has_every_patch_with_its_commit_and_sums() -> None:
+    assert sorted(row.patch for row in rows()) == sorted(
+        path.name for path in PATCHES.glob("*.patch")
+    )
+    for row in rows():
+        assert row.patch == f"megatron-lm-{row.tag.removeprefix('core_v')}.patch"
+        assert re.fullmatch("[0-9a-f]{40}", row.commit)
+        for checksum in (row.released, row.patched):
+            assert re.fullmatch("[0-9a-f]{64}", checksum)
+        assert row.released != row.patched
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.tag)
+def test_a_patch_adds_a_few_lines_and_has_no_context(row: Row) -> None:
+    lines = (PATCHES / row.patch).read_text().splitlines()
+    assert lines[:3] == [
+        f"diff --git a/{row.file} b/{row.file}",
+        f"--- a/{row.file}",
+        f"+++ b/{row.file}",
+    ]
+    hunk = re.fullmatch(r"@@ -(\d+),0 \+(\d+),(\d+) @@", lines[3])
+    assert hunk is not None
+    before, at, count = map(int, hunk.groups())
+    assert at == before + 1
+    assert count == len(lines) - 4 <= 5
+    assert all(line.startswith("+") for line in lines[4:])
+    added = "\n".join(line[1:] for line in lines[4:])
+    compile(added, row.patch, "exec")
+    assert "megatron_vshape.register()" in added
+
+
+@pytest.fixture
+def made_up(tmp_path: Path) -> tuple[Path, Path]:
+    """Return a folder of patches whose table has a made-up file, and a checkout with that file."""
+    patches, checkout = tmp_path / "patches", tmp_path / "outer" / "checkout"
+    shutil.copytree(PATCHES, patches)
+    checkout.mkdir(parents=True)
+    row = rows()[0]
+    released = "".join(f"# line {number}\n" for number in range(1, 40))
+    (checkout / row.file).write_text(released)
+    hunk = (patches / row.patch).read_text().splitlines(keepends=True)[3:]
+    at = int(re.findall(r"\d+", hunk[0])[0])
+    lines = released.splitlines(keepends=True)
+    patched = "".join([*lines[:at], *(line[1:] for line in hunk[1:]), *lines[at:]])
+    readme = (patches / "README.md").read_text()
+    for old, text in ((row.released, released), (row.patched, patched)):
+        readme = readme.replace(old, hashlib.sha256(text.encode()).hexdigest())
+    (patches / "README.md").write_text(readme)
+    # A checkout without .git inside a repository is what git apply would silently skip.
+    subprocess.run(["git", "init", "-q", str(checkout.parent)], check=True)
+    return patches, checkout
+
+
+def test_applying_twice_is_once_and_reversing_undoes_it(made_up: tuple[Path, Path]) -> None:
+    patches, checkout = made_up
+    file = checkout / rows()[0].file
+    released = file.read_text()
+    said = [apply(str(checkout), patches=patches) for _ in range(2)]
+    assert [each.returncode for each in said] == [0, 0], said
+    assert "is patched now (megatron-lm-0.17.1.patch)" in said[0].stdout
+    assert "is as wanted already" in said[1].stdout
+    added = set(file.read_text().splitlines()) - set(released.splitlines())
+    assert "megatron_vshape.register()" in added
+    said = [apply("--reverse", str(checkout), patches=patches) for _ in range(2)]
+    assert [each.returncode for each in said] == [0, 0], said
+    assert "is released now" in said[0].stdout
+    assert "is as wanted already" in said[1].stdout
+    assert file.read_text() == released
+
+
+def test_a_file_that_differs_is_left_alone_and_told_in_one_sentence(
+    made_up: tuple[Path, Path],
+) -> None:
+    patches, checkout = made_up
+    file = checkout / rows()[0].file
+    file.write_text(file.read_text() + "# mine\n")
+    before = file.read_text()
+    for arguments in ((str(checkout),), ("--reverse", str(checkout))):
+        said = apply(*arguments, patches=patches)
+        assert said.returncode == 1
+        assert said.stderr.count("\n") == 1
+        assert f"pretrain_gpt.py in {checkout} differs from every release" in said.stderr
+    assert file.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"), [((), "usage: "), (("/nowhere/at/all",), "is not a directory")]
+)
+def test_what_is_no_checkout(arguments: tuple[str, ...], text: str) -> None:
+    said = apply(*arguments)
+    assert said.returncode == 1
+    assert text in said.stderr
+
+
+@pytest.fixture
+def checkout() -> Path:
+    path = Path(os.environ.get("MEGATRON_LM_PATH", ""))
+    if "MEGATRON_LM_PATH" not in os.environ or not (path / "pretrain_gpt.py").is_file():
+        pytest.skip(HOW_TO_GET_ONE)
+    return path
+
+
+def train(*script: str) -> list[str]:
+    """Train two steps on two ranks of the CPU, and return loss and grad norm as printed."""
+    farm = pytest.importorskip("mcore.farm")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [*script, *farm.MODEL, "--train-iters", "2", "--pipeline-model-parallel-size", "2"]
+    command += ["--no-bias-gelu-fusion", "--no-bias-dropout-fusion"]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    run = subprocess.run(
+        [*command, "--pipeline-schedule", "v-half"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environment,
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
+    assert "pipeline schedule v-half, 2 ranks, 8 microbatches" in run.stdout
+    found: list[str] = re.findall(r"(?:lm loss|grad norm): ([0-9.E+-]+)", run.stdout)
+    return found
+
+
+def test_a_checkout_trains_patched_and_through_the_launcher(checkout: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "Megatron-LM"
+    shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git", "tests", "docs"))
+    script = copy / "pretrain_gpt.py"
+    released = script.read_bytes()
+    launched = train("-m", "megatron_vshape.mcore.launch", str(script))
+    assert len(launched) == 4
+    assert script.read_bytes() == released
+    if hashlib.sha256(released).hexdigest() not in {row.released for row in rows()}:
+        assert apply(str(copy)).returncode == 1  # of another release, such as main
+        return
+    assert apply(str(copy)).returncode == 0
+    assert train(str(script)) == launched
+    assert apply("--reverse", str(copy)).returncode == 0
+    assert script.read_bytes() == released
