@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_vshape.core.files import check_keys, is_number, parse_object, read_text
+from megatron_vshape.core.files import check_keys, is_number, is_whole, parse_object, read_text
 from megatron_vshape.core.passes import Kind, ScheduleError
 
 
@@ -16,7 +16,8 @@ class Costs:
 
     Times are in microseconds or any other unit used throughout, memory likewise in bytes or in
     chunks. A stage holds `held_after_forward_bytes` per microbatch from the start of F, then
-    `held_after_backward_bytes` from the end of B, and nothing from the end of W on.
+    `held_after_backward_bytes` from the end of B, and nothing from the end of W on. `layers` says
+    how many layers every stage had when that was measured, where it is known.
     """
 
     forward_us: tuple[float, ...]
@@ -25,6 +26,7 @@ class Costs:
     send_us: float
     held_after_forward_bytes: tuple[float, ...]
     held_after_backward_bytes: tuple[float, ...]
+    layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         self._check()
@@ -76,6 +78,8 @@ class Costs:
     def to_json(self) -> str:
         """Return the costs file's text."""
         fields = {name: getattr(self, name) for name in _FIELDS}
+        if self.layers is not None:
+            fields["layers"] = self.layers
         return json.dumps(fields, indent=1)
 
     @classmethod
@@ -86,10 +90,11 @@ class Costs:
             ScheduleError: not JSON, a key is missing or unknown, or a value is not a cost.
         """
         data = parse_object(text, "the costs file")
+        layers = _whole_numbers("layers", data.pop("layers")) if "layers" in data else None
         check_keys(data, _FIELDS, "the costs file")
         send_us = _numbers("send_us", [data["send_us"]])[0]
         lists = {name: _numbers(name, data[name]) for name in _PER_STAGE}
-        return cls(send_us=send_us, **lists)
+        return cls(send_us=send_us, **lists, layers=layers)
 
     @classmethod
     def load(cls, path: str | Path) -> "Costs":
@@ -113,8 +118,20 @@ class Costs:
                 if not math.isfinite(value) or value < 0 or (is_time and value == 0):
                     wanted = "a finite number above 0" if is_time else "finite and not below 0"
                     raise ScheduleError(f"{name} of stage {stage} is {value}; it must be {wanted}")
+        self._check_layers()
         if not math.isfinite(self.send_us) or self.send_us < 0:
             raise ScheduleError(f"send_us is {self.send_us}; it must be finite and not below 0")
+
+    def _check_layers(self) -> None:
+        if self.layers is None:
+            return
+        if len(self.layers) != len(self.forward_us):
+            raise ScheduleError(
+                f"the costs have {len(self.layers)} values of layers and {len(self.forward_us)} "
+                "of forward_us; there must be one of each per stage"
+            )
+        if min(self.layers) < 0:
+            raise ScheduleError(f"layers holds {min(self.layers)}; no stage has so many")
 
 
 _PER_STAGE = (
@@ -138,6 +155,14 @@ def _numbers(name: str, values: object) -> tuple[float, ...]:
         return tuple(map(float, values))
     except OverflowError:
         raise ScheduleError(f"{name} holds a number too large for a float") from None
+
+
+def _whole_numbers(name: str, values: object) -> tuple[int, ...]:
+    """Return the whole numbers in a list read from JSON."""
+    for value in values if isinstance(values, list) else [values]:
+        if not isinstance(values, list) or not is_whole(value):
+            raise ScheduleError(f"{name} is {values!r:.60}; it must be a whole number per stage")
+    return tuple(values) if isinstance(values, list) else ()
 
 
 def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
@@ -165,6 +190,7 @@ def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
         weight_us=added(costs.weight_us),
         held_after_forward_bytes=added(costs.held_after_forward_bytes),
         held_after_backward_bytes=added(costs.held_after_backward_bytes),
+        layers=None if costs.layers is None else tuple(map(int, added(costs.layers))),
     )
 
 

@@ -33,6 +33,7 @@ class PipelineOptions:
     memory_limit_gib: float | None = None  # of activations, on every device; for auto
     profile_steps: tuple[int, int] | None = None  # first and last training step of this process
     trace_folder: str | None = None
+    layer_split: str | None = None  # auto, or the layers of every stage with commas
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -80,6 +81,13 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="measure the passes of this process's training steps A to B; auto then plans anew",
     )
     group.add_argument(
+        "--pipeline-layer-split",
+        metavar="auto|N,N,...",
+        default=None,
+        help="how many layers every stage has, in the model's order; auto gives fewer to the first "
+        "and the last, by the costs or by the sizes of the model. Default: equally many.",
+    )
+    group.add_argument(
         "--pipeline-trace",
         metavar="DIR",
         default=None,
@@ -111,4 +119,5 @@ def options_of(args: Namespace) -> PipelineOptions:
         args.pipeline_memory_limit,
         profile,
         args.pipeline_trace,
+        args.pipeline_layer_split,
     )

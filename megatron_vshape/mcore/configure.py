@@ -8,11 +8,19 @@ from collections.abc import Sequence
 from megatron.core import parallel_state
 from torch import nn
 
+from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.placement import looping
 from megatron_vshape.mcore import layout, split_te, unsplit
-from megatron_vshape.mcore.arguments import AUTO, MEGATRONS_OWN, options_of
-from megatron_vshape.mcore.plans import make_planner
-from megatron_vshape.mcore.refusals import UnsupportedError, check_arguments
+from megatron_vshape.mcore.arguments import AUTO, MEGATRONS_OWN, PipelineOptions, options_of
+from megatron_vshape.mcore.layer_split import split_layers
+from megatron_vshape.mcore.layout import StageMap
+from megatron_vshape.mcore.plans import Planner, make_planner
+from megatron_vshape.mcore.refusals import (
+    UnsupportedError,
+    check_arguments,
+    check_splits_nothing_else,
+)
 from megatron_vshape.mcore.session import Pipeline, Session
 
 INTERLEAVED_CHUNKS = 2
@@ -34,20 +42,22 @@ def prepare(args: Namespace) -> Pipeline | None:
     name, ranks = options.schedule, args.pipeline_model_parallel_size
     if name is None or name in MEGATRONS_OWN:
         _prepare_megatrons_own(args, name)
+        _split_megatrons_own(args, options)
         return None
     planner = make_planner(name, ranks, options)
     if ranks == 1:
         return None  # one device has nothing to schedule
     check_arguments(args, name)
-    stage_map = layout.split_layers(args.num_layers, planner.placement)
+    stage_map = _split(args, planner, options)
     layout.check_ends(stage_map)
     recomputes = getattr(args, "recompute_granularity", None) == "full"
     planner.keeps_backward_whole = recomputes
     ties = not args.untie_embeddings_and_output_weights
     if ties:
         layout.check_tied_embeddings(stage_map)
+    # Even of one chunk: Megatron then leaves the number of layers to the layout.
+    args.num_virtual_stages_per_pipeline_rank = stage_map.num_chunks
     if stage_map.num_chunks > 1:
-        args.num_virtual_stages_per_pipeline_rank = stage_map.num_chunks
         # Megatron allows chunks on two ranks only with this; the messages are ours either way.
         args.overlap_p2p_comm = True
     return Pipeline(
@@ -80,6 +90,30 @@ def _prepare_megatrons_own(args: Namespace, name: str | None) -> None:
     alone = args.pipeline_model_parallel_size == 1
     if name == "interleaved-1f1b" and not has_chunks and not alone:
         args.num_virtual_stages_per_pipeline_rank = INTERLEAVED_CHUNKS
+
+
+def _split(args: Namespace, planner: Planner, options: PipelineOptions) -> StageMap:
+    """Return the stages with their layers, and tell the planner what they cost."""
+    split = split_layers(args, planner.placement, options.layer_split, planner.costs)
+    planner.costs, planner.estimate = split.costs, split.estimate
+    return StageMap(planner.placement, split.layers)
+
+
+def _split_megatrons_own(args: Namespace, options: PipelineOptions) -> None:
+    """Hand a split on to Megatron in its own form."""
+    text, ranks = options.layer_split, args.pipeline_model_parallel_size
+    if text is None or ranks == 1:
+        return
+    if options.schedule is None:
+        raise UnsupportedError(
+            f"--pipeline-layer-split {text:.80} needs --pipeline-schedule, such as 1f1b or v-half"
+        )
+    check_splits_nothing_else(args, options.schedule)
+    chunks = args.num_virtual_stages_per_pipeline_rank or 1
+    costs = None if options.costs_file is None else Costs.load(options.costs_file)
+    split = split_layers(args, looping(ranks, chunks), text, costs)
+    args.pipeline_model_parallel_layout = layout.megatrons_text(split.layers)
+    args.num_virtual_stages_per_pipeline_rank = None  # the text says how many
 
 
 def complete(pipeline: Pipeline | None, args: Namespace) -> None:

@@ -63,23 +63,6 @@ class StageMap:
         return chunks_of(self.placement)[stage]
 
 
-def split_layers(num_layers: int, placement: Placement) -> StageMap:
-    """Return the map that gives every stage equally many of the model's layers.
-
-    Raises:
-        ScheduleError: the layers do not divide among the stages.
-    """
-    stages = len(placement)
-    if num_layers % stages:
-        below = num_layers - num_layers % stages
-        raise ScheduleError(
-            f"{num_layers} layers do not divide among {stages} stages ({max(placement) + 1} ranks "
-            f"with {stages // (max(placement) + 1)} each): make --num-layers a multiple of "
-            f"{stages}, such as {below or stages} or {below + stages}"
-        )
-    return StageMap(placement, (num_layers // stages,) * stages)
-
-
 class StageLayout(PipelineParallelLayerLayout):
     """Megatron's layer layout for any placement.
 
@@ -114,6 +97,13 @@ class StageLayout(PipelineParallelLayerLayout):
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         stage = self.stage_map.stage(pp_rank, vp_stage)
         return sum(layers.count(layer_type) for layers in self.stages[:stage])
+
+
+def megatrons_text(layers: Sequence[int]) -> str:
+    """Return Megatron's own text for stages with so many layers, which it places looping."""
+    stages = ["t" * count for count in layers]
+    stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
+    return "|".join(stages)
 
 
 def check_ends(stage_map: StageMap) -> None:

@@ -35,11 +35,12 @@ class Plan:
     schedule: Schedule
     timeline: Timeline  # in us of the costs, or in passes of one of 2 * devices stages
     program: Program
+    estimate: Costs | None = None  # in chunks, where stages differ
 
     @property
     def peak_chunks(self) -> float:
         """Return the most any device holds; 1F1B holds 2 * devices such chunks."""
-        return max(peak_held(self.schedule))
+        return max(peak_held(self.schedule, self.estimate))
 
     def peak_bytes(self, costs: Costs) -> tuple[float, ...]:
         """Return the most every device holds, where `costs` says what a stage holds in bytes."""
@@ -57,7 +58,8 @@ class Planner:
     name: str
     from_file: Schedule | None = None
     keeps_backward_whole: bool = False  # every B takes its W along
-    costs: Costs | None = None  # in us and bytes; with None every chunk pass takes one unit
+    costs: Costs | None = None  # in us and bytes; with None every chunk pass takes one unit,
+    estimate: Costs | None = None  # or this, in such units, where stages have unlike layers
     limit_bytes: float | None = None  # of a device, for auto; None: activations as 1F1B holds
     static_bytes: tuple[float, ...] = ()  # of every device: what is there besides activations
     _training: dict[int, Plan] = field(default_factory=dict)
@@ -97,7 +99,7 @@ class Planner:
             if self.keeps_backward_whole:
                 schedule = whole_backwards(schedule)
             timeline = simulate(schedule, self._costs_of(schedule))
-            plan = Plan(schedule, timeline, lower(schedule, timeline))
+            plan = Plan(schedule, timeline, lower(schedule, timeline), self.estimate)
             self._training[num_microbatches] = plan
             logger.info(
                 "planned %s for %d devices and %d microbatches: bubble %.1f %%, peak %g chunks",
@@ -126,11 +128,13 @@ class Planner:
     def _costs_of(self, schedule: Schedule) -> Costs | None:
         """Return the costs if they are for this schedule's stages."""
         fits = self.costs is not None and self.costs.num_stages == schedule.num_stages
-        return self.costs if fits else None
+        return self.costs if fits else self.estimate
 
     def _schedule(self, num_microbatches: int) -> Schedule:
         if self.name in PLUS_NAMES:
-            return make_plus(self.name, self.num_devices, num_microbatches, self.costs)
+            return make_plus(
+                self.name, self.num_devices, num_microbatches, self.costs or self.estimate
+            )
         if self.name == AUTO:
             return self._automatic(num_microbatches)
         if self.from_file is None:

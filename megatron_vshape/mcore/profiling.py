@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -157,7 +158,7 @@ class Profiler:
         own = measured_costs(timelines, fmean(sends) if sends else 0.0, all_held)
         world: list[Costs] = [own] * dist.get_world_size()
         dist.all_gather_object(world, own)
-        return middle_of(world)
+        return replace(middle_of(world), layers=self._pipeline.stage_map.layers)
 
 
 def prediction_of(schedule: Schedule, costs: Costs, rest_us: float) -> Prediction:

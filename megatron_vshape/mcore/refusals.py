@@ -36,7 +36,7 @@ def _above_one(value: Any) -> bool:
 
 
 _DECIDES_CHUNKS = "the schedule decides how many chunks a rank has: leave it out"
-_DECIDES_LAYERS = "the schedule splits the layers evenly among its stages: leave it out"
+_DECIDES_LAYERS = "which stage has which layers is --pipeline-layer-split's to say: leave it out"
 _OWN_ORDER = "it assumes the order of Megatron's own schedules: leave it out"
 _UNSPLIT = "its weight gradients cannot be put off yet: leave it out"
 
@@ -166,6 +166,17 @@ def check_arguments(args: Namespace, schedule: str) -> None:
             "--transformer-impl transformer_engine needs Transformer Engine, which is not "
             "installed here: install it, or use --transformer-impl local"
         )
+
+
+def check_splits_nothing_else(args: Namespace, schedule: str) -> None:
+    """Raise UnsupportedError if another option than --pipeline-layer-split splits the layers.
+
+    For Megatron's own schedules; ours refuse these options in any case.
+    """
+    for refusal in REFUSALS:
+        decides_layers = refusal.why == _DECIDES_LAYERS
+        if decides_layers or refusal.name == "num_layers_per_virtual_pipeline_stage":
+            _check(refusal, args, schedule)
 
 
 def has_transformer_engine() -> bool:

@@ -72,15 +72,20 @@ def _refused(error: Exception) -> SystemExit:
 def core_transformer_config_from_args(session: Session, original: Function) -> Function:
     """Put the layout of the stages on every TransformerConfig made from the arguments.
 
-    On the config alone: the arguments are written into checkpoints.
+    The config checks numbers of layers when it is made, so the arguments have the layout
+    meanwhile, and only meanwhile: they are written into checkpoints.
     """
 
     @functools.wraps(original)
-    def make(*args: Any, **options: Any) -> Any:
-        config = original(*args, **options)
-        if session.pipeline is not None:
-            config.pipeline_model_parallel_layout = session.pipeline.layout
-        return config
+    def make(args: Namespace, *rest: Any, **options: Any) -> Any:
+        if session.pipeline is None:
+            return original(args, *rest, **options)
+        before = args.pipeline_model_parallel_layout
+        args.pipeline_model_parallel_layout = session.pipeline.layout
+        try:
+            return original(args, *rest, **options)
+        finally:
+            args.pipeline_model_parallel_layout = before
 
     return make
 

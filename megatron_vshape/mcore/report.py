@@ -188,8 +188,10 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
 
 
 def _at(pipeline: Pipeline) -> str:
-    if pipeline.planner.costs is None:
+    if pipeline.planner.costs is None and pipeline.planner.estimate is None:
         return "at F = B = W"
+    if pipeline.planner.costs is None:
+        return "at F = B = W of every layer, the output layer by its products"
     return "with the given costs"
 
 

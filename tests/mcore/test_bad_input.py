@@ -33,7 +33,40 @@ def test_layers_that_do_not_divide(farm: Farm) -> None:
     text = refused(farm, *V_HALF.split(), "--num-layers", "12")
     assert text == (
         "12 layers do not divide among 8 stages (4 ranks with 2 each): make --num-layers a "
-        "multiple of 8, such as 8 or 16"
+        "multiple of 8, such as 8 or 16, or add --pipeline-layer-split auto"
+    )
+
+
+SPLITS = {
+    "v-half --pipeline-layer-split 2,2,2,2": (
+        "--pipeline-layer-split 2,2,2,2 has 4 numbers and the schedule 8 stages (4 ranks with 2 "
+        "each): give one number per stage, in the model's order"
+    ),
+    "1f1b --pipeline-layer-split 2,2,2,3": (
+        "--pipeline-layer-split 2,2,2,3 adds up to 9 layers and the model has 8"
+    ),
+    "zb-h1 --pipeline-layer-split 2,0,3,3": "leaves stage 1 without layers: only the first",
+    "zb-h1 --pipeline-layer-split 2,-1,4,3": "gives a stage -1 layers",
+    "v-half --pipeline-layer-split even": "'even' is neither auto nor whole numbers with commas",
+    "v-half --pipeline-layer-split auto --num-layers 5": (
+        "5 layers are too few for 8 stages: only the first and the last may be without, so make "
+        "--num-layers at least 6"
+    ),
+    "1f1b --pipeline-layer-split auto --account-for-loss-in-pipeline-split": (
+        "which stage has which layers is --pipeline-layer-split's to say"
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "said"), SPLITS.items(), ids=SPLITS)
+def test_layer_splits_that_cannot_be(farm: Farm, flags: str, said: str) -> None:
+    assert said in refused(farm, "--pipeline-schedule", *flags.split())
+
+
+def test_a_layer_split_without_a_schedule(farm: Farm) -> None:
+    text = refused(farm, "--pipeline-layer-split", "auto")
+    assert text == (
+        "--pipeline-layer-split auto needs --pipeline-schedule, such as 1f1b or v-half"
     )
 
 

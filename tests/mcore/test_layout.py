@@ -8,10 +8,15 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_vshape.core.layers import even_layers
 from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.placement import linear, looping, v_shape
+from megatron_vshape.core.placement import Placement, linear, looping, v_shape
 from megatron_vshape.mcore import layout
-from megatron_vshape.mcore.layout import StageLayout, StageMap, embedding_ranks, split_layers
+from megatron_vshape.mcore.layout import StageLayout, StageMap, embedding_ranks, megatrons_text
+
+
+def split_layers(num_layers: int, placement: Placement) -> StageMap:
+    return StageMap(placement, even_layers(num_layers, placement))
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +50,13 @@ def test_a_looping_placement_is_megatrons_own() -> None:
     assert made.layout == text.layout
 
 
+def test_megatrons_text_says_the_same() -> None:
+    layers = (0, 3, 2, 1)
+    made = StageLayout(StageMap(looping(2, 2), layers))
+    assert megatrons_text(layers) == "E|ttt|tt|tL"
+    assert made.layout == PipelineParallelLayerLayout(megatrons_text(layers), 2).layout
+
+
 def test_layers_may_differ_between_stages() -> None:
     made = StageLayout(StageMap(v_shape(2), (1, 3, 3, 2)))
     assert first_layers(made, 2) == [[0, 7], [1, 4]]
@@ -66,11 +78,6 @@ def test_stage_map_knows_its_ends() -> None:
 def test_embedding_ranks() -> None:
     assert embedding_ranks(split_layers(8, v_shape(4)), [3, 7, 11, 15]) == [3]
     assert embedding_ranks(split_layers(8, linear(4)), [3, 7, 11, 15]) == [3, 15]
-
-
-def test_too_few_layers() -> None:
-    with pytest.raises(ScheduleError, match=r"3 layers do not divide among 8 stages .*8 or 8"):
-        split_layers(3, v_shape(4))
 
 
 def test_one_end_must_be_on_rank_0() -> None:

@@ -1,0 +1,130 @@
+"""Stages of unlike layers: the numbers of Megatron's 1F1B, and what the planner makes of them."""
+
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mcore.farm import Ended
+from mcore.test_training import FOUR, assert_equal_training
+
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.layers import Pieces
+from megatron_vshape.core.placement import linear, looping, v_shape
+from megatron_vshape.mcore.layer_split import split_layers
+
+Train = Callable[..., Ended]
+
+MODEL = ("--num-layers", "11", *FOUR, "--eval-interval", "4", "--eval-iters", "1")
+SPLITS = {
+    "v-half": (4, "v-half", "2,1,1,2,1,2,1,1"),
+    "v-zb, ends without layers": (4, "v-zb", "0,2,2,2,1,2,2,0"),
+    "zb-h1, last without layers": (4, "zb-h1", "3,4,4,0"),
+    "v-half, 2 ranks": (2, "v-half", "3,2,4,2"),
+    "1f1b": (4, "1f1b", "3,4,2,2"),
+    "interleaved": (4, "interleaved-1f1b", "0,1,1,2,1,3,2,1"),
+    "grouped": (4, "grouped-interleaved-1f1b", "2,1,1,2,1,2,1,1"),
+    "1f1b, 2 ranks": (2, "1f1b", "7,4"),
+    "v-zb, 2 ranks": (2, "v-zb", "0,6,5,0"),
+    "v-min, auto": (4, "v-min", "auto"),
+    "v-half+": (2, "v-half+", "3,2,4,2"),
+}
+FAST = {"v-half", "v-zb, ends without layers", "zb-h1, last without layers", "v-half+"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "split"),
+    [
+        pytest.param(*split, id=name, marks=[] if name in FAST else [pytest.mark.slow])
+        for name, split in SPLITS.items()
+    ],
+)
+def test_training_equals_one_rank(train: Train, ranks: int, schedule: str, split: str) -> None:
+    theirs = train(1, *MODEL)
+    ours = train(ranks, "--pipeline-schedule", schedule, "--pipeline-layer-split", split, *MODEL)
+    assert_equal_training(ours, theirs)
+    for mine, yours in zip(ours.record["evaluations"], theirs.record["evaluations"], strict=True):
+        assert mine["lm loss"] == pytest.approx(yours["lm loss"], rel=1e-6)
+    if split != "auto":
+        line = f"layers per stage, in model order: {split}\n"
+        assert [text.count(line) for text in ours.output] == [1] + [0] * (ranks - 1)
+    if schedule == "v-half+":
+        assert "at F = B = W of every layer, the output layer by its products" in ours.output[0]
+
+
+@pytest.mark.slow
+def test_auto_profiles_uneven_stages_and_reads_its_costs_again(
+    train: Train, tmp_path: Path
+) -> None:
+    flags = ("--num-layers", "7", "--train-iters", "6")
+    theirs = train(1, *flags)
+    first = train(
+        *(2, "--pipeline-schedule", "auto", "--pipeline-layer-split", "2,1,3,1", *flags),
+        *("--pipeline-profile-iterations", "2:4", "--pipeline-trace", str(tmp_path)),
+    )
+    assert_equal_training(first, theirs)
+    file = tmp_path / "costs.json"
+    assert json.loads(file.read_text())["layers"] == [2, 1, 3, 1]
+    second = train(
+        *(2, "--pipeline-schedule", "v-half+", "--pipeline-layer-split", "auto", *flags),
+        *("--pipeline-costs", str(file)),
+    )
+    assert_equal_training(second, theirs)
+    assert "with the given costs" in second.output[0]
+    balanced = Pieces.of(Costs.load(file), (2, 1, 3, 1)).balanced(7, v_shape(2))
+    assert f"in model order: {','.join(map(str, balanced))}\n" in second.output[0]
+
+
+def arguments(**given: object) -> Namespace:
+    options: dict[str, object] = {
+        "num_layers": 31,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "kv_channels": None,
+        "group_query_attention": False,
+        "ffn_hidden_size": None,
+        "swiglu": False,
+        "seq_length": 64,
+        "vocab_size": 64 * 25,
+        "num_experts": None,
+    }
+    return Namespace(**(options | given))
+
+
+def test_auto_by_the_sizes_of_the_model() -> None:
+    # A layer's products are 13 h^2 wide, the head's 25.
+    split = split_layers(arguments(), v_shape(4), "auto", None)
+    assert split.layers == (4, 4, 4, 4, 4, 4, 4, 3)
+    assert split.costs is None
+    assert split.estimate is not None
+    assert split.estimate.forward_us[-1] == pytest.approx((3 + 25 / 13) * 8 / 31)
+    moe = arguments(num_experts=8, moe_router_topk=2, moe_layer_freq=[1, 0], moe_ffn_hidden_size=64)
+    assert split_layers(moe, linear(4), "auto", None).layers == (8, 8, 9, 6)
+
+
+def test_costs_of_known_layers_serve_any_split() -> None:
+    measured = split_layers(arguments(num_layers=8), linear(4), "1,2,3,2", None).estimate
+    assert measured is not None
+    split = split_layers(arguments(num_layers=8), looping(2, 2), None, measured)
+    assert split.layers == (2, 2, 2, 2)
+    assert split.estimate is None
+    assert split.costs is not None
+    assert split.costs.forward_us[:3] == pytest.approx((1.0, 1.0, 1.0))
+    assert split.costs.forward_us[3] == pytest.approx(measured.forward_us[3])
+    same = split_layers(arguments(num_layers=8), linear(4), "1,2,3,2", measured)
+    assert same.costs is measured
+
+
+def test_costs_of_unknown_layers_are_this_runs_own_unless_balanced() -> None:
+    given = Costs((1, 2, 2, 3), (1, 2, 2, 3), (1, 2, 2, 3), 0.0, (1.0,) * 4, (1.0,) * 4)
+    own = split_layers(arguments(num_layers=8), v_shape(2), "1,2,3,2", given)
+    assert own.costs is given
+    balanced = split_layers(arguments(num_layers=8), v_shape(2), "auto", given)
+    assert balanced.layers == (2, 2, 3, 1)  # the last has 1.5 layers' worth of a head
+    assert balanced.costs is not None
+
+
+def test_the_vocabulary_must_be_known() -> None:
+    with pytest.raises(ValueError, match="add --vocab-size"):
+        split_layers(arguments(vocab_size=None), v_shape(4), "auto", None)
