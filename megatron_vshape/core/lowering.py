@@ -21,6 +21,13 @@ LISTED = 8
 WINDOW = 2
 """Receives posted ahead per stream; two hide the latency, each costs one activation's memory."""
 
+KERNEL_WINDOW = 1
+"""The same where a posted receive is a kernel that spins until its message is there, as on NCCL.
+
+One is posted while the pass before its reader runs, which hides the latency there too; the order
+is proved to finish under rendezvous whatever the window is.
+"""
+
 
 class Stream(NamedTuple):
     """The messages of one kind between two devices in one direction.
@@ -88,6 +95,14 @@ class Program:
         """Return the streams in use, sorted, the same on every device."""
         sent = {each.message.stream for each in self._all() if isinstance(each, Send)}
         return tuple(sorted(sent))
+
+    def most_posted(self, device: int) -> int:
+        """Return the most receives that a device has posted and not yet read at any time."""
+        posted = most = 0
+        for each in self.instructions[device]:
+            posted += isinstance(each, Receive) - isinstance(each, Await)
+            most = max(most, posted)
+        return most
 
     def _all(self) -> Iterator[Instruction]:
         for row in self.instructions:

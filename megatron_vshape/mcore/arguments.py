@@ -102,8 +102,10 @@ def _step_range(text: str) -> tuple[int, int]:
         first, last = map(int, text.split(":"))
     except ValueError:
         first, last = 0, 0
-    if not 1 <= first <= last:
-        raise ArgumentTypeError(f"{text!r:.40} is not A:B with whole numbers 1 <= A <= B")
+    if not 2 <= first <= last:
+        raise ArgumentTypeError(
+            f"{text!r:.40} is not A:B with whole numbers 2 <= A <= B; the first step counts memory"
+        )
     return first, last
 
 

@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.lowering import KERNEL_WINDOW
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.placement import looping
 from megatron_vshape.mcore import layout, split_te, unsplit
@@ -52,6 +53,8 @@ def prepare(args: Namespace) -> Pipeline | None:
     layout.check_ends(stage_map)
     recomputes = getattr(args, "recompute_granularity", None) == "full"
     planner.keeps_backward_whole = recomputes
+    if args.distributed_backend == "nccl":
+        planner.window = KERNEL_WINDOW
     ties = not args.untie_embeddings_and_output_weights
     if ties:
         layout.check_tied_embeddings(stage_map)

@@ -12,7 +12,7 @@ from megatron_vshape.core import catalogue
 from megatron_vshape.core.adaptive import make_plus, make_within
 from megatron_vshape.core.bounds import least_memory
 from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.lowering import Program, lower
+from megatron_vshape.core.lowering import WINDOW, Program, lower
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
 from megatron_vshape.core.placement import Placement, v_shape
 from megatron_vshape.core.schedule import Schedule, Timeline, load_schedule
@@ -62,6 +62,7 @@ class Planner:
     estimate: Costs | None = None  # or this, in such units, where stages have unlike layers
     limit_bytes: float | None = None  # of a device, for auto; None: activations as 1F1B holds
     static_bytes: tuple[float, ...] = ()  # of every device: what is there besides activations
+    window: int = WINDOW  # receives posted ahead; more where the proof of the order needs more
     _training: dict[int, Plan] = field(default_factory=dict)
     _evaluation: dict[int, Program] = field(default_factory=dict)
 
@@ -99,7 +100,8 @@ class Planner:
             if self.keeps_backward_whole:
                 schedule = whole_backwards(schedule)
             timeline = simulate(schedule, self._costs_of(schedule))
-            plan = Plan(schedule, timeline, lower(schedule, timeline), self.estimate)
+            program = lower(schedule, timeline, self.window)
+            plan = Plan(schedule, timeline, program, self.estimate)
             self._training[num_microbatches] = plan
             logger.info(
                 "planned %s for %d devices and %d microbatches: bubble %.1f %%, peak %g chunks",
@@ -115,7 +117,7 @@ class Planner:
         """Return the program of forward passes alone."""
         if num_microbatches not in self._evaluation:
             wave = forward_wave(self.placement, self.num_devices, num_microbatches)
-            self._evaluation[num_microbatches] = lower(wave)
+            self._evaluation[num_microbatches] = lower(wave, window=self.window)
         return self._evaluation[num_microbatches]
 
     def smallest(self) -> Program:

@@ -204,7 +204,7 @@ def _opening(pipeline: Pipeline, model: Sequence[Any], optimizer: Any) -> str:
             config.tensor_model_parallel_size if config.sequence_parallel else 1
         )
         message_bytes = shape * config.pipeline_dtype.itemsize // shards
-        own = static_memory.static_memory(model, optimizer, message_bytes)
+        own = static_memory.static_memory(model, optimizer, message_bytes, planner.window)
         group = parallel_state.get_pipeline_model_parallel_group()
         everyones = static_memory.gather(own, group)
         planner.reserve([each.total for each in everyones])

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_vshape.core.lowering import WINDOW
-
 GIB = 2.0**30
 
 ADAM_STATES = 2
@@ -33,12 +31,15 @@ class StaticMemory(NamedTuple):
         return sum(self)
 
 
-def static_memory(model: Sequence[nn.Module], optimizer: Any, message_bytes: int) -> StaticMemory:
+def static_memory(
+    model: Sequence[nn.Module], optimizer: Any, message_bytes: int, window: int
+) -> StaticMemory:
     """Return this rank's bytes before the first step.
 
     The optimizer's state is what Adam will allocate in its first step: two fp32 moments of every
     parameter it steps, which are this rank's share under the distributed optimizer, and where
-    those are copies in fp32, the copies. Messages are the receives posted ahead in a V.
+    those are copies in fp32, the copies. Messages are the receives posted ahead in a V, `window`
+    per stream.
     """
     own = [each for chunk in model for each in chunk.parameters()]
     gradients = [each.main_grad for each in own if isinstance(_main_grad(each), Tensor)]
@@ -47,7 +48,7 @@ def static_memory(model: Sequence[nn.Module], optimizer: Any, message_bytes: int
     copies = [each for each in stepped if each.untyped_storage().data_ptr() not in held]
     moments = ADAM_STATES * 4 * sum(each.numel() for each in stepped)
     return StaticMemory(
-        _bytes(own), _bytes(gradients), _bytes(copies) + moments, STREAMS * WINDOW * message_bytes
+        _bytes(own), _bytes(gradients), _bytes(copies) + moments, STREAMS * window * message_bytes
     )
 
 

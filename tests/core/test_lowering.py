@@ -8,6 +8,7 @@ from strategies import costs_of, made
 from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.lowering import (
+    KERNEL_WINDOW,
     Await,
     Message,
     Program,
@@ -152,6 +153,16 @@ def test_messages_that_deadlock_are_told() -> None:
         "    device 0 waits for B1.0 from device 1\n"
         "    device 1 waits for F0.1 from device 0"
     )
+
+
+@pytest.mark.parametrize("name", ["v-min", "v-half", "v-zb"])
+def test_a_window_of_one_is_enough_and_posts_a_receive_per_stream(name: str) -> None:
+    program = lower(make(name, 4, 12), window=KERNEL_WINDOW)
+    assert program.window == 1
+    assert finishes(program)
+    assert [program.most_posted(device) for device in range(4)] == [2, 4, 4, 2]
+    wider = lower(make(name, 4, 12))
+    assert [wider.most_posted(device) for device in range(4)] == [4, 8, 8, 4]
 
 
 def test_a_window_of_none_is_refused() -> None:

@@ -93,10 +93,14 @@ class Farm:
         *arguments: str,
         without: Sequence[str] = (),
         timeout_s: float = 120.0,
+        live: bool = False,
+        stall: str = "",
     ) -> Ended:
         """Train on `ranks` ranks, all one pipeline unless the arguments say otherwise.
 
-        The flags in `without` are left out of `MODEL`.
+        The flags in `without` are left out of `MODEL`. With `live` the second training step is
+        counted byte by byte. `stall` names a pass before which its rank sleeps, and how many
+        seconds: "F5.1 8".
         """
         self._runs += 1
         directory = self._directory / f"run{self._runs}"
@@ -107,6 +111,8 @@ class Farm:
             "arguments": [*model, "--pipeline-model-parallel-size", str(ranks), *arguments],
             "directory": str(directory),
             "timeout_s": timeout_s,
+            "live": live,
+            "stall": stall,
         }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -170,6 +176,10 @@ def _become_rank(rank: int, port: int, order: dict[str, Any], source: Any, recor
     sys.argv = [str(SCRIPT), *order["arguments"]]
     code = 0
     records = recorder.start(f"{order['directory']}/rank{rank}.pt")
+    if order["live"]:
+        records.count_live_bytes()
+    if order["stall"]:
+        recorder.stall_before(order["stall"])
     try:
         exec(source, {"__name__": "__main__", "__file__": str(SCRIPT)})
     except SystemExit as exit_:

@@ -7,6 +7,7 @@ rank differently. Everything here wraps names of Megatron's trainer in a forked 
 from __future__ import annotations
 
 import functools
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,10 @@ import megatron.training.training as training
 import torch
 from torch import Tensor, nn
 
+from megatron_vshape.core.passes import Kind, Pass
+from megatron_vshape.mcore import forward_backward
 from megatron_vshape.mcore.stage import MegatronStage
+from megatron_vshape.runtime.live_bytes import LiveAfterPasses, LiveBytes
 
 
 class Records:
@@ -86,6 +90,23 @@ class Records:
 
         return run
 
+    def count_live_bytes(self) -> None:
+        """Keep what is live after each pass of the second step, and how many receives wait."""
+        original = forward_backward.run_program
+
+        def run(program: Any, device: int, *rest: Any) -> None:
+            if len(self.kept["losses"]) != 1:
+                original(program, device, *rest)
+                return
+            with LiveBytes() as live:
+                after = LiveAfterPasses(live)
+                original(program, device, *rest[:2], after)
+            self.kept["live_bytes"] = after.peak_bytes
+            self.kept["left_bytes"] = live.count()
+            self.kept["most_posted"] = program.most_posted(device)
+
+        forward_backward.run_program = run
+
     def keep_evaluation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def evaluate(*args: Any, **options: Any) -> Any:
@@ -112,6 +133,21 @@ def start(path: str) -> Records:
         dist_utils.build_virtual_pipeline_stages
     )
     return records
+
+
+def stall_before(what: str) -> None:
+    """Have the rank of a pass sleep before it, in every step: `F5.1 8` sleeps 8 s."""
+    name, seconds = what.split()
+    kind, stage, microbatch = Pass.parse(name)
+    method = {Kind.F: "forward", Kind.B: "backward_inputs", Kind.W: "backward_weights"}[kind]
+    original = getattr(MegatronStage, method)
+
+    def run(self: MegatronStage, number: int, *args: Any) -> Any:
+        if (self._stage, number) == (stage, microbatch):
+            time.sleep(float(seconds))
+        return original(self, number, *args)
+
+    setattr(MegatronStage, method, run)
 
 
 def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,0 +1,74 @@
+"""Every byte that tensors really hold, counted without an allocator's help: for tests and benches.
+
+Unlike a count of what autograd saves, this one sees received messages, results on their way,
+losses and whatever else has been forgotten somewhere. It watches every operation of torch, which
+costs time: a real run measures its memory otherwise.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from megatron_vshape.core.passes import Pass
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that are made while it is active, each until it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation and note the storages of its results."""
+        # What an operation is given was either made here before, or is not this count's business.
+        given = {_key(each) for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for each in tree_iter(result):
+            if isinstance(each, Tensor) and _key(each) not in given:
+                storage = each.untyped_storage()
+                # The weak reference keeps the key from being used again.
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    def count(self) -> int:
+        """Return the bytes of all storages made and not yet freed."""
+        dead = [key for key, (reference, _) in self._made.items() if reference.expired()]
+        for key in dead:
+            del self._made[key]
+        return sum(size for _, size in self._made.values())
+
+
+class LiveAfterPasses:
+    """An observer of the program runner: what is held when each pass has ended."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self._live = live
+        self.found: list[tuple[Pass, int]] = []
+
+    def begins(self, work: Pass) -> None:
+        """Do nothing."""
+
+    def ends(self, work: Pass) -> None:
+        """Count."""
+        self.found.append((work, self._live.count()))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most that was held after a pass."""
+        return max((held for _, held in self.found), default=0)
+
+
+def _key(tensor: Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
