@@ -22,7 +22,7 @@ from megatron_vshape.mcore.report import RunReport
 from megatron_vshape.mcore.session import Pipeline, Session
 from megatron_vshape.mcore.stage import MegatronStage, Step, zero_tokens
 from megatron_vshape.runtime.p2p import Transport
-from megatron_vshape.runtime.program_runner import run_program
+from megatron_vshape.runtime.program_runner import Place, run_program
 
 
 class PipelineRunner:
@@ -36,6 +36,7 @@ class PipelineRunner:
         self._session = session
         self._pipeline = pipeline
         self._transport: Transport | None = None
+        self._place = Place()
         rank = parallel_state.get_pipeline_model_parallel_rank()
         self.report = RunReport(
             session,
@@ -105,6 +106,12 @@ class PipelineRunner:
             loss_rank = self._pipeline.stage_map.loss_rank
             return bring_losses(step.loss_store, loss_rank, groups.pp, _device_of(chunks[0]))
 
+    def tell(self) -> str:
+        """Return what this rank does or waits for, whatever thread asks."""
+        if self._transport is None:
+            return f"rank {dist.get_rank()}: before its first pass"
+        return self._transport.tell(self._place)
+
     def _measured(
         self, step: Step, model: Sequence[nn.Module], tokens: int
     ) -> contextlib.AbstractContextManager[None]:
@@ -145,11 +152,12 @@ class PipelineRunner:
             for chunk, stage in enumerate(stage_map.stages(rank))
         }
         if step.forward_only:
-            run_program(planner.evaluation(step.num_microbatches), rank, stages, transport)
+            program = planner.evaluation(step.num_microbatches)
+            run_program(program, rank, stages, transport, place=self._place)
             return
         program = planner.training(step.num_microbatches).program
         timer = self._profiler.begin_step(_device_of(model[0]))
-        run_program(program, rank, stages, transport, timer)
+        run_program(program, rank, stages, transport, timer, self._place)
         self._profiler.end_step(
             timer, program, transport, transport.blank(), self.report.held, pipeline_group
         )

@@ -28,6 +28,7 @@ from megatron_vshape.mcore.metering import MeteredSchedule, count_backward, coun
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.session import Pipeline, Session
 from megatron_vshape.mcore.split_backward import TorchFusedKernels, make_split_linear
+from megatron_vshape.runtime.last_words import last_words
 
 Function = Callable[..., Any]
 
@@ -183,7 +184,7 @@ def train(session: Session, original: Function) -> Function:
                 raise _refused(error) from None
             print_rank_0(lines)
         try:
-            result = original(*args, **options)
+            result = _told_at_failure(session, lambda: original(*args, **options))
         except SystemExit:  # by --exit-interval and the like, on all ranks after a barrier
             _tell_end(session)
             raise
@@ -191,6 +192,26 @@ def train(session: Session, original: Function) -> Function:
         return result
 
     return run
+
+
+def _told_at_failure(session: Session, train: Callable[[], Any]) -> Any:
+    """Return what `train` returns; if it fails, or SIGTERM ends it, say where this rank stood."""
+    if session.pipeline is None:
+        return train()
+    with last_words(lambda: _whereabouts(session)):
+        try:
+            return train()
+        except Exception as error:
+            error.add_note(_whereabouts(session))
+            raise
+
+
+def _whereabouts(session: Session) -> str:
+    """Return in which iteration this rank is, and what it does there or waits for."""
+    iteration = f"in iteration {getattr(get_args(), 'curr_iteration', 0) + 1}"
+    if isinstance(session.runner, PipelineRunner):
+        return f"{session.runner.tell()}, {iteration}"
+    return f"rank {os.environ.get('RANK', '0')}, {iteration}"
 
 
 def _opening(pipeline: Pipeline, model: Sequence[Any], optimizer: Any) -> str:

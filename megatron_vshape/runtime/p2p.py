@@ -6,7 +6,6 @@ matched by its order alone.
 """
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -19,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vshape.core.lowering import Message, Program, Send, Stream
+from megatron_vshape.core.lowering import Await, Message, Program, Run, Send, Stream
 from megatron_vshape.core.passes import Kind, Pass
+from megatron_vshape.runtime.last_words import say_and_exit
+from megatron_vshape.runtime.program_runner import Place, describe
 
 logger = logging.getLogger(__name__)
 
@@ -202,6 +203,27 @@ class Transport:
         """
         self._sends.drain()
 
+    def tell(self, place: Place) -> str:
+        """Return what this rank does or waits for at `place`; any thread may ask."""
+        # The host runs ahead of the device, so what the device waits for tells more.
+        stuck = None if self._watch is None else self._watch.waits_for()
+        if stuck is not None:
+            return stuck
+        doing = f"rank {self._rank} (device {self.device}): "
+        match place.instruction:
+            case Await(message):
+                return self._tell_receive(message)
+            case Run(work):
+                return doing + f"in {describe(work)}"
+            case None if place.last_pass is None:
+                return doing + "before its first pass"
+            case None:
+                return doing + f"after {place.last_pass}, its last pass of a step"
+        unsent = self._sends.oldest()
+        if unsent is not None:
+            return self._tell_send(unsent)
+        return doing + f"after {place.last_pass}"
+
     def close(self) -> None:
         """End the threads of this transport; its process groups end with torch.distributed."""
         self._sends.close()
@@ -342,6 +364,8 @@ class _Sends(Protocol):
     @property
     def pending(self) -> int: ...
 
+    def oldest(self) -> Message | None: ...
+
     def add(self, sent: _Sent) -> None: ...
 
     def poll(self) -> None: ...
@@ -360,6 +384,9 @@ class _PolledSends:
     @property
     def pending(self) -> int:
         return sum(map(len, self._left.values()))
+
+    def oldest(self) -> Message | None:
+        return None  # the watch knows what a device waits for
 
     def add(self, sent: _Sent) -> None:
         key = (sent.message.stream, sent.message.target)
@@ -391,12 +418,16 @@ class _WaitedSends:
         self._tell = tell
         self._queues: dict[tuple[Stream, int], SimpleQueue[_Sent | None]] = {}
         self._ended = threading.Condition()
-        self._pending = 0
+        self._left: list[Message] = []  # in the order in which they were started
         self._failure: str | None = None
 
     @property
     def pending(self) -> int:
-        return self._pending
+        return len(self._left)
+
+    def oldest(self) -> Message | None:
+        with self._ended:
+            return self._left[0] if self._left else None
 
     def add(self, sent: _Sent) -> None:
         key = (sent.message.stream, sent.message.target)
@@ -405,7 +436,7 @@ class _WaitedSends:
             queue = self._queues[key] = SimpleQueue()
             threading.Thread(target=self._reap, args=(queue,), daemon=True).start()
         with self._ended:
-            self._pending += 1
+            self._left.append(sent.message)
         queue.put(sent)
 
     def poll(self) -> None:
@@ -414,7 +445,7 @@ class _WaitedSends:
 
     def drain(self) -> None:
         with self._ended:
-            self._ended.wait_for(lambda: not self._pending or self._failure is not None)
+            self._ended.wait_for(lambda: not self._left or self._failure is not None)
         self.poll()
 
     def close(self) -> None:
@@ -424,15 +455,15 @@ class _WaitedSends:
 
     def _reap(self, queue: "SimpleQueue[_Sent | None]") -> None:
         while (sent := queue.get()) is not None:
-            failure = None
+            failure, message = None, sent.message
             since = time.monotonic()
             try:
                 sent.work.wait(timedelta(seconds=self._timeout_s))
             except RuntimeError as error:
-                failure = self._tell(sent.message) + _why(error, since, self._timeout_s)
+                failure = self._tell(message) + _why(error, since, self._timeout_s)
             sent = None  # not held while the thread waits for the next
             with self._ended:
-                self._pending -= 1
+                self._left.remove(message)
                 self._failure = self._failure or failure
                 self._ended.notify_all()
 
@@ -443,10 +474,8 @@ class _Query(Protocol):
 
 
 def _say_and_exit(text: str) -> None:
-    logger.critical("%s", text)
-    logging.shutdown()
     # The main thread stands in a CUDA call that never returns, so no exception can end it.
-    os._exit(1)
+    say_and_exit(text, 1)
 
 
 class _Watch:
@@ -466,6 +495,13 @@ class _Watch:
     def add(self, event: _Query, text: str) -> None:
         """Watch an event that follows a receive; `text` says what waits for what."""
         self._ahead.append((event, text, time.monotonic()))
+
+    def waits_for(self) -> str | None:
+        """Return the text of the first event that the device has not reached, if there is one."""
+        for event, text, _ in tuple(self._ahead):
+            if not event.query():
+                return text
+        return None
 
     def close(self) -> None:
         """End the watching."""

@@ -5,7 +5,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_vshape.core.lowering import Await, Message, Program, Receive, Run, Send
+from megatron_vshape.core.lowering import (
+    Await,
+    Instruction,
+    Message,
+    Program,
+    Receive,
+    Run,
+    Send,
+)
 from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.runtime.stage import Stage
 
@@ -39,6 +47,15 @@ class Observer(Protocol):
         """Called right after the pass has run, before its result is sent."""
 
 
+class Place:
+    """Where a program stands, for whoever must tell of it when the run ends from outside."""
+
+    def __init__(self) -> None:
+        """Stand before the first pass."""
+        self.instruction: Instruction | None = None  # None: no program runs
+        self.last_pass: Pass | None = None
+
+
 class _Silent:
     """The observer of a run that nobody observes."""
 
@@ -55,28 +72,34 @@ def run_program(
     stages: Mapping[int, Stage],
     transport: Carrier,
     observer: Observer | None = None,
+    place: Place | None = None,
 ) -> None:
     """Run what `program` says for `device`, whose stages are `stages`, and send all its results.
 
     Results that the same device reads wait in a table; every tensor is let go of as soon as its
-    reader has it, so that memory is what the schedule says.
+    reader has it, so that memory is what the schedule says. `place` follows what runs, and stays
+    where something was raised.
 
     Raises:
         KeyError: `stages` lacks a stage that the program runs on the device.
         RuntimeError: a stage returned nothing where another waits for its result.
+        Exception: whatever a pass raised, with a note of stage, microbatch and pass.
     """
+    place = Place() if place is None else place
     watcher = observer if observer is not None else _Silent()
     local = _Local(program, device)
     received: Tensor | None = None
     result: Tensor | None = None
     for instruction in program.instructions[device]:
+        place.instruction = instruction
         match instruction:
             case Run(work):
                 # In a list, which the pass empties, so that only the stage holds its input.
                 handed = [local.take(work) if received is None else received]
                 received = result = None
+                place.last_pass = work
                 watcher.begins(work)
-                result = _run_pass(stages[work.stage], work, handed)
+                result = _run_pass(stages[work.stage], work, handed, device)
                 watcher.ends(work)
                 if local.keep(work, result):
                     result = None
@@ -91,10 +114,32 @@ def run_program(
             case Receive(message):
                 transport.post(message)
     transport.drain()
+    place.instruction = None
 
 
-def _run_pass(stage: Stage, work: Pass, handed: list[Tensor | None]) -> Tensor | None:
+def describe(work: Pass) -> str:
+    """Return the pass in text and in words."""
+    return f"{work}, {_WORDS[work.kind]} of stage {work.stage} for microbatch {work.microbatch}"
+
+
+_WORDS = {
+    Kind.F: "the forward pass",
+    Kind.B: "the backward pass for the inputs",
+    Kind.W: "the backward pass for the weights",
+    Kind.BW: "the whole backward pass",
+}
+
+
+def _run_pass(stage: Stage, work: Pass, handed: list[Tensor | None], device: int) -> Tensor | None:
     """Run one pass and return its result; takes its input out of `handed`."""
+    try:
+        return _call_stage(stage, work, handed)
+    except Exception as error:
+        error.add_note(f"device {device} raised this in {describe(work)}")
+        raise
+
+
+def _call_stage(stage: Stage, work: Pass, handed: list[Tensor | None]) -> Tensor | None:
     kind, _, microbatch = work
     if kind is Kind.F:
         return stage.forward(microbatch, handed.pop())

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.lowering import Message, Program, lower
+from megatron_vshape.core.lowering import Message, Program, Run, lower
 from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.runtime.program_runner import run_program
+from megatron_vshape.runtime.program_runner import Place, run_program
 
 
 class NoCarrier:
@@ -113,6 +113,23 @@ def test_a_stage_that_returns_nothing_is_named() -> None:
     remote = lower(make("1f1b", 2, 1))
     with pytest.raises(RuntimeError, match=r"stage 1 returned nothing for BW?1\.0"):
         run_program(remote, 1, {1: Empty()}, NoCarrier())
+
+
+def test_what_a_pass_raises_is_told_with_stage_microbatch_and_pass() -> None:
+    class Broken(NoStage):
+        def backward(self, microbatch: int, received: Any) -> Any:
+            raise ZeroDivisionError("by whom?")
+
+    program, place = one_device_program(2, 3, whole=True), Place()
+    with pytest.raises(ZeroDivisionError, match="by whom") as error:
+        run_program(program, 0, {0: NoStage(), 1: Broken()}, NoCarrier(), place=place)
+    assert error.value.__notes__ == [
+        "device 0 raised this in BW1.0, the whole backward pass of stage 1 for microbatch 0"
+    ]
+    assert place.instruction == Run(Pass(Kind.BW, 1, 0))
+    run_program(program, 0, {0: NoStage(), 1: NoStage()}, NoCarrier(), place=place)
+    assert place.instruction is None
+    assert place.last_pass == Pass(Kind.BW, 0, 2)
 
 
 class Fresh(NoStage):

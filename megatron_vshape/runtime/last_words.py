@@ -1,0 +1,107 @@
+"""What a process says when it is ended from outside, while its main thread may be stuck."""
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
+
+ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # what a shell reports of a process that SIGTERM ended
+
+_END = 0  # no signal has this number
+
+
+def say_and_exit(text: str, code: int) -> None:
+    """Log `text` and end the process at once, whatever its other threads are in."""
+    logger.critical("%s", text)
+    logging.shutdown()
+    os._exit(code)
+
+
+@contextmanager
+def last_words(tell: Callable[[], str]) -> Iterator[None]:
+    """Have SIGTERM end the process inside only after it has said what `tell` returns.
+
+    A launcher ends all ranks as soon as one has died, which is sooner than a rank that waits for
+    it learns of that by itself. A rank waits inside torch, where no handler written in Python
+    runs, so a thread reads the signal from a pipe. Where SIGTERM is taken already (Megatron's
+    --exit-signal-handler), or outside the main thread, nothing is changed.
+    """
+    if not _is_free():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    handler = _Handler()
+    handler.install(writer)
+    thread = threading.Thread(target=_listen, args=(reader, tell), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        handler.remove()
+        os.write(writer, bytes([_END]))  # children may hold the pipe open, so closing is not enough
+        thread.join()
+        os.close(writer)
+        os.close(reader)
+
+
+class _Handler:
+    """Takes SIGTERM for this process and not for its children.
+
+    A forked child, such as a writer of checkpoints, would report its own signals to the parent.
+    """
+
+    def __init__(self) -> None:
+        self._masks: list[set[signal.Signals]] = []
+
+    def __call__(self, number: int, frame: object) -> None:
+        """Do nothing: the byte that Python has put into the pipe by now does."""
+
+    def install(self, writer: int) -> None:
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self)
+        # What comes between the fork and the child's own disposition must wait for that.
+        os.register_at_fork(
+            before=self._block, after_in_parent=self._unblock, after_in_child=self._leave
+        )
+
+    def remove(self) -> None:
+        if self._is_in_use():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+
+    def _is_in_use(self) -> bool:
+        return signal.getsignal(signal.SIGTERM) is self
+
+    def _block(self) -> None:
+        if self._is_in_use():
+            self._masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}))
+
+    def _unblock(self) -> None:
+        if self._masks:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.pop())
+
+    def _leave(self) -> None:
+        self.remove()
+        self._unblock()
+
+
+def _is_free() -> bool:
+    """Return whether this thread may take SIGTERM, and nobody else has, nor the wakeup pipe."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    other = signal.set_wakeup_fd(-1)
+    if other != -1:
+        signal.set_wakeup_fd(other)
+        return False
+    return signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def _listen(reader: int, tell: Callable[[], str]) -> None:
+    while (number := os.read(reader, 1)[0]) != _END:
+        if number == signal.SIGTERM:
+            say_and_exit(f"{tell()}, when SIGTERM ended it", ENDED_BY_SIGTERM)

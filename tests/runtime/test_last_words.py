@@ -1,0 +1,82 @@
+"""A rank that is ended from outside says what it waited for, wherever its main thread stands."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime.plain_pipeline import SHAPE, stages_for
+from runtime.ranks import RanksFailed, run_ranks
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.lowering import lower
+from megatron_vshape.runtime.last_words import ENDED_BY_SIGTERM, last_words
+from megatron_vshape.runtime.p2p import Transport
+from megatron_vshape.runtime.program_runner import Place, run_program
+
+
+def end_while_it_waits(rank: int, folder: Path) -> None:
+    """Device 0 sleeps in a pass, and device 1 gets SIGTERM while torch waits for its message."""
+    schedule = make("v-half", 2, 4)
+    program = lower(schedule)
+    transport = Transport([[0, 1]], SHAPE, torch.float32, "cpu", timeout_s=20)
+    place = Place()
+    assert transport.tell(place) == f"rank {rank} (device {rank}): before its first pass"
+    transport.prepare(program)
+    stages: Any = stages_for(schedule, rank, 0, torch.float32)
+    if rank == 0:
+        forward = stages[0].forward
+        stages[0].forward = lambda *args: (time.sleep(3), forward(*args))[1]
+    else:
+        os.dup2(os.open(folder / "said", os.O_WRONLY | os.O_CREAT), 2)
+    after = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+    after.daemon = True
+    after.start()
+    with last_words(lambda: transport.tell(place)):
+        if rank == 0:
+            os.dup2(os.open(folder / "said by 0", os.O_WRONLY | os.O_CREAT), 2)
+        run_program(program, rank, stages, transport, place=place)
+
+
+def test_a_rank_ended_by_sigterm_says_what_it_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=f"exit code {ENDED_BY_SIGTERM}"):
+        run_ranks(2, end_while_it_waits, tmp_path)
+    assert (tmp_path / "said").read_text() == (
+        "rank 1 (device 1): F1.0 waits for F0.0 from rank 0 (device 0), when SIGTERM ended it\n"
+    )
+    assert (tmp_path / "said by 0").read_text() == (
+        "rank 0 (device 0): in F0.0, the forward pass of stage 0 for microbatch 0, when SIGTERM "
+        "ended it\n"
+    )
+
+
+def test_a_child_dies_of_its_own_signal_and_the_parent_does_not() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert before == signal.SIG_DFL
+    with last_words(lambda: "the parent"):
+        assert signal.getsignal(signal.SIGTERM) != before
+        child = os.fork()
+        if not child:
+            time.sleep(20)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        time.sleep(0.1)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_that_is_taken_is_left_alone() -> None:
+    def theirs(number: int, frame: object) -> None:
+        pass
+
+    signal.signal(signal.SIGTERM, theirs)
+    try:
+        with last_words(lambda: "never"):
+            assert signal.getsignal(signal.SIGTERM) is theirs
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
