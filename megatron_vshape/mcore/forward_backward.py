@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import nn
 
+from megatron_vshape.mcore.finite import inspected, repeats_a_bad_step
 from megatron_vshape.mcore.gradient_sync import GradientSync
 from megatron_vshape.mcore.loss_reporting import bring_losses
 from megatron_vshape.mcore.profiling import Profiler
@@ -23,6 +24,7 @@ from megatron_vshape.mcore.session import Pipeline, Session
 from megatron_vshape.mcore.stage import MegatronStage, Step, zero_tokens
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import Place, run_program
+from megatron_vshape.runtime.stage import Stage
 
 
 class PipelineRunner:
@@ -155,9 +157,13 @@ class PipelineRunner:
             program = planner.evaluation(step.num_microbatches)
             run_program(program, rank, stages, transport, place=self._place)
             return
+        running: Mapping[int, Stage] = stages
+        if repeats_a_bad_step():
+            who = f"rank {dist.get_rank()} (device {rank})"
+            running = inspected(stages, who, step.gradient_sync.overlaps)
         program = planner.training(step.num_microbatches).program
         timer = self._profiler.begin_step(_device_of(model[0]))
-        run_program(program, rank, stages, transport, timer, self._place)
+        run_program(program, rank, running, transport, timer, self._place)
         self._profiler.end_step(
             timer, program, transport, transport.blank(), self.report.held, pipeline_group
         )

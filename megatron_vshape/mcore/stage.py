@@ -57,6 +57,20 @@ class MegatronStage:
         self._inputs: dict[int, Tensor | None] = {}
         self._outputs: dict[int, Tensor] = {}
 
+    @property
+    def model(self) -> nn.Module:
+        """Return the chunk."""
+        return self._model
+
+    @property
+    def num_microbatches(self) -> int:
+        """Return how many microbatches the step has."""
+        return self._step.num_microbatches
+
+    def loss(self, microbatch: int) -> Tensor | None:
+        """Return the loss of a microbatch whose B has not run; None where the stage makes none."""
+        return self._outputs.get(microbatch) if self._is_last else None
+
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run F; the output's memory belongs to the caller alone afterwards."""
         step = self._step
