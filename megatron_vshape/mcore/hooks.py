@@ -117,6 +117,13 @@ HOOKS = (
         replacements.train,
     ),
     Hook(
+        "megatron.training.checkpointing",
+        "read_metadata",
+        ("tracker_filename",),
+        "makes good the file that names the last checkpoint, where a full disk left it empty",
+        replacements.read_metadata,
+    ),
+    Hook(
         "megatron.training.models.dist_utils",
         "build_virtual_pipeline_stages",
         ("build_model_func", "pg_collection", "vp_size"),

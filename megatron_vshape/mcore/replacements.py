@@ -11,8 +11,10 @@ import inspect
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.tensor_parallel import layers
@@ -23,6 +25,7 @@ from megatron.training.utils import print_rank_0
 
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.mcore import arguments, configure, layout, report, static_memory
+from megatron_vshape.mcore.checkpoints import repair_tracker
 from megatron_vshape.mcore.forward_backward import PipelineRunner
 from megatron_vshape.mcore.metering import MeteredSchedule, count_backward, count_forward
 from megatron_vshape.mcore.refusals import UnsupportedError
@@ -243,6 +246,21 @@ def _tell_end(session: Session) -> None:
     )
     if line is not None:
         print_rank_0(line)
+
+
+def read_metadata(session: Session, original: Function) -> Function:
+    """Read which checkpoint is the last, once a tracker that was cut off has been made good."""
+
+    @functools.wraps(original)
+    def read(tracker_filename: str) -> Any:
+        if session.pipeline is not None:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                repair_tracker(Path(tracker_filename))
+            if dist.is_initialized():
+                dist.barrier()
+        return original(tracker_filename)
+
+    return read
 
 
 def get_forward_backward_func(session: Session, original: Function) -> Function:
