@@ -1,6 +1,7 @@
 """What a process says when it is ended from outside, while its main thread may be stuck."""
 
 import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -18,6 +19,8 @@ def say_and_exit(text: str, code: int) -> None:
     """Log `text` and end the process at once, whatever its other threads are in."""
     logger.critical("%s", text)
     logging.shutdown()
+    for child in multiprocessing.active_children():  # Megatron's writers of checkpoints
+        child.kill()
     os._exit(code)
 
 
