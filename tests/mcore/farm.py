@@ -7,8 +7,10 @@ it is asked for: importing costs ten seconds, forking none. Run as a script it i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -45,6 +47,7 @@ class Ended:
     codes: list[int | None]  # None: still running when time was up
     output: list[str]
     records: list[dict[str, Any]]
+    ended_s: list[float]  # when each rank did, on the clock of time.monotonic
 
     @property
     def record(self) -> dict[str, Any]:
@@ -95,12 +98,15 @@ class Farm:
         timeout_s: float = 120.0,
         live: bool = False,
         stall: str = "",
+        plugin: Path | None = None,
+        given: Any = None,
     ) -> Ended:
         """Train on `ranks` ranks, all one pipeline unless the arguments say otherwise.
 
         The flags in `without` are left out of `MODEL`. With `live` the second training step is
         counted byte by byte. `stall` names a pass before which its rank sleeps, and how many
-        seconds: "F5.1 8".
+        seconds: "F5.1 8". Every rank first calls `start(rank, given)` of the file `plugin`, if
+        there is one.
         """
         self._runs += 1
         directory = self._directory / f"run{self._runs}"
@@ -113,6 +119,8 @@ class Farm:
             "timeout_s": timeout_s,
             "live": live,
             "stall": stall,
+            "plugin": None if plugin is None else str(plugin),
+            "given": given,
         }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -126,13 +134,14 @@ class Farm:
             outputs.append((directory / f"rank{rank}.log").read_text(errors="replace"))
             saved = directory / f"rank{rank}.pt"
             records.append(torch.load(saved, weights_only=False) if saved.exists() else {})
-        return Ended(json.loads(answer), outputs, records)
+        codes, ended_s = json.loads(answer)
+        return Ended(codes, outputs, records, ended_s)
 
     def close(self) -> None:
         """End the process."""
         if self._process.stdin is not None:
             self._process.stdin.close()
-        self._process.wait(timeout=10)
+        self._process.wait(timeout=60)
         self._log.close()
 
 
@@ -162,6 +171,7 @@ def _serve() -> None:
 
 
 def _become_rank(rank: int, port: int, order: dict[str, Any], source: Any, recorder: Any) -> None:
+    os.setpgid(0, 0)
     log = os.open(f"{order['directory']}/rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -180,6 +190,8 @@ def _become_rank(rank: int, port: int, order: dict[str, Any], source: Any, recor
         records.count_live_bytes()
     if order["stall"]:
         recorder.stall_before(order["stall"])
+    if order["plugin"] is not None:
+        runpy.run_path(order["plugin"])["start"](rank, order["given"])
     try:
         exec(source, {"__name__": "__main__", "__file__": str(SCRIPT)})
     except SystemExit as exit_:
@@ -196,9 +208,10 @@ def _become_rank(rank: int, port: int, order: dict[str, Any], source: Any, recor
     os._exit(code)
 
 
-def _wait(children: list[int], timeout_s: float) -> list[int | None]:
-    """Return the children's exit codes; kill what is left when time is up."""
+def _wait(children: list[int], timeout_s: float) -> tuple[list[int | None], list[float]]:
+    """Return the children's exit codes and when they ended; kill what is left when time is up."""
     codes: dict[int, int | None] = {}
+    ended_s: dict[int, float] = {}
     deadline = time.monotonic() + timeout_s
     while len(codes) < len(children) and time.monotonic() < deadline:
         for child in children:
@@ -206,13 +219,17 @@ def _wait(children: list[int], timeout_s: float) -> list[int | None]:
                 ended, status = os.waitpid(child, os.WNOHANG)
                 if ended:
                     codes[child] = os.waitstatus_to_exitcode(status)
+                    ended_s[child] = time.monotonic()
         time.sleep(0.02)
     for child in children:
         if child not in codes:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            codes[child] = None
-    return [codes[child] for child in children]
+            codes[child], ended_s[child] = None, time.monotonic()
+        # Megatron's writers of checkpoints outlive a rank that was killed.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+    return [codes[child] for child in children], [ended_s[child] for child in children]
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ class Records:
         def step(*args: Any, **options: Any) -> Any:
             result = original(*args, **options)
             loss, grad_norm = result[0], result[5]
+            if grad_norm is None:  # Megatron gives the step up and ends the run
+                return result
             self.kept["losses"].append({key: float(value) for key, value in loss.items()})
             self.kept["grad_norms"].append(float(grad_norm))
             return result
