@@ -1,0 +1,145 @@
+"""Makes things go wrong in a rank of the farm: in one pass of one step, or while it saves.
+
+A fault is a dict: what, rank, step (counted from 1 in this process), pass (`B5.3`), and what the
+kind of fault needs. All of it wraps names of this package or of Megatron in the forked rank; the
+package itself knows nothing of faults.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import io
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_vshape.mcore.stage import MegatronStage
+
+METHODS = {
+    "F": "forward",
+    "B": "backward_inputs",
+    "W": "backward_weights",
+    "BW": "backward",
+}
+
+
+class InjectedError(Exception):
+    """What an injected fault raises."""
+
+
+def start(rank: int, faults: list[dict[str, Any]]) -> None:
+    """Arm this rank's faults."""
+    mine = [fault for fault in faults if fault["rank"] == rank]
+    for fault in mine:
+        if "pass" in fault:
+            _wrap_pass(fault)
+        else:
+            OUTSIDE[fault["what"]](fault)
+
+
+def _wrap_pass(fault: dict[str, Any]) -> None:
+    kind, _, number = _split(fault["pass"])
+    name = METHODS[kind]
+    original = getattr(MegatronStage, name)
+    steps: list[Any] = []
+
+    @functools.wraps(original)
+    def run(stage: Any, microbatch: int, *args: Any) -> Any:
+        if stage._step.forward_only:
+            return original(stage, microbatch, *args)
+        if not steps or steps[-1] is not stage._step:
+            steps.append(stage._step)
+        times = fault.get("times", 1)
+        in_time = fault["step"] <= len(steps) < fault["step"] + times
+        if not in_time or (stage._stage, microbatch) != number:
+            return original(stage, microbatch, *args)
+        return IN_PASS[fault["what"]](fault, functools.partial(original, stage, microbatch), *args)
+
+    setattr(MegatronStage, name, run)
+
+
+def _split(text: str) -> tuple[str, str, tuple[int, int]]:
+    kind = text.rstrip("0123456789.")
+    stage, microbatch = map(int, text[len(kind) :].split("."))
+    return kind, text, (stage, microbatch)
+
+
+def _note(fault: dict[str, Any]) -> None:
+    """Tell the test when the fault struck, on the clock of time.monotonic."""
+    Path(fault["note"]).write_text(f"{time.monotonic()}")
+
+
+def _kill(fault: dict[str, Any], run: Callable[..., Any], *args: Any) -> Any:
+    run(*args)  # so that it is the pass's result that never leaves
+    _note(fault)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stall(fault: dict[str, Any], run: Callable[..., Any], *args: Any) -> Any:
+    time.sleep(fault["seconds"])
+    return run(*args)
+
+
+def _raise_in_the_loss(fault: dict[str, Any], run: Callable[..., Any], *args: Any) -> Any:
+    stage = run.args[0]  # of the partial made in `_wrap_pass`
+    original = stage._step.forward_step_func
+
+    def forward_step(*given: Any) -> Any:
+        output, _ = original(*given)
+        return output, functools.partial(_raise, fault, _raise)
+
+    stage._step.forward_step_func = forward_step
+    return run(*args)
+
+
+def _raise(fault: dict[str, Any], run: Callable[..., Any], *args: Any) -> Any:
+    _note(fault)
+    raise InjectedError("the fault of this test")
+
+
+def _spoil_result(fault: dict[str, Any], run: Callable[..., Any], *args: Any) -> Any:
+    result = run(*args)
+    result.view(-1)[0] = float(fault["value"])
+    return result
+
+
+IN_PASS: dict[str, Callable[..., Any]] = {
+    "kill": _kill,
+    "stall": _stall,
+    "raise": _raise,
+    "raise in the loss": _raise_in_the_loss,
+    "spoil": _spoil_result,
+}
+
+
+def _at_file(fault: dict[str, Any]) -> None:
+    """Strike where a file is opened to be written whose path holds fault["file"]."""
+    original = io.open
+    pid = os.getpid()
+    seen: list[str] = []
+
+    @functools.wraps(original)
+    def opened(path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if not {"w", "x", "a"} & set(mode) or fault["file"] not in str(path):
+            return original(path, mode, *args, **options)
+        seen.append(str(path))
+        if len(seen) <= fault.get("skip", 0):
+            return original(path, mode, *args, **options)
+        original(path, mode, *args, **options).close()  # what was there is gone by then
+        Path(fault["note"]).touch()
+        if fault["what"] == "full disk":
+            return original("/dev/full", mode, *args, **options)
+        os.kill(pid, signal.SIGKILL)  # the rank, and the writer it may have forked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    builtins.open = io.open = opened
+
+
+OUTSIDE: dict[str, Callable[[dict[str, Any]], None]] = {
+    "full disk": _at_file,
+    "killed writer": _at_file,
+}

@@ -1,0 +1,135 @@
+"""A rank killed in a pass: the others tell what they waited for, and a restart loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults.conftest import INJECTION, Inject, Tally
+from mcore.farm import MODEL, SCRIPT, Ended, Farm
+
+from megatron_vshape.core.lowering import Run
+from megatron_vshape.core.passes import Kind, Pass
+from megatron_vshape.mcore.plans import make_planner
+
+V_HALF = ("--pipeline-schedule", "v-half", "--pipeline-timeout", "60")
+FIVE = (*V_HALF, "--train-iters", "5")
+SAVED = ("--save-interval", "2", "--ckpt-format", "torch_dist")
+TOLD = re.compile(
+    r"rank (\d) \(device \1\): "
+    r"(?:(BW|F|B|W)\d\.\d (?:waits for \2\d\.\d from|waits to be taken by) rank \d \(device \d\)"
+    r"|after (?:F|B|W|BW)\d\.\d)"
+)
+
+
+def passes(device: int, kind: Kind) -> list[Pass]:
+    """Return the passes of a kind that a device runs, in order; a W that stands with B is in BW."""
+    program = make_planner("v-half", 4).training(8).program
+    runs = [each.work for each in program.instructions[device] if isinstance(each, Run)]
+    return [work for work in runs if work.kind is kind]
+
+
+def kill(work: Pass, device: int, step: int = 4) -> dict[str, Any]:
+    return {"what": "kill", "rank": device, "step": step, "pass": str(work)}
+
+
+def assert_others_told(run: Ended, killed: int, folder: Path) -> float:
+    """Check how the others ended, and return the seconds until the last of them had."""
+    struck_s = float((folder / "struck").read_text())
+    assert run.codes == [-9 if rank == killed else 1 for rank in range(4)]
+    for rank, text in enumerate(run.output):
+        if rank != killed:
+            told = TOLD.findall(text)
+            assert told, text[-2000:]
+            assert {number for number, _ in told} == {str(rank)}
+            assert "in iteration 4" in text
+    return max(run.ended_s) - struck_s
+
+
+def assert_continues(farm: Farm, whole: Ended, folder: Path, lost: int) -> None:
+    """Check that a restart from `folder` does the last `lost` steps of `whole`, bit by bit."""
+    again = farm.run(4, *FIVE, "--load", str(folder), "--ckpt-format", "torch_dist").check()
+    for key in ("losses", "grad_norms"):
+        assert again.record[key] == whole.record[key][-lost:]
+    mine, theirs = again.merged("parameters"), whole.merged("parameters")
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_a_killed_rank_ends_the_run_and_a_restart_continues_bitwise(
+    farm: Farm, train: Callable[..., Ended], inject: Inject, tally: Tally, tmp_path: Path
+) -> None:
+    tally("SIGKILL in a pass, then a restart")
+    saved = tmp_path / "saved"
+    run = inject([kill(passes(1, Kind.B)[3], 1)], *FIVE, *SAVED, "--save", str(saved))
+    seconds = assert_others_told(run, 1, tmp_path)
+    assert seconds < 30
+    assert_continues(farm, train(4, *FIVE), saved, lost=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", ["first", "middle", "last"])
+@pytest.mark.parametrize("device", [0, 1, 3])
+@pytest.mark.parametrize("kind", list(Kind))
+def test_killed_in_any_pass(
+    farm: Farm,
+    train: Callable[..., Ended],
+    inject: Inject,
+    tally: Tally,
+    tmp_path: Path,
+    kind: Kind,
+    device: int,
+    at: str,
+) -> None:
+    found = passes(device, kind)
+    if not found:
+        pytest.skip(f"device {device} runs no {kind} by itself")
+    work = found[{"first": 0, "middle": len(found) // 2, "last": -1}[at]]
+    saved = tmp_path / "saved"
+    run = inject([kill(work, device)], *FIVE, *SAVED, "--save", str(saved))
+    seconds = assert_others_told(run, device, tmp_path)
+    tally(f"SIGKILL in {kind}", note=f"{seconds:.2f} s")
+    if at == "middle":
+        tally(f"restart after SIGKILL in {kind}")
+        assert_continues(farm, train(4, *FIVE), saved, lost=3)
+
+
+@pytest.mark.slow
+def test_killed_under_torchrun(tally: Tally, tmp_path: Path) -> None:
+    """The agent ends the others with SIGTERM, mostly before they notice; each still tells."""
+    tally("SIGKILL under torchrun")
+    fault = kill(passes(0, Kind.F)[5], 0) | {"note": str(tmp_path / "struck")}
+    given = tmp_path / "faults.json"
+    given.write_text(json.dumps([fault]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "4", "--redirects", "3", "--log-dir", str(tmp_path / "logs")]
+    command += [str(INJECTION.with_name("injected_script.py")), str(given), *MODEL]
+    command += ["--pipeline-model-parallel-size", "4", *FIVE]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": str(SCRIPT.parents[1]),
+    }
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    seconds = time.monotonic() - float((tmp_path / "struck").read_text())
+    assert run.returncode == 1
+    assert seconds < 60
+    logs = {path.parent.name: path.read_text() for path in tmp_path.rglob("logs/**/stderr.log")}
+    assert sorted(logs) == ["0", "1", "2", "3"]
+    for rank in "123":
+        told = TOLD.findall(logs[rank])
+        assert told, logs[rank][-2000:]
+        assert {number for number, _ in told} == {rank}
+    by_signal = sum("when SIGTERM ended it" in text for text in logs.values())
+    tally("SIGKILL under torchrun", 0, f"{seconds:.1f} s, {by_signal} ended by the agent")
