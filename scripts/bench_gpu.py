@@ -29,23 +29,30 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
 
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.lowering import Message
-from megatron_vshape.core.passes import Kind, Pass
+from megatron_vshape.core.passes import Kind, ScheduleError
 from megatron_vshape.core.simulate import peak_held
-from megatron_vshape.mcore import cpu
+from megatron_vshape.mcore.one_device import (
+    Model,
+    batches,
+    build,
+    made_up,
+    prepare,
+    start_step,
+    time_us,
+    unwrap,
+    zero_gradients,
+)
 
 ROOT = Path(__file__).parents[1]
 SCHEDULES = ("1f1b", "v-min", "v-half", "v-zb")
@@ -55,32 +62,6 @@ MEMORY_LIMIT = 0.05  # how far a measured peak may lie from the predicted one
 NUMERICS_LIMIT = 2e-2  # of a bf16 gradient's relative error against fp32
 NUMERICS_SLACK, EPSILON = 1.05, 1e-6  # split may be so much worse than whole: sums in other order
 GIB = 2**30
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What is measured: a GPT, its microbatches and where they run."""
-
-    layers: int
-    hidden_size: int
-    attention_heads: int
-    vocabulary_size: int
-    sequence_length: int
-    microbatch_size: int
-    device: str
-    dtype: str  # of the layers
-    use_te: bool = False
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """Return the dtype as torch's."""
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Return the shape of an activation, [s, b, h]."""
-        return self.sequence_length, self.microbatch_size, self.hidden_size
 
 
 TINY = Model(14, 32, 4, 64, 16, 1, "cpu", "float32")
@@ -102,107 +83,6 @@ def load_model(file: Path, tokens: int, device: str, use_te: bool) -> Model:
     )
 
 
-# --- building chunks -----------------------------------------------------------------------------
-
-
-def prepare(device: str) -> Any:
-    """Make this process one rank that is a whole world; return the session of its linears."""
-    if device == "cpu":
-        cpu.install()
-    elif not torch.cuda.is_available():
-        raise SystemExit("bench_gpu: torch sees no GPU; run it where there is one, or --device cpu")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import layers, random
-
-    from megatron_vshape.mcore.session import Session
-    from megatron_vshape.mcore.split_backward import TorchFusedKernels, make_split_linear
-
-    if not dist.is_initialized():
-        store = Path(tempfile.mkdtemp()) / "store"
-        backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-        random.model_parallel_cuda_manual_seed(1)
-    session = Session(pipeline=SimpleNamespace())  # type: ignore[arg-type]
-    name = "LinearWithGradAccumulationAndAsyncCommunication"
-    upstream = getattr(layers, "_bench_upstream", None) or getattr(layers, name)
-    layers._bench_upstream = upstream
-    setattr(layers, name, make_split_linear(session, layers, upstream))
-    layers._grad_accum_fusion_available = True
-    if not hasattr(layers, "fused_weight_gradient_mlp_cuda"):
-        layers.fused_weight_gradient_mlp_cuda = TorchFusedKernels
-    return session
-
-
-class SdpaAttention(nn.Module):
-    """Megatron's core attention by torch's kernel, which does not keep the s x s scores."""
-
-    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
-        super().__init__()
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
-        """Return causal attention of [s, b, heads, size], as [s, b, heads * size]."""
-        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return mixed.permute(2, 0, 1, 3).flatten(2)
-
-
-def build(model: Model, session: Any, num_layers: int, is_first: bool, is_last: bool) -> nn.Module:
-    """Return so many layers with the embedding and the loss where asked for, wrapped in DDP."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt import gpt_layer_specs as specs
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron_vshape.mcore import split_te
-
-    config = TransformerConfig(
-        num_layers=num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.attention_heads,
-        bf16=model.dtype == "bfloat16",
-        params_dtype=model.torch_dtype,
-        pipeline_dtype=model.torch_dtype,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        gradient_accumulation_fusion=True,
-        masked_softmax_fusion=False,
-        deallocate_pipeline_outputs=True,
-        transformer_impl="transformer_engine" if model.use_te else "local",
-    )
-    if model.use_te:
-        spec = specs.get_gpt_layer_with_transformer_engine_spec()
-    else:
-        spec = specs.get_gpt_layer_local_spec()
-        spec.submodules.self_attention.submodules.core_attention = SdpaAttention
-    chunk: nn.Module = GPTModel(
-        config,
-        spec,
-        model.vocabulary_size,
-        model.sequence_length,
-        pre_process=is_first,
-        post_process=is_last,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-    )
-    chunk = chunk.to(model.device, model.torch_dtype)
-    split_te.install(session, [chunk])
-    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    return DistributedDataParallel(config, options, chunk)
-
-
-def unwrap(chunk: nn.Module) -> Any:
-    """Return the model inside DDP."""
-    return chunk.module
-
-
-def zero_gradients(chunks: Sequence[nn.Module]) -> None:
-    """Zero the gradients, as at the start of a step."""
-    for chunk in chunks:
-        chunk.zero_grad_buffer()  # type: ignore[operator]
-
-
 # --- the cost of splitting ----------------------------------------------------------------------
 
 
@@ -220,18 +100,6 @@ class SplitCost:
     def ratio(self) -> float:
         """Return what B and W take together, by the whole backward."""
         return (self.backward_us + self.weight_us) / self.whole_us
-
-
-def time_us(device: str, work: Callable[[], Any]) -> tuple[float, Any]:
-    """Return how long `work` takes, and what it returns."""
-    from megatron_vshape.runtime.measure import PassTimer
-
-    timer = PassTimer(torch.device(device))
-    timer.begins(Pass(Kind.F, 0, 0))
-    result = work()
-    timer.ends(Pass(Kind.F, 0, 0))
-    slot = timer.slots()[0]
-    return slot.end - slot.start, result
 
 
 def split_cost(model: Model, num_layers: int, repeats: int) -> SplitCost:
@@ -355,8 +223,7 @@ class MadeUpPeers:
 
     def wait(self, message: Message) -> Tensor:
         """Return a tensor as the neighbour would send it; zeros would run faster."""
-        model = self._model
-        return torch.randn(model.shape, device=model.device, dtype=model.torch_dtype)
+        return made_up(self._model)
 
     def send(self, message: Message, tensor: Tensor) -> None:
         """Drop the tensor."""
@@ -365,20 +232,6 @@ class MadeUpPeers:
         """Do nothing."""
 
     def drain(self) -> None:
-        """Do nothing."""
-
-
-class NoReduction:
-    """What a stage tells of its weight passes, where nobody reduces gradients."""
-
-    def splits(self, chunk: int) -> bool:
-        """Return that whole backwards stay whole."""
-        return False
-
-    def weights_begin(self, chunk: int) -> None:
-        """Do nothing."""
-
-    def weights_done(self, chunk: int) -> None:
         """Do nothing."""
 
 
@@ -400,7 +253,7 @@ def emulate(model: Model, name: str, devices: int, rank: int, microbatches: int)
     session = prepare(model.device)
     from megatron_vshape.mcore.census import Census
     from megatron_vshape.mcore.plans import make_planner
-    from megatron_vshape.mcore.report import _persistent
+    from megatron_vshape.mcore.report import persistent
 
     plan = make_planner(name, devices).training(microbatches)
     placement = plan.schedule.placement
@@ -410,7 +263,7 @@ def emulate(model: Model, name: str, devices: int, rank: int, microbatches: int)
         build(model, session, layers_of(model, stage, last), stage == 0, stage == last)
         for stage in mine
     ]
-    session.census = census = Census(_persistent(chunks))
+    session.census = census = Census(persistent(chunks))
     run_step(model, session, plan, rank, mine, chunks, None)
     session.census = None
     held = {stage: census.held_bytes(stage) for stage in mine}
@@ -455,24 +308,12 @@ def run_step(
     timed_on: torch.device | None,
 ) -> Any:
     """Run one step of the rank and return its timer, or None where it is not timed."""
-    from megatron.core.utils import get_model_config
-
-    from megatron_vshape.mcore.stage import MegatronStage, Step, zero_tokens
+    from megatron_vshape.mcore.stage import MegatronStage
     from megatron_vshape.runtime.measure import PassTimer
     from megatron_vshape.runtime.program_runner import run_program
 
     zero_gradients(chunks)
-    step = Step(
-        config=get_model_config(chunks[0]),
-        forward_step_func=forward_step,
-        num_microbatches=plan.schedule.num_microbatches,
-        context_parallel_size=1,
-        forward_only=False,
-        collect_non_loss_data=False,
-        first_val_step=None,
-        gradient_sync=NoReduction(),  # type: ignore[arg-type]
-        num_tokens=zero_tokens(torch.device(model.device)),
-    )
+    step = start_step(chunks[0], plan.schedule.num_microbatches)
     last = len(plan.schedule.placement) - 1
     running = {
         stage: MegatronStage(
@@ -483,27 +324,6 @@ def run_step(
     timer = PassTimer(timed_on) if timed_on is not None else None
     run_program(plan.program, rank, running, MadeUpPeers(model), timer)
     return timer
-
-
-def batches(model: Model) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield random tokens and their positions."""
-    shape = (model.microbatch_size, model.sequence_length)
-    positions = torch.arange(model.sequence_length, device=model.device).expand(shape)
-    while True:
-        yield torch.randint(model.vocabulary_size, shape, device=model.device), positions
-
-
-def forward_step(data: Iterator[tuple[Tensor, Tensor]], chunk: nn.Module) -> tuple[Any, Any]:
-    """Run a chunk on the next batch, as a training script's forward step does."""
-    tokens, positions = next(data)
-    labels = tokens if unwrap(chunk).post_process else None
-    output = chunk(tokens, positions, None, labels=labels)
-
-    def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        mean = output.float().mean()
-        return mean, {"lm loss": mean.detach()}
-
-    return output, loss
 
 
 def pass_times(timer: Any, stage: int) -> list[float]:
@@ -772,7 +592,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     args = parse(arguments)
-    status: int = args.run(args)
+    try:
+        status: int = args.run(args)
+    except ScheduleError as error:
+        raise SystemExit(f"bench_gpu: {error}") from None
     return status
 
 

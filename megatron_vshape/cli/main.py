@@ -17,6 +17,7 @@ INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 COMMANDS = {
     "schedule": "make a schedule, print its picture and numbers, draw, export or compare it",
     "plan": "find the fastest schedule for given costs within a memory limit",
+    "profile": "measure what the stages of a model take on this device, for plan --costs",
     "sweep": "find the best way to train a model on a cluster",
     "playground": "see, compare and plan schedules on a page in the browser",
     "doctor": "show what is installed, what would be hooked in Megatron, what is refused and why",

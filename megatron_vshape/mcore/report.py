@@ -105,7 +105,7 @@ class RunReport:
         if self._memory is not None:
             yield
             return
-        self._session.census = census = Census(_persistent(model))
+        self._session.census = census = Census(persistent(model))
         try:
             yield
         finally:
@@ -203,7 +203,7 @@ def byte_costs(memories: Sequence[Memory]) -> Costs:
     return Costs(ones, ones, ones, 0.0, after_forward, after_backward)
 
 
-def _persistent(model: Sequence[nn.Module]) -> Iterator[Tensor]:
+def persistent(model: Sequence[nn.Module]) -> Iterator[Tensor]:
     """Yield what lives as long as the model: parameters, their gradient buffers, buffers."""
     for chunk in model:
         # Not chunk.buffers(): Megatron's DDP has a list by that name.

@@ -1,0 +1,207 @@
+"""megatron-vshape profile: the costs of a model's stages, measured on one device."""
+
+import argparse
+import importlib
+import importlib.util
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_vshape.cli.files import Output, check_target, write_all
+from megatron_vshape.cli.options import count
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.layers import even_layers, parse_layers
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.placement import v_shape
+
+if TYPE_CHECKING:
+    from megatron_vshape.mcore.one_device import Model, StageCosts
+    from megatron_vshape.sweep.files import Model as ModelFile
+
+NEEDED = {
+    "torch": "megatron",
+    "megatron.core": "megatron",
+    "pydantic": "sweep",
+    "yaml": "sweep",
+}
+"""What must be installed, and the extra that brings it."""
+
+OPTIONS_HERE = {
+    "add --pipeline-layer-split auto": "give --layer-split",
+    "--pipeline-layer-split": "--layer-split",
+    "--num-layers": "--layers",
+}
+"""The trainer's options that a fault of the layers names, and what they are called here."""
+
+MIB = 2.0**20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say which arguments the command takes."""
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="FILE.yaml", help="as in configs/models"
+    )
+    parser.add_argument(
+        "--devices", type=count, required=True, metavar="D", help="pipeline devices: 2 D stages"
+    )
+    parser.add_argument("--seq-length", type=count, required=True, metavar="S")
+    parser.add_argument("--microbatch-size", type=count, default=1, metavar="B")
+    parser.add_argument(
+        "--tensor-parallel",
+        type=count,
+        default=1,
+        metavar="T",
+        help="measure the share of one of T ranks; their communication is not measured",
+    )
+    parser.add_argument("--layers", type=count, metavar="N", help="in place of the model's own")
+    parser.add_argument(
+        "--layer-split",
+        metavar="N,N,...",
+        help="layers per stage (default: even; where only layers + 2 divide, one less at the ends)",
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="default: the model file's on a GPU, float32 on a CPU",
+    )
+    parser.add_argument(
+        "--transformer-engine", action="store_true", help="its layers, not Megatron's own"
+    )
+    parser.add_argument(
+        "--send-us",
+        type=_time,
+        default=0.0,
+        metavar="US",
+        help="time of a message, which one device cannot measure (default 0)",
+    )
+    parser.add_argument(
+        "--repeats", type=count, default=10, metavar="N", help="microbatches timed per stage"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE.json", help="the costs file"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print a line per kind of stage, write the file, and return 0."""
+    check_target("--output", options.output, (".json",))
+    _check_installed()
+    from megatron_vshape.sweep.files import Model as ModelFile
+    from megatron_vshape.sweep.files import load
+
+    sizes = load(options.model, ModelFile)
+    layers = stage_layers(options.layers or sizes.layers, options.devices, options.layer_split)
+    import torch
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = _model(options, sizes, device).shard(options.tensor_parallel)
+    if device == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as torchrun has it
+    from megatron_vshape.mcore.one_device import profile_stages
+
+    print(f"{'':26}{'F ms':>10}{'B ms':>10}{'W ms':>10}{'MiB after F':>13}{'after B':>10}")
+    with _megatron_quiet():
+        costs = profile_stages(model, layers, options.repeats, options.send_us, _tell)
+    write_all([Output("--output", options.output, partial(_write, costs))])
+    print(f"{options.output}: {costs.num_stages} stages for --devices {options.devices}")
+    return 0
+
+
+def stage_layers(num_layers: int, devices: int, split: str | None) -> tuple[int, ...]:
+    """Return the layers of the stages of a V over so many devices.
+
+    Raises:
+        ScheduleError: they do not divide, or the split is not one.
+    """
+    placement = v_shape(devices)
+    stages = len(placement)
+    try:
+        if split is not None:
+            return parse_layers(split, num_layers, placement)
+        if num_layers % stages and not (num_layers + 2) % stages:
+            each = (num_layers + 2) // stages
+            return (each - 1, *[each] * (stages - 2), each - 1)
+        return even_layers(num_layers, placement)
+    except ScheduleError as error:
+        text = str(error)
+        for theirs, ours in OPTIONS_HERE.items():
+            text = text.replace(theirs, ours)
+        raise ScheduleError(text) from None
+
+
+@contextmanager
+def _megatron_quiet() -> Iterator[None]:
+    """Keep to itself what Megatron says of packages that a measurement does not need."""
+    logger = logging.getLogger("megatron.core")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+
+
+def _model(options: argparse.Namespace, sizes: "ModelFile", device: str) -> "Model":
+    from megatron_vshape.mcore.one_device import Model
+
+    own = "bfloat16" if sizes.parameter_bytes == 2 and device == "cuda" else "float32"
+    return Model(
+        layers=sizes.layers,
+        hidden_size=sizes.hidden_size,
+        attention_heads=sizes.attention_heads,
+        vocabulary_size=sizes.vocabulary_size,
+        sequence_length=options.seq_length,
+        microbatch_size=options.microbatch_size,
+        device=device,
+        dtype=options.dtype or own,
+        use_te=options.transformer_engine,
+        ffn_hidden_size=sizes.ffn,
+        query_groups=sizes.groups,
+        gated=sizes.gated,
+        dropout=0.1 if sizes.dropout else 0.0,
+        flash_attention=sizes.flash_attention,
+    )
+
+
+def _check_installed() -> None:
+    for name, extra in NEEDED.items():
+        try:
+            found = importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:  # of the package around it
+            found = False
+        if not found:
+            raise ScheduleError(
+                f"profile needs {name}, which is not installed: "
+                f"pip install 'megatron-vshape[{extra}]'"
+            )
+
+
+def _time(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time of at least 0")
+    return value
+
+
+def _tell(what: str, costs: "StageCosts") -> None:
+    times = (costs.forward_us, costs.backward_us, costs.weight_us)
+    held = (costs.held_after_forward_bytes, costs.held_after_backward_bytes)
+    row = "".join(f"{each / 1000:10.2f}" for each in times)
+    print(f"{what:26}{row}{held[0] / MIB:13.2f}{held[1] / MIB:10.2f}", flush=True)
+
+
+def _write(costs: Costs, path: Path) -> None:
+    path.write_text(costs.to_json() + "\n", encoding="utf-8")

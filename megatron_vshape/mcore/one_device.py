@@ -1,0 +1,371 @@
+"""Chunks of a Megatron GPT on one device, without a pipeline: to measure what their passes take."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import Kind, Pass, ScheduleError
+from megatron_vshape.mcore import cpu
+from megatron_vshape.runtime.measure import PassTimer
+
+WARM_UP = 2
+"""Microbatches before those that count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is measured: a GPT, its microbatches and where they run."""
+
+    layers: int
+    hidden_size: int
+    attention_heads: int
+    vocabulary_size: int
+    sequence_length: int
+    microbatch_size: int
+    device: str  # cuda or cpu
+    dtype: str  # of the layers
+    use_te: bool = False
+    ffn_hidden_size: int | None = None  # None: four times the hidden size
+    query_groups: int | None = None  # None: one per head
+    head_size: int | None = None  # None: the hidden size divided by the heads
+    gated: bool = False  # two matrices into the MLP, as SwiGLU has
+    dropout: float = 0.0  # of hidden states
+    flash_attention: bool = True  # without it the scores are kept
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Return the dtype as torch's."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return the shape of an activation, [s, b, h]."""
+        return self.sequence_length, self.microbatch_size, self.hidden_size
+
+    def shard(self, ranks: int) -> Model:
+        """Return what one of so many tensor-parallel ranks computes, communication left out.
+
+        Raises:
+            ScheduleError: heads, groups, the MLP or the vocabulary do not divide.
+        """
+        ffn = self.ffn_hidden_size or 4 * self.hidden_size
+        groups = self.query_groups or self.attention_heads
+        sizes = {
+            "attention_heads": self.attention_heads,
+            "query_groups": groups,
+            "ffn_hidden_size": ffn,
+            "vocabulary_size": self.vocabulary_size,
+        }
+        for name, size in sizes.items():
+            if size % ranks:
+                raise ScheduleError(
+                    f"{name} {size} does not divide among {ranks} tensor-parallel ranks"
+                )
+        head_size = self.head_size or self.hidden_size // self.attention_heads
+        parts: dict[str, Any] = {name: size // ranks for name, size in sizes.items()}
+        return replace(self, head_size=head_size, **parts)
+
+
+def prepare(device: str) -> Any:
+    """Make this process one rank that is a whole world; return the session of its linears.
+
+    Raises:
+        ScheduleError: there is no such device.
+    """
+    if device == "cpu":
+        cpu.install()
+    elif not torch.cuda.is_available():
+        raise ScheduleError("torch sees no GPU: run this where there is one, or with --device cpu")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import layers, random
+
+    from megatron_vshape.mcore.session import Session
+    from megatron_vshape.mcore.split_backward import TorchFusedKernels, make_split_linear
+
+    if not dist.is_initialized():
+        store = Path(tempfile.mkdtemp()) / "store"
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        random.model_parallel_cuda_manual_seed(1)
+    session = Session(pipeline=SimpleNamespace())  # type: ignore[arg-type]
+    name = "LinearWithGradAccumulationAndAsyncCommunication"
+    upstream = getattr(layers, "_one_device_upstream", None) or getattr(layers, name)
+    layers._one_device_upstream = upstream
+    setattr(layers, name, make_split_linear(session, layers, upstream))
+    layers._grad_accum_fusion_available = True
+    if not hasattr(layers, "fused_weight_gradient_mlp_cuda"):
+        layers.fused_weight_gradient_mlp_cuda = TorchFusedKernels
+    return session
+
+
+class SdpaAttention(nn.Module):
+    """Megatron's core attention by torch's kernel, which does not keep the s x s scores."""
+
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+        """Return causal attention of [s, b, heads, size], as [s, b, heads * size]."""
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        grouped = query.shape[1] != key.shape[1]
+        mixed = nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=grouped
+        )
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+def build(model: Model, session: Any, num_layers: int, is_first: bool, is_last: bool) -> nn.Module:
+    """Return so many layers with the embedding and the loss where asked for, wrapped in DDP."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_vshape.mcore import split_te
+
+    config = _config(model, num_layers)
+    chunk: nn.Module = GPTModel(
+        config,
+        _layer_spec(model),
+        model.vocabulary_size,
+        model.sequence_length,
+        pre_process=is_first,
+        post_process=is_last,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )
+    chunk = chunk.to(model.device, model.torch_dtype)
+    split_te.install(session, [chunk])
+    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return DistributedDataParallel(config, options, chunk)
+
+
+def _config(model: Model, num_layers: int) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    gated = {"gated_linear_unit": True, "activation_func": nn.functional.silu}
+    return TransformerConfig(
+        num_layers=num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.attention_heads,
+        num_query_groups=model.query_groups,
+        kv_channels=model.head_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        bf16=model.dtype == "bfloat16",
+        params_dtype=model.torch_dtype,
+        pipeline_dtype=model.torch_dtype,
+        attention_dropout=0.0,
+        hidden_dropout=model.dropout,
+        gradient_accumulation_fusion=True,
+        masked_softmax_fusion=False,
+        deallocate_pipeline_outputs=True,
+        transformer_impl="transformer_engine" if model.use_te else "local",
+        **(gated if model.gated else {}),
+    )
+
+
+def _layer_spec(model: Model) -> Any:
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    if model.use_te:
+        return specs.get_gpt_layer_with_transformer_engine_spec()
+    spec = specs.get_gpt_layer_local_spec()
+    if model.flash_attention:
+        spec.submodules.self_attention.submodules.core_attention = SdpaAttention
+    return spec
+
+
+def unwrap(chunk: nn.Module) -> Any:
+    """Return the model inside DDP."""
+    return chunk.module
+
+
+def zero_gradients(chunks: Sequence[nn.Module]) -> None:
+    """Zero the gradients, as at the start of a step."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()  # type: ignore[operator]
+
+
+def time_us(device: str, work: Callable[[], Any]) -> tuple[float, Any]:
+    """Return how long `work` takes, and what it returns."""
+    timer = PassTimer(torch.device(device))
+    timer.begins(Pass(Kind.F, 0, 0))
+    result = work()
+    timer.ends(Pass(Kind.F, 0, 0))
+    slot = timer.slots()[0]
+    return slot.end - slot.start, result
+
+
+class NoReduction:
+    """What a stage tells of its weight passes, where nobody reduces gradients."""
+
+    def splits(self, chunk: int) -> bool:
+        """Return that whole backwards stay whole."""
+        return False
+
+    def weights_begin(self, chunk: int) -> None:
+        """Do nothing."""
+
+    def weights_done(self, chunk: int) -> None:
+        """Do nothing."""
+
+
+def batches(model: Model) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield random tokens and their positions."""
+    shape = (model.microbatch_size, model.sequence_length)
+    positions = torch.arange(model.sequence_length, device=model.device).expand(shape)
+    while True:
+        yield torch.randint(model.vocabulary_size, shape, device=model.device), positions
+
+
+def forward_step(data: Iterator[tuple[Tensor, Tensor]], chunk: nn.Module) -> tuple[Any, Any]:
+    """Run a chunk on the next batch, as a training script's forward step does."""
+    tokens, positions = next(data)
+    labels = tokens if unwrap(chunk).post_process else None
+    output = chunk(tokens, positions, None, labels=labels)
+
+    def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        mean = output.float().mean()
+        return mean, {"lm loss": mean.detach()}
+
+    return output, loss
+
+
+def start_step(chunk: nn.Module, num_microbatches: int) -> Any:
+    """Return the step that stages of this device run in, gradients zeroed elsewhere."""
+    from megatron.core.utils import get_model_config
+
+    from megatron_vshape.mcore.stage import Step, zero_tokens
+
+    return Step(
+        config=get_model_config(chunk),
+        forward_step_func=forward_step,
+        num_microbatches=num_microbatches,
+        context_parallel_size=1,
+        forward_only=False,
+        collect_non_loss_data=False,
+        first_val_step=None,
+        gradient_sync=NoReduction(),  # type: ignore[arg-type]
+        num_tokens=zero_tokens(next(chunk.parameters()).device),
+    )
+
+
+def made_up(model: Model) -> Tensor:
+    """Return a tensor as a neighbour would send it; zeros would run faster."""
+    return torch.randn(model.shape, device=model.device, dtype=model.torch_dtype)
+
+
+# --- what the stages of a pipeline take ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """Medians of one stage's passes in us, and what a microbatch holds of it."""
+
+    forward_us: float
+    backward_us: float
+    weight_us: float
+    held_after_forward_bytes: float
+    held_after_backward_bytes: float
+
+
+def profile_stages(
+    model: Model,
+    layers: Sequence[int],
+    repeats: int,
+    send_us: float,
+    tell: Callable[[str, StageCosts], None],
+) -> Costs:
+    """Return the costs of stages with so many layers each, in model order.
+
+    Only the first stage, the last and one inner stage of every size are built and run, one after
+    the other; `tell` hears of each. Messages cannot be measured on one device.
+    """
+    session = prepare(model.device)
+    last = len(layers) - 1
+    found: dict[tuple[int, bool, bool], StageCosts] = {}
+    for stage, count in enumerate(layers):
+        key = (count, stage == 0, stage == last)
+        if key not in found:
+            found[key] = _profile_stage(model, session, *key, repeats)
+            tell(_described(*key), found[key])
+    stages = [found[count, at == 0, at == last] for at, count in enumerate(layers)]
+
+    def of_all(name: str) -> tuple[float, ...]:
+        return tuple(getattr(each, name) for each in stages)
+
+    return Costs(
+        of_all("forward_us"),
+        of_all("backward_us"),
+        of_all("weight_us"),
+        send_us,
+        of_all("held_after_forward_bytes"),
+        of_all("held_after_backward_bytes"),
+        tuple(layers),
+    )
+
+
+def _described(num_layers: int, is_first: bool, is_last: bool) -> str:
+    place = "first" if is_first else "last" if is_last else "inner"
+    return f"{place} stage, {num_layers} layer{'s' * (num_layers != 1)}"
+
+
+def _profile_stage(
+    model: Model, session: Any, num_layers: int, is_first: bool, is_last: bool, repeats: int
+) -> StageCosts:
+    """Run F, B and W of one microbatch after another; the first one's memory is counted."""
+    from megatron_vshape.mcore.census import Census
+    from megatron_vshape.mcore.report import persistent
+    from megatron_vshape.mcore.stage import MegatronStage
+
+    chunk = build(model, session, num_layers, is_first, is_last)
+    zero_gradients([chunk])
+    total = 1 + WARM_UP + repeats
+    stage = MegatronStage(
+        session, start_step(chunk, total), chunk, batches(model), 0, 0, is_last, has_chunks=False
+    )
+    session.census = census = Census(persistent([chunk]))
+    _run_microbatch(model, stage, 0, is_first, is_last, None)
+    session.census = None
+    for microbatch in range(1, 1 + WARM_UP):
+        _run_microbatch(model, stage, microbatch, is_first, is_last, None)
+    timer = PassTimer(torch.device(model.device))
+    for microbatch in range(1 + WARM_UP, total):
+        _run_microbatch(model, stage, microbatch, is_first, is_last, timer)
+    times: dict[Kind, list[float]] = {Kind.F: [], Kind.B: [], Kind.W: []}
+    for work, start, end in timer.slots():
+        times[work.kind].append(end - start)
+    return StageCosts(
+        median(times[Kind.F]), median(times[Kind.B]), median(times[Kind.W]), *census.held_bytes(0)
+    )
+
+
+def _run_microbatch(
+    model: Model, stage: Any, microbatch: int, is_first: bool, is_last: bool, timer: Any
+) -> None:
+    """Run F, B and W; what is handed to a pass is held by nobody else, as in a pipeline."""
+    runs = {
+        Kind.F: (not is_first, lambda handed: stage.forward(microbatch, handed.pop())),
+        Kind.B: (not is_last, lambda handed: stage.backward_inputs(microbatch, handed.pop())),
+        Kind.W: (False, lambda handed: stage.backward_weights(microbatch)),
+    }
+    for kind, (receives, run) in runs.items():
+        handed = [made_up(model) if receives else None]
+        if timer is not None:
+            timer.begins(Pass(kind, 0, microbatch))
+        run(handed)
+        if timer is not None:
+            timer.ends(Pass(kind, 0, microbatch))
