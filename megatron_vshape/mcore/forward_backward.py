@@ -16,6 +16,7 @@ from torch import nn
 
 from megatron_vshape.mcore.finite import inspected, repeats_a_bad_step
 from megatron_vshape.mcore.gradient_sync import GradientSync
+from megatron_vshape.mcore.iteration_log import BubbleMeter
 from megatron_vshape.mcore.loss_reporting import bring_losses
 from megatron_vshape.mcore.profiling import Profiler
 from megatron_vshape.mcore.refusals import check_config
@@ -47,6 +48,7 @@ class PipelineRunner:
             pipeline.planner.training,
         )
         self._profiler = Profiler(pipeline, self.report)
+        self.meter = BubbleMeter(session, pipeline.planner.predicted_bubble)
 
     def __call__(
         self,
@@ -162,10 +164,12 @@ class PipelineRunner:
             who = f"rank {dist.get_rank()} (device {rank})"
             running = inspected(stages, who, step.gradient_sync.overlaps)
         program = planner.training(step.num_microbatches).program
-        timer = self._profiler.begin_step(_device_of(model[0]))
+        torch_device = _device_of(model[0])
+        profiled = self._profiler.begin_step(torch_device)
+        timer = self.meter.begin_step(step.num_microbatches, torch_device, profiled)
         run_program(program, rank, running, transport, timer, self._place)
         self._profiler.end_step(
-            timer, program, transport, transport.blank(), self.report.held, pipeline_group
+            profiled, program, transport, transport.blank(), self.report.held, pipeline_group
         )
 
     def _ready_transport(

@@ -124,6 +124,20 @@ HOOKS = (
         replacements.read_metadata,
     ),
     Hook(
+        _TRAINING,
+        "training_log",
+        ("iteration",),
+        "measures the bubble of the iteration that is logged",
+        replacements.training_log,
+    ),
+    Hook(
+        _TRAINING,
+        "print_rank_last",
+        ("message",),
+        "adds bubble and MFU to an iteration's line, to TensorBoard and to W&B",
+        replacements.print_rank_last,
+    ),
+    Hook(
         "megatron.training.models.dist_utils",
         "build_virtual_pipeline_stages",
         ("build_model_func", "pg_collection", "vp_size"),
@@ -160,14 +174,14 @@ HOOKS = (
             "vp_stage",
             "is_last_stage",
         ),
-        "counts the memory of Megatron's own schedules, to compare; this package calls it too",
+        "measures Megatron's own schedules, to compare; this package calls it too",
         replacements.forward_step,
     ),
     Hook(
         _SCHEDULES,
         "backward_step",
         ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
-        "counts the memory of Megatron's own schedules, to compare; this package calls it too",
+        "measures Megatron's own schedules, to compare; this package calls it too",
         replacements.backward_step,
     ),
     Hook(
@@ -248,6 +262,12 @@ PROBES = (
             "cp_group",
         ),
         "says which shape the messages have",
+    ),
+    Probe(
+        _TRAINING,
+        "num_floating_point_operations",
+        ("args", "batch_size"),
+        "counts a step's operations for the MFU",
     ),
 )
 

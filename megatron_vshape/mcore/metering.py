@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_vshape.core import catalogue
 from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.mcore.census import Census
+from megatron_vshape.mcore.iteration_log import BubbleMeter
 from megatron_vshape.mcore.plans import Planner
 from megatron_vshape.mcore.report import RunReport
 from megatron_vshape.mcore.session import Session
@@ -23,7 +24,9 @@ class MeteredSchedule:
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
         planner = Planner(ranks, name) if name in catalogue.NAMES and chunks == 1 else None
+        self._session = session
         self._original = original
+        self.meter = BubbleMeter(session, None if planner is None else planner.predicted_bubble)
         self.report = RunReport(
             session,
             f"{name} (Megatron's own)",
@@ -39,8 +42,13 @@ class MeteredSchedule:
         model, microbatches = arguments["model"], arguments["num_microbatches"]
         tokens = microbatches * arguments["micro_batch_size"] * arguments["seq_length"]
         chunks = model if isinstance(model, list) else [model]
+        torch_device = next(chunks[0].parameters()).device
         with self.report.training_step(chunks, microbatches, tokens):
-            return self._original(**arguments)
+            self._session.timer = self.meter.begin_step(microbatches, torch_device)
+            try:
+                return self._original(**arguments)
+            finally:
+                self._session.timer = None
 
 
 def count_forward(census: Census, chunk: int | None, output: Tensor | list[Tensor]) -> None:

@@ -65,6 +65,7 @@ class Planner:
     window: int = WINDOW  # receives posted ahead; more where the proof of the order needs more
     _training: dict[int, Plan] = field(default_factory=dict)
     _evaluation: dict[int, Program] = field(default_factory=dict)
+    _bubbles: dict[tuple[int, Costs], float] = field(default_factory=dict)
 
     @property
     def placement(self) -> Placement:
@@ -112,6 +113,17 @@ class Planner:
                 plan.peak_chunks,
             )
         return self._training[num_microbatches]
+
+    def predicted_bubble(self, num_microbatches: int) -> float:
+        """Return the bubble of a training step at the costs that are known by now."""
+        plan = self.training(num_microbatches)
+        costs = self._costs_of(plan.schedule)
+        if costs is None:
+            return plan.timeline.bubble
+        key = num_microbatches, costs
+        if key not in self._bubbles:
+            self._bubbles[key] = simulate(plan.schedule, costs).bubble
+        return self._bubbles[key]
 
     def evaluation(self, num_microbatches: int) -> Program:
         """Return the program of forward passes alone."""

@@ -23,10 +23,11 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
-from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.passes import Kind, Pass, ScheduleError
 from megatron_vshape.mcore import arguments, configure, layout, report, static_memory
 from megatron_vshape.mcore.checkpoints import repair_tracker
 from megatron_vshape.mcore.forward_backward import PipelineRunner
+from megatron_vshape.mcore.iteration_log import IterationLog, why_no_mfu
 from megatron_vshape.mcore.metering import MeteredSchedule, count_backward, count_forward
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.session import Pipeline, Session
@@ -34,6 +35,8 @@ from megatron_vshape.mcore.split_backward import TorchFusedKernels, make_split_l
 from megatron_vshape.runtime.last_words import last_words
 
 Function = Callable[..., Any]
+
+_SOME_PASS = Pass(Kind.F, 0, 0)
 
 
 def add_megatron_arguments(session: Session, original: Function) -> Function:
@@ -186,6 +189,11 @@ def train(session: Session, original: Function) -> Function:
             except ScheduleError as error:
                 raise _refused(error) from None
             print_rank_0(lines)
+        if session.pipeline is not None or session.megatrons_own is not None:
+            session.iteration_log = IterationLog()
+            missing = why_no_mfu()
+            if missing is not None:
+                print_rank_0(missing)
         try:
             result = _told_at_failure(session, lambda: original(*args, **options))
         except SystemExit:  # by --exit-interval and the like, on all ranks after a barrier
@@ -215,6 +223,33 @@ def _whereabouts(session: Session) -> str:
     if isinstance(session.runner, PipelineRunner):
         return f"{session.runner.tell()}, {iteration}"
     return f"rank {os.environ.get('RANK', '0')}, {iteration}"
+
+
+def training_log(session: Session, original: Function) -> Function:
+    """Have this package's figures ready while Megatron logs an iteration."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def log(*args: Any, **options: Any) -> Any:
+        if session.iteration_log is None or session.runner is None:
+            return original(*args, **options)
+        number = signature.bind(*args, **options).arguments["iteration"]
+        with session.iteration_log.iteration(session.runner.meter, number):
+            return original(*args, **options)
+
+    return log
+
+
+def print_rank_last(session: Session, original: Function) -> Function:
+    """Complete the line of an iteration, and TensorBoard and W&B, by this package's figures."""
+
+    @functools.wraps(original)
+    def tell(message: Any) -> Any:
+        if session.iteration_log is not None:
+            message = session.iteration_log.complete(message)
+        return original(message)
+
+    return tell
 
 
 def _opening(pipeline: Pipeline, model: Sequence[Any], optimizer: Any) -> str:
@@ -283,10 +318,11 @@ def get_forward_backward_func(session: Session, original: Function) -> Function:
 def forward_step(session: Session, original: Function) -> Function:
     """Count what a forward pass of Megatron's own schedules saves, while that is measured."""
     signature = inspect.signature(original)
+    timed = _timed(session, original)
 
     @functools.wraps(original)
     def step(*args: Any, **options: Any) -> Any:
-        result = original(*args, **options)
+        result = timed(*args, **options)
         if session.census is not None and session.pipeline is None:
             chunk = signature.bind(*args, **options).arguments.get("vp_stage")
             count_forward(session.census, chunk, result[0])
@@ -297,15 +333,31 @@ def forward_step(session: Session, original: Function) -> Function:
 
 def backward_step(session: Session, original: Function) -> Function:
     """Count what a backward pass of Megatron's own schedules leaves, while that is measured."""
+    timed = _timed(session, original)
 
     @functools.wraps(original)
     def step(*args: Any, **options: Any) -> Any:
-        result = original(*args, **options)
+        result = timed(*args, **options)
         if session.census is not None and session.pipeline is None:
             count_backward(session.census)
         return result
 
     return step
+
+
+def _timed(session: Session, original: Function) -> Function:
+    """Stamp a pass of Megatron's own schedules, while they are timed; only how long it takes."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        timer = session.timer
+        if timer is None:
+            return original(*args, **options)
+        timer.begins(_SOME_PASS)
+        result = original(*args, **options)
+        timer.ends(_SOME_PASS)
+        return result
+
+    return run
 
 
 def is_pipeline_first_stage(session: Session, original: Function) -> Function:

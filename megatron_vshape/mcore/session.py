@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from megatron_vshape.mcore.census import Census
     from megatron_vshape.mcore.forward_backward import PipelineRunner
     from megatron_vshape.mcore.gradient_sync import GradientSync
+    from megatron_vshape.mcore.iteration_log import IterationLog
     from megatron_vshape.mcore.layout import StageLayout, StageMap
     from megatron_vshape.mcore.metering import MeteredSchedule
     from megatron_vshape.mcore.plans import Planner
+    from megatron_vshape.runtime.measure import PassTimer
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Session:
     jobs: WeightJobs = field(default_factory=WeightJobs)
     running_chunk: int | None = None
     census: Census | None = None  # while a step's activation memory is measured
+    timer: PassTimer | None = None  # while a step of Megatron's own schedules is timed
+    iteration_log: IterationLog | None = None  # once Megatron's trainer runs, which logs
     gradient_sync: GradientSync | None = None  # while a step runs whose gradients are reduced in W
 
     @property

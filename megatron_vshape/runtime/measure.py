@@ -34,12 +34,18 @@ class _Clock(Protocol):
 
 
 class PassTimer:
-    """An observer of the program runner that stamps every pass."""
+    """An observer of the program runner that stamps its own making and every pass.
 
-    def __init__(self, torch_device: torch.device) -> None:
-        self._clock: _Clock = _CudaClock() if torch_device.type == "cuda" else _HostClock()
+    Stamps that are not aligned with the host's clock say how long, and not when: a GPU then need
+    not be waited for to begin.
+    """
+
+    def __init__(self, torch_device: torch.device, aligned: bool = True) -> None:
+        on_gpu = torch_device.type == "cuda"
+        self._clock: _Clock = _CudaClock(aligned) if on_gpu else _HostClock()
         self._passes: list[Pass] = []
         self._stamps: list[object] = []
+        self._made = self._clock.stamp()
 
     def begins(self, work: Pass) -> None:
         """Stamp the start."""
@@ -49,6 +55,12 @@ class PassTimer:
     def ends(self, work: Pass) -> None:
         """Stamp the end."""
         self._stamps.append(self._clock.stamp())
+
+    def busy_and_whole(self) -> tuple[float, float]:
+        """Return the time in passes, and from making this to the last one's end, in us."""
+        made, *times = self._clock.read([self._made, *self._stamps])
+        busy = sum(end - start for start, end in zip(times[::2], times[1::2], strict=True))
+        return busy, times[-1] - made if times else 0.0
 
     def slots(self) -> list[Slot]:
         """Return every pass with its times, in us on this process's clock; waits for a GPU."""
@@ -68,13 +80,16 @@ class _HostClock:
 
 
 class _CudaClock:
-    """Events, tied to the host's clock by one event that both have seen end."""
+    """Events; if aligned, tied to the host's clock by one event that both have seen end."""
 
-    def __init__(self) -> None:
-        torch.cuda.synchronize()
+    def __init__(self, aligned: bool) -> None:
+        if aligned:
+            torch.cuda.synchronize()
         self._origin = self._event()
-        torch.cuda.synchronize()
-        self._origin_us = time.perf_counter() * US
+        self._origin_us = 0.0
+        if aligned:
+            torch.cuda.synchronize()
+            self._origin_us = time.perf_counter() * US
 
     @staticmethod
     def _event() -> torch.cuda.Event:

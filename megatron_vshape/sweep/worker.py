@@ -20,6 +20,7 @@ POLL_S = 0.2
 PORT = 29_400  # where the ranks of several nodes meet; a node runs one job at a time
 
 _STEP = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
+_BUBBLE = re.compile(r"\| bubble: ([0-9.]+) %")
 _ALLOCATED = re.compile(r"allocated in all \[([0-9., ]+)\]")
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
 _FAULT = re.compile(r"(^|\s|\w)(Error|Exception): |\berror: ")
@@ -116,7 +117,7 @@ def read_log(text: str, code: int | None, job: Job) -> Outcome:
     if code == 0 and len(steps) >= job.warmup_steps + job.measured_steps:
         measured = steps[job.warmup_steps :]
         step_s = min(measured) if job.fastest else statistics.median(measured)
-        return Outcome(Status.OK, step_s, _peak_bytes(text))
+        return Outcome(Status.OK, step_s, _peak_bytes(text), _bubble(text, job))
     tail = _tail(text)
     if _OUT_OF_MEMORY.search(text) or code == -signal.SIGKILL:
         return Outcome(Status.OUT_OF_MEMORY, peak_bytes=_peak_bytes(text), log_tail=tail)
@@ -135,6 +136,14 @@ def _tail(text: str) -> str:
     faults = [at + 1 for at, line in enumerate(lines) if _FAULT.search(line)]
     end = faults[0] if faults else len(lines)
     return "\n".join(lines[max(0, end - LAST_LINES) : end])
+
+
+def _bubble(text: str, job: Job) -> float | None:
+    """Return the bubble of the measured steps, None where the trainer measured none."""
+    measured = [float(each) / 100 for each in _BUBBLE.findall(text)][job.warmup_steps :]
+    if not measured:
+        return None
+    return min(measured) if job.fastest else statistics.median(measured)
 
 
 def _peak_bytes(text: str) -> float:
@@ -170,7 +179,7 @@ def read_outcome(folder: Path, num_nodes: int) -> Outcome | None:
 
 
 def merge(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return one outcome of all nodes: the worst status, the one step time, the highest peak."""
+    """Return one outcome of all nodes: worst status, the one step time, highest peak, bubble."""
     order = (Status.OUT_OF_MEMORY, Status.FAILED, Status.OK)
     worst = min(outcomes, key=lambda each: order.index(each.status))
     if worst.status is not Status.OK:
@@ -179,4 +188,5 @@ def merge(outcomes: Sequence[Outcome]) -> Outcome:
     peaks = [each.peak_bytes for each in outcomes if each.peak_bytes is not None]
     if not steps:
         return Outcome(Status.FAILED, log_tail="no node's log has the time of a step")
-    return Outcome(Status.OK, max(steps), max(peaks, default=None))
+    bubbles = [each.bubble for each in outcomes if each.bubble is not None]
+    return Outcome(Status.OK, max(steps), max(peaks, default=None), max(bubbles, default=None))

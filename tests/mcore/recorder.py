@@ -7,7 +7,9 @@ rank differently. Everything here wraps names of Megatron's trainer in a forked 
 from __future__ import annotations
 
 import functools
+import sys
 import time
+import types
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +18,7 @@ import megatron.core.distributed.param_and_grad_buffer as buffers
 import megatron.training.models.dist_utils as dist_utils
 import megatron.training.training as training
 import torch
+from megatron.training import get_tensorboard_writer
 from torch import Tensor, nn
 
 from megatron_vshape.core.passes import Kind, Pass
@@ -35,6 +38,7 @@ class Records:
             "losses": [],
             "grad_norms": [],
             "evaluations": [],
+            "wandb": [],  # (step, values) of every call of wandb.log
             "reductions": [],  # (step, running pass, bytes) of each that starts
             "gradients": {},
             "parameters": {},
@@ -46,6 +50,9 @@ class Records:
             name: parameter.detach().clone() for name, parameter in named_parameters(self._model)
         }
         torch.save(self.kept, self._path)
+        writer = get_tensorboard_writer()
+        if writer:  # a forked rank ends without what Python would do at exit
+            writer.flush()
 
     def keep_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -109,6 +116,23 @@ class Records:
 
         forward_backward.run_program = run
 
+    def fake_wandb(self) -> types.ModuleType:
+        """Return what stands in for wandb, which would want a network or leave a daemon."""
+        module = types.ModuleType("wandb")
+
+        def log(values: dict[str, Any], step: int | None = None) -> None:
+            kept = {key: float(value) for key, value in values.items() if value is not None}
+            self.kept["wandb"].append((step, kept))
+
+        for name in ("init", "finish"):
+            setattr(module, name, lambda *args, **options: None)
+        module.log = log  # type: ignore[attr-defined]
+        module.run = None  # type: ignore[attr-defined]
+        module.config = types.SimpleNamespace(  # type: ignore[attr-defined]
+            update=lambda *args, **options: None
+        )
+        return module
+
     def keep_evaluation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def evaluate(*args: Any, **options: Any) -> Any:
@@ -124,6 +148,8 @@ class Records:
 def start(path: str) -> Records:
     """Wrap the trainer in this process and return what is going to hold the records."""
     records = Records(path)
+    if "--wandb-project" in sys.argv:
+        sys.modules["wandb"] = records.fake_wandb()
     training.train_step = records.keep_step(training.train_step)
     training.evaluate = records.keep_evaluation(training.evaluate)
     training.finalize_model_grads = records.keep_gradients(training.finalize_model_grads)

@@ -74,25 +74,6 @@ def test_losses_are_in_the_log_and_the_schedule_is_told_once(train: Train) -> No
     assert "predicted [" in line
 
 
-def test_tensorboard_has_what_it_has_under_1f1b(train: Train, tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    seen = {}
-    for schedule in ("1f1b", "v-half"):
-        folder = tmp_path / schedule
-        flags = ("--tensorboard-dir", str(folder), "--tensorboard-log-interval", "1")
-        train(4, "--pipeline-schedule", schedule, *FOUR, *flags)
-        events = accumulator.EventAccumulator(str(folder)).Reload()
-        tags = events.Tags()["scalars"]
-        seen[schedule] = {
-            tag: [each.value for each in events.Scalars(tag)]
-            for tag in ("lm loss", "grad-norm")
-            if tag in tags
-        }
-    assert seen["1f1b"].keys() == {"lm loss", "grad-norm"}
-    assert seen["v-half"]["lm loss"] == pytest.approx(seen["1f1b"]["lm loss"], rel=1e-6)
-    assert seen["v-half"]["grad-norm"] == pytest.approx(seen["1f1b"]["grad-norm"], rel=1e-5)
-
-
 OPTIONS = {
     "data-parallel, distributed optimizer, overlap": (
         "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "

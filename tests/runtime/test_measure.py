@@ -50,19 +50,19 @@ class Sleeper:
         return self.backward_inputs(microbatch, received)
 
 
-def timed_step(rank: int) -> tuple[list[list[Slot]], float | None]:
-    """Run a step of sleepers on 2 ranks; return all slots and this rank's send time."""
+def timed_step(rank: int) -> tuple[list[list[Slot]], float | None, tuple[float, float]]:
+    """Run a step of sleepers on 2 ranks; return all slots, this rank's send time, its totals."""
     program = lower(make("v-half", 2, 6))
     transport = Transport([[0, 1]], SHAPE, torch.float32, "cpu")
     transport.prepare(program)
     own = stages_of(program.schedule.placement, 2)[rank]
-    timer = PassTimer(torch.device("cpu"))
     dist.barrier()
+    timer = PassTimer(torch.device("cpu"))
     run_program(program, rank, {stage: Sleeper(stage) for stage in own}, transport, timer)
     send_us = measure_send_us(program, rank, transport, torch.zeros(SHAPE))
     rows = gather_slots(timer.slots(), dist.group.WORLD)
     transport.close()
-    return rows, send_us
+    return rows, send_us, timer.busy_and_whole()
 
 
 def test_costs_of_a_measured_step_predict_it() -> None:
@@ -85,6 +85,10 @@ def test_costs_of_a_measured_step_predict_it() -> None:
     assert costs.held_after_forward_bytes == (100, 101, 102, 103)
     predicted = simulate(schedule, costs).makespan
     assert timeline.makespan == pytest.approx(predicted, rel=0.15)
+    # The ranks' totals alone, without a common clock, tell the bubble of the merged timeline.
+    busy_us, whole_us = map(max, zip(*(totals for _, _, totals in results), strict=True))
+    assert 1 - busy_us / whole_us == pytest.approx(timeline.bubble, abs=0.02)
+    assert 0.05 < timeline.bubble < 0.5
 
 
 def _timeline_of(times: dict[Kind, float]):

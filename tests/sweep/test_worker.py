@@ -34,6 +34,17 @@ def test_median_after_the_warm_up() -> None:
     assert read_log(STEPS, 0, job(fastest=True)).step_s == pytest.approx(0.1)
 
 
+def test_the_bubble_of_the_measured_steps() -> None:
+    steps = zip((900, 100, 300, 200), (60.0, 10.5, 12.5, 11.5), strict=True)
+    text = "".join(
+        STEP.format(ms).rstrip() + f" bubble: {bubble:.1f} % | predicted bubble: 9.9 % |\n"
+        for ms, bubble in steps
+    )
+    assert read_log(text, 0, job()).bubble == pytest.approx(0.115)
+    assert read_log(text, 0, job(fastest=True)).bubble == pytest.approx(0.105)
+    assert read_log(STEPS, 0, job()).bubble is None
+
+
 def test_peak_that_the_run_reports() -> None:
     line = "v-half: 9 tokens/s; peak activation memory per rank in MiB: measured [1.00, 2.00], "
     line += "predicted [1.00, 2.00], allocated in all [512.00, 1024.00]\n"
@@ -72,7 +83,7 @@ def test_time_up_and_too_few_steps() -> None:
 def test_nodes_are_merged(tmp_path: Path) -> None:
     write_outcome(tmp_path / "node0.json", Outcome(Status.OK, None, 5.0))
     assert read_outcome(tmp_path, 2) is None
-    write_outcome(tmp_path / "node1.json", Outcome(Status.OK, 0.5, 7.0))
-    assert read_outcome(tmp_path, 2) == Outcome(Status.OK, 0.5, 7.0)
+    write_outcome(tmp_path / "node1.json", Outcome(Status.OK, 0.5, 7.0, 0.125))
+    assert read_outcome(tmp_path, 2) == Outcome(Status.OK, 0.5, 7.0, 0.125)
     bad = Outcome(Status.OUT_OF_MEMORY, log_tail="x")
     assert merge([Outcome(Status.OK, 1.0), bad, Outcome(Status.FAILED)]) is bad

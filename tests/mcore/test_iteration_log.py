@@ -1,0 +1,157 @@
+"""What reaches the log, TensorBoard and W&B under a V, beside Megatron's own 1F1B."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from mcore.farm import Ended
+
+from megatron_vshape.mcore import iteration_log
+from megatron_vshape.mcore.iteration_log import Figures, IterationLog, why_no_mfu
+from megatron_vshape.mcore.peaks import peak_flops
+
+Train = Callable[..., Ended]
+Scalars = dict[str, list[tuple[int, float]]]
+
+OURS = {"bubble", "predicted-bubble"}
+# Measured times, and what follows from them.
+TIMES = {"throughput", "iteration-time", "forward-backward-time", "optimizer-time"}
+FLAGS = (
+    *("--train-iters", "4", "--log-interval", "2", "--eval-interval", "4", "--eval-iters", "1"),
+    *("--log-throughput", "--log-timers-to-tensorboard", "--tensorboard-log-interval", "1"),
+    *("--log-params-norm", "--log-validation-ppl-to-tensorboard"),
+    *("--wandb-project", "project", "--wandb-exp-name", "name"),
+)
+
+
+def of_tensorboard(folder: Path) -> Scalars:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    # Megatron counts some scalars by step and others by samples; neither is a restart.
+    events = accumulator.EventAccumulator(str(folder), purge_orphaned_data=False).Reload()
+    return {
+        tag: [(each.step, each.value) for each in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def of_wandb(run: Ended) -> Scalars:
+    found: Scalars = {}
+    for step, values in run.record["wandb"]:
+        for tag, value in values.items():
+            found.setdefault(tag, []).append((step, value))
+    return found
+
+
+def assert_equal_scalars(ours: Scalars, theirs: Scalars) -> None:
+    assert ours.keys() == theirs.keys()
+    assert ours.keys() >= OURS | {"lm loss", "grad-norm", "learning-rate", "throughput"}
+    for tag in ours.keys() - OURS:
+        assert [step for step, _ in ours[tag]] == [step for step, _ in theirs[tag]], tag
+        if not tag.endswith("-time") and tag not in TIMES:
+            mine = [value for _, value in ours[tag]]
+            assert mine == pytest.approx([value for _, value in theirs[tag]], rel=1e-5), tag
+
+
+def test_everything_that_is_logged_is_as_under_1f1b(train: Train, tmp_path: Path) -> None:
+    boards, wandbs = [], []
+    for schedule in ("1f1b", "v-half"):
+        folder = tmp_path / schedule
+        places = ("--tensorboard-dir", str(folder), "--wandb-save-dir", str(folder))
+        run = train(4, "--pipeline-schedule", schedule, *FLAGS, *places)
+        boards.append(of_tensorboard(folder))
+        wandbs.append(of_wandb(run))
+        assert all(not record["wandb"] for record in run.records[:-1])
+        assert "no MFU in the log: the peak FLOP/s of cpu in float32 is not known" in run.output[0]
+        assert "MFU:" not in run.output[3]
+        lines = [line for line in run.output[3].splitlines() if "elapsed time per" in line]
+        printed = [float(each) for each in re.findall(r"\| bubble: ([0-9.]+) %", "".join(lines))]
+        written = [100 * value for _, value in boards[-1]["bubble"]]
+        assert [step for step, _ in boards[-1]["bubble"]] == [2, 4]  # the logged ones alone
+        assert printed == pytest.approx(written, abs=0.051)
+        assert all(0 < value < 100 for value in printed)
+        predicted = {"1f1b": 0.273, "v-half": 0.094}[schedule]
+        assert [value for _, value in boards[-1]["predicted-bubble"]][-1] == pytest.approx(
+            predicted, abs=5e-3
+        )
+    theirs, ours = boards
+    assert_equal_scalars(ours, theirs)
+    theirs, ours = wandbs
+    assert_equal_scalars(ours, theirs)
+
+
+class Board:
+    def __init__(self) -> None:
+        self.scalars: dict[str, tuple[float, int]] = {}
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.scalars[tag] = (value, step)
+
+
+ARGS = SimpleNamespace(params_dtype=torch.bfloat16, world_size=4, fp8=None)
+LINE = " iteration 7/ 9 | elapsed time per iteration (ms): 500.0 | lm loss: 1 |"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Board:
+    """Make this a rank of four H100s whose steps take 989e12 operations; return its board."""
+    board = Board()
+    fakes: dict[str, Any] = {
+        "get_args": lambda: ARGS,
+        "get_tensorboard_writer": lambda: board,
+        "get_wandb_writer": lambda: None,
+        "get_current_global_batch_size": lambda: 8,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(iteration_log, name, fake)
+    count = "num_floating_point_operations"
+    monkeypatch.setattr(iteration_log.training, count, lambda args, batch: batch * 989e12 / 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    return board
+
+
+def test_mfu_is_of_the_time_that_megatron_prints(gpu: Board) -> None:
+    log = IterationLog(Figures(7, predicted_bubble=0.0204, bubble=0.0311))
+    assert log.complete("something else") == "something else"
+    told = log.complete(LINE)
+    # One peak's second of work in half a second on four devices.
+    assert told == LINE + " bubble: 3.1 % | predicted bubble: 2.0 % | MFU: 50.0 % |"
+    assert gpu.scalars == {
+        "bubble": (0.0311, 7),
+        "predicted-bubble": (0.0204, 7),
+        "mfu": (pytest.approx(0.5), 7),
+    }
+    assert log.complete(LINE) == LINE  # each iteration is completed once
+    assert why_no_mfu() is None
+
+
+def test_a_device_without_a_known_peak_has_no_mfu(
+    gpu: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    assert IterationLog(Figures(7)).complete(LINE) == LINE
+    assert gpu.scalars == {}
+    assert why_no_mfu() == (
+        "no MFU in the log: the peak FLOP/s of Some GPU in bfloat16 is not known"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("Tesla V100-SXM2-32GB", 125),
+    ],
+)
+def test_peaks_are_found_by_name(name: str, teraflops: float) -> None:
+    assert peak_flops(name, torch.bfloat16) == teraflops * 1e12
+    assert peak_flops(name, torch.float32) is None
