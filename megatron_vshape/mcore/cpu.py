@@ -122,6 +122,9 @@ def _replacements() -> Iterator[_Replacement]:
     isend = _isend_of_an_alias(c10d.isend)
     yield _Replacement(c10d, "isend", isend)
     yield _Replacement(dist, "isend", isend)
+    all_to_all = _all_to_all_of_lists(c10d.all_to_all_single)
+    yield _Replacement(c10d, "all_to_all_single", all_to_all)
+    yield _Replacement(dist, "all_to_all_single", all_to_all)
 
 
 def _identity() -> Iterator[_Replacement]:
@@ -283,6 +286,21 @@ def _isend_of_an_alias(isend: Callable[..., Any]) -> Callable[..., Any]:
         return isend(tensor.detach(), *args, **kwargs)
 
     return send
+
+
+def _all_to_all_of_lists(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
+    # Expert parallelism brings its counts of tokens from the GPU as numbers, and leaves a tensor
+    # as it is that is on the CPU already; torch takes numbers only.
+    @functools.wraps(all_to_all_single)
+    def exchange(output: torch.Tensor, input: torch.Tensor, *splits: Any, **options: Any) -> Any:
+        named = {key: _as_list(value) for key, value in options.items()}
+        return all_to_all_single(output, input, *map(_as_list, splits), **named)
+
+    return exchange
+
+
+def _as_list(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def _free_and_total_bytes() -> tuple[int, int]:

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+import megatron_vshape
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
 
@@ -57,6 +59,31 @@ class Ended:
     def merged(self, key: str) -> dict[str, torch.Tensor]:
         """Return the named tensors of all ranks together."""
         return {name: value for record in self.records for name, value in record[key].items()}
+
+    def by_place(self, key: str) -> dict[tuple[Any, ...], torch.Tensor]:
+        """Return the named tensors of every rank's place in the groups that share a stage."""
+        return {
+            (name, *record["place"]): value
+            for record in self.records
+            for name, value in record[key].items()
+        }
+
+    def whole(self, key: str) -> dict[str, torch.Tensor]:
+        """Return the named tensors with the parts of tensor-parallel ranks joined."""
+        joined: dict[str, dict[int, torch.Tensor]] = {}
+        dimensions: dict[str, int] = {}
+        for record in self.records:
+            for name, value in record[key].items():
+                parameter = name.split()[0]
+                if parameter in record["parts"] and value.dim():
+                    dimensions[name] = record["parts"][parameter]
+                joined.setdefault(name, {})[record["tensor_rank"]] = value
+        return {
+            name: torch.cat([parts[rank] for rank in sorted(parts)], dimensions[name])
+            if name in dimensions
+            else parts[0]
+            for name, parts in joined.items()
+        }
 
     def check(self) -> Ended:
         """Return this if all ranks ended well, else fail with their output."""
@@ -95,18 +122,19 @@ class Farm:
         ranks: int,
         *arguments: str,
         without: Sequence[str] = (),
-        timeout_s: float = 120.0,
+        timeout_s: float = 300.0,
         live: bool = False,
         stall: str = "",
         plugin: Path | None = None,
         given: Any = None,
+        stock: bool = False,
     ) -> Ended:
         """Train on `ranks` ranks, all one pipeline unless the arguments say otherwise.
 
         The flags in `without` are left out of `MODEL`. With `live` the second training step is
         counted byte by byte. `stall` names a pass before which its rank sleeps, and how many
         seconds: "F5.1 8". Every rank first calls `start(rank, given)` of the file `plugin`, if
-        there is one.
+        there is one. A `stock` run has none of our hooks.
         """
         self._runs += 1
         directory = self._directory / f"run{self._runs}"
@@ -121,6 +149,7 @@ class Farm:
             "stall": stall,
             "plugin": None if plugin is None else str(plugin),
             "given": given,
+            "stock": stock,
         }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -185,6 +214,13 @@ def _become_rank(rank: int, port: int, order: dict[str, Any], source: Any, recor
     )
     sys.argv = [str(SCRIPT), *order["arguments"]]
     code = 0
+    if order["stock"]:
+        megatron_vshape.unregister()
+        megatron_vshape.register = lambda: None
+    if {"--sequence-parallel", "--context-parallel-size"} & set(order["arguments"]):
+        import sharded_sequence
+
+        sharded_sequence.install()
     records = recorder.start(f"{order['directory']}/rank{rank}.pt")
     if order["live"]:
         records.count_live_bytes()

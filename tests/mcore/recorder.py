@@ -18,6 +18,7 @@ import megatron.core.distributed.param_and_grad_buffer as buffers
 import megatron.training.models.dist_utils as dist_utils
 import megatron.training.training as training
 import torch
+from megatron.core import parallel_state
 from megatron.training import get_tensorboard_writer
 from torch import Tensor, nn
 
@@ -33,6 +34,7 @@ class Records:
     def __init__(self, path: str) -> None:
         self._path = path
         self._model: list[nn.Module] = []
+        self._optimizer: Any = None
         self._running: str | None = None
         self.kept: dict[str, Any] = {
             "losses": [],
@@ -42,6 +44,8 @@ class Records:
             "reductions": [],  # (step, running pass, bytes) of each that starts
             "gradients": {},
             "parameters": {},
+            "moments": {},  # Adam's, by the names of the parameters
+            "parts": {},  # of parameters that tensor-parallel ranks share: which dimension
         }
 
     def save(self) -> None:
@@ -49,6 +53,16 @@ class Records:
         self.kept["parameters"] = {
             name: parameter.detach().clone() for name, parameter in named_parameters(self._model)
         }
+        for name, parameter in named_parameters(self._model):
+            if getattr(parameter, "tensor_model_parallel", False):
+                self.kept["parts"][name] = parameter.partition_dim
+            for key, value in _adams_state(self._optimizer, parameter).items():
+                self.kept["moments"][f"{name} {key}"] = value
+        self.kept["tensor_rank"] = parallel_state.get_tensor_model_parallel_rank()
+        self.kept["place"] = (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        )
         torch.save(self.kept, self._path)
         writer = get_tensorboard_writer()
         if writer:  # a forked rank ends without what Python would do at exit
@@ -67,11 +81,19 @@ class Records:
 
         return step
 
+    def keep_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def setup(*args: Any, **options: Any) -> Any:
+            result = original(*args, **options)
+            self._model, self._optimizer = result[:2]
+            return result
+
+        return setup
+
     def keep_gradients(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def finalize(model: list[nn.Module], *args: Any, **options: Any) -> Any:
             result = original(model, *args, **options)
-            self._model = model if isinstance(model, list) else [model]
             if not self.kept["gradients"]:
                 for name, parameter in named_parameters(self._model):
                     self.kept["gradients"][name] = parameter.main_grad.detach().clone()
@@ -151,6 +173,7 @@ def start(path: str) -> Records:
     if "--wandb-project" in sys.argv:
         sys.modules["wandb"] = records.fake_wandb()
     training.train_step = records.keep_step(training.train_step)
+    training.setup_model_and_optimizer = records.keep_model(training.setup_model_and_optimizer)
     training.evaluate = records.keep_evaluation(training.evaluate)
     training.finalize_model_grads = records.keep_gradients(training.finalize_model_grads)
     group = buffers._ParamAndGradBucketGroup
@@ -193,6 +216,16 @@ def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
                 parts = ["embedding", "word_embeddings", "weight"]
             yield ".".join(parts), parameter
+
+
+def _adams_state(optimizer: Any, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return the moments of a parameter, and its copy in fp32 where it has one."""
+    main = getattr(parameter, "main_param", None)
+    kept = {} if main is None else {"main": main.detach().clone()}
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for key, value in each.optimizer.state.get(parameter if main is None else main, {}).items():
+            kept[key] = torch.as_tensor(value).detach().clone()
+    return kept
 
 
 def _with_named_weights(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,104 @@
+"""What one schedule saves another loads, bit by bit: parameters and the optimizer's state."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from mcore.farm import Ended, Farm
+
+Save = Callable[[str], tuple[Path, Ended]]
+
+FORMAT = ("--ckpt-format", "torch_dist")
+STEPS = "2"
+
+
+class Run(NamedTuple):
+    """Ranks and flags of a run that saves or loads."""
+
+    ranks: int
+    flags: str
+    stock: bool = False  # without any of our hooks
+
+
+SPLIT = "--pipeline-layer-split"
+RUNS = {
+    "one rank": Run(1, ""),
+    "v-half": Run(4, "--pipeline-schedule v-half"),
+    "v-half, 2": Run(2, "--pipeline-schedule v-half"),
+    "v-half, uneven": Run(2, f"--pipeline-schedule v-half {SPLIT} 0,4,3,1"),
+    "v-zb, TP 2": Run(
+        4,
+        "--pipeline-schedule v-zb --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2",
+    ),
+    "v-min, DP 2": Run(4, "--pipeline-schedule v-min --pipeline-model-parallel-size 2"),
+    "zb-h1": Run(4, "--pipeline-schedule zb-h1"),
+    "1f1b": Run(4, "--pipeline-schedule 1f1b"),
+    "1f1b, uneven": Run(2, f"--pipeline-schedule 1f1b {SPLIT} 5,3"),
+    "interleaved-1f1b": Run(4, "--pipeline-schedule interleaved-1f1b"),
+    "stock": Run(2, "", stock=True),
+    "stock, interleaved": Run(4, "--num-virtual-stages-per-pipeline-rank 2", stock=True),
+    "stock, TP 2": Run(2, "--pipeline-model-parallel-size 1 --tensor-model-parallel-size 2", True),
+}
+
+
+@pytest.fixture(scope="module")
+def save(farm: Farm, tmp_path_factory: pytest.TempPathFactory) -> Save:
+    """Return a function that trains and saves under a name of RUNS, once for the module."""
+    done: dict[str, tuple[Path, Ended]] = {}
+
+    def run(name: str, *flags: str) -> tuple[Path, Ended]:
+        key = " ".join([name, *flags])
+        if key not in done:
+            folder = tmp_path_factory.mktemp("saved")
+            ranks, own, stock = RUNS[name]
+            flags = (*own.split(), *FORMAT, "--train-iters", STEPS, *flags)
+            saved = ("--save", str(folder), "--save-interval", STEPS)
+            done[key] = folder, farm.run(ranks, *flags, *saved, stock=stock).check()
+        return done[key]
+
+    return run
+
+
+def load(farm: Farm, name: str, folder: Path, *flags: str) -> Ended:
+    """Return a run that loads and trains no step."""
+    ranks, own, stock = RUNS[name]
+    flags = (*own.split(), *FORMAT, "--train-iters", STEPS, "--load", str(folder), *flags)
+    return farm.run(ranks, *flags, stock=stock).check()
+
+
+def assert_same_state(loaded: Ended, saved: Ended) -> None:
+    assert loaded.record["losses"] == []  # so that this is what was loaded
+    for key in ("parameters", "moments"):
+        mine, theirs = loaded.whole(key), saved.whole(key)
+        assert mine.keys() == theirs.keys()
+        assert theirs
+        assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+
+
+PAIRS = [
+    ("v-half", "stock"),
+    ("v-half", "v-half, uneven"),
+    ("stock", "v-half"),
+    ("v-half, uneven", "v-zb, TP 2"),
+    *((first, "v-half") for first in RUNS if first not in ("v-half", "stock")),
+    *(("v-half", second) for second in RUNS if second not in ("v-half", "stock", "v-half, uneven")),
+    *((first, "1f1b") for first in ("v-half, uneven", "v-zb, TP 2", "interleaved-1f1b")),
+    ("1f1b, uneven", "interleaved-1f1b"),
+    ("v-zb, TP 2", "stock, TP 2"),
+    ("stock, TP 2", "v-zb, TP 2"),
+]
+FAST = 4
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(*pair, id=" -> ".join(pair), marks=[pytest.mark.slow] * (number >= FAST))
+        for number, pair in enumerate(PAIRS)
+    ],
+)
+def test_what_one_saves_another_loads(farm: Farm, save: Save, first: str, second: str) -> None:
+    folder, saved = save(first)
+    assert_same_state(load(farm, second, folder), saved)
