@@ -27,7 +27,7 @@ def trainer_command(
         "train-iters": run.warmup_steps + run.measured_steps,
     }
     flags = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
-    flags += _model_flags(loaded.model)
+    flags += model_flags(loaded.model)
     if it.tensor_parallel > 1:
         flags.append("--sequence-parallel")
     if it.recompute is Recompute.FULL:
@@ -49,7 +49,8 @@ _TRAINING = (
 ).split()
 
 
-def _model_flags(model: Model) -> list[str]:
+def model_flags(model: Model) -> list[str]:
+    """Return the trainer's flags that make its GPT this model, whatever the tokenizer."""
     sizes = {
         "num-layers": model.layers,
         "hidden-size": model.hidden_size,

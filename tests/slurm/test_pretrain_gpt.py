@@ -1,0 +1,156 @@
+"""The batch script for the paper's models: its commands, its flags, and how it is preempted."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pydantic")
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "slurm" / "pretrain_gpt.sbatch"
+# Model, nodes of eight GPUs, layers: as in the paper.
+MODELS = {"9_6b": (2, 30), "21b": (3, 46), "38_5b": (4, 62), "98_5b": (5, 78)}
+
+
+def model(name: str) -> str:
+    return str(ROOT / "configs" / "models" / f"gpt_{name}.yaml")
+
+
+def environment(**over: str) -> dict[str, str]:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return plain | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)} | over
+
+
+def dry_run(name: str, *flags: str) -> list[list[str]]:
+    """Return the commands that would run, taken apart."""
+    done = subprocess.run(
+        ["bash", str(SCRIPT), model(name), *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(DRY_RUN="1", NODES=str(MODELS[name][0])),
+    )
+    assert done.returncode == 0, done.stderr
+    # $'...' is bash's, not shlex's; a newline is all that it stands for here.
+    text = re.sub(r"\$'(.*?)(?<!\\)'", lambda found: shlex.quote(found[1]), done.stdout)
+    return [shlex.split(line) for line in text.splitlines() if not line.startswith("#")]
+
+
+def test_bash_and_shellcheck_accept_it() -> None:
+    subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    checked = subprocess.run(["shellcheck", str(SCRIPT)], capture_output=True, text=True)
+    assert checked.stdout == ""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_dry_run_shows_every_command(name: str) -> None:
+    nodes, layers = MODELS[name]
+    folder, step, cancel, requeue = dry_run(name, "--seq-length", "2048")
+    assert folder == ["mkdir", "-p", f"runs/gpt_{name}"]
+    assert step[:3] == ["srun", "--nodes", str(nodes)]
+    assert {"--nproc-per-node", "--master-addr", "scripts/pretrain_gpt.py"} <= set(step)
+    values = dict(zip(step, step[1:], strict=False))
+    assert values["--num-layers"] == str(layers)
+    assert values["--pipeline-model-parallel-size"] == str(8 * nodes)
+    assert values["--save"] == values["--load"] == f"runs/gpt_{name}/checkpoints"
+    assert step[-2:] == ["--seq-length", "2048"]  # what the user adds comes last
+    assert cancel == ["scancel", "--signal=USR1", "JOB.0"]
+    assert requeue == ["scontrol", "requeue", "JOB"]
+
+
+def test_data_of_ones_own_replaces_made_up_data() -> None:
+    step = dry_run("9_6b", "--data-path", "x")[1]
+    assert "--mock-data" not in step
+    assert "NullTokenizer" not in step
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_megatron_and_the_schedule_accept_the_flags(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("megatron.training")
+    import megatron.training.arguments as arguments
+
+    import megatron_vshape
+    from megatron_vshape.mcore import configure
+
+    step = dry_run(name, "--transformer-impl", "local")[1]
+    monkeypatch.setattr(sys, "argv", step[step.index("scripts/pretrain_gpt.py") :])
+    megatron_vshape.register()
+    try:
+        args = arguments.parse_args()
+    finally:
+        megatron_vshape.unregister()
+    pipeline = configure.prepare(args)
+    assert pipeline is not None
+    assert sum(pipeline.stage_map.layers) == MODELS[name][1]
+    # Two layers less than stages: embedding and output layer are to weigh as one layer each.
+    assert max(pipeline.stage_map.layers) == 1
+
+
+FAKES = {
+    # Starts the node's command where USR1 can reach it, as a job step.
+    "srun": 'echo $$ > step.pid\nwhile [ "$1" != bash ]; do shift; done\n'
+    'SLURM_NODEID=0 exec setsid "$@"',
+    "scontrol": 'if [ "$1" = show ]; then echo node1; else echo "$@" >> scontrol.log; fi',
+    # USR1 to all processes of the step, torchrun and ranks among them.
+    "scancel": 'echo "$@" >> scancel.log\npkill -USR1 -g "$(cat step.pid)"',
+    # torchrun, which starts a rank in a session of its own; its other calls are Python's.
+    "python": (
+        'if [ "$1" != -m ]; then exec REAL "$@"; fi\n'
+        'echo "$@" > torchrun.log\nsetsid bash -c \''
+        'trap "echo saved > saved; exit 0" TERM; touch started; while :; do sleep 0.1; done'
+        "' &\nwait $!"
+    ),
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_preempted_it_saves_and_goes_back_into_the_queue(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    if shutil.which("pkill") is None or shutil.which("setsid") is None:
+        pytest.skip("pkill and setsid are not installed")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, text in FAKES.items():
+        (tools / name).write_text("#!/bin/bash\n" + text.replace("REAL", sys.executable) + "\n")
+        (tools / name).chmod(0o755)
+    job = subprocess.Popen(
+        ["bash", str(SCRIPT), model("9_6b")],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment(
+            PATH=f"{tools}{os.pathsep}{os.environ['PATH']}",
+            PYTHON=str(tools / "python"),
+            SLURM_JOB_ID="42",
+            SLURM_NNODES="1",
+            SLURM_JOB_NODELIST="node1",
+            SLURM_SUBMIT_DIR=str(tmp_path),
+        ),
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "started").exists():
+        assert time.monotonic() < deadline
+        assert job.poll() is None, job.communicate()[0]
+        time.sleep(0.05)
+    job.send_signal(number)
+    output, _ = job.communicate(timeout=60)
+    assert (tmp_path / "saved").exists(), output
+    assert (tmp_path / "scancel.log").read_text() == "--signal=USR1 42.0\n"
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 42\n"
+    assert job.returncode == 0, output
+    torchrun = (tmp_path / "torchrun.log").read_text()
+    assert torchrun.startswith("-m torch.distributed.run --node-rank 0 --nnodes 1 ")
+    assert "--master-addr node1" in torchrun
