@@ -5,7 +5,9 @@
 Every variant trains in processes of its own, one per rank with one thread each over gloo. All
 are alive at once, but only one trains at a time, a few steps per round, the variants in another
 order every round: what disturbs the machine for a while disturbs all of them. A round's ratio
-compares two times of the same round.
+compares two times of the same round. Before a turn the script waits for the machine to be quiet,
+as long as --patience lasts; where other programs took more than a twentieth of the processors
+nevertheless, the turn does not count, unless that leaves fewer than three rounds.
 
 | variant | what runs |
 |---|---|
@@ -56,7 +58,9 @@ GOALS = (
 """Which variant is to be how many times as fast as which; they are for 2 ranks, 4 microbatches."""
 
 PROFILE_STEPS = "3:6"
-WARM_UP = 8  # steps; auto has planned anew by then
+WARM_UP = 12  # steps; auto has planned anew by then, and compared
+DISTURBED = 0.05  # of the processors: so much may other programs take of a turn that counts
+LEAST_ROUNDS = 3
 FIXED_FLAGS = (
     "--transformer-impl local --distributed-backend gloo --mock-data "
     "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64 "
@@ -120,10 +124,11 @@ def variant_flags(name: str) -> list[str]:
 
 
 class Turn(NamedTuple):
-    """What a rank says of the steps it has run."""
+    """What a rank says of the steps it has run; then, what a step of all ranks took."""
 
     wall_s: float
     cpu_s: float
+    others: float = 0.0  # the share of the processors that other programs took meanwhile
 
 
 class Gate:
@@ -360,22 +365,72 @@ class Variant:
         return [line for line in text.splitlines() if word in line]
 
 
-def measure(variants: Sequence[Variant], rounds: int, steps: int) -> dict[str, list[Turn]]:
+class Quiet:
+    """Waits for other programs to pause, for a limited time in all; tells what they took."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._left_s = patience_s
+
+    def wait(self) -> None:
+        """Return when the processors have been idle for a moment, or the patience is over."""
+        while self._left_s > 0:
+            before, start = busy_s(), time.perf_counter()
+            time.sleep(0.25)
+            passed = time.perf_counter() - start
+            if self.share(before, passed, 0.0) < DISTURBED:
+                return
+            self._left_s -= passed
+
+    @staticmethod
+    def share(before_s: float, wall_s: float, own_s: float) -> float:
+        """Return the share of the processors that was not ours since `busy_s` was `before_s`."""
+        others_s = busy_s() - before_s - own_s
+        return max(others_s / (wall_s * (os.cpu_count() or 1)), 0.0)
+
+
+def busy_s() -> float:
+    """Return for how long the processors have worked since the machine started, added up.
+
+    Time that a hypervisor gave to others counts too; 0 where the system does not say.
+    """
+    try:
+        fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, irq, softirq, steal = map(int, fields)
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(
+    variants: Sequence[Variant], rounds: int, steps: int, patience_s: float
+) -> dict[str, list[Turn]]:
     """Return every variant's turns, a step each, in rounds that begin with another variant."""
     found: dict[str, list[Turn]] = {each.name: [] for each in variants}
+    quiet = Quiet(patience_s)
     for at in range(rounds):
         shift = at % len(variants)
         order = [*variants[shift:], *variants[:shift]]
         for each in order if at % 2 == 0 else reversed(order):
+            quiet.wait()
+            before = busy_s()
             turn = each.run(steps)
-            found[each.name].append(Turn(turn.wall_s / steps, turn.cpu_s / steps))
+            others = quiet.share(before, turn.wall_s, turn.cpu_s)
+            found[each.name].append(Turn(turn.wall_s / steps, turn.cpu_s / steps, others))
         print(f"round {at + 1} of {rounds}, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
     return found
 
 
+def counting(*turns: Sequence[Turn]) -> list[int]:
+    """Return the rounds in which none of these was disturbed; all, if that leaves too few."""
+    rounds = range(len(turns[0]))
+    quiet = [at for at in rounds if all(each[at].others < DISTURBED for each in turns)]
+    return quiet if len(quiet) >= LEAST_ROUNDS else list(rounds)
+
+
 def ratios(found: Mapping[str, Sequence[Turn]], name: str, other: str) -> list[float]:
     """Return, round by round, how many times as fast as `other` a variant was."""
-    return [b.wall_s / a.wall_s for a, b in zip(found[name], found[other], strict=True)]
+    mine, theirs = found[name], found[other]
+    return [theirs[at].wall_s / mine[at].wall_s for at in counting(mine, theirs)]
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -389,15 +444,19 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 def table(found: Mapping[str, Sequence[Turn]], sizes: Sizes) -> str:
     """Return the Markdown table of all variants."""
     others = [name for name in (BASELINE, TORCH) if name in found]
-    heads = ["variant", "step ms (quartiles)", "tokens/s", "CPU ms of all ranks"]
+    heads = ["variant", "quiet", "step ms (quartiles)", "fastest", "tokens/s", "CPU ms"]
     heads += [f"x {name} (quartiles)" for name in others]
     lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
     for name, turns in found.items():
-        low, middle, high = quartiles([turn.wall_s for turn in turns])
-        cpu_s = statistics.median(turn.cpu_s for turn in turns)
+        quiet = sum(turn.others < DISTURBED for turn in turns)
+        counted = [turns[at] for at in counting(turns)]
+        low, middle, high = quartiles([turn.wall_s for turn in counted])
+        cpu_s = statistics.median(turn.cpu_s for turn in counted)
         cells = [
             name,
+            f"{quiet} of {len(turns)}",
             f"{1e3 * middle:.0f} ({1e3 * low:.0f}-{1e3 * high:.0f})",
+            f"{1e3 * min(turn.wall_s for turn in turns):.0f}",
             f"{sizes.tokens / middle:.0f}",
             f"{1e3 * cpu_s:.0f}",
         ]
@@ -413,9 +472,19 @@ def verdicts(found: Mapping[str, Sequence[Turn]]) -> list[str]:
     lines = []
     for name, other, goal in GOALS:
         if name in found and other in found:
-            middle = statistics.median(ratios(found, name, other))
+            pairs = ratios(found, name, other)
+            middle = statistics.median(pairs)
             reached = "reached" if middle >= goal else "MISSED"
-            lines.append(f"{name} / {other}: {middle:.3f}, goal {goal:.2f}: {reached}")
+            quiet = all(
+                found[each][at].others < DISTURBED
+                for each in (name, other)
+                for at in counting(found[name], found[other])
+            )
+            note = "" if quiet else "; the machine was not quiet"
+            lines.append(
+                f"{name} / {other}: {middle:.3f} in {len(pairs)} rounds, goal {goal:.2f}: "
+                f"{reached}{note}"
+            )
     return lines
 
 
@@ -433,6 +502,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocabulary-size", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2, help="per variant and round")
+    parser.add_argument(
+        "--patience", type=float, default=0.0, metavar="S", help="seconds to wait for quiet, in all"
+    )
     parser.add_argument("--show", metavar="WORD", help="print what the ranks said with this word")
     return parser.parse_args(arguments)
 
@@ -471,7 +543,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             variants.append(Variant(name, sizes, Path(folder)))
             variants[-1].run(WARM_UP)
             print(f"{name} is warm", file=sys.stderr)
-        found = measure(variants, args.rounds, args.steps)
+        found = measure(variants, args.rounds, args.steps, args.patience)
         for each in variants:
             each.end()
         said = {each.name: each.said(args.show) for each in variants} if args.show else {}
