@@ -115,6 +115,10 @@ class Profiler:
         return after
 
     def _compare(self, prediction: Prediction, timelines: Sequence[Timeline]) -> None:
+        wanted = prediction.num_microbatches
+        timelines = [each for each in timelines if each.schedule.num_microbatches == wanted]
+        if not timelines:  # the batch has grown since
+            return
         makespan_us = median(each.makespan for each in timelines)
         bubble = median(each.bubble for each in timelines)
         self._report.checked = Checked(prediction, makespan_us, bubble)
@@ -165,7 +169,14 @@ def prediction_of(schedule: Schedule, costs: Costs, rest_us: float) -> Predictio
     """Return what a step of this order is expected to take."""
     timeline = simulate(schedule, costs)
     peaks = peak_held(schedule, costs)
-    return Prediction(schedule.name, timeline.makespan, rest_us, timeline.bubble, peaks)
+    return Prediction(
+        schedule.name,
+        schedule.num_microbatches,
+        timeline.makespan,
+        rest_us,
+        timeline.bubble,
+        peaks,
+    )
 
 
 def told(prediction: Prediction) -> str:

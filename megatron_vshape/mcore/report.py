@@ -38,6 +38,7 @@ class Prediction(NamedTuple):
     """What a training step is expected to take."""
 
     name: str  # of the schedule
+    num_microbatches: int
     makespan_us: float  # of the passes
     rest_us: float  # between one step's last pass and the next one's first, as measured
     bubble: float
