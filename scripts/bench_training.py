@@ -14,8 +14,11 @@ nevertheless, the turn does not count, unless that leaves fewer than three round
 | megatron-1f1b | Megatron's own forward_backward function, no flag of this package |
 | megatron-interleaved | Megatron's own, two chunks a rank |
 | torch-zbv | torch.distributed.pipelining's ScheduleZBVZeroBubble over Megatron's layers |
-| v-zb, v-half, auto, ... | `--pipeline-schedule` |
+| v-zb, v-half, auto, ... | `--pipeline-schedule`, profiled while it warms up |
 | v-zb-profiled | v-zb with every step profiled: what profiling costs |
+
+A second table holds the prediction that this package's variants made from four steps of their
+warm-up beside the four steps that came next, and beside the steps of all rounds.
 
 torch-zbv has the same layers, Megatron's, but their linear Function is torch's own linear: the
 split of torch.distributed.pipelining runs a custom Function twice. It has a plain loss and a plain
@@ -27,6 +30,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import re
 import socket
 import statistics
 import sys
@@ -58,6 +62,7 @@ GOALS = (
 """Which variant is to be how many times as fast as which; they are for 2 ranks, 4 microbatches."""
 
 PROFILE_STEPS = "3:6"
+ALL_STEPS = "2:1000000"
 WARM_UP = 12  # steps; auto has planned anew by then, and compared
 DISTURBED = 0.05  # of the processors: so much may other programs take of a turn that counts
 LEAST_ROUNDS = 3
@@ -112,12 +117,9 @@ def variant_flags(name: str) -> list[str]:
         return []
     if name == "megatron-interleaved":
         return ["--num-virtual-stages-per-pipeline-rank", "2"]
-    if name == "auto":
-        return ["--pipeline-schedule", name, "--pipeline-profile-iterations", PROFILE_STEPS]
-    if name.endswith(PROFILED):
-        schedule = name.removesuffix(PROFILED)
-        return ["--pipeline-schedule", schedule, "--pipeline-profile-iterations", "2:1000000"]
-    return ["--pipeline-schedule", name]
+    steps = ALL_STEPS if name.endswith(PROFILED) else PROFILE_STEPS
+    schedule = name.removesuffix(PROFILED)
+    return ["--pipeline-schedule", schedule, "--pipeline-profile-iterations", steps]
 
 
 # --- one rank of one variant --------------------------------------------------------------------
@@ -319,6 +321,14 @@ def build_chunk(sizes: Sizes, stage: int, num_stages: int) -> Chunk:
 # --- the parent ---------------------------------------------------------------------------------
 
 
+class Predicted(NamedTuple):
+    """What a variant has said of its steps, in ms."""
+
+    step_ms: float
+    passes_ms: float
+    measured_passes_ms: float
+
+
 class Variant:
     """The ranks of one variant, as the parent sees them."""
 
@@ -359,10 +369,14 @@ class Variant:
         for connection in self._connections:
             connection.send(0)
 
-    def said(self, word: str) -> list[str]:
-        """Return the lines of the ranks' output that hold `word`."""
+    def predicted(self) -> Predicted | None:
+        """Return what the variant's log predicts and what it measured next; None if nothing."""
         text = "\n".join(log.read_text() for log in self._logs)
-        return [line for line in text.splitlines() if word in line]
+        told = re.findall(r"measured costs: .*step ([\d.]+) ms", text)
+        compared = re.findall(r"predicted for .*: passes ([\d.]+) ms, ([\d.]+) ms", text)
+        if not told or not compared:
+            return None
+        return Predicted(float(told[0]), *map(float, compared[0]))
 
 
 class Quiet:
@@ -402,11 +416,10 @@ def busy_s() -> float:
 
 
 def measure(
-    variants: Sequence[Variant], rounds: int, steps: int, patience_s: float
+    variants: Sequence[Variant], rounds: int, steps: int, quiet: Quiet
 ) -> dict[str, list[Turn]]:
     """Return every variant's turns, a step each, in rounds that begin with another variant."""
     found: dict[str, list[Turn]] = {each.name: [] for each in variants}
-    quiet = Quiet(patience_s)
     for at in range(rounds):
         shift = at % len(variants)
         order = [*variants[shift:], *variants[:shift]]
@@ -467,6 +480,26 @@ def table(found: Mapping[str, Sequence[Turn]], sizes: Sizes) -> str:
     return "\n".join(lines)
 
 
+def prediction_table(
+    found: Mapping[str, Sequence[Turn]], predicted: Mapping[str, Predicted]
+) -> str:
+    """Return the Markdown table of predictions; the goal is a ratio within 0.95 and 1.05."""
+    lines = [
+        "| variant | passes ms, predicted | measured | ratio | step ms, predicted | measured "
+        "| ratio |",
+        "|---" + "|---:" * 6 + "|",
+    ]
+    for name, each in predicted.items():
+        turns = found[name]
+        step_ms = 1e3 * statistics.median(turns[at].wall_s for at in counting(turns))
+        lines.append(
+            f"| {name} | {each.passes_ms:.0f} | {each.measured_passes_ms:.0f} | "
+            f"{each.measured_passes_ms / each.passes_ms:.3f} | {each.step_ms:.0f} | "
+            f"{step_ms:.0f} | {step_ms / each.step_ms:.3f} |"
+        )
+    return "\n".join(lines)
+
+
 def verdicts(found: Mapping[str, Sequence[Turn]]) -> list[str]:
     """Return a line for every goal whose two variants ran."""
     lines = []
@@ -505,7 +538,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--patience", type=float, default=0.0, metavar="S", help="seconds to wait for quiet, in all"
     )
-    parser.add_argument("--show", metavar="WORD", help="print what the ranks said with this word")
     return parser.parse_args(arguments)
 
 
@@ -537,21 +569,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.vocabulary_size,
     )
     prepare_imports()
+    quiet = Quiet(args.patience)
     with tempfile.TemporaryDirectory() as folder:
         variants = []
         for name in args.variants:
+            quiet.wait()
             variants.append(Variant(name, sizes, Path(folder)))
             variants[-1].run(WARM_UP)
             print(f"{name} is warm", file=sys.stderr)
-        found = measure(variants, args.rounds, args.steps, args.patience)
+        found = measure(variants, args.rounds, args.steps, quiet)
+        said = {each.name: each.predicted() for each in variants}
         for each in variants:
             each.end()
-        said = {each.name: each.said(args.show) for each in variants} if args.show else {}
+    predicted = {name: each for name, each in said.items() if each is not None}
     print(f"{sizes}\n{args.rounds} rounds of {args.steps} steps, load {os.getloadavg()}\n")
     print(table(found, sizes))
-    print("\n".join(["", *verdicts(found)]))
-    for name, lines in said.items():
-        print("\n".join([f"--- {name}", *lines]))
+    print("\n".join(["", *verdicts(found), ""]))
+    print(prediction_table(found, predicted))
     return int(any("MISSED" in line for line in verdicts(found)))
 
 
