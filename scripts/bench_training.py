@@ -369,14 +369,18 @@ class Variant:
         for connection in self._connections:
             connection.send(0)
 
-    def predicted(self) -> Predicted | None:
-        """Return what the variant's log predicts and what it measured next; None if nothing."""
-        text = "\n".join(log.read_text() for log in self._logs)
-        told = re.findall(r"measured costs: .*step ([\d.]+) ms", text)
-        compared = re.findall(r"predicted for .*: passes ([\d.]+) ms, ([\d.]+) ms", text)
-        if not told or not compared:
-            return None
-        return Predicted(float(told[0]), *map(float, compared[0]))
+    def log(self) -> str:
+        """Return what the ranks have said."""
+        return "\n".join(log.read_text() for log in self._logs)
+
+
+def predicted_in(log: str) -> Predicted | None:
+    """Return what a variant's log predicts and what it measured next; None if nothing."""
+    told = re.findall(r"measured costs: .*step ([\d.]+) ms", log)
+    compared = re.findall(r"predicted for .*: passes ([\d.]+) ms, ([\d.]+) ms", log)
+    if not told or not compared:
+        return None
+    return Predicted(float(told[0]), *map(float, compared[0]))
 
 
 class Quiet:
@@ -578,7 +582,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             variants[-1].run(WARM_UP)
             print(f"{name} is warm", file=sys.stderr)
         found = measure(variants, args.rounds, args.steps, quiet)
-        said = {each.name: each.predicted() for each in variants}
+        said = {each.name: predicted_in(each.log()) for each in variants}
         for each in variants:
             each.end()
     predicted = {name: each for name, each in said.items() if each is not None}

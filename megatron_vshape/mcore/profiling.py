@@ -121,18 +121,9 @@ class Profiler:
             return
         makespan_us = median(each.makespan for each in timelines)
         bubble = median(each.bubble for each in timelines)
-        self._report.checked = Checked(prediction, makespan_us, bubble)
-        self._tell(
-            "predicted for %s, and measured %d steps later: passes %.2f ms, %.2f ms "
-            "(measured / predicted %.3f); bubble %.2f %%, %.2f %%",
-            prediction.name,
-            len(timelines),
-            prediction.makespan_us / 1e3,
-            makespan_us / 1e3,
-            makespan_us / prediction.makespan_us,
-            100 * prediction.bubble,
-            100 * bubble,
-        )
+        checked = Checked(prediction, makespan_us, bubble)
+        self._report.checked = checked
+        self._tell("%s, in %d steps", comparison(checked), len(timelines))
 
     @staticmethod
     def _tell(text: str, *values: object) -> None:
@@ -185,6 +176,17 @@ def told(prediction: Prediction) -> str:
         f"{prediction.name} step {prediction.step_us / 1e3:.1f} ms (passes "
         f"{prediction.makespan_us / 1e3:.1f} ms), bubble {100 * prediction.bubble:.1f} %, "
         f"peak {max(prediction.peak_bytes) / GIB:.3f} GiB"
+    )
+
+
+def comparison(checked: Checked) -> str:
+    """Return predicted beside measured in a line."""
+    predicted = checked.prediction
+    return (
+        f"predicted for {predicted.name}, and measured later: "
+        f"passes {predicted.makespan_us / 1e3:.2f} ms, {checked.makespan_us / 1e3:.2f} ms "
+        f"(measured / predicted {checked.makespan_us / predicted.makespan_us:.3f}); "
+        f"bubble {100 * predicted.bubble:.2f} %, {100 * checked.bubble:.2f} %"
     )
 
 

@@ -1,0 +1,69 @@
+"""scripts/bench_training.py: which rounds count, what is compared, what it reads in a log."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron_vshape.mcore.profiling import comparison, told
+from megatron_vshape.mcore.report import Checked, Prediction, closing_table
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_training.py"
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    """Return the script as a module."""
+    spec = importlib.util.spec_from_file_location("bench_training", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_disturbed_rounds_do_not_count(bench: ModuleType) -> None:
+    def turns(*values: tuple[float, float]) -> list[object]:
+        return [bench.Turn(wall_s, 1.0, others) for wall_s, others in values]
+
+    quiet, loud = 0.01, 0.5
+    found = {
+        "v-zb": turns((1.0, quiet), (3.0, loud), (1.0, quiet), (1.0, quiet), (1.0, quiet)),
+        "megatron-1f1b": turns((1.2, quiet), (1.2, quiet), (1.2, quiet), (1.2, quiet), (9, loud)),
+    }
+    assert bench.ratios(found, "v-zb", "megatron-1f1b") == pytest.approx([1.2] * 3)
+    assert bench.verdicts(found) == ["v-zb / megatron-1f1b: 1.200 in 3 rounds, goal 1.15: reached"]
+    found["v-zb"][0] = bench.Turn(1.0, 1.0, loud)
+    (line,) = bench.verdicts(found)
+    assert line.startswith("v-zb / megatron-1f1b: 1.200 in 5 rounds")
+    assert line.endswith("the machine was not quiet")
+    sizes = bench.Sizes(2, 4, 1, 8, 512, 8, 256, 1024)
+    assert "| v-zb | 3 of 5 |" in bench.table(found, sizes)
+
+
+def test_predictions_are_found_in_the_log(bench: ModuleType) -> None:
+    before = Prediction("v-half", 4, 1.5e6, 1e5, 0.1, (2.0**30, 2.0**29))
+    after = before._replace(name="auto", makespan_us=1.4e6)
+    checked = Checked(after, 1.44e6, 0.09)
+    log = f"W:x:measured costs: {told(before)} -> {told(after)}, from the next step on\n"
+    assert bench.predicted_in(log) is None
+    log += f"W:x:{comparison(checked)}, in 4 steps\n"
+    predicted = bench.predicted_in(log)
+    assert predicted == (1500.0, 1400.0, 1440.0)
+    row = bench.prediction_table({"auto": [bench.Turn(1.575, 2.0)]}, {"auto": predicted})
+    assert "| auto | 1400 | 1440 | 1.029 | 1500 | 1575 | 1.050 |" in row
+
+
+def test_the_closing_table() -> None:
+    prediction = Prediction("v-half", 4, 1.5e6, 1e5, 0.1, (2.0**30, 2.0**29))
+    text = closing_table(Checked(prediction, 1.53e6, 0.12), 1.632e6, [2.0**30, 2.0**29])
+    rows = [line.split() for line in text.splitlines()]
+    assert rows[0] == ["v-half", "predicted", "measured", "ratio"]
+    assert rows[1][-3:] == ["1600.00", "1632.00", "1.020"]
+    assert rows[2][-3:] == ["1500.00", "1530.00", "1.020"]
+    assert rows[3][-3:] == ["100.00", "102.00", "1.020"]
+    assert rows[4][-3:] == ["10.00", "12.00", "1.200"]
+    assert rows[5][-3:] == ["1024.00", "1024.00", "1.000"]
