@@ -7,12 +7,15 @@ import importlib.util
 import io
 import platform
 import re
+import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vshape import __version__
+from megatron_vshape.core.passes import ScheduleError
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.hooks import Finding
@@ -24,11 +27,23 @@ WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say which arguments the command takes: none."""
+    """Say which arguments the command takes."""
+    parser.add_argument(
+        "--megatron",
+        type=Path,
+        metavar="CHECKOUT",
+        help="look at this Megatron-LM checkout instead of the installed megatron-core",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the tables; return 0, or 1 where a hook's target has moved."""
+    """Print the tables; return 0, or 1 where a hook's target has moved.
+
+    Raises:
+        ScheduleError: there is no Megatron in the checkout that is named.
+    """
+    if options.megatron is not None:
+        _take_checkout(options.megatron)
     print(f"{DISTRIBUTION} {__version__}")
     print(_section("versions", _two_columns([*_versions(), *_extras()])))
     faults = _print_hooks()
@@ -41,6 +56,12 @@ def run(options: argparse.Namespace) -> int:
     fits = "everything fits" if _has("megatron.core") else "schedules can be planned and drawn"
     print(f"\n{fits}")
     return 0
+
+
+def _take_checkout(checkout: Path) -> None:
+    if not (checkout / "megatron" / "core").is_dir():
+        raise ScheduleError(f"--megatron {checkout} has no folder megatron/core")
+    sys.path.insert(0, str(checkout.resolve()))  # as for a script that lies in it
 
 
 def _section(title: str, text: str) -> str:

@@ -21,7 +21,7 @@ ON_CPU = "from megatron_vshape.mcore import cpu; cpu.install()\n"
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
 def test_without_any_package_it_says_what_is_missing() -> None:
@@ -51,6 +51,20 @@ def test_where_everything_fits() -> None:
     assert all(each.option in text and each.why in text for each in REFUSALS)
     assert "fp32, sums in fp32, on this cpu addmm" in text
     assert text.endswith("everything fits")
+
+
+def test_a_checkout_may_be_another_megatron(tmp_path: Path) -> None:
+    """One whose trainer is empty: looked at in place of the installed one."""
+    pytest.importorskip("megatron.core")
+    run = python("-m", "megatron_vshape.cli.main", "doctor", "--megatron", str(tmp_path))
+    assert run.returncode == 2
+    assert run.stderr == (f"megatron-vshape: --megatron {tmp_path} has no folder megatron/core\n")
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "__init__.py").write_text("__version__ = '0.99.1'\n")
+    run = python("-m", "megatron_vshape.cli.main", "doctor", "--megatron", str(tmp_path))
+    assert run.returncode == 1
+    assert "does not fit: megatron-core" in run.stdout.splitlines()[-1]
+    assert "cannot be imported: " in run.stdout.splitlines()[-1]
 
 
 def test_a_moved_target_is_named_and_is_status_1() -> None:

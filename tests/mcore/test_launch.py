@@ -23,7 +23,7 @@ if __name__ == "__main__":
 def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megatron_vshape.mcore.launch", *arguments]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
 def test_runs_a_script_with_the_flags(tmp_path: Path) -> None:
