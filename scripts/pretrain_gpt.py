@@ -196,10 +196,29 @@ def _model_provider(
     )
 
 
+def _model_config(args: Namespace) -> Any:
+    """Return the configuration of the model: a hybrid one where a pattern of layers is given."""
+    from megatron.training import argument_utils
+
+    if args.hybrid_layer_pattern is None:
+        return argument_utils.gpt_config_from_args(args)
+    config = argument_utils.hybrid_config_from_args(args)
+    if config.hybrid_stack_spec is None and args.transformer_impl == "local":
+        from megatron_vshape.mcore.hybrid_local import local_stack_spec
+
+        config.hybrid_stack_spec = local_stack_spec
+    return config
+
+
 def _refuse_unsupported(args: Namespace) -> None:
     for name, flag in _UNSUPPORTED_FLAGS.items():
         if getattr(args, name, None):
             raise SystemExit(f"{flag} is not supported by this script: leave it out")
+    from megatron.training import argument_utils
+
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern is not None and not hasattr(argument_utils, "hybrid_config_from_args"):
+        raise SystemExit("--hybrid-layer-pattern needs megatron-core 0.19 in this script")
 
 
 def _keep_compiled_helpers() -> None:
@@ -222,9 +241,7 @@ def main() -> None:
     args = arguments.parse_and_validate_args()
     _refuse_unsupported(args)
     if hasattr(argument_utils, "gpt_config_from_args"):  # from 0.19 on: the model is configuration
-        config = argument_utils.pretrain_cfg_container_from_args(
-            args, argument_utils.gpt_config_from_args(args)
-        )
+        config = argument_utils.pretrain_cfg_container_from_args(args, _model_config(args))
         pretrain(config, datasets_provider, *steps)
     else:
         config = argument_utils.pretrain_cfg_container_from_args(args)

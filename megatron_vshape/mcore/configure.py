@@ -12,7 +12,7 @@ from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.lowering import KERNEL_WINDOW
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.placement import looping
-from megatron_vshape.mcore import layout, split_te, unsplit
+from megatron_vshape.mcore import hybrid, layout, split_te, unsplit
 from megatron_vshape.mcore.arguments import AUTO, MEGATRONS_OWN, PipelineOptions, options_of
 from megatron_vshape.mcore.layer_split import split_layers
 from megatron_vshape.mcore.layout import StageMap
@@ -58,8 +58,9 @@ def prepare(args: Namespace) -> Pipeline | None:
     ties = not args.untie_embeddings_and_output_weights
     if ties:
         layout.check_tied_embeddings(stage_map)
-    # Even of one chunk: Megatron then leaves the number of layers to the layout.
-    args.num_virtual_stages_per_pipeline_rank = stage_map.num_chunks
+    if getattr(args, "hybrid_layer_pattern", None) is None:
+        # Even of one chunk: Megatron then leaves the number of layers to the layout.
+        args.num_virtual_stages_per_pipeline_rank = stage_map.num_chunks
     if stage_map.num_chunks > 1:
         # Megatron allows chunks on two ranks only with this; the messages are ours either way.
         args.overlap_p2p_comm = True
@@ -97,6 +98,12 @@ def _prepare_megatrons_own(args: Namespace, name: str | None) -> None:
 
 def _split(args: Namespace, planner: Planner, options: PipelineOptions) -> StageMap:
     """Return the stages with their layers, and tell the planner what they cost."""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern is not None:
+        layers = hybrid.layers_of_stages(pattern, planner.placement, options.layer_split)
+        # Megatron counts the layers and the chunks of a rank by the pattern.
+        args.hybrid_layer_pattern = hybrid.cut(pattern, layers)
+        return StageMap(planner.placement, layers)
     split = split_layers(args, planner.placement, options.layer_split, planner.costs)
     planner.costs, planner.estimate = split.costs, split.estimate
     return StageMap(planner.placement, split.layers)
@@ -105,6 +112,9 @@ def _split(args: Namespace, planner: Planner, options: PipelineOptions) -> Stage
 def _split_megatrons_own(args: Namespace, options: PipelineOptions) -> None:
     """Hand a split on to Megatron in its own form."""
     text, ranks = options.layer_split, args.pipeline_model_parallel_size
+    if ranks > 1 and options.schedule and getattr(args, "hybrid_layer_pattern", None) is not None:
+        _split_megatrons_own_hybrid(args, text)
+        return
     if text is None or ranks == 1:
         return
     if options.schedule is None:
@@ -117,6 +127,19 @@ def _split_megatrons_own(args: Namespace, options: PipelineOptions) -> None:
     split = split_layers(args, looping(ranks, chunks), text, costs)
     args.pipeline_model_parallel_layout = layout.megatrons_text(split.layers)
     args.num_virtual_stages_per_pipeline_rank = None  # the text says how many
+
+
+def _split_megatrons_own_hybrid(args: Namespace, text: str | None) -> None:
+    """Mark the stages in the pattern of layers, where Megatron reads them."""
+    pattern = args.hybrid_layer_pattern
+    chunks = args.num_virtual_stages_per_pipeline_rank or 1
+    args.num_virtual_stages_per_pipeline_rank = None  # the pattern says how many
+    if hybrid.BEGINS_STAGE in pattern and text is None:
+        return
+    placement = looping(args.pipeline_model_parallel_size, chunks)
+    args.hybrid_layer_pattern = hybrid.cut(
+        pattern, hybrid.layers_of_stages(pattern, placement, text)
+    )
 
 
 def complete(pipeline: Pipeline | None, args: Namespace) -> None:

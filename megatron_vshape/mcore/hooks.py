@@ -10,7 +10,7 @@ from typing import Any
 
 import megatron.core
 
-from megatron_vshape.mcore import replacements
+from megatron_vshape.mcore import hybrid, replacements
 from megatron_vshape.mcore.session import Session
 
 
@@ -108,6 +108,17 @@ HOOKS = (
             replacements.pretrain,
         )
         for module in (_TRAINING, "megatron.training")
+    ),
+    *(
+        Hook(
+            module,
+            "select_pipeline_segment",
+            ("main_pattern", "pp_group", "vp_stage"),
+            "the part of a hybrid model's layer pattern that a stage of this placement has",
+            replacements.select_pipeline_segment,
+            optional=True,
+        )
+        for module in hybrid.MODULES
     ),
     Hook(
         _TRAINING,

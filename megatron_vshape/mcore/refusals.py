@@ -115,7 +115,12 @@ REFUSALS = (
         _is_given,
     ),
     Refusal("hybrid_context_parallel", "--hybrid-context-parallel", _OWN_ORDER),
-    Refusal("hybrid_layer_pattern", "--hybrid-layer-pattern", _UNSPLIT, _is_given),
+    Refusal(
+        "hybrid_override_pattern",
+        "--hybrid-override-pattern",
+        "give the pattern as --hybrid-layer-pattern",
+        _is_given,
+    ),
     Refusal("use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser", _UNSPLIT),
     Refusal(
         "moe_shared_expert_overlap",

@@ -24,7 +24,7 @@ from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
-from megatron_vshape.mcore import arguments, configure, layout, report, static_memory
+from megatron_vshape.mcore import arguments, configure, hybrid, layout, report, static_memory
 from megatron_vshape.mcore.checkpoints import repair_tracker
 from megatron_vshape.mcore.forward_backward import PipelineRunner
 from megatron_vshape.mcore.iteration_log import IterationLog, why_no_mfu
@@ -173,6 +173,27 @@ def build_virtual_pipeline_stages(session: Session, original: Function) -> Funct
         return chunks
 
     return build
+
+
+def select_pipeline_segment(session: Session, original: Function) -> Function:
+    """Give a chunk the part of a hybrid model's pattern that is its stage's."""
+    allocation: Any = inspect.getmodule(original)
+
+    @functools.wraps(original)
+    def select(
+        main_pattern: str, pp_group: Any, vp_stage: int | None, *args: Any, **options: Any
+    ) -> tuple[list[str], int]:
+        if session.pipeline is None:
+            chosen: tuple[list[str], int] = original(
+                main_pattern, pp_group, vp_stage, *args, **options
+            )
+            return chosen
+        stage = session.pipeline.stage_map.stage(pp_group.rank(), vp_stage)
+        segments = main_pattern.split(hybrid.BEGINS_STAGE)
+        layers = allocation.validate_segment_layers(segments[stage])
+        return layers, sum(map(len, segments[:stage]))
+
+    return select
 
 
 def train(session: Session, original: Function) -> Function:

@@ -1,0 +1,78 @@
+"""HybridModel: its layers are a pattern of symbols, in which `|` begins the next stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from megatron_vshape.core.layers import AUTO_SPLIT, even_layers, parse_layers
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.placement import Placement
+from megatron_vshape.mcore.refusals import UnsupportedError
+
+FLAG = "--hybrid-layer-pattern"
+BEGINS_STAGE, BEGINS_MTP = "|", "/"
+
+MODULES = (
+    "megatron.core.models.hybrid.hybrid_layer_allocation",
+    "megatron.core.ssm.mamba_hybrid_layer_allocation",
+)
+"""Where Megatron decides which part of the pattern a stage has; the second is 0.17's."""
+
+
+def layers_of_stages(pattern: str, placement: Placement, split: str | None) -> tuple[int, ...]:
+    """Return how many of the pattern's layers every stage has.
+
+    Where the pattern has no `|`, `split` says, as `--pipeline-layer-split`, or all have equally
+    many. What a layer takes depends on its symbol, so auto has nothing to balance by.
+
+    Raises:
+        ScheduleError: the pattern does not fit the stages.
+        UnsupportedError: it has multi-token prediction, or the flags contradict it.
+    """
+    if BEGINS_MTP in pattern:
+        raise UnsupportedError(
+            f"{FLAG} {pattern:.80} has multi-token prediction, which needs its own stage: leave "
+            f"{BEGINS_MTP} and what follows out"
+        )
+    segments = pattern.split(BEGINS_STAGE)
+    num_layers = sum(map(len, segments))
+    if len(segments) > 1:
+        _check_segments(pattern, segments, placement, split)
+        return tuple(map(len, segments))
+    if split == AUTO_SPLIT:
+        raise UnsupportedError(
+            f"--pipeline-layer-split {AUTO_SPLIT} takes all layers for alike, and those of {FLAG} "
+            f"are not: put a {BEGINS_STAGE} into the pattern wherever a stage begins"
+        )
+    if split is not None:
+        return parse_layers(split, num_layers, placement)
+    return even_layers(num_layers, placement)
+
+
+def _check_segments(
+    pattern: str, segments: Sequence[str], placement: Placement, split: str | None
+) -> None:
+    if split is not None:
+        raise UnsupportedError(
+            f"{FLAG} {pattern:.80} says with {BEGINS_STAGE} which stage has which layers, and so "
+            "does --pipeline-layer-split: leave one of them out"
+        )
+    if len(segments) != len(placement):
+        raise ScheduleError(
+            f"{FLAG} {pattern:.80} has {len(segments)} parts and the schedule {len(placement)} "
+            f"stages: put {len(placement) - 1} times {BEGINS_STAGE} into it, or none"
+        )
+    for stage, segment in enumerate(segments[1:-1], start=1):
+        if not segment:
+            raise ScheduleError(
+                f"{FLAG} {pattern:.80} leaves stage {stage} without layers: only the first and "
+                "the last stage may be without"
+            )
+
+
+def cut(pattern: str, layers: Sequence[int]) -> str:
+    """Return the pattern with `|` between stages of so many layers."""
+    symbols = pattern.replace(BEGINS_STAGE, "")
+    ends = accumulate(layers, initial=0)
+    return BEGINS_STAGE.join(symbols[first:end] for first, end in pairwise(ends))

@@ -1,0 +1,114 @@
+"""HybridModel's layers without Transformer Engine, from which Megatron's own spec is made.
+
+`--spec megatron_vshape.mcore.hybrid_local local_stack_spec`, or by itself with
+`--transformer-impl local` in scripts/pretrain_gpt.py. Attention, MLP and expert layers run
+anywhere, on a CPU too; Mamba layers where mamba-ssm is installed, which needs a GPU.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+
+class LocalHybridStack(HybridStack):
+    """Megatron's stack, but its last norm is torch's."""
+
+    def __init__(
+        self,
+        config: Any,
+        *args: Any,
+        post_layer_norm: bool = True,
+        post_process: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(config, *args, post_layer_norm=False, post_process=post_process, **options)
+        self.post_layer_norm = post_layer_norm
+        if post_layer_norm and post_process:
+            self.final_norm = WrappedTorchNorm(
+                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
+
+
+_attention_layer = ModuleSpec(
+    module=TransformerLayer,
+    submodules=TransformerLayerSubmodules(
+        input_layernorm=WrappedTorchNorm,
+        self_attention=ModuleSpec(
+            module=SelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=ColumnParallelLinear,
+                core_attention=DotProductAttention,
+                linear_proj=RowParallelLinear,
+            ),
+        ),
+        self_attn_bda=get_bias_dropout_add,
+    ),
+)
+
+_mlp_layer = ModuleSpec(
+    module=MLPLayer,
+    submodules=TransformerLayerSubmodules(
+        pre_mlp_layernorm=WrappedTorchNorm,
+        mlp=partial(
+            MLP.as_mlp_submodule,
+            submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+        ),
+        mlp_bda=get_bias_dropout_add,
+    ),
+)
+
+_moe_layer = ModuleSpec(
+    module=MoETransformerLayer,
+    submodules=TransformerLayerSubmodules(
+        pre_mlp_layernorm=WrappedTorchNorm,
+        # Any number of experts: the config says how many there are.
+        mlp=get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False),
+        mlp_bda=get_bias_dropout_add,
+    ),
+)
+
+_mamba_layer = ModuleSpec(
+    module=MambaLayer,
+    submodules=MambaLayerSubmodules(
+        norm=WrappedTorchNorm,
+        mixer=ModuleSpec(
+            module=MambaMixer,
+            submodules=MambaMixerSubmodules(
+                in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
+            ),
+        ),
+        mamba_bda=get_bias_dropout_add,
+    ),
+)
+
+local_stack_spec = ModuleSpec(
+    module=LocalHybridStack,
+    submodules=HybridStackSubmodules(
+        mamba_layer=_mamba_layer,
+        attention_layer=_attention_layer,
+        mlp_layer=_mlp_layer,
+        moe_layer=_moe_layer,
+    ),
+)
+"""The spec of a stack of attention (*), MLP (-), expert (E) and Mamba (M) layers."""

@@ -1,0 +1,90 @@
+"""V schedules beside every other parallelism of Megatron: the numbers of its own 1F1B."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from mcore.conftest import UNTIED
+from mcore.farm import Ended
+from mcore.test_training import losses, relative
+
+Train = Callable[..., Ended]
+
+STEPS = ("--train-iters", "2", "--eval-interval", "2", "--eval-iters", "1")
+EXPERTS = (
+    "--num-experts 4 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
+    "--disable-bias-linear --moe-token-dispatcher-type alltoall"
+)
+# gloo gathers only parts of one size, and expert-tensor-parallel ranks have tokens by their number.
+EXPERT_PARALLEL = (
+    f"{EXPERTS} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {UNTIED}"
+)
+SHARDED = "--use-distributed-optimizer"
+OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4000"
+TENSOR = "--tensor-model-parallel-size 2"
+SEQUENCE = f"{TENSOR} --sequence-parallel"
+CONTEXT = "--context-parallel-size 2"
+
+LAYOUTS = {
+    "everything": (8, f"{SEQUENCE} {CONTEXT} {EXPERT_PARALLEL} {OVERLAP}"),
+    "SP": (4, SEQUENCE),
+    "CP": (4, CONTEXT),
+    "EP": (4, EXPERT_PARALLEL),
+    "TP, DP": (8, TENSOR),
+    "SP, CP": (8, SEQUENCE + " " + CONTEXT),
+    "SP, DP, sharded optimizer, overlap": (8, f"{SEQUENCE} {OVERLAP}"),
+    "CP, DP, sharded optimizer": (8, f"{CONTEXT} {SHARDED} {UNTIED}"),
+    "CP, EP": (4, f"{CONTEXT} {EXPERT_PARALLEL}"),
+    "SP, EP": (4, f"{SEQUENCE} {EXPERT_PARALLEL}"),
+    "EP, DP": (8, f"{EXPERT_PARALLEL} {OVERLAP}"),
+}
+OPTIONS = {
+    "per-token loss": "--calculate-per-token-loss",
+    "learned positions": "--position-embedding-type learned_absolute",
+    "no clipping": "--clip-grad 0",
+    "bf16": "--bf16",
+}
+
+
+def assert_equal(ours: Ended, theirs: Ended, bf16: bool = False) -> None:
+    """Compare losses, grad norms, evaluations, and the parameters of every rank's place."""
+    assert len(losses(ours)) == 2
+    assert relative(losses(ours), losses(theirs)) <= (2e-3 if bf16 else 1e-6)
+    norms = (ours.record["grad_norms"], theirs.record["grad_norms"])
+    assert relative(*norms) <= (2e-2 if bf16 else 1e-5)
+    for mine, yours in zip(ours.record["evaluations"], theirs.record["evaluations"], strict=True):
+        assert mine["lm loss"] == pytest.approx(yours["lm loss"], rel=2e-3 if bf16 else 1e-6)
+    mine, yours = ours.by_place("parameters"), theirs.by_place("parameters")
+    assert mine.keys() == yours.keys()
+    for name in yours:
+        torch.testing.assert_close(
+            mine[name], yours[name], rtol=0, atol=4e-3 if bf16 else 1e-5, msg=str(name)
+        )
+
+
+def both(train: Train, ranks: int, schedule: str, *flags: str) -> tuple[Ended, Ended]:
+    flags = (*STEPS, "--pipeline-model-parallel-size", "2", *flags)
+    theirs = train(ranks, "--pipeline-schedule", "1f1b", *flags)
+    return train(ranks, "--pipeline-schedule", schedule, *flags), theirs
+
+
+def test_everything_together(train: Train) -> None:
+    ranks, flags = LAYOUTS["everything"]
+    assert_equal(*both(train, ranks, "v-half", *flags.split()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["v-half", "v-zb"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parallelisms(train: Train, layout: str, schedule: str) -> None:
+    ranks, flags = LAYOUTS[layout]
+    assert_equal(*both(train, ranks, schedule, *flags.split()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("layout", ["everything", "SP, CP"])
+def test_options_beside_parallelisms(train: Train, layout: str, option: str) -> None:
+    ranks, flags = LAYOUTS[layout]
+    runs = both(train, ranks, "v-half", *flags.split(), *OPTIONS[option].split())
+    assert_equal(*runs, bf16=option == "bf16")

@@ -1,0 +1,93 @@
+"""HybridModel, whose layers are a pattern of symbols: its stages, and the numbers of 1F1B."""
+
+import importlib.util
+from collections.abc import Callable
+
+import pytest
+from mcore.conftest import UNTIED
+from mcore.farm import Ended
+from mcore.test_training import assert_equal_training
+
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.placement import linear, v_shape
+from megatron_vshape.mcore.hybrid import cut, layers_of_stages
+from megatron_vshape.mcore.refusals import UnsupportedError
+
+Train = Callable[..., Ended]
+
+STEPS = ("--train-iters", "2", "--eval-interval", "2", "--eval-iters", "1")
+PATTERN = "*-*-*-*-*-"
+EXPERTS = (
+    "--num-experts 4 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
+    f"--disable-bias-linear {UNTIED}"
+)
+RUNS = {
+    "tied, split by the flag": ("v-half", PATTERN, "--pipeline-layer-split 0,2,1,2,2,2,1,0"),
+    "untied, split by the pattern": ("v-zb", "*|-|*-|*|-*|-|*|-", UNTIED),
+    "evenly": ("v-min", "*-*-*-*-", ""),
+    "one chunk": ("zb-h1", "*-|*-*|-*-|*-", ""),
+    "interleaved": ("interleaved-1f1b", "*-*-*-*-", ""),
+    "experts": ("v-half", "*|E|*-|*|E*|-|*|E", EXPERTS),
+}
+FAST = {"tied, split by the flag"}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron.core.models.hybrid.hybrid_model") is None,
+    reason="megatron-core has HybridModel and its configuration from 0.19 on",
+)
+@pytest.mark.parametrize(
+    ("schedule", "pattern", "flags"),
+    [
+        pytest.param(*run, id=name, marks=[pytest.mark.slow] * (name not in FAST))
+        for name, run in RUNS.items()
+    ],
+)
+def test_training_equals_megatrons_1f1b(
+    train: Train, schedule: str, pattern: str, flags: str
+) -> None:
+    model = pattern.replace("|", "")
+    ends = () if "--pipeline-layer-split" in flags else flags.split()
+    theirs = train(2, "--pipeline-schedule", "1f1b", "--hybrid-layer-pattern", model, *STEPS, *ends)
+    given = ("--hybrid-layer-pattern", pattern, *STEPS, *flags.split())
+    ours = train(4, "--pipeline-schedule", schedule, *given)
+    assert_equal_training(ours, theirs)
+    for mine, yours in zip(ours.record["evaluations"], theirs.record["evaluations"], strict=True):
+        assert mine["lm loss"] == pytest.approx(yours["lm loss"], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("mamba_ssm") is None, reason="Mamba layers need mamba-ssm, and a GPU"
+)
+def test_mamba_layers(train: Train) -> None:
+    flags = ("--hybrid-layer-pattern", "M*-MM*-M", *STEPS, "--mamba-num-groups", "1")
+    theirs = train(2, "--pipeline-schedule", "1f1b", *flags)
+    assert_equal_training(train(4, "--pipeline-schedule", "v-half", *flags), theirs)
+
+
+def test_the_pattern_or_the_flag_says_where_stages_begin() -> None:
+    assert layers_of_stages("M*-M", v_shape(2), None) == (1, 1, 1, 1)
+    assert layers_of_stages("|M*|-M|", v_shape(2), None) == (0, 2, 2, 0)
+    assert layers_of_stages("M*-M", linear(2), "1,3") == (1, 3)
+    assert cut("M*-M", (0, 2, 2, 0)) == "|M*|-M|"
+    assert cut("M|*-M", (3, 1)) == "M*-|M"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "split", "said"),
+    [
+        ("M*-M/M*", None, "multi-token prediction, which needs its own stage: leave / and what"),
+        ("M*|-M", None, "has 2 parts and the schedule 4 stages: put 3 times | into it, or none"),
+        ("M*||-|M", None, "leaves stage 1 without layers"),
+        ("M|*|-|M", "1,1,1,1", "so does --pipeline-layer-split: leave one of them out"),
+        ("M*-M", "auto", "put a | into the pattern wherever a stage begins"),
+        ("M*-M*", None, "5 layers do not divide among 4 stages"),
+        ("M*-M*", "1,1,1,1", "adds up to 4 layers and the model has 5"),
+    ],
+)
+def test_patterns_that_do_not_fit(pattern: str, split: str | None, said: str) -> None:
+    with pytest.raises((ScheduleError, UnsupportedError)) as refused:
+        layers_of_stages(pattern, v_shape(2), split)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
