@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from megatron_vshape.mcore.stage import MegatronStage, Step, zero_tokens
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import Place, run_program
 from megatron_vshape.runtime.stage import Stage
+from megatron_vshape.runtime.variable_p2p import VariableTransport
 
 
 class PipelineRunner:
@@ -84,11 +86,11 @@ class PipelineRunner:
                 seq_length=seq_length,
                 micro_batch_size=micro_batch_size,
                 decoder_seq_length=decoder_seq_length,
-                config=config,
+                config=_of_one_length(config),
                 tp_group=groups.tp,
                 cp_group=groups.cp,
             )[0]
-            transport = self._ready_transport(shape, config.pipeline_dtype, chunks[0], groups.pp)
+            transport = self._ready_transport(config, shape, chunks[0], groups.pp)
             step = Step(
                 config=config,
                 forward_step_func=forward_step_func,
@@ -174,13 +176,15 @@ class PipelineRunner:
 
     def _ready_transport(
         self,
+        config: Any,
         shape: Sequence[int],
-        dtype: torch.dtype,
         model: nn.Module,
         pipeline_group: dist.ProcessGroup,
     ) -> Transport:
+        dtype = config.pipeline_dtype
         if self._transport is None:
-            self._transport = Transport(
+            kind = VariableTransport if config.variable_seq_lengths else Transport
+            self._transport = kind(
                 _all_pipelines(pipeline_group),
                 shape,
                 dtype,
@@ -207,6 +211,15 @@ class PipelineRunner:
         config.finalize_model_grads_func(
             model, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce
         )
+
+
+def _of_one_length(config: Any) -> Any:
+    """Return a config for which Megatron tells the shape of messages, those of full length."""
+    if not config.variable_seq_lengths:
+        return config
+    whole = copy.copy(config)
+    whole.variable_seq_lengths = False
+    return whole
 
 
 @contextlib.contextmanager

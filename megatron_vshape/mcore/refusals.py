@@ -55,12 +55,6 @@ REFUSALS = (
     ),
     Refusal("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", _OWN_ORDER),
     Refusal("delay_wgrad_compute", "--delay-wgrad-compute", _OWN_ORDER),
-    Refusal(
-        "variable_seq_lengths",
-        "variable_seq_lengths",
-        "messages have one shape for all microbatches: pad the sequences",
-        in_config=True,
-    ),
     Refusal("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", _OWN_ORDER),
     Refusal(
         "use_megatron_fsdp",

@@ -136,8 +136,11 @@ class Transport:
 
     def post(self, message: Message) -> None:
         """Post the receive of a message; does not wait."""
+        self._receive(message, self._shape, self._dtype)
+
+    def _receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype) -> None:
         group, peer = self._channel(message)
-        tensor = torch.empty(self._shape, dtype=self._dtype, device=self._torch_device)
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self._torch_device)
         since = time.monotonic()
         try:
             work = dist.irecv(tensor, src=peer, group=group)
@@ -169,7 +172,6 @@ class Transport:
 
     def send(self, message: Message, tensor: Tensor) -> None:
         """Start to send; does not wait. The tensor's memory is kept until the send has ended."""
-        group, peer = self._channel(message)
         # An alias, so that the caller may swap the memory of its own tensor (Megatron's
         # deallocate_output_tensor does) while gloo still reads.
         alias = tensor.detach().contiguous()
@@ -178,6 +180,10 @@ class Transport:
                 f"the result of {message.work} is {list(alias.shape)} of {alias.dtype}; the "
                 f"receiver expects {list(self._shape)} of {self._dtype}"
             )
+        self._start(message, alias)
+
+    def _start(self, message: Message, alias: Tensor) -> None:
+        group, peer = self._channel(message)
         since = time.monotonic()
         try:
             work = dist.isend(alias, dst=peer, group=group)

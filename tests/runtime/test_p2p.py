@@ -15,6 +15,7 @@ from megatron_vshape.core.lowering import Message, Program, Send, Stream, lower
 from megatron_vshape.core.passes import Kind
 from megatron_vshape.runtime.p2p import Edge, Transport, TransportError, _free_lane, _Watch
 from megatron_vshape.runtime.program_runner import run_program
+from megatron_vshape.runtime.variable_p2p import VariableTransport
 
 BIG = (64, 4, 1024)  # more than a socket buffers, so that a send ends only when it is received
 
@@ -69,6 +70,34 @@ def refuse(rank: int) -> None:
     if rank == 0:
         with pytest.raises(TransportError, match=r"result of F0\.0 is \[1\] of torch.float32"):
             transport.send(message, torch.zeros(1))
+
+
+def send_any_length(rank: int) -> None:
+    """Messages of unlike shapes arrive whole, also where they are read in another order."""
+    program = lower(make("1f1b", 2, 4))
+    transport = VariableTransport([[0, 1]], SHAPE, torch.float32, "cpu", timeout_s=20)
+    transport.prepare(program)
+    messages = sent_by(program, 0)
+    lengths = [5, 0, 7, 2]
+    if rank == 0:
+        for length, message in zip(lengths, messages, strict=True):
+            transport.send(message, torch.full((length, 2, 3), float(length)))
+        with pytest.raises(TransportError, match=r"is \[2, 3\] of .* expects \[s, b, h\]"):
+            transport.send(messages[0], torch.zeros(2, 3))
+        transport.drain()
+        assert transport.pending_sends == 0
+    else:
+        for message in messages:
+            transport.post(message)
+        for place in (1, 0, 3, 2):
+            received = transport.wait(messages[place])
+            assert received.shape == (lengths[place], 2, 3)
+            assert (received == lengths[place]).all()
+    transport.close()
+
+
+def test_messages_of_any_length() -> None:
+    run_ranks(2, send_any_length)
 
 
 def wait_for_a_stuck_rank(rank: int) -> str:
