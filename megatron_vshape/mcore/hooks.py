@@ -116,9 +116,10 @@ HOOKS = (
             ("main_pattern", "pp_group", "vp_stage"),
             "the part of a hybrid model's layer pattern that a stage of this placement has",
             replacements.select_pipeline_segment,
-            optional=True,
+            since=since,
+            until=until,
         )
-        for module in hybrid.MODULES
+        for module, since, until in hybrid.PLACES
     ),
     Hook(
         _TRAINING,

@@ -13,11 +13,11 @@ from megatron_vshape.mcore.refusals import UnsupportedError
 FLAG = "--hybrid-layer-pattern"
 BEGINS_STAGE, BEGINS_MTP = "|", "/"
 
-MODULES = (
-    "megatron.core.models.hybrid.hybrid_layer_allocation",
-    "megatron.core.ssm.mamba_hybrid_layer_allocation",
+PLACES = (
+    ("megatron.core.models.hybrid.hybrid_layer_allocation", (0, 18), (999, 0)),
+    ("megatron.core.ssm.mamba_hybrid_layer_allocation", (0, 0), (0, 17)),
 )
-"""Where Megatron decides which part of the pattern a stage has; the second is 0.17's."""
+"""Where Megatron decides which part of the pattern a stage has, and from which release to which."""
 
 
 def layers_of_stages(pattern: str, placement: Placement, split: str | None) -> tuple[int, ...]:

@@ -21,3 +21,17 @@ def test_steps_after_resuming_equal_those_without_a_stop(
         assert first.record[key] + second.record[key] == whole.record[key]
     mine, theirs = second.merged("parameters"), whole.merged("parameters")
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_sigterm_in_mid_step_saves_and_ends_all_ranks(
+    train: Callable[..., Ended], farm: Farm, tmp_path: Path
+) -> None:
+    flags = ("--pipeline-schedule", "v-half", *TWENTY, "--ckpt-format", "torch_dist")
+    plugin = Path(__file__).parent / "sigterm.py"
+    saved = ("--save", str(tmp_path), "--exit-signal-handler")
+    first = farm.run(4, *flags, *saved, plugin=plugin).check()
+    assert len(first.record["losses"]) == 3  # the step that it came in was finished
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+    second = farm.run(4, *flags, "--load", str(tmp_path), "--exit-interval", "5").check()
+    whole = train(4, "--pipeline-schedule", "v-half", *TWENTY)
+    assert first.record["losses"] + second.record["losses"] == whole.record["losses"][:5]
