@@ -9,6 +9,12 @@ from pathlib import Path
 from megatron_vshape.core.files import check_keys, is_number, is_whole, parse_object, read_text
 from megatron_vshape.core.passes import Kind, ScheduleError
 
+LEAST, MOST = 1e-6, 1e15
+"""Of a time, and of what is held; times stay far from where floats end."""
+
+MAX_RATIO = 1e9
+"""Of the longest time to the shortest: the sums of a step's times must not lose the shortest."""
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
@@ -94,6 +100,10 @@ class Costs:
         check_keys(data, _FIELDS, "the costs file")
         send_us = _numbers("send_us", [data["send_us"]])[0]
         lists = {name: _numbers(name, data[name]) for name in _PER_STAGE}
+        if not any(lists["held_after_forward_bytes"]):
+            raise ScheduleError(
+                "held_after_forward_bytes is 0 for every stage; some must hold more"
+            )
         return cls(send_us=send_us, **lists, layers=layers)
 
     @classmethod
@@ -113,14 +123,17 @@ class Costs:
                     f"the costs have {len(values)} values of {name} and {len(self.forward_us)} of "
                     "forward_us; there must be one of each per stage"
                 )
-            is_time = name.endswith("_us")
             for stage, value in enumerate(values):
-                if not math.isfinite(value) or value < 0 or (is_time and value == 0):
-                    wanted = "a finite number above 0" if is_time else "finite and not below 0"
-                    raise ScheduleError(f"{name} of stage {stage} is {value}; it must be {wanted}")
+                _check_value(name, f"{name} of stage {stage}", value)
         self._check_layers()
-        if not math.isfinite(self.send_us) or self.send_us < 0:
-            raise ScheduleError(f"send_us is {self.send_us}; it must be finite and not below 0")
+        _check_value("send_us", "send_us", self.send_us, may_be_none=True)
+        times = (*self.forward_us, *self.backward_us, *self.weight_us)
+        longest, shortest = max(*times, self.send_us), min(times)
+        if longest > MAX_RATIO * shortest:
+            raise ScheduleError(
+                f"the times reach from {shortest} to {longest}; none may be more than "
+                f"{MAX_RATIO:g} times another"
+            )
 
     def _check_layers(self) -> None:
         if self.layers is None:
@@ -132,6 +145,16 @@ class Costs:
             )
         if min(self.layers) < 0:
             raise ScheduleError(f"layers holds {min(self.layers)}; no stage has so many")
+
+
+def _check_value(name: str, what: str, value: float, may_be_none: bool = False) -> None:
+    """Raise ScheduleError unless the value is one that can be reckoned with."""
+    may_be_none = may_be_none or not name.endswith("_us")
+    if not math.isfinite(value) or value < 0 or not (value or may_be_none):
+        wanted = "finite and not below 0" if may_be_none else "a finite number above 0"
+        raise ScheduleError(f"{what} is {value}; it must be {wanted}")
+    if value > MOST or (value < LEAST and not may_be_none):
+        raise ScheduleError(f"{what} is {value}; it must be from {LEAST:g} to {MOST:g}")
 
 
 _PER_STAGE = (

@@ -1,23 +1,50 @@
 """Text files from anywhere, read so that whatever is wrong with them is one clear sentence."""
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import TypeGuard
 
 from megatron_vshape.core.passes import ScheduleError
 
+MAX_FILE_BYTES = 32 * 2**20
+"""A schedule of two million passes is smaller; reading a larger file could fill the memory."""
 
-def read_text(path: str | Path, what: str) -> str:
-    """Return the text of the file at `path`; `what` names it in the ScheduleError if it fails."""
+MAX_BRACKETS = 200_000
+"""Lists and objects in one file: each takes far more memory than its two characters."""
+
+
+def read_text(path: str | Path, what: str, max_bytes: int = MAX_FILE_BYTES) -> str:
+    """Return the text of the file at `path`; `what` names it in the ScheduleError if it fails.
+
+    Only of a regular file, and of no more than `max_bytes`: what else a path may name can have
+    no end, or make the reader wait for ever.
+    """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ScheduleError(f"{what} {path} is not a regular file")
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise ScheduleError(
+                f"{what} {path} is larger than the {max_bytes / 2**20:g} MiB that are read"
+            )
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ScheduleError(
             f"{what} {path} is not UTF-8 text: byte {error.start} cannot be decoded"
         ) from None
+    except ScheduleError:
+        raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ScheduleError(f"{what} {path} cannot be read: {reason}") from None
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file, or a pipe that nobody writes, without waiting."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def parse_object(text: str, what: str) -> dict[str, object]:
@@ -26,6 +53,8 @@ def parse_object(text: str, what: str) -> dict[str, object]:
     Raises:
         ScheduleError: not JSON, not an object, nested too deep, a key twice, NaN or infinity.
     """
+    if text.count("[") + text.count("{") > MAX_BRACKETS:
+        raise ScheduleError(f"{what} holds more than {MAX_BRACKETS} lists and objects")
     try:
         data = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except RecursionError:

@@ -44,8 +44,8 @@ class Pass(NamedTuple):
         match = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise ScheduleError(
-                f"{text!r} is not a pass: expected F, B, W or BW, a stage, a dot and a microbatch, "
-                "as in F3.12"
+                f"{text!r:.80} is not a pass: expected F, B, W or BW, a stage, a dot and a "
+                "microbatch, as in F3.12"
             )
         return cls(Kind(match[1]), int(match[2]), int(match[3]))
 

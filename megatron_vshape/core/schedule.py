@@ -20,6 +20,9 @@ MAX_PASSES = 20_000_000
 MAX_NAME = 200
 """Characters of a schedule's name, which stands in one line of the log."""
 
+MAX_COLUMNS = 100_000
+"""Characters of a picture's line; passes of very different lengths would make it endless."""
+
 _ROUNDING = 1e-6
 """A pass may miss the middle of a character by this share of one, as sums of times do."""
 
@@ -102,6 +105,7 @@ class Schedule:
             )
         check_placement(tuple(placement), devices)
         check_size(len(placement), microbatches)
+        _check_lengths(order, 3 * len(placement) // devices * microbatches)
         return cls(name, devices, microbatches, tuple(placement), _parse_rows(order))
 
     @classmethod
@@ -215,14 +219,15 @@ class Timeline:
         """Return one line per device: F, B, W in upper case for even chunks, lower for odd.
 
         A character is the shortest pass, or a share of the makespan where that would be wider
-        than `columns`; it shows what runs at its middle.
+        than `columns` (MAX_COLUMNS at most); it shows what runs at its middle.
         """
+        columns = min(columns or MAX_COLUMNS, MAX_COLUMNS)
         shortest = min(
             end - start
             for starts, ends in zip(self.starts, self.ends, strict=True)
             for start, end in zip(starts, ends, strict=True)
         )
-        unit = max(shortest, self.makespan / columns if columns else 0.0)
+        unit = max(shortest, self.makespan / columns)
         first = min(row[0] for row in self.starts if row)
         return "\n".join(
             self._draw_device(device, first, unit) for device in range(self.schedule.num_devices)
@@ -247,6 +252,16 @@ def _count(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ScheduleError(f"{name} is {value!r:.40}; it must be a whole number of at least 1")
     return value
+
+
+def _check_lengths(order: Sequence[object], most: int) -> None:
+    """Raise ScheduleError at a device with more passes than it can have, which take memory."""
+    for device, row in enumerate(order):
+        if isinstance(row, list) and len(row) > most:
+            raise ScheduleError(
+                f"the order of device {device} has {len(row)} passes; its stages and microbatches "
+                f"have at most {most}"
+            )
 
 
 def _parse_rows(rows: Sequence[object]) -> tuple[tuple[Pass, ...], ...]:

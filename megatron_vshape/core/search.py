@@ -75,6 +75,10 @@ ROUNDS = 4
 """The budget is spent in about so many rounds, each with half as many orders."""
 
 
+MOST_TICKS = 1e18
+"""Of all passes of a step and their messages one after the other; times are 64 bits."""
+
+
 class Objective(StrEnum):
     """What is made small: the time of all devices, or of the longest one (no barrier)."""
 
@@ -199,7 +203,7 @@ def _problem(
         num_microbatches,
         limits,
         objective,
-        _scale(min(times), 1e5),
+        _time_scale(times, costs.send_us, num_microbatches),
         _scale(max(held) or 1.0, 1e11),
     )
     least = bounds.least_memory(costs, placement, num_devices)
@@ -247,6 +251,15 @@ def _scale(value: float, at_least: float) -> float:
     while value * scale < at_least:
         scale *= 10
     while value * scale >= 10 * at_least:
+        scale /= 10
+    return scale
+
+
+def _time_scale(times: Sequence[float], send_us: float, num_microbatches: int) -> float:
+    """Return the ticks of a unit of time: fine for the shortest pass, whole steps in 64 bits."""
+    step = num_microbatches * (sum(times) + 3 * len(times) * send_us)
+    scale = _scale(min(times), 1e5)
+    while step * scale > MOST_TICKS:
         scale /= 10
     return scale
 

@@ -151,6 +151,7 @@ def test_junk_never_ends_in_another_error(data: object) -> None:
     assert 0 < len(message) < 600
 
 
+@settings(deadline=None)
 @given(text=st.text(), cut=st.integers(0, 400))
 def test_a_truncated_or_scrambled_file_never_ends_in_another_error(text: str, cut: int) -> None:
     whole = make("v-half", 2, 2).to_json()
@@ -171,6 +172,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     messages = {
         tmp_path / "none.json": f"the schedule file {tmp_path}/none.json cannot be read: {NO_FILE}",
         tmp_path: f"the schedule file {tmp_path} cannot be read: Is a directory",
+        Path("/dev/zero"): "the schedule file /dev/zero is not a regular file",
         binary: f"the schedule file {binary} is not UTF-8 text: byte 11 cannot be decoded",
         truncated: f"the schedule file {truncated} is not valid: the schedule file is not valid "
         "JSON: ",
@@ -184,6 +186,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         Costs.load(tmp_path / "none.json")
 
 
+@settings(deadline=None)
 @given(data=st.data(), num_stages=st.integers(1, 6))
 def test_costs_round_trip(data: st.DataObject, num_stages: int) -> None:
     costs = data.draw(costs_of(num_stages))
