@@ -10,10 +10,22 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from megatron_vshape.core.files import read_text
 from megatron_vshape.core.passes import ScheduleError
 
-Positive = Annotated[int, Field(gt=0, strict=True)]
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+MAX_FILE_BYTES = 2**18
+"""No sweep, model or cluster needs more; PyYAML reads some 100 kB a second."""
+
+MAX_COUNT = 10**9
+"""No size and no number of anything is larger; products of a few stay exact enough as floats."""
+
+Positive = Annotated[int, Field(gt=0, le=MAX_COUNT, strict=True)]
+Rate = Annotated[float, Field(ge=1e-9, le=1e12, allow_inf_nan=False)]
+Title = Annotated[str, Field(pattern=r"^[^\[\]\p{C}]{1,100}$")]
+"""What stands in tables, pictures and the log: no control characters, no markup."""
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}$")]
+"""Names a folder too, so it leads nowhere else."""
 
 
 class SweepError(ScheduleError):
@@ -44,7 +56,7 @@ class _File(BaseModel):
 class Model(_File):
     """A GPT: the sizes that decide its time and its memory."""
 
-    name: str
+    name: Title
     layers: Positive
     hidden_size: Positive
     attention_heads: Positive
@@ -86,7 +98,7 @@ class Model(_File):
 class Device(_File):
     """One GPU as its data sheet has it, and the memory that a program sees."""
 
-    name: str
+    name: Title
     memory_gib: Rate
     peak_tflops: Rate  # dense, in the precision of training
     memory_tb_per_s: Rate
@@ -96,7 +108,7 @@ class Device(_File):
 class Cluster(_File):
     """Nodes of equal devices; rates are GB/s (10^9) per device and direction."""
 
-    name: str
+    name: Title
     nodes: Positive
     devices_per_node: Positive
     device: Device
@@ -189,7 +201,7 @@ class Run(_File):
 class Sweep(_File):
     """A whole sweep; the model and the cluster are paths relative to the sweep file."""
 
-    name: str
+    name: Name
     model: str
     cluster: str
     workloads: Annotated[list[Workload], Field(min_length=1)]
@@ -236,17 +248,32 @@ def load_sweep(path: str | Path) -> Loaded:
 def load(path: Path, kind: type[Kind]) -> Kind:
     """Return what the YAML file at `path` holds."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SweepError(f"{path} cannot be read: {error}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise SweepError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        text = read_text(path, "the file", MAX_FILE_BYTES)
+    except ScheduleError as error:
+        raise SweepError(str(error)) from None
+    try:
+        data = yaml.load(text, _Loader)
+    except RecursionError:
+        raise SweepError(f"{path} is not YAML: it is nested too deep") from None
+    # Dates and numbers that are none make PyYAML fail with these.
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise SweepError(f"{path} is not YAML: {' '.join(str(error).split()):.500}") from None
     if not isinstance(data, dict):
         raise SweepError(f"{path} must hold keys with values, not {_short(data)}")
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         raise SweepError(f"{path}: {_first_of(error, kind)}") from None
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """PyYAML's safe loader without aliases: nine of nine of nine ... fill any memory."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.YAMLError(f"the alias *{event.anchor} is not read: write the value out")
+        return super().compose_node(parent, index)
 
 
 def _first_of(error: ValidationError, kind: type[BaseModel]) -> str:
@@ -294,5 +321,8 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of more digits than Python writes
+        return "a number of more than 4300 digits"
     return text if len(text) <= 60 else text[:57] + "..."

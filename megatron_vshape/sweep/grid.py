@@ -1,7 +1,8 @@
 """From the grid to combinations: what can run, and for the rest the reason why not."""
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,6 +23,10 @@ from megatron_vshape.sweep.files import (
 
 ADAPTIVE = "adaptive"
 """The method that plans for the costs and the memory of each combination."""
+
+MAX_COMBINATIONS = 100_000
+MAX_PASSES = 2_000_000
+"""Of a step of all devices, whose order is made and simulated to predict it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,7 @@ def expand(loaded: Loaded) -> Expanded:
     sweep, model, cluster = loaded.sweep, loaded.model, loaded.cluster
     for name in (*sweep.grid.schedule, *(each.schedule for each in sweep.also)):
         _check_name(name, loaded)
+    _check_size(sweep.grid, len(sweep.workloads), loaded)
     possible: dict[Combination, None] = {}
     dropped: list[Dropped] = []
     for workload in sweep.workloads:
@@ -125,6 +131,16 @@ def _check_name(name: str, loaded: Loaded) -> None:
     if name not in known:
         raise SweepError(
             f"{loaded.path}: there is no schedule {name!r}; choose among {', '.join(known)}"
+        )
+
+
+def _check_size(grid: Grid, num_workloads: int, loaded: Loaded) -> None:
+    lists = [value for _, value in grid if isinstance(value, list)]
+    count = num_workloads * math.prod(map(len, lists))
+    if count > MAX_COMBINATIONS:
+        raise SweepError(
+            f"{loaded.path}: the grid has {count} combinations, more than the {MAX_COMBINATIONS} "
+            "that are predicted; give fewer values"
         )
 
 
@@ -166,13 +182,16 @@ def _of_also(also: Also, workload: Workload) -> Combination:
 
 def why_not(combination: Combination, model: Model, cluster: Cluster) -> tuple[str, str] | None:
     """Return why the combination cannot run, as `Dropped` has it; None if it can."""
-    faults = {
-        "another number of devices than the cluster's": _devices_fault(combination, cluster),
-        "sizes that TP or CP do not divide": _tensor_fault(combination, model, cluster),
-        "a global batch that does not divide": _batch_fault(combination),
-        "layers that do not divide, or a schedule that cannot be": _layer_fault(combination, model),
+    it = combination
+    faults: dict[str, Callable[[], str | None]] = {
+        "another number of devices than the cluster's": lambda: _devices_fault(it, cluster),
+        "sizes that TP or CP do not divide": lambda: _tensor_fault(it, model, cluster),
+        "a global batch that does not divide": lambda: _batch_fault(it),
+        "too many passes": lambda: _size_fault(it, model),
+        "layers that do not divide, or a schedule that cannot be": lambda: _layer_fault(it, model),
     }
-    return next(((kind, fault) for kind, fault in faults.items() if fault), None)
+    found = ((kind, fault()) for kind, fault in faults.items())
+    return next(((kind, text) for kind, text in found if text), None)
 
 
 def _devices_fault(it: Combination, cluster: Cluster) -> str | None:
@@ -214,6 +233,16 @@ def _batch_fault(it: Combination) -> str | None:
             f"the global batch of {it.global_batch_size} is not a multiple of DP "
             f"{it.data_parallel} x microbatch size {it.microbatch_size}"
         )
+    return None
+
+
+def _size_fault(it: Combination, model: Model) -> str | None:
+    """Return why predicting the combination would take minutes and GiB, if it would."""
+    if it.pipeline_parallel > model.layers + 2:
+        return f"PP {it.pipeline_parallel} has more devices than {model.layers} layers and two ends"
+    passes = 3 * 2 * it.pipeline_parallel * it.num_microbatches
+    if passes > MAX_PASSES:
+        return f"its step of {passes} passes is longer than the {MAX_PASSES} that are predicted"
     return None
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,9 @@ from megatron_vshape.sweep.predict import Prediction, Predictor
 from megatron_vshape.sweep.results import Outcome, Result, Results, Status, key_of
 
 logger = logging.getLogger(__name__)
+
+_JOB = re.compile(r"[0-9]+(_[0-9]+)?")
+"""What SLURM calls a job."""
 
 POLL_S = 0.5
 SPARE_MINUTES = 5
@@ -92,7 +96,8 @@ class Launcher:
 
     def _reattach(self, folder: Path, left: str) -> "submitit.Job[Outcome] | None":
         """Return a SLURM job that is still queued or running; local ones end with their sweep."""
-        if self.loaded.sweep.run.executor != "slurm":
+        # The number becomes part of a path from which submitit unpickles the job's result.
+        if self.loaded.sweep.run.executor != "slurm" or not _JOB.fullmatch(left):
             return None
         job: submitit.Job[Outcome] = submitit.SlurmJob(folder, left, range(self._num_nodes))
         return None if job.done() else job

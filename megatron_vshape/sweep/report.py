@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from megatron_vshape.core.catalogue import NAMES
-from megatron_vshape.sweep.files import Recompute, SweepError
+from megatron_vshape.core.files import read_text
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.sweep.files import MAX_FILE_BYTES, Recompute, SweepError
 from megatron_vshape.sweep.grid import Combination
 from megatron_vshape.sweep.machine import GIB
 from megatron_vshape.sweep.predict import Prediction
@@ -164,24 +167,32 @@ def load_published(path: Path) -> list[Published]:
         SweepError: the file cannot be read or has other columns.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            lines = (line for line in file if not line.startswith("#"))
-            return [
-                Published(
-                    int(row["sequence_length"]),
-                    row["schedule"],
-                    None if row["mfu_percent"] == "OOM" else float(row["mfu_percent"]),
-                    row["parallel"],
-                )
-                for row in csv.DictReader(lines)
-            ]
-    except (OSError, UnicodeDecodeError) as error:
-        raise SweepError(f"{path} cannot be read: {error}") from None
-    except (KeyError, ValueError, TypeError) as error:
+        text = read_text(path, "the file", MAX_FILE_BYTES)
+    except ScheduleError as error:
+        raise SweepError(str(error)) from None
+    lines = (line for line in text.splitlines() if not line.startswith("#"))
+    try:
+        return [
+            Published(
+                int(row["sequence_length"]),
+                row["schedule"],
+                None if row["mfu_percent"] == "OOM" else _percent(row["mfu_percent"]),
+                escape(row["parallel"]),
+            )
+            for row in csv.DictReader(lines)
+        ]
+    except (KeyError, ValueError, TypeError, AttributeError, csv.Error) as error:
         raise SweepError(
             f"{path} must have the columns sequence_length, schedule, mfu_percent and parallel: "
-            f"{error}"
+            f"{error!s:.200}"
         ) from None
+
+
+def _percent(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 100:
+        raise ValueError(f"mfu_percent is {text!r:.40}; it must be from 0 to 100, or OOM")
+    return value
 
 
 def comparison_table(rows: Sequence[Row], published: Sequence[Published]) -> tuple[Table, bool]:
@@ -198,6 +209,12 @@ def comparison_table(rows: Sequence[Row], published: Sequence[Published]) -> tup
     same = True
     for length in dict.fromkeys(each.sequence_length for each in published):
         group = [each for each in published if each.sequence_length == length]
+        missing = next((each for each in group if (length, each.schedule) not in ours), None)
+        if missing is not None:
+            raise SweepError(
+                f"--compare has {missing.schedule!r:.40} at sequence length {length}, which the "
+                "sweep does not predict"
+            )
         theirs = max(group, key=lambda each: each.mfu_percent or 0.0).schedule
         candidates = [ours[length, each.schedule] for each in group]
         found = max(candidates, key=lambda row: row.best_mfu).combination.schedule

@@ -5,16 +5,20 @@ import hashlib
 import json
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from megatron_vshape.sweep.files import Layout, Loaded, Recompute, SweepError
 from megatron_vshape.sweep.grid import Combination
 
 APPLICATION = 0x56534850  # "VSHP": marks the file as one of ours
 FORMAT = 1
+
+MAX_VALUE_BYTES = 2**24
+"""Of one value in the file; a log's tail is a few thousand."""
 
 
 class Status(StrEnum):
@@ -142,14 +146,45 @@ class Results:
             "FROM results WHERE sweep = ? ORDER BY rowid",
             (sweep,),
         )
-        return [
-            Result(_combination(row[0]), Outcome(Status(row[1]), *row[2:6]), *row[6:])
-            for row in rows
-        ]
+        try:
+            return [_result(row) for row in rows]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise SweepError(
+                f"a result of {sweep} cannot be read ({error!s:.200}): move the results file away, "
+                "or name another with --results"
+            ) from None
+
+
+_FIELDS = {each.name: each.type for each in fields(Combination)}
+
+
+def _result(row: tuple[Any, ...]) -> Result:
+    """Return the result in a row; raises ValueError, TypeError or KeyError where it holds none."""
+    text, status, *numbers = row
+    step_s, peak_bytes, bubble, log_tail, mfu, predicted_s, predicted_bytes, predicted = numbers
+    for value in (step_s, peak_bytes, bubble, mfu, predicted_s, predicted):
+        if value is not None and not isinstance(value, float):
+            raise ValueError(f"{value!r:.40} is not a number")
+    if not isinstance(predicted_bytes, float) or not isinstance(log_tail, str):
+        raise ValueError("its predicted memory or its log is missing")
+    outcome = Outcome(Status(status), step_s, peak_bytes, bubble, log_tail)
+    return Result(_combination(text), outcome, mfu, predicted_s, predicted_bytes, predicted)
 
 
 def _combination(text: str) -> Combination:
-    it = Combination(**json.loads(text))
+    """Return the combination that `record` wrote."""
+    data = json.loads(text)
+    if not isinstance(data, dict) or data.keys() != _FIELDS.keys():
+        raise ValueError("its combination has other keys")
+    it = Combination(**data)
+    for name in ("schedule", *(name for name, kind in _FIELDS.items() if kind is int)):
+        wanted = str if name == "schedule" else int
+        if type(data[name]) is not wanted:
+            raise ValueError(f"{name} of its combination is {data[name]!r:.40}")
+    if not isinstance(it.arguments, list) or not all(
+        isinstance(each, str) for each in it.arguments
+    ):
+        raise ValueError("the arguments of its combination are no list of texts")
     return replace(
         it,
         recompute=Recompute(it.recompute),
@@ -175,6 +210,7 @@ def open_results(path: Path) -> Iterator[Results]:
             ) from None
         try:
             connection = sqlite3.connect(path)
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
             try:
                 _prepare(connection, path)
                 yield Results(connection)
@@ -200,8 +236,20 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         )
         return
     version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if application != APPLICATION or version != FORMAT:
+    if application != APPLICATION or version != FORMAT or _schema(connection) != _expected():
         raise SweepError(
             f"{path} is a database, but not a results file of this version: move it away, or name "
             "another with --results"
         )
+
+
+def _schema(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
+    """Return every table, view, index and trigger; a view or a trigger could run anything."""
+    rows = connection.execute("SELECT type, name, sql FROM sqlite_master ORDER BY type, name")
+    return rows.fetchall()
+
+
+def _expected() -> list[tuple[Any, ...]]:
+    with closing(sqlite3.connect(":memory:")) as fresh:
+        fresh.executescript(_CREATE)
+        return _schema(fresh)
