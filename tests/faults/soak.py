@@ -1,0 +1,81 @@
+"""Plans anew every so many steps with other costs, and measures what a rank holds on the way."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+from megatron_vshape.core.costs import Costs
+
+
+def start(rank: int, given: dict[str, Any]) -> None:
+    """Measure every `given["every"]` steps into `given["folder"]`, and plan anew if it can be."""
+    import megatron.training.training as training
+
+    from megatron_vshape.mcore.forward_backward import PipelineRunner
+
+    runners: list[PipelineRunner] = []
+    made = PipelineRunner.__init__
+    original = training.train_step
+    samples: list[dict[str, Any]] = []
+    steps = 0
+
+    @functools.wraps(made)
+    def remember(runner: PipelineRunner, *args: Any) -> None:
+        made(runner, *args)
+        runners.append(runner)
+
+    @functools.wraps(original)
+    def step(*args: Any, **options: Any) -> Any:
+        nonlocal steps
+        result = original(*args, **options)
+        steps += 1
+        if steps % given["every"] == 0:
+            samples.append({"step": steps} | _measure())
+            for runner in runners:
+                samples[-1]["plan"] = _plan_anew(runner, steps)
+            (Path(given["folder"]) / f"soak{rank}.json").write_text(json.dumps(samples))
+        return result
+
+    PipelineRunner.__init__ = remember
+    training.train_step = step
+
+
+def costs(num_stages: int, seed: int) -> Costs:
+    """Return costs as if measured: every stage its own, others for every seed."""
+    numbers = random.Random(seed)
+
+    def times(least: float, most: float) -> tuple[float, ...]:
+        return tuple(numbers.uniform(least, most) for _ in range(num_stages))
+
+    held = times(2e6, 3e6)
+    after = tuple(each * numbers.uniform(0.3, 0.9) for each in held)
+    return Costs(
+        times(50, 150), times(50, 150), times(30, 150), numbers.uniform(1, 60), held, after
+    )
+
+
+def _plan_anew(runner: Any, seed: int) -> str:
+    """Adopt other costs between two steps, as the profiler does, and return the order's digest."""
+    planner = runner._pipeline.planner
+    planner.adopt(costs(len(planner.placement), seed))
+    runner.report.remeasure()
+    return str(abs(hash(planner.training(8).schedule.order)) % 10**8)
+
+
+def _measure() -> dict[str, int]:
+    import torch
+
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "tensors": sum(1 for each in gc.get_objects() if isinstance(each, torch.Tensor)),
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "rss": pages * os.sysconf("SC_PAGE_SIZE"),
+    }

@@ -1,0 +1,72 @@
+"""Many steps, the schedule planned anew on the way: nothing grows, and the losses are 1F1B's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from faults.conftest import Tally
+from faults.soak import costs
+from mcore.conftest import UNTIED
+from mcore.farm import Ended, Farm
+
+SOAK = Path(__file__).with_name("soak.py")
+SMALL = "--hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16"
+RANKS = 4
+
+
+def soak(farm: Farm, steps: int, every: int, folder: Path, *arguments: str) -> Ended:
+    """Train so many steps, measured every so many."""
+    folder.mkdir()
+    flags = [*SMALL.split(), UNTIED, "--train-iters", str(steps), *arguments]
+    given = {"every": every, "folder": str(folder)}
+    return farm.run(RANKS, *flags, plugin=SOAK, given=given, timeout_s=300 + 4 * steps).check()
+
+
+def samples(folder: Path, rank: int) -> list[dict[str, Any]]:
+    return json.loads((folder / f"soak{rank}.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("steps", "every"), [(40, 10), pytest.param(2000, 100, marks=pytest.mark.slow)]
+)
+def test_soak(farm: Farm, tally: Tally, tmp_path: Path, steps: int, every: int) -> None:
+    tally(f"{steps} steps, {steps // every} plans")
+    file = tmp_path / "costs.json"
+    file.write_text(costs(2 * RANKS, seed=0).to_json())
+    auto = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file))
+    ours = soak(farm, steps, every, tmp_path / "auto", *auto)
+    theirs = soak(farm, steps, every, tmp_path / "1f1b", "--pipeline-schedule", "1f1b")
+    worst = _worst(ours, theirs)
+    grown = [_check_flat(samples(tmp_path / "auto", rank)) for rank in range(RANKS)]
+    plans = {tuple(each["plan"] for each in samples(tmp_path / "auto", r)) for r in range(RANKS)}
+    (orders,) = plans  # every rank made the same
+    assert len(set(orders)) > len(orders) // 2
+    note = f"losses within {worst:.1e} of 1F1B's, RSS grew {max(grown):.1%} after the first half"
+    tally(f"{steps} steps, {steps // every} plans", 0, note)
+
+
+def _worst(ours: Ended, theirs: Ended) -> float:
+    """Return the largest relative difference of the losses."""
+    mine, yours = ([each["lm loss"] for each in run.record["losses"]] for run in (ours, theirs))
+    assert len(mine) == len(yours)
+    worst = max(abs(a - b) / b for a, b in zip(mine, yours, strict=True))
+    assert worst < 1e-5
+    return worst
+
+
+def _check_flat(taken: list[dict[str, Any]]) -> float:
+    """Return by how much the memory grew in the second half, having checked that nothing else did.
+
+    The first sample may still set caches up.
+    """
+    for what in ("tensors", "files", "threads"):
+        values = [each[what] for each in taken[1:]]
+        assert max(values) == min(values), (what, values)
+    half = len(taken) // 2
+    first, last = (median(each["rss"] for each in part) for part in (taken[:half], taken[half:]))
+    assert last < 1.05 * first, [each["rss"] for each in taken]
+    return last / first - 1
