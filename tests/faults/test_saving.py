@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from faults.conftest import Inject, Tally
-from faults.test_killed import FIVE, SAVED, assert_continues
+from faults.test_killed import DISTRIBUTED, EVERY_TWO, FIVE, assert_continues
 from mcore.farm import Ended, Farm
 
 DATA, INDEX, TRACKER = "iter_0000004/__2_0", "iter_0000004/.metadata", "latest_checkpointed"
@@ -16,7 +16,7 @@ DATA, INDEX, TRACKER = "iter_0000004/__2_0", "iter_0000004/.metadata", "latest_c
 @pytest.mark.parametrize(
     ("what", "rank", "file"),
     [
-        ("full disk", 2, DATA),
+        pytest.param("full disk", 2, DATA, marks=pytest.mark.slow),
         pytest.param("full disk", 0, INDEX, marks=pytest.mark.slow),
         ("full disk", 0, TRACKER),
         pytest.param("killed writer", 2, DATA, marks=pytest.mark.slow),
@@ -37,8 +37,8 @@ def test_the_checkpoint_before_still_loads(
     tally(f"{what} while saving")
     saved = tmp_path / "saved"
     fault = {"what": what, "rank": rank, "file": file, "skip": 1 if file == TRACKER else 0}
-    run = inject([fault], *FIVE, *SAVED, "--save", str(saved))
+    run = inject([fault], *FIVE, *EVERY_TWO, DISTRIBUTED, "--save", str(saved))
     assert (tmp_path / "struck").exists()
     assert None not in run.codes
     assert 0 not in run.codes
-    assert_continues(farm, train(4, *FIVE), saved, lost=3)
+    assert_continues(farm, train(4, *FIVE), saved, DISTRIBUTED)
