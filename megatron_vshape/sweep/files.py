@@ -21,6 +21,8 @@ MAX_COUNT = 10**9
 
 Positive = Annotated[int, Field(gt=0, le=MAX_COUNT, strict=True)]
 Rate = Annotated[float, Field(ge=1e-9, le=1e12, allow_inf_nan=False)]
+FilePath = Annotated[str, Field(min_length=1, max_length=1000)]
+
 Title = Annotated[str, Field(pattern=r"^[^\[\]\p{C}]{1,100}$")]
 """What stands in tables, pictures and the log: no control characters, no markup."""
 
@@ -166,7 +168,7 @@ class Also(_File):
 class Measured(_File):
     """A costs file (what `megatron-vshape profile` writes) and what it was measured with."""
 
-    costs: str  # a path, relative to the sweep file
+    costs: FilePath  # a path, relative to the sweep file
     layers_per_stage: Positive  # of a stage in the middle
     sequence_length: Positive
     microbatch_size: Positive = 1
@@ -202,8 +204,8 @@ class Sweep(_File):
     """A whole sweep; the model and the cluster are paths relative to the sweep file."""
 
     name: Name
-    model: str
-    cluster: str
+    model: FilePath
+    cluster: FilePath
     workloads: Annotated[list[Workload], Field(min_length=1)]
     grid: Grid
     also: list[Also] = []
