@@ -1,7 +1,6 @@
 """megatron-vshape profile: the costs of a model's stages, measured on one device."""
 
 import argparse
-import importlib
 import importlib.util
 import logging
 import os
@@ -93,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, print a line per kind of stage, write the file, and return 0."""
     check_target("--output", options.output, (".json",))
-    _check_installed()
+    _check_installed(options.transformer_engine)
     from megatron_vshape.sweep.files import Model as ModelFile
     from megatron_vshape.sweep.files import load
 
@@ -105,11 +104,18 @@ def run(options: argparse.Namespace) -> int:
     model = _model(options, sizes, device).shard(options.tensor_parallel)
     if device == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as torchrun has it
-    from megatron_vshape.mcore.one_device import profile_stages
+    from megatron_vshape.mcore.one_device import prepare, profile_stages
 
-    print(f"{'':26}{'F ms':>10}{'B ms':>10}{'W ms':>10}{'MiB after F':>13}{'after B':>10}")
     with _megatron_quiet():
-        costs = profile_stages(model, layers, options.repeats, options.send_us, _tell)
+        prepare(device)
+        print(f"{'':26}{'F ms':>10}{'B ms':>10}{'W ms':>10}{'MiB after F':>13}{'after B':>10}")
+        try:
+            costs = profile_stages(model, layers, options.repeats, options.send_us, _tell)
+        except torch.OutOfMemoryError:
+            raise ScheduleError(
+                f"a stage of {max(layers)} layers does not fit on this device: take more --devices "
+                "or --tensor-parallel, or a smaller microbatch"
+            ) from None
     write_all([Output("--output", options.output, partial(_write, costs))])
     print(f"{options.output}: {costs.num_stages} stages for --devices {options.devices}")
     return 0
@@ -173,17 +179,24 @@ def _model(options: argparse.Namespace, sizes: "ModelFile", device: str) -> "Mod
     )
 
 
-def _check_installed() -> None:
+def _check_installed(transformer_engine: bool) -> None:
+    if transformer_engine and not _is_installed("transformer_engine"):
+        raise ScheduleError(
+            "--transformer-engine: it is not installed; leave it out to measure Megatron's layers"
+        )
     for name, extra in NEEDED.items():
-        try:
-            found = importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError:  # of the package around it
-            found = False
-        if not found:
+        if not _is_installed(name):
             raise ScheduleError(
                 f"profile needs {name}, which is not installed: "
                 f"pip install 'megatron-vshape[{extra}]'"
             )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
 
 
 def _time(text: str) -> float:
