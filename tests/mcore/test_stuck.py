@@ -4,7 +4,7 @@ import re
 
 from mcore.farm import Farm
 
-TIMEOUT_S, STALL_S = 4, 15
+TIMEOUT_S, STALL_S = 4, 10
 WAITS = re.compile(
     r"TransportError: rank (\d) \(device \1\): [FB]\d\.\d (?:waits for|waits to be taken by) "
     r".*(?:nothing has moved for 4 s|whose connection failed)"
