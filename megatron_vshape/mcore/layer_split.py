@@ -42,6 +42,11 @@ def split_layers(
     """
     measured = None if costs is None else _pieces_of(args.num_layers, costs)
     if text == AUTO_SPLIT:
+        if measured is None and _vocabulary(args) is None:
+            raise ScheduleError(
+                "--pipeline-layer-split auto needs the size of the vocabulary before the tokenizer "
+                "is there: add --vocab-size"
+            )
         pieces = measured or _estimated(args, len(placement))
         layers = pieces.balanced(args.num_layers, placement)
     elif text is not None:
@@ -67,15 +72,17 @@ def _pieces_of(num_layers: int, costs: Costs) -> Pieces:
 
 
 def _estimated(args: Namespace, num_stages: int) -> Pieces:
-    """Return what the products of the layers and of the head say; a unit is an even stage's."""
-    layers_per_stage = args.num_layers / num_stages
-    vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size
-    if vocabulary is None:
-        raise ScheduleError(
-            "--pipeline-layer-split needs the size of the vocabulary before the tokenizer is "
-            "there: add --vocab-size"
-        )
-    return Pieces.estimated(_widths(args, vocabulary).head_in_layers, layers_per_stage)
+    """Return what the products of the layers and of the head say; a unit is an even stage's.
+
+    A head of unknown size takes nothing.
+    """
+    head_in_layers = _widths(args, _vocabulary(args) or 0).head_in_layers
+    return Pieces.estimated(head_in_layers, args.num_layers / num_stages)
+
+
+def _vocabulary(args: Namespace) -> int | None:
+    size: int | None = getattr(args, "padded_vocab_size", None) or args.vocab_size
+    return size
 
 
 def _widths(args: Namespace, vocabulary: int) -> Widths:

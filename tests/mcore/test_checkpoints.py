@@ -39,6 +39,8 @@ RUNS = {
     "interleaved-1f1b": Run(4, "--pipeline-schedule interleaved-1f1b"),
     "stock": Run(2, "", stock=True),
     "stock, interleaved": Run(4, "--num-virtual-stages-per-pipeline-rank 2", stock=True),
+    "hybrid, v-half": Run(4, "--pipeline-schedule v-half --hybrid-layer-pattern *|-*|-|*|-|*|-|*"),
+    "hybrid, stock": Run(2, "--hybrid-layer-pattern *-*|-*-*-*", stock=True),
     "stock, TP 2": Run(2, "--pipeline-model-parallel-size 1 --tensor-model-parallel-size 2", True),
 }
 
@@ -77,13 +79,16 @@ def assert_same_state(loaded: Ended, saved: Ended) -> None:
         assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
 
 
+GPTS = [name for name in RUNS if "hybrid" not in name]
 PAIRS = [
     ("v-half", "stock"),
     ("v-half", "v-half, uneven"),
     ("stock", "v-half"),
     ("v-half, uneven", "v-zb, TP 2"),
-    *((first, "v-half") for first in RUNS if first not in ("v-half", "stock")),
-    *(("v-half", second) for second in RUNS if second not in ("v-half", "stock", "v-half, uneven")),
+    *((first, "v-half") for first in GPTS if first not in ("v-half", "stock")),
+    *(("v-half", second) for second in GPTS if second not in ("v-half", "stock", "v-half, uneven")),
+    ("hybrid, v-half", "hybrid, stock"),
+    ("hybrid, stock", "hybrid, v-half"),
     *((first, "1f1b") for first in ("v-half, uneven", "v-zb, TP 2", "interleaved-1f1b")),
     ("1f1b, uneven", "interleaved-1f1b"),
     ("v-zb, TP 2", "stock, TP 2"),

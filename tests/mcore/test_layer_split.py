@@ -128,3 +128,6 @@ def test_costs_of_unknown_layers_are_this_runs_own_unless_balanced() -> None:
 def test_the_vocabulary_must_be_known() -> None:
     with pytest.raises(ValueError, match="add --vocab-size"):
         split_layers(arguments(vocab_size=None), v_shape(4), "auto", None)
+    given = split_layers(arguments(vocab_size=None), linear(2), "15,16", None)
+    assert given.estimate is not None
+    assert given.estimate.forward_us == pytest.approx((30 / 31, 32 / 31))

@@ -28,7 +28,7 @@ def test_sigterm_in_mid_step_saves_and_ends_all_ranks(
 ) -> None:
     flags = ("--pipeline-schedule", "v-half", *TWENTY, "--ckpt-format", "torch_dist")
     plugin = Path(__file__).parent / "sigterm.py"
-    saved = ("--save", str(tmp_path), "--exit-signal-handler")
+    saved = ("--save", str(tmp_path), "--save-interval", "1000", "--exit-signal-handler")
     first = farm.run(4, *flags, *saved, plugin=plugin).check()
     assert len(first.record["losses"]) == 3  # the step that it came in was finished
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
