@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from megatron_vshape.core.passes import ScheduleError
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.hooks import Finding
+    from megatron_vshape.mcore.refusals import Refusal
 
 DISTRIBUTION = "megatron-vshape"
 MISSING = "not installed"
@@ -48,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
     print(_section("versions", _two_columns([*_versions(), *_extras()])))
     faults = _print_hooks()
     print(_section("refused with a schedule of this package", _refused()))
+    print(_section("refused with --optimizer-post-validation too", _refused_ahead()))
     if _has("torch"):
         print(_section("weight gradients are added up by", _two_columns(list(_kernels()))))
     if faults:
@@ -206,12 +208,28 @@ def _refused() -> str:
     """Return the options that no schedule goes with, by what is to be done about them."""
     from megatron_vshape.mcore.refusals import REFUSALS, has_transformer_engine
 
-    options: dict[str, list[str]] = {}
-    for each in REFUSALS:
-        name = f"{each.option} (others)" if each.shows_value else each.option
-        options.setdefault(each.why, []).append(name)
+    options = _by_reason(REFUSALS)
     if not has_transformer_engine():
         options["it is not installed here"] = ["--transformer-impl transformer_engine"]
+    return _told(options)
+
+
+def _refused_ahead() -> str:
+    """Return the options that post-validation does not go with."""
+    from megatron_vshape.mcore.refusals import POST_VALIDATION_REFUSALS
+
+    return _told(_by_reason(POST_VALIDATION_REFUSALS))
+
+
+def _by_reason(refusals: "Iterable[Refusal]") -> dict[str, list[str]]:
+    options: dict[str, list[str]] = {}
+    for each in refusals:
+        name = f"{each.option} (others)" if each.shows_value else each.option
+        options.setdefault(each.why, []).append(name)
+    return options
+
+
+def _told(options: Mapping[str, Iterable[str]]) -> str:
     lines = []
     for why, names in options.items():
         lines.append(why)

@@ -34,6 +34,7 @@ class PipelineOptions:
     profile_steps: tuple[int, int] | None = None  # first and last training step of this process
     trace_folder: str | None = None
     layer_split: str | None = None  # auto, or the layers of every stage with commas
+    post_validates: bool = False  # step before the gradient norm is known, and undo if it has to be
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -94,6 +95,13 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="write the planned and the measured timeline of the last profiled step to DIR. "
         f"Default steps: {TRACE_STEPS[0]}:{TRACE_STEPS[1]}.",
     )
+    group.add_argument(
+        "--optimizer-post-validation",
+        action="store_true",
+        help="step before the global gradient norm and inf check are known, begin the next "
+        "iteration, and undo both where they would have clipped or skipped: the same numbers, "
+        "without a barrier between iterations. Takes one more copy of parameters and moments.",
+    )
     return parser
 
 
@@ -122,4 +130,5 @@ def options_of(args: Namespace) -> PipelineOptions:
         profile,
         args.pipeline_trace,
         args.pipeline_layer_split,
+        args.optimizer_post_validation,
     )

@@ -20,6 +20,7 @@ from megatron_vshape.mcore.plans import Planner, make_planner
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     check_arguments,
+    check_post_validation,
     check_splits_nothing_else,
 )
 from megatron_vshape.mcore.session import Pipeline, Session
@@ -42,6 +43,11 @@ def prepare(args: Namespace) -> Pipeline | None:
         raise UnsupportedError(f"--pipeline-timeout {options.timeout_seconds:g} is not above 0")
     name, ranks = options.schedule, args.pipeline_model_parallel_size
     if name is None or name in MEGATRONS_OWN:
+        if options.post_validates and ranks > 1:
+            raise UnsupportedError(
+                "--optimizer-post-validation needs a schedule of this package: add "
+                "--pipeline-schedule, v-zb for example"
+            )
         _prepare_megatrons_own(args, name)
         _split_megatrons_own(args, options)
         return None
@@ -49,6 +55,8 @@ def prepare(args: Namespace) -> Pipeline | None:
     if ranks == 1:
         return None  # one device has nothing to schedule
     check_arguments(args, name)
+    if options.post_validates:
+        check_post_validation(args)
     stage_map = _split(args, planner, options)
     layout.check_ends(stage_map)
     recomputes = getattr(args, "recompute_granularity", None) == "full"

@@ -4,30 +4,76 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import nn
 
+from megatron_vshape.core.cutting import Cut, drain, forward_cut
+from megatron_vshape.core.lowering import Program
 from megatron_vshape.mcore.finite import inspected, repeats_a_bad_step
-from megatron_vshape.mcore.gradient_sync import GradientSync
+from megatron_vshape.mcore.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.iteration_log import BubbleMeter
-from megatron_vshape.mcore.loss_reporting import bring_losses
+from megatron_vshape.mcore.loss_reporting import Courier, bring_losses
 from megatron_vshape.mcore.profiling import Profiler
 from megatron_vshape.mcore.refusals import check_config
 from megatron_vshape.mcore.report import RunReport
+from megatron_vshape.mcore.run_ahead import RandomState, Replay
 from megatron_vshape.mcore.session import Pipeline, Session
 from megatron_vshape.mcore.stage import MegatronStage, Step, zero_tokens
 from megatron_vshape.runtime.p2p import Transport
-from megatron_vshape.runtime.program_runner import Place, run_program
+from megatron_vshape.runtime.program_runner import Observer, Place, ProgramRun, run_drain
 from megatron_vshape.runtime.stage import Stage
 from megatron_vshape.runtime.variable_p2p import VariableTransport
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What the trainer passes for one step; the same for every step of a run's training."""
+
+    forward_step_func: Any
+    data_iterator: Any
+    model: Any
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    pg_collection: Any
+    force_all_reduce: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step under way, of which nothing or its first forwards have run."""
+
+    call: Call
+    chunks: list[nn.Module]
+    groups: Any  # Megatron's ProcessGroupCollection
+    transport: Transport
+    step: Step
+    program: Program
+    run: ProgramRun
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """The next step, begun early, and what it takes to undo that."""
+
+    begun: _Begun
+    ends: Cut
+    random: RandomState
 
 
 class PipelineRunner:
@@ -51,6 +97,10 @@ class PipelineRunner:
         )
         self._profiler = Profiler(pipeline, self.report)
         self.meter = BubbleMeter(session, pipeline.planner.predicted_bubble)
+        self._courier = Courier() if pipeline.options.post_validates else None
+        self._last: Call | None = None  # of a training step
+        self._ahead: _Ahead | None = None
+        self._replays: list[Replay] = []
 
     def __call__(
         self,
@@ -75,42 +125,26 @@ class PipelineRunner:
         The parameters are those of Megatron's own function. The reports come back on the last
         pipeline rank, where the trainer reads them, and on the rank of the last stage.
         """
-        chunks, iterators = _as_lists(model, data_iterator)
-        config = get_model_config(chunks[0])
-        check_config(config)
         if adjust_tensor_shapes_fn is not None:
             raise ValueError("adjust_tensor_shapes_fn is not supported by --pipeline-schedule")
-        groups = _default_groups() if pg_collection is None else pg_collection
+        call = Call(
+            forward_step_func,
+            data_iterator,
+            model,
+            num_microbatches,
+            seq_length,
+            micro_batch_size,
+            decoder_seq_length,
+            forward_only,
+            collect_non_loss_data,
+            first_val_step,
+            pg_collection,
+            force_all_reduce,
+        )
+        config = get_model_config(_as_list(model)[0])
+        check_config(config)
         with _timed(config):
-            shape = schedules.get_tensor_shapes(
-                seq_length=seq_length,
-                micro_batch_size=micro_batch_size,
-                decoder_seq_length=decoder_seq_length,
-                config=_of_one_length(config),
-                tp_group=groups.tp,
-                cp_group=groups.cp,
-            )[0]
-            transport = self._ready_transport(config, shape, chunks[0], groups.pp)
-            step = Step(
-                config=config,
-                forward_step_func=forward_step_func,
-                num_microbatches=num_microbatches,
-                context_parallel_size=groups.cp.size(),
-                forward_only=forward_only,
-                collect_non_loss_data=collect_non_loss_data,
-                first_val_step=first_val_step,
-                gradient_sync=GradientSync(
-                    config, chunks, self._pipeline, num_microbatches, force_all_reduce
-                ),
-                num_tokens=zero_tokens(_device_of(chunks[0])),
-            )
-            tokens = num_microbatches * micro_batch_size * seq_length
-            with self._measured(step, chunks, tokens), self._reducing(step):
-                self._run(step, chunks, iterators, transport, groups.pp)
-            if not forward_only and config.finalize_model_grads_func is not None:
-                self._finalize(step, chunks, groups, force_all_reduce)
-            loss_rank = self._pipeline.stage_map.loss_rank
-            return bring_losses(step.loss_store, loss_rank, groups.pp, _device_of(chunks[0]))
+            return self._evaluate(call) if forward_only else self._train(call)
 
     def tell(self) -> str:
         """Return what this rank does or waits for, whatever thread asks."""
@@ -118,32 +152,137 @@ class PipelineRunner:
             return f"rank {dist.get_rank()}: before its first pass"
         return self._transport.tell(self._place)
 
-    def _measured(
-        self, step: Step, model: Sequence[nn.Module], tokens: int
-    ) -> contextlib.AbstractContextManager[None]:
-        if step.forward_only:
-            self.report.interrupt()
-            return contextlib.nullcontext()
-        return self.report.training_step(model, step.num_microbatches, tokens)
+    def run_ahead(self) -> None:
+        """Begin the training step that follows the one just run, as far as it can be undone.
+
+        Does nothing where the next step is measured from its start, and before the first step.
+        """
+        call = self._last
+        observers = (self.report.measures_next, self._profiler.profiles_next, self.meter.times_next)
+        if call is None or any(observers):
+            return
+        for replay in self._replays:
+            replay.mark()
+        random = RandomState.now()
+        begun = self._begin(call)
+        ends = forward_cut(begun.program)
+        self._ahead = _Ahead(begun, ends, random)
+        begun.run.advance(ends[begun.groups.pp.rank()])
+
+    def drop_ahead(self) -> None:
+        """Undo what of the next step has run early; all ranks of the pipeline call this together.
+
+        Does nothing where nothing has.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return
+        begun = ahead.begun
+        instructions = drain(begun.program, ahead.ends, begun.groups.pp.rank())
+        run_drain(instructions, begun.transport, begun.transport.blank())
+        for replay in self._replays:
+            replay.rewind()
+        ahead.random.restore()
+
+    def _evaluate(self, call: Call) -> list[Any]:
+        self.drop_ahead()
+        self.report.interrupt()
+        begun = self._begin(call)
+        with begun.step.gradient_sync.session(forward_only=True):
+            begun.run.finish()
+        return self._reports(begun)
+
+    def _train(self, call: Call) -> list[Any]:
+        if self._courier is not None:
+            self._courier.forget()
+        torch_device = _device_of(_as_list(call.model)[0])
+        profiled = self._profiler.begin_step(torch_device)
+        timer = self.meter.begin_step(call.num_microbatches, torch_device, profiled)
+        begun = self._take_ahead(call) or self._begin(call, timer)
+        tokens = call.num_microbatches * call.micro_batch_size * call.seq_length
+        with (
+            self.report.training_step(begun.chunks, call.num_microbatches, tokens),
+            self._reducing(begun.step),
+        ):
+            begun.run.finish()
+            self._profiler.end_step(
+                profiled,
+                begun.program,
+                begun.transport,
+                begun.transport.blank(),
+                self.report.held,
+                begun.groups.pp,
+            )
+        if begun.step.config.finalize_model_grads_func is not None:
+            self._finalize(begun)
+        self._last = call
+        return self._reports(begun)
+
+    def _take_ahead(self, call: Call) -> _Begun | None:
+        """Return this step if it was begun early and is the one that is asked for now."""
+        ahead = self._ahead
+        if ahead is not None and ahead.begun.call != call:
+            self.drop_ahead()
+            return None
+        self._ahead = None
+        for replay in self._replays:
+            replay.forget()
+        return None if ahead is None else ahead.begun
+
+    def _begin(self, call: Call, timer: Observer | None = None) -> _Begun:
+        """Return the step with all that it needs, none of its passes run."""
+        chunks, iterators = _as_lists(call.model, call.data_iterator)
+        config = get_model_config(chunks[0])
+        groups = _default_groups() if call.pg_collection is None else call.pg_collection
+        shape = schedules.get_tensor_shapes(
+            seq_length=call.seq_length,
+            micro_batch_size=call.micro_batch_size,
+            decoder_seq_length=call.decoder_seq_length,
+            config=_of_one_length(config),
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )[0]
+        transport = self._ready_transport(config, shape, chunks[0], groups.pp)
+        sync = GradientSync(
+            config, chunks, self._pipeline, call.num_microbatches, call.force_all_reduce
+        )
+        step = Step(
+            config=config,
+            forward_step_func=call.forward_step_func,
+            num_microbatches=call.num_microbatches,
+            context_parallel_size=groups.cp.size(),
+            forward_only=call.forward_only,
+            collect_non_loss_data=call.collect_non_loss_data,
+            first_val_step=call.first_val_step,
+            gradient_sync=sync,
+            num_tokens=zero_tokens(_device_of(chunks[0])),
+        )
+        planner = self._pipeline.planner
+        if call.forward_only:
+            program = planner.evaluation(call.num_microbatches)
+        else:
+            sync.gather_parameters()
+            program = planner.training(call.num_microbatches).program
+            iterators = self._replayed(iterators)
+        rank = groups.pp.rank()
+        stages = self._stages(step, chunks, iterators, rank)
+        run = ProgramRun(program, rank, stages, transport, timer, self._place)
+        return _Begun(call, chunks, groups, transport, step, program, run)
 
     @contextlib.contextmanager
     def _reducing(self, step: Step) -> Iterator[None]:
         """Hold DDP's own reductions back inside, and start them from W where they overlap."""
         sync = step.gradient_sync
-        reduces = sync if sync.overlaps and not step.forward_only else None
-        with sync.session(step.forward_only), self._session.reduce_with(reduces):
+        with (
+            sync.session(forward_only=False),
+            self._session.reduce_with(sync if sync.overlaps else None),
+        ):
             yield
 
-    def _run(
-        self,
-        step: Step,
-        model: Sequence[nn.Module],
-        data_iterator: Sequence[Any],
-        transport: Transport,
-        pipeline_group: dist.ProcessGroup,
-    ) -> None:
-        planner, stage_map = self._pipeline.planner, self._pipeline.stage_map
-        rank = pipeline_group.rank()
+    def _stages(
+        self, step: Step, model: Sequence[nn.Module], data_iterator: Sequence[Any], rank: int
+    ) -> Mapping[int, Stage]:
+        stage_map = self._pipeline.stage_map
         stages = {
             stage: MegatronStage(
                 self._session,
@@ -157,21 +296,31 @@ class PipelineRunner:
             )
             for chunk, stage in enumerate(stage_map.stages(rank))
         }
-        if step.forward_only:
-            program = planner.evaluation(step.num_microbatches)
-            run_program(program, rank, stages, transport, place=self._place)
-            return
-        running: Mapping[int, Stage] = stages
-        if repeats_a_bad_step():
-            who = f"rank {dist.get_rank()} (device {rank})"
-            running = inspected(stages, who, step.gradient_sync.overlaps)
-        program = planner.training(step.num_microbatches).program
-        torch_device = _device_of(model[0])
-        profiled = self._profiler.begin_step(torch_device)
-        timer = self.meter.begin_step(step.num_microbatches, torch_device, profiled)
-        run_program(program, rank, running, transport, timer, self._place)
-        self._profiler.end_step(
-            profiled, program, transport, transport.blank(), self.report.held, pipeline_group
+        if step.forward_only or not repeats_a_bad_step():
+            return stages
+        return inspected(
+            stages, f"rank {dist.get_rank()} (device {rank})", step.gradient_sync.overlaps
+        )
+
+    def _replayed(self, iterators: Sequence[Any]) -> list[Any]:
+        """Return iterators that can give microbatches again, where a step may have to be undone."""
+        if not self._pipeline.options.post_validates:
+            return list(iterators)
+        known = {id(each.source): each for each in self._replays}
+        for each in iterators:
+            if each is not None and id(each) not in known:
+                known[id(each)] = Replay(each)
+        self._replays = list(known.values())
+        return [each if each is None else known[id(each)] for each in iterators]
+
+    def _reports(self, begun: _Begun) -> list[Any]:
+        """Return the losses, on the ranks that the trainer reads them on."""
+        bring = bring_losses if self._courier is None else self._courier.bring_losses
+        return bring(
+            begun.step.loss_store,
+            self._pipeline.stage_map.loss_rank,
+            begun.groups.pp,
+            _device_of(begun.chunks[0]),
         )
 
     def _ready_transport(
@@ -195,22 +344,23 @@ class PipelineRunner:
         self._transport.expect(shape, dtype)
         return self._transport
 
-    def _finalize(
-        self,
-        step: Step,
-        model: Sequence[nn.Module],
-        groups: Any,
-        force_all_reduce: bool | None,
-    ) -> None:
+    def _finalize(self, begun: _Begun) -> None:
         """Have Megatron finish the gradients, as its own schedules do at their end."""
-        config, num_tokens = step.config, None
-        if config.calculate_per_token_loss:
-            # Megatron takes the last rank's count for the pipeline's; only the loss rank has one.
-            dist.all_reduce(step.num_tokens, group=groups.pp)
-            num_tokens = step.num_tokens
-        config.finalize_model_grads_func(
-            model, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce
-        )
+        step, groups = begun.step, begun.groups
+        finalize = step.config.finalize_model_grads_func
+        options = {"pg_collection": groups, "force_all_reduce": begun.call.force_all_reduce}
+        if not step.config.calculate_per_token_loss:
+            finalize(begun.chunks, None, **options)
+            return
+        if self._courier is not None and inspect.unwrap(finalize) is finalize_model_grads:
+            loss_rank = self._pipeline.stage_map.loss_rank
+            tokens = self._courier.bring_tokens(step.num_tokens, loss_rank, groups.pp)
+            finalize(begun.chunks, None, **options)
+            divide_by_tokens(begun.chunks, tokens, groups)
+            return
+        # Megatron takes the last rank's count for the pipeline's; only the loss rank has one.
+        dist.all_reduce(step.num_tokens, group=groups.pp)
+        finalize(begun.chunks, step.num_tokens, **options)
 
 
 def _of_one_length(config: Any) -> Any:
@@ -234,9 +384,13 @@ def _timed(config: Any) -> Iterator[None]:
     timer.stop()
 
 
+def _as_list(model: Any) -> list[nn.Module]:
+    return model if isinstance(model, list) else [model]
+
+
 def _as_lists(model: Any, data_iterator: Any) -> tuple[list[nn.Module], list[Any]]:
     """Return the chunks and their iterators; with one chunk Megatron may pass the bare things."""
-    chunks = model if isinstance(model, list) else [model]
+    chunks = _as_list(model)
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     if len(chunks) != len(iterators):
         raise ValueError(f"{len(chunks)} model chunks have {len(iterators)} data iterators")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.session import Pipeline
@@ -56,13 +58,16 @@ class GradientSync:
             for chunk in range(len(model)):
                 self._plan(chunk, ties)
 
-    @contextlib.contextmanager
-    def session(self, forward_only: bool) -> Iterator[None]:
-        """Run a step inside: gather parameters where asked for, hold DDP's own reductions back."""
+    def gather_parameters(self) -> None:
+        """Start to gather the parameters of all chunks, where Megatron leaves that to the step."""
         param_sync = self._config.param_sync_func
-        if param_sync is not None and not forward_only:
+        if param_sync is not None:
             for chunk, sync in zip(self._model, self._per_chunk(param_sync), strict=True):
                 sync(chunk.parameters())
+
+    @contextlib.contextmanager
+    def session(self, forward_only: bool) -> Iterator[None]:
+        """Run a step inside: hold DDP's own reductions back."""
         with contextlib.ExitStack() as stack:
             no_sync = self._config.no_sync_func
             if no_sync is not None:
@@ -152,6 +157,17 @@ class GradientSync:
 
     def _per_chunk(self, function: Any) -> list[Any]:
         return function if isinstance(function, list) else [function] * len(self._model)
+
+
+def divide_by_tokens(model: Sequence[Any], tokens: Tensor, groups: Any) -> None:
+    """Divide the gradients by the number of tokens, as Megatron does when it is given that.
+
+    `tokens` is this pipeline's number; the data-parallel ranks' are added to it.
+    """
+    dist.all_reduce(tokens, group=getattr(groups, "dp_cp_gtp_remat", None) or groups.dp_cp)
+    scaling = 1.0 / torch.clamp(tokens, min=1)
+    for chunk in model:
+        chunk.scale_gradients(scaling)
 
 
 @contextlib.contextmanager

@@ -76,6 +76,11 @@ class BubbleMeter:
         self._timer = profiled or PassTimer(torch_device, aligned=False)
         return self._timer
 
+    @property
+    def times_next(self) -> bool:
+        """Return whether the passes of the next step are timed."""
+        return self._session.iteration_log is not None and _is_logged(1)
+
     def figures(self, iteration: int, pipeline_group: dist.ProcessGroup) -> Figures:
         """Return the step's bubbles; all ranks of the pipeline call this for the same steps.
 
@@ -97,10 +102,10 @@ class BubbleMeter:
         return Figures(iteration, predicted, bubble)
 
 
-def _is_logged() -> bool:
-    """Return whether Megatron's trainer is going to log the step that runs now."""
+def _is_logged(ahead: int = 0) -> bool:
+    """Return whether Megatron's trainer is going to log the step `ahead` of the one it runs now."""
     args = get_args()
-    iteration: int = args.curr_iteration + 1
+    iteration: int = args.curr_iteration + 1 + ahead
     return iteration % args.log_interval == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
@@ -30,6 +31,66 @@ def bring_losses(
     parcel = [None]
     dist.recv_object_list(parcel, src=ranks[loss_rank], group=pipeline_group, device=device)
     return _moved(parcel[0], device)
+
+
+class Courier:
+    """Brings the loss rank's results to others without waiting until their steps end too.
+
+    With post-validation the ranks of a pipeline are in different steps at a time, and the loss
+    rank may be the first to go on. What it sends is kept until `forget`.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: list[tuple[dist.Work, Tensor]] = []
+
+    def bring_losses(
+        self,
+        store: list[Any],
+        loss_rank: int,
+        pipeline_group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> list[Any]:
+        """Do what the function of this name does."""
+        last_rank = pipeline_group.size() - 1
+        rank = pipeline_group.rank()
+        if loss_rank == last_rank or rank not in (loss_rank, last_rank):
+            return store
+        if rank == loss_rank:
+            content = pickle.dumps(_moved(store, torch.device("cpu")))
+            parcel = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+            size = torch.tensor([parcel.numel()], dtype=torch.int64, device=device)
+            self._send(size, last_rank, pipeline_group)
+            self._send(parcel, last_rank, pipeline_group)
+            return store
+        size = torch.empty(1, dtype=torch.int64, device=device)
+        dist.recv(size, group=pipeline_group, group_src=loss_rank)
+        parcel = torch.empty(int(size), dtype=torch.uint8, device=device)
+        dist.recv(parcel, group=pipeline_group, group_src=loss_rank)
+        # Written by another rank of this very run.
+        return _moved(pickle.loads(parcel.cpu().numpy().tobytes()), device)
+
+    def bring_tokens(
+        self, tokens: Tensor, loss_rank: int, pipeline_group: dist.ProcessGroup
+    ) -> Tensor:
+        """Return the loss rank's number of tokens, on every rank of the pipeline."""
+        if pipeline_group.rank() != loss_rank:
+            dist.recv(tokens, group=pipeline_group, group_src=loss_rank)
+            return tokens
+        for rank in range(pipeline_group.size()):
+            if rank != loss_rank:
+                self._send(tokens.clone(), rank, pipeline_group)
+        return tokens
+
+    def _send(self, tensor: Tensor, rank: int, group: dist.ProcessGroup) -> None:
+        work = dist.isend(tensor, group=group, group_dst=rank)
+        if work is not None:
+            self._under_way.append((work, tensor))
+
+    def forget(self) -> None:
+        """Let go of what the step before has sent; by the time it is validated, that has left."""
+        for work, _ in self._under_way:
+            work.wait()
+        self._under_way.clear()
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -51,6 +51,12 @@ class Profiler:
         self._prediction: Prediction | None = None
         self._costs: Costs | None = None
 
+    @property
+    def profiles_next(self) -> bool:
+        """Return whether the next training step is profiled."""
+        first, last = self._pipeline.options.profile_steps or (0, -1)
+        return first <= self._steps + 1 <= last
+
     def begin_step(self, torch_device: torch.device) -> PassTimer | None:
         """Count a training step and return what is to observe it, if it is profiled."""
         self._steps += 1

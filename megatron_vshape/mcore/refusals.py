@@ -155,11 +155,66 @@ REFUSALS = (
 )
 """Every option of Megatron that no schedule of this package goes with, and what to do instead."""
 
+_REDOES = "an iteration begun early would be run, and counted, twice: leave it out"
+_NO_COPY = "a step of this optimizer cannot be undone yet: leave it out"
+_NEW_SIZE = "the next iteration begins before its size is decided: leave it out"
+
+
+def _is_given_and_not_none(value: Any) -> bool:
+    return value not in (None, "none")
+
+
+def _is_no_plain_optimizer(value: Any) -> bool:
+    return value not in ("adam", "sgd")
+
+
+def _reruns(value: Any) -> bool:
+    return value != "disabled"
+
+
+POST_VALIDATION_REFUSALS = (
+    Refusal(
+        "rerun_mode",
+        "--rerun-mode",
+        "it holds all ranks up at the end of every iteration: set --rerun-mode disabled",
+        _reruns,
+        shows_value=True,
+    ),
+    Refusal("num_experts", "--num-experts", _REDOES, _is_given),
+    Refusal("fp8", "--fp8-format", _REDOES, _is_given_and_not_none),
+    Refusal("fp4", "--fp4-format", _REDOES, _is_given_and_not_none),
+    Refusal("qk_clip", "--qk-clip", _REDOES),
+    Refusal("log_max_attention_logit", "--log-max-attention-logit", _REDOES),
+    Refusal("save_activations_interval", "--save-activations-interval", _REDOES, _is_given),
+    Refusal("save_wgrads_interval", "--save-wgrads-interval", _REDOES, _is_given),
+    Refusal("save_dgrads_interval", "--save-dgrads-interval", _REDOES, _is_given),
+    Refusal("perform_rl_step", "--perform-rl-step", _REDOES),
+    Refusal("rampup_batch_size", "--rampup-batch-size", _NEW_SIZE, _is_given),
+    Refusal("step_batch_size_schedule", "--step-batch-size-schedule", _NEW_SIZE, _is_given),
+    Refusal(
+        "optimizer", "--optimizer", "use adam or sgd", _is_no_plain_optimizer, shows_value=True
+    ),
+    Refusal("use_precision_aware_optimizer", "--use-precision-aware-optimizer", _NO_COPY),
+    Refusal("optimizer_cpu_offload", "--optimizer-cpu-offload", _NO_COPY),
+    Refusal("optimizer_cuda_graph", "--optimizer-cuda-graph", _NO_COPY),
+    Refusal(
+        "use_layer_wise_distributed_optimizer", "--use-layer-wise-distributed-optimizer", _NO_COPY
+    ),
+    Refusal("reuse_grad_buf_for_mxfp8_param_ag", "--reuse-grad-buf-for-mxfp8-param-ag", _NO_COPY),
+)
+"""Every option of Megatron that --optimizer-post-validation does not go with."""
+
+
+def check_post_validation(args: Namespace) -> None:
+    """Raise UnsupportedError for the first option that post-validation cannot have."""
+    for refusal in POST_VALIDATION_REFUSALS:
+        _check(refusal, args, "--optimizer-post-validation")
+
 
 def check_arguments(args: Namespace, schedule: str) -> None:
     """Raise UnsupportedError for the first of Megatron's options that `schedule` cannot have."""
     for refusal in REFUSALS:
-        _check(refusal, args, schedule)
+        _check(refusal, args, f"--pipeline-schedule {schedule}")
     if args.transformer_impl == "transformer_engine" and not has_transformer_engine():
         raise UnsupportedError(
             "--transformer-impl transformer_engine needs Transformer Engine, which is not "
@@ -187,12 +242,11 @@ def check_config(config: Any) -> None:
     """Raise UnsupportedError for an option that a script has set in the TransformerConfig alone."""
     for refusal in REFUSALS:
         if refusal.in_config:
-            _check(refusal, config, "")
+            _check(refusal, config, "--pipeline-schedule")
 
 
-def _check(refusal: Refusal, options: Any, schedule: str) -> None:
+def _check(refusal: Refusal, options: Any, flag: str) -> None:
     value = getattr(options, refusal.name, None)
     if refusal.is_set(value):
-        flag = f"--pipeline-schedule {schedule}".rstrip()
         option = f"{refusal.option} {value}" if refusal.shows_value else refusal.option
         raise UnsupportedError(f"{flag} does not work with {option}: {refusal.why}")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -29,6 +30,7 @@ from megatron_vshape.mcore.checkpoints import repair_tracker
 from megatron_vshape.mcore.forward_backward import PipelineRunner
 from megatron_vshape.mcore.iteration_log import IterationLog, why_no_mfu
 from megatron_vshape.mcore.metering import MeteredSchedule, count_backward, count_forward
+from megatron_vshape.mcore.post_validation import PostValidation, check_optimizer
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.session import Pipeline, Session
 from megatron_vshape.mcore.split_backward import TorchFusedKernels, make_split_linear
@@ -210,6 +212,8 @@ def train(session: Session, original: Function) -> Function:
             except ScheduleError as error:
                 raise _refused(error) from None
             print_rank_0(lines)
+            if session.pipeline.options.post_validates:
+                session.post_validation = _post_validation(session, given["optimizer"])
         if session.pipeline is not None or session.megatrons_own is not None:
             session.iteration_log = IterationLog()
             missing = why_no_mfu()
@@ -273,6 +277,21 @@ def print_rank_last(session: Session, original: Function) -> Function:
     return tell
 
 
+def _post_validation(session: Session, optimizer: Any) -> PostValidation:
+    """Return what makes the steps of a run that begins; refuse what it cannot undo."""
+    try:
+        check_optimizer(optimizer)
+    except UnsupportedError as error:
+        raise _refused(error) from None
+
+    def runner() -> PipelineRunner:
+        if isinstance(session.runner, PipelineRunner):
+            return session.runner
+        raise RuntimeError("post-validation has no schedule of this package to begin steps of")
+
+    return PostValidation(runner)
+
+
 def _opening(pipeline: Pipeline, model: Sequence[Any], optimizer: Any) -> str:
     """Return the schedule's picture, and with a memory limit what is left of that."""
     planner, lines = pipeline.planner, []
@@ -294,6 +313,10 @@ def _opening(pipeline: Pipeline, model: Sequence[Any], optimizer: Any) -> str:
 
 
 def _tell_end(session: Session) -> None:
+    post_validation, session.post_validation = session.post_validation, None
+    if post_validation is not None:
+        post_validation.end()
+        print_rank_0(post_validation.closing_line())
     if session.runner is None:
         return
     line = session.runner.report.closing_line(
@@ -317,6 +340,54 @@ def read_metadata(session: Session, original: Function) -> Function:
         return original(tracker_filename)
 
     return read
+
+
+def optimizer_step(session: Session, original: Function) -> Function:
+    """Step without a barrier where the run asks for that."""
+
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **options: Any) -> Any:
+        if session.post_validation is None:
+            return original(self, *args, **options)
+        return session.post_validation.step(self, original)
+
+    return step
+
+
+def logical_and_across_model_parallel_group(session: Session, original: Function) -> Function:
+    """Do not ask the other ranks what all know from the validated step."""
+
+    @functools.wraps(original)
+    def reduce(input: bool, *args: Any, **options: Any) -> bool:
+        if session.post_validation is None or not input:
+            return bool(original(input, *args, **options))
+        return True
+
+    return reduce
+
+
+def reduce_max_stat_across_model_parallel_group(session: Session, original: Function) -> Function:
+    """Do not ask the other ranks what all know from the validated step; round as asking does."""
+
+    @functools.wraps(original)
+    def reduce(stat: Any, *args: Any, **options: Any) -> Any:
+        if session.post_validation is None or stat is None:
+            return original(stat, *args, **options)
+        return torch.tensor([stat], dtype=torch.float32).item()
+
+    return reduce
+
+
+def save_checkpoint(session: Session, original: Function) -> Function:
+    """Save no trace of a step that has begun early: random numbers, microbatches read."""
+
+    @functools.wraps(original)
+    def save(*args: Any, **options: Any) -> Any:
+        if isinstance(session.runner, PipelineRunner):
+            session.runner.drop_ahead()
+        return original(*args, **options)
+
+    return save
 
 
 def get_forward_backward_func(session: Session, original: Function) -> Function:

@@ -85,6 +85,11 @@ class RunReport:
         """Return what a microbatch holds of each of this rank's stages, after F and after B."""
         return {} if self._memory is None else self._memory.held
 
+    @property
+    def measures_next(self) -> bool:
+        """Return whether the memory of the next training step is measured."""
+        return self._memory is None
+
     def remeasure(self) -> None:
         """Measure the next training step's memory and the speed from then on: the order is new."""
         self._memory = None

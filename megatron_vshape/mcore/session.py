@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatron_vshape.mcore.layout import StageLayout, StageMap
     from megatron_vshape.mcore.metering import MeteredSchedule
     from megatron_vshape.mcore.plans import Planner
+    from megatron_vshape.mcore.post_validation import PostValidation
     from megatron_vshape.runtime.measure import PassTimer
 
 
@@ -53,6 +54,7 @@ class Session:
     megatrons_own: str | None = None  # the schedule of Megatron's that the user has named
     # What the trainer calls for every step; made when it asks for that.
     runner: PipelineRunner | MeteredSchedule | None = None
+    post_validation: PostValidation | None = None  # while a run that asks for it trains
     jobs: WeightJobs = field(default_factory=WeightJobs)
     running_chunk: int | None = None
     census: Census | None = None  # while a step's activation memory is measured

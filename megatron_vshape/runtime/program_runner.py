@@ -1,6 +1,6 @@
 """Run a Program on this rank: one match over its instructions, and nothing else."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -76,45 +76,93 @@ def run_program(
 ) -> None:
     """Run what `program` says for `device`, whose stages are `stages`, and send all its results.
 
-    Results that the same device reads wait in a table; every tensor is let go of as soon as its
-    reader has it, so that memory is what the schedule says. `place` follows what runs, and stays
-    where something was raised.
+    `place` follows what runs, and stays where something was raised.
 
     Raises:
         KeyError: `stages` lacks a stage that the program runs on the device.
         RuntimeError: a stage returned nothing where another waits for its result.
         Exception: whatever a pass raised, with a note of stage, microbatch and pass.
     """
-    place = Place() if place is None else place
-    watcher = observer if observer is not None else _Silent()
-    local = _Local(program, device)
-    received: Tensor | None = None
-    result: Tensor | None = None
-    for instruction in program.instructions[device]:
-        place.instruction = instruction
-        match instruction:
-            case Run(work):
-                # In a list, which the pass empties, so that only the stage holds its input.
-                handed = [local.take(work) if received is None else received]
-                received = result = None
-                place.last_pass = work
-                watcher.begins(work)
-                result = _run_pass(stages[work.stage], work, handed, device)
-                watcher.ends(work)
-                if local.keep(work, result):
+    ProgramRun(program, device, stages, transport, observer, place).finish()
+
+
+class ProgramRun:
+    """A program under way on one device.
+
+    Results that the same device reads wait in a table; every tensor is let go of as soon as its
+    reader has it, so that memory is what the schedule says.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        device: int,
+        stages: Mapping[int, Stage],
+        transport: Carrier,
+        observer: Observer | None = None,
+        place: Place | None = None,
+    ) -> None:
+        """Take what `run_program` takes, and run nothing yet."""
+        self._row = program.instructions[device]
+        self._device = device
+        self._stages = stages
+        self._transport = transport
+        self._watcher = observer if observer is not None else _Silent()
+        self._place = Place() if place is None else place
+        self._local = _Local(program, device)
+        self._at = 0
+
+    def finish(self) -> None:
+        """Run on to the end, and until all has been sent. Raises what `run_program` raises."""
+        self.advance(len(self._row))
+        self._transport.drain()
+        self._place.instruction = None
+
+    def advance(self, upto: int) -> None:
+        """Run on, up to but not including instruction `upto`, where the program is cut.
+
+        It does not wait for what has been sent. Raises what `run_program` raises.
+        """
+        place = self._place
+        received: Tensor | None = None
+        result: Tensor | None = None
+        for instruction in self._row[self._at : upto]:
+            place.instruction = instruction
+            match instruction:
+                case Run(work):
+                    # In a list, which the pass empties, so that only the stage holds its input.
+                    handed = [self._local.take(work) if received is None else received]
+                    received = result = None
+                    place.last_pass = work
+                    self._watcher.begins(work)
+                    result = _run_pass(self._stages[work.stage], work, handed, self._device)
+                    self._watcher.ends(work)
+                    if self._local.keep(work, result):
+                        result = None
+                    self._transport.poll()
+                case Send(message):
+                    if result is None:
+                        raise RuntimeError(_no_result(message.work))
+                    self._transport.send(message, result)
                     result = None
-                transport.poll()
-            case Send(message):
-                if result is None:
-                    raise RuntimeError(_no_result(message.work))
-                transport.send(message, result)
-                result = None
-            case Await(message):
-                received = transport.wait(message)
+                case Await(message):
+                    received = self._transport.wait(message)
+                case Receive(message):
+                    self._transport.post(message)
+        self._at = max(self._at, upto)
+
+
+def run_drain(instructions: Iterable[Instruction], transport: Carrier, blank: Tensor) -> None:
+    """Bring messages to rest (see `core.cutting.drain`); every Send carries `blank`."""
+    for each in instructions:
+        match each:
             case Receive(message):
                 transport.post(message)
+            case Send(message):
+                transport.send(message, blank)
+            case Await(message):
+                transport.wait(message)
     transport.drain()
-    place.instruction = None
 
 
 def describe(work: Pass) -> str:

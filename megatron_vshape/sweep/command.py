@@ -38,7 +38,8 @@ def trainer_command(
         layers = layers_of_stages(it, loaded.model, stages)
         flags += ["--pipeline-layer-split", ",".join(map(str, layers))]
     if loaded.sweep.post_validation:
-        flags.append("--optimizer-post-validation")
+        # Megatron's check for reruns would hold all ranks up as the norm does.
+        flags += "--optimizer-post-validation --rerun-mode disabled".split()
     flags += _device_flags(loaded)
     return [run.script, *flags, *_TRAINING, *run.arguments, *it.arguments]
 

@@ -38,7 +38,7 @@ def test_without_any_package_it_says_what_is_missing() -> None:
 def test_where_everything_fits() -> None:
     core = pytest.importorskip("megatron.core")
     from megatron_vshape.mcore import hooks
-    from megatron_vshape.mcore.refusals import REFUSALS
+    from megatron_vshape.mcore.refusals import POST_VALIDATION_REFUSALS, REFUSALS
 
     run = python("-m", "megatron_vshape.cli.main", "doctor")
     assert run.returncode == 0, run.stdout + run.stderr
@@ -48,7 +48,8 @@ def test_where_everything_fits() -> None:
     assert f"replaces in megatron-core {version} " in text
     assert all(f" {record.target}" in text for record in (*hooks.HOOKS, *hooks.PROBES))
     assert all(record.reason in text for record in (*hooks.HOOKS, *hooks.PROBES))
-    assert all(each.option in text and each.why in text for each in REFUSALS)
+    refusals = (*REFUSALS, *POST_VALIDATION_REFUSALS)
+    assert all(each.option in text and each.why in text for each in refusals)
     assert "fp32, sums in fp32, on this cpu addmm" in text
     assert text.endswith("everything fits")
 

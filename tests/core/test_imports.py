@@ -5,7 +5,7 @@ import sys
 
 MODULES = (
     "building_block blocks repeating squeezing reordering catalogue verify schedule simulate "
-    "lowering costs analysis"
+    "lowering cutting costs analysis"
 )
 CODE = """
 import sys, time

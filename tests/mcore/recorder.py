@@ -123,20 +123,27 @@ class Records:
 
     def count_live_bytes(self) -> None:
         """Keep what is live after each pass of the second step, and how many receives wait."""
-        original = forward_backward.run_program
+        records = self
 
-        def run(program: Any, device: int, *rest: Any) -> None:
-            if len(self.kept["losses"]) != 1:
-                original(program, device, *rest)
-                return
-            with LiveBytes() as live:
-                after = LiveAfterPasses(live)
-                original(program, device, *rest[:2], after)
-            self.kept["live_bytes"] = after.peak_bytes
-            self.kept["left_bytes"] = live.count()
-            self.kept["most_posted"] = program.most_posted(device)
+        class Counted(forward_backward.ProgramRun):
+            def __init__(self, program: Any, device: int, *rest: Any) -> None:
+                self._live = LiveBytes()
+                self._after = LiveAfterPasses(self._live)
+                self._most_posted = program.most_posted(device)
+                counts = len(records.kept["losses"]) == 1
+                super().__init__(program, device, *rest[:2], self._after if counts else None)
 
-        forward_backward.run_program = run
+            def finish(self) -> None:
+                if len(records.kept["losses"]) != 1:
+                    super().finish()
+                    return
+                with self._live:
+                    super().finish()
+                records.kept["live_bytes"] = self._after.peak_bytes
+                records.kept["left_bytes"] = self._live.count()
+                records.kept["most_posted"] = self._most_posted
+
+        forward_backward.ProgramRun = Counted
 
     def fake_wandb(self) -> types.ModuleType:
         """Return what stands in for wandb, which would want a network or leave a daemon."""

@@ -65,9 +65,7 @@ def test_layer_splits_that_cannot_be(farm: Farm, flags: str, said: str) -> None:
 
 def test_a_layer_split_without_a_schedule(farm: Farm) -> None:
     text = refused(farm, "--pipeline-layer-split", "auto")
-    assert text == (
-        "--pipeline-layer-split auto needs --pipeline-schedule, such as 1f1b or v-half"
-    )
+    assert text == ("--pipeline-layer-split auto needs --pipeline-schedule, such as 1f1b or v-half")
 
 
 class TestScheduleFiles:

@@ -1,0 +1,145 @@
+"""Measure what a barrier between iterations costs, and what is left of it with post-validation.
+
+    python scripts/bench_post_validation.py [--ranks 8] [--microbatches 32] [--iterations 20]
+
+Every pass sleeps, so that 8 ranks fit on any machine. After an iteration every rank reduces one
+number, as for a gradient norm: once it waits for the result and goes on, once it goes on with the
+next iteration's first forwards and waits before the first backward. Both in one run, beside the
+simulation of all iterations at once.
+"""
+
+import argparse
+import multiprocessing
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from bench_runtime import SHAPE, SleepingStage
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.cutting import forward_cut
+from megatron_vshape.core.lowering import Program, lower
+from megatron_vshape.core.passes import Pass
+from megatron_vshape.core.placement import stages_of
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.simulate import simulate
+from megatron_vshape.runtime.p2p import Transport
+from megatron_vshape.runtime.program_runner import ProgramRun
+
+GOAL = 1.02
+
+
+def in_a_row(schedule: Schedule, iterations: int) -> Schedule:
+    """Return the schedule of so many iterations that no barrier keeps apart."""
+    size = schedule.num_microbatches
+    rows = (
+        tuple(
+            Pass(kind, stage, microbatch + number * size)
+            for number in range(iterations)
+            for kind, stage, microbatch in row
+        )
+        for row in schedule.order
+    )
+    return replace(schedule, num_microbatches=size * iterations, order=tuple(rows))
+
+
+def iterate(
+    program: Program, transport: Transport, costs: Costs, iterations: int, goes_ahead: bool
+) -> float:
+    """Return the seconds that the slowest rank took for all iterations."""
+    rank = dist.get_rank()
+    own = stages_of(program.schedule.placement, dist.get_world_size())[rank]
+    stages = {stage: SleepingStage(costs, stage) for stage in own}
+    ends = forward_cut(program)
+    number = torch.ones(1)
+    dist.barrier()
+    start = time.perf_counter()
+    run = ProgramRun(program, rank, stages, transport)
+    for iteration in range(1, iterations + 1):
+        run.finish()
+        work = dist.all_reduce(number, async_op=True)
+        run = ProgramRun(program, rank, stages, transport)
+        if goes_ahead and iteration < iterations:
+            run.advance(ends[rank])
+        work.wait()
+    taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def _rank(
+    queue: "multiprocessing.Queue[tuple[float, float]]",
+    rank: int,
+    store: str,
+    schedule: Schedule,
+    costs: Costs,
+    iterations: int,
+) -> None:
+    torch.set_num_threads(1)
+    ranks = schedule.num_devices
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    transport = Transport([list(range(ranks))], SHAPE, torch.float32, torch.device("cpu"))
+    program = lower(schedule, simulate(schedule, costs))
+    transport.prepare(program)
+    waits = iterate(program, transport, costs, iterations, goes_ahead=False)
+    ahead = iterate(program, transport, costs, iterations, goes_ahead=True)
+    if rank == 0:
+        queue.put((waits, ahead))
+    transport.close()
+    dist.destroy_process_group()
+
+
+def measure(schedule: Schedule, costs: Costs, iterations: int) -> tuple[float, float]:
+    """Return the seconds of all iterations, with a barrier between them and without."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    queue = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        ranks = [
+            context.Process(target=_rank, args=(queue, rank, store, schedule, costs, iterations))
+            for rank in range(schedule.num_devices)
+        ]
+        for process in ranks:
+            process.start()
+        measured = queue.get()
+        for process in ranks:
+            process.join()
+    return measured
+
+
+def main() -> None:
+    """Parse the command line, run both ways and print them beside their simulation."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedule", default="v-zb")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--pass-ms", default="20,20,20", metavar="F,B,W")
+    args = parser.parse_args()
+    forward, backward, weight = (1000 * float(ms) for ms in args.pass_ms.split(","))
+    schedule = make(args.schedule, args.ranks, args.microbatches)
+    costs = Costs.uniform(args.ranks, schedule.num_stages, forward, backward, weight)
+    chunks = schedule.num_stages / args.ranks
+    busy_us = args.microbatches * chunks * (forward + backward + weight)
+    apart_us = simulate(schedule, costs).makespan
+    together_us = simulate(in_a_row(schedule, args.iterations), costs).makespan / args.iterations
+    measured = measure(schedule, costs, args.iterations)
+    print(
+        f"{args.schedule}, {args.ranks} ranks, {args.microbatches} microbatches, passes sleep "
+        f"{args.pass_ms} ms; {args.iterations} iterations, each {busy_us / 1e3:.0f} ms busy"
+    )
+    print(f"{'':24} {'simulated':>10} {'measured':>10}   time per iteration / busy time")
+    names = ("waits for the reduction", "with post-validation")
+    for name, expected, seconds in zip(names, (apart_us, together_us), measured, strict=True):
+        found = 1e6 * seconds / args.iterations
+        goal = f"   (goal {GOAL})" if name == names[1] else ""
+        print(f"{name:24} {expected / busy_us:10.4f} {found / busy_us:10.4f}{goal}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""A plugin of the farm's ranks: keeps every bit that steps leave, and spoils some of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import megatron.training.training as training
+import torch
+from megatron.core import parallel_state
+from torch import nn
+
+
+class Steps:
+    """What one rank keeps; `given` says which steps, from 0, get an infinite gradient
+    (`infected`), after how many the rank sends itself SIGTERM (`stopped`), and the `folder`.
+    """
+
+    def __init__(self, rank: int, given: dict[str, Any]) -> None:
+        self._path = f"{given['folder']}/rank{rank}.pt"
+        self._given = given
+        self.kept: dict[str, Any] = {"steps": [], "parameters": [], "optimizer": {}}
+
+    def keep_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(*args: Any, **options: Any) -> Any:
+            result = original(*args, **options)
+            model, optimizer = args[2:4]
+            loss, skipped, norm = result[0], result[1], result[5]
+            self.kept["steps"].append(
+                {
+                    "loss": {key: float(value) for key, value in loss.items()},
+                    "norm": None if norm is None else float(norm),
+                    "skipped": skipped,
+                    "loss scale": float(optimizer.get_loss_scale()),
+                    "learning rates": [group["lr"] for group in optimizer.param_groups],
+                }
+            )
+            self.kept["parameters"] = [each.data for chunk in model for each in chunk.parameters()]
+            self.kept["optimizer"] = state_of(optimizer)
+            torch.save(self.kept, self._path)
+            if len(self.kept["steps"]) == self._given["stopped"]:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return result
+
+        return step
+
+    def infect(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def finalize(model: list[nn.Module], *args: Any, **options: Any) -> Any:
+            result = original(model, *args, **options)
+            step, ranks = (
+                len(self.kept["steps"]),
+                parallel_state.get_pipeline_model_parallel_group(),
+            )
+            if step in self._given["infected"] and ranks.rank() == step % ranks.size():
+                next(iter(model[0].parameters())).main_grad.fill_(torch.inf)
+            return result
+
+        return finalize
+
+
+def start(rank: int, given: dict[str, Any]) -> None:
+    """Wrap the trainer in this process."""
+    steps = Steps(rank, given)
+    training.train_step = steps.keep_step(training.train_step)
+    training.finalize_model_grads = steps.infect(training.finalize_model_grads)
+
+
+def state_of(optimizer: Any) -> dict[str, Any]:
+    """Return everything of an optimizer that a step changes, in a fixed order."""
+    kept: dict[str, Any] = {}
+    for part, each in enumerate(optimizer.chained_optimizers):
+        if getattr(each, "grad_scaler", None) is not None:
+            kept[f"{part}.scaler"] = dict(vars(each.grad_scaler))
+        inner = each.optimizer
+        for number, group in enumerate(inner.param_groups):
+            kept[f"{part}.{number}"] = {key: group[key] for key in group if key != "params"}
+            for index, parameter in enumerate(group["params"]):
+                name = f"{part}.{number}.{index}"
+                kept[f"{name}.parameter"] = parameter.detach().clone()
+                for key, value in inner.state[parameter].items():
+                    kept[f"{name}.{key}"] = value
+    return kept

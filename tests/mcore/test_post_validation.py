@@ -1,0 +1,195 @@
+"""Post-validation changes no bit: guesses that hold, guesses undone, boundaries, refusals."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mcore.conftest import UNTIED
+from mcore.farm import Ended, Farm
+
+V_ZB = ("--pipeline-schedule", "v-zb", "--rerun-mode", "disabled", UNTIED)
+FIFTY = (*V_ZB, *"--train-iters 50 --log-interval 10 --no-check-for-nan-in-loss-and-grad".split())
+PLUGIN = Path(__file__).with_name("exact_steps.py")
+POST_VALIDATION = "--optimizer-post-validation"
+SCALED = ("--initial-loss-scale", "1024", "--loss-scale-window", "5")
+DATA_PARALLEL = (
+    "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather"
+).split()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two nests are equal to the last bit, NaN included."""
+    if isinstance(one, torch.Tensor):
+        alike = one.dtype == other.dtype and one.shape == other.shape
+        return alike and torch.equal(bits(one), bits(other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return repr(one) == repr(other)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Exact:
+    """How a run ended, and what `exact_steps` kept of every rank."""
+
+    run: Ended
+    kept: list[dict[str, Any]]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return self.kept[-1]["steps"]
+
+    def equals(self, other: "Exact") -> bool:
+        evaluations = (self.run.record["evaluations"], other.run.record["evaluations"])
+        return same(self.kept, other.kept) and same(*evaluations)
+
+
+def guesses(run: Exact) -> tuple[int, int]:
+    """Return how many steps were guessed, and how many of these undone."""
+    (found,) = re.findall(
+        r"post-validation: (\d+) steps made before they were validated, (\d+) of them undone",
+        run.run.output[0],
+    )
+    return int(found[0]), int(found[1])
+
+
+class Lab:
+    """Trains on four ranks of the farm and keeps every bit."""
+
+    def __init__(self, farm: Farm, folder: Path) -> None:
+        self.farm = farm
+        self.folder = folder
+        self._runs = 0
+
+    def run(self, *flags: str, infected: tuple[int, ...] = (), stopped: int | None = None) -> Exact:
+        self._runs += 1
+        folder = self.folder / f"run{self._runs}"
+        folder.mkdir()
+        given = {"folder": str(folder), "infected": infected, "stopped": stopped}
+        run = self.farm.run(4, *flags, plugin=PLUGIN, given=given, timeout_s=400).check()
+        kept = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(4)]
+        return Exact(run, kept)
+
+    def both(self, *flags: str, infected: tuple[int, ...] = ()) -> tuple[Exact, Exact]:
+        """Train with and without post-validation, check that all is equal, and return both."""
+        plain = self.run(*flags, infected=infected)
+        ahead = self.run(*flags, POST_VALIDATION, infected=infected)
+        assert ahead.equals(plain)
+        return plain, ahead
+
+
+@pytest.fixture
+def lab(farm: Farm, tmp_path: Path) -> Lab:
+    return Lab(farm, tmp_path)
+
+
+def test_fp16_with_clipping_at_times_and_infinite_gradients(lab: Lab) -> None:
+    flags = ("--fp16", *SCALED, "--clip-grad", "1.0")
+    plain, ahead = lab.both(*FIFTY, *flags, infected=(7, 15, 16, 30, 42))
+    made, undone = guesses(ahead)
+    assert 0 < undone < made
+    assert sum(each["skipped"] for each in plain.steps) == 5
+    assert len({each["loss scale"] for each in plain.steps}) > 1
+    norms = [each["norm"] for each in plain.steps if each["norm"] is not None]
+    assert {norm > 1.0 for norm in norms} == {True, False}
+
+
+def test_bf16_distributed_optimizer_with_dropout_and_per_token_loss(lab: Lab) -> None:
+    flags = "--bf16 --loss-scale 64 --calculate-per-token-loss --hidden-dropout 0.1".split()
+    clipping = ("--clip-grad", "1.2")
+    _, ahead = lab.both(*FIFTY, *flags, *clipping, *DATA_PARALLEL, infected=(12, 25, 26, 40))
+    made, undone = guesses(ahead)
+    assert 0 < undone < made
+
+
+PRECISIONS = {
+    "fp32": (),
+    "bf16": ("--bf16", "--loss-scale", "64"),
+    "fp16": ("--fp16", *SCALED),
+}
+CLIPPING = {"never": "100", "sometimes": "1.0", "always": "0.01"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [(), tuple(DATA_PARALLEL)], ids=["pipeline", "data"])
+@pytest.mark.parametrize("clipping", CLIPPING)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_everything_is_exact(
+    lab: Lab, precision: str, clipping: str, parallel: tuple[str, ...]
+) -> None:
+    # Without a loss scale nothing skips an infinite gradient: the weights of fp32 become NaN.
+    infected = (46,) if precision == "fp32" else (7, 15, 16, 30, 42)
+    flags = (*PRECISIONS[precision], "--clip-grad", CLIPPING[clipping], *parallel)
+    plain, ahead = lab.both(*FIFTY, *flags, infected=infected)
+    made, undone = guesses(ahead)
+    if clipping == "always":
+        assert made == 0
+    else:
+        assert 0 < undone < made
+    assert sum(each["skipped"] for each in plain.steps) == (0 if precision == "fp32" else 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1", "1f1b-v"])
+def test_other_schedules(lab: Lab, schedule: str) -> None:
+    flags = ("--bf16", "--loss-scale", "64", "--clip-grad", "1.2", "--pipeline-schedule", schedule)
+    _, ahead = lab.both(*FIFTY, *flags, infected=(9, 20))
+    made, undone = guesses(ahead)
+    assert 0 < undone < made
+
+
+BOUNDARIES = (
+    *V_ZB,
+    "--train-iters",
+    "16",
+    "--log-interval",
+    "99",
+    "--clip-grad",
+    "100",
+    "--hidden-dropout",
+    "0.1",
+)
+EVALUATION = ("--eval-interval", "6", "--eval-iters", "1", "--ckpt-format", "torch_dist")
+
+
+def test_evaluation_and_saving_see_a_validated_state(lab: Lab, tmp_path: Path) -> None:
+    flags = (*BOUNDARIES, *EVALUATION, "--save-interval", "99")
+    plain_folder, ahead_folder = str(tmp_path / "plain"), str(tmp_path / "ahead")
+    plain = lab.run(*flags, "--save", plain_folder, "--exit-interval", "9")
+    # Stopped by a signal, when it has begun the next step already.
+    stop = ("--exit-signal-handler", POST_VALIDATION)
+    ahead = lab.run(*flags, "--save", ahead_folder, *stop, stopped=9)
+    assert ahead.equals(plain)
+    assert guesses(ahead) == (9 - 2 - 1, 0)  # not the first two, nor before the evaluation
+    plain = lab.run(*flags, "--load", plain_folder)
+    ahead = lab.run(*flags, "--load", ahead_folder, POST_VALIDATION)
+    assert ahead.equals(plain)
+    assert len(ahead.steps) == 7
+    assert guesses(ahead) == (7 - 2 - 2, 0)  # nor before the end
+
+
+def refused(farm: Farm, *flags: str) -> str:
+    run = farm.run(4, POST_VALIDATION, *flags, timeout_s=60)
+    assert run.codes == [1] * 4, run.output
+    return run.output[0].partition("megatron-vshape: ")[2].strip()
+
+
+def test_what_does_not_go_with_it_is_refused(farm: Farm) -> None:
+    assert refused(farm, *V_ZB[:2]) == (
+        "--optimizer-post-validation does not work with --rerun-mode validate_results: it holds "
+        "all ranks up at the end of every iteration: set --rerun-mode disabled"
+    )
+    assert refused(farm, "--pipeline-schedule", "1f1b") == (
+        "--optimizer-post-validation needs a schedule of this package: add --pipeline-schedule, "
+        "v-zb for example"
+    )
+    assert "--num-experts" in refused(farm, *V_ZB, "--num-experts", "4")
