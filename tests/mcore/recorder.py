@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import megatron.core.distributed.param_and_grad_buffer as buffers
-import megatron.training.models.dist_utils as dist_utils
 import megatron.training.training as training
 import torch
 from megatron.core import parallel_state
@@ -26,6 +25,11 @@ from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.mcore import forward_backward
 from megatron_vshape.mcore.stage import MegatronStage
 from megatron_vshape.runtime.live_bytes import LiveAfterPasses, LiveBytes
+
+try:
+    import megatron.training.models.dist_utils as dist_utils
+except ModuleNotFoundError:  # before 0.18
+    dist_utils = None
 
 
 class Records:
@@ -187,9 +191,11 @@ def start(path: str) -> Records:
     group.start_grad_sync = records.keep_reduction(group.start_grad_sync)
     for kind, name in (("B", "backward_inputs"), ("W", "backward_weights"), ("BW", "backward")):
         setattr(MegatronStage, name, records.note_pass(kind, getattr(MegatronStage, name)))
-    dist_utils.build_virtual_pipeline_stages = _with_named_weights(
-        dist_utils.build_virtual_pipeline_stages
-    )
+    training.get_model = _with_named_provider(training.get_model)
+    if dist_utils is not None:
+        dist_utils.build_virtual_pipeline_stages = _with_named_weights(
+            dist_utils.build_virtual_pipeline_stages
+        )
     return records
 
 
@@ -239,12 +245,32 @@ def _with_named_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def build(*args: Any, **options: Any) -> list[nn.Module]:
         chunks = original(*args, **options)
-        for name, parameter in named_parameters(chunks):
-            if parameter.dim() > 1:
-                _fill(name, parameter.data)
+        _fill_all(chunks)
         return chunks
 
     return build
+
+
+def _with_named_provider(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Do the same before 0.19, where the trainer calls a function for every chunk."""
+
+    @functools.wraps(original)
+    def get(provider: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        @functools.wraps(provider)
+        def provide(*sizes: Any, **flags: Any) -> nn.Module:
+            chunk: nn.Module = provider(*sizes, **flags)
+            _fill_all([chunk])
+            return chunk
+
+        return original(provide, *args, **options)
+
+    return get
+
+
+def _fill_all(chunks: list[nn.Module]) -> None:
+    for name, parameter in named_parameters(chunks):
+        if parameter.dim() > 1:
+            _fill(name, parameter.data)
 
 
 def _fill(name: str, data: Tensor) -> None:

@@ -11,8 +11,10 @@ import torch
 from mcore.farm import Ended
 
 from megatron_vshape.mcore import iteration_log
-from megatron_vshape.mcore.iteration_log import Figures, IterationLog, why_no_mfu
+from megatron_vshape.mcore.iteration_log import BubbleMeter, Figures, IterationLog, why_no_mfu
 from megatron_vshape.mcore.peaks import peak_flops
+from megatron_vshape.mcore.session import Session
+from megatron_vshape.runtime.measure import PassTimer
 
 Train = Callable[..., Ended]
 Scalars = dict[str, list[tuple[int, float]]]
@@ -81,6 +83,22 @@ def test_everything_that_is_logged_is_as_under_1f1b(train: Train, tmp_path: Path
     assert_equal_scalars(ours, theirs)
     theirs, ours = wandbs
     assert_equal_scalars(ours, theirs)
+
+
+def test_the_passes_of_other_steps_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    args = SimpleNamespace(curr_iteration=0, log_interval=2)
+    monkeypatch.setattr(iteration_log, "get_args", lambda: args)
+    session = Session()
+    meter = BubbleMeter(session, predict=lambda num_microbatches: num_microbatches / 100)
+    assert meter.begin_step(8, cpu) is None  # no trainer runs, so nothing is logged
+    session.iteration_log = IterationLog()
+    assert meter.begin_step(8, cpu) is None  # step 1, and every second is logged
+    profiled = PassTimer(cpu)
+    assert meter.begin_step(8, cpu, profiled) is profiled
+    args.curr_iteration = 1
+    assert isinstance(meter.begin_step(8, cpu), PassTimer)
+    assert meter.begin_step(8, cpu, profiled) is profiled
 
 
 class Board:
