@@ -16,6 +16,7 @@ nevertheless, the turn does not count, unless that leaves fewer than three round
 | torch-zbv | torch.distributed.pipelining's ScheduleZBVZeroBubble over Megatron's layers |
 | v-zb, v-half, auto, ... | `--pipeline-schedule`, profiled while it warms up |
 | v-zb-profiled | v-zb with every step profiled: what profiling costs |
+| v-zb-fused, ... | with --gradient-accumulation-fusion, which stock Megatron has not without apex |
 
 A second table holds the prediction that this package's variants made from four steps of their
 warm-up beside the four steps that came next, and beside the steps of all rounds.
@@ -52,6 +53,8 @@ SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
 BASELINE = "megatron-1f1b"
 TORCH = "torch-zbv"
 PROFILED = "-profiled"
+FUSED = "-fused"
+UNFUSED_FLAG = "--no-gradient-accumulation-fusion"
 DEFAULT = (BASELINE, "megatron-interleaved", TORCH, "v-zb", "v-half", "auto", "v-zb-profiled")
 GOALS = (
     ("v-zb", BASELINE, 1.15),
@@ -70,7 +73,7 @@ FIXED_FLAGS = (
     "--transformer-impl local --distributed-backend gloo --mock-data "
     "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64 "
     "--position-embedding-type rope --no-rope-fusion --attention-dropout 0 --hidden-dropout 0 "
-    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm "
+    f"{UNFUSED_FLAG} --no-masked-softmax-fusion --no-persist-layer-norm "
     "--untie-embeddings-and-output-weights --train-iters 1000000 --lr 1e-3 --min-lr 1e-3 "
     "--lr-decay-style constant --eval-iters 0 --eval-interval 1000000 --log-interval 1000000 "
     "--num-workers 0"
@@ -118,7 +121,7 @@ def variant_flags(name: str) -> list[str]:
     if name == "megatron-interleaved":
         return ["--num-virtual-stages-per-pipeline-rank", "2"]
     steps = ALL_STEPS if name.endswith(PROFILED) else PROFILE_STEPS
-    schedule = name.removesuffix(PROFILED)
+    schedule = name.removesuffix(PROFILED).removesuffix(FUSED)
     return ["--pipeline-schedule", schedule, "--pipeline-profile-iterations", steps]
 
 
@@ -204,7 +207,9 @@ def train_by_megatron(name: str, sizes: Sizes, gate: Gate) -> None:
     import megatron.training.training as training
 
     training.train_step = gate.around(training.train_step)
-    sys.argv = [str(SCRIPT), *FIXED_FLAGS, *sizes.flags(), *variant_flags(name)]
+    left_out = {UNFUSED_FLAG} if name.endswith(FUSED) else set()
+    fixed = [flag for flag in FIXED_FLAGS if flag not in left_out]
+    sys.argv = [str(SCRIPT), *fixed, *sizes.flags(), *variant_flags(name)]
     source = compile(SCRIPT.read_text(), str(SCRIPT), "exec")
     exec(source, {"__name__": "__main__", "__file__": str(SCRIPT)})
 
