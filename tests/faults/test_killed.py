@@ -57,10 +57,11 @@ def assert_others_told(run: Ended, killed: int, folder: Path) -> float:
     return max(run.ended_s) - struck_s
 
 
-def assert_continues(farm: Farm, whole: Ended, folder: Path, form: str = PLAIN) -> None:
-    """Check that a restart from step 2 in `folder` does the rest of `whole`, bit by bit."""
+def assert_continues(
+    farm: Farm, whole: Ended, folder: Path, form: str = PLAIN, lost: int = 3
+) -> None:
+    """Check that a restart from `folder` does the last `lost` steps of `whole`, bit by bit."""
     again = farm.run(4, *FIVE, "--load", str(folder), "--ckpt-format", form).check()
-    lost = 3
     for key in ("losses", "grad_norms"):
         assert again.record[key] == whole.record[key][-lost:]
     mine, theirs = again.merged("parameters"), whole.merged("parameters")

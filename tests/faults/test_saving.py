@@ -41,4 +41,6 @@ def test_the_checkpoint_before_still_loads(
     assert (tmp_path / "struck").exists()
     assert None not in run.codes
     assert 0 not in run.codes
-    assert_continues(farm, train(4, *FIVE), saved, DISTRIBUTED)
+    # Where only the file that names it was cut off, the checkpoint itself is whole.
+    lost = 1 if file == TRACKER else 3
+    assert_continues(farm, train(4, *FIVE), saved, DISTRIBUTED, lost)
