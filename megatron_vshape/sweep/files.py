@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from megatron_vshape.core.files import read_text
 from megatron_vshape.core.passes import ScheduleError
 
-MAX_FILE_BYTES = 2**18
-"""No sweep, model or cluster needs more; PyYAML reads some 100 kB a second."""
+MAX_FILE_BYTES = 2**16
+"""No sweep, model or cluster needs more; PyYAML reads some 50 kB a second."""
 
 MAX_COUNT = 10**9
 """No size and no number of anything is larger; products of a few stay exact enough as floats."""

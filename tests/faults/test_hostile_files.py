@@ -29,7 +29,8 @@ from megatron_vshape.sweep.files import SweepError
 from megatron_vshape.sweep.grid import expand
 from megatron_vshape.sweep.results import Outcome, Result, Status, open_results
 
-SECONDS, GIB = 20, 2**30  # most that one file may take; the machine may be busy
+SECONDS, ASLEEP, GIB = 20, 10, 2**30  # most that one file may take; the machine may be busy
+ALARMS = (signal.SIGPROF, signal.SIGALRM)
 FEW, MANY = 75, 2500  # cases of each of the four kinds of file
 RUN = ("--devices", "2", "--microbatches", "4")
 
@@ -40,25 +41,38 @@ def _bounded() -> Iterator[None]:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + GIB, before[1]))
-    handler = signal.signal(signal.SIGALRM, _too_long)
+    handlers = {number: signal.signal(number, _too_long) for number in ALARMS}
     yield
-    signal.signal(signal.SIGALRM, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _too_long(number: int, frame: object) -> None:
-    raise TimeoutError(f"it took more than {SECONDS} s")
+    raise TooLongError(f"it took more than {SECONDS} s, or slept {ASLEEP} times as long")
+
+
+@contextlib.contextmanager
+def timed() -> Iterator[None]:
+    """Raise TooLongError inside after SECONDS of work, or much longer of anything."""
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.alarm(ASLEEP * SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.alarm(0)
+
+
+class TooLongError(Exception):
+    """A file made a command hang."""
 
 
 def command(*arguments: object) -> str:
     """Run the command line here and return what it says; whatever is wrong must be one sentence."""
     out, err = io.StringIO(), io.StringIO()
-    signal.alarm(SECONDS)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main([str(each) for each in arguments])
-    finally:
-        signal.alarm(0)
+    with timed(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(each) for each in arguments])
     said = err.getvalue()
     assert code in (0, 1, 2)  # 1: --compare found other winners
     assert (code == 2) == bool(said), said
@@ -313,12 +327,8 @@ def test_results_files(what: str, tmp_path: Path, tally: Tally) -> None:
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.executescript(HOSTILE_DATABASES[what])
         connection.commit()
-    signal.alarm(SECONDS)
-    try:
-        with pytest.raises(SweepError, match="move"):
-            _read(path)
-    finally:
-        signal.alarm(0)
+    with timed(), pytest.raises(SweepError, match="move"):
+        _read(path)
 
 
 def _read(path: Path) -> None:
