@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -81,10 +82,9 @@ def test_a_killed_rank_ends_the_run_and_a_restart_continues_bitwise(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", ["first", "middle", "last"])
-@pytest.mark.parametrize("device", [0, 1, 3])
+@pytest.mark.parametrize(("device", "at"), [(0, "first"), (1, "middle"), (3, "last")])
 @pytest.mark.parametrize("kind", list(Kind))
-def test_killed_in_any_pass(
+def test_killed_in_each_kind_of_pass(
     farm: Farm,
     train: Callable[..., Ended],
     inject: Inject,
@@ -101,10 +101,35 @@ def test_killed_in_any_pass(
     saved = tmp_path / "saved"
     run = inject([kill(work, device)], *FIVE, *EVERY_TWO, PLAIN, "--save", str(saved))
     seconds = assert_others_told(run, device, tmp_path)
-    tally(f"SIGKILL in {kind}", note=f"{seconds:.2f} s")
+    tally(f"SIGKILL in {kind} of Megatron's model", note=f"{seconds:.2f} s")
     if at == "middle":
         tally(f"restart after SIGKILL in {kind}")
         assert_continues(farm, train(4, *FIVE), saved)
+
+
+@pytest.mark.slow
+def test_killed_in_every_pass_of_a_step(tally: Tally) -> None:
+    """A small model of plain torch, so that every pass of all four devices has its turn."""
+    folder = Path(__file__).parent
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), str(folder.parent)]),
+    }
+    command = [sys.executable, str(folder / "kill_matrix.py")]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000)
+    assert run.returncode == 0, run.stderr[-2000:]
+    cases = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(cases) >= 4 * 2 * 4 * 2  # F and BW at least, of four devices with two stages
+    for case in cases:
+        for rank in range(4):
+            if rank == case["device"]:
+                assert case["codes"][rank] == -9
+                continue
+            assert case["codes"][rank] == 1, case
+            assert {number for number, _ in TOLD.findall(case["said"][rank])} == {str(rank)}, case
+    seconds = [case["seconds"] for case in cases]
+    note = f"others ended after {max(seconds):.2f} s at most, {median(seconds):.2f} s mostly"
+    tally("SIGKILL in every pass of a step", len(cases), note)
 
 
 @pytest.mark.slow
