@@ -80,7 +80,7 @@ def command(*arguments: object) -> str:
     if said:
         assert said.startswith("megatron-vshape: ")
         assert "Traceback" not in said
-    else:
+    elif "--compare" not in arguments:  # whose file may hold such a text
         assert not re.search(r"\b(nan|inf)\b", out.getvalue()), out.getvalue()
     return said
 
@@ -146,7 +146,7 @@ def damaged(draw: st.DrawFn, text: str) -> bytes:
         elif change == 3:
             del data[at : at + draw(st.integers(1, 40))]
         elif change == 4:
-            data += data[at:] * draw(st.sampled_from([1, 3, 1000]))
+            data += data[at:][:40_000] * draw(st.sampled_from([1, 3, 1000]))
         else:
             data[at:at] = data[at // 2 : at]
         del data[40_000_000:]
