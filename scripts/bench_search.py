@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare the adaptive scheduler with published schedules, cell by cell.
 
-    python3 scripts/bench_search.py [--judge PATH/replay.py] [--peers PATH/peers.json] [--steps N]
+    python3 scripts/bench_search.py [--judge PATH] [--peers PATH] [--chunks C] [--steps N]
 
 A cell is a number of devices and microbatches and one F, B, W, communication. Per cell and memory
 limit: the best published overhead that fits, ours as `replay.py` judges the exported file, their
@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_vshape.core import catalogue, search
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import Pass
-from megatron_vshape.core.placement import looping, v_shape
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import peak_held
 
@@ -46,11 +45,6 @@ class Cell(NamedTuple):
     microbatches: int
     cost: tuple[float, float, float, float]
     limit: float
-
-    @property
-    def costs(self) -> Costs:
-        """Return the costs of the V's stages."""
-        return Costs.uniform(self.devices, 2 * self.devices, *self.cost)
 
     @property
     def group(self) -> str:
@@ -113,19 +107,15 @@ def judged(judge: ModuleType, schedule: Schedule, cell: Cell) -> dict[str, Any]:
 
 
 def measure(
-    judge: ModuleType, cell: Cell, published: float, steps: int | None, loops: bool
+    judge: ModuleType, cell: Cell, published: float, steps: int | None, chunks: int
 ) -> Result:
-    """Return the plan for a cell, judged."""
-    placements = [v_shape(cell.devices)]
-    if loops:
-        placements.append(looping(cell.devices, 2))
+    """Return the plan for a cell, judged; a device may hold up to `chunks` stages."""
     started = time.process_time()
     made = search.plan(
-        cell.costs,
+        Costs.uniform(cell.devices, chunks * cell.devices, *cell.cost),
         cell.devices,
         cell.microbatches,
         cell.limit,
-        placements=placements,
         steps=steps,
     )
     seconds = time.process_time() - started
@@ -237,7 +227,7 @@ def main() -> int:
     parser.add_argument("--peers", type=Path, default=JUDGE / "peers.json")
     parser.add_argument("--steps", type=int, help="budget of every plan (default: its own)")
     parser.add_argument("--devices", type=int, help="only cells of so many devices")
-    parser.add_argument("--looping", action="store_true", help="allow looping placement, too")
+    parser.add_argument("--chunks", type=int, default=4, help="most stages a device may hold")
     parser.add_argument("--no-robustness", action="store_true")
     arguments = parser.parse_args()
     judge = load_judge(arguments.judge)
@@ -245,7 +235,7 @@ def main() -> int:
     results = []
     for cell, published in read_cells(arguments.peers):
         if arguments.devices in (None, cell.devices):
-            results.append(measure(judge, cell, published, arguments.steps, arguments.looping))
+            results.append(measure(judge, cell, published, arguments.steps, arguments.chunks))
             print_row(results[-1])
     for name, mean in geometric_means(results).items():
         print(f"geometric mean, {name}: {mean:.3f}")

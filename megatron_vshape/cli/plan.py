@@ -3,9 +3,11 @@
 import argparse
 import csv
 import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_vshape.cli.files import Output, check_distinct, check_target, write_all
@@ -16,15 +18,23 @@ from megatron_vshape.cli.options import (
     add_size_arguments,
     costs_for,
 )
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.costs import Costs, regroup
 from megatron_vshape.core.frontier import Point, frontier, published
 from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.placement import v_shape
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.search import Objective, Plan, plan
 from megatron_vshape.core.simulate import simulate
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import GIB, percent, table
 from megatron_vshape.view.text import picture, wants_colour
+
+MOST_CHUNKS = 4
+"""Without a costs file: halves of the V's stages, which most models have the layers for."""
+
+PROOF_SECONDS = 10.0
+PROVABLE = (4, 8)
+"""Devices and microbatches up to which CP-SAT gets anywhere in seconds."""
 
 FIGURE_SUFFIXES = (".svg", ".png", ".pdf")
 _TARGETS = {"export": SCHEDULE_SUFFIXES, "frontier": FIGURE_SUFFIXES}
@@ -42,6 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "with --costs, GiB as in 12.5GiB (default: what 1F1B holds)",
     )
     parser.add_argument(
+        "--chunks",
+        type=int,
+        choices=(1, 2, 4, 8),
+        metavar="N",
+        help="most stages that a device may hold, 1, 2, 4 or 8 (default: 4, or what the costs file "
+        "tells apart); the model needs N D layers",
+    )
+    parser.add_argument(
         "--objective",
         type=Objective,
         choices=list(Objective),
@@ -50,6 +68,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds", type=_seconds, metavar="S", help="search so long; Ctrl-C takes the best so far"
+    )
+    parser.add_argument(
+        "--proof-seconds",
+        type=float,
+        default=PROOF_SECONDS,
+        metavar="S",
+        help="for up to 4 devices and 8 microbatches, let CP-SAT prove the bound or find a better "
+        f"order for so long (default: {PROOF_SECONDS:g}; 0: not at all); needs the extra exact",
     )
     parser.add_argument("--export", type=Path, metavar="FILE", help="the schedule: .json or .csv")
     parser.add_argument(
@@ -78,6 +104,7 @@ def run(options: argparse.Namespace) -> int:
         seconds=options.seconds,
         progress=_progress(options.seconds),
     )
+    made = _proved(made, costs, limit, options.proof_seconds)
     if options.export is not None:
         write_all([Output("--export", options.export, partial(_write_schedule, made.schedule))])
     _print(made, limit, costs, measured is not None)
@@ -110,10 +137,14 @@ def _seconds(text: str) -> float:
 
 
 def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
-    if measured is not None:
-        return measured
+    """Return the costs, of as many stages as a plan may have."""
     devices = options.devices
-    return Costs.uniform(devices, 2 * devices, *(options.cost or UNIT_COST))
+    if measured is None:
+        chunks = options.chunks or MOST_CHUNKS
+        return Costs.uniform(devices, chunks * devices, *(options.cost or UNIT_COST))
+    if options.chunks is None:
+        return measured
+    return regroup(measured, options.chunks * devices, f"a plan of --chunks {options.chunks}")
 
 
 def _limit(text: str | None, devices: int, costs: Costs, in_bytes: bool) -> float:
@@ -163,7 +194,8 @@ def _write_schedule(schedule: Schedule, path: Path) -> None:
 
 
 def _print(made: Plan, limit: float, costs: Costs, in_bytes: bool) -> None:
-    timeline = simulate(made.schedule, costs)
+    own = regroup(costs, made.schedule.num_stages, "the plan")
+    timeline = simulate(made.schedule, own)
     if made.schedule.num_devices * made.schedule.num_microbatches <= 256:
         print(picture(timeline, None, wants_colour(sys.stdout)) + "\n")
     held = _held_text(costs, made.schedule.num_devices, in_bytes)
@@ -172,12 +204,36 @@ def _print(made: Plan, limit: float, costs: Costs, in_bytes: bool) -> None:
         (str(made.objective), f"{_time_text(made.value, in_bytes)}"),
         ("busiest device", f"works {_time_text(made.busy, in_bytes)}"),
         ("bubble", f"{percent(made.bubble)} ({_time_text(made.overhead, in_bytes)})"),
-        ("lower bound", f"{_time_text(made.lower_bound, in_bytes)}: no order is faster"),
+        (
+            "lower bound",
+            f"{_time_text(made.lower_bound, in_bytes)}: no order of this placement is faster",
+        ),
         ("gap", f"{percent(made.gap)} at most above the best"),
+        ("placement", _placement_text(made.schedule)),
         ("memory", f"{held(peaks[0])} at the peak, limit {held(peaks[1])}"),
     ]
     for label, value in lines:
         print(f"{label:<16}{value}")
+
+
+def _proved(made: Plan, costs: Costs, limit: float, seconds: float) -> Plan:
+    """Return a small plan with CP-SAT's bound, or CP-SAT's better plan, if OR-tools is there."""
+    schedule = made.schedule
+    small = schedule.num_devices <= PROVABLE[0] and schedule.num_microbatches <= PROVABLE[1]
+    if not small or made.gap <= 0 or seconds <= 0 or find_spec("ortools") is None:
+        return made
+    from megatron_vshape.core.exact import prove
+
+    own = regroup(costs, schedule.num_stages, "the plan")
+    return prove(made, own, limit, seconds, workers=os.cpu_count() or 1)
+
+
+def _placement_text(schedule: Schedule) -> str:
+    """Return how the stages lie on the devices, in words."""
+    devices, chunks = schedule.num_devices, schedule.num_stages // schedule.num_devices
+    shape = "a V" if schedule.placement == v_shape(devices) else "a loop"
+    each = "stage" if chunks == 1 else "stages"
+    return f"{chunks} {each} a device, {shape if chunks > 1 else 'in a row'}"
 
 
 def _time_text(value: float, in_bytes: bool) -> str:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.placement import Placement
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import check_costs, peak_held, simulate, unit_costs
 from megatron_vshape.core.verify import verify
@@ -30,15 +31,22 @@ def make_plus(
     published = make(base, num_devices, num_microbatches)
     costs = unit_costs(published) if costs is None else costs
     check_costs(costs, published.num_stages)
-    made = make_within(costs, num_devices, num_microbatches, peak_held(published, costs))
+    limit = peak_held(published, costs)
+    made = make_within(costs, num_devices, num_microbatches, limit, published.placement)
     best = min((made, published), key=lambda each: simulate(each, costs).makespan)
     return replace(best, name=name)
 
 
 def make_within(
-    costs: Costs, num_devices: int, num_microbatches: int, limit: float | tuple[float, ...]
+    costs: Costs,
+    num_devices: int,
+    num_microbatches: int,
+    limit: float | tuple[float, ...],
+    placement: Placement,
 ) -> Schedule:
     """Return the adaptive scheduler's order for a limit in the costs' unit, proved.
+
+    The placement is the caller's: a model is built for it.
 
     Raises:
         ScheduleError: nothing fits; the text says the least limit that does.
@@ -46,6 +54,6 @@ def make_within(
     # The search brings numba along, which takes a second to import; the names here do not need it.
     from megatron_vshape.core.search import plan
 
-    made = plan(costs, num_devices, num_microbatches, limit).schedule
+    made = plan(costs, num_devices, num_microbatches, limit, placements=[placement]).schedule
     verify(made)
     return replace(made, name="auto")

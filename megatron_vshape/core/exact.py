@@ -151,9 +151,7 @@ def _add_objective(
     model.minimize(value)
 
 
-def _better(
-    plan: Plan, costs: Costs, limits: Sequence[float], start: dict[Pass, int]
-) -> Plan:
+def _better(plan: Plan, costs: Costs, limits: Sequence[float], start: dict[Pass, int]) -> Plan:
     """Return the plan in the solver's order if that is better and, unrounded, fits."""
     old = plan.schedule
     rows: list[list[tuple[int, Pass]]] = [[] for _ in old.order]

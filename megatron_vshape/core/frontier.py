@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from megatron_vshape.core.bounds import least_memory
 from megatron_vshape.core.catalogue import NAMES, make
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.costs import Costs, regroup
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.search import Objective, Plan, default_placement, plan
+from megatron_vshape.core.search import Objective, Plan, default_placements, plan
 from megatron_vshape.core.simulate import peak_held, simulate
 
 _SAME = 1 + 1e-9
@@ -44,8 +44,10 @@ def frontier(
         ScheduleError: nothing fits the highest limit; the text says the least that does.
     """
     points: list[Point] = []
-    placement = default_placement(num_devices, costs.num_stages)
-    least = max(least_memory(costs, placement, num_devices))
+    least = min(
+        max(least_memory(regroup(costs, len(placement), "a plan"), placement, num_devices))
+        for placement in default_placements(num_devices, costs.num_stages)
+    )
     fitting = [limit for limit in sorted(limits) if limit * _SAME >= least] or [max(limits)]
     for limit in fitting:
         made = plan(costs, num_devices, num_microbatches, limit, objective, seconds=seconds)

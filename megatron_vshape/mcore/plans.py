@@ -167,11 +167,13 @@ class Planner:
             return catalogue.make(START, self.num_devices, num_microbatches)
         if self.limit_bytes is None:
             limit = 2 * self.num_devices * fmean(self.costs.held_after_forward_bytes)
-            return make_within(self.costs, self.num_devices, num_microbatches, limit)
+            return make_within(
+                self.costs, self.num_devices, num_microbatches, limit, self.placement
+            )
         static = self.static_bytes or (0.0,) * self.num_devices
         left = tuple(self.limit_bytes - each for each in static)
         self._check_fits(left)
-        return make_within(self.costs, self.num_devices, num_microbatches, left)
+        return make_within(self.costs, self.num_devices, num_microbatches, left, self.placement)
 
     def _check_fits(self, left: Sequence[float]) -> None:
         """Raise ScheduleError, with what each device needs, if one microbatch does not fit."""

@@ -12,19 +12,35 @@ from megatron_vshape.core.simulate import peak_held, simulate
 
 SIZE = ["--devices", "4", "--microbatches", "8"]
 COST = ["--cost", "1,1.15,.85,.05"]
+NO_PROOF = ["--proof-seconds", "0"]
 
 
 def test_a_plan_is_printed_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
-    arguments = ["plan", *SIZE, *COST, "--memory-limit", "6", "--export", str(path)]
+    arguments = ["plan", *SIZE, *COST, "--memory-limit", "6", "--export", str(path), *NO_PROOF]
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     schedule = load_schedule(path)
-    timeline = simulate(schedule, Costs.uniform(4, 8, 1, 1.15, 0.85, 0.05))
+    assert schedule.num_stages == 16
+    assert "placement       4 stages a device, a loop" in shown
+    timeline = simulate(schedule, Costs.uniform(4, 16, 1, 1.15, 0.85, 0.05))
     assert f"makespan        {timeline.makespan:.6g}" in shown
     assert "memory          6 chunks at the peak, limit 6 chunks" in shown
     assert "lower bound" in shown
     assert max(peak_held(schedule)) == 6
+
+
+def test_chunks_bound_the_stages_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", *SIZE, *COST, "--memory-limit", "6", "--chunks", "2", *NO_PROOF]
+    assert main(arguments) == 0
+    assert "placement       2 stages a device" in capsys.readouterr().out
+
+
+def test_a_small_plan_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ortools")
+    small = ["plan", "--devices", "2", "--microbatches", "4", *COST, "--memory-limit", "4"]
+    assert main([*small, "--chunks", "2", "--proof-seconds", "60"]) == 0
+    assert "gap             0.0 %" in capsys.readouterr().out
 
 
 def test_the_frontier_is_a_picture_and_a_table(
@@ -50,7 +66,7 @@ def test_a_limit_in_gib_is_of_the_costs_bytes(
     costs = Costs((1000.0,) * 8, (1150.0,) * 8, (850.0,) * 8, 50.0, (gib,) * 8, (gib,) * 8)
     path = tmp_path / "costs.json"
     path.write_text(costs.to_json())
-    assert main(["plan", *SIZE, "--costs", str(path), "--memory-limit", "6GiB"]) == 0
+    assert main(["plan", *SIZE, "--costs", str(path), "--memory-limit", "6GiB", *NO_PROOF]) == 0
     assert "6 GiB (6 chunks) at the peak, limit 6 GiB (6 chunks)" in capsys.readouterr().out
 
 

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_vshape.core import filling, improve, rings, search
+from megatron_vshape.core import filling, improve, problem, rings, search
 from megatron_vshape.core.blocks import v_half, v_min, v_zb
 from megatron_vshape.core.building_block import BuildingBlock
 from megatron_vshape.core.costs import Costs
@@ -18,7 +18,7 @@ DEVICES = 5
 
 def make_shop(num_microbatches: int, limit: float, *cost: float) -> improve.Shop:
     costs = Costs.uniform(DEVICES, 2 * DEVICES, *cost)
-    problem = search._problem(
+    asked = problem.make_problem(
         costs,
         DEVICES,
         num_microbatches,
@@ -26,7 +26,7 @@ def make_shop(num_microbatches: int, limit: float, *cost: float) -> improve.Shop
         search.Objective.MAKESPAN,
         v_shape(DEVICES),
     )
-    return search.make_shop(problem, num_microbatches)
+    return problem.make_shop(asked, num_microbatches)
 
 
 def make_state(block: BuildingBlock, num_microbatches: int, seed: int = 1) -> improve.State:
