@@ -10,7 +10,7 @@ from megatron_vshape.core.building_block import BuildingBlock
 from megatron_vshape.core.filling import fill, refill
 from megatron_vshape.core.modulo import find_steady_orders
 from megatron_vshape.core.passes import PARTS, Pass, ScheduleError
-from megatron_vshape.core.placement import Placement
+from megatron_vshape.core.placement import Placement, stages_of
 from megatron_vshape.core.problem import Objective, Plan, Problem, deltas_of, make_shop
 from megatron_vshape.core.rings import (
     Ring,
@@ -130,8 +130,15 @@ class Candidates:
         if len(problem.placement) > 2 * devices:
             return  # the loops' blocks are near the best; annealed orders only take their turns
         least = bounds.least_memory(problem.costs, problem.placement, devices)
+        stages = stages_of(problem.placement, devices)
+        # the zero-bubble V holds what 1F1B does; with more, only the ends can gain
+        held = problem.costs.held_after_forward_bytes
+        ample = [devices * sum(held[stage] for stage in own) for own in stages]
         for share, steps in zip(SHARES, (budget // 48, budget // 96), strict=True):
-            limits = [max(x, share * y) for x, y in zip(least, problem.limits, strict=True)]
+            limits = [
+                max(x, min(share * y, most))
+                for x, y, most in zip(least, problem.limits, ample, strict=True)
+            ]
             orders = find_steady_orders(
                 problem.costs, problem.placement, devices, limits, steps, self.seed
             )

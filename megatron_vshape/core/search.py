@@ -36,7 +36,7 @@ What was tried, as overheads in chunk passes (F/B/W/comm, memory in chunks, publ
   has 22.4, 18.7, 9.1; a loop of four 16.4, 12.1, 6.1, from grouped interleaved blocks alone
   (annealed orders of a loop only take their turns from them). A V walked twice (0..7, 7..0 and
   again; every steady order of a V of half the stages makes one of the same period) 24.2, 20.5 and
-  21: its ends are those of the V. Both other ways to turn (up up down down, up down down up): 25-30.
+  21: its ends are those of the V. Both other ways to turn (up up down down, up down down up) 25-30.
   Only at d=4, 6 chunks, is the double V ahead: 5.7 and 8.2 (1/2/1) against 6.0 and 10.3.
 * Eight stages a device: worth it at V-Half's memory of many devices, which a loop of four exceeds
   (d=16, 18 chunks: 38.4 against 53.8, and 78.7 against 84.3 for 1/2/1); else like four.
@@ -193,4 +193,4 @@ def _best_pairs(
 
 def default_steps(problem: Problem) -> int:
     """Return the steps of the default budget; more devices make a step dearer."""
-    return 1_000_000 if problem.num_devices <= 8 else 1_100_000
+    return 1_000_000 if problem.num_devices <= 8 else 500_000

@@ -14,7 +14,7 @@ from megatron_vshape.core.bounds import least_memory
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.lowering import WINDOW, Program, lower
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
-from megatron_vshape.core.placement import Placement, v_shape
+from megatron_vshape.core.placement import Placement, looping, stages_of, v_shape
 from megatron_vshape.core.schedule import Schedule, Timeline, load_schedule
 from megatron_vshape.core.simulate import peak_held, simulate
 from megatron_vshape.core.verify import verify
@@ -26,6 +26,10 @@ GIB = 2.0**30
 
 START = "v-half"
 """What auto runs until it knows the costs."""
+
+
+CHUNKS = (2, 4)
+"""Stages a device may hold under auto: as many as the costs file tells apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,11 @@ class Planner:
     def placement(self) -> Placement:
         """Return the device of every stage, which no number of microbatches changes."""
         if self.plans_by_costs:
-            return v_shape(self.num_devices)
+            # a model is built for one placement: that of the best plans for so many stages
+            chunks = 2 if self.costs is None else self.costs.num_stages // self.num_devices
+            if chunks == 2:
+                return v_shape(self.num_devices)
+            return looping(self.num_devices, chunks)
         schedule = self.from_file or catalogue.make(self.name, self.num_devices, 1)
         return schedule.placement
 
@@ -136,8 +144,9 @@ class Planner:
         """Return a program that uses every stream which any other of this planner's uses."""
         if self.from_file is not None:
             return lower(self.from_file)
-        name = START if self.plans_by_costs else self.name
-        return lower(catalogue.make(name, self.num_devices, 1))
+        if self.plans_by_costs:
+            return lower(one_microbatch(self.placement, self.num_devices))
+        return lower(catalogue.make(self.name, self.num_devices, 1))
 
     def _costs_of(self, schedule: Schedule) -> Costs | None:
         """Return the costs if they are for this schedule's stages."""
@@ -246,10 +255,12 @@ def _adaptive(
         ScheduleError: auto has neither costs nor steps to measure them in, the costs are for
             other stages, or the limit is none.
     """
-    if costs is not None and costs.num_stages != 2 * num_devices:
+    allowed = CHUNKS if name == AUTO else CHUNKS[:1]
+    if costs is not None and costs.num_stages not in [each * num_devices for each in allowed]:
+        counts = " or ".join(str(each * num_devices) for each in allowed)
         raise ScheduleError(
             f"--pipeline-costs is for {costs.num_stages} stages, --pipeline-schedule {name} on "
-            f"{num_devices} pipeline ranks has {2 * num_devices}"
+            f"{num_devices} pipeline ranks has {counts}"
         )
     limit = None if options is None else options.memory_limit_gib
     if limit is not None and not 0 < limit < float("inf"):
@@ -279,6 +290,15 @@ def whole_backwards(schedule: Schedule) -> Schedule:
         for row in schedule.order
     )
     return replace(schedule, order=rows)
+
+
+def one_microbatch(placement: Placement, num_devices: int) -> Schedule:
+    """Return the schedule of a single microbatch: all there is to send, once."""
+    rows = []
+    for stages in stages_of(placement, num_devices):
+        backward = (Pass(kind, s, 0) for s in reversed(stages) for kind in (Kind.B, Kind.W))
+        rows.append((*(Pass(Kind.F, s, 0) for s in stages), *backward))
+    return Schedule("one microbatch", num_devices, 1, placement, tuple(rows))
 
 
 def forward_wave(placement: Placement, num_devices: int, num_microbatches: int) -> Schedule:

@@ -38,7 +38,7 @@ def test_chunks_bound_the_stages_of_a_device(capsys: pytest.CaptureFixture[str])
 
 def test_a_small_plan_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ortools")
-    small = ["plan", "--devices", "2", "--microbatches", "4", *COST, "--memory-limit", "4"]
+    small = ["plan", "--devices", "2", "--microbatches", "3", *COST, "--memory-limit", "4"]
     assert main([*small, "--chunks", "2", "--proof-seconds", "60"]) == 0
     assert "gap             0.0 %" in capsys.readouterr().out
 

@@ -1,6 +1,7 @@
 """Training with the adaptive scheduler's plans, from a costs file or from the run's own steps."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megatron_vshape.core.costs import Costs
 Train = Callable[..., Ended]
 
 SIX = ("--train-iters", "6")
+EIGHT = ("--num-layers", "8", *FOUR)
 KIB = 1024
 
 
@@ -40,6 +42,15 @@ def test_planned_from_costs_trains_like_1f1b(train: Train, schedule: str, costs_
     assert_equal_training(ours, theirs)
     assert f"pipeline schedule {schedule}, 4 ranks" in ours.output[0]
     assert "with the given costs: bubble" in ours.output[0]
+
+
+def test_costs_of_four_stages_a_rank_train_a_loop_of_four(train: Train, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(Costs.uniform(2, 8, 1000, 1150, 850, 50).to_json())
+    theirs = train(2, "--pipeline-schedule", "1f1b", *EIGHT)
+    ours = train(2, "--pipeline-schedule", "auto", "--pipeline-costs", str(path), *EIGHT)
+    assert_equal_training(ours, theirs)
+    assert re.search(r"virtual_pipeline_model_parallel_size \.+ 4\n", ours.output[0])
 
 
 def test_profiled_and_planned_anew(train: Train, tmp_path: Path) -> None:
