@@ -12,7 +12,6 @@ from megatron_vshape.core.passes import PARTS, Pass, ScheduleError
 from megatron_vshape.core.placement import Placement, check_placement
 from megatron_vshape.core.schedule import Schedule
 
-
 MOST_TICKS = 1e18
 """Of all passes of a step and their messages one after the other; times are 64 bits."""
 
