@@ -15,7 +15,7 @@ BEGINS_STAGE, BEGINS_MTP = "|", "/"
 
 PLACES = (
     ("megatron.core.models.hybrid.hybrid_layer_allocation", (0, 18), (999, 0)),
-    ("megatron.core.ssm.mamba_hybrid_layer_allocation", (0, 0), (0, 17)),
+    ("megatron.core.ssm.mamba_hybrid_layer_allocation", (0, 0), (0, 19)),  # from 0.18 on a copy
 )
 """Where Megatron decides which part of the pattern a stage has, and from which release to which."""
 
