@@ -114,7 +114,7 @@ HOOKS = (
             module,
             "select_pipeline_segment",
             ("main_pattern", "pp_group", "vp_stage"),
-            "the part of a hybrid model's layer pattern that a stage of this placement has",
+            "gives a stage its part of a hybrid model's pattern of layers, wherever the stage is",
             replacements.select_pipeline_segment,
             since=since,
             until=until,
