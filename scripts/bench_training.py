@@ -540,7 +540,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--sequence-length", type=int, default=256)
+    parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--vocabulary-size", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2, help="per variant and round")
