@@ -55,8 +55,11 @@ class InspectedStage:
         self._who = who
         self._left = stage.num_microbatches if reduces_in_w else -1
         self._bad: set[int] = set()  # microbatches of which this stage has read or made bad values
-        for name, badness in _bad_parameters(stage.model, "data").items():
-            logger.error("%s: the parameter %s of stage %d holds %s", who, name, number, badness)
+        bad = _bad_parameters(stage.model, "data")
+        if bad:
+            first = next(iter(bad))
+            text = "%s: %d parameters of stage %d are not finite before the step; %s holds %s"
+            logger.error(text, who, len(bad), number, first, bad[first])
             self._bad.update(range(stage.num_microbatches))
 
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
