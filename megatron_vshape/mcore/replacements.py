@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.session import Pipeline, Session
 from megatron_vshape.mcore.split_backward import TorchFusedKernels, make_split_linear
 from megatron_vshape.runtime.last_words import last_words
+
+logger = logging.getLogger(__name__)
 
 Function = Callable[..., Any]
 
@@ -238,7 +241,10 @@ def _told_at_failure(session: Session, train: Callable[[], Any]) -> Any:
         try:
             return train()
         except Exception as error:
-            error.add_note(_whereabouts(session))
+            where = _whereabouts(session)
+            # At once: a launcher may end this process before Python has printed the traceback.
+            logger.critical("%s: %s", where, type(error).__name__)
+            error.add_note(where)
             raise
 
 
