@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.lowering import Program
 from megatron_vshape.core.simulate import peak_held
 
 ROOT = Path(__file__).parents[1]
@@ -104,20 +105,29 @@ def run_rank(arguments: list[str]) -> None:
     from megatron_vshape.mcore import forward_backward
     from megatron_vshape.runtime.live_bytes import LiveAfterPasses, LiveBytes
 
-    original, steps = forward_backward.run_program, []
+    steps: list[Program] = []
 
-    def run(program: Any, device: int, stages: Any, transport: Any, *rest: Any) -> None:
-        steps.append(program)
-        if len(steps) != 2:
-            original(program, device, stages, transport, *rest)
-            return
-        with LiveBytes() as live:
-            after = LiveAfterPasses(live)
-            original(program, device, stages, transport, after)
-        messages = (program.most_posted(device) + 1) * transport.blank().nbytes
-        print(f"live bytes of rank {device}: {after.peak_bytes}, messages {messages}", flush=True)
+    class Counted(forward_backward.ProgramRun):
+        def __init__(self, program: Program, device: int, *rest: Any) -> None:
+            steps.append(program)
+            self._counts = len(steps) == 2
+            self._live = LiveBytes()
+            self._after = LiveAfterPasses(self._live)
+            watching = [self._after] if self._counts else list(rest[2:3])
+            super().__init__(program, device, *rest[:2], *watching)
 
-    forward_backward.run_program = run
+        def finish(self) -> None:
+            if not self._counts:
+                super().finish()
+                return
+            with self._live:
+                super().finish()
+            program, device, blank = steps[1], self._device, self._transport.blank()
+            messages = (program.most_posted(device) + 1) * blank.nbytes
+            peak = self._after.peak_bytes
+            print(f"live bytes of rank {device}: {peak}, messages {messages}", flush=True)
+
+    forward_backward.ProgramRun = Counted
     exec(source, {"__name__": "__main__", "__file__": script})
 
 
