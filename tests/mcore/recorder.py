@@ -12,6 +12,7 @@ import time
 import types
 import zlib
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import megatron.core.distributed.param_and_grad_buffer as buffers
@@ -152,6 +153,7 @@ class Records:
     def fake_wandb(self) -> types.ModuleType:
         """Return what stands in for wandb, which would want a network or leave a daemon."""
         module = types.ModuleType("wandb")
+        module.__spec__ = ModuleSpec("wandb", None)  # others ask whether it is installed
 
         def log(values: dict[str, Any], step: int | None = None) -> None:
             kept = {key: float(value) for key, value in values.items() if value is not None}

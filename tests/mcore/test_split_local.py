@@ -1,5 +1,6 @@
 """Megatron's local linears under tensor and sequence parallelism, split, on two gloo ranks."""
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,9 +39,11 @@ def two_layers(rank: int, sequence_parallel: bool, split: bool) -> tuple[list[li
     for microbatch in range(2):
         shared = torch.Generator().manual_seed(10 + microbatch + rank * sequence_parallel)
         x = torch.randn(rows, 1, SIZE, generator=shared).requires_grad_()
-        # bias, fusion, all-reduce of dgrad, sequence parallelism, two of deferral, group, remat
+        # bias, fusion, all-reduce of dgrad, sequence parallelism, two of deferral, group
         options = (None, False, not sequence_parallel, sequence_parallel, None, 0)
-        options += (dist.group.WORLD, 1)
+        options += (dist.group.WORLD,)
+        if "gtp_remat_size" in inspect.signature(upstream.forward).parameters:  # from 0.19 on
+            options += (1,)
         first = function.apply(x, weights[0], *options)
         part = first.chunk(2)[rank] if sequence_parallel else first
         outputs.append(function.apply(part.contiguous(), weights[1], *options))
