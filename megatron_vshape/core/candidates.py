@@ -28,6 +28,9 @@ STARTS = 8
 DELAYS = (0, 2, 4)
 """How much a W may delay what follows, in eighths of its time, when it is dealt out anew."""
 
+MANY_PASSES = 100_000
+"""Of so many passes and more, W is dealt out anew in one way only: that takes most of the time."""
+
 DEALT = ", W dealt"
 
 SHARES = (1.0, 0.85)
@@ -109,7 +112,11 @@ class Candidates:
         for ring in self._rings(budget):
             found += self._candidates(ring)
         for each in _best_of(found, 2 * starts):
-            found += [again for delay in DELAYS if (again := self._dealt(each, delay)) is not None]
+            found += [
+                again
+                for delay in self._delays(each)
+                if (again := self._dealt(each, delay)) is not None
+            ]
         return _best_of(found, starts)
 
     def value(self) -> float:
@@ -195,6 +202,10 @@ class Candidates:
         made = Candidate(name, period, short, state, low, high)
         return made if self._judge(made) else None
 
+    def _delays(self, candidate: Candidate) -> tuple[int, ...]:
+        """Return the delays with which the candidate's W are dealt out anew."""
+        return DELAYS if candidate.state.row.size < MANY_PASSES else DELAYS[:1]
+
     def _dealt(self, candidate: Candidate, delay: int) -> Candidate | None:
         """Return the candidate with its W dealt out anew."""
         short = candidate.microbatches
@@ -207,7 +218,7 @@ class Candidates:
         improve.walk(shop, candidate.state, candidate.low, candidate.high, steps)
         self.steps += steps
         self._judge(candidate)
-        for delay in DELAYS:
+        for delay in self._delays(candidate):
             again = self._dealt(candidate, delay)
             if again is not None and again.value <= candidate.value:
                 candidate.state, candidate.value = again.state, again.value
