@@ -31,7 +31,7 @@ from megatron_vshape.sweep.results import Outcome, Result, Status, open_results
 
 SECONDS, ASLEEP, GIB = 20, 10, 2**30  # most that one file may take; the machine may be busy
 ALARMS = (signal.SIGPROF, signal.SIGALRM)
-FEW, MANY = 75, 2500  # cases of each of the four kinds of file
+FEW, MANY = 50, 2500  # cases of each of the four kinds of file
 RUN = ("--devices", "2", "--microbatches", "4")
 
 

@@ -13,15 +13,16 @@ from mcore.farm import Ended, Farm
 DATA, INDEX, TRACKER = "iter_0000004/__2_0", "iter_0000004/.metadata", "latest_checkpointed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "rank", "file"),
     [
-        pytest.param("full disk", 2, DATA, marks=pytest.mark.slow),
-        pytest.param("full disk", 0, INDEX, marks=pytest.mark.slow),
+        ("full disk", 2, DATA),
+        ("full disk", 0, INDEX),
         ("full disk", 0, TRACKER),
-        pytest.param("killed writer", 2, DATA, marks=pytest.mark.slow),
-        pytest.param("killed writer", 0, INDEX, marks=pytest.mark.slow),
-        pytest.param("killed writer", 0, TRACKER, marks=pytest.mark.slow),
+        ("killed writer", 2, DATA),
+        ("killed writer", 0, INDEX),
+        ("killed writer", 0, TRACKER),
     ],
 )
 def test_the_checkpoint_before_still_loads(
