@@ -66,7 +66,8 @@ GOALS = (
 
 PROFILE_STEPS = "3:6"
 ALL_STEPS = "2:1000000"
-WARM_UP = 12  # steps; auto has planned anew by then, and compared
+WARM_UP = 12  # steps of this package's variants: they predict, plan anew, and compare
+WARM_UP_OTHERS = 4
 DISTURBED = 0.05  # of the processors: so much may other programs take of a turn that counts
 LEAST_ROUNDS = 3
 FIXED_FLAGS = (
@@ -584,7 +585,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in args.variants:
             quiet.wait()
             variants.append(Variant(name, sizes, Path(folder)))
-            variants[-1].run(WARM_UP)
+            is_ours = "--pipeline-schedule" in variant_flags(name) and name != TORCH
+            variants[-1].run(WARM_UP if is_ours else WARM_UP_OTHERS)
             print(f"{name} is warm", file=sys.stderr)
         found = measure(variants, args.rounds, args.steps, quiet)
         said = {each.name: predicted_in(each.log()) for each in variants}
