@@ -4,8 +4,10 @@ import argparse
 import csv
 import io
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,12 +23,11 @@ from megatron_vshape.cli.options import (
 from megatron_vshape.core.costs import Costs, regroup
 from megatron_vshape.core.frontier import Point, frontier, published
 from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.placement import v_shape
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.search import Objective, Plan, plan
 from megatron_vshape.core.simulate import simulate
-from megatron_vshape.view.names import plain
-from megatron_vshape.view.numbers import GIB, percent, table
+from megatron_vshape.view.names import placement_text, plain
+from megatron_vshape.view.numbers import GIB, base_peak, percent, table
 from megatron_vshape.view.text import picture, wants_colour
 
 MOST_CHUNKS = 4
@@ -37,7 +38,7 @@ PROVABLE = (4, 8)
 """Devices and microbatches up to which CP-SAT gets anywhere in seconds."""
 
 FIGURE_SUFFIXES = (".svg", ".png", ".pdf")
-_TARGETS = {"export": SCHEDULE_SUFFIXES, "frontier": FIGURE_SUFFIXES}
+_TARGETS = {"export": SCHEDULE_SUFFIXES, "html": (".html",), "frontier": FIGURE_SUFFIXES}
 _UNITS = {"gib": GIB, "mib": 2.0**20}
 
 
@@ -79,6 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--export", type=Path, metavar="FILE", help="the schedule: .json or .csv")
     parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="the playground's page of it, in one file: .html"
+    )
+    parser.add_argument(
         "--frontier",
         type=Path,
         metavar="FILE",
@@ -105,8 +109,13 @@ def run(options: argparse.Namespace) -> int:
         progress=_progress(options.seconds),
     )
     made = _proved(made, costs, limit, options.proof_seconds)
+    outputs = []
     if options.export is not None:
-        write_all([Output("--export", options.export, partial(_write_schedule, made.schedule))])
+        outputs.append(Output("--export", options.export, partial(_write_schedule, made.schedule)))
+    if options.html is not None:
+        page = partial(_write_html, made=made, limit=limit, costs=costs, options=options)
+        outputs.append(Output("--html", options.html, page))
+    write_all(outputs)
     _print(made, limit, costs, measured is not None)
     return 0
 
@@ -120,9 +129,9 @@ def _check(options: argparse.Namespace) -> None:
     for option, path in targets:
         check_target(option, path, _TARGETS[option.lstrip("-")])
     check_distinct(targets)
-    if options.frontier is not None and (options.memory_limit or options.export):
+    if options.frontier is not None and (options.memory_limit or options.export or options.html):
         raise ScheduleError(
-            "--frontier plans at every limit: leave --memory-limit and --export out"
+            "--frontier plans at every limit: leave --memory-limit, --export and --html out"
         )
 
 
@@ -147,13 +156,18 @@ def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
     return regroup(measured, options.chunks * devices, f"a plan of --chunks {options.chunks}")
 
 
+def _chunk(costs: Costs, devices: int) -> float:
+    """Return what a chunk holds, 1 / (2 D) of one microbatch, in the costs' unit of memory."""
+    return sum(costs.held_after_forward_bytes) / (2 * devices)
+
+
 def _limit(text: str | None, devices: int, costs: Costs, in_bytes: bool) -> float:
-    """Return the limit in the unit of the costs' memory; a chunk is 1 / (2 D) of one microbatch's.
+    """Return the limit in the unit of the costs' memory.
 
     Raises:
         ScheduleError: not a limit, or in GiB where the costs do not say bytes.
     """
-    chunk = sum(costs.held_after_forward_bytes) / (2 * devices)
+    chunk = _chunk(costs, devices)
     if text is None:
         return 2 * devices * chunk
     lowered = text.lower().strip()
@@ -193,6 +207,52 @@ def _write_schedule(schedule: Schedule, path: Path) -> None:
     path.write_text(text, encoding="utf-8", newline="")
 
 
+def _write_html(
+    path: Path, *, made: Plan, limit: float, costs: Costs, options: argparse.Namespace
+) -> None:
+    from megatron_vshape.playground.html import plain_facts, write_html
+
+    devices, in_bytes = made.schedule.num_devices, options.costs is not None
+    own = regroup(costs, made.schedule.num_stages, "the plan")
+    timeline = simulate(made.schedule, own)
+    facts = replace(
+        plain_facts(timeline, in_bytes=in_bytes, base_peak=_base_peak(devices, costs)),
+        limit=limit,
+        lower_bound=made.lower_bound,
+        bounded=str(made.objective),
+        title=f"Plan within {_short_limit(limit, costs, devices, in_bytes)}",
+        recipe=_recipe(options),
+    )
+    write_html(path, timeline, own, facts)
+
+
+def _base_peak(devices: int, costs: Costs) -> float:
+    return base_peak(devices, regroup(costs, devices, "1F1B, for comparison,"))
+
+
+def _short_limit(limit: float, costs: Costs, devices: int, in_bytes: bool) -> str:
+    if in_bytes:
+        return f"{limit / GIB:.4g} GiB"
+    return f"{limit / _chunk(costs, devices):.4g} chunks"
+
+
+def _recipe(options: argparse.Namespace) -> str:
+    """Return the arguments that make this plan, without those that say where to write it."""
+    words = ["plan", "--devices", options.devices, "--microbatches", options.microbatches]
+    if options.cost is not None:
+        words += ["--cost", ",".join(f"{value:g}" for value in options.cost)]
+    if options.objective is not Objective.MAKESPAN:
+        words += ["--objective", options.objective]
+    if options.proof_seconds != PROOF_SECONDS:
+        words += ["--proof-seconds", f"{options.proof_seconds:g}"]
+    for name in ("costs", "memory_limit", "chunks", "seconds"):
+        value = getattr(options, name)
+        if value is not None:
+            text = f"{value:g}" if isinstance(value, float) else value
+            words += [f"--{name.replace('_', '-')}", text]
+    return shlex.join(map(str, words))
+
+
 def _print(made: Plan, limit: float, costs: Costs, in_bytes: bool) -> None:
     own = regroup(costs, made.schedule.num_stages, "the plan")
     timeline = simulate(made.schedule, own)
@@ -209,7 +269,7 @@ def _print(made: Plan, limit: float, costs: Costs, in_bytes: bool) -> None:
             f"{_time_text(made.lower_bound, in_bytes)}: no order of this placement is faster",
         ),
         ("gap", f"{percent(made.gap)} at most above the best"),
-        ("placement", _placement_text(made.schedule)),
+        ("placement", placement_text(made.schedule)),
         ("memory", f"{held(peaks[0])} at the peak, limit {held(peaks[1])}"),
     ]
     for label, value in lines:
@@ -228,20 +288,12 @@ def _proved(made: Plan, costs: Costs, limit: float, seconds: float) -> Plan:
     return prove(made, own, limit, seconds, workers=os.cpu_count() or 1)
 
 
-def _placement_text(schedule: Schedule) -> str:
-    """Return how the stages lie on the devices, in words."""
-    devices, chunks = schedule.num_devices, schedule.num_stages // schedule.num_devices
-    shape = "a V" if schedule.placement == v_shape(devices) else "a loop"
-    each = "stage" if chunks == 1 else "stages"
-    return f"{chunks} {each} a device, {shape if chunks > 1 else 'in a row'}"
-
-
 def _time_text(value: float, in_bytes: bool) -> str:
     return f"{value / 1000:,.5g} ms" if in_bytes else f"{value:.6g}"
 
 
 def _held_text(costs: Costs, devices: int, in_bytes: bool) -> Callable[[float], str]:
-    chunk = sum(costs.held_after_forward_bytes) / (2 * devices)
+    chunk = _chunk(costs, devices)
 
     def text(held: float) -> str:
         chunks = f"{held / chunk:.4g} chunks"
@@ -256,7 +308,7 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
     from megatron_vshape.view.frontier import frontier_figure
 
     devices, microbatches = options.devices, options.microbatches
-    chunk = sum(costs.held_after_forward_bytes) / (2 * devices)
+    chunk = _chunk(costs, devices)
     limits = [chunk * chunks for chunks in range(2, 2 * devices + 1)]
     points = frontier(costs, devices, microbatches, limits, options.objective, options.seconds)
     others = list(

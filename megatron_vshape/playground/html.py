@@ -13,9 +13,11 @@ from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule, Timeline
 from megatron_vshape.playground.assets import static_files
-from megatron_vshape.playground.build import period_of, size_note, step_pictures, trace_text
+from megatron_vshape.playground.build import size_note, trace_text
 from megatron_vshape.playground.offers import offers
 from megatron_vshape.playground.payload import Facts, Picture, encode
+from megatron_vshape.playground.repeats import period_of
+from megatron_vshape.playground.steps import step_pictures
 from megatron_vshape.view.names import display_name
 
 MOST_TRACED = 30_000
@@ -43,14 +45,14 @@ def plain_facts(
     *,
     in_bytes: bool = False,
     base_peak: float | None = None,
-    microbatches: int = 1,
+    microbatches: int | None = None,
     recipe: str = "",
 ) -> Facts:
     """Return what there is to say beside any timeline.
 
     With `in_bytes` memory is bytes and times are microseconds, as from a costs file; `base_peak`
-    is what 1F1B holds in the same unit; `microbatches` are those of one building block; `recipe`
-    is the command that makes it again, without the program's name.
+    is what 1F1B holds in the same unit; `microbatches` are those of one building block, where one
+    stands behind it; `recipe` is the command that makes it again, without the program's name.
     """
     schedule = timeline.schedule
     return Facts(

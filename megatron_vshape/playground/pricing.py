@@ -5,6 +5,10 @@ from dataclasses import replace
 from megatron_vshape.core.costs import Costs, regroup
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.playground.request import CostChoice, FieldError
+from megatron_vshape.view.numbers import base_peak
+
+_CHUNKS = (4, 2, 1)
+"""Stages a device that a plan's costs are added up to, the most first."""
 
 
 class Pricing:
@@ -23,6 +27,31 @@ class Pricing:
     def in_bytes(self) -> bool:
         """Return whether memory is bytes and time microseconds, not chunks and passes."""
         return self.measured is not None
+
+    def plan_costs(self, num_devices: int, most_chunks: int) -> Costs:
+        """Return the costs of as many stages as a plan of up to `most_chunks` a device may have.
+
+        A costs file has them added up only where it tells more stages apart than that.
+        """
+        if self.measured is None:
+            return self.costs_for(num_devices, most_chunks * num_devices)
+        own, rest = divmod(self.measured.num_stages, num_devices)
+        if rest or not own:
+            raise FieldError(
+                "costs",
+                f"the costs are for {self.measured.num_stages} stages, which cannot be dealt to "
+                f"{num_devices} devices",
+            )
+        fitting = [own, *(each for each in _CHUNKS if own % each == 0)]
+        chunks = next(each for each in fitting if each <= most_chunks)
+        return self.costs_for(num_devices, chunks * num_devices)
+
+    def base_peak(self, num_devices: int) -> float | None:
+        """Return what 1F1B holds at these costs; None if a costs file does not say."""
+        try:
+            return base_peak(num_devices, self.costs_for(num_devices, num_devices))
+        except FieldError:
+            return None
 
     def costs_for(self, num_devices: int, num_stages: int) -> Costs:
         """Return the costs of `num_stages` stages on `num_devices` devices.

@@ -18,6 +18,13 @@ MAX_TEXT = 32 * 2**20
 """Bytes of a file that is loaded on the page."""
 
 MAX_SECONDS = 600.0
+
+PLAN_CHUNKS = (2, 4)
+"""Most stages a device that a plan may be asked for."""
+
+MOST_CHUNKS = 4
+"""Stages a device where nothing else is asked for; most models have the layers for it."""
+
 _LARGEST = 1e12
 
 
@@ -83,18 +90,34 @@ class CostChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduleChoice:
-    """One schedule: by name, from a file, or planned under a limit."""
+class NamedChoice:
+    """A schedule of the catalogue; None: as the catalogue has it."""
 
-    source: Source
-    name: str = ""
+    name: str
     chunks: int | None = None
     group_size: int | None = None
-    file: FileText | None = None
-    limit: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FileChoice:
+    """The schedule in a file."""
+
+    file: FileText
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChoice:
+    """The adaptive scheduler's order for the chosen costs, where a device holds `limit` at most."""
+
+    limit: float
     limit_in_gib: bool = False
     objective: str = "makespan"
     seconds: float | None = None
+    chunks: int = MOST_CHUNKS
+    """Most stages that a device may hold."""
+
+
+ScheduleChoice = NamedChoice | FileChoice | PlanChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +132,18 @@ class Request:
     trace: FileText | None = None
     plans: bool = False
     """Whether the frontier has plans beside the published schedules."""
+
+    def chosen_schedule(self) -> ScheduleChoice:
+        """Return the schedule that the answer is about; raises FieldError if there is none."""
+        if self.schedule is None:
+            raise FieldError("schedule", f"what is asked for, {self.want}, needs a schedule")
+        return self.schedule
+
+    def chosen_trace(self) -> FileText:
+        """Return the trace that the answer is about; raises FieldError if there is none."""
+        if self.trace is None:
+            raise FieldError("trace", f"what is asked for, {self.want}, needs a trace file")
+        return self.trace
 
 
 Files = Mapping[str, FileText]
@@ -149,7 +184,7 @@ def _schedule(data: object, files: Files) -> ScheduleChoice:
     )
     source = Source(_choice(body.get("source"), tuple(Source), "schedule"))
     if source is Source.FILE:
-        return ScheduleChoice(source, file=_file(body.get("file"), files, "schedule"))
+        return FileChoice(_file(body.get("file"), files, "schedule"))
     if source is Source.PLAN:
         return _plan(body)
     name = _choice(body.get("name"), NAMES, "schedule")
@@ -159,10 +194,10 @@ def _schedule(data: object, files: Files) -> ScheduleChoice:
         chunks = _whole(body["chunks"], "chunks", 64)
     if "group_size" in takes and body.get("group_size") is not None:
         group = _whole(body["group_size"], "group_size", MAX_MICROBATCHES)
-    return ScheduleChoice(source, name, chunks, group)
+    return NamedChoice(name, chunks, group)
 
 
-def _plan(body: dict[str, object]) -> ScheduleChoice:
+def _plan(body: dict[str, object]) -> PlanChoice:
     limit = _number(body.get("limit"), "limit", above=0.0)
     in_gib = body.get("limit_in_gib", False)
     if not isinstance(in_gib, bool):
@@ -171,9 +206,12 @@ def _plan(body: dict[str, object]) -> ScheduleChoice:
     seconds = None
     if body.get("seconds") is not None:
         seconds = _number(body["seconds"], "seconds", above=0.0, most=MAX_SECONDS)
-    return ScheduleChoice(
-        Source.PLAN, limit=limit, limit_in_gib=in_gib, objective=objective, seconds=seconds
-    )
+    chunks = MOST_CHUNKS
+    if body.get("chunks") is not None:
+        chunks = _whole(body["chunks"], "chunks", 64)
+    if chunks not in PLAN_CHUNKS:
+        raise FieldError("chunks", f"a plan has up to 2 or up to 4 stages a device, not {chunks}")
+    return PlanChoice(limit, in_gib, objective, seconds, chunks)
 
 
 def _costs(data: object, files: Files) -> CostChoice:
@@ -220,7 +258,7 @@ def _file(data: object, files: Files, field: str) -> FileText:
 
 
 def _check_size(schedule: ScheduleChoice, devices: int, microbatches: int) -> None:
-    if schedule.source is Source.FILE:
+    if isinstance(schedule, FileChoice):
         return
     passes = 3 * devices * (schedule.chunks or 2) * microbatches
     if passes > MAX_PASSES:

@@ -59,11 +59,10 @@ class _Page:
         self.static_files = static_files()
         self.given = {each.key: each for each in given}
         self.files = {each.key: each.file for each in given}
-        self.pool: Pool | None = None
+        self.pool = Pool()
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self.pool = Pool()
         try:
             yield
         finally:
@@ -94,7 +93,6 @@ class _Page:
             return JSONResponse({"field": "request", "text": text}, 413)
         except FieldError as error:
             return JSONResponse({"field": error.field, "text": str(error)}, 422)
-        assert self.pool is not None
         frames = self.pool.answer(asked)
         return StreamingResponse(_stream(frames), media_type="application/octet-stream")
 

@@ -1,6 +1,8 @@
 """How schedules are called in pictures."""
 
 from megatron_vshape.core.catalogue import NAMES
+from megatron_vshape.core.placement import linear, looping, v_shape
+from megatron_vshape.core.schedule import Schedule
 
 _WORDS = {"1f1b": "1F1B", "gpipe": "GPipe", "zb": "ZB", "h1": "H1", "h2": "H2"}
 _LONGEST = 60
@@ -19,3 +21,15 @@ def plain(name: str) -> str:
     """Return a name that is safe on a terminal and in a figure: printable, one line, short."""
     text = "".join(each if each.isprintable() else "?" for each in name)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+
+def placement_text(schedule: Schedule) -> str:
+    """Return how the stages lie on the devices, in words."""
+    devices, chunks = schedule.num_devices, schedule.num_chunks
+    shapes = {
+        linear(devices): "in a row",
+        looping(devices, max(chunks, 2)): "a loop",
+        v_shape(devices): "a V",
+    }
+    each = "stage" if chunks == 1 else "stages"
+    return f"{chunks} {each} a device, {shapes.get(schedule.placement, 'in an order of its own')}"

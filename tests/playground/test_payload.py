@@ -12,8 +12,9 @@ from megatron_vshape.core.catalogue import NAMES, make
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.core.simulate import held_curve, peak_held, simulate
-from megatron_vshape.playground.build import period_of, step_pictures
 from megatron_vshape.playground.payload import KINDS, Facts, Picture, encode, palette
+from megatron_vshape.playground.repeats import period_of, repeating_microbatches
+from megatron_vshape.playground.steps import step_pictures
 from megatron_vshape.view.memory import held_steps
 from megatron_vshape.view.palette import PASS_COLOURS
 
@@ -77,6 +78,21 @@ def test_the_period_is_the_block_s(name, length):
     period = period_of(timeline, 2 if name == "v-two-thirds" else 1)
     assert period is not None
     assert period.length == length
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches"),
+    [("v-half", 1), ("1f1b", 1), ("interleaved-1f1b", 4), ("grouped-interleaved-1f1b", 4)],
+)
+def test_a_rhythm_is_found_without_its_block(name, microbatches):
+    timeline = simulate(make(name, 4, 32))
+    assert repeating_microbatches(timeline) == microbatches
+    found, known = period_of(timeline), period_of(timeline, microbatches)
+    assert found == known is not None
+
+
+def test_what_is_too_short_has_no_rhythm():
+    assert period_of(simulate(make("interleaved-1f1b", 4, 8))) is None
 
 
 def test_the_steps_end_in_the_catalogue_s_schedule():

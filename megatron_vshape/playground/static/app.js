@@ -460,9 +460,15 @@ function frontierChart(points, width) {
   const active = app.state.entries[app.state.active];
   const chosen = (point) =>
     point.source === active.source &&
-    (point.source === "plan" ? point.limit === active.limit : point.name === active.name);
+    (point.source === "plan" ? isPlanned(point, active) : point.name === active.name);
   const units = unitsFor({ in_bytes: app.state.costsFile !== null, in_us: false }, "");
   return drawChart(points, { width, units, chosen, choose: choosePoint });
+}
+
+/** Whether an entry is what choosing the point of a plan makes of it. */
+function isPlanned(point, entry) {
+  const usual = entry.objective === "makespan" && !entry.seconds && !entry.chunks;
+  return usual && point.limit === entry.limit;
 }
 
 function choosePoint(point) {
@@ -524,10 +530,11 @@ function drawShare(timeline, entry) {
 function commandsOf(timeline) {
   const { facts, devices, microbatches } = timeline.meta;
   const name = facts.train || `${fileStem()}.json`;
+  const saved = facts.train ? "" : ` --export ${name}`; // trained from the file, proved as it is
   const train = `--pipeline-schedule ${name} --pipeline-model-parallel-size ${devices} --micro-batch-size 1 --global-batch-size ${microbatches}`;
   return [
     commandRow("train", "Train", train),
-    ...(facts.recipe ? [commandRow("recipe", "Make", `megatron-vshape ${facts.recipe}`)] : []),
+    ...(facts.recipe ? [commandRow("recipe", "Make", `megatron-vshape ${facts.recipe}${saved}`)] : []),
   ];
 }
 

@@ -32,7 +32,6 @@ export function barParts({ state, view, chunkCount, palette, hasPeriod, change }
 
 function legend(chunkCount, palette) {
   const fills = palette.fills[Math.min(chunkCount, palette.fills.length) - 1];
-  const shown = Math.min(chunkCount, 4);
   const swatch = (colours) =>
     element(
       "svg",
@@ -40,7 +39,7 @@ function legend(chunkCount, palette) {
       ...colours.map((fill, at) => element("rect", { x: 10 * at, width: 10, height: 11, fill })),
     );
   const entries = KINDS_SHOWN.map(([kind, name]) =>
-    element("span", {}, swatch(fills[kind].slice(0, shown)), name));
-  const note = chunkCount > 1 ? [element("span", {}, "dark: chunk 0")] : [];
+    element("span", {}, swatch(fills[kind]), name));
+  const note = chunkCount > 1 ? [element("span", {}, `dark: chunk 0, light: chunk ${chunkCount - 1}`)] : [];
   return element("span", { class: "legend" }, ...entries, element("span", {}, element("i", { class: "hatched" }), "bubble"), ...note);
 }

@@ -57,7 +57,7 @@ function scheduleFields(state, offers, change) {
   ];
   group.append(picker("schedule", "Order of the passes", options, entryKey(entry), choose));
   const edit = (patch) => change({ entries: replaced(state, { ...entry, ...patch }) });
-  if (entry.source === PLAN) group.append(...planFields(entry, edit));
+  if (entry.source === PLAN) group.append(...planFields(entry, offers, edit));
   const known = offers.schedules.find(({ name }) => name === entry.name);
   if (entry.source === "name" && known?.options.length) {
     group.append(optionFields(entry, known.options, edit));
@@ -102,10 +102,12 @@ function replaced(state, entry) {
   return state.entries.map((each, at) => (at === state.active ? entry : each));
 }
 
-function planFields(entry, edit) {
+function planFields(entry, offers, edit) {
   const unit = entry.limit_in_gib ? "GiB" : "chunks";
   const objectives = [["makespan", "Makespan"], ["span", "Span, no barrier"]];
   const options = objectives.map(([value, title]) => element("option", { value }, title));
+  const counts = offers.plan_chunks.map((each) => element("option", { value: each }, String(each)));
+  const most = String(entry.chunks ?? Math.max(...offers.plan_chunks));
   return [
     element(
       "div",
@@ -113,12 +115,20 @@ function planFields(entry, edit) {
       input("limit", `Limit, ${unit}`, entry.limit, (limit) => edit({ limit })),
       input("seconds", "Seconds", entry.seconds, (seconds) => edit({ seconds }), "auto"),
     ),
-    picker("objective", "Make small", options, entry.objective, (event) =>
-      edit({ objective: event.target.value }),
+    element(
+      "div",
+      { class: "pair" },
+      picker("objective", "Make small", options, entry.objective, (event) =>
+        edit({ objective: event.target.value }),
+      ),
+      picker("chunks", "Stages a device", counts, most, (event) =>
+        edit({ chunks: Number(event.target.value) }),
+      ),
     ),
     element("p", { class: "hint" }, entry.limit_in_gib
       ? "Of activations, on every device."
       : "1F1B holds 2 × devices of these chunks."),
+    element("p", { class: "hint" }, "A device holds up to so many stages, fewer where that is faster."),
   ];
 }
 

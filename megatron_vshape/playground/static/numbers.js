@@ -16,7 +16,7 @@ export function numberCards(timeline, units, gibPerChunk) {
   if (facts.lower_bound !== null) {
     const value = facts.bounded === "span" ? numbers.span : numbers.makespan;
     const gap = Math.max(value / facts.lower_bound - 1, 0);
-    cards.push(["Lower bound", units.time(facts.lower_bound), `no ${facts.bounded} is below`]);
+    cards.push(["Lower bound", units.time(facts.lower_bound), `no ${facts.bounded} of this placement is below`]);
     cards.push(["Gap", percent(gap), "above the bound, at most"]);
   }
   return cards.map(([term, value, note]) =>

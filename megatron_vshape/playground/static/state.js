@@ -77,7 +77,13 @@ function writeEntry(entry, loaded) {
   if (entry.source === "file") return writeFile(entry.file, loaded);
   if (entry.source === "plan") {
     const unit = entry.limit_in_gib ? "GiB" : "";
-    return ["plan", `${entry.limit}${unit}`, entry.objective, entry.seconds ?? ""].join(":");
+    return [
+      "plan",
+      `${entry.limit}${unit}`,
+      entry.objective,
+      entry.seconds ?? "",
+      ...(entry.chunks ? [`c${entry.chunks}`] : []),
+    ].join(":");
   }
   const chunks = entry.chunks ? `:c${entry.chunks}` : "";
   const group = entry.group_size ? `:g${entry.group_size}` : "";
@@ -146,7 +152,7 @@ function readEntry(text, loaded) {
   return entry;
 }
 
-function readPlan([limit = "", objective = "makespan", seconds = ""]) {
+function readPlan([limit = "", objective = "makespan", seconds = "", chunks = ""]) {
   const value = Number(limit.replace(/GiB$/, ""));
   if (!Number.isFinite(value)) return null;
   return {
@@ -155,6 +161,7 @@ function readPlan([limit = "", objective = "makespan", seconds = ""]) {
     limit_in_gib: limit.endsWith("GiB"),
     objective: objective === "span" ? "span" : "makespan",
     seconds: seconds === "" || !Number.isFinite(Number(seconds)) ? null : Number(seconds),
+    ...(/^c\d+$/.test(chunks) ? { chunks: Number(chunks.slice(1)) } : {}),
   };
 }
 

@@ -1,0 +1,91 @@
+"""Memory against bubble: a point per published schedule, and per plan within a limit."""
+
+from collections.abc import Iterator
+
+from megatron_vshape.core.bounds import least_memory
+from megatron_vshape.core.catalogue import NAMES
+from megatron_vshape.core.costs import Costs, regroup
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.simulate import peak_held, simulate
+from megatron_vshape.playground.making import Report, make_named
+from megatron_vshape.playground.pricing import Pricing
+from megatron_vshape.playground.request import MOST_CHUNKS, FieldError, NamedChoice, Request
+from megatron_vshape.view.names import display_name
+from megatron_vshape.view.numbers import GIB
+
+STEPS = 11
+"""From the least limit to what 1F1B holds."""
+
+
+def points(request: Request, pricing: Pricing, report: Report) -> Iterator[dict[str, object]]:
+    """Yield a point per published schedule and, if asked for, per plan that more memory betters."""
+    for at, name in enumerate(NAMES):
+        try:
+            point = _point(make_named(request, NamedChoice(name)).schedule, pricing)
+        except ScheduleError as error:
+            report({"doing": f"{name} has no point here: {error}"})
+            continue
+        point |= {"source": "name", "name": name, "title": display_name(name)}
+        report({"doing": f"made {name}", "done": at + 1, "of": len(NAMES), "point": point})
+        yield point
+    if request.plans:
+        yield from _planned_points(request, pricing, report)
+
+
+def _planned_points(request: Request, pricing: Pricing, report: Report) -> list[dict[str, object]]:
+    from megatron_vshape.core import frontier  # numba takes a second to load
+
+    unit = GIB if pricing.in_bytes else 1.0
+    costs = pricing.plan_costs(request.devices, MOST_CHUNKS)
+    limits = list(_limits(request, pricing, costs))
+    found: dict[float, dict[str, object]] = {}
+    asked = 0
+
+    def told(each: frontier.Point) -> None:
+        nonlocal asked
+        asked += 1
+        known: dict[str, object] = {"doing": "planning", "done": asked, "of": len(limits)}
+        if each.value not in found:  # the same value again: more memory was of no use
+            point = _point(each.schedule, pricing)
+            point |= {"source": "plan", "limit": each.limit / unit}
+            found[each.value] = known["point"] = point | {"limit_in_gib": pricing.in_bytes}
+        report(known)
+
+    report({"doing": "planning", "done": 0, "of": len(limits)})
+    try:
+        frontier.frontier(costs, request.devices, request.microbatches, limits, report=told)
+    except ScheduleError as error:
+        raise FieldError("plans", str(error)) from None
+    return list(found.values())
+
+
+def _limits(request: Request, pricing: Pricing, costs: Costs) -> Iterator[float]:
+    """Yield up to twelve limits from the least that one microbatch needs to what 1F1B holds."""
+    from megatron_vshape.core.search import default_placements
+
+    devices = request.devices
+    least = min(
+        max(least_memory(regroup(costs, len(placement), "a plan"), placement, devices))
+        for placement in default_placements(devices, costs.num_stages)
+    )
+    most = max(pricing.base_peak(devices) or least, least)
+    steps = STEPS if pricing.in_bytes else min(STEPS, max(round(most - least), 1))
+    seen = set()
+    for step in range(steps + 1):
+        limit = least + (most - least) * step / steps
+        limit = limit if pricing.in_bytes else float(round(limit))
+        if limit >= least and limit not in seen:
+            seen.add(limit)
+            yield limit
+
+
+def _point(schedule: Schedule, pricing: Pricing) -> dict[str, object]:
+    costs = pricing.costs_for(schedule.num_devices, schedule.num_stages)
+    timeline = simulate(schedule, costs)
+    return {
+        "peak": max(peak_held(schedule, costs)),
+        "bubble": timeline.bubble,
+        "span_bubble": timeline.span_bubble,
+        "makespan": timeline.makespan,
+    }

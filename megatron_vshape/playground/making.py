@@ -1,0 +1,119 @@
+"""From a choice to its schedule: of the catalogue, from a file, or planned."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from megatron_vshape.core.building_block import BuildingBlock
+from megatron_vshape.core.catalogue import make, make_block
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.verify import verify
+from megatron_vshape.playground.pricing import Pricing
+from megatron_vshape.playground.request import (
+    MAX_PASSES,
+    FieldError,
+    FileChoice,
+    FileText,
+    NamedChoice,
+    PlanChoice,
+    Request,
+)
+from megatron_vshape.view.numbers import GIB
+
+Report = Callable[[dict[str, object]], None]
+"""Called with what is known so far: the stage of the work, the best value, a point."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A schedule, and what only its making knows."""
+
+    schedule: Schedule
+    block: BuildingBlock | None = None
+    limit: float | None = None
+    lower_bound: float | None = None
+    bounded: str = "makespan"
+    """What the lower bound is of."""
+
+    @property
+    def microbatches(self) -> int | None:
+        """Return those of the building block, if there is one."""
+        return None if self.block is None else self.block.num_microbatches
+
+
+def make_choice(request: Request, pricing: Pricing, report: Report) -> Made:
+    """Return the schedule that the request is about.
+
+    Raises:
+        FieldError: it cannot be made; names the field to blame.
+    """
+    choice = request.chosen_schedule()
+    if isinstance(choice, NamedChoice):
+        report({"doing": f"making {choice.name}"})
+        return make_named(request, choice)
+    if isinstance(choice, FileChoice):
+        report({"doing": "reading the file"})
+        return Made(read_schedule(choice.file))
+    report({"doing": "planning"})
+    return make_planned(request, choice, pricing, report)
+
+
+def make_named(request: Request, choice: NamedChoice) -> Made:
+    """Return the catalogue's schedule of this name, and its building block."""
+    sizes = choice.name, request.devices, request.microbatches
+    chunks, group = choice.chunks, choice.group_size
+    try:
+        schedule = make(*sizes, num_chunks=chunks, group_size=group)
+        return Made(schedule, make_block(*sizes, num_chunks=chunks, group_size=group))
+    except ScheduleError as error:
+        raise FieldError("schedule", str(error)) from None
+
+
+def read_schedule(file: FileText) -> Schedule:
+    """Return the proved schedule in a file's text.
+
+    Raises:
+        FieldError: it is none, too large to draw, or cannot run.
+    """
+    path = PurePath(file.name)
+    try:
+        if path.suffix == ".csv":
+            schedule = Schedule.from_csv(file.text, name=path.stem)
+        else:
+            schedule = Schedule.from_json(file.text)
+        if 3 * schedule.num_stages * schedule.num_microbatches > MAX_PASSES:
+            raise ScheduleError(f"it has more than the {MAX_PASSES:,} passes that the page draws")
+        verify(schedule)
+    except ScheduleError as error:
+        raise FieldError("schedule", f"{file.name}: {error}") from None
+    return schedule
+
+
+def make_planned(request: Request, choice: PlanChoice, pricing: Pricing, report: Report) -> Made:
+    """Return the adaptive scheduler's order, its limit in the costs' unit, and its lower bound."""
+    from megatron_vshape.core import search  # numba takes a second to load
+
+    if choice.limit_in_gib and not pricing.in_bytes:
+        raise FieldError("limit", "a limit in GiB needs a costs file; enter chunks instead")
+    if pricing.in_bytes and not choice.limit_in_gib:
+        raise FieldError("limit", "these costs are in bytes; enter the limit in GiB")
+    costs = pricing.plan_costs(request.devices, choice.chunks)
+    limit = choice.limit * (GIB if choice.limit_in_gib else 1.0)
+
+    def progress(steps: int, value: float, bound: float) -> None:
+        report({"doing": "planning", "steps": steps, "value": value, "bound": bound})
+
+    try:
+        plan = search.plan(
+            costs,
+            request.devices,
+            request.microbatches,
+            limit,
+            choice.objective,
+            seconds=choice.seconds,
+            progress=progress,
+        )
+    except ScheduleError as error:
+        raise FieldError("limit", str(error)) from None
+    return Made(plan.schedule, None, limit, plan.lower_bound, choice.objective)

@@ -1,0 +1,62 @@
+"""The rhythm of a timeline: what repeats in the middle, and how long it is."""
+
+import math
+from collections.abc import Sequence
+
+from megatron_vshape.core.passes import Kind
+from megatron_vshape.core.schedule import Timeline
+from megatron_vshape.playground.payload import Period
+
+LEAST_SEEN = 4
+"""Turns that must keep the rhythm: fewer do so by chance."""
+
+
+def period_of(timeline: Timeline, microbatches: int | None = None) -> Period | None:
+    """Return the repeat in the middle of the stable phase; None if there is none to be seen.
+
+    `microbatches` are those of the building block; of an order that no block stands for they are
+    found from its turns. The length is that of the turn: forwards of stage 0 may run ahead of the
+    rhythm.
+    """
+    schedule = timeline.schedule
+    if microbatches is None:
+        microbatches = repeating_microbatches(timeline)
+    if microbatches is None:
+        return None
+    first = (schedule.num_microbatches // 2 // microbatches) * microbatches
+    if first + microbatches >= schedule.num_microbatches:
+        return None
+    last = schedule.num_stages - 1
+    begin = _starts(timeline, Kind.F, 0, (first,))
+    turns = _starts(timeline, Kind.B, last, (first, first + microbatches))
+    if len(begin) != 1 or len(turns) != 2 or turns[1] <= turns[0]:
+        return None
+    return Period(begin[0], turns[1] - turns[0], first, microbatches)
+
+
+def repeating_microbatches(timeline: Timeline) -> int | None:
+    """Return of how many microbatches the rhythm in the middle is; None if seen too rarely."""
+    schedule = timeline.schedule
+    last, count = schedule.num_stages - 1, schedule.num_microbatches
+    turns = {
+        work.microbatch: start
+        for work, start, _ in timeline.slots(schedule.placement[last])
+        if work.stage == last and Kind.B in work.parts()
+    }
+    for size in range(1, min(count // 4, 2 * schedule.num_devices) + 1):
+        middle = range(count // 4, count - count // 4 - size)
+        if len(middle) < max(2 * size, LEAST_SEEN):
+            return None
+        lengths = [turns[at + size] - turns[at] for at in middle]
+        if all(math.isclose(each, lengths[0], abs_tol=1e-9) for each in lengths):
+            return size
+    return None
+
+
+def _starts(timeline: Timeline, kind: Kind, stage: int, microbatches: Sequence[int]) -> list[float]:
+    """Return when the microbatches have this part of a stage begun, in order of time."""
+    return [
+        start
+        for work, start, _ in timeline.slots(timeline.schedule.placement[stage])
+        if work.stage == stage and work.microbatch in microbatches and kind in work.parts()
+    ]

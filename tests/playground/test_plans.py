@@ -1,0 +1,152 @@
+"""Plans on the page: up to four stages a device, drawn, reckoned, made again and trained."""
+
+import base64
+import functools
+import json
+import re
+import shlex
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from playground.answers import read_payload, request
+
+from megatron_vshape.cli.main import main
+from megatron_vshape.core.costs import Costs, regroup
+from megatron_vshape.core.schedule import Schedule, load_schedule
+from megatron_vshape.core.simulate import held_curve, peak_held, simulate
+from megatron_vshape.playground.build import build
+from megatron_vshape.playground.request import parse_request
+
+pytest.importorskip("numba", reason="without numba a plan takes minutes")
+
+COST = {"forward": 1, "backward": 1.15, "weight": 0.85, "send": 0.05}
+DEVICES, MICROBATCHES = 5, 9
+"""So many that no proof is tried, which could find a better order on the command line."""
+
+
+def planned(want: str = "timeline", costs: dict[str, Any] | None = None, **plan: Any) -> bytes:
+    """Return the answer to the request for a plan."""
+    schedule = {"source": "plan", "limit": 7, **plan}
+    body = request(
+        want, devices=DEVICES, microbatches=MICROBATCHES, costs=costs or COST, schedule=schedule
+    )
+    return answered(json.dumps(body))
+
+
+@functools.cache
+def answered(body: str) -> bytes:
+    return build(parse_request(json.loads(body), {}), lambda _: None)
+
+
+def shown(**more: Any) -> dict[str, Any]:
+    _, (found,) = read_payload(planned(**more))
+    return found
+
+
+def costs_file(stages: int) -> dict[str, Any]:
+    """Return the choice of a costs file; a chunk of two a device holds a GiB in all."""
+    share = 2 * DEVICES / stages
+    times = [(1000.0 * time * share,) * stages for time in (1, 1.15, 0.85)]
+    held = (2.0**30 * share,) * stages
+    return {"file": {"name": "costs.json", "text": Costs(*times, 50.0, held, held).to_json()}}
+
+
+def test_four_stages_a_device():
+    found = shown()
+    schedule = Schedule.from_json(planned("schedule-file").decode())
+    assert schedule.num_stages == 4 * DEVICES == len(found["placement"])
+    assert sorted(set(found["chunks"])) == [0, 1, 2, 3]
+    costs = Costs.uniform(DEVICES, 4 * DEVICES, *COST.values())
+    timeline = simulate(schedule, costs)
+    numbers, facts = found["numbers"], found["facts"]
+    assert numbers["makespan"] == timeline.makespan
+    assert numbers["bubble"] == timeline.bubble
+    assert numbers["peaks"] == list(peak_held(schedule, costs))
+    held = [each for device in range(DEVICES) for each in held_curve(schedule, costs, device)]
+    assert found["held"].tolist() == np.float32(held).tolist()
+    assert max(found["held"]) == max(numbers["peaks"]) <= facts["limit"] == 7
+    assert facts["base_peak"] == 2 * DEVICES
+    assert facts["lower_bound"] <= timeline.makespan
+    assert facts["note"].endswith("4 stages a device, a loop")
+
+
+def test_two_stages_a_device_where_no_more_are_allowed():
+    four, two = shown(), shown(chunks=2)
+    assert len(two["placement"]) == 2 * DEVICES
+    assert two["numbers"]["makespan"] > four["numbers"]["makespan"]
+    assert two["facts"]["recipe"].endswith("--memory-limit 7 --chunks 2")
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "planned_for"), [(10, 4, 10), (20, 4, 20), (20, 2, 10), (5, 4, 5)]
+)
+def test_a_costs_file_says_how_many_stages_are_told_apart(stages, chunks, planned_for):
+    found = shown(costs=costs_file(stages), chunks=chunks, limit=7, limit_in_gib=True)
+    assert len(found["placement"]) == planned_for
+    more = "" if stages == planned_for else f" --chunks {planned_for // DEVICES}"
+    assert found["facts"]["recipe"] == (
+        f"plan --devices 5 --microbatches 9 --costs costs.json --memory-limit 7GiB{more}"
+    )
+    assert max(found["numbers"]["peaks"]) <= 7 * 2.0**30
+
+
+def test_the_command_makes_this_very_plan_and_training_takes_its_file(tmp_path):
+    plans = pytest.importorskip("megatron_vshape.mcore.plans")
+    path = tmp_path / "plan.json"
+    recipe = shlex.split(shown()["facts"]["recipe"])
+    assert main([*recipe, "--export", str(path)]) == 0
+    schedule = Schedule.from_json(planned("schedule-file").decode())
+    assert load_schedule(path) == schedule
+    planner = plans.make_planner(str(path), DEVICES)
+    assert planner.training(MICROBATCHES).schedule == schedule
+    assert shown()["facts"]["train"] == ""  # no name stands for it: the page names the file
+
+
+def test_extras_that_no_argument_says_leave_no_command():
+    assert shown(costs={**COST, "head": [0.5, 0.5, 0.5, 0]})["facts"]["recipe"] == ""
+
+
+def test_the_frontier_s_plans_are_those_that_choosing_a_point_makes():
+    body = request("frontier", devices=3, microbatches=5, costs=COST, plans=True)
+    header, _ = read_payload(build(parse_request(body, {}), lambda _: None))
+    plans = [point for point in header["points"] if point["source"] == "plan"]
+    assert len(plans) >= 3
+    makespans = [point["makespan"] for point in plans]
+    assert makespans == sorted(set(makespans), reverse=True)
+    for point in plans[:2]:
+        schedule = {"source": "plan", "limit": point["limit"]}
+        body = request(devices=3, microbatches=5, costs=COST, schedule=schedule)
+        _, (found,) = read_payload(build(parse_request(body, {}), lambda _: None))
+        assert found["numbers"]["makespan"] == point["makespan"]
+        assert max(found["numbers"]["peaks"]) == point["peak"] <= point["limit"]
+
+
+def test_a_plan_as_one_file(tmp_path: Path, capsys):
+    path = tmp_path / "plan.html"
+    size = ["--devices", "3", "--microbatches", "9", "--cost", "1,1.15,.85,.05"]
+    assert main(["plan", *size, "--memory-limit", "4", "--html", str(path)]) == 0
+    page = path.read_text(encoding="utf-8")
+    data = json.loads(re.search(r'id="embedded">(.*?)</script>', page, re.DOTALL)[1])
+    unpacked = {
+        want: zlib.decompress(base64.b64decode(text))
+        for want, text in {**data["answers"], **data["texts"]}.items()
+    }
+    _, (found,) = read_payload(unpacked["timeline"])
+    schedule = Schedule.from_json(unpacked["schedule-file"].decode())
+    costs = regroup(Costs.uniform(3, 12, 1, 1.15, 0.85, 0.05), schedule.num_stages, "the plan")
+    assert found["numbers"]["makespan"] == simulate(schedule, costs).makespan
+    assert found["title"] == "Plan within 4 chunks"
+    facts = found["facts"]
+    assert facts["limit"] == 4
+    assert facts["base_peak"] == 6
+    assert facts["lower_bound"] <= found["numbers"]["makespan"]
+    assert facts["recipe"] == (
+        "plan --devices 3 --microbatches 9 --cost 1,1.15,0.85,0.05 --memory-limit 4"
+    )
+    assert "steps" not in data["answers"]
+    with_frontier = ["--frontier", str(tmp_path / "f.svg"), "--html", str(path)]
+    assert main(["plan", *size, *with_frontier]) == 2
+    assert "leave --memory-limit, --export and --html out" in capsys.readouterr().err
