@@ -49,9 +49,9 @@ def run(options: argparse.Namespace) -> int:
                 f"the playground needs {module}, which is not installed; install the extra: "
                 "pip install 'megatron-vshape[playground]'"
             )
-    from megatron_vshape.playground.given import costs_files, read_given
+    from megatron_vshape.playground.given import read_given, read_presets
 
-    given = read_given([*options.files, *costs_files(COSTS)])
+    given = [*read_given(options.files), *read_presets(COSTS)]
     listener = _listen(options.host, options.port)
     port = listener.getsockname()[1]
     url = f"http://{_in_url(options.host)}:{port}/"

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -29,6 +29,8 @@ class Given:
     sort: Sort
     file: FileText
     detail: dict[str, object]
+    preset: bool = False
+    """Whether it is offered among the presets, not among the reader's own files."""
 
 
 def read_given(paths: Iterable[str | Path]) -> list[Given]:
@@ -40,10 +42,31 @@ def read_given(paths: Iterable[str | Path]) -> list[Given]:
     return [_read(f"{at}-{Path(path).name}", Path(path)) for at, path in enumerate(paths)]
 
 
-def costs_files(folder: Path) -> Iterator[Path]:
-    """Yield the costs files in a folder that may be missing."""
+def read_presets(folder: Path) -> list[Given]:
+    """Return the costs files in a folder that may be missing, checked.
+
+    `NAME.about.json` says how NAME.json was measured and is none.
+
+    Raises:
+        ScheduleError: a file cannot be read, or holds no costs.
+    """
+    presets = []
+    for path in _costs_files(folder):
+        given = _read(f"preset-{path.name}", path)
+        if given.sort is not Sort.COSTS:
+            raise ScheduleError(
+                f"the file {path} is a {given.sort}, and {folder} is for costs; give it on the "
+                "command line instead"
+            )
+        presets.append(replace(given, preset=True))
+    return presets
+
+
+def _costs_files(folder: Path) -> Iterator[Path]:
     if folder.is_dir():
-        yield from sorted(path for path in folder.iterdir() if path.suffix == ".json")
+        for path in sorted(folder.glob("*.json")):
+            if not path.name.endswith(".about.json"):
+                yield path
 
 
 def _read(key: str, path: Path) -> Given:

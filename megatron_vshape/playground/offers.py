@@ -40,7 +40,13 @@ def offers(given: Sequence[Given] = ()) -> dict[str, object]:
         ],
         "presets": PRESETS,
         "files": [
-            {"key": each.key, "sort": each.sort, "name": each.file.name, **each.detail}
+            {
+                "key": each.key,
+                "sort": each.sort,
+                "name": each.file.name,
+                "preset": each.preset,
+                **each.detail,
+            }
             for each in given
         ],
         "palette": palette(),

@@ -159,10 +159,14 @@ function sizeFields(state, change) {
 
 function costFields(state, offers, change) {
   const group = element("fieldset", {}, element("legend", {}, "Costs of a chunk"));
-  const given = offers.files.filter(({ sort }) => sort === "costs");
+  const given = (preset) =>
+    offers.files
+      .filter((file) => file.sort === "costs" && file.preset === preset)
+      .map(({ key, name, stages }) => [`!${key}`, `${name}, ${stages} stages`]);
+  const presets = offers.presets.map(({ key, title }) => [key, title]);
   const options = [
-    optionGroup("Presets", offers.presets.map(({ key, title }) => [key, title])),
-    optionGroup("Files", given.map(({ key, name, stages }) => [`!${key}`, `${name}, ${stages} stages`])),
+    optionGroup("Presets", [...presets, ...given(true)]),
+    optionGroup("Files", given(false)),
     state.costsFile?.text ? element("option", { value: "@" }, state.costsFile.name) : null,
     element("option", { value: "own" }, "My own"),
   ];

@@ -1,0 +1,72 @@
+"""The files that the page offers: those of the command line, and the presets of configs/costs."""
+
+import json
+from pathlib import Path
+
+import pytest
+from playground.answers import answer, read_payload, request
+
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.playground.given import Sort, read_given, read_presets
+from megatron_vshape.playground.offers import offers
+
+COSTS = Costs((900.0,) * 8, (1000.0,) * 8, (800.0,) * 8, 0.0, (2.0**30,) * 8, (2.0**29,) * 8)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A configs/costs as `bench_gpu.py emulate --write` leaves it, and a README."""
+    folder = tmp_path / "configs" / "costs"
+    folder.mkdir(parents=True)
+    (folder / "gpt_9_6b-p4.json").write_text(COSTS.to_json())
+    (folder / "gpt_9_6b-p4.about.json").write_text(json.dumps({"device": "none", "ranks": []}))
+    (folder / "README.md").write_text("# Measured costs")
+    return folder
+
+
+def test_a_costs_file_is_a_preset_and_what_is_about_it_is_not(folder, given_files):
+    given = [*read_given(given_files), *read_presets(folder)]
+    files = {each["name"]: each for each in offers(given)["files"]}
+    assert files["gpt_9_6b-p4.json"]["preset"] is True
+    assert files["gpt_9_6b-p4.json"]["stages"] == 8
+    assert files["measured_costs.json"]["preset"] is False
+    assert not any("about" in name or "README" in name for name in files)
+
+
+def test_the_preset_prices_a_schedule(folder):
+    pytest.importorskip("httpx", reason="the extra `dev` is not installed")
+    pytest.importorskip("starlette", reason="the extra `playground` is not installed")
+    from starlette.testclient import TestClient
+
+    from megatron_vshape.playground.server import loopback_hosts, make_app
+
+    app = make_app(loopback_hosts(8765), read_presets(folder))
+    with TestClient(app, base_url="http://127.0.0.1:8765") as client:
+        (file,) = client.get("/api/offers").json()["files"]
+        body = request(costs={"file": {"key": file["key"]}})
+        _, (found,) = read_payload(answer(client, body))
+    assert found["facts"]["in_bytes"]
+    assert max(found["numbers"]["peaks"]) > 2.0**30
+
+
+def test_the_command_looks_where_the_presets_are(folder, monkeypatch):
+    from megatron_vshape.cli import playground
+
+    monkeypatch.chdir(folder.parent.parent)
+    assert [each.key for each in read_presets(playground.COSTS)] == ["preset-gpt_9_6b-p4.json"]
+
+
+def test_the_presets_of_this_repository_can_be_read():
+    presets = read_presets(Path(__file__).parents[2] / "configs" / "costs")
+    assert all(each.sort is Sort.COSTS for each in presets)
+
+
+def test_a_missing_folder_has_no_presets(tmp_path):
+    assert read_presets(tmp_path / "nowhere") == []
+
+
+def test_what_is_no_costs_file_is_told(folder):
+    (folder / "plan.json").write_text('{"traceEvents": []}')
+    with pytest.raises(ScheduleError, match=r"plan\.json is a trace, and .* is for costs"):
+        read_presets(folder)
