@@ -91,7 +91,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             viewport={"width": 1280, "height": 900},
             accept_downloads=True,
         )
-        context.set_default_timeout(30_000)
+        context.set_default_timeout(120_000)
         yield context
         context.close()
 

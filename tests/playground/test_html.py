@@ -15,6 +15,7 @@ from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import simulate, unit_costs
 from megatron_vshape.playground import html
+from megatron_vshape.playground.assets import static_files
 
 
 def page_of(name: str, devices: int = 4, microbatches: int = 8) -> str:
@@ -71,6 +72,25 @@ def test_a_changed_order_has_no_steps():
     schedule = make("v-half", 4, 8)
     other = Schedule("v-min", 4, 8, schedule.placement, schedule.order)
     assert "steps" not in data_in(html.html_text(simulate(other), unit_costs(other)))["answers"]
+
+
+def test_no_modules_import_one_another_in_a_circle():
+    imports = {
+        name.removesuffix(".js"): set(html._IMPORT.findall(content.decode()))
+        for name, (content, _) in static_files().items()
+        if name.endswith(".js")
+    }
+    while leaves := {name for name, others in imports.items() if not others & imports.keys()}:
+        for name in leaves:
+            del imports[name]
+    assert not imports
+
+
+def test_every_module_is_in_the_one_file():
+    page = page_of("1f1b")
+    for name, (content, _) in static_files().items():
+        if name.endswith(".js"):
+            assert content.decode().splitlines()[0] in page, name
 
 
 def test_modules_with_a_name_in_common_are_told():

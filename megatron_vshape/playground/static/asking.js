@@ -1,0 +1,79 @@
+// Asking for what the state stands for: progress while it takes long, and what went wrong.
+
+import { makeAnswer } from "./api.js";
+import { byId, digits, element } from "./dom.js";
+import { app, showAgain } from "./page.js";
+
+const PATIENCE_MS = 250; // what is there sooner needs no word of progress
+
+/** Return the request for what the state stands for. */
+export function requestOf(want, more = {}) {
+  const { state } = app;
+  const file = state.costsFile;
+  const costs = file
+    ? { file: file.key ? { key: file.key } : file }
+    : { ...state.cost, embedding: state.embedding, head: state.head };
+  return { want, devices: state.devices, microbatches: state.microbatches, costs, ...more };
+}
+
+/** Return the request for the timeline of a schedule. */
+export function timelineRequest(entry) {
+  return requestOf("timeline", { schedule: entry });
+}
+
+/** Ask for an answer; while it takes long, say how far it is and let the reader cancel. */
+export async function ask(request, signal, onProgress = () => {}) {
+  if (app.embedded) return app.embedded.answer(request.want);
+  const began = performance.now();
+  let known = {};
+  const say = () => showProgress(known, (performance.now() - began) / 1000);
+  const timer = setInterval(say, PATIENCE_MS);
+  try {
+    return await makeAnswer(request, {
+      signal,
+      onProgress: (news) => {
+        known = { ...known, ...news };
+        onProgress(news);
+      },
+    });
+  } finally {
+    clearInterval(timer);
+  }
+}
+
+function showProgress(known, seconds) {
+  const status = byId("status");
+  const words = [`${capital(known.doing ?? "working")} …`, `${seconds.toFixed(1)} s`];
+  if (known.value) words.push(`best ${digits(known.value)}`, `bound ${digits(known.bound)}`);
+  if (known.of) words.push(`${known.done} of ${known.of}`);
+  const progress = element("progress", known.of ? { max: known.of, value: known.done } : {});
+  if (status.hidden || status.dataset.busy !== "true") {
+    const cancel = element("button", { type: "button", class: "button", click: cancelWork }, "Cancel");
+    status.replaceChildren(progress, element("p", {}), cancel);
+    status.dataset.busy = "true";
+    status.dataset.wrong = "false";
+    status.hidden = false;
+  }
+  status.firstChild.replaceWith(progress);
+  status.querySelector("p").textContent = words.join("   ");
+}
+
+function capital(text) {
+  return text[0].toUpperCase() + text.slice(1);
+}
+
+function cancelWork() {
+  app.work?.abort();
+  showStatus("Cancelled.", { again: true });
+}
+
+/** Say how it went; with `again`, offer to try once more. */
+export function showStatus(text, { wrong = false, again = false } = {}) {
+  const status = byId("status");
+  const code = text.includes("\n");
+  const retry = element("button", { type: "button", class: "button", click: showAgain }, "Try again");
+  status.replaceChildren(element("p", { class: code ? "code" : null }, text), ...(again ? [retry] : []));
+  status.dataset.busy = "false";
+  status.dataset.wrong = String(wrong);
+  status.hidden = false;
+}

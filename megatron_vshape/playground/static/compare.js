@@ -1,0 +1,92 @@
+// Several schedules: on one time axis, and as points of memory against bubble.
+
+import { Refusal } from "./api.js";
+import { ask, requestOf, timelineRequest } from "./asking.js";
+import { drawChart } from "./chart.js";
+import { byId, element } from "./dom.js";
+import { factsTable } from "./numbers.js";
+import { app, change } from "./page.js";
+import { highestOf, setPictures, shared } from "./pictures.js";
+import { drawShare } from "./share.js";
+import { showOne } from "./single.js";
+import { unitsFor } from "./units.js";
+
+/** Show up to six schedules on one time axis. */
+export async function showCompared(signal) {
+  const found = [];
+  const failed = [];
+  for (const entry of app.state.entries) {
+    try {
+      const { timelines } = await ask(timelineRequest(entry), signal);
+      found.push(timelines[0]);
+    } catch (error) {
+      if (!(error instanceof Refusal) || app.state.entries.length === 1) throw error;
+      failed.push(error);
+    }
+  }
+  if (signal.aborted) return;
+  if (!found.length) throw failed[0];
+  const units = shared.unitsOf(found[0]);
+  byId("lead").replaceChildren(factsTable(found, units, app.state.gibPerChunk));
+  byId("numbers").replaceChildren();
+  const high = Math.max(96, 560 / found.length);
+  setPictures(
+    found.map((timeline) => ({ timeline, title: timeline.meta.title, note: timeline.meta.facts.note })),
+    { withHeld: found.length < 4, high, heldHigh: high * 0.7, heldMost: highestOf(found) },
+  );
+  drawShare(null, null);
+  if (failed.length) throw failed[0];
+}
+
+/** Show memory against bubble, and the chosen schedule under it. */
+export async function showFrontier(signal) {
+  const points = [];
+  const host = element("div", {});
+  const toggle = element(
+    "label",
+    { class: "check" },
+    element("input", { type: "checkbox", id: "plans", checked: app.state.plans, change: (event) => change({ plans: event.target.checked }) }),
+    "Add plans within memory limits (takes a while)",
+  );
+  byId("lead").replaceChildren(
+    element("p", {}, "Memory against bubble: what lies on the line is beaten by nothing else. Choose a point to see its timeline."),
+    toggle,
+    host,
+  );
+  const redraw = () => host.replaceChildren(frontierChart(points, host.clientWidth));
+  const answer = await ask(requestOf("frontier", { plans: app.state.plans }), signal, ({ point }) => {
+    if (!point || signal.aborted) return;
+    points.push(point);
+    redraw();
+  });
+  if (signal.aborted) return;
+  points.splice(0, points.length, ...answer.header.points);
+  redraw();
+  const entry = app.state.entries[app.state.active];
+  const { timelines } = await ask(timelineRequest(entry), signal);
+  if (!signal.aborted) showOne(timelines[0], entry);
+}
+
+function frontierChart(points, width) {
+  const active = app.state.entries[app.state.active];
+  const chosen = (point) =>
+    point.source === active.source &&
+    (point.source === "plan" ? isPlanned(point, active) : point.name === active.name);
+  const units = unitsFor({ in_bytes: app.state.costsFile !== null, in_us: false }, "");
+  return drawChart(points, { width, units, chosen, choose: choosePoint });
+}
+
+/** Whether an entry is what choosing the point of a plan makes of it. */
+function isPlanned(point, entry) {
+  const usual = entry.objective === "makespan" && !entry.seconds && !entry.chunks;
+  return usual && point.limit === entry.limit;
+}
+
+function choosePoint(point) {
+  const entry =
+    point.source === "plan"
+      ? { source: "plan", limit: point.limit, limit_in_gib: point.limit_in_gib, objective: "makespan", seconds: null }
+      : { source: "name", name: point.name };
+  const entries = app.state.entries.map((each, at) => (at === app.state.active ? entry : each));
+  change({ entries });
+}

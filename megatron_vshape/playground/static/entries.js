@@ -1,0 +1,108 @@
+// What is shown: the tabs, the schedules that are compared, the files that the reader opens.
+
+import { byId, element } from "./dom.js";
+import { clearMarks, fileCosts, markField } from "./form.js";
+import { app, change } from "./page.js";
+import { MOST_ENTRIES } from "./state.js";
+
+const TAB_TITLES = {
+  timeline: "Timeline",
+  steps: "Four steps",
+  compare: "Compare",
+  frontier: "Frontier",
+  measured: "Measured",
+};
+
+/** Load what the reader opened: told by their keys, they become a schedule, costs or a trace. */
+export async function openFiles(files) {
+  for (const file of files) {
+    const opened = { name: file.name, text: await file.text() };
+    const sort = sortOf(opened);
+    if (sort === "costs") change(fileCosts(app.state, opened));
+    else if (sort === "trace") change({ trace: opened, tab: "measured" });
+    else if (sort === "schedule") addEntry({ source: "file", file: opened });
+    else {
+      clearMarks(byId("controls"));
+      markField(byId("controls"), "file", `${file.name} is no schedule, no costs and no trace.`);
+    }
+  }
+}
+
+function sortOf({ name, text }) {
+  if (name.endsWith(".csv")) return "schedule";
+  try {
+    const data = JSON.parse(text);
+    if (data.traceEvents) return "trace";
+    if (data.forward_us) return "costs";
+    return data.order ? "schedule" : null;
+  } catch {
+    return null;
+  }
+}
+
+function addEntry(entry) {
+  const entries = [...app.state.entries];
+  if (entries.length < MOST_ENTRIES) entries.push(entry);
+  else entries[app.state.active] = entry;
+  change({ entries, active: entries.length < MOST_ENTRIES ? entries.length - 1 : app.state.active });
+}
+
+/** Draw the tabs. */
+export function drawTabs() {
+  const tabs = Object.entries(TAB_TITLES).filter(([tab]) => !app.embedded || app.embedded.has(tab));
+  const made = tabs.map(([tab, title]) => {
+    const selected = app.state.tab === tab;
+    const act = { click: () => change({ tab, follow: null, window: null }), keydown: stepTabs };
+    return element(
+      "button",
+      { type: "button", role: "tab", id: `tab-${tab}`, "aria-controls": "stage", "aria-selected": String(selected), tabindex: selected ? 0 : -1, ...act },
+      title,
+    );
+  });
+  const focused = document.activeElement?.id;
+  byId("tabs").replaceChildren(...(made.length > 1 ? made : []));
+  if (focused?.startsWith("tab-")) byId(focused)?.focus();
+}
+
+function stepTabs(event) {
+  const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!by) return;
+  const tabs = [...byId("tabs").children];
+  const next = tabs[(tabs.indexOf(event.target) + by + tabs.length) % tabs.length];
+  next.focus();
+  next.click();
+}
+
+/** Return what an entry is called before its schedule is made. */
+export function entryTitle(entry) {
+  if (entry.source === "plan") return `Plan ≤ ${entry.limit} ${entry.limit_in_gib ? "GiB" : "chunks"}`;
+  if (entry.source === "file") return entry.file.name ?? entry.file.key.replace(/^\d+-/, "");
+  return app.offers.schedules.find(({ name }) => name === entry.name)?.title ?? entry.name;
+}
+
+/** Draw the schedules that are compared. */
+export function drawEntries() {
+  const { state } = app;
+  if (app.embedded || state.tab === "measured") return byId("entries").replaceChildren();
+  const chips = state.entries.map((entry, at) => {
+    const title = entryTitle(entry);
+    const parts = [element("button", { type: "button", "aria-pressed": String(at === state.active), click: () => change({ active: at, window: null }) }, title)];
+    if (state.entries.length > 1) {
+      parts.push(element("button", { type: "button", "aria-label": `Remove ${title}`, click: () => removeEntry(at) }, "×"));
+    }
+    return element("span", { class: "entry", "data-active": String(at === state.active) }, ...parts);
+  });
+  const more = element("button", { type: "button", class: "plain", click: () => addEntry(nextEntry()) }, "+ Add to compare");
+  byId("entries").replaceChildren(...chips, ...(chips.length < MOST_ENTRIES ? [more] : []));
+}
+
+function nextEntry() {
+  const taken = new Set(app.state.entries.map(({ name }) => name));
+  const liked = ["1f1b", "v-min", "v-half", "v-zb", "zb-h1", ...app.offers.schedules.map(({ name }) => name)];
+  return { source: "name", name: liked.find((name) => !taken.has(name)) };
+}
+
+function removeEntry(at) {
+  const entries = app.state.entries.filter((_, place) => place !== at);
+  change({ entries, active: Math.min(app.state.active, entries.length - 1), window: null });
+}

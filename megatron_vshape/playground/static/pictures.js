@@ -1,0 +1,110 @@
+// The pictures: timelines one above the other on one time axis, and the tool bar over them.
+
+import { barParts } from "./bar.js";
+import { byId, element } from "./dom.js";
+import { playMorph } from "./morph.js";
+import { app, change, view } from "./page.js";
+import { setTheme, themeColours } from "./theme.js";
+import { makeTip } from "./tip.js";
+import { Track } from "./track.js";
+import { unitsFor } from "./units.js";
+
+/** What every track reads. */
+export const shared = {
+  view,
+  palette: null,
+  tip: makeTip(byId("tip")),
+  theme: themeColours,
+  unitsOf: (timeline) => unitsFor(timeline.meta.facts, app.state.unit),
+  follow: () => app.state.follow,
+  showsBlock: () => app.state.block,
+  onFollow: (microbatch) => change({ follow: microbatch }),
+};
+
+/** Show timelines one above the other on one axis. */
+export function setPictures(shown, layout = {}) {
+  const host = byId("pictures");
+  while (app.tracks.length > shown.length) {
+    app.tracks.pop().close();
+    host.lastElementChild.remove();
+  }
+  while (app.tracks.length < shown.length) {
+    const box = element("div", { class: "host" });
+    host.append(element("figure", {}, element("figcaption"), box));
+    app.tracks.push(new Track(box, shared));
+  }
+  app.shown = shown;
+  setBounds(shown.map(({ timeline }) => timeline));
+  shown.forEach(({ timeline, title, note, from }, at) => {
+    const caption = title ? [element("h2", {}, title), element("p", {}, note ?? "")] : [];
+    host.children[at].firstElementChild.replaceChildren(...caption);
+    const track = app.tracks[at];
+    track.layout = layout;
+    track.morph = null;
+    const label = `Timeline of ${title || timeline.meta.title}`;
+    if (from) playMorph(track, from, timeline, label);
+    else track.show(timeline, label);
+  });
+  drawBar();
+}
+
+function setBounds(timelines) {
+  const last = Math.max(...timelines.map((timeline) => timeline.last));
+  const typical = Math.min(...timelines.map((timeline) => timeline.typical));
+  const bounds = `${last} ${typical}`;
+  if (bounds !== app.bounds) view.setBounds(0, last, typical);
+  app.bounds = bounds;
+  const wanted = app.state.window;
+  if (wanted) view.show(wanted[0], wanted[1] - wanted[0], false);
+  else view.show(0, last, false);
+}
+
+/** Show no timeline. */
+export function clearPictures() {
+  for (const track of app.tracks) track.close();
+  app.tracks = [];
+  app.shown = [];
+  for (const id of ["numbers", "share", "pictures"]) byId(id).replaceChildren();
+  drawBar();
+}
+
+function drawBar() {
+  if (!app.shown.length) return byId("bar").replaceChildren();
+  const timelines = app.shown.map(({ timeline }) => timeline);
+  const parts = barParts({
+    state: app.state,
+    view,
+    palette: app.offers.palette,
+    chunkCount: Math.max(...timelines.map((timeline) => timeline.chunkCount)),
+    hasPeriod: timelines.some((timeline) => timeline.meta.facts.period !== null),
+    change,
+  });
+  byId("bar").replaceChildren(...parts);
+}
+
+/** Draw what is shown anew, with the same schedules. */
+export function redrawAll() {
+  drawBar();
+  for (const track of app.tracks) track.request();
+}
+
+/** Take the colours of the theme. */
+export function dressAll() {
+  setTheme(app.state.theme);
+  byId("theme").textContent = { auto: "Theme: auto", light: "Theme: light", dark: "Theme: dark" }[app.state.theme];
+  for (const track of app.tracks) track.dress();
+}
+
+/** Return the most that any device of the timelines holds. */
+export function highestOf(timelines) {
+  return Math.max(...timelines.map((timeline) => timeline.highest));
+}
+
+/** Give every step the same axis, so that one sees the time fall. */
+export function fitAll(timelines) {
+  const last = Math.max(...timelines.map((timeline) => timeline.last));
+  if (view.last === last) return;
+  view.setBounds(0, last, timelines[0].typical);
+  app.bounds = "";
+  view.show(0, last, false);
+}
