@@ -13,6 +13,7 @@ from megatron_vshape.playground.payload import Facts, Picture, encode
 from megatron_vshape.playground.pricing import Pricing
 from megatron_vshape.playground.repeats import period_of
 from megatron_vshape.playground.request import (
+    MOST_CHUNKS,
     Extra,
     FieldError,
     FileChoice,
@@ -85,13 +86,9 @@ def _picture(request: Request, pricing: Pricing, report: Report) -> Picture:
 
 def _title(choice: ScheduleChoice, schedule: Schedule) -> str:
     if isinstance(choice, PlanChoice):
-        return plan_title(f"{choice.limit:g} {'GiB' if choice.limit_in_gib else 'chunks'}")
+        few = "" if choice.chunks == MOST_CHUNKS else f", {choice.chunks} stages a device"
+        return f"Plan within {choice.limit:g} {'GiB' if choice.limit_in_gib else 'chunks'}{few}"
     return display_name(schedule.name)
-
-
-def plan_title(limit: str) -> str:
-    """Return what a plan within a limit is called."""
-    return f"Plan within {limit}"
 
 
 def size_note(schedule: Schedule) -> str:

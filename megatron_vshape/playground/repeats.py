@@ -1,21 +1,21 @@
-"""The rhythm of a timeline: what repeats in the middle, and how long it is."""
+"""The repeat of a timeline: what comes again in its middle, and how long it is."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from megatron_vshape.core.passes import Kind
+from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.core.schedule import Timeline
 from megatron_vshape.playground.payload import Period
 
 LEAST_SEEN = 4
-"""Turns that must keep the rhythm: fewer do so by chance."""
+"""Microbatches whose passes must come again: fewer do so by chance."""
 
 
 def period_of(timeline: Timeline, microbatches: int | None = None) -> Period | None:
     """Return the repeat in the middle of the stable phase; None if there is none to be seen.
 
     `microbatches` are those of the building block; of an order that no block stands for they are
-    found from its turns. The length is that of the turn: forwards of stage 0 may run ahead of the
+    found. The length is that of the turn: forwards of stage 0 may run ahead of the
     rhythm.
     """
     schedule = timeline.schedule
@@ -35,22 +35,49 @@ def period_of(timeline: Timeline, microbatches: int | None = None) -> Period | N
 
 
 def repeating_microbatches(timeline: Timeline) -> int | None:
-    """Return of how many microbatches the rhythm in the middle is; None if seen too rarely."""
+    """Return of how many microbatches the repeat in the middle is; None if seen too rarely."""
     schedule = timeline.schedule
     last, count = schedule.num_stages - 1, schedule.num_microbatches
+    starts = {
+        slot.work: slot.start
+        for device in range(schedule.num_devices)
+        for slot in timeline.slots(device)
+    }
     turns = {
         work.microbatch: start
-        for work, start, _ in timeline.slots(schedule.placement[last])
+        for work, start in starts.items()
         if work.stage == last and Kind.B in work.parts()
     }
     for size in range(1, min(count // 4, 2 * schedule.num_devices) + 1):
         middle = range(count // 4, count - count // 4 - size)
         if len(middle) < max(2 * size, LEAST_SEEN):
             return None
-        lengths = [turns[at + size] - turns[at] for at in middle]
-        if all(math.isclose(each, lengths[0], abs_tol=1e-9) for each in lengths):
+        length = turns[middle[0] + size] - turns[middle[0]]
+        if _repeats(turns, starts, middle, size, length):
             return size
     return None
+
+
+def _repeats(
+    turns: Mapping[int, float],
+    starts: Mapping[Pass, float],
+    middle: range,
+    size: int,
+    length: float,
+) -> bool:
+    """Return whether every pass in the middle comes again `length` later, `size` microbatches on.
+
+    The turns are looked at first: in most orders they tell at once that it does not.
+    """
+
+    def same(difference: float) -> bool:
+        return math.isclose(difference, length, abs_tol=1e-9)
+
+    return all(same(turns[at + size] - turns[at]) for at in middle) and all(
+        same(starts.get(work._replace(microbatch=work.microbatch + size), math.nan) - start)
+        for work, start in starts.items()
+        if work.microbatch in middle
+    )
 
 
 def _starts(timeline: Timeline, kind: Kind, stage: int, microbatches: Sequence[int]) -> list[float]:

@@ -161,6 +161,7 @@ def test_a_plan_of_four_stages_a_device_is_drawn(page, server):
     page.select_option("#in-chunks", "2")
     settled(page)
     assert "s=plan:6:makespan::c2" in url(page)
+    assert page.inner_text(".entry") == "Plan ≤ 6 chunks, 2 stages a device"
     assert page.inner_text("figcaption p").split("; ")[1].startswith("2 stages a device")
     assert numbers(page) != before
 
@@ -488,6 +489,8 @@ def test_narrow_and_wide_light_and_dark(page, server, tab, theme):
         load(page, server, f"tab={tab}&d=4&m=8&s=v-half~v-min&t={theme}")
         wide = page.evaluate("document.documentElement.scrollWidth")
         assert wide <= width
+        fold = page.locator("#controls").bounding_box()
+        assert width > 860 or fold["height"] < 90  # folded, it leaves the place to the picture
         small = page.evaluate("""() => [...document.querySelectorAll("button, a, input, select")]
             .filter((each) => each.offsetParent && each.getBoundingClientRect().height < 15)
             .map((each) => each.outerHTML)""")

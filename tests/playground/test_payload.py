@@ -11,6 +11,7 @@ from playground.answers import read_payload
 from megatron_vshape.core.catalogue import NAMES, make
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import Kind, Pass
+from megatron_vshape.core.schedule import Timeline
 from megatron_vshape.core.simulate import held_curve, peak_held, simulate
 from megatron_vshape.playground.payload import KINDS, Facts, Picture, encode, palette
 from megatron_vshape.playground.repeats import period_of, repeating_microbatches
@@ -93,6 +94,18 @@ def test_a_rhythm_is_found_without_its_block(name, microbatches):
 
 def test_what_is_too_short_has_no_rhythm():
     assert period_of(simulate(make("interleaved-1f1b", 4, 8))) is None
+
+
+def test_one_pass_out_of_step_and_nothing_repeats():
+    timeline = simulate(make("v-half", 4, 32))
+    starts, ends = [[list(row) for row in rows] for rows in (timeline.starts, timeline.ends)]
+    row = timeline.schedule.order[1]
+    at = next(at for at, work in enumerate(row) if work.kind is Kind.W and work.microbatch == 15)
+    starts[1][at] += 0.25
+    ends[1][at] += 0.25
+    other = Timeline(timeline.schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
+    assert period_of(timeline) is not None
+    assert period_of(other) is None
 
 
 def test_the_steps_end_in_the_catalogue_s_schedule():

@@ -78,6 +78,8 @@ def test_two_stages_a_device_where_no_more_are_allowed():
     assert len(two["placement"]) == 2 * DEVICES
     assert two["numbers"]["makespan"] > four["numbers"]["makespan"]
     assert two["facts"]["recipe"].endswith("--memory-limit 7 --chunks 2")
+    assert four["title"] == "Plan within 7 chunks"
+    assert two["title"] == "Plan within 7 chunks, 2 stages a device"
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,11 @@ function stepTabs(event) {
 
 /** Return what an entry is called before its schedule is made. */
 export function entryTitle(entry) {
-  if (entry.source === "plan") return `Plan ≤ ${entry.limit} ${entry.limit_in_gib ? "GiB" : "chunks"}`;
+  if (entry.source === "plan") {
+    const few = entry.chunks && entry.chunks < Math.max(...app.offers.plan_chunks);
+    const stages = few ? `, ${entry.chunks} stages a device` : "";
+    return `Plan ≤ ${entry.limit} ${entry.limit_in_gib ? "GiB" : "chunks"}${stages}`;
+  }
   if (entry.source === "file") return entry.file.name ?? entry.file.key.replace(/^\d+-/, "");
   return app.offers.schedules.find(({ name }) => name === entry.name)?.title ?? entry.name;
 }
