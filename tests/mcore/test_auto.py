@@ -11,6 +11,9 @@ from mcore.test_bad_input import refused
 from mcore.test_training import FOUR, assert_equal_training
 
 from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.schedule import load_schedule
+from megatron_vshape.playground.build import build
+from megatron_vshape.playground.request import parse_request
 
 Train = Callable[..., Ended]
 
@@ -49,6 +52,24 @@ def test_costs_of_four_stages_a_rank_train_a_loop_of_four(train: Train, tmp_path
     path.write_text(Costs.uniform(2, 8, 1000, 1150, 850, 50).to_json())
     theirs = train(2, "--pipeline-schedule", "1f1b", *EIGHT)
     ours = train(2, "--pipeline-schedule", "auto", "--pipeline-costs", str(path), *EIGHT)
+    assert_equal_training(ours, theirs)
+    assert re.search(r"virtual_pipeline_model_parallel_size \.+ 4\n", ours.output[0])
+
+
+def test_the_playgrounds_plan_trains_from_its_file(train: Train, tmp_path: Path) -> None:
+    """As the page's command line has it; the plan is a loop of four stages a rank."""
+    body = {
+        "want": "schedule-file",
+        "devices": 2,
+        "microbatches": 8,
+        "costs": {"forward": 1, "backward": 1.15, "weight": 0.85, "send": 0.05},
+        "schedule": {"source": "plan", "limit": 3},
+    }
+    path = tmp_path / "plan-within-3-chunks-d2-m8.json"
+    path.write_bytes(build(parse_request(body, {}), lambda _: None))
+    assert load_schedule(path).num_chunks == 4
+    theirs = train(2, "--pipeline-schedule", "1f1b", *EIGHT)
+    ours = train(2, "--pipeline-schedule", str(path), *EIGHT)
     assert_equal_training(ours, theirs)
     assert re.search(r"virtual_pipeline_model_parallel_size \.+ 4\n", ours.output[0])
 
