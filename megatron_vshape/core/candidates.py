@@ -28,7 +28,7 @@ STARTS = 8
 DELAYS = (0, 2, 4)
 """How much a W may delay what follows, in eighths of its time, when it is dealt out anew."""
 
-MANY_PASSES = 100_000
+MANY_PASSES = 20_000
 """Of so many passes and more, W is dealt out anew in one way only: that takes most of the time."""
 
 DEALT = ", W dealt"

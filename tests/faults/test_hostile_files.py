@@ -338,8 +338,8 @@ def _read(path: Path) -> None:
 
 
 def test_nothing_that_comes_from_a_file_is_unpickled_or_run() -> None:
-    """The playground's server pickles to its own workers, over a pipe; torch.load is Megatron's."""
+    """Workers of one server and ranks of one job exchange pickles; torch.load is Megatron's."""
     unsafe = re.compile(r"pickle\.load|torch\.load|marshal|shelve|yaml\.(unsafe|full)|\beval\(")
     package = Path(megatron_vshape.__file__).parent
     found = {path.name for path in package.rglob("*.py") if unsafe.search(path.read_text())}
-    assert found <= {"worker.py"}
+    assert found <= {"worker.py", "loss_reporting.py"}
