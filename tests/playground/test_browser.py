@@ -133,8 +133,9 @@ def check_drawn(page: Any, timeline: Timeline) -> None:
             for kind, down in zip(kinds, (4, 20), strict=False):
                 places.append((near, y + down))
                 wanted.append(shade(kind, chunks[work.stage], count))
-            if start > before:
-                idle.append((x_of((start + before) / 2, timeline, width), y + 12))
+            left, right = (x_of(time, timeline, width) for time in (before, start))
+            if right - left > 4:  # a narrower one shares its pixels with its neighbours
+                idle.append(((left + right) / 2, y + 12))
             before = end
     assert pixels(page, places) == wanted
     colours = {shade(kind, chunk, count) for kind in "FBW" for chunk in range(count)}
