@@ -29,7 +29,7 @@ DELAYS = (0, 2, 4)
 """How much a W may delay what follows, in eighths of its time, when it is dealt out anew."""
 
 MANY_PASSES = 20_000
-"""Of so many passes and more, W is dealt out anew in one way only: that takes most of the time."""
+"""Orders of so many passes and more are filled, and W dealt out, in fewer ways, to save time."""
 
 DEALT = ", W dealt"
 
@@ -173,15 +173,20 @@ class Candidates:
         shop = self._shop(short)
         row = ring.unroll(short)
         none = np.full(self.problem.num_devices, row.shape[1])
-        for name, own in (
-            (ring.name, row),
-            (ring.name + ", filled", fill(shop, row, self.problem.num_devices)),
-            (ring.name + ", filled throughout", fill(shop, row, m)),
-            (ring.name + DEALT, refill(shop, row, 0)),
-        ):
+        for name, own in self._starts(ring.name, shop, row, m):
             made = self._made(name, k, short, own, *(window or (none, none)))
             if made is not None:
                 yield made
+
+    def _starts(
+        self, name: str, shop: improve.Shop, row: np.ndarray, m: int
+    ) -> Iterator[tuple[str, np.ndarray | None]]:
+        """Yield an order as it is, filled, and with its W dealt out anew."""
+        yield name, row
+        yield name + ", filled", fill(shop, row, self.problem.num_devices)
+        if row.size < MANY_PASSES:
+            yield name + ", filled throughout", fill(shop, row, m)
+        yield name + DEALT, refill(shop, row, 0)
 
     def _made(
         self,

@@ -193,4 +193,6 @@ def _best_pairs(
 
 def default_steps(problem: Problem) -> int:
     """Return the steps of the default budget; more devices make a step dearer."""
-    return 700_000 if problem.num_devices <= 8 else 500_000
+    if problem.num_devices <= 8:
+        return 700_000
+    return 500_000 if problem.num_devices <= 16 else 250_000
