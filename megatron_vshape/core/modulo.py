@@ -48,6 +48,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_vshape.core.bounds import least_memory
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.modulo_anneal import anneal, sample
 from megatron_vshape.core.modulo_graph import (
@@ -68,7 +69,6 @@ from megatron_vshape.core.placement import (
     Placement,
     check_placement,
     chunks_of,
-    stages_of,
     v_shape,
 )
 from megatron_vshape.core.schedule import Schedule
@@ -131,23 +131,6 @@ def unroll(order: SteadyOrder, num_microbatches: int, name: str) -> Schedule:
             )
         )
     return Schedule(name, len(rows), num_microbatches, order.placement, tuple(rows))
-
-
-def least_memory(costs: Costs, placement: Placement, num_devices: int) -> tuple[float, ...]:
-    """Return the least that each device must be allowed to hold.
-
-    Before the first B every stage holds one microbatch, and running one microbatch at a time,
-    each W right after its B, needs no more than that and the B's own growth.
-    """
-    least = []
-    for stages in stages_of(placement, num_devices):
-        held = sum(costs.held_after_forward_bytes[stage] for stage in stages)
-        top = held
-        for stage in reversed(stages):
-            held -= costs.held_after_forward_bytes[stage]
-            top = max(top, held + costs.held_after_backward_bytes[stage])
-        least.append(top)
-    return tuple(least)
 
 
 def find_steady_orders(
