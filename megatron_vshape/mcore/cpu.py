@@ -125,6 +125,8 @@ def _replacements() -> Iterator[_Replacement]:
     all_to_all = _all_to_all_of_lists(c10d.all_to_all_single)
     yield _Replacement(c10d, "all_to_all_single", all_to_all)
     yield _Replacement(dist, "all_to_all_single", all_to_all)
+    gloo = dist.ProcessGroupGloo
+    yield _Replacement(gloo, "__init__", _with_one_worker(gloo, gloo.__init__))
 
 
 def _identity() -> Iterator[_Replacement]:
@@ -297,6 +299,34 @@ def _all_to_all_of_lists(all_to_all_single: Callable[..., Any]) -> Callable[...,
         return all_to_all_single(output, input, *map(_as_list, splits), **named)
 
     return exchange
+
+
+def _with_one_worker(gloo: Any, create: Callable[..., None]) -> Callable[..., None]:
+    # A group's worker threads, two where nothing is said, note the name of the operation that they
+    # have ended in one string, without a lock (ProcessGroupGloo::runLoop, torch 2.15). A name of
+    # more than 15 characters, such as that of Megatron's coalesced gathers, lies on the heap: when
+    # two operations end together, it is freed twice. One worker runs them in order, as NCCL does.
+    @functools.wraps(create)
+    def init(self: Any, store: Any, rank: int, size: int, *args: Any, **named: Any) -> None:
+        if args or "options" in named:
+            create(self, store, rank, size, *args, **named)
+            return
+        options = gloo._Options()
+        options._threads = 1
+        options._devices = _gloo_devices(gloo)
+        for name, value in named.items():
+            setattr(options, "_timeout" if name == "timeout" else name, value)
+        create(self, store, rank, size, options)
+
+    return init
+
+
+def _gloo_devices(gloo: Any) -> list[Any]:
+    """Return what torch takes by itself: the interfaces of GLOO_SOCKET_IFNAME, or the host's."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if names:
+        return [gloo.create_device(interface=name) for name in names.split(",")]
+    return [gloo.create_default_device()]
 
 
 def _as_list(value: Any) -> Any:

@@ -1,12 +1,13 @@
 """What a process says when it is ended from outside, while its main thread may be stuck."""
 
+import faulthandler
 import logging
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,12 @@ def last_words(tell: Callable[[], str]) -> Iterator[None]:
     it learns of that by itself. A rank waits inside torch, where no handler written in Python
     runs, so a thread reads the signal from a pipe. Where SIGTERM is taken already (Megatron's
     --exit-signal-handler), or outside the main thread, nothing is changed.
+
+    A process that crashes (SIGSEGV, SIGABRT) shows from here on where each of its threads was.
     """
+    if not faulthandler.is_enabled():
+        with suppress(OSError, AttributeError):  # stderr is no file, as in a notebook
+            faulthandler.enable()
     if not _is_free():
         yield
         return

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +18,8 @@ import torch.distributed.distributed_c10d as c10d
 from megatron_vshape.mcore import cpu
 
 ROOT = Path(__file__).parents[2]
-OWNERS = [torch, torch.Tensor, torch.cuda, torch.cuda.random, torch.cuda.nvtx, dist, c10d]
+GLOO = dist.ProcessGroupGloo
+OWNERS = [torch, torch.Tensor, torch.cuda, torch.cuda.random, torch.cuda.nvtx, dist, c10d, GLOO]
 MEGATRON_RANDOM = "megatron.core.tensor_parallel.random"
 
 pytestmark = pytest.mark.skipif(
@@ -164,6 +166,28 @@ def test_isend_keeps_the_storage_that_the_sender_frees(mode_off: None) -> None:
     send(output, 1)
     output.data = torch.empty(1, dtype=torch.int64)  # what Megatron does right after
     assert sent[0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("mode_on")
+class TestGlooGroups:
+    @pytest.mark.parametrize("interface", [None, "lo", "lo,lo"])
+    def test_have_one_worker(self, interface: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        if interface is not None:
+            monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+        group = GLOO(dist.HashStore(), 0, 1, timeout=timedelta(seconds=77))
+        assert group.options._threads == 1
+        assert group.options._timeout == timedelta(seconds=77)
+        assert len(group.options._devices) == (2 if interface == "lo,lo" else 1)
+        number = torch.tensor([3.0])
+        group.allreduce([number]).wait()
+        assert number.item() == 3.0
+
+    def test_take_the_options_that_are_given(self) -> None:
+        options = GLOO._Options()
+        options._devices = [GLOO.create_default_device()]
+        options._threads = 3
+        assert GLOO(dist.HashStore(), 0, 1, options).options._threads == 3
 
 
 def train(*flags: object) -> dict[int, tuple[float, float]]:

@@ -1,7 +1,10 @@
 """A rank that is ended from outside says what it waited for, wherever its main thread stands."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -68,6 +71,23 @@ def test_a_child_dies_of_its_own_signal_and_the_parent_does_not() -> None:
         time.sleep(0.1)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+CRASH = """
+import os, signal
+from megatron_vshape.runtime.last_words import last_words
+def a_pass():
+    os.kill(os.getpid(), signal.SIGSEGV)
+with last_words(lambda: ""):
+    a_pass()
+"""
+
+
+def test_a_crash_shows_where_it_was() -> None:
+    command = [sys.executable, "-c", CRASH]
+    crash = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert crash.returncode == -signal.SIGSEGV
+    assert re.search(r"Segmentation fault.*Current thread.* in a_pass\n", crash.stderr, re.DOTALL)
 
 
 def test_a_signal_that_is_taken_is_left_alone() -> None:
