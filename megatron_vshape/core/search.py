@@ -194,5 +194,5 @@ def _best_pairs(
 def default_steps(problem: Problem) -> int:
     """Return the steps of the default budget; more devices make a step dearer."""
     if problem.num_devices <= 8:
-        return 700_000
-    return 500_000 if problem.num_devices <= 16 else 250_000
+        return 540_000
+    return 500_000 if problem.num_devices <= 16 else 160_000
