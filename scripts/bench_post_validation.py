@@ -9,15 +9,12 @@ simulation of all iterations at once.
 """
 
 import argparse
-import multiprocessing
-import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_runtime import SHAPE, SleepingStage
+from bench_runtime import SleepingStage, on_ranks
 
 from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.costs import Costs
@@ -71,45 +68,15 @@ def iterate(
     return float(taken)
 
 
-def _rank(
-    queue: "multiprocessing.Queue[tuple[float, float]]",
-    rank: int,
-    store: str,
-    schedule: Schedule,
-    costs: Costs,
-    iterations: int,
-) -> None:
-    torch.set_num_threads(1)
-    ranks = schedule.num_devices
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    transport = Transport([list(range(ranks))], SHAPE, torch.float32, torch.device("cpu"))
+def measure(
+    transport: Transport, schedule: Schedule, costs: Costs, iterations: int
+) -> tuple[float, float]:
+    """Return the seconds of all iterations, with a barrier between them and without."""
     program = lower(schedule, simulate(schedule, costs))
     transport.prepare(program)
     waits = iterate(program, transport, costs, iterations, goes_ahead=False)
     ahead = iterate(program, transport, costs, iterations, goes_ahead=True)
-    if rank == 0:
-        queue.put((waits, ahead))
-    transport.close()
-    dist.destroy_process_group()
-
-
-def measure(schedule: Schedule, costs: Costs, iterations: int) -> tuple[float, float]:
-    """Return the seconds of all iterations, with a barrier between them and without."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
-    queue = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        ranks = [
-            context.Process(target=_rank, args=(queue, rank, store, schedule, costs, iterations))
-            for rank in range(schedule.num_devices)
-        ]
-        for process in ranks:
-            process.start()
-        measured = queue.get()
-        for process in ranks:
-            process.join()
-    return measured
+    return waits, ahead
 
 
 def main() -> None:
@@ -128,7 +95,7 @@ def main() -> None:
     busy_us = args.microbatches * chunks * (forward + backward + weight)
     apart_us = simulate(schedule, costs).makespan
     together_us = simulate(in_a_row(schedule, args.iterations), costs).makespan / args.iterations
-    measured = measure(schedule, costs, args.iterations)
+    measured = on_ranks(args.ranks, measure, schedule, costs, args.iterations)
     print(
         f"{args.schedule}, {args.ranks} ranks, {args.microbatches} microbatches, passes sleep "
         f"{args.pass_ms} ms; {args.iterations} iterations, each {busy_us / 1e3:.0f} ms busy"

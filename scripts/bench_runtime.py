@@ -13,7 +13,9 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,18 +106,52 @@ def costs_of(schedule: Schedule) -> Costs:
     return Costs.uniform(schedule.num_devices, schedule.num_stages, forward, backward, weight)
 
 
-def measure_makespan(rank: int, store: str, schedules: list[Schedule], rounds: int) -> list[float]:
-    """Return this rank's least time from the common start to its end, per schedule, in us."""
+def on_ranks(num_ranks: int, measure: Callable[..., Any], *args: object) -> Any:
+    """Return what `measure(transport, *args)` returns on the first of so many gloo ranks."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    queue = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        ranks = [
+            context.Process(target=_rank, args=(queue, rank, num_ranks, store, measure, args))
+            for rank in range(num_ranks)
+        ]
+        for process in ranks:
+            process.start()
+        measured = queue.get()
+        for process in ranks:
+            process.join()
+    return measured
+
+
+def _rank(
+    queue: "multiprocessing.Queue[Any]",
+    rank: int,
+    num_ranks: int,
+    store: str,
+    measure: Callable[..., Any],
+    args: tuple[object, ...],
+) -> None:
     torch.set_num_threads(1)
-    num_ranks = schedules[0].num_devices
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     transport = Transport([list(range(num_ranks))], SHAPE, torch.float32, torch.device("cpu"))
+    measured = measure(transport, *args)
+    if rank == 0:
+        queue.put(measured)
+    transport.close()
+    dist.destroy_process_group()
+
+
+def measure_makespan(transport: Transport, schedules: list[Schedule], rounds: int) -> list[float]:
+    """Return the median time of the slowest rank, per schedule, in us."""
+    rank = transport.device
     found = []
     for schedule in schedules:
         costs = costs_of(schedule)
         program = lower(schedule, simulate(schedule, costs))
         transport.prepare(program)
-        own = stages_of(schedule.placement, num_ranks)[rank]
+        own = stages_of(schedule.placement, schedule.num_devices)[rank]
         stages = {stage: SleepingStage(costs, stage) for stage in own}
         times = []
         for _ in range(rounds):
@@ -126,34 +162,13 @@ def measure_makespan(rank: int, store: str, schedules: list[Schedule], rounds: i
             dist.all_reduce(end, op=dist.ReduceOp.MAX)
             times.append(1e6 * float(end))
         found.append(statistics.median(times))
-    transport.close()
-    dist.destroy_process_group()
     return found
-
-
-def _child(queue: "multiprocessing.Queue[list[float]]", *args: object) -> None:
-    found = measure_makespan(*args)  # type: ignore[arg-type]
-    if args[0] == 0:
-        queue.put(found)
 
 
 def print_efficiency(num_ranks: int, num_microbatches: int, rounds: int) -> None:
     """Print part (a)."""
     schedules = [make(name, num_ranks, num_microbatches) for name in NAMES]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
-    queue = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        ranks = [
-            context.Process(target=_child, args=(queue, rank, store, schedules, rounds))
-            for rank in range(num_ranks)
-        ]
-        for process in ranks:
-            process.start()
-        measured = queue.get()
-        for process in ranks:
-            process.join()
+    measured = on_ranks(num_ranks, measure_makespan, schedules, rounds)
     print(f"(a) {num_ranks} ranks, {num_microbatches} microbatches, passes sleep {PASS_MS} ms")
     print(f"    {'schedule':10} {'simulated ms':>13} {'measured ms':>12} {'ratio':>7}  (goal 1.03)")
     for schedule, found in zip(schedules, measured, strict=True):

@@ -209,13 +209,18 @@ def parse_layers(text: str, num_layers: int, placement: Placement) -> tuple[int,
         raise ScheduleError(
             f"{flag} {text:.80} adds up to {sum(layers)} layers and the model has {num_layers}"
         )
+    check_layers(f"{flag} {text:.80}", layers)
+    return layers
+
+
+def check_layers(what: str, layers: Sequence[int]) -> None:
+    """Raise ScheduleError, which names `what`, if a stage in the middle has no layers."""
     for stage, count in enumerate(layers[1:-1], start=1):
         if not count:
             raise ScheduleError(
-                f"{flag} {text:.80} leaves stage {stage} without layers: only the first and the "
-                "last stage, which have the embedding and the output layer, may be without"
+                f"{what} leaves stage {stage} without layers: only the first and the last stage, "
+                "which have the embedding and the output layer, may be without"
             )
-    return layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from megatron_vshape.core.layers import AUTO_SPLIT, even_layers, parse_layers
+from megatron_vshape.core.layers import AUTO_SPLIT, check_layers, even_layers, parse_layers
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.placement import Placement
 from megatron_vshape.mcore.refusals import UnsupportedError
@@ -63,12 +63,7 @@ def _check_segments(
             f"{FLAG} {pattern:.80} has {len(segments)} parts and the schedule {len(placement)} "
             f"stages: put {len(placement) - 1} times {BEGINS_STAGE} into it, or none"
         )
-    for stage, segment in enumerate(segments[1:-1], start=1):
-        if not segment:
-            raise ScheduleError(
-                f"{FLAG} {pattern:.80} leaves stage {stage} without layers: only the first and "
-                "the last stage may be without"
-            )
+    check_layers(f"{FLAG} {pattern:.80}", [len(segment) for segment in segments])
 
 
 def cut(pattern: str, layers: Sequence[int]) -> str:
