@@ -2,10 +2,13 @@
 """Compare the adaptive scheduler with published schedules, cell by cell.
 
     python3 scripts/bench_search.py [--judge PATH] [--peers PATH] [--chunks C] [--steps N]
+                                    [--proof-seconds S]
 
 A cell is a number of devices and microbatches and one F, B, W, communication. Per cell and memory
 limit: the best published overhead that fits, ours as `replay.py` judges the exported file, their
-ratio, the lower bound of the overhead, and the seconds of processor time taken. Then geometric
+ratio, the lower bound of the overhead, and the seconds of processor time taken; with
+--proof-seconds CP-SAT takes so long over every cell of up to 4 devices and 8 microbatches, its
+bound stands in the table, and `=` beside it where the plan is proven the best. Then geometric
 means, and the overhead when every pass takes up to 10 % more or less than planned. Exit status 1
 if any plan is worse than what is published.
 """
@@ -14,6 +17,7 @@ import argparse
 import importlib.util
 import json
 import math
+import os
 import random
 import sys
 import tempfile
@@ -27,7 +31,8 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_vshape.core import catalogue, search
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.costs import Costs, regroup
+from megatron_vshape.core.exact import prove
 from megatron_vshape.core.passes import Pass
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import peak_held
@@ -106,19 +111,15 @@ def judged(judge: ModuleType, schedule: Schedule, cell: Cell) -> dict[str, Any]:
     return judge.replay(data, costs, cell.cost[3], [scale] * stages)
 
 
-def measure(
-    judge: ModuleType, cell: Cell, published: float, steps: int | None, chunks: int
-) -> Result:
-    """Return the plan for a cell, judged; a device may hold up to `chunks` stages."""
+def measure(judge: ModuleType, cell: Cell, published: float, options: argparse.Namespace) -> Result:
+    """Return the plan for a cell, judged; a device may hold up to `options.chunks` stages."""
     started = time.process_time()
-    made = search.plan(
-        Costs.uniform(cell.devices, chunks * cell.devices, *cell.cost),
-        cell.devices,
-        cell.microbatches,
-        cell.limit,
-        steps=steps,
-    )
+    costs = Costs.uniform(cell.devices, options.chunks * cell.devices, *cell.cost)
+    made = search.plan(costs, cell.devices, cell.microbatches, cell.limit, steps=options.steps)
     seconds = time.process_time() - started
+    if options.proof_seconds and cell.devices <= 4 and cell.microbatches <= 8 and made.gap > 0:
+        own = regroup(costs, made.schedule.num_stages, "the plan")
+        made = prove(made, own, cell.limit, options.proof_seconds, workers=os.cpu_count() or 1)
     verdict = judged(judge, made.schedule, cell)
     if verdict["peak"] > cell.limit + SLACK:
         raise SystemExit(f"{cell}: the plan holds {verdict['peak']}, more than the limit")
@@ -192,7 +193,8 @@ def print_row(result: Result) -> None:
     worse = "  WORSE" if result.ours > result.published + SLACK else ""
     print(
         f"{cell.devices:3} {cell.microbatches:5}  {cost:17} {cell.limit:7.5g} "
-        f"{result.published:9.2f} {result.ours:9.2f} {result.ratio:6.3f} {result.bound:8.2f} "
+        f"{result.published:9.2f} {result.ours:9.2f} {result.ratio:6.3f} {result.bound:8.2f}"
+        f"{'=' if result.plan.gap <= 0 else ' '}"
         f"{result.seconds:6.2f}  {result.plan.source}{worse}",
         flush=True,
     )
@@ -228,6 +230,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="budget of every plan (default: its own)")
     parser.add_argument("--devices", type=int, help="only cells of so many devices")
     parser.add_argument("--chunks", type=int, default=4, help="most stages a device may hold")
+    parser.add_argument("--proof-seconds", type=float, default=0.0, help="per small cell")
     parser.add_argument("--no-robustness", action="store_true")
     arguments = parser.parse_args()
     judge = load_judge(arguments.judge)
@@ -235,7 +238,7 @@ def main() -> int:
     results = []
     for cell, published in read_cells(arguments.peers):
         if arguments.devices in (None, cell.devices):
-            results.append(measure(judge, cell, published, arguments.steps, arguments.chunks))
+            results.append(measure(judge, cell, published, arguments))
             print_row(results[-1])
     for name, mean in geometric_means(results).items():
         print(f"geometric mean, {name}: {mean:.3f}")

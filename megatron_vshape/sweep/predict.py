@@ -77,12 +77,15 @@ class Predictor:
         """Yield every combination's prediction, those that need planning last.
 
         Planning takes seconds, so an adaptive combination is only planned if it could come
-        within `margin` of the best of its sequence length, were it free of bubbles.
+        within `margin` of the best of its sequence length, were it free of bubbles; the most
+        promising come first, for they leave the fewest to plan.
         """
         best: dict[int, float] = {}
-        for it in sorted(combinations, key=lambda each: each.schedule == ADAPTIVE):
+        least_s = [
+            (self._least_s(it) if it.schedule == ADAPTIVE else 0.0, it) for it in combinations
+        ]
+        for least, it in sorted(least_s, key=lambda each: each[0]):
             fastest = best.get(it.sequence_length, math.inf)
-            least = self._least_s(it) if it.schedule == ADAPTIVE else 0.0
             if least > fastest * (1 + margin):
                 slower = f"even without a bubble {100 * (least / fastest - 1):.0f} % slower"
                 yield self._unplanned(it, Verdict.NOT_PLANNED, f"{slower} than the best")

@@ -107,6 +107,35 @@ def test_killed_in_each_kind_of_pass(
         assert_continues(farm, train(4, *FIVE), saved)
 
 
+AHEAD = (
+    *(*FIVE, "--optimizer-post-validation", "--rerun-mode", "disabled", "--clip-grad", "100"),
+    "--no-check-for-nan-in-loss-and-grad",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "number"), [(0, 0), (2, 1), (1, -1)])
+def test_killed_in_a_forward_that_runs_before_its_step(
+    farm: Farm, inject: Inject, tally: Tally, tmp_path: Path, device: int, number: int
+) -> None:
+    """With post-validation the first forwards of step 4 run in step 3; the last do not."""
+    tally("SIGKILL in a step begun before the last was validated")
+    work = passes(device, Kind.F)[number]
+    saved = tmp_path / "saved"
+    run = inject([kill(work, device)], *AHEAD, *EVERY_TWO, PLAIN, "--save", str(saved))
+    assert run.codes == [-9 if rank == device else 1 for rank in range(4)]
+    for rank, text in enumerate(run.output):
+        if rank != device:
+            assert {found for found, _ in TOLD.findall(text)} == {str(rank)}, text[-2000:]
+    assert max(run.ended_s) - float((tmp_path / "struck").read_text()) < 30
+    whole = farm.run(4, *AHEAD).check()
+    assert "post-validation: 2 steps made" in whole.output[0]
+    again = farm.run(4, *AHEAD, "--load", str(saved), "--ckpt-format", PLAIN).check()
+    assert again.record["losses"] == whole.record["losses"][-3:]
+    mine, theirs = again.merged("parameters"), whole.merged("parameters")
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
 @pytest.mark.slow
 def test_killed_in_every_pass_of_a_step(tally: Tally) -> None:
     """A small model of plain torch, so that every pass of all four devices has its turn."""

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from faults.conftest import Inject, Tally
-from faults.test_killed import FIVE
-from mcore.farm import Ended
+from faults.test_killed import AHEAD, FIVE
+from mcore.farm import Ended, Farm
 
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(30, marks=pytest.mark.slow)])
@@ -21,6 +21,20 @@ def test_a_stalled_rank_recovers(
     run = inject(faults, *FIVE).check()
     whole = train(4, *FIVE)
     assert run.ended_s[0] > 0
+    for key in ("losses", "grad_norms"):
+        assert run.record[key] == whole.record[key]
+    mine, theirs = run.merged("parameters"), whole.merged("parameters")
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+def test_a_rank_that_stalls_in_a_step_begun_early_recovers(
+    farm: Farm, inject: Inject, tally: Tally
+) -> None:
+    tally("a rank stalls 3 s in a step begun before the last was validated")
+    stall = {"what": "stall", "seconds": 3, "step": 4, "rank": 2, "pass": "F2.1"}
+    run, whole = inject([stall], *AHEAD).check(), farm.run(4, *AHEAD).check()
+    assert "post-validation: 2 steps made" in run.output[0]
     for key in ("losses", "grad_norms"):
         assert run.record[key] == whole.record[key]
     mine, theirs = run.merged("parameters"), whole.merged("parameters")
