@@ -6,6 +6,7 @@ to be wrong: a prefix of every device's instructions that waits for nothing beyo
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from megatron_vshape.core.lowering import Await, Instruction, Message, Program, Receive, Run, Send
 from megatron_vshape.core.passes import Kind, Pass
@@ -37,6 +38,27 @@ def forward_cut(program: Program) -> Cut:
     """
     last = program.schedule.num_stages - 1
     return cut(program, lambda work: work.kind is not Kind.F or work.stage == last)
+
+
+def begun_early(program: Program) -> tuple[Program, Cut]:
+    """Return the program so that no message is under way at its forward cut, and that cut.
+
+    What is sent before the cut is posted before it, and nothing else is. On a GPU a message is a
+    kernel at either end that lasts until the other end is there. Megatron waits for all kernels
+    between two steps (its timers do), and so may wait for none that the next step has to end.
+    """
+    ends = forward_cut(program)
+    wanted = set(map(Receive, _messages(program, ends, Send)))
+    rows: list[tuple[Instruction, ...]] = []
+    early_ends: list[int] = []
+    for row, end in zip(program.instructions, ends, strict=True):
+        early, late = row[:end], row[end:]
+        held_back = tuple(e for e in early if isinstance(e, Receive) and e not in wanted)
+        brought = tuple(each for each in late if each in wanted)
+        first = (*(each for each in early if each not in held_back), *brought)
+        rows.append((*first, *held_back, *(each for each in late if each not in wanted)))
+        early_ends.append(len(first))
+    return replace(program, instructions=tuple(rows)), tuple(early_ends)
 
 
 def drain(program: Program, ends: Cut, device: int) -> tuple[Instruction, ...]:

@@ -30,7 +30,7 @@ class PipelineOptions:
     schedule: str | None  # a name, the path of a schedule file, or None: as Megatron decides
     timeout_seconds: float  # how long a rank waits for a message before it gives up
     costs_file: str | None = None
-    memory_limit_gib: float | None = None  # of activations, on every device; for auto
+    memory_limit_gib: float | None = None  # of a device, everything included; for auto
     profile_steps: tuple[int, int] | None = None  # first and last training step of this process
     trace_folder: str | None = None
     layer_split: str | None = None  # auto, or the layers of every stage with commas
@@ -72,7 +72,8 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="GIB",
         type=float,
         default=None,
-        help="most that the activations of a rank may take, for auto. Default: what 1F1B takes.",
+        help="most device memory that a rank may take, everything included, for auto. Default: "
+        "as many activations as 1F1B holds.",
     )
     group.add_argument(
         "--pipeline-profile-iterations",

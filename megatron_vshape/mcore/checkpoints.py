@@ -29,9 +29,14 @@ def repair_tracker(tracker: Path) -> None:
     iteration = newest_whole(tracker.parent)
     if iteration is None:
         return
-    beside = tracker.with_name(f".{tracker.name}.{os.getpid()}")
-    beside.write_text(str(iteration), encoding="utf-8")
-    beside.replace(tracker)
+    # Ranks in containers may have one process id, so their rank tells their files apart.
+    beside = tracker.with_name(f".{tracker.name}.{os.environ.get('RANK', '0')}.{os.getpid()}")
+    try:
+        beside.write_text(str(iteration), encoding="utf-8")
+        beside.replace(tracker)
+    except OSError as error:
+        logger.warning("%s names no checkpoint and cannot be written: %s", tracker, error)
+        return
     logger.warning(
         "%s held %r, as a full disk or a kill leaves it; it names iteration %d now, the newest "
         "whole checkpoint there",

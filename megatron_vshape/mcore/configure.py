@@ -48,6 +48,7 @@ def prepare(args: Namespace) -> Pipeline | None:
                 "--optimizer-post-validation needs a schedule of this package: add "
                 "--pipeline-schedule, v-zb for example"
             )
+        _refuse_what_only_ours_have(options, ranks)
         _prepare_megatrons_own(args, name)
         _split_megatrons_own(args, options)
         return None
@@ -81,6 +82,24 @@ def prepare(args: Namespace) -> Pipeline | None:
         args.overlap_grad_reduce,
         recomputes,
     )
+
+
+def _refuse_what_only_ours_have(options: PipelineOptions, ranks: int) -> None:
+    """Raise UnsupportedError for the first flag that would do nothing, if there is a pipeline."""
+    splits = options.layer_split is not None
+    given = {
+        "--pipeline-memory-limit": options.memory_limit_gib is not None,
+        "--pipeline-trace": options.trace_folder is not None,
+        "--pipeline-profile-iterations": options.profile_steps is not None,
+        "--pipeline-costs": options.costs_file is not None and not splits,
+    }
+    for flag, is_given in given.items():
+        if is_given and ranks > 1:
+            what = "Megatron's own schedule" if options.schedule is None else options.schedule
+            raise UnsupportedError(
+                f"{flag} does nothing with {what}: leave it out, or choose a schedule of this "
+                "package with --pipeline-schedule, such as v-half"
+            )
 
 
 def megatrons_own(args: Namespace) -> str | None:

@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import nn
 
-from megatron_vshape.core.cutting import Cut, drain, forward_cut
+from megatron_vshape.core.cutting import Cut, begun_early, drain
 from megatron_vshape.core.lowering import Program
 from megatron_vshape.mcore.finite import inspected, repeats_a_bad_step
 from megatron_vshape.mcore.gradient_sync import GradientSync, divide_by_tokens
@@ -64,6 +64,7 @@ class _Begun:
     transport: Transport
     step: Step
     program: Program
+    early_ends: Cut  # how far it runs early, where it does
     run: ProgramRun
 
 
@@ -72,7 +73,6 @@ class _Ahead:
     """The next step, begun early, and what it takes to undo that."""
 
     begun: _Begun
-    ends: Cut
     random: RandomState
 
 
@@ -142,7 +142,7 @@ class PipelineRunner:
             force_all_reduce,
         )
         config = get_model_config(_as_list(model)[0])
-        check_config(config)
+        check_config(config, self._pipeline.options.post_validates)
         with _timed(config):
             return self._evaluate(call) if forward_only else self._train(call)
 
@@ -164,10 +164,9 @@ class PipelineRunner:
         for replay in self._replays:
             replay.mark()
         random = RandomState.now()
-        begun = self._begin(call)
-        ends = forward_cut(begun.program)
-        self._ahead = _Ahead(begun, ends, random)
-        begun.run.advance(ends[begun.groups.pp.rank()])
+        begun = self._begin(call, is_early=True)
+        self._ahead = _Ahead(begun, random)
+        begun.run.advance(begun.early_ends[begun.groups.pp.rank()])
 
     def drop_ahead(self) -> None:
         """Undo what of the next step has run early; all ranks of the pipeline call this together.
@@ -178,7 +177,7 @@ class PipelineRunner:
         if ahead is None:
             return
         begun = ahead.begun
-        instructions = drain(begun.program, ahead.ends, begun.groups.pp.rank())
+        instructions = drain(begun.program, begun.early_ends, begun.groups.pp.rank())
         run_drain(instructions, begun.transport, begun.transport.blank())
         for replay in self._replays:
             replay.rewind()
@@ -229,7 +228,7 @@ class PipelineRunner:
             replay.forget()
         return None if ahead is None else ahead.begun
 
-    def _begin(self, call: Call, timer: Observer | None = None) -> _Begun:
+    def _begin(self, call: Call, timer: Observer | None = None, is_early: bool = False) -> _Begun:
         """Return the step with all that it needs, none of its passes run."""
         chunks, iterators = _as_lists(call.model, call.data_iterator)
         config = get_model_config(chunks[0])
@@ -257,17 +256,19 @@ class PipelineRunner:
             gradient_sync=sync,
             num_tokens=zero_tokens(_device_of(chunks[0])),
         )
-        planner = self._pipeline.planner
+        planner, early_ends = self._pipeline.planner, ()
         if call.forward_only:
             program = planner.evaluation(call.num_microbatches)
         else:
             sync.gather_parameters()
             program = planner.training(call.num_microbatches).program
+            if is_early:
+                program, early_ends = begun_early(program)
             iterators = self._replayed(iterators)
         rank = groups.pp.rank()
         stages = self._stages(step, chunks, iterators, rank)
         run = ProgramRun(program, rank, stages, transport, timer, self._place)
-        return _Begun(call, chunks, groups, transport, step, program, run)
+        return _Begun(call, chunks, groups, transport, step, program, early_ends, run)
 
     @contextlib.contextmanager
     def _reducing(self, step: Step) -> Iterator[None]:

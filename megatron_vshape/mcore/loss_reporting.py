@@ -100,5 +100,6 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {key: _moved(each, device) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_moved(each, device) for each in value)
+        moved = [_moved(each, device) for each in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
     return value

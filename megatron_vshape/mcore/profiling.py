@@ -18,6 +18,7 @@ from megatron_vshape.core.lowering import Program
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.simulate import peak_held, simulate
+from megatron_vshape.mcore.refusals import RefusedError
 from megatron_vshape.mcore.report import Checked, Prediction, RunReport
 from megatron_vshape.mcore.session import Pipeline
 from megatron_vshape.runtime.measure import (
@@ -53,16 +54,17 @@ class Profiler:
 
     @property
     def profiles_next(self) -> bool:
-        """Return whether the next training step is profiled."""
-        first, last = self._pipeline.options.profile_steps or (0, -1)
-        return first <= self._steps + 1 <= last
+        """Return whether the next training step's passes are timed."""
+        return self._times(self._steps + 1)
 
     def begin_step(self, torch_device: torch.device) -> PassTimer | None:
         """Count a training step and return what is to observe it, if it is profiled."""
         self._steps += 1
+        return PassTimer(torch_device) if self._times(self._steps) else None
+
+    def _times(self, step: int) -> bool:
         ranges = self._profiled(), self._checked()
-        timed = any(first <= self._steps <= last for first, last in ranges)
-        return PassTimer(torch_device) if timed else None
+        return any(first <= step <= last for first, last in ranges)
 
     def _profiled(self) -> tuple[int, int]:
         return self._pipeline.options.profile_steps or (0, -1)
@@ -114,7 +116,7 @@ class Profiler:
         try:
             plan = planner.training(program.schedule.num_microbatches)
         except ScheduleError as error:
-            raise SystemExit(f"megatron-vshape: {error}") from None
+            raise RefusedError(error) from None
         self._report.remeasure()
         after = prediction_of(plan.program.schedule, costs, rest_us)
         self._tell("measured costs: %s -> %s, from the next step on", told(now), told(after))

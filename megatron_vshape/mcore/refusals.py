@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,6 +11,15 @@ from typing import Any, NamedTuple
 
 class UnsupportedError(ValueError):
     """An option does not go with the schedule; the text names it and says what to change."""
+
+
+class RefusedError(SystemExit):
+    """Ends every rank of a run that cannot go on, alike, with the reason told once."""
+
+    def __init__(self, why: object) -> None:
+        """Take the reason; all ranks raise this, and the first prints it."""
+        is_first = int(os.environ.get("RANK", "0")) == 0
+        super().__init__(f"megatron-vshape: {why}" if is_first else 1)
 
 
 class Refusal(NamedTuple):
@@ -180,6 +190,12 @@ POST_VALIDATION_REFUSALS = (
         _reruns,
         shows_value=True,
     ),
+    Refusal(
+        "variable_seq_lengths",
+        "variable_seq_lengths (microbatches of unlike length)",
+        "a message whose length is not known yet would be under way between two iterations",
+        in_config=True,
+    ),
     Refusal("num_experts", "--num-experts", _REDOES, _is_given),
     Refusal("fp8", "--fp8-format", _REDOES, _is_given_and_not_none),
     Refusal("fp4", "--fp4-format", _REDOES, _is_given_and_not_none),
@@ -215,6 +231,12 @@ def check_arguments(args: Namespace, schedule: str) -> None:
     """Raise UnsupportedError for the first of Megatron's options that `schedule` cannot have."""
     for refusal in REFUSALS:
         _check(refusal, args, f"--pipeline-schedule {schedule}")
+    if args.distributed_backend == "nccl" and _above_one(getattr(args, "timing_log_level", None)):
+        raise UnsupportedError(
+            f"--pipeline-schedule {schedule} does not work with --timing-log-level "
+            f"{args.timing_log_level} on GPUs: its timers wait within a pass for all that the GPU "
+            "does, and that includes messages which only later passes send; use 0 or 1"
+        )
     if args.transformer_impl == "transformer_engine" and not has_transformer_engine():
         raise UnsupportedError(
             "--transformer-impl transformer_engine needs Transformer Engine, which is not "
@@ -238,11 +260,14 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def check_config(config: Any) -> None:
+def check_config(config: Any, post_validates: bool) -> None:
     """Raise UnsupportedError for an option that a script has set in the TransformerConfig alone."""
     for refusal in REFUSALS:
         if refusal.in_config:
             _check(refusal, config, "--pipeline-schedule")
+    for refusal in POST_VALIDATION_REFUSALS:
+        if refusal.in_config and post_validates:
+            _check(refusal, config, "--optimizer-post-validation")
 
 
 def _check(refusal: Refusal, options: Any, flag: str) -> None:

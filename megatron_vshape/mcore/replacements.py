@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.tensor_parallel import layers
@@ -32,7 +31,7 @@ from megatron_vshape.mcore.forward_backward import PipelineRunner
 from megatron_vshape.mcore.iteration_log import IterationLog, why_no_mfu
 from megatron_vshape.mcore.metering import MeteredSchedule, count_backward, count_forward
 from megatron_vshape.mcore.post_validation import PostValidation, check_optimizer
-from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
 from megatron_vshape.mcore.session import Pipeline, Session
 from megatron_vshape.mcore.split_backward import TorchFusedKernels, make_split_linear
 from megatron_vshape.runtime.last_words import last_words
@@ -63,22 +62,15 @@ def validate_args(session: Session, original: Function) -> Function:
             session.pipeline, session.runner = configure.prepare(args), None
             session.megatrons_own = configure.megatrons_own(args)
         except (ScheduleError, UnsupportedError) as error:
-            raise _refused(error) from None
+            raise RefusedError(error) from None
         validated = original(args, *rest, **options)
         try:
             configure.complete(session.pipeline, args)
         except (ScheduleError, UnsupportedError) as error:
-            raise _refused(error) from None
+            raise RefusedError(error) from None
         return validated
 
     return validate
-
-
-def _refused(error: Exception) -> SystemExit:
-    """Return what ends every rank, with the reason told once."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        return SystemExit(f"megatron-vshape: {error}")
-    return SystemExit(1)
 
 
 def core_transformer_config_from_args(session: Session, original: Function) -> Function:
@@ -213,10 +205,12 @@ def train(session: Session, original: Function) -> Function:
             try:
                 lines = _opening(session.pipeline, given["model"], given["optimizer"])
             except ScheduleError as error:
-                raise _refused(error) from None
+                raise RefusedError(error) from None
             print_rank_0(lines)
             if session.pipeline.options.post_validates:
                 session.post_validation = _post_validation(session, given["optimizer"])
+        elif session.megatrons_own is None:
+            _refuse_what_was_not_seen(get_args())
         if session.pipeline is not None or session.megatrons_own is not None:
             session.iteration_log = IterationLog()
             missing = why_no_mfu()
@@ -224,6 +218,8 @@ def train(session: Session, original: Function) -> Function:
                 print_rank_0(missing)
         try:
             result = _told_at_failure(session, lambda: original(*args, **options))
+        except RefusedError:
+            raise
         except SystemExit:  # by --exit-interval and the like, on all ranks after a barrier
             _tell_end(session)
             raise
@@ -231,6 +227,16 @@ def train(session: Session, original: Function) -> Function:
         return result
 
     return run
+
+
+def _refuse_what_was_not_seen(args: Namespace) -> None:
+    """Raise RefusedError for a schedule that the checks of the arguments have not seen."""
+    schedule = getattr(args, "pipeline_schedule", None)
+    if schedule is not None and args.pipeline_model_parallel_size > 1:
+        raise RefusedError(
+            f"--pipeline-schedule {schedule} came with arguments that Megatron does not validate, "
+            "as those of --yaml-cfg: give all of them on the command line"
+        )
 
 
 def _told_at_failure(session: Session, train: Callable[[], Any]) -> Any:
@@ -288,7 +294,7 @@ def _post_validation(session: Session, optimizer: Any) -> PostValidation:
     try:
         check_optimizer(optimizer)
     except UnsupportedError as error:
-        raise _refused(error) from None
+        raise RefusedError(error) from None
 
     def runner() -> PipelineRunner:
         if isinstance(session.runner, PipelineRunner):
@@ -309,7 +315,9 @@ def _opening(pipeline: Pipeline, model: Sequence[Any], optimizer: Any) -> str:
             config.tensor_model_parallel_size if config.sequence_parallel else 1
         )
         message_bytes = shape * config.pipeline_dtype.itemsize // shards
-        own = static_memory.static_memory(model, optimizer, message_bytes, planner.window)
+        own = static_memory.static_memory(
+            model, optimizer, message_bytes, planner.window, pipeline.options.post_validates
+        )
         group = parallel_state.get_pipeline_model_parallel_group()
         everyones = static_memory.gather(own, group)
         planner.reserve([each.total for each in everyones])
@@ -338,11 +346,9 @@ def read_metadata(session: Session, original: Function) -> Function:
 
     @functools.wraps(original)
     def read(tracker_filename: str) -> Any:
-        if session.pipeline is not None:
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                repair_tracker(Path(tracker_filename))
-            if dist.is_initialized():
-                dist.barrier()
+        # Also before the flags are validated, where --use-checkpoint-args reads it. Every rank
+        # repairs: they would all write the same, and need not wait for each other.
+        repair_tracker(Path(tracker_filename))
         return original(tracker_filename)
 
     return read

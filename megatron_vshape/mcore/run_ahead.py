@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import tensor_parallel
@@ -59,16 +59,38 @@ class RandomState:
 
     host: Tensor
     device: Tensor
-    tracked: Any  # of Megatron's tracker, by name
+    tracked: dict[str, Any]  # of Megatron's tracker, by name
 
     @classmethod
     def now(cls) -> RandomState:
         """Return the present state."""
         tracker = tensor_parallel.get_cuda_rng_tracker()
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(), tracker.get_states())
+        tracked = {name: _frozen(each) for name, each in tracker.get_states().items()}
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(), tracked)
 
     def restore(self) -> None:
         """Have the same numbers drawn again."""
         torch.set_rng_state(self.host)
         torch.cuda.set_rng_state(self.device)
-        tensor_parallel.get_cuda_rng_tracker().set_states(self.tracked)
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        tracker.set_states({name: _thawed(each) for name, each in self.tracked.items()})
+
+
+class _Frozen(NamedTuple):
+    """A generator, as trackers for CUDA graphs and Transformer Engine's have, and its state."""
+
+    generator: torch.Generator
+    state: Tensor
+
+
+def _frozen(tracked: Any) -> Any:
+    """Return what does not change when numbers are drawn: a state is replaced, a generator not."""
+    is_generator = isinstance(tracked, torch.Generator)
+    return _Frozen(tracked, tracked.get_state()) if is_generator else tracked
+
+
+def _thawed(kept: Any) -> Any:
+    if not isinstance(kept, _Frozen):
+        return kept
+    kept.generator.set_state(kept.state)
+    return kept.generator

@@ -24,6 +24,7 @@ class StaticMemory(NamedTuple):
     gradients: int
     optimizer: int
     messages: int
+    copy: int  # to undo a step with: see optimizer_backup
 
     @property
     def total(self) -> int:
@@ -32,14 +33,18 @@ class StaticMemory(NamedTuple):
 
 
 def static_memory(
-    model: Sequence[nn.Module], optimizer: Any, message_bytes: int, window: int
+    model: Sequence[nn.Module],
+    optimizer: Any,
+    message_bytes: int,
+    window: int,
+    post_validates: bool = False,
 ) -> StaticMemory:
     """Return this rank's bytes before the first step.
 
     The optimizer's state is what Adam will allocate in its first step: two fp32 moments of every
     parameter it steps, which are this rank's share under the distributed optimizer, and where
     those are copies in fp32, the copies. Messages are the receives posted ahead in a V, `window`
-    per stream.
+    per stream. Where the run `post_validates`, parameters stepped and moments are there twice.
     """
     own = [each for chunk in model for each in chunk.parameters()]
     gradients = [each.main_grad for each in own if isinstance(_main_grad(each), Tensor)]
@@ -48,7 +53,11 @@ def static_memory(
     copies = [each for each in stepped if each.untyped_storage().data_ptr() not in held]
     moments = ADAM_STATES * 4 * sum(each.numel() for each in stepped)
     return StaticMemory(
-        _bytes(own), _bytes(gradients), _bytes(copies) + moments, STREAMS * window * message_bytes
+        _bytes(own),
+        _bytes(gradients),
+        _bytes(copies) + moments,
+        STREAMS * window * message_bytes,
+        _bytes(stepped) + moments if post_validates else 0,
     )
 
 

@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from strategies import made
 
 from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.cutting import Cut, cut, drain, forward_cut
+from megatron_vshape.core.cutting import Cut, begun_early, cut, drain, forward_cut
 from megatron_vshape.core.lowering import (
     Await,
     Instruction,
     Message,
     Program,
+    Receive,
     Run,
     Send,
     lower,
@@ -103,6 +104,36 @@ def test_before_the_forward_cut_are_forwards_before_the_loss(schedule: Schedule)
         early = [each.work for each in row[:end] if isinstance(each, Run)]
         assert all(work.kind is Kind.F and work.stage < schedule.num_stages - 1 for work in early)
     check(program, ends)
+
+
+@settings(deadline=None, max_examples=60)
+@given(made(8, 16), st.integers(1, 3))
+def test_begun_early_nothing_is_under_way_at_the_cut(schedule: Schedule, window: int) -> None:
+    program = lower(schedule, window=window)
+    early, ends = begun_early(program)
+    assert passes_before(early, ends) == passes_before(program, forward_cut(program))
+    for row, original in zip(early.instructions, program.instructions, strict=True):
+        assert sorted(map(repr, row)) == sorted(map(repr, original))
+        runs, posts = ([e for e in row if isinstance(e, kind)] for kind in (Run, Receive))
+        assert runs == [e for e in original if isinstance(e, Run)]
+        assert len(posts) == len(set(posts))
+    network = Network()
+    network.run_all([row[:end] for row, end in zip(early.instructions, ends, strict=True)])
+    assert not any((*network.sent.values(), *network.posted.values()))
+    network.run_all([row[end:] for row, end in zip(early.instructions, ends, strict=True)])
+    assert network.at_rest()
+    check(early, ends)
+
+
+def test_a_program_of_which_a_receive_is_posted_early_and_sent_late() -> None:
+    """What `begun_early` is for is there: gradients are posted first and come last."""
+    program = lower(make("v-zb", 2, 6), window=1)
+    _, ends = early = begun_early(program)
+    assert early[0].instructions != program.instructions
+    assert [row[end] for row, end in zip(early[0].instructions, ends, strict=True)] == [
+        next(e for e in row if isinstance(e, Receive) and e.message.work.kind is Kind.B)
+        for row in program.instructions
+    ]
 
 
 @pytest.mark.parametrize("devices", [4, 8])

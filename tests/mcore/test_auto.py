@@ -110,6 +110,16 @@ def test_a_limit_that_nothing_fits(farm: Farm, costs_file: Path) -> None:
     assert "the least limit is 0." in text
 
 
+def test_a_limit_that_what_is_measured_does_not_fit(farm: Farm) -> None:
+    flags = ("--pipeline-profile-iterations", "2:2", "--pipeline-memory-limit", "0.0001")
+    run = farm.run(4, "--pipeline-schedule", "auto", *flags, *SIX)
+    assert run.codes == [1] * 4, run.output
+    assert not any("Traceback" in text for text in run.output)
+    told = [text.partition("megatron-vshape: ")[2] for text in run.output]
+    assert told[0].startswith("nothing fits --pipeline-memory-limit 0.0001: rank 0: 0.")
+    assert told[1:] == [""] * 3
+
+
 def test_costs_of_other_stages(farm: Farm, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(Costs.uniform(2, 4).to_json())

@@ -2,12 +2,19 @@
 
 import importlib.util
 import json
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import pytest
 from mcore.farm import Farm
 
+pytest.importorskip("megatron.training")
+
 from megatron_vshape.core.catalogue import make
+from megatron_vshape.mcore.arguments import add_arguments
+from megatron_vshape.mcore.configure import prepare
+from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
+from megatron_vshape.mcore.replacements import _refuse_what_was_not_seen
 
 V_HALF = "--pipeline-schedule v-half"
 
@@ -27,6 +34,37 @@ def test_unknown_schedule(farm: Farm) -> None:
     text = refused(farm, "--pipeline-schedule", "v-quarter")
     assert text.startswith("there is no schedule 'v-quarter': choose one of 1f1b, interleaved-1f1b")
     assert "v-min, v-half, v-zb" in text
+
+
+@pytest.mark.parametrize("schedule", [(), ("--pipeline-schedule", "1f1b")])
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--pipeline-memory-limit", "60"),
+        ("--pipeline-trace", "traces"),
+        ("--pipeline-profile-iterations", "2:3"),
+        ("--pipeline-costs", "costs.json"),
+    ],
+)
+def test_flags_that_megatrons_own_schedules_have_no_use_for(
+    flag: str, value: str, schedule: tuple[str, ...]
+) -> None:
+    parser = ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args([flag, value, *schedule])
+    args.pipeline_model_parallel_size = 4
+    what = "1f1b" if schedule else "Megatron's own schedule"
+    with pytest.raises(UnsupportedError, match=f"^{flag} does nothing with {what}: leave it out"):
+        prepare(args)
+
+
+def test_a_schedule_that_the_checks_have_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    args = Namespace(pipeline_schedule="v-zb", pipeline_model_parallel_size=4)
+    with pytest.raises(RefusedError, match="^megatron-vshape: --pipeline-schedule v-zb came with"):
+        _refuse_what_was_not_seen(args)
+    args.pipeline_model_parallel_size = 1
+    _refuse_what_was_not_seen(args)
 
 
 def test_layers_that_do_not_divide(farm: Farm) -> None:

@@ -7,6 +7,8 @@ import pytest
 pytest.importorskip("megatron.training")
 
 from megatron_vshape.mcore.checkpoints import newest_whole, repair_tracker
+from megatron_vshape.mcore.replacements import read_metadata
+from megatron_vshape.mcore.session import Session
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -47,3 +49,23 @@ def test_where_none_is_whole_nothing_is_changed(tmp_path: Path) -> None:
     repair_tracker(tmp_path / TRACKER)
     assert (tmp_path / TRACKER).read_text() == ""
     assert newest_whole(tmp_path) is None
+
+
+def test_a_disk_that_is_still_full_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (folder / TRACKER).touch()
+    monkeypatch.setattr(Path, "write_text", full)
+    repair_tracker(folder / TRACKER)
+    assert "names no checkpoint and cannot be written: [Errno 28] No space left" in caplog.text
+    assert (folder / TRACKER).read_text() == ""
+
+
+def test_it_is_made_good_before_any_pipeline_is_known(folder: Path) -> None:
+    """As with --use-checkpoint-args, which reads it before the arguments are validated."""
+    (folder / TRACKER).touch()
+    read = read_metadata(Session(), lambda name: Path(name).read_text())
+    assert read(str(folder / TRACKER)) == "10"

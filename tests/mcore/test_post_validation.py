@@ -138,6 +138,17 @@ def test_everything_is_exact(
     assert sum(each["skipped"] for each in plain.steps) == (0 if precision == "fp32" else 5)
 
 
+def test_steps_that_are_timed_begin_in_their_turn(lab: Lab, tmp_path: Path) -> None:
+    """The trace takes the times of steps 4 to 6, and of 8 to 10 to hold beside the prediction."""
+    trace = ("--pipeline-trace", str(tmp_path / "trace"))
+    flags = (*BOUNDARIES, "--train-iters", "13")
+    plain, ahead = lab.run(*flags), lab.run(*flags, *trace, POST_VALIDATION)
+    assert ahead.equals(plain)
+    assert guesses(ahead) == (13 - 2 - 1, 0)  # none of the timed steps is begun early
+    assert "measured later: passes " in ahead.run.output[0]
+    assert (tmp_path / "trace" / "trace.json").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["v-half", "zb-h1", "1f1b-v"])
 def test_other_schedules(lab: Lab, schedule: str) -> None:

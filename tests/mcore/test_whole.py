@@ -83,3 +83,14 @@ def test_what_cannot_be_split_is_refused(option: dict[str, Any], text: str) -> N
     said = str(refused.value)
     assert said.startswith(f"--pipeline-schedule v-half does not work with {text}")
     assert "\n" not in said
+
+
+def test_timers_within_passes_are_refused_on_gpus() -> None:
+    args: Any = SimpleNamespace(
+        transformer_impl="local", distributed_backend="nccl", timing_log_level=2
+    )
+    with pytest.raises(UnsupportedError, match="does not work with --timing-log-level 2 on GPUs"):
+        check_arguments(args, "v-half")
+    for level, backend in ((1, "nccl"), (2, "gloo")):
+        args.timing_log_level, args.distributed_backend = level, backend
+        check_arguments(args, "v-half")

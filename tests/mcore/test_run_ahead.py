@@ -1,0 +1,74 @@
+"""What a step begun early takes to be undone, and what a nest of losses may hold."""
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("megatron.training")
+
+from megatron_vshape.mcore import run_ahead
+from megatron_vshape.mcore.loss_reporting import _moved
+from megatron_vshape.mcore.optimizer_backup import Backup
+from megatron_vshape.mcore.run_ahead import RandomState
+from megatron_vshape.mcore.static_memory import static_memory
+
+
+class Tracker:
+    """As Transformer Engine's: its states are generators that drawing changes."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, Any] = {"model": torch.Generator(), "old": torch.zeros(1)}
+
+    def get_states(self) -> dict[str, Any]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        self.states = states
+
+
+def test_the_same_numbers_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = Tracker()
+    monkeypatch.setattr(
+        run_ahead, "tensor_parallel", SimpleNamespace(get_cuda_rng_tracker=lambda: tracker)
+    )
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
+    generator = tracker.states["model"]
+    state = RandomState.now()
+    first = torch.rand(3, generator=generator), torch.rand(3)
+    tracker.states["old"] = torch.ones(1)
+    state.restore()
+    assert tracker.states["model"] is generator
+    assert tracker.states["old"] == 0
+    again = torch.rand(3, generator=generator), torch.rand(3)
+    assert all(map(torch.equal, first, again))
+
+
+def test_the_copy_counts_as_memory() -> None:
+    model = nn.Linear(30, 20)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(30)).sum().backward()
+    optimizer.step()
+    backup = Backup()
+    backup.save([optimizer])
+    own = static_memory([model], optimizer, 0, 1, post_validates=True)
+    steps = sum(state["step"].nbytes for state in optimizer.state.values())
+    assert own.copy == backup.nbytes - steps
+    without = static_memory([model], optimizer, 0, 1)
+    assert own.total == without.total + own.copy
+
+
+class Losses(NamedTuple):
+    value: torch.Tensor
+    count: int
+
+
+def test_a_nest_of_losses_keeps_its_types() -> None:
+    nest = {"loss": Losses(torch.ones(1, requires_grad=True), 3), "rest": [(1, torch.zeros(2))]}
+    moved = _moved(nest, torch.device("cpu"))
+    assert isinstance(moved["loss"], Losses)
+    assert not moved["loss"].value.requires_grad
+    assert moved["rest"][0][0] == 1
