@@ -23,7 +23,7 @@ from megatron_vshape.cli.options import (
 from megatron_vshape.core.costs import Costs, regroup
 from megatron_vshape.core.frontier import Point, frontier, published
 from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.schedule import Schedule, check_size
 from megatron_vshape.core.search import Objective, Plan, plan
 from megatron_vshape.core.simulate import simulate
 from megatron_vshape.view.names import placement_text, plain
@@ -150,6 +150,7 @@ def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
     devices = options.devices
     if measured is None:
         chunks = options.chunks or MOST_CHUNKS
+        check_size(chunks * devices, options.microbatches)
         return Costs.uniform(devices, chunks * devices, *(options.cost or UNIT_COST))
     if options.chunks is None:
         return measured

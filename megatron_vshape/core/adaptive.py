@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.costs import Costs, regroup
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.placement import Placement
 from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.simulate import check_costs, peak_held, simulate, unit_costs
+from megatron_vshape.core.simulate import peak_held, simulate, unit_costs
 from megatron_vshape.core.verify import verify
 
 MEMORY_NAMES = ("v-min", "v-half", "v-zb")
@@ -22,7 +22,8 @@ def make_plus(
     Never slower than that schedule itself. Without costs every chunk pass takes one unit.
 
     Raises:
-        ScheduleError: the name is not one of MEMORY_NAMES with a plus.
+        ScheduleError: the name is not one of MEMORY_NAMES with a plus, or the costs are of stages
+            that the schedule's cannot be made of.
     """
     base = name.removesuffix(PLUS)
     if base not in MEMORY_NAMES or base == name:
@@ -30,7 +31,7 @@ def make_plus(
         raise ScheduleError(f"there is no schedule {name!r:.40}; with a plus there are {known}")
     published = make(base, num_devices, num_microbatches)
     costs = unit_costs(published) if costs is None else costs
-    check_costs(costs, published.num_stages)
+    costs = regroup(costs, published.num_stages, name)
     limit = peak_held(published, costs)
     made = make_within(costs, num_devices, num_microbatches, limit, published.placement)
     best = min((made, published), key=lambda each: simulate(each, costs).makespan)

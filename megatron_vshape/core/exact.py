@@ -13,7 +13,7 @@ from typing import Any
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
 from megatron_vshape.core.placement import stages_of
-from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.schedule import Schedule, Timeline
 from megatron_vshape.core.search import Objective, Plan
 from megatron_vshape.core.simulate import peak_held, simulate
 
@@ -60,8 +60,10 @@ def prove(
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers
     status = solver.solve(made.model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
+        return plan  # rounding has shut the plan itself out, so nothing is proved
     bound = max(plan.lower_bound, solver.best_objective_bound / made.per_us)
-    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    if status != cp_model.UNKNOWN:
         plan = _better(plan, costs, each, {p: solver.value(s) for p, s in made.start.items()})
     return replace(plan, lower_bound=min(bound, plan.value))
 
@@ -70,7 +72,11 @@ def _make_model(model: Any, plan: Plan, costs: Costs, limits: Sequence[float]) -
     schedule = plan.schedule
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     per_us = _ticks_per_us(costs)
-    horizon = int(plan.value * per_us) + int(costs.send_us * per_us) * 4 * stages + TICKS
+    timeline = simulate(schedule, costs)
+    spans = plan.objective is Objective.SPAN  # of the device that starts last, too
+    latest = max(row[0] for row in timeline.starts) if spans else 0.0
+    horizon = int((plan.value + latest) * per_us) + TICKS
+    horizon += int(costs.send_us * per_us) * 4 * stages
     passes = [
         Pass(kind, s, j) for j in range(microbatches) for s in range(stages) for kind in KINDS
     ]
@@ -88,8 +94,7 @@ def _make_model(model: Any, plan: Plan, costs: Costs, limits: Sequence[float]) -
             model.add(start[work] >= end[work._replace(microbatch=work.microbatch - 1)])
     _add_devices(model, schedule, costs, limits, start, end, ticks)
     value = model.new_int_var(0, horizon, "value")
-    _add_objective(model, plan, costs, value, end, per_us)
-    timeline = simulate(schedule, costs)
+    _add_objective(model, plan, timeline, value, end, per_us)
     for device in range(schedule.num_devices):
         for work, begin, _ in timeline.slots(device):
             model.add_hint(start[work], int(begin * per_us))
@@ -138,11 +143,10 @@ def _add_devices(
 
 
 def _add_objective(
-    model: Any, plan: Plan, costs: Costs, value: Any, end: dict[Pass, Any], per_us: float
+    model: Any, plan: Plan, timeline: Timeline, value: Any, end: dict[Pass, Any], per_us: float
 ) -> None:
     """Make small the last end, or the last end after a device's first start."""
     schedule = plan.schedule
-    timeline = simulate(schedule, costs)
     for work, last in end.items():
         first = 0.0
         if plan.objective is Objective.SPAN:
@@ -157,9 +161,13 @@ def _better(plan: Plan, costs: Costs, limits: Sequence[float], start: dict[Pass,
     rows: list[list[tuple[int, Pass]]] = [[] for _ in old.order]
     for work, at in start.items():
         rows[old.placement[work.stage]].append((at, work))
-    order = tuple(tuple(work for _, work in sorted(row)) for row in rows)
-    schedule = replace(old, order=order)
-    timeline = simulate(schedule, costs)
+    # Of passes that begin together, as one of no ticks does, the one that others need comes first.
+    rows = [sorted(row, key=lambda each: (each[0], KINDS.index(each[1].kind))) for row in rows]
+    schedule = replace(old, order=tuple(tuple(work for _, work in row) for row in rows))
+    try:
+        timeline = simulate(schedule, costs)
+    except ScheduleError:  # rounding has hidden which of two passes comes first
+        return plan
     value = timeline.makespan if plan.objective is Objective.MAKESPAN else timeline.span
     peak = peak_held(schedule, costs)
     fits = all(held <= most * (1 + 1e-9) for held, most in zip(peak, limits, strict=True))

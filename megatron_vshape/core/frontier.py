@@ -1,7 +1,7 @@
 """Memory against time: the best plan at every limit, beside the published schedules."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_vshape.core.bounds import least_memory
 from megatron_vshape.core.catalogue import NAMES, make
@@ -53,13 +53,17 @@ def frontier(
         made = plan(costs, num_devices, num_microbatches, limit, objective, seconds=seconds)
         point = Point(limit, max(made.peak), made.value, made.bubble, made.schedule, made)
         if points and points[-1].value < point.value:
-            before = points[-1]
-            point = Point(
-                limit, before.peak, before.value, before.bubble, before.schedule, before.plan
-            )
+            point = replace(points[-1], limit=limit, plan=_of_both(points[-1].plan, made))
         points.append(point)
         report(point)
     return points
+
+
+def _of_both(before: Plan | None, made: Plan) -> Plan | None:
+    """Return the plan of a tighter limit with a bound that holds for the one `made` is for."""
+    if before is None:
+        return None
+    return replace(before, lower_bound=min(before.lower_bound, made.lower_bound))
 
 
 def published(

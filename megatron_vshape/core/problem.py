@@ -1,6 +1,6 @@
 """What the adaptive scheduler is asked, in ticks and units of memory, and what it answers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -9,8 +9,8 @@ import numpy as np
 from megatron_vshape.core import bounds, improve
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import PARTS, Pass, ScheduleError
-from megatron_vshape.core.placement import Placement, check_placement
-from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.placement import Placement, check_placement, stages_of
+from megatron_vshape.core.schedule import Schedule, check_size
 
 MOST_TICKS = 1e18
 """Of all passes of a step and their messages one after the other; times are 64 bits."""
@@ -85,12 +85,13 @@ def make_problem(
     if len(limits) != num_devices:
         raise ScheduleError(f"there are {len(limits)} limits for {num_devices} devices")
     check_placement(placement, num_devices)
+    check_size(len(placement), num_microbatches)
     if len(placement) != costs.num_stages:
         raise ScheduleError(
             f"the costs are for {costs.num_stages} stages, the placement has {len(placement)}"
         )
     times = (*costs.forward_us, *costs.backward_us, *costs.weight_us)
-    held = (*costs.held_after_forward_bytes, *costs.held_after_backward_bytes, *limits)
+    held = (*costs.held_after_forward_bytes, *costs.held_after_backward_bytes)
     problem = Problem(
         costs,
         placement,
@@ -166,9 +167,19 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.Shop:
         device=np.repeat(device, m).astype(np.int32),
         sort=np.repeat(np.arange(sorts), m).astype(np.int32),
         delta=deltas_of(problem),
-        limit=np.array([int(x * problem.units_per_byte * (1 + 1e-9)) for x in problem.limits]),
+        limit=np.array([int(x * problem.units_per_byte * (1 + 1e-9)) for x in _limits(problem)]),
         due=_due(problem, ticks, send),
     )
+
+
+def _limits(problem: Problem) -> Iterator[float]:
+    """Yield the limit of every device, not above all that it could ever hold."""
+    costs = problem.costs
+    held = zip(costs.held_after_forward_bytes, costs.held_after_backward_bytes, strict=True)
+    most = [problem.num_microbatches * max(pair) for pair in held]
+    stages = stages_of(problem.placement, problem.num_devices)
+    for limit, own in zip(problem.limits, stages, strict=True):
+        yield min(limit, sum(most[stage] for stage in own))
 
 
 def deltas_of(problem: Problem) -> np.ndarray:

@@ -137,8 +137,10 @@ class _Race:
 
     @property
     def best(self) -> Candidates:
-        """Return the search with the best order so far."""
-        return min(self.searches, key=Candidates.value)
+        """Return the search with the best order so far; raises ScheduleError if none has one."""
+        # Ctrl-C may have come before the last of them had any.
+        begun = [search for search in self.searches if search.best is not None]
+        return min(begun or self.searches, key=Candidates.value)
 
     def run(self, steps: int | None, seconds: float | None, progress: Progress | None) -> None:
         """Search with the budget; with `seconds` again, other and twice as long, until they end."""

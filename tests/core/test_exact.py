@@ -4,11 +4,14 @@ import pytest
 
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.search import plan
+from megatron_vshape.core.search import Objective, plan
+from megatron_vshape.core.simulate import simulate
 from megatron_vshape.core.verify import verify
 
 pytest.importorskip("ortools")
-from megatron_vshape.core.exact import prove
+from ortools.sat.python import cp_model
+
+from megatron_vshape.core.exact import _make_model, prove
 
 
 def test_a_small_plan_is_proven_best() -> None:
@@ -30,3 +33,23 @@ def test_a_plan_beyond_the_limits_is_refused() -> None:
     costs = Costs.uniform(2, 4)
     with pytest.raises(ScheduleError, match="not 2 or less"):
         prove(plan(costs, 2, 4, 4, steps=100), costs, 2, seconds=1)
+
+
+@pytest.mark.parametrize("objective", list(Objective))
+def test_the_solver_may_choose_the_plan_itself(objective: Objective) -> None:
+    """Device 3 starts late and, where the span counts, may end later than the span is long."""
+    costs = Costs.uniform(4, 8, 9, 9, 9, 0)
+    made = plan(costs, 4, 6, 8, objective)
+    model = cp_model.CpModel()
+    built = _make_model(model, made, costs, (8.0,) * 4)
+    timeline = simulate(made.schedule, costs)
+    for device in range(4):
+        for work, begin, _ in timeline.slots(device):
+            model.add(built.start[work] == round(begin * built.per_us))
+    assert cp_model.CpSolver().solve(model) == cp_model.OPTIMAL
+
+
+def test_passes_that_round_to_nothing_keep_their_order() -> None:
+    costs = Costs.uniform(2, 4, 1e-6, 1, 1, 0)
+    made = prove(plan(costs, 2, 3, 2, steps=1), costs, 4, seconds=5)
+    verify(made.schedule, 4, costs)

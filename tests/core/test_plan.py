@@ -1,8 +1,12 @@
 """The adaptive scheduler from outside: what it promises, whatever is inside."""
 
+from dataclasses import replace
+
 import pytest
 
+from megatron_vshape.core import frontier as core_frontier
 from megatron_vshape.core.adaptive import MEMORY_NAMES, PLUS, make_plus
+from megatron_vshape.core.candidates import Candidate, Candidates
 from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.frontier import frontier, published
@@ -87,6 +91,59 @@ def test_more_memory_never_costs_time() -> None:
     assert bubbles == sorted(bubbles, reverse=True)
     for point in points:
         verify(point.schedule, point.limit, costs)
+
+
+def test_a_plan_carried_to_a_higher_limit_has_a_bound_that_holds_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costs = uniform(3, (1, 2, 1, 0.05))
+    tight, ample = plan(costs, 3, 4, 3), plan(costs, 3, 4, 6)
+    assert tight.lower_bound > ample.lower_bound
+    worse = replace(ample, value=2 * tight.value)
+    monkeypatch.setattr(core_frontier, "plan", lambda *args, **_: tight if args[3] == 3 else worse)
+    first, second = frontier(costs, 3, 4, (3, 6))
+    assert second.schedule is first.schedule
+    assert first.plan == tight
+    assert second.plan == replace(tight, lower_bound=ample.lower_bound)
+
+
+def test_an_interrupt_before_all_placements_have_an_order_keeps_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin, begun = Candidates.begin, []
+
+    def interrupted(self: Candidates, budget: int) -> list[Candidate]:
+        begun.append(self)
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        return begin(self, budget)
+
+    monkeypatch.setattr(Candidates, "begin", interrupted)
+    made = plan(Costs.uniform(4, 16, *REAL), 4, 8, 8, seconds=60)
+    assert len(begun) == 2
+    verify(made.schedule, 8, Costs.uniform(4, made.schedule.num_stages, *REAL))
+
+
+@pytest.mark.parametrize("limit", [1e15, (1e15, 2.0)])
+def test_a_limit_without_measure_hides_no_memory(limit: float | tuple[float, float]) -> None:
+    costs = uniform(2, REAL)
+    made = plan(costs, 2, 4, limit)
+    limits = limit if isinstance(limit, tuple) else (16, 16)
+    assert made.peak == pytest.approx(tuple(peak_held(made.schedule, costs)))
+    assert all(peak <= most for peak, most in zip(made.peak, limits, strict=True))
+    assert plan(costs, 2, 4, 16).value <= made.value
+
+
+def test_what_would_fill_the_memory_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="more than the 20000000 passes"):
+        plan(uniform(64, REAL), 64, 200_000, 64)
+    with pytest.raises(ScheduleError, match="more than the 20000000 passes"):
+        make("v-half", 4096, 1_000_000)
+
+
+def test_a_name_with_a_plus_takes_costs_of_a_finer_cut() -> None:
+    fine, coarse = Costs.uniform(2, 8, *REAL), Costs.uniform(2, 4, *REAL)
+    assert make_plus("v-half+", 2, 4, fine) == make_plus("v-half+", 2, 4, coarse)
 
 
 def test_published_schedules_are_points() -> None:
