@@ -223,8 +223,8 @@ def make_planner(name: str, num_devices: int, options: PipelineOptions | None = 
         return Planner(num_devices, name, costs=costs)
     if not Path(name).suffix and not Path(name).exists():
         raise ScheduleError(
-            f"there is no schedule {name!r}: choose one of {', '.join(schedule_names())}, or name "
-            "a schedule file"
+            f"there is no schedule {name!r:.60}: choose one of {', '.join(schedule_names())}, or "
+            "name a schedule file"
         )
     schedule = load_schedule(name)
     if schedule.num_devices != num_devices:

@@ -119,7 +119,7 @@ def assumptions_for(cluster: Cluster) -> Assumptions:
     for name in cluster.assumptions:
         if name not in known:
             raise SweepError(
-                f"the cluster {cluster.name}: there is no assumption {name!r}; there are "
+                f"the cluster {cluster.name:.60}: there is no assumption {name!r:.60}; there are "
                 + ", ".join(known)
             )
     return replace(Assumptions(), **cluster.assumptions)

@@ -269,12 +269,18 @@ def load(path: Path, kind: type[Kind]) -> Kind:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """PyYAML's safe loader without aliases: nine of nine of nine ... fill any memory."""
+    """PyYAML's safe loader without aliases and tags.
+
+    Nine of nine of nine ... aliases fill any memory. A value that its tag does not fit, such as
+    !!bool x, makes PyYAML fail with whatever it trips over.
+    """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
             raise yaml.YAMLError(f"the alias *{event.anchor} is not read: write the value out")
+        if getattr(event, "tag", None) is not None:
+            raise yaml.YAMLError(f"the tag {event.tag:.60} is not read: leave it out")
         return super().compose_node(parent, index)
 
 

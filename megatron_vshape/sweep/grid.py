@@ -130,7 +130,7 @@ def _check_name(name: str, loaded: Loaded) -> None:
     known = (*catalogue.NAMES, ADAPTIVE)
     if name not in known:
         raise SweepError(
-            f"{loaded.path}: there is no schedule {name!r}; choose among {', '.join(known)}"
+            f"{loaded.path}: there is no schedule {name!r:.60}; choose among {', '.join(known)}"
         )
 
 

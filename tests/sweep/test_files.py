@@ -59,6 +59,9 @@ def test_wrong_sweep(tmp_path: Path, over: dict[str, Any], text: str) -> None:
         ("a: [", "is not YAML"),
         ("- 1", "must hold keys with values, not \\[1\\]"),
         ("!!python/object/apply:os.system [true]", "is not YAML"),
+        ("name: !!bool x", "the tag tag:yaml.org,2002:bool is not read: leave it out"),
+        ("name: !!timestamp x", "is not read: leave it out"),
+        ("name: !!int ''", "is not read: leave it out"),
         ("name: x", "the key model is missing \\(and 3 more\\)"),
     ],
 )
