@@ -215,7 +215,7 @@ def _launch(
             launcher = Launcher(loaded, predictor, results, path.parent, progress)
             launcher.run(chosen.run)
         rows = rows_of(chosen.run, results.read(loaded.sweep.name))
-    rows.sort(key=lambda row: (row.combination.sequence_length, -(row.mfu or 0.0)))
+    rows.sort(key=lambda row: (row.combination.workload, -(row.mfu or 0.0)))
     title = f"{loaded.model.name} on {loaded.cluster.name}: measured (predicted)"
     console.print(result_table(rows, title))
     for row in rows:

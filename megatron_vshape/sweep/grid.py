@@ -46,6 +46,11 @@ class Combination:
     arguments: tuple[str, ...] = ()
 
     @property
+    def workload(self) -> tuple[int, int]:
+        """Return what step times can be compared within: sequence length and global batch size."""
+        return self.sequence_length, self.global_batch_size
+
+    @property
     def num_devices(self) -> int:
         """Return how many devices the combination takes."""
         return (
@@ -67,8 +72,8 @@ class Combination:
 
     def __str__(self) -> str:
         text = (
-            f"{self.schedule} s{self.sequence_length} dp{self.data_parallel} "
-            f"tp{self.tensor_parallel} pp{self.pipeline_parallel}"
+            f"{self.schedule} s{self.sequence_length} gbs{self.global_batch_size} "
+            f"dp{self.data_parallel} tp{self.tensor_parallel} pp{self.pipeline_parallel}"
         )
         if self.context_parallel > 1:
             text += f" cp{self.context_parallel}"

@@ -77,21 +77,21 @@ class Predictor:
         """Yield every combination's prediction, those that need planning last.
 
         Planning takes seconds, so an adaptive combination is only planned if it could come
-        within `margin` of the best of its sequence length, were it free of bubbles; the most
-        promising come first, for they leave the fewest to plan.
+        within `margin` of the best of its workload, were it free of bubbles, or has arguments of
+        its own; the most promising come first, for they leave the fewest to plan.
         """
-        best: dict[int, float] = {}
+        best: dict[tuple[int, int], float] = {}
         least_s = [
             (self._least_s(it) if it.schedule == ADAPTIVE else 0.0, it) for it in combinations
         ]
         for least, it in sorted(least_s, key=lambda each: each[0]):
-            fastest = best.get(it.sequence_length, math.inf)
-            if least > fastest * (1 + margin):
+            fastest = best.get(it.workload, math.inf)
+            if least > fastest * (1 + margin) and not it.arguments:
                 slower = f"even without a bubble {100 * (least / fastest - 1):.0f} % slower"
                 yield self._unplanned(it, Verdict.NOT_PLANNED, f"{slower} than the best")
                 continue
             found = self(it)
-            best[it.sequence_length] = min(fastest, found.step_s or math.inf)
+            best[it.workload] = min(fastest, found.step_s or math.inf)
             yield found
 
     def _least_s(self, combination: Combination) -> float:

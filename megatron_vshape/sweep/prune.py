@@ -24,9 +24,9 @@ def prune(predictions: Iterable[Prediction], pruning: Pruning) -> Chosen:
     """
     run: list[Prediction] = []
     dropped: list[Dropped] = []
-    groups: dict[int, list[Prediction]] = {}
+    groups: dict[tuple[int, int], list[Prediction]] = {}
     for each in predictions:
-        groups.setdefault(each.combination.sequence_length, []).append(each)
+        groups.setdefault(each.combination.workload, []).append(each)
     for group in groups.values():
         fitting = sorted((each for each in group if each.fits), key=_step_s)
         dropped += [

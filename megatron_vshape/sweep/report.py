@@ -79,13 +79,13 @@ def _row(prediction: Prediction, result: Result | None) -> Row:
 
 
 def best_rows(rows: Iterable[Row]) -> list[Row]:
-    """Return the best row of every sequence length and schedule; one out of memory if all are."""
-    best: dict[tuple[int, str], Row] = {}
+    """Return the best row of every workload and schedule; one out of memory if all are."""
+    best: dict[tuple[tuple[int, int], str], Row] = {}
     for row in rows:
-        key = (row.combination.sequence_length, row.combination.schedule)
+        key = (row.combination.workload, row.combination.schedule)
         if key not in best or _rank(row) > _rank(best[key]):
             best[key] = row
-    return sorted(best.values(), key=lambda row: row.combination.sequence_length)
+    return sorted(best.values(), key=lambda row: row.combination.workload)
 
 
 def _rank(row: Row) -> tuple[float, float]:
@@ -93,9 +93,9 @@ def _rank(row: Row) -> tuple[float, float]:
 
 
 def result_table(rows: Sequence[Row], title: str) -> Table:
-    """Return the rows as a table, the best of each sequence length in bold."""
+    """Return the rows as a table, the best of each workload in bold."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for name in ("sequence", "schedule", "DP TP PP CP mbs", "layout", "status"):
+    for name in ("sequence", "batch", "schedule", "DP TP PP CP mbs", "layout", "status"):
         table.add_column(name, no_wrap=True)
     for name in ("MFU %", "step s", "bubble %", "peak GiB"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -106,11 +106,11 @@ def result_table(rows: Sequence[Row], title: str) -> Table:
 
 
 def _winners(rows: Sequence[Row]) -> list[Row]:
-    best: dict[int, Row] = {}
+    best: dict[tuple[int, int], Row] = {}
     for row in rows:
-        length = row.combination.sequence_length
-        if row.best_mfu > (best[length].best_mfu if length in best else 0.0):
-            best[length] = row
+        workload = row.combination.workload
+        if row.best_mfu > (best[workload].best_mfu if workload in best else 0.0):
+            best[workload] = row
     return list(best.values())
 
 
@@ -119,6 +119,7 @@ def _cells(row: Row) -> list[str]:
     layout = it.layout + (", recompute" if it.recompute is Recompute.FULL else "")
     return [
         str(it.sequence_length),
+        str(it.global_batch_size),
         display_name(it.schedule),
         parallel(it),
         layout,
@@ -205,7 +206,11 @@ def comparison_table(rows: Sequence[Row], published: Sequence[Published]) -> tup
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("predicted", "published", "winner"):
         table.add_column(name, no_wrap=True)
-    ours = {(row.combination.sequence_length, row.combination.schedule): row for row in rows}
+    # Published figures name no batch size: theirs are the best, so ours are the best of any.
+    ours = {
+        (row.combination.sequence_length, row.combination.schedule): row
+        for row in sorted(rows, key=_rank)
+    }
     same = True
     for length in dict.fromkeys(each.sequence_length for each in published):
         group = [each for each in published if each.sequence_length == length]
@@ -283,14 +288,15 @@ def draw_pareto(rows: Sequence[Row], path: Path, title: str) -> None:
     if path.suffix not in FORMATS:
         raise SweepError(f"{path} must end in one of {', '.join(FORMATS)}")
     shown = [row for row in rows if row.best_mfu]
-    lengths = list(dict.fromkeys(row.combination.sequence_length for row in shown))
+    workloads = list(dict.fromkeys(row.combination.workload for row in shown))
     if not shown:
         raise SweepError(f"no combination fits, so there is nothing to draw in {path}")
-    figure = Figure(figsize=(4.2 * len(lengths) + 0.6, 3.6), layout="constrained")
-    panels = figure.subplots(1, len(lengths), squeeze=False)[0]
-    for axes, length in zip(panels, lengths, strict=True):
-        _panel(axes, [row for row in shown if row.combination.sequence_length == length])
-        axes.set_title(f"sequence length {length}", fontsize=9)
+    figure = Figure(figsize=(4.2 * len(workloads) + 0.6, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(workloads), squeeze=False)[0]
+    for axes, workload in zip(panels, workloads, strict=True):
+        _panel(axes, [row for row in shown if row.combination.workload == workload])
+        length, batch = workload
+        axes.set_title(f"sequence length {length}, global batch {batch}", fontsize=9)
     figure.suptitle(title, fontsize=10)
     save(figure, path)
 

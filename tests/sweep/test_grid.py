@@ -20,10 +20,10 @@ def reasons(folder: Path, **grid: Any) -> list[str]:
 def test_all_of_a_small_grid(tmp_path: Path) -> None:
     found = expand(load_sample(tmp_path))
     assert [str(each) for each in found.possible] == [
-        "1f1b s64 dp1 tp1 pp2 mbs1 even",
-        "1f1b s64 dp1 tp1 pp2 mbs2 even",
-        "v-half s64 dp1 tp1 pp2 mbs1 even",
-        "v-half s64 dp1 tp1 pp2 mbs2 even",
+        "1f1b s64 gbs8 dp1 tp1 pp2 mbs1 even",
+        "1f1b s64 gbs8 dp1 tp1 pp2 mbs2 even",
+        "v-half s64 gbs8 dp1 tp1 pp2 mbs1 even",
+        "v-half s64 gbs8 dp1 tp1 pp2 mbs2 even",
     ]
     assert not found.dropped
 
@@ -61,4 +61,4 @@ BALANCED = {**SWEEP["grid"], "schedule": ["v-half"], "layout": ["balanced"]}
 def test_runs_beside_the_grid_keep_their_arguments(tmp_path: Path) -> None:
     also = [{"schedule": "v-min", "pipeline_parallel": 2, "layout": "even", "arguments": ["--x"]}]
     found = expand(load_sample(tmp_path, sweep={"also": also})).possible
-    assert str(found[-1]) == "v-min s64 dp1 tp1 pp2 mbs1 even --x"
+    assert str(found[-1]) == "v-min s64 gbs8 dp1 tp1 pp2 mbs1 even --x"

@@ -58,11 +58,11 @@ def test_statuses_and_no_run_twice(tmp_path: Path) -> None:
         Status.FAILED,
         Status.OUT_OF_MEMORY,
     ]
-    fast = found["1f1b s64 dp1 tp1 pp2 mbs1 even"]
+    fast = found["1f1b s64 gbs8 dp1 tp1 pp2 mbs1 even"]
     assert fast.outcome.step_s == pytest.approx(0.1)
     assert fast.mfu is not None
     assert fast.outcome.peak_bytes is not None
-    broken = found["v-min s64 dp1 tp1 pp2 mbs1 even --broken"]
+    broken = found["v-min s64 gbs8 dp1 tp1 pp2 mbs1 even --broken"]
     assert broken.outcome.log_tail.endswith("error: unrecognized arguments: --broken")
     assert len(starts.read_text().splitlines()) == 4
     assert launch(tmp_path, sweep) == []

@@ -1,0 +1,96 @@
+"""Runs are compared within a workload: one sequence length and one global batch size."""
+
+from pathlib import Path
+
+import pytest
+from sweep.samples import SWEEP, load_sample
+
+from megatron_vshape.sweep.files import Loaded, Pruning
+from megatron_vshape.sweep.grid import Combination, expand
+from megatron_vshape.sweep.machine import Machine
+from megatron_vshape.sweep.predict import Prediction, Predictor, Verdict
+from megatron_vshape.sweep.prune import prune
+from megatron_vshape.sweep.report import (
+    best_rows,
+    comparison_table,
+    draw_pareto,
+    load_published,
+    result_table,
+    rows_of,
+)
+
+TWO_BATCHES = [{"sequence_length": 64, "global_batch_size": size} for size in (8, 64)]
+
+
+def survey(loaded: Loaded, margin: float) -> dict[Combination, Prediction]:
+    predictor = Predictor(loaded.model, Machine.of(loaded.cluster))
+    found = predictor.survey(expand(loaded).possible, margin)
+    return {each.combination: each for each in found}
+
+
+@pytest.fixture
+def two_batches(tmp_path: Path) -> list[Prediction]:
+    """Predictions of two batch sizes; a step of the larger takes about eight times as long."""
+    grid = {**SWEEP["grid"], "schedule": ["v-half"], "microbatch_size": [1, 2]}
+    sweep = {"workloads": TWO_BATCHES, "grid": grid}
+    return list(survey(load_sample(tmp_path, sweep=sweep), 0.5).values())
+
+
+def test_a_large_batch_is_not_slower_for_being_large(two_batches: list[Prediction]) -> None:
+    chosen = prune(two_batches, Pruning(margin=0.9))
+    assert len(chosen.run) == 4
+    assert not chosen.dropped
+
+
+def test_each_workload_has_its_best(two_batches: list[Prediction]) -> None:
+    rows = best_rows(rows_of(two_batches))
+    assert [row.combination.workload for row in rows] == [(64, 8), (64, 64)]
+    table = result_table(rows, "title")
+    assert [row.style for row in table.rows] == ["bold", "bold"]
+    batch = next(column for column in table.columns if column.header == "batch")
+    assert list(batch.cells) == ["8", "64"]
+
+
+def test_each_workload_has_its_panel(two_batches: list[Prediction], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "pareto.svg"
+    draw_pareto(rows_of(two_batches), path, "title")
+    text = path.read_text()
+    assert "sequence length 64, global batch 8<" in text
+    assert "sequence length 64, global batch 64<" in text
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_published_figures_know_no_batch(
+    two_batches: list[Prediction], tmp_path: Path, backwards: bool
+) -> None:
+    path = tmp_path / "published.csv"
+    path.write_text("sequence_length,schedule,mfu_percent,parallel\n64,v-half,50,1 1 2 1\n")
+    rows = best_rows(rows_of(two_batches))
+    table, same = comparison_table(rows[::-1] if backwards else rows, load_published(path))
+    assert same
+    best = max(row.best_mfu for row in rows)
+    assert list(table.columns[2].cells) == [f"{100 * best:.2f}"]
+
+
+def test_a_plan_is_made_for_each_batch(tmp_path: Path) -> None:
+    grid = {**SWEEP["grid"], "schedule": ["1f1b", "adaptive"], "microbatch_size": [1]}
+    sweep = {"workloads": TWO_BATCHES, "grid": grid}
+    found = survey(load_sample(tmp_path, sweep=sweep), 0.5)
+    assert {each.verdict for each in found.values()} == {Verdict.RUNS}
+
+
+def test_a_plan_asked_for_by_name_is_made_however_slow(tmp_path: Path) -> None:
+    slow = {
+        "schedule": "adaptive",
+        "pipeline_parallel": 2,
+        "layout": "even",
+        "recompute": "full",
+    }
+    grid = {**SWEEP["grid"], "schedule": ["v-zb"]}
+    also = [slow, {**slow, "arguments": ["--x"]}]
+    found = survey(load_sample(tmp_path, sweep={"grid": grid, "also": also}), 0.0)
+    verdicts = {it.arguments: each.verdict for it, each in found.items() if it.recompute == "full"}
+    assert verdicts == {(): Verdict.NOT_PLANNED, ("--x",): Verdict.RUNS}
+    run = prune(found.values(), Pruning(margin=0.0)).run
+    assert any(each.combination.arguments == ("--x",) for each in run)
