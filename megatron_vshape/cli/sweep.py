@@ -205,13 +205,14 @@ def _launch(
     from megatron_vshape.sweep.launch import Launcher
     from megatron_vshape.sweep.progress import Progress
     from megatron_vshape.sweep.report import ranking_line, result_table, rows_of
-    from megatron_vshape.sweep.results import open_results
+    from megatron_vshape.sweep.results import key_of, open_results
 
     path = options.results or Path("runs") / f"sweep-{loaded.sweep.name}" / "results.db"
+    keys = [key_of(each.combination, loaded, predictor.measured) for each in chosen.run]
     with open_results(path) as results:
         if options.retry_failed:
             results.forget_failed()
-        with Progress(console, loaded, chosen.run, results.ended()) as progress:
+        with Progress(console, len(keys), len(results.ended() & set(keys))) as progress:
             launcher = Launcher(loaded, predictor, results, path.parent, progress)
             launcher.run(chosen.run)
         rows = rows_of(chosen.run, results.read(loaded.sweep.name))

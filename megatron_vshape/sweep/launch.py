@@ -60,7 +60,7 @@ class Launcher:
     def run(self, chosen: Sequence[Prediction]) -> None:
         """Run what is missing, at most `run.at_once` side by side; Ctrl-C cancels what runs."""
         done = self.results.ended()
-        waiting = [each for each in chosen if key_of(each.combination, self.loaded) not in done]
+        waiting = [each for each in chosen if self._key(each) not in done]
         waiting.reverse()
         running: list[_Running] = []
         with _cancelled(running):
@@ -72,9 +72,12 @@ class Launcher:
                     self._record(each.prediction, each.key, self._outcome(each))
                 time.sleep(POLL_S if running else 0)
 
+    def _key(self, prediction: Prediction) -> str:
+        return key_of(prediction.combination, self.loaded, self.predictor.measured)
+
     def _start(self, prediction: Prediction, running: list[_Running]) -> None:
         """Submit a run, or take over the one that an earlier sweep left behind."""
-        key = key_of(prediction.combination, self.loaded)
+        key = self._key(prediction)
         folder = self.folder / key
         left = self.results.job_in_flight(key)
         if left is not None:

@@ -1,27 +1,24 @@
 """Live progress of a sweep: what runs, what has ended and how; plain lines where no one watches."""
 
-from collections.abc import Sequence
 from types import TracebackType
 
 from rich import progress as rich_progress
 from rich.console import Console
 
-from megatron_vshape.sweep.files import Loaded
 from megatron_vshape.sweep.grid import Combination
 from megatron_vshape.sweep.launch import Watcher
-from megatron_vshape.sweep.predict import Prediction
-from megatron_vshape.sweep.results import Result, key_of
+from megatron_vshape.sweep.results import Result
 
 
 class Progress(Watcher):
-    """A bar over all runs, a line for each that runs, and one for each that has ended."""
+    """A bar over all runs, a line for each that runs, and one for each that has ended.
 
-    def __init__(
-        self, console: Console, loaded: Loaded, chosen: Sequence[Prediction], done: set[str]
-    ) -> None:
-        keys = [key_of(each.combination, loaded) for each in chosen]
-        self._before = sum(key in done for key in keys)
-        self._total = len(keys)
+    `before` of the `total` runs were made by an earlier sweep.
+    """
+
+    def __init__(self, console: Console, total: int, before: int) -> None:
+        self._before = before
+        self._total = total
         self._bars = rich_progress.Progress(
             rich_progress.TextColumn("{task.description}", markup=False),
             rich_progress.BarColumn(),

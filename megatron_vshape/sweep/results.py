@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vshape.sweep.files import Layout, Loaded, Recompute, SweepError
-from megatron_vshape.sweep.grid import Combination
+from megatron_vshape.sweep.grid import ADAPTIVE, Combination
+from megatron_vshape.sweep.measured import MeasuredCosts
 
 APPLICATION = 0x56534850  # "VSHP": marks the file as one of ours
 FORMAT = 1
@@ -72,13 +73,18 @@ CREATE TABLE in_flight (key TEXT PRIMARY KEY, job TEXT NOT NULL);
 """
 
 
-def key_of(combination: Combination, loaded: Loaded) -> str:
-    """Return what identifies a run: change the model or the flags, and it is another run."""
+def key_of(combination: Combination, loaded: Loaded, measured: MeasuredCosts | None) -> str:
+    """Return what identifies a run: change its command or its plan, and it is another run."""
     run = loaded.sweep.run
+    # Measured costs change no command; of the orders, they change those that are planned.
+    planned = combination.schedule == ADAPTIVE and measured
+    costs = planned.find(combination) if planned else None
     what = {
         "combination": asdict(combination),
         "model": loaded.model.model_dump(mode="json"),
-        "cluster": loaded.cluster.name,
+        "cluster": loaded.cluster.model_dump(mode="json"),
+        "costs": None if costs is None else asdict(costs),
+        "post_validation": loaded.sweep.post_validation,
         "steps": [run.warmup_steps, run.measured_steps, run.statistic],
         "script": [run.script, run.arguments, run.environment, run.threads],
     }

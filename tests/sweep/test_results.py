@@ -5,12 +5,15 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sweep.samples import load_sample
+from sweep.samples import CLUSTER, SWEEP, load_sample
 
+from megatron_vshape.core.costs import Costs
 from megatron_vshape.sweep.files import SweepError
 from megatron_vshape.sweep.grid import expand
+from megatron_vshape.sweep.measured import MeasuredCosts
 from megatron_vshape.sweep.results import Outcome, Result, Status, key_of, open_results
 
 WRITER = """
@@ -37,11 +40,11 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
         for it, status in zip(expand(loaded).possible, Status, strict=False):
             outcome = Outcome(status, 1.5, 2e9, 0.25, "line one\nline two")
             expected.append(Result(it, outcome, 0.5, 1.25, 1e9, 0.125))
-            results.record(key_of(it, loaded), "test", expected[-1])
+            results.record(key_of(it, loaded, None), "test", expected[-1])
     with open_results(path) as results:
         assert results.read("test") == expected
         assert results.read("another") == []
-        assert {key_of(expected[0].combination, loaded)} < results.ended()
+        assert {key_of(expected[0].combination, loaded, None)} < results.ended()
         results.forget_failed()
         assert [each.outcome.status for each in results.read("test")] == ["ok", "OOM"]
 
@@ -87,9 +90,35 @@ def test_two_sweeps_do_not_share_a_file(tmp_path: Path) -> None:
         pass
 
 
-def test_another_model_is_another_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"model": {"hidden_size": 512}},
+        {"cluster": {"backend": "nccl"}},
+        {"cluster": {"assumptions": {"context_gib": 2}}},
+        {"cluster": {"device": {**CLUSTER["device"], "memory_gib": 16}}},
+        {"sweep": {"post_validation": True}},
+        {"sweep": {"run": {**SWEEP["run"], "arguments": ["--x"]}}},
+    ],
+    ids=["model", "backend", "assumption", "memory", "post-validation", "flag"],
+)
+def test_what_makes_it_another_run(tmp_path: Path, over: dict[str, Any]) -> None:
     one = load_sample(tmp_path)
     it = expand(one).possible[0]
-    other = load_sample(tmp_path, model={"hidden_size": 512})
-    assert key_of(it, one) == key_of(it, one)
-    assert key_of(it, one) != key_of(it, other)
+    other = load_sample(tmp_path, **over)
+    assert key_of(it, one, None) == key_of(it, one, None)
+    assert key_of(it, one, None) != key_of(it, other, None)
+
+
+def test_measured_costs_make_another_plan_and_no_other_command(tmp_path: Path) -> None:
+    entry = {"costs": "costs.json", "layers_per_stage": 2, "sequence_length": 64}
+    grid = {**SWEEP["grid"], "schedule": ["1f1b", "adaptive"], "microbatch_size": [1]}
+    loaded = load_sample(tmp_path, sweep={"measured_costs": [entry], "grid": grid})
+    measured = []
+    for forward_us in (1000.0, 1100.0):
+        costs = Costs.uniform(2, 4, forward_us, 2000.0, 2000.0, 0.0)
+        (tmp_path / "costs.json").write_text(costs.to_json())
+        measured.append(MeasuredCosts.load(loaded))
+    named, planned = expand(loaded).possible
+    assert len({key_of(named, loaded, costs) for costs in (None, *measured)}) == 1
+    assert len({key_of(planned, loaded, costs) for costs in (None, *measured)}) == 3
