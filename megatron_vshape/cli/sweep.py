@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.predict_only:
         return _report_predictions(console, loaded, predictions, options)
-    return _launch(console, loaded, predictor, chosen, options)
+    return _launch(console, loaded, predictor, predictions, chosen, options)
 
 
 def _say(console: "Console", text: str) -> None:
@@ -199,6 +199,7 @@ def _launch(
     console: "Console",
     loaded: "Loaded",
     predictor: "Predictor",
+    predictions: "Sequence[Prediction]",
     chosen: "Chosen",
     options: argparse.Namespace,
 ) -> int:
@@ -208,14 +209,17 @@ def _launch(
     from megatron_vshape.sweep.results import key_of, open_results
 
     path = options.results or Path("runs") / f"sweep-{loaded.sweep.name}" / "results.db"
-    keys = [key_of(each.combination, loaded, predictor.measured) for each in chosen.run]
+    keys = {each: key_of(each.combination, loaded, predictor.measured) for each in predictions}
     with open_results(path) as results:
-        if options.retry_failed:
-            results.forget_failed()
-        with Progress(console, len(keys), len(results.ended() & set(keys))) as progress:
+        done = results.ended(options.retry_failed)
+        before = sum(keys[each] in done for each in chosen.run)
+        with Progress(console, len(chosen.run), before) as progress:
             launcher = Launcher(loaded, predictor, results, path.parent, progress)
-            launcher.run(chosen.run)
-        rows = rows_of(chosen.run, results.read(loaded.sweep.name))
+            launcher.run(chosen.run, options.retry_failed)
+        found = results.read(set(keys.values()))
+    # What an earlier sweep measured is shown even where it would not be run today.
+    shown = {each.combination for each in chosen.run} | {each.combination for each in found}
+    rows = rows_of([each for each in predictions if each.combination in shown], found)
     rows.sort(key=lambda row: (row.combination.workload, -(row.mfu or 0.0)))
     title = f"{loaded.model.name} on {loaded.cluster.name}: measured (predicted)"
     console.print(result_table(rows, title))

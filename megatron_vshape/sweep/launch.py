@@ -57,9 +57,9 @@ class Launcher:
     folder: Path
     watcher: Watcher
 
-    def run(self, chosen: Sequence[Prediction]) -> None:
+    def run(self, chosen: Sequence[Prediction], retry_failed: bool = False) -> None:
         """Run what is missing, at most `run.at_once` side by side; Ctrl-C cancels what runs."""
-        done = self.results.ended()
+        done = self.results.ended(retry_failed)
         waiting = [each for each in chosen if self._key(each) not in done]
         waiting.reverse()
         running: list[_Running] = []

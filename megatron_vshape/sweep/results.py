@@ -4,7 +4,7 @@ import fcntl
 import hashlib
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
@@ -97,9 +97,15 @@ class Results:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
 
-    def ended(self) -> set[str]:
-        """Return the keys of the runs that have ended."""
-        return {row[0] for row in self._connection.execute("SELECT key FROM results")}
+    def ended(self, retry_failed: bool = False) -> set[str]:
+        """Return the keys of the runs that have ended; with `retry_failed` not of failed ones.
+
+        A failed run keeps its row until its retry ends; while that is in flight, it has not ended.
+        """
+        rows = self._connection.execute(
+            "SELECT key, status FROM results WHERE key NOT IN (SELECT key FROM in_flight)"
+        )
+        return {key for key, status in rows if not (retry_failed and status == Status.FAILED)}
 
     def record(self, key: str, sweep: str, result: Result) -> None:
         """Add a result; it is on the disk when this returns."""
@@ -129,11 +135,6 @@ class Results:
             )
             self._connection.execute("DELETE FROM in_flight WHERE key = ?", (key,))
 
-    def forget_failed(self) -> None:
-        """Let failed runs run again; their rows go when the new ones come."""
-        with self._connection:
-            self._connection.execute("DELETE FROM results WHERE status = ?", (Status.FAILED.value,))
-
     def start(self, key: str, job: str) -> None:
         """Note that a run is in flight as `job`."""
         with self._connection:
@@ -144,19 +145,21 @@ class Results:
         row = self._connection.execute("SELECT job FROM in_flight WHERE key = ?", (key,)).fetchone()
         return None if row is None else str(row[0])
 
-    def read(self, sweep: str) -> list[Result]:
-        """Return the sweep's results in the order in which they came."""
+    def read(self, keys: Collection[str]) -> list[Result]:
+        """Return the results of these runs in the order in which they came.
+
+        Not those of a sweep's name: `ended` knows keys alone, and what is not run again is shown.
+        """
         rows = self._connection.execute(
-            "SELECT combination, status, step_s, peak_bytes, bubble, log_tail, mfu, "
+            "SELECT key, combination, status, step_s, peak_bytes, bubble, log_tail, mfu, "
             "predicted_step_s, predicted_peak_bytes, predicted_bubble "
-            "FROM results WHERE sweep = ? ORDER BY rowid",
-            (sweep,),
+            "FROM results ORDER BY rowid"
         )
         try:
-            return [_result(row) for row in rows]
+            return [_result(row) for key, *row in rows if key in keys]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise SweepError(
-                f"a result of {sweep} cannot be read ({error!s:.200}): move the results file away, "
+                f"a result cannot be read ({error!s:.200}): move the results file away, "
                 "or name another with --results"
             ) from None
 
@@ -164,7 +167,7 @@ class Results:
 _FIELDS = {each.name: each.type for each in fields(Combination)}
 
 
-def _result(row: tuple[Any, ...]) -> Result:
+def _result(row: Sequence[Any]) -> Result:
     """Return the result in a row; raises ValueError, TypeError or KeyError where it holds none."""
     text, status, *numbers = row
     step_s, peak_bytes, bubble, log_tail, mfu, predicted_s, predicted_bytes, predicted = numbers

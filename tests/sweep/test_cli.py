@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from sweep.samples import ROOT, write_sweep
+from sweep.samples import ROOT, SWEEP, write_sweep
 
 from megatron_vshape.cli import sweep
 from megatron_vshape.core.passes import ScheduleError
@@ -83,3 +83,37 @@ def test_sbatch_script(tmp_path: Path) -> None:
     usage = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
     assert usage.returncode == 2
     assert usage.stderr.startswith("usage: sbatch")
+
+
+def test_what_was_measured_is_shown_whatever_the_sweep_is_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A renamed sweep that would choose less runs nothing again and hides nothing."""
+    results = ("--results", tmp_path / "results.db")
+    assert call(write_sweep(tmp_path), *results) == 0
+    renamed = {"name": "renamed", "pruning": {"margin": 0.0, "at_most": 1}}
+    capsys.readouterr()
+    assert call(write_sweep(tmp_path, sweep=renamed), *results) == 0
+    shown = capsys.readouterr().out
+    assert "2 of 2 runs were made before" in shown
+    with (tmp_path / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["verdict"] for row in rows] == ["ok"] * 4
+
+
+def test_a_failed_run_is_run_again_when_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = {**SWEEP["grid"], "schedule": ["1f1b"], "microbatch_size": [1]}
+    flaky = {**SWEEP["run"], "arguments": ["--broken-unless", str(tmp_path / "mended")]}
+    path = write_sweep(tmp_path, sweep={"grid": grid, "run": flaky})
+    results = ("--results", tmp_path / "results.db")
+    assert call(path, *results) == 0
+    assert "failed: 1f1b" in capsys.readouterr().out
+    (tmp_path / "mended").touch()
+    assert call(path, *results) == 0
+    assert "failed: 1f1b" in capsys.readouterr().out
+    assert call(path, *results, "--retry-failed") == 0
+    shown = capsys.readouterr().out
+    assert "failed: " not in shown
+    assert "ok     1f1b" in shown

@@ -35,18 +35,39 @@ with open_results(Path(sys.argv[1])) as results:
 def test_results_come_back_as_they_were(tmp_path: Path) -> None:
     loaded = load_sample(tmp_path)
     path = tmp_path / "results.db"
-    expected = []
+    expected, keys = [], []
     with open_results(path) as results:
         for it, status in zip(expand(loaded).possible, Status, strict=False):
             outcome = Outcome(status, 1.5, 2e9, 0.25, "line one\nline two")
             expected.append(Result(it, outcome, 0.5, 1.25, 1e9, 0.125))
-            results.record(key_of(it, loaded, None), "test", expected[-1])
+            keys.append(key_of(it, loaded, None))
+            results.record(keys[-1], "test", expected[-1])
     with open_results(path) as results:
-        assert results.read("test") == expected
-        assert results.read("another") == []
-        assert {key_of(expected[0].combination, loaded, None)} < results.ended()
-        results.forget_failed()
-        assert [each.outcome.status for each in results.read("test")] == ["ok", "OOM"]
+        assert results.read(keys) == expected
+        assert results.read(keys[1:]) == expected[1:]
+        assert results.ended() == set(keys)
+
+
+def test_a_failed_run_keeps_its_row_until_its_retry_has_ended(tmp_path: Path) -> None:
+    it = expand(load_sample(tmp_path)).possible[0]
+    failed, ran = (
+        Result(it, Outcome(status, log_tail=status), None, None, 1.0, None)
+        for status in (Status.FAILED, Status.OK)
+    )
+    path = tmp_path / "results.db"
+    with open_results(path) as results:
+        for key in ("a", "b"):
+            results.record(key, "test", failed)
+        assert results.ended() == {"a", "b"}
+        assert results.ended(retry_failed=True) == set()
+        results.start("a", "1")
+    with open_results(path) as results:  # the sweep was killed while the retry ran
+        assert results.read({"a", "b"}) == [failed, failed]
+        assert results.ended() == {"b"}
+        assert results.job_in_flight("a") == "1"
+        results.record("a", "test", ran)
+        assert results.read({"a", "b"}) == [failed, ran]
+        assert results.ended(retry_failed=True) == {"a"}
 
 
 def test_kill_loses_nothing_that_was_recorded(tmp_path: Path) -> None:

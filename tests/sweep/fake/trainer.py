@@ -17,7 +17,7 @@ if "--out-of-memory" in sys.argv:
     print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")
     print("RuntimeError: Connection closed by peer")
     sys.exit(1)
-if "--broken" in sys.argv:
+if "--broken" in sys.argv or not Path(flag("--broken-unless", ".")).exists():
     print("usage: pretrain_gpt.py [-h]")
     print("pretrain_gpt.py: error: unrecognized arguments: --broken")
     print("RuntimeError: Connection closed by peer")
