@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from megatron_vshape.core import catalogue
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.placement import v_shape
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import peak_held, simulate
 from megatron_vshape.core.verify import verify
@@ -60,8 +61,10 @@ def _candidates(
 
     sizes = (combination.pipeline_parallel, combination.num_microbatches)
     objective = Objective.SPAN if spans_count else Objective.MAKESPAN
+    # The limits are what a V's parameters leave; another placement deals them differently.
+    placements = [v_shape(combination.pipeline_parallel)]
     try:
-        yield plan(costs, *sizes, limits_bytes, objective).schedule
+        yield plan(costs, *sizes, limits_bytes, objective, placements=placements).schedule
     except ScheduleError as error:
         reasons.append(str(error).splitlines()[0])
     for name in KNOWN:

@@ -4,9 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sweep.samples import ROOT, load_sample
+from sweep.samples import ROOT, SWEEP, load_sample
 
 from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.placement import looping, v_shape
+from megatron_vshape.core.search import plan
+from megatron_vshape.sweep.adaptive import plan_adaptive
 from megatron_vshape.sweep.files import Layout, Loaded, Model, Recompute, load_sweep
 from megatron_vshape.sweep.grid import Combination, expand
 from megatron_vshape.sweep.layer import Layers, model_flops
@@ -148,3 +151,12 @@ def test_measured_costs_replace_the_analytic_ones(tmp_path: Path) -> None:
     passes_s = predictor(one).step_s
     # 1F1B: two stages of 4 layers, the last also has the head's 1000 us: 8 x 5 + 4 ms each for 3.
     assert passes_s == pytest.approx(1.09 * 3 * (8 * 5.0 + 4.0) * 1e-3, rel=0.02)
+
+
+def test_an_adaptive_plan_is_a_v(tmp_path: Path) -> None:
+    """As its limits are; with costs and limits for which the planner would choose a loop."""
+    grid = {**SWEEP["grid"], "schedule": ["adaptive"], "microbatch_size": [2]}
+    (it,) = expand(load_sample(tmp_path, sweep={"grid": grid})).possible
+    costs = Costs.uniform(2, 4, 1.0, 1.0, 1.0, 0.0)
+    assert plan(costs, 2, 4, 3.0).schedule.placement == looping(2, 2)
+    assert plan_adaptive(it, costs, [3.0, 3.0], spans_count=False).placement == v_shape(2)
