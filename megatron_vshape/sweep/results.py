@@ -207,7 +207,8 @@ def open_results(path: Path) -> Iterator[Results]:
     """Open the results file, made if there is none, and keep other sweeps out of it.
 
     Raises:
-        SweepError: it is no results file, is damaged, or another sweep is writing it.
+        SweepError: it is no results file, is damaged, cannot be written, or another sweep is
+            writing it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(path.name + ".lock").open("w") as lock:
@@ -226,15 +227,31 @@ def open_results(path: Path) -> Iterator[Results]:
             finally:
                 connection.close()
         except sqlite3.DatabaseError as error:
-            raise SweepError(
-                f"{path} is not a results file, or a damaged one ({error}): move it away, or name "
-                "another with --results"
-            ) from None
+            raise SweepError(_told(error, path)) from None
+
+
+def _told(error: sqlite3.DatabaseError, path: Path) -> str:
+    """Return what is wrong with the file, or with the disk that it is on, and what to do."""
+    # An operational error is the disk's, but for SQL that a damaged schema breaks, and for text
+    # that is not UTF-8, which has no code.
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    if isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_ERROR:
+        return (
+            f"{path} cannot be written: {error}; the results so far are kept: make it writable and "
+            "sweep again, or name another with --results"
+        )
+    return (
+        f"{path} is not a results file, or a damaged one ({error}): move it away, or name another "
+        "with --results"
+    )
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     # A write-ahead log is torn at no moment, and FULL waits for the disk at every commit.
-    connection.execute("PRAGMA journal_mode = WAL")
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+    except UnicodeDecodeError as error:  # SQLite's message quotes what is damaged
+        raise sqlite3.DatabaseError(str(error)) from None
     connection.execute("PRAGMA synchronous = FULL")
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]

@@ -4,6 +4,8 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,8 @@ import pytest
 from sweep.samples import CLUSTER, SWEEP, load_sample
 
 from megatron_vshape.core.costs import Costs
-from megatron_vshape.sweep.files import SweepError
-from megatron_vshape.sweep.grid import expand
+from megatron_vshape.sweep.files import Layout, Recompute, SweepError
+from megatron_vshape.sweep.grid import Combination, expand
 from megatron_vshape.sweep.measured import MeasuredCosts
 from megatron_vshape.sweep.results import Outcome, Result, Status, key_of, open_results
 
@@ -30,6 +32,12 @@ with open_results(Path(sys.argv[1])) as results:
         results.record(str(number), "test", result)
         print(number, flush=True)
 """
+
+RESULT = Result(
+    Combination("1f1b", 8, 8, 1, 1, 2, 1, 1, Recompute.NONE, Layout.EVEN),
+    Outcome(Status.OK, 1.0),
+    *(None, None, 0.0, None),
+)
 
 
 def test_results_come_back_as_they_were(tmp_path: Path) -> None:
@@ -92,6 +100,58 @@ def test_file_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(SweepError, match=damaged), open_results(path):
         pass
     assert path.read_text().startswith("These are my results")
+
+
+def test_text_that_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    with open_results(path) as results:
+        results.record("a", "test", RESULT)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE results SET key = CAST(x'ff' AS TEXT)")
+    damaged = r"results\.db is not a results file, or a damaged one \(Could not decode to UTF-8"
+    with pytest.raises(SweepError, match=damaged), open_results(path) as results:
+        results.ended()
+
+
+def test_schema_that_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    with open_results(path):
+        pass
+    path.write_bytes(path.read_bytes().replace(b"PRIMARY KEY", b"PRIMARY \xff\xff\xff"))
+    damaged = r"results\.db is not a results file, or a damaged one"
+    with pytest.raises(SweepError, match=damaged), open_results(path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("pragma", "why"),
+    [
+        ("max_page_count = 1", "database or disk is full"),
+        ("query_only = 1", "attempt to write a readonly database"),
+    ],
+)
+def test_disk_that_cannot_be_written_keeps_what_is_there(
+    tmp_path: Path, pragma: str, why: str
+) -> None:
+    path = tmp_path / "results.db"
+    long = replace(RESULT, outcome=Outcome(Status.OK, log_tail="x" * 100_000))
+    refused = pytest.raises(
+        SweepError, match=rf"results\.db cannot be written: {why}; the results so far are kept"
+    )
+    with refused, open_results(path) as results:
+        results.record("a", "test", RESULT)
+        results._connection.execute(f"PRAGMA {pragma}")
+        results.record("b", "test", long)
+    with open_results(path) as results:
+        assert results.read({"a", "b"}) == [RESULT]
+
+
+def test_folder_where_the_file_should_be(tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    path.mkdir()
+    refused = pytest.raises(SweepError, match="cannot be written: unable to open database file")
+    with refused, open_results(path):
+        pass
 
 
 def test_database_of_another_program(tmp_path: Path) -> None:
