@@ -1,6 +1,5 @@
 """The files given on the command line: read once at the start, and known by keys, not paths."""
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -11,6 +10,7 @@ from megatron_vshape.core.files import parse_object, read_text
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.playground.request import MAX_TEXT, FileText
+from megatron_vshape.playground.traces import events_of
 
 
 class Sort(StrEnum):
@@ -102,5 +102,5 @@ def _detail(sort: Sort, file: FileText) -> dict[str, object]:
         schedule = Schedule.from_json(file.text)
         return {"devices": schedule.num_devices, "microbatches": schedule.num_microbatches}
     if sort is Sort.TRACE:
-        return {"events": len(json.loads(file.text)["traceEvents"])}
+        return {"events": len(events_of(parse_object(file.text, "the trace")))}
     return {}

@@ -126,9 +126,7 @@ def _costs(measured: Timeline, pricing: Pricing) -> Costs:
 def _read(trace: FileText) -> tuple[Timeline | None, Timeline]:
     """Return the planned timeline, if there is one, and the measured one."""
     data = parse_object(trace.text, "the trace")
-    events = data.get("traceEvents")
-    if not isinstance(events, list):
-        raise ScheduleError("it has no list of traceEvents; load what --pipeline-trace wrote")
+    events = events_of(data)
     names = _process_names(events)
     runs: dict[bool, _Run] = {True: _Run(), False: _Run()}
     for event in events:
@@ -141,6 +139,14 @@ def _read(trace: FileText) -> tuple[Timeline | None, Timeline]:
     title = _title(data)
     planned = _timeline(runs[True], title) if runs[True].rows else None
     return planned, _timeline(runs[False], title)
+
+
+def events_of(data: dict[str, object]) -> list[object]:
+    """Return the events of a trace; raises ScheduleError where it has no list of them."""
+    events = data.get("traceEvents")
+    if not isinstance(events, list):
+        raise ScheduleError("it has no list of traceEvents; load what --pipeline-trace wrote")
+    return events
 
 
 def _title(data: dict[str, object]) -> str:

@@ -31,6 +31,8 @@ def test_a_server_tells_nothing_of_itself(server):
         ("{}", "it is no schedule"),
         ('{"order": []}', "the format is None"),
         ('{"forward_us": 1}', "missing"),
+        ('{"traceEvents": 5}', "file.json cannot be shown: it has no list of traceEvents"),
+        ('{"traceEvents": {}}', "it has no list of traceEvents"),
         ("[", "not valid JSON"),
     ],
 )
