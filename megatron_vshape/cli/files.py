@@ -1,5 +1,6 @@
 """Output files: whole or not at all."""
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vshape.core.passes import ScheduleError
+
+FIGURE_SUFFIXES = (".svg", ".png", ".pdf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,20 @@ def check_target(option: str, path: Path, suffixes: Sequence[str]) -> None:
     folder = _target(path).parent
     if not folder.is_dir():
         raise ScheduleError(f"{option} {path}: there is no directory {folder}; make it first")
+
+
+def check_can_draw(option: str) -> None:
+    """Raise ScheduleError unless matplotlib is there, without which no picture is drawn."""
+    if not can_draw():
+        raise ScheduleError(
+            f"{option} needs matplotlib, which is not installed; install the extra: "
+            "pip install 'megatron-vshape[draw]'"
+        )
+
+
+def can_draw() -> bool:
+    """Return whether matplotlib is there."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def check_distinct(targets: Sequence[tuple[str, Path]]) -> None:

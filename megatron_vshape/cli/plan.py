@@ -12,7 +12,14 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_vshape.cli.files import Output, check_distinct, check_target, write_all
+from megatron_vshape.cli.files import (
+    FIGURE_SUFFIXES,
+    Output,
+    check_can_draw,
+    check_distinct,
+    check_target,
+    write_all,
+)
 from megatron_vshape.cli.options import (
     SCHEDULE_SUFFIXES,
     UNIT_COST,
@@ -37,7 +44,6 @@ PROOF_SECONDS = 10.0
 PROVABLE = (4, 8)
 """Devices and microbatches up to which CP-SAT gets anywhere in seconds."""
 
-FIGURE_SUFFIXES = (".svg", ".png", ".pdf")
 _TARGETS = {"export": SCHEDULE_SUFFIXES, "html": (".html",), "frontier": FIGURE_SUFFIXES}
 _UNITS = {"gib": GIB, "mib": 2.0**20}
 
@@ -129,6 +135,8 @@ def _check(options: argparse.Namespace) -> None:
     for option, path in targets:
         check_target(option, path, _TARGETS[option.lstrip("-")])
     check_distinct(targets)
+    if options.frontier is not None:
+        check_can_draw("--frontier")
     if options.frontier is not None and (options.memory_limit or options.export or options.html):
         raise ScheduleError(
             "--frontier plans at every limit: leave --memory-limit, --export and --html out"

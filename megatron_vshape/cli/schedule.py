@@ -1,14 +1,20 @@
 """megatron-vshape schedule: make a schedule, show it, draw it, export it, compare it."""
 
 import argparse
-import importlib.util
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_vshape.cli.files import Output, check_distinct, check_target, write_all
+from megatron_vshape.cli.files import (
+    FIGURE_SUFFIXES,
+    Output,
+    check_can_draw,
+    check_distinct,
+    check_target,
+    write_all,
+)
 from megatron_vshape.cli.options import (
     SCHEDULE_SUFFIXES,
     UNIT_COST,
@@ -39,7 +45,6 @@ from megatron_vshape.view.numbers import (
 )
 from megatron_vshape.view.text import picture, wants_colour
 
-FIGURE_SUFFIXES = (".svg", ".png", ".pdf")
 _CHOICES = {"num_chunks": "--chunks", "group_size": "--group-size"}
 _TARGETS = {
     "export": SCHEDULE_SUFFIXES,
@@ -133,11 +138,8 @@ def _check(options: argparse.Namespace) -> None:
         takers = [name for name in NAMES if key in OPTIONS.get(name, ())]
         if not set(takers) & {options.name, *options.compare}:
             raise ScheduleError(f"{_CHOICES[key]} is for {' and '.join(takers)} only")
-    if options.figure is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ScheduleError(
-            "--figure needs matplotlib, which is not installed; install the extra: "
-            "pip install 'megatron-vshape[draw]'"
-        )
+    if options.figure is not None:
+        check_can_draw("--figure")
 
 
 def _result(name: str, options: argparse.Namespace, measured: Costs | None) -> _Result:

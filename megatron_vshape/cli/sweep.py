@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_vshape.cli.files import can_draw, check_can_draw
 from megatron_vshape.core.passes import ScheduleError
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 NEEDED = ("pydantic", "yaml", "rich")
 NARROWEST = 132
 """Columns of a table where no terminal says how many there are."""
+
+NO_PICTURE = "no picture, which needs matplotlib: pip install 'megatron-vshape[draw]'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Predict, launch what is worth it, and report."""
-    _check_installed()
+    _check_installed(launching=not (options.predict_only or options.assumptions))
+    if options.figure is not None:
+        check_can_draw("--figure")
     from rich.console import Console
 
     from megatron_vshape.sweep.files import load_sweep
@@ -90,8 +95,8 @@ def _say(console: "Console", text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _check_installed() -> None:
-    for name in NEEDED:
+def _check_installed(launching: bool) -> None:
+    for name in (*NEEDED, "submitit") if launching else NEEDED:
         try:
             importlib.import_module(name)
         except ImportError:
@@ -228,9 +233,10 @@ def _launch(
             _say(console, f"{row.verdict}: {row.combination}: {row.note}")
     console.print(ranking_line(rows))
     options.csv = options.csv or path.parent / "results.csv"
-    options.figure = options.figure or path.parent / "pareto.svg"
+    if can_draw():
+        options.figure = options.figure or path.parent / "pareto.svg"
     _write_files(rows, loaded, options)
-    _say(console, f"results: {path}, {options.csv}, {options.figure}")
+    _say(console, f"results: {path}, {options.csv}, {options.figure or NO_PICTURE}")
     return 0
 
 

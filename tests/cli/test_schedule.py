@@ -1,5 +1,6 @@
 """`megatron-vshape schedule`, end to end."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -244,7 +245,7 @@ def test_bad_input_is_one_sentence_and_no_file(capsys, tmp_path, arguments, text
 
 
 def test_figure_without_matplotlib_names_the_extra(capsys, monkeypatch):
-    monkeypatch.setattr(schedule.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert refused(capsys, "v-half", *SIZE, "--figure", "a.svg") == (
         "--figure needs matplotlib, which is not installed; install the extra: "
         "pip install 'megatron-vshape[draw]'"

@@ -2,7 +2,9 @@
 
 import argparse
 import csv
+import importlib.util
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,3 +119,27 @@ def test_a_failed_run_is_run_again_when_asked(
     shown = capsys.readouterr().out
     assert "failed: " not in shown
     assert "ok     1f1b" in shown
+
+
+def test_results_without_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep that has run ends with its results; a picture that was asked for is told at once."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    grid = {**SWEEP["grid"], "schedule": ["1f1b"], "microbatch_size": [1]}
+    path = write_sweep(tmp_path, sweep={"grid": grid})
+    assert call(path, "--results", tmp_path / "results.db") == 0
+    assert "results.csv, no picture, which needs matplotlib" in capsys.readouterr().out
+    assert not (tmp_path / "pareto.svg").exists()
+    with pytest.raises(ScheduleError, match="--figure needs matplotlib, which is not installed"):
+        call(path, "--figure", tmp_path / "all.svg")
+    assert capsys.readouterr().out == ""
+
+
+def test_launching_without_submitit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    path = write_sweep(tmp_path)
+    assert call(path, "--predict-only") == 0
+    with pytest.raises(ScheduleError, match="a sweep needs submitit, which is not installed"):
+        call(path, "--dry-run")
