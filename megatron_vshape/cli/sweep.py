@@ -8,7 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_vshape.cli.files import can_draw, check_can_draw
+from megatron_vshape.cli.files import (
+    FIGURE_SUFFIXES,
+    can_draw,
+    check_can_draw,
+    check_distinct,
+    check_target,
+)
 from megatron_vshape.core.passes import ScheduleError
 
 if TYPE_CHECKING:
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
     from megatron_vshape.sweep.report import Row
 
 NEEDED = ("pydantic", "yaml", "rich")
+_TARGETS = {"csv": (".csv",), "figure": FIGURE_SUFFIXES}
 NARROWEST = 132
 """Columns of a table where no terminal says how many there are."""
 
@@ -59,8 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Predict, launch what is worth it, and report."""
     _check_installed(launching=not (options.predict_only or options.assumptions))
-    if options.figure is not None:
-        check_can_draw("--figure")
+    _check_targets(options)
     from rich.console import Console
 
     from megatron_vshape.sweep.files import load_sweep
@@ -93,6 +99,17 @@ def run(options: argparse.Namespace) -> int:
 def _say(console: "Console", text: str) -> None:
     """Print text that may hold anything, as it is."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _check_targets(options: argparse.Namespace) -> None:
+    """Raise ScheduleError for files that could not be written, before minutes of predicting."""
+    targets = [(f"--{name}", getattr(options, name)) for name in _TARGETS]
+    targets = [(option, path) for option, path in targets if path is not None]
+    for option, path in targets:
+        check_target(option, path, _TARGETS[option.lstrip("-")])
+    check_distinct(targets)
+    if options.figure is not None:
+        check_can_draw("--figure")
 
 
 def _check_installed(launching: bool) -> None:

@@ -143,3 +143,26 @@ def test_launching_without_submitit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert call(path, "--predict-only") == 0
     with pytest.raises(ScheduleError, match="a sweep needs submitit, which is not installed"):
         call(path, "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--csv", "nodir/x.csv"], r"--csv nodir/x\.csv: there is no directory .*nodir; make it"),
+        (["--figure", "nodir/x.svg"], r"--figure nodir/x\.svg: there is no directory"),
+        (["--csv", "x.txt"], r"--csv x\.txt: the file's name must end in \.csv"),
+        (["--figure", "x.gif"], r"--figure x\.gif: the file's name must end in \.svg, \.png or"),
+    ],
+)
+def test_files_that_cannot_be_written_are_told_before_predicting(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    text: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "_predict", None)
+    with pytest.raises(ScheduleError, match=text):
+        call(write_sweep(tmp_path), "--predict-only", *arguments)
+    assert capsys.readouterr().out == ""
