@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.schedule import Schedule
 
 FIGURE_SUFFIXES = (".svg", ".png", ".pdf")
 
@@ -54,6 +55,16 @@ def check_distinct(targets: Sequence[tuple[str, Path]]) -> None:
         other = seen.setdefault(_target(path), option)
         if other != option:
             raise ScheduleError(f"{other} and {option} both name {path}; give each its own file")
+
+
+def schedule_output(option: str, path: Path, schedule: Schedule) -> Output:
+    """Return the file of a schedule, CSV or JSON as its last suffix, which `check_target` saw."""
+
+    def write(beside: Path) -> None:
+        text = schedule.to_csv() if path.suffix == ".csv" else schedule.to_json() + "\n"
+        beside.write_text(text, encoding="utf-8", newline="")
+
+    return Output(option, path, write)
 
 
 def write_all(outputs: Sequence[Output]) -> None:

@@ -18,6 +18,7 @@ from megatron_vshape.cli.files import (
     check_can_draw,
     check_distinct,
     check_target,
+    schedule_output,
     write_all,
 )
 from megatron_vshape.cli.options import (
@@ -30,7 +31,7 @@ from megatron_vshape.cli.options import (
 from megatron_vshape.core.costs import Costs, regroup
 from megatron_vshape.core.frontier import Point, frontier, published
 from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.schedule import Schedule, check_size
+from megatron_vshape.core.schedule import check_size
 from megatron_vshape.core.search import Objective, Plan, plan
 from megatron_vshape.core.simulate import simulate
 from megatron_vshape.view.names import placement_text, plain
@@ -117,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
     made = _proved(made, costs, limit, options.proof_seconds)
     outputs = []
     if options.export is not None:
-        outputs.append(Output("--export", options.export, partial(_write_schedule, made.schedule)))
+        outputs.append(schedule_output("--export", options.export, made.schedule))
     if options.html is not None:
         page = partial(_write_html, made=made, limit=limit, costs=costs, options=options)
         outputs.append(Output("--html", options.html, page))
@@ -209,11 +210,6 @@ def _progress(seconds: float | None) -> Callable[[int, float, float], None] | No
         print(text, end="", file=sys.stderr, flush=True)
 
     return show
-
-
-def _write_schedule(schedule: Schedule, path: Path) -> None:
-    text = schedule.to_json() if ".json" in path.suffixes else schedule.to_csv()
-    path.write_text(text, encoding="utf-8", newline="")
 
 
 def _write_html(

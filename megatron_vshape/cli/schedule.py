@@ -13,6 +13,7 @@ from megatron_vshape.cli.files import (
     check_can_draw,
     check_distinct,
     check_target,
+    schedule_output,
     write_all,
 )
 from megatron_vshape.cli.options import (
@@ -176,12 +177,7 @@ def _choices(options: argparse.Namespace) -> dict[str, int]:
 def _outputs(options: argparse.Namespace, results: Sequence[_Result]) -> list[Output]:
     first, outputs = results[0], []
     if options.export is not None:
-        text = (
-            first.schedule.to_csv()
-            if options.export.suffix == ".csv"
-            else first.schedule.to_json() + "\n"
-        )
-        outputs.append(Output("--export", options.export, lambda path: _write_text(path, text)))
+        outputs.append(schedule_output("--export", options.export, first.schedule))
     if options.trace is not None:
         outputs.append(Output("--trace", options.trace, lambda path: _write_trace(path, first)))
     if options.html is not None:
@@ -190,10 +186,6 @@ def _outputs(options: argparse.Namespace, results: Sequence[_Result]) -> list[Ou
         compared = results if options.compare else results[:1]
         outputs.append(Output("--figure", options.figure, lambda path: _draw(path, compared)))
     return outputs
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", newline="")
 
 
 def _write_trace(path: Path, result: _Result) -> None:

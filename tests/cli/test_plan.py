@@ -102,3 +102,13 @@ def test_a_name_with_a_plus_has_the_memory_and_less_time(
     assert "v-half+, 4 devices, 8 microbatches" in capsys.readouterr().out
     assert json.loads(path.read_text())["name"] == "v-half+"
     assert max(peak_held(load_schedule(path))) == 6
+
+
+@pytest.mark.parametrize("name", ["p.csv", "p.json.csv", "p.csv.json"])
+@pytest.mark.parametrize("command", [["plan", *NO_PROOF, "--chunks", "2"], ["schedule", "v-half"]])
+def test_the_last_suffix_says_the_format(tmp_path: Path, command: list[str], name: str) -> None:
+    path = tmp_path / name
+    size = ["--devices", "2", "--microbatches", "4"]
+    assert main([*command, *size, "--export", str(path)]) == 0
+    assert load_schedule(path).num_microbatches == 4
+    assert path.read_text().startswith("{") == (path.suffix == ".json")
