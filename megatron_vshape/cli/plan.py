@@ -35,7 +35,7 @@ from megatron_vshape.core.schedule import check_size
 from megatron_vshape.core.search import Objective, Plan, plan
 from megatron_vshape.core.simulate import simulate
 from megatron_vshape.view.names import placement_text, plain
-from megatron_vshape.view.numbers import GIB, base_peak, percent, table
+from megatron_vshape.view.numbers import GIB, argument, base_peak, percent, table
 from megatron_vshape.view.text import picture, wants_colour
 
 MOST_CHUNKS = 4
@@ -245,15 +245,15 @@ def _recipe(options: argparse.Namespace) -> str:
     """Return the arguments that make this plan, without those that say where to write it."""
     words = ["plan", "--devices", options.devices, "--microbatches", options.microbatches]
     if options.cost is not None:
-        words += ["--cost", ",".join(f"{value:g}" for value in options.cost)]
+        words += ["--cost", ",".join(map(argument, options.cost))]
     if options.objective is not Objective.MAKESPAN:
         words += ["--objective", options.objective]
     if options.proof_seconds != PROOF_SECONDS:
-        words += ["--proof-seconds", f"{options.proof_seconds:g}"]
+        words += ["--proof-seconds", argument(options.proof_seconds)]
     for name in ("costs", "memory_limit", "chunks", "seconds"):
         value = getattr(options, name)
         if value is not None:
-            text = f"{value:g}" if isinstance(value, float) else value
+            text = argument(value) if isinstance(value, float) else value
             words += [f"--{name.replace('_', '-')}", text]
     return shlex.join(map(str, words))
 

@@ -27,6 +27,7 @@ from megatron_vshape.playground.steps import step_pictures
 from megatron_vshape.playground.traces import measured_pictures
 from megatron_vshape.view.chrome_trace import write_trace
 from megatron_vshape.view.names import display_name, placement_text
+from megatron_vshape.view.numbers import argument
 
 _PLANNER_CHUNKS = 4
 """Stages a device that the command plans for unless told otherwise; a costs file says its own."""
@@ -116,7 +117,8 @@ def _recipe(choice: ScheduleChoice, request: Request, pricing: Pricing) -> str:
     """Return the arguments of the command that makes this; empty where no command does."""
     size = f"--devices {request.devices} --microbatches {request.microbatches}"
     costs = request.costs
-    priced = f" --cost {costs.forward:g},{costs.backward:g},{costs.weight:g},{costs.send:g}"
+    times = (costs.forward, costs.backward, costs.weight, costs.send)
+    priced = f" --cost {','.join(map(argument, times))}"
     if costs.file is not None:
         priced = f" --costs {shlex.quote(costs.file.name)}"
     if isinstance(choice, PlanChoice):
@@ -131,8 +133,8 @@ def _recipe(choice: ScheduleChoice, request: Request, pricing: Pricing) -> str:
 
 
 def _plan_options(choice: PlanChoice, request: Request, pricing: Pricing) -> str:
-    limit = f"{choice.limit:g}" + ("GiB" if choice.limit_in_gib else "")
-    seconds = "" if choice.seconds is None else f" --seconds {choice.seconds:g}"
+    limit = argument(choice.limit) + ("GiB" if choice.limit_in_gib else "")
+    seconds = "" if choice.seconds is None else f" --seconds {argument(choice.seconds)}"
     goal = "" if choice.objective == "makespan" else f" --objective {choice.objective}"
     chunks = pricing.plan_costs(request.devices, choice.chunks).num_stages // request.devices
     usual = _PLANNER_CHUNKS

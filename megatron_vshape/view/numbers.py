@@ -75,6 +75,11 @@ def messages_per_microbatch(schedule: Schedule) -> int:
     return 2 * sum(here != there for here, there in pairs)
 
 
+def argument(value: float) -> str:
+    """Return the shortest text of a number that reads back equal, for a command line."""
+    return repr(float(value)).removesuffix(".0")
+
+
 def note(numbers: Numbers) -> str:
     """Return the numbers that stand beside a schedule's title."""
     peak = f"{max(numbers.peak_chunks):.4g} chunks"

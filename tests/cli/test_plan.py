@@ -1,10 +1,12 @@
 """megatron-vshape plan, and names with a plus."""
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
+from megatron_vshape.cli import plan
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.schedule import load_schedule
@@ -112,3 +114,12 @@ def test_the_last_suffix_says_the_format(tmp_path: Path, command: list[str], nam
     assert main([*command, *size, "--export", str(path)]) == 0
     assert load_schedule(path).num_microbatches == 4
     assert path.read_text().startswith("{") == (path.suffix == ".json")
+
+
+@pytest.mark.parametrize("given", ["1.2345678,1,0.1,1e-07", "1234567,3,2,0"])
+def test_the_recipe_has_every_digit(given: str) -> None:
+    parser = argparse.ArgumentParser()
+    plan.add_arguments(parser)
+    options = parser.parse_args([*SIZE, "--cost", given, "--seconds", "12.345678"])
+    expected = f"plan --devices 4 --microbatches 8 --cost {given} --seconds 12.345678"
+    assert plan._recipe(options) == expected

@@ -107,6 +107,15 @@ def test_the_command_makes_this_very_plan_and_training_takes_its_file(tmp_path):
     assert shown()["facts"]["train"] == ""  # no name stands for it: the page names the file
 
 
+def test_the_command_has_every_digit():
+    costs = {"forward": 1.2345678, "backward": 1.1500001, "weight": 0.85, "send": 1e-7}
+    found = shown(costs=costs, limit=7.0000001)
+    assert found["facts"]["recipe"] == (
+        "plan --devices 5 --microbatches 9 --cost 1.2345678,1.1500001,0.85,1e-07 "
+        "--memory-limit 7.0000001"
+    )
+
+
 def test_extras_that_no_argument_says_leave_no_command():
     assert shown(costs={**COST, "head": [0.5, 0.5, 0.5, 0]})["facts"]["recipe"] == ""
 
