@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 PORT = 8765
 COSTS = Path("configs") / "costs"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Addresses to listen on that nobody calls, since they stand for all of this machine's."""
+
 _NEEDED = ("starlette", "uvicorn")
 
 
@@ -53,16 +56,22 @@ def run(options: argparse.Namespace) -> int:
 
     given = [*read_given(options.files), *read_presets(COSTS)]
     listener = _listen(options.host, options.port)
-    port = listener.getsockname()[1]
-    url = f"http://{_in_url(options.host)}:{port}/"
+    address, port = listener.getsockname()[:2]
+    host = _EVERY.get(address, options.host)
+    url = f"http://{_in_url(host)}:{port}/"
     print(f"the playground is at {url}  (Ctrl-C ends it)", flush=True)
-    if options.host not in _LOOPBACK:
+    if address in _EVERY and not options.allow_host:
+        print("other machines need --allow-host NAME, the name they call this one by", flush=True)
+    elif address in _EVERY:
+        names = ", ".join(options.allow_host)
+        print(f"every machine that reaches this one as {names} can use it", flush=True)
+    elif host not in _LOOPBACK:
         print("every machine that reaches this address can use it", flush=True)
     if options.open:
         import webbrowser
 
         webbrowser.open(url)
-    _serve(listener, _hosts(options, port), given)
+    _serve(listener, _hosts(host, options.allow_host, port), given)
     return 0
 
 
@@ -84,13 +93,13 @@ def _serve(listener: socket.socket, hosts: Sequence[str], given: "Sequence[Given
     uvicorn.Server(config).run(sockets=[listener])
 
 
-def _hosts(options: argparse.Namespace, port: int) -> list[str]:
+def _hosts(host: str, allowed: Sequence[str], port: int) -> list[str]:
     from megatron_vshape.playground.server import loopback_hosts
 
     hosts = list(loopback_hosts(port))
-    if options.host not in (*_LOOPBACK, "0.0.0.0", "::"):
-        hosts.append(f"{_in_url(options.host)}:{port}")
-    for name in options.allow_host:
+    if host not in _LOOPBACK:
+        hosts.append(f"{_in_url(host)}:{port}")
+    for name in allowed:
         hosts += [name] if ":" in name.rpartition("]")[2] else [name, f"{name}:{port}"]
     return hosts
 

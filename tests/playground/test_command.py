@@ -1,9 +1,11 @@
 """megatron-vshape playground: what it refuses, and that it serves what it was given only."""
 
+import re
 import socket
 
 import pytest
 
+from megatron_vshape.cli import playground
 from megatron_vshape.cli.main import main
 
 httpx = pytest.importorskip("httpx", reason="the extra `dev` is not installed")
@@ -61,3 +63,30 @@ def test_a_port_in_use(capsys):
 def test_what_is_no_port(capsys, port):
     assert main(["playground", f"--port={port}"]) == 2
     assert "is not a port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "url", "told"),
+    [
+        (["--host", "0.0.0.0"], "http://127.0.0.1:", "other machines need --allow-host NAME"),
+        (["--host", ""], "http://127.0.0.1:", "other machines need --allow-host NAME"),
+        (
+            ["--host", "0.0.0.0", "--allow-host", "desk"],
+            "http://127.0.0.1:",
+            "every machine that reaches this one as desk can use it",
+        ),
+        (["--host", "127.0.0.2"], "http://127.0.0.2:", "every machine that reaches this address"),
+        (["--host", "localhost"], "http://localhost:", None),
+    ],
+)
+def test_the_address_that_is_told_is_answered(capsys, monkeypatch, options, url, told):
+    served = []
+    monkeypatch.setattr(playground, "_serve", lambda listener, hosts, given: served.extend(hosts))
+    assert main(["playground", "--port", "0", *options]) == 0
+    said = capsys.readouterr().out
+    address = re.search(r"at (http://\S+)/ ", said)[1]
+    assert address.startswith(url)
+    assert address.removeprefix("http://") in served
+    assert ("machine" in said) == (told is not None)
+    assert (told or "") in said
+    assert not any(host.startswith("0.0.0.0") for host in served)
