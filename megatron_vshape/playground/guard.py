@@ -64,6 +64,8 @@ class Guard:
         method = scope["method"]
         if method not in (*_READS, "POST"):
             return 405, "this server knows GET, HEAD and POST"
+        if scope["path"].endswith("\n"):
+            return 404, "there is no such path"  # a route's pattern would let it pass
         return self._foreign(headers, scope) or _body_refusal(headers, method)
 
     def _ours(self, host: str) -> bool:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from playground.answers import answer, frames, read_payload, refusal, request
 
@@ -225,6 +225,8 @@ def test_paths_outside(client, path):
 
 @FUZZ
 @given(path=st.text(st.characters(codec="utf-8"), max_size=40))
+@example("\n")
+@example("api/offers\n")
 def test_any_path(client, path):
     known = {f"static/{name}" for name in static_files()} | {"", "api/offers"}
     url = "http://127.0.0.1:8765/" + "".join(f"%{byte:02x}" for byte in path.encode())
