@@ -101,7 +101,6 @@ def make_block(
             raise ScheduleError(
                 f"{what} of {name} is {count!r:.40}; it must be a whole number of at least 1"
             )
-    check_size((num_chunks or 1) * num_devices, num_microbatches)
     shape = _Shape(num_devices, num_microbatches, num_chunks or 2, group_size or num_devices)
     chunks = shape.num_chunks if name in OPTIONS else 2
     check_size(chunks * num_devices, num_microbatches)

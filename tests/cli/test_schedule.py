@@ -173,7 +173,7 @@ BAD = [
     (["v-half", "--microbatches", "nan"], "argument --microbatches: 'nan' is not a whole number"),
     (
         ["v-half", "--devices", "1000000000", "--microbatches", "1000000000"],
-        "1000000000 stages and 1000000000 microbatches are more than the 20000000 passes that a",
+        "2000000000 stages and 1000000000 microbatches are more than the 20000000 passes that a",
     ),
     (["v-half", *SIZE, "--chunks", "0"], "argument --chunks: '0' is not a whole number"),
     (["v-half", *SIZE, "--cost", "1,1,1"], "has 3 values; it needs four, F,B,W,COMM, as in 1,1.15"),
