@@ -72,8 +72,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="GIB",
         type=float,
         default=None,
-        help="most device memory that a rank may take, everything included, for auto. Default: "
-        "as many activations as 1F1B holds.",
+        help="device memory that a rank may take in all, for auto. Default: 1F1B's activations.",
     )
     group.add_argument(
         "--pipeline-profile-iterations",
