@@ -2,7 +2,8 @@
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,16 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def check_distinct(targets: Sequence[tuple[str, Path]]) -> None:
+def check_targets(options: Namespace, suffixes: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise ScheduleError for an output that could not be written; `suffixes` go by its option."""
+    given = [(f"--{name}", getattr(options, name), suffixes[name]) for name in suffixes]
+    targets = [(option, path, endings) for option, path, endings in given if path is not None]
+    for target in targets:
+        check_target(*target)
+    _check_distinct([(option, path) for option, path, _ in targets])
+
+
+def _check_distinct(targets: Sequence[tuple[str, Path]]) -> None:
     """Raise ScheduleError if two options name one file."""
     seen: dict[Path, str] = {}
     for option, path in targets:

@@ -16,8 +16,7 @@ from megatron_vshape.cli.files import (
     FIGURE_SUFFIXES,
     Output,
     check_can_draw,
-    check_distinct,
-    check_target,
+    check_targets,
     schedule_output,
     write_all,
 )
@@ -131,11 +130,7 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("devices", "microbatches"):
         if getattr(options, name) is None:
             raise ScheduleError(f"plan needs --{name}, as in --devices 8 --microbatches 64")
-    targets = [(f"--{name}", getattr(options, name)) for name in _TARGETS]
-    targets = [(option, path) for option, path in targets if path is not None]
-    for option, path in targets:
-        check_target(option, path, _TARGETS[option.lstrip("-")])
-    check_distinct(targets)
+    check_targets(options, _TARGETS)
     if options.frontier is not None:
         check_can_draw("--frontier")
     if options.frontier is not None and (options.memory_limit or options.export or options.html):

@@ -11,8 +11,7 @@ from megatron_vshape.cli.files import (
     FIGURE_SUFFIXES,
     Output,
     check_can_draw,
-    check_distinct,
-    check_target,
+    check_targets,
     schedule_output,
     write_all,
 )
@@ -124,17 +123,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise ScheduleError for what can be told to fail before any work is done."""
-    targets = [(f"--{name}", getattr(options, name)) for name in _TARGETS]
-    targets = [(option, path) for option, path in targets if path is not None]
-    for option, path in targets:
-        check_target(option, path, _TARGETS[option.lstrip("-")])
-    check_distinct(targets)
+    check_targets(options, _TARGETS)
     if options.name is None and not options.compare:
         raise ScheduleError(f"which schedule? Give a name, one of {', '.join(NAMES)}, or a file")
     if options.name is None:
-        for option, _ in targets:
-            if option != "--figure":
-                raise ScheduleError(f"{option} needs a NAME before --compare: one schedule's file")
+        for name in _TARGETS:
+            if name != "figure" and getattr(options, name) is not None:
+                raise ScheduleError(f"--{name} needs a NAME before --compare: one schedule's file")
     for key in _choices(options):
         takers = [name for name in NAMES if key in OPTIONS.get(name, ())]
         if not set(takers) & {options.name, *options.compare}:

@@ -12,8 +12,7 @@ from megatron_vshape.cli.files import (
     FIGURE_SUFFIXES,
     can_draw,
     check_can_draw,
-    check_distinct,
-    check_target,
+    check_targets,
 )
 from megatron_vshape.core.passes import ScheduleError
 
@@ -103,11 +102,7 @@ def _say(console: "Console", text: str) -> None:
 
 def _check_targets(options: argparse.Namespace) -> None:
     """Raise ScheduleError for files that could not be written, before minutes of predicting."""
-    targets = [(f"--{name}", getattr(options, name)) for name in _TARGETS]
-    targets = [(option, path) for option, path in targets if path is not None]
-    for option, path in targets:
-        check_target(option, path, _TARGETS[option.lstrip("-")])
-    check_distinct(targets)
+    check_targets(options, _TARGETS)
     if options.figure is not None:
         check_can_draw("--figure")
 
