@@ -100,6 +100,7 @@ class PipelineRunner:
         self._courier = Courier() if pipeline.options.post_validates else None
         self._last: Call | None = None  # of a training step
         self._ahead: _Ahead | None = None
+        self._early: tuple[Program, tuple[Program, Cut]] | None = None
         self._replays: list[Replay] = []
 
     def __call__(
@@ -263,12 +264,18 @@ class PipelineRunner:
             sync.gather_parameters()
             program = planner.training(call.num_microbatches).program
             if is_early:
-                program, early_ends = begun_early(program)
+                program, early_ends = self._begun_early(program)
             iterators = self._replayed(iterators)
         rank = groups.pp.rank()
         stages = self._stages(step, chunks, iterators, rank)
         run = ProgramRun(program, rank, stages, transport, timer, self._place)
         return _Begun(call, chunks, groups, transport, step, program, early_ends, run)
+
+    def _begun_early(self, program: Program) -> tuple[Program, Cut]:
+        """Return `begun_early(program)`; most steps run the program of the step before."""
+        if self._early is None or self._early[0] is not program:
+            self._early = program, begun_early(program)
+        return self._early[1]
 
     @contextlib.contextmanager
     def _reducing(self, step: Step) -> Iterator[None]:
