@@ -10,6 +10,7 @@ Part (c), real training against other implementations, is `scripts/bench_trainin
 
 import argparse
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -29,9 +30,18 @@ from megatron_vshape.core.simulate import simulate
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import run_program
 
+MARGIN_S = 0.0003  # how late a sleep may end on an idle machine
 NAMES = ("v-min", "v-half", "v-zb")
 PASS_MS = (20.0, 23.0, 17.0)
 SHAPE = (64, 1, 64)
+
+
+def take(seconds: float) -> None:
+    """Sleep, but not longer: a sleep ends late by some 0.2 ms, which a real pass would not."""
+    end = time.perf_counter() + seconds
+    time.sleep(max(seconds - MARGIN_S, 0.0))
+    while time.perf_counter() < end:
+        os.sched_yield()
 
 
 class SleepingStage:
@@ -44,21 +54,21 @@ class SleepingStage:
 
     def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         """Sleep as long as F takes."""
-        time.sleep(self.forward_s)
+        take(self.forward_s)
         return torch.zeros(SHAPE)
 
     def backward_inputs(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         """Sleep as long as B takes."""
-        time.sleep(self.backward_s)
+        take(self.backward_s)
         return torch.zeros(SHAPE)
 
     def backward_weights(self, microbatch: int) -> None:
         """Sleep as long as W takes."""
-        time.sleep(self.weight_s)
+        take(self.weight_s)
 
     def backward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         """Sleep as long as B and W take."""
-        time.sleep(self.backward_s + self.weight_s)
+        take(self.backward_s + self.weight_s)
         return torch.zeros(SHAPE)
 
 
