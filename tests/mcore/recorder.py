@@ -269,9 +269,13 @@ def _with_named_provider(original: Callable[..., Any]) -> Callable[..., Any]:
     return get
 
 
+DRAWN_VECTORS = ("mixer.A_log", "mixer.dt_bias", "mixer.conv1d_bias")
+"""The parameters of one dimension that Megatron draws at random; the others are ones or zeros."""
+
+
 def _fill_all(chunks: list[nn.Module]) -> None:
     for name, parameter in named_parameters(chunks):
-        if parameter.dim() > 1:
+        if parameter.dim() > 1 or name.endswith(DRAWN_VECTORS):
             _fill(name, parameter.data)
 
 

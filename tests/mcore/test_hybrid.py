@@ -2,16 +2,22 @@
 
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from mcore.conftest import UNTIED
-from mcore.farm import Ended
+from mcore.farm import Ended, Farm
 from mcore.test_training import assert_equal_training
 
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.placement import linear, v_shape
 from megatron_vshape.mcore.hybrid import cut, layers_of_stages
 from megatron_vshape.mcore.refusals import UnsupportedError
+
+needs_hybrid = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.core.models.hybrid.hybrid_model") is None,
+    reason="megatron-core has HybridModel and its configuration from 0.19 on",
+)
 
 Train = Callable[..., Ended]
 
@@ -32,10 +38,7 @@ RUNS = {
 FAST = {"tied, split by the flag"}
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("megatron.core.models.hybrid.hybrid_model") is None,
-    reason="megatron-core has HybridModel and its configuration from 0.19 on",
-)
+@needs_hybrid
 @pytest.mark.parametrize(
     ("schedule", "pattern", "flags"),
     [
@@ -57,13 +60,17 @@ def test_training_equals_megatrons_1f1b(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("mamba_ssm") is None, reason="Mamba layers need mamba-ssm, and a GPU"
-)
-def test_mamba_layers(train: Train) -> None:
-    flags = ("--hybrid-layer-pattern", "M*-MM*-M", *STEPS, "--mamba-num-groups", "1")
-    theirs = train(2, "--pipeline-schedule", "1f1b", *flags)
-    assert_equal_training(train(4, "--pipeline-schedule", "v-half", *flags), theirs)
+@needs_hybrid
+def test_mamba_layers(farm: Farm) -> None:
+    flags = (
+        *("--hybrid-layer-pattern", "M*-MM*-M", *STEPS),
+        *("--mamba-head-dim", "16", "--mamba-state-dim", "8", "--mamba-num-groups", "2"),
+    )
+    plugin = Path(__file__).with_name("mamba_on_cpu.py")
+    theirs = farm.run(2, "--pipeline-schedule", "1f1b", *flags, plugin=plugin).check()
+    ours = farm.run(4, "--pipeline-schedule", "v-half", *flags, plugin=plugin).check()
+    assert any("mixer.A_log" in name for record in ours.records for name in record["parameters"])
+    assert_equal_training(ours, theirs)
 
 
 def test_the_pattern_or_the_flag_says_where_stages_begin() -> None:
