@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_vshape.sweep.machine import Machine
     from megatron_vshape.sweep.predict import Prediction, Predictor
     from megatron_vshape.sweep.prune import Chosen
-    from megatron_vshape.sweep.report import Row
+    from megatron_vshape.sweep.report import Published, Row
 
 NEEDED = ("pydantic", "yaml", "rich")
 _TARGETS = {"csv": (".csv",), "figure": FIGURE_SUFFIXES}
@@ -70,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
 
     from megatron_vshape.sweep.files import load_sweep
     from megatron_vshape.sweep.machine import Machine
+    from megatron_vshape.sweep.prune import prune
+    from megatron_vshape.sweep.report import load_published
 
     console = Console()
     if not console.is_terminal:
@@ -78,8 +80,8 @@ def run(options: argparse.Namespace) -> int:
     if options.assumptions:
         _print_assumptions(console, Machine.of(loaded.cluster))
         return 0
+    published = load_published(options.compare) if options.compare is not None else None
     predictor, predictions = _predict(loaded, console, options)
-    from megatron_vshape.sweep.prune import prune
 
     chosen = prune(predictions, loaded.sweep.pruning)
     _print_dropped(console, chosen.dropped, "not worth a run", options.verbose)
@@ -91,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
         dry_run(loaded, chosen.run, print)
         return 0
     if options.predict_only:
-        return _report_predictions(console, loaded, predictions, options)
+        return _report_predictions(console, loaded, predictions, published, options)
     return _launch(console, loaded, predictor, predictions, chosen, options)
 
 
@@ -181,22 +183,17 @@ def _report_predictions(
     console: "Console",
     loaded: "Loaded",
     predictions: "Sequence[Prediction]",
+    published: "Sequence[Published] | None",
     options: argparse.Namespace,
 ) -> int:
-    from megatron_vshape.sweep.report import (
-        best_rows,
-        comparison_table,
-        load_published,
-        result_table,
-        rows_of,
-    )
+    from megatron_vshape.sweep.report import best_rows, comparison_table, result_table, rows_of
 
     rows = rows_of(predictions)
     title = f"{loaded.model.name} on {loaded.cluster.name}: the best predicted of each schedule"
     console.print(result_table(best_rows(rows), title))
     _write_files(rows, loaded, options)
-    if options.compare is not None:
-        table, same = comparison_table(best_rows(rows), load_published(options.compare))
+    if published is not None:
+        table, same = comparison_table(best_rows(rows), published)
         console.print(table)
         console.print(f"every winner is the published one: {'yes' if same else 'no'}")
         return 0 if same else 1

@@ -5,21 +5,34 @@ from collections.abc import Iterator, Sequence
 from megatron_vshape.core import catalogue
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.placement import v_shape
+from megatron_vshape.core.placement import Placement, looping, v_shape
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import peak_held, simulate
 from megatron_vshape.core.verify import verify
 from megatron_vshape.sweep.files import SweepError
 from megatron_vshape.sweep.grid import Combination
 
-KNOWN = ("v-zb", "v-half", "v-min")
-"""On the same placement; where one of them fits and is better than the plan, it is the plan."""
+KNOWN = ("v-zb", "v-half", "v-min", "interleaved-1f1b")
+"""Where one of them is on the placement, fits and is better than the plan, it is the plan."""
+
+
+def placements_of(num_devices: int) -> list[Placement]:
+    """Return the placements that are planned for, each by itself.
+
+    What the parameters leave of a device's memory differs: in a V the embedding and the head lie on
+    one device, in a loop on two.
+    """
+    return [v_shape(num_devices), looping(num_devices, 2)]
 
 
 def plan_adaptive(
-    combination: Combination, costs: Costs, limits_bytes: Sequence[float], spans_count: bool
+    combination: Combination,
+    placement: Placement,
+    costs: Costs,
+    limits_bytes: Sequence[float],
+    spans_count: bool,
 ) -> Schedule:
-    """Return the best order found with at most `limits_bytes` on each device.
+    """Return the best order found on a placement with at most `limits_bytes` on each device.
 
     With `spans_count`, what counts is the longest time of one device, else that of all.
 
@@ -31,7 +44,7 @@ def plan_adaptive(
         raise SweepError(f"parameters and their states alone are {-least / 2**30:.1f} GiB too much")
     found: list[Schedule] = []
     reasons: list[str] = []
-    for schedule in _candidates(combination, costs, limits_bytes, spans_count, reasons):
+    for schedule in _candidates(combination, placement, costs, limits_bytes, spans_count, reasons):
         try:
             verify(schedule)
             _check_fits(schedule, costs, limits_bytes)
@@ -50,6 +63,7 @@ def plan_adaptive(
 
 def _candidates(
     combination: Combination,
+    placement: Placement,
     costs: Costs,
     limits_bytes: Sequence[float],
     spans_count: bool,
@@ -61,14 +75,17 @@ def _candidates(
 
     sizes = (combination.pipeline_parallel, combination.num_microbatches)
     objective = Objective.SPAN if spans_count else Objective.MAKESPAN
-    # The limits are what a V's parameters leave; another placement deals them differently.
-    placements = [v_shape(combination.pipeline_parallel)]
     try:
-        yield plan(costs, *sizes, limits_bytes, objective, placements=placements).schedule
+        yield plan(costs, *sizes, limits_bytes, objective, placements=[placement]).schedule
     except ScheduleError as error:
         reasons.append(str(error).splitlines()[0])
     for name in KNOWN:
-        yield catalogue.make(name, *sizes)
+        try:
+            known = catalogue.make(name, *sizes)
+        except ScheduleError:  # not every order exists for every number of microbatches
+            continue
+        if known.placement == placement:
+            yield known
 
 
 def _check_fits(schedule: Schedule, costs: Costs, limits_bytes: Sequence[float]) -> None:

@@ -270,7 +270,7 @@ def _layer_fault(it: Combination, model: Model) -> str | None:
 
 @lru_cache(maxsize=256)
 def placement_of(schedule: str, num_devices: int) -> Placement:
-    """Return the device of every stage; the adaptive method plans on a V."""
+    """Return the device of every stage; the adaptive method's have as many as a V."""
     name = "v-half" if schedule == ADAPTIVE else schedule
     return catalogue.make(name, num_devices, 1).placement
 

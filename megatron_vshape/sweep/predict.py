@@ -1,7 +1,7 @@
 """The prediction of one combination: memory of every device and time of a step."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -9,12 +9,12 @@ from functools import lru_cache
 from megatron_vshape.core import catalogue
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.placement import stages_of
+from megatron_vshape.core.placement import Placement, stages_of
 from megatron_vshape.core.schedule import Schedule, Timeline
 from megatron_vshape.core.simulate import peak_held, simulate
-from megatron_vshape.sweep.adaptive import plan_adaptive
+from megatron_vshape.sweep.adaptive import placements_of, plan_adaptive
 from megatron_vshape.sweep.files import Model, Recompute, SweepError
-from megatron_vshape.sweep.grid import ADAPTIVE, Combination, layers_of_stages, placement_of
+from megatron_vshape.sweep.grid import ADAPTIVE, Combination, layers_of_stages
 from megatron_vshape.sweep.layer import Layers, Part, model_flops
 from megatron_vshape.sweep.machine import GIB, Machine
 from megatron_vshape.sweep.measured import MeasuredCosts
@@ -63,9 +63,8 @@ class Predictor:
 
     def __call__(self, combination: Combination) -> Prediction:
         """Return what the combination takes."""
-        stages = _Stages.of(combination, self)
         try:
-            schedule = self._schedule(stages)
+            stages, schedule = self._scheduled(combination)
         except SweepError as error:
             return self._unplanned(combination, Verdict.NO_PLAN, str(error))
         try:
@@ -95,12 +94,13 @@ class Predictor:
             yield found
 
     def _least_s(self, combination: Combination) -> float:
-        """Return the step's time if the busiest device never idled."""
-        stages, it = _Stages.of(combination, self), combination
-        busy = stages.costs.busy_us(
-            tuple(stages.placement), it.pipeline_parallel, it.num_microbatches
-        )
-        return (self.machine.assume.pace * busy + stages.after_us()) * 1e-6
+        """Return the step's time on the best placement if the busiest device never idled."""
+        it, least = combination, math.inf
+        for placement in placements_of(it.pipeline_parallel):
+            stages = _Stages.of(it, self, placement)
+            busy = stages.costs.busy_us(placement, it.pipeline_parallel, it.num_microbatches)
+            least = min(least, self.machine.assume.pace * busy + stages.after_us())
+        return least * 1e-6
 
     def _unplanned(self, combination: Combination, verdict: Verdict, reason: str) -> Prediction:
         limit = self.machine.cluster.device.memory_gib * GIB
@@ -122,8 +122,7 @@ class Predictor:
             gib = f"{needed[worst] / GIB:.1f} of {limit / GIB:.1f} GiB on device {worst}"
             return replace(found, verdict=Verdict.OUT_OF_MEMORY, reason=f"needs {gib}")
         timeline = simulate(schedule, stages.costs)
-        pace = self.machine.assume.pace
-        step_us = pace * self._pipeline_us(timeline) + stages.after_us()
+        step_us = self._step_us(stages, timeline)
         it = combination
         flops = model_flops(self.model, it.sequence_length, it.global_batch_size)
         peak = self.machine.peak_flops_per_us * it.num_devices
@@ -136,16 +135,32 @@ class Predictor:
 
     def schedule(self, combination: Combination) -> Schedule:
         """Return the order that the combination runs; raises SweepError where none fits."""
-        return self._schedule(_Stages.of(combination, self))
+        return self._scheduled(combination)[1]
 
-    def _schedule(self, stages: "_Stages") -> Schedule:
-        it = stages.combination
+    def _scheduled(self, it: Combination) -> tuple["_Stages", Schedule]:
         if it.schedule != ADAPTIVE:
-            return _made(it.schedule, it.pipeline_parallel, it.num_microbatches)
+            made = _made(it.schedule, it.pipeline_parallel, it.num_microbatches)
+            return _Stages.of(it, self, made.placement), made
         limit = self.machine.cluster.device.memory_gib * GIB
         reserve = 1 + self.machine.assume.fragmentation
-        spare = [(limit - fixed) / reserve for fixed in stages.fixed_bytes()]
-        return plan_adaptive(it, stages.costs, spare, spans_count=self.post_validation)
+        found, reasons = [], []
+        for placement in placements_of(it.pipeline_parallel):
+            stages = _Stages.of(it, self, placement)
+            spare = [(limit - fixed) / reserve for fixed in stages.fixed_bytes()]
+            try:
+                schedule = plan_adaptive(it, placement, stages.costs, spare, self.post_validation)
+            except SweepError as error:
+                reasons.append(str(error))
+                continue
+            found.append(
+                (self._step_us(stages, simulate(schedule, stages.costs)), stages, schedule)
+            )
+        if not found:
+            raise SweepError(reasons[0])
+        return min(found, key=lambda each: each[0])[1:]
+
+    def _step_us(self, stages: "_Stages", timeline: Timeline) -> float:
+        return self.machine.assume.pace * self._pipeline_us(timeline) + stages.after_us()
 
     def _pipeline_us(self, timeline: Timeline) -> float:
         """Return the time of the passes; without barrier between steps, that of one device.
@@ -178,13 +193,11 @@ class _Stages:
     combination: Combination
     layers: Layers
     parts: tuple[Part, ...]
-    placement: Sequence[int]
+    placement: Placement
     costs: Costs
 
     @classmethod
-    def of(cls, combination: Combination, predictor: Predictor) -> "_Stages":
-        it = combination
-        placement = placement_of(it.schedule, it.pipeline_parallel)
+    def of(cls, it: Combination, predictor: Predictor, placement: Placement) -> "_Stages":
         # Recomputation runs the backward whole: a split one would keep what it recomputed.
         split = _splits(it.schedule) and it.recompute is Recompute.NONE
         layers = Layers(predictor.model, it, predictor.machine, split)
@@ -234,7 +247,7 @@ class _Stages:
 
     def _parameters(self) -> list[float]:
         """Return how many parameters each device holds."""
-        rows = stages_of(tuple(self.placement), self.combination.pipeline_parallel)
+        rows = stages_of(self.placement, self.combination.pipeline_parallel)
         return [sum(self.parts[stage].parameters for stage in row) for row in rows]
 
     def _state_bytes(self, parameters: float) -> float:

@@ -5,13 +5,19 @@ import math
 from collections.abc import Sequence
 
 
-def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float | None:
+def kendall_tau(
+    one: Sequence[float], other: Sequence[float], groups: Sequence[object] | None = None
+) -> float | None:
     """Return Kendall's tau-b of two rankings: 1 the same order, -1 the reverse, 0 unrelated.
 
-    None where it means nothing: fewer than two values, or one side all equal.
+    With `groups`, of every value, only values of one group are compared. None where it means
+    nothing: fewer than two values, or one side all equal.
     """
     agree = ties_one = ties_other = pairs = 0
-    for (a, b), (c, d) in itertools.combinations(zip(one, other, strict=True), 2):
+    among = zip(one, other, groups or [None] * len(one), strict=True)
+    for (a, b, group), (c, d, its) in itertools.combinations(among, 2):
+        if group != its:
+            continue
         pairs += 1
         ties_one += a == c
         ties_other += b == d

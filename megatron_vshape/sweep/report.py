@@ -264,17 +264,20 @@ def write_csv(rows: Iterable[Row], path: Path) -> None:
 
 
 def ranking_line(rows: Iterable[Row]) -> str:
-    """Return how well the predicted order of the step times agrees with the measured one."""
-    pairs = [
-        (row.predicted_step_s, row.step_s)
+    """Return how well the predicted order of step times agrees with the measured one.
+
+    A longer sequence or a larger batch takes longer anyway: runs are compared within a workload.
+    """
+    found = [
+        (row.predicted_step_s, row.step_s, row.combination.workload)
         for row in rows
         if row.predicted_step_s is not None and row.step_s is not None
     ]
-    tau = kendall_tau([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    tau = kendall_tau(*zip(*found, strict=True)) if found else None
     if tau is None:
         return "Kendall's tau of predicted and measured step times: too few runs to say"
     return (
-        f"Kendall's tau of predicted and measured step times over {len(pairs)} runs: {tau:+.2f} "
+        f"Kendall's tau of predicted and measured step times over {len(found)} runs: {tau:+.2f} "
         "(1: the same order)"
     )
 

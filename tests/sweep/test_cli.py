@@ -72,11 +72,14 @@ def test_cluster_that_nothing_fits(tmp_path: Path) -> None:
         call(path, "--predict-only")
 
 
-def test_published_file_with_other_columns(tmp_path: Path) -> None:
+def test_published_file_with_other_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     published = tmp_path / "published.csv"
     published.write_text("a,b\n1,2\n")
     with pytest.raises(ScheduleError, match="must have the columns sequence_length, schedule"):
         call(write_sweep(tmp_path), "--predict-only", "--compare", published)
+    assert "predicting" not in capsys.readouterr().out  # which may take minutes
 
 
 def test_sbatch_script(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from sweep.samples import ROOT, SWEEP, load_sample
 
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.placement import looping, v_shape
-from megatron_vshape.core.search import plan
-from megatron_vshape.sweep.adaptive import plan_adaptive
+from megatron_vshape.sweep import predict
+from megatron_vshape.sweep.adaptive import placements_of, plan_adaptive
 from megatron_vshape.sweep.files import Layout, Loaded, Model, Recompute, load_sweep
 from megatron_vshape.sweep.grid import Combination, expand
 from megatron_vshape.sweep.layer import Layers, model_flops
@@ -19,6 +19,7 @@ from megatron_vshape.sweep.predict import Predictor, Verdict
 from megatron_vshape.sweep.report import load_published
 
 SWEEPS = ROOT / "configs" / "sweeps"
+ADAPTIVE_GRID = {**SWEEP["grid"], "schedule": ["adaptive"], "microbatch_size": [2]}
 PUBLISHED = load_published(SWEEPS / "grid_98b_a100_published.csv")
 
 
@@ -153,10 +154,23 @@ def test_measured_costs_replace_the_analytic_ones(tmp_path: Path) -> None:
     assert passes_s == pytest.approx(1.09 * 3 * (8 * 5.0 + 4.0) * 1e-3, rel=0.02)
 
 
-def test_an_adaptive_plan_is_a_v(tmp_path: Path) -> None:
-    """As its limits are; with costs and limits for which the planner would choose a loop."""
-    grid = {**SWEEP["grid"], "schedule": ["adaptive"], "microbatch_size": [2]}
-    (it,) = expand(load_sample(tmp_path, sweep={"grid": grid})).possible
+def test_an_adaptive_plan_is_on_its_placement(tmp_path: Path) -> None:
+    (it,) = expand(load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})).possible
     costs = Costs.uniform(2, 4, 1.0, 1.0, 1.0, 0.0)
-    assert plan(costs, 2, 4, 3.0).schedule.placement == looping(2, 2)
-    assert plan_adaptive(it, costs, [3.0, 3.0], spans_count=False).placement == v_shape(2)
+    for placement in (v_shape(2), looping(2, 2)):
+        assert plan_adaptive(it, placement, costs, [3.0, 3.0], False).placement == placement
+
+
+def test_the_adaptive_method_takes_the_better_placement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})
+    (it,) = expand(loaded).possible
+    best, times_s = predictor_of(loaded)(it), {}
+    for placement in placements_of(it.pipeline_parallel):
+        monkeypatch.setattr(predict, "placements_of", lambda devices, it=placement: [it])
+        times_s[placement] = predictor_of(loaded)(it).step_s
+    assert len(set(times_s.values())) == 2
+    assert best.step_s == min(times_s.values())
+    monkeypatch.undo()
+    assert times_s[predictor_of(loaded).schedule(it).placement] == best.step_s

@@ -18,6 +18,13 @@ def test_tau_that_means_nothing() -> None:
     assert kendall_tau([1, 1], [1, 2]) is None
 
 
+def test_tau_within_groups() -> None:
+    """The two long ones are the wrong way round, the two short ones right."""
+    assert kendall_tau([1, 2, 10, 20], [1, 2, 20, 10]) == pytest.approx(2 / 3)
+    assert kendall_tau([1, 2, 10, 20], [1, 2, 20, 10], ["a", "a", "b", "b"]) == 0
+    assert kendall_tau([1, 2], [1, 2], ["a", "b"]) is None
+
+
 def test_pareto_front() -> None:
     points = [(3.0, 5.0), (1.0, 2.0), (2.0, 1.0), (2.0, 4.0), (4.0, 5.0)]
     assert pareto(points) == [1, 3, 0]
