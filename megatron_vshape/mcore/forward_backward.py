@@ -184,6 +184,14 @@ class PipelineRunner:
             replay.rewind()
         ahead.random.restore()
 
+    def forget_data(self) -> None:
+        """Let go of the last step's data iterators, when no step follows.
+
+        A loader tells its processes to end when nothing holds it; with --exit-signal-handler they
+        ignore the signal that would end them otherwise, and the trainer would wait for them.
+        """
+        self._last, self._ahead, self._replays = None, None, []
+
     def _evaluate(self, call: Call) -> list[Any]:
         self.drop_ahead()
         self.report.interrupt()

@@ -106,7 +106,11 @@ def pretrain(session: Session, original: Function) -> Function:
         provider = bound.arguments.get("model_provider")
         if provider is not None:
             bound.arguments["model_provider"] = _model_provider(session, provider)
-        return original(*bound.args, **bound.kwargs)
+        try:
+            return original(*bound.args, **bound.kwargs)
+        finally:
+            if isinstance(session.runner, PipelineRunner):
+                session.runner.forget_data()
 
     return run
 

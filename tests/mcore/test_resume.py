@@ -35,3 +35,9 @@ def test_sigterm_in_mid_step_saves_and_ends_all_ranks(
     second = farm.run(4, *flags, "--load", str(tmp_path), "--exit-interval", "5").check()
     whole = train(4, "--pipeline-schedule", "v-half", *TWENTY)
     assert first.record["losses"] + second.record["losses"] == whole.record["losses"][:5]
+
+
+def test_processes_of_the_data_loaders_end_with_the_trainer(farm: Farm) -> None:
+    # They ignore SIGTERM then, so a trainer that leaves them waits for them and never ends.
+    flags = ("--pipeline-schedule", "v-half", "--num-workers", "1", "--exit-signal-handler")
+    farm.run(2, *flags, plugin=Path(__file__).parent / "loader_processes.py").check()
