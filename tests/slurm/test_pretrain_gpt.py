@@ -1,5 +1,6 @@
 """The batch script for the paper's models: its commands, its flags, and how it is preempted."""
 
+import importlib.util
 import os
 import re
 import shlex
@@ -29,14 +30,14 @@ def environment(**over: str) -> dict[str, str]:
     return plain | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)} | over
 
 
-def dry_run(name: str, *flags: str) -> list[list[str]]:
+def dry_run(name: str, *flags: str, **over: str) -> list[list[str]]:
     """Return the commands that would run, taken apart."""
     done = subprocess.run(
         ["bash", str(SCRIPT), model(name), *flags],
         capture_output=True,
         text=True,
         timeout=60,
-        env=environment(DRY_RUN="1", NODES=str(MODELS[name][0])),
+        env=environment(DRY_RUN="1", NODES=str(MODELS[name][0]), **over),
     )
     assert done.returncode == 0, done.stderr
     # $'...' is bash's, not shlex's; a newline is all that it stands for here.
@@ -72,6 +73,15 @@ def test_data_of_ones_own_replaces_made_up_data() -> None:
     step = dry_run("9_6b", "--data-path", "x")[1]
     assert "--mock-data" not in step
     assert "NullTokenizer" not in step
+
+
+@pytest.mark.parametrize("package", [None, "apex", "transformer_engine"])
+def test_no_optimizer_that_cannot_be_loaded_again(tmp_path: Path, package: str | None) -> None:
+    if package is None and any(map(importlib.util.find_spec, ("apex", "transformer_engine"))):
+        pytest.skip("apex or transformer_engine is installed")
+    (tmp_path / f"{package}.py").touch()
+    step = dry_run("9_6b", PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")[1]
+    assert ("--use-distributed-optimizer" in step) == (package is not None)
 
 
 @pytest.mark.parametrize("name", MODELS)
