@@ -197,7 +197,8 @@ class Run(_File):
     script: str = "scripts/pretrain_gpt.py"
     arguments: list[str] = []  # flags for the trainer, the same for every run
     environment: dict[str, str] = Field(default_factory=dict)
-    slurm: dict[str, str | int] = Field(default_factory=dict)  # partition, account, qos, ...
+    # partition, account, qos, ...; false takes a flag of the launcher's own away
+    slurm: dict[str, str | int | bool] = Field(default_factory=dict)
 
 
 class Sweep(_File):

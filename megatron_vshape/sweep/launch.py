@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 _JOB = re.compile(r"[0-9]+(_[0-9]+)?")
 """What SLURM calls a job."""
 
+_JOB_FOLDER = "job"
+"""In a run's folder: what submitit writes there, the job's result among it."""
+
 POLL_S = 0.5
 SPARE_MINUTES = 5
 """The job's own limit is so much later than the run's, which ends it with its log read."""
@@ -93,7 +96,13 @@ class Launcher:
         for node in range(self._num_nodes):
             (folder / worker.outcome_name(node)).unlink(missing_ok=True)
         self.watcher.started(prediction.combination)
-        job = self._executor(folder).submit(worker.run_job, self._job(prediction, folder))
+        try:
+            job = self._executor(folder).submit(worker.run_job, self._job(prediction, folder))
+        except submitit.core.utils.FailedJobError as error:
+            raise SweepError(
+                f"no job can be submitted: {str(error).strip()}; what it asks for is the cluster "
+                "file's nodes and devices, and what `run: slurm:` of the sweep adds"
+            ) from None
         self.results.start(key, str(job.job_id))
         running.append(_Running(prediction, key, job))
 
@@ -102,7 +111,9 @@ class Launcher:
         # The number becomes part of a path from which submitit unpickles the job's result.
         if self.loaded.sweep.run.executor != "slurm" or not _JOB.fullmatch(left):
             return None
-        job: submitit.Job[Outcome] = submitit.SlurmJob(folder, left, range(self._num_nodes))
+        job: submitit.Job[Outcome] = submitit.SlurmJob(
+            folder / _JOB_FOLDER, left, range(self._num_nodes)
+        )
         return None if job.done() else job
 
     def _record(self, prediction: Prediction, key: str, outcome: Outcome) -> None:
@@ -169,26 +180,26 @@ class Launcher:
 
     def _executor(self, folder: Path) -> submitit.Executor:
         run, cluster = self.loaded.sweep.run, self.loaded.cluster
-        jobs = folder / "job"
+        jobs = folder / _JOB_FOLDER
         minutes = run.timeout_minutes + SPARE_MINUTES
+        gpus = cluster.devices_per_node if cluster.backend == "nccl" else 0
         if run.executor == "local":
             local = submitit.LocalExecutor(jobs)
-            gpus = cluster.devices_per_node if cluster.backend == "nccl" else 0
             local.update_parameters(timeout_min=minutes, gpus_per_node=gpus)
             return local
         try:
             slurm = submitit.SlurmExecutor(jobs)
-            slurm.update_parameters(
-                **{
-                    "job_name": self.loaded.sweep.name,
-                    "time": minutes,
-                    "nodes": cluster.nodes,
-                    "ntasks_per_node": 1,
-                    "gpus_per_node": cluster.devices_per_node,
-                    "exclusive": True,
-                    **run.slurm,
-                }
-            )
+            asked = {
+                "job_name": self.loaded.sweep.name,
+                "time": minutes,
+                "nodes": cluster.nodes,
+                "ntasks_per_node": 1,
+                "gpus_per_node": gpus or False,
+                "exclusive": True,
+                **run.slurm,
+            }
+            # sbatch has no word for a flag that is not given, nor for zero GPUs where none are.
+            slurm.update_parameters(**{k: v for k, v in asked.items() if v is not False})
         except (RuntimeError, ValueError) as error:
             raise SweepError(f"SLURM cannot be used: {error}") from None
         return slurm

@@ -127,7 +127,9 @@ def read_log(text: str, code: int | None, job: Job) -> Outcome:
         # Only one node's log has the steps; the others end well without any.
         status = Status.FAILED if job.num_nodes == 1 else Status.OK
         return Outcome(status, log_tail=f"{tail}\nended after {len(steps)} steps")
-    return Outcome(Status.FAILED, log_tail=tail)
+    elif code < 0:
+        tail += f"\nended by {signal.Signals(-code).name}, as a cancelled or preempted job is"
+    return Outcome(Status.FAILED, log_tail=tail or f"ended with exit code {code}, without a word")
 
 
 def _tail(text: str) -> str:

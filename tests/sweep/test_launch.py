@@ -4,17 +4,20 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 from sweep.samples import FAKE, ROOT, SWEEP, load_sample, sweep_command, write_sweep
 
+from megatron_vshape.sweep.files import SweepError
 from megatron_vshape.sweep.grid import expand
 from megatron_vshape.sweep.launch import Launcher, Watcher
 from megatron_vshape.sweep.machine import Machine
 from megatron_vshape.sweep.predict import Predictor
-from megatron_vshape.sweep.results import Result, Status, open_results
+from megatron_vshape.sweep.results import Outcome, Result, Status, key_of, open_results
 
 
 def run_over(**over: Any) -> dict[str, Any]:
@@ -68,6 +71,61 @@ def test_statuses_and_no_run_twice(tmp_path: Path) -> None:
     assert len(starts.read_text().splitlines()) == 4
     assert launch(tmp_path, sweep) == []
     assert len(starts.read_text().splitlines()) == 4
+
+
+ONE = {"grid": {**SWEEP["grid"], "schedule": ["1f1b"], "microbatch_size": [1]}}
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return what puts scripts on the PATH, by name, that stand for SLURM's."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    def write(**texts: str) -> None:
+        for name, text in {"srun": "exit 1", **texts}.items():
+            (folder / name).write_text(f"#!/bin/sh\ncd {tmp_path}\n{text}\n")
+            (folder / name).chmod(0o755)
+
+    return write
+
+
+def test_what_sbatch_refuses_is_told(tmp_path: Path, tools: Callable[..., None]) -> None:
+    tools(sbatch='cp "$1" asked\necho "sbatch: error: invalid partition: none" >&2\nexit 1')
+    wanted = {"partition": "none", "exclusive": False, "mem": "1GB"}
+    with pytest.raises(SweepError, match=r"(?s)invalid partition: none.*`run: slurm:`"):
+        launch(tmp_path, ONE | run_over(executor="slurm", slurm=wanted))
+    asked = (tmp_path / "asked").read_text()
+    assert "#SBATCH --partition=none\n" in asked
+    assert "#SBATCH --mem=1GB\n" in asked
+    # The cluster has no GPU, and false takes a flag away.
+    assert "--gpus" not in asked
+    assert "--exclusive" not in asked
+
+
+def test_job_that_a_killed_launcher_left_is_taken_over(
+    tmp_path: Path, tools: Callable[..., None]
+) -> None:
+    loaded = load_sample(tmp_path, sweep=ONE | run_over(executor="slurm"))
+    predictor = Predictor(loaded.model, Machine.of(loaded.cluster))
+    (chosen,) = [predictor(each) for each in expand(loaded).possible]
+    key = key_of(chosen.combination, loaded, None)
+    folder = tmp_path / "runs" / key / "job"
+    folder.mkdir(parents=True)
+    # The job ends after the first look at it.
+    (tmp_path / "result.pkl").write_bytes(cloudpickle.dumps(("success", Outcome(Status.OK, 0.5))))
+    tools(
+        sbatch="exit 1",
+        sacct=f"[ -e {folder}/42_0_result.pkl ] && state=COMPLETED || state=RUNNING\n"
+        f"cp result.pkl {folder}/42_0_result.pkl\n"
+        'printf "JobID|State|NodeList\\n42|$state|n1\\n"',
+    )
+    with open_results(tmp_path / "results.db") as results:
+        results.start(key, "42")
+        Launcher(loaded, predictor, results, tmp_path / "runs", Watcher()).run([chosen])
+        (result,) = results.read({key})
+    assert result.outcome == Outcome(Status.OK, 0.5)
 
 
 def test_time_a_run_may_take(tmp_path: Path) -> None:

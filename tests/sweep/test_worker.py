@@ -80,6 +80,11 @@ def test_time_up_and_too_few_steps() -> None:
     assert "ended after 1 steps" in few.log_tail
 
 
+def test_a_run_that_said_nothing_has_a_reason() -> None:
+    assert read_log("", -15, job()).log_tail.strip().startswith("ended by SIGTERM, as a cancelled")
+    assert read_log("", 3, job()).log_tail == "ended with exit code 3, without a word"
+
+
 def test_nodes_are_merged(tmp_path: Path) -> None:
     write_outcome(tmp_path / "node0.json", Outcome(Status.OK, None, 5.0))
     assert read_outcome(tmp_path, 2) is None
