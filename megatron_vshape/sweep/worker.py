@@ -128,7 +128,8 @@ def read_log(text: str, code: int | None, job: Job) -> Outcome:
         status = Status.FAILED if job.num_nodes == 1 else Status.OK
         return Outcome(status, log_tail=f"{tail}\nended after {len(steps)} steps")
     elif code < 0:
-        tail += f"\nended by {signal.Signals(-code).name}, as a cancelled or preempted job is"
+        name = signal.strsignal(-code) or "unnamed"
+        tail += f"\nended by signal {-code} ({name}), as a cancelled or preempted job is"
     return Outcome(Status.FAILED, log_tail=tail or f"ended with exit code {code}, without a word")
 
 
