@@ -42,6 +42,17 @@ MODEL = (
 """A GPT of eight small layers; what comes later on a command line overrides it."""
 
 
+def _left(flags: Sequence[str], without: Sequence[str]) -> list[str]:
+    """Return the flags that are not in `without`, each with its values."""
+    left, keeps = [], True
+    for part in flags:
+        if part.startswith("--"):
+            keeps = part not in without
+        if keeps:
+            left.append(part)
+    return left
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """How a run ended: exit codes, the ranks' output, and what `recorder` kept of each."""
@@ -131,15 +142,15 @@ class Farm:
     ) -> Ended:
         """Train on `ranks` ranks, all one pipeline unless the arguments say otherwise.
 
-        The flags in `without` are left out of `MODEL`. With `live` the second training step is
-        counted byte by byte. `stall` names a pass before which its rank sleeps, and how many
+        The flags in `without`, and their values, are left out of `MODEL`. With `live` the second
+        training step is counted byte by byte. `stall` names a pass before which its rank sleeps, and how many
         seconds: "F5.1 8". Every rank first calls `start(rank, given)` of the file `plugin`, if
         there is one. A `stock` run has none of our hooks.
         """
         self._runs += 1
         directory = self._directory / f"run{self._runs}"
         directory.mkdir()
-        model = [flag for flag in MODEL if flag not in without]
+        model = _left(MODEL, without)
         order = {
             "ranks": ranks,
             "arguments": [*model, "--pipeline-model-parallel-size", str(ranks), *arguments],

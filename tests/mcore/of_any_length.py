@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import megatron.training.argument_utils as argument_utils
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.training import argument_utils, arguments
 
 LENGTHS = (32, 8, 24, 16)
 
@@ -16,7 +16,9 @@ def start(rank: int, given: object) -> None:
     """Cut the samples of this process, and tell Megatron that they differ."""
     MockGPTDataset.__getitem__ = _cut(GPTDataset.__getitem__)  # type: ignore[method-assign]
     name = "core_transformer_config_from_args"
-    setattr(argument_utils, name, _of_any_length(getattr(argument_utils, name)))
+    # Up to 0.17 it is where the flags are.
+    holder: Any = argument_utils if hasattr(argument_utils, name) else arguments
+    setattr(holder, name, _of_any_length(getattr(holder, name)))
 
 
 def _cut(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

@@ -89,7 +89,6 @@ OPTIONS = {
     "other evaluation batch": (
         "--eval-interval 4 --eval-iters 1 --eval-global-batch-size 6 --eval-micro-batch-size 2"
     ),
-    "ramp-up": "--rampup-batch-size 4 2 8",
 }
 
 
@@ -111,6 +110,15 @@ def test_megatrons_options_change_nothing(train: Train, options: str) -> None:
     ours = train(4, *FOUR, "--pipeline-schedule", "v-half", *flags)
     assert_equal_training(ours, theirs)
     assert ours.record["evaluations"] == theirs.record["evaluations"]
+
+
+def test_batches_that_ramp_up(train: Train) -> None:
+    """Up to Megatron 0.17 only where training is counted in samples."""
+    flags = ("--rampup-batch-size", "4", "2", "8", "--train-samples", "18", UNTIED)
+    theirs = train(4, "--pipeline-schedule", "1f1b", *flags, without=("--train-iters",))
+    ours = train(4, "--pipeline-schedule", "v-half", *flags, without=("--train-iters",))
+    assert len(losses(theirs)) == 3  # of 4, 6 and 8 microbatches
+    assert_equal_training(ours, theirs)
 
 
 def test_fused_accumulation_without_apex(train: Train) -> None:
