@@ -143,9 +143,9 @@ class Farm:
         """Train on `ranks` ranks, all one pipeline unless the arguments say otherwise.
 
         The flags in `without`, and their values, are left out of `MODEL`. With `live` the second
-        training step is counted byte by byte. `stall` names a pass before which its rank sleeps, and how many
-        seconds: "F5.1 8". Every rank first calls `start(rank, given)` of the file `plugin`, if
-        there is one. A `stock` run has none of our hooks.
+        training step is counted byte by byte. `stall` names a pass before which its rank sleeps,
+        and how many seconds: "F5.1 8". Every rank first calls `start(rank, given)` of the file
+        `plugin`, if there is one. A `stock` run has none of our hooks.
         """
         self._runs += 1
         directory = self._directory / f"run{self._runs}"
