@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -71,3 +72,29 @@ def cut(pattern: str, layers: Sequence[int]) -> str:
     symbols = pattern.replace(BEGINS_STAGE, "")
     ends = accumulate(layers, initial=0)
     return BEGINS_STAGE.join(symbols[first:end] for first, end in pairwise(ends))
+
+
+EXPERT_LOSSES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""What Megatron's log calls the losses of `--moe-router-load-balancing-type`."""
+
+
+def size_expert_losses(args: Namespace) -> None:
+    """Have a rank without expert layers log losses of the size that the others log.
+
+    Megatron makes room for one value per expert layer there, and where experts are for one value
+    per layer; the sum over the pipeline of the two crashes under gloo and is undefined elsewhere.
+    """
+    if getattr(args, "hybrid_layer_pattern", None) is None or args.num_experts is None:
+        return
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    kinds = args.moe_router_load_balancing_type
+    names = [EXPERT_LOSSES[kind] for kind in EXPERT_LOSSES if kind in kinds]
+    if args.moe_z_loss_coeff is not None:
+        names.append("z_loss")
+    for name in names:
+        get_moe_metrics_tracker().ensure_initialized(name, args.num_layers)

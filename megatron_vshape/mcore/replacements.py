@@ -274,6 +274,8 @@ def training_log(session: Session, original: Function) -> Function:
     def log(*args: Any, **options: Any) -> Any:
         if session.iteration_log is None or session.runner is None:
             return original(*args, **options)
+        if isinstance(session.runner, PipelineRunner):
+            hybrid.size_expert_losses(get_args())
         number = signature.bind(*args, **options).arguments["iteration"]
         with session.iteration_log.iteration(session.runner.meter, number):
             return original(*args, **options)
