@@ -90,11 +90,21 @@ def size_expert_losses(args: Namespace) -> None:
     """
     if getattr(args, "hybrid_layer_pattern", None) is None or args.num_experts is None:
         return
-    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    import torch
+    from megatron.core.transformer.moe import moe_utils
 
     kinds = args.moe_router_load_balancing_type
     names = [EXPERT_LOSSES[kind] for kind in EXPERT_LOSSES if kind in kinds]
     if args.moe_z_loss_coeff is not None:
         names.append("z_loss")
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:  # up to 0.17 the tracker is a dictionary
+        kept = moe_utils.get_moe_layer_wise_logging_tracker()
+        groups = {"reduce_group": None, "avg_group": None, "reduce_group_has_dp": False}
+        for name in names:
+            values = torch.zeros(args.num_layers, device=torch.cuda.current_device())
+            kept.setdefault(name, {"values": values, **groups})
+        return
     for name in names:
         get_moe_metrics_tracker().ensure_initialized(name, args.num_layers)
