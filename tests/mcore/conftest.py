@@ -1,11 +1,24 @@
 """One farm for all tests of a session, and runs that several tests look at."""
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import pytest
 from mcore.farm import Ended, Farm
 
 UNTIED = "--untie-embeddings-and-output-weights"
+
+
+def _has_hybrid() -> bool:
+    try:
+        return find_spec("megatron.core.models.hybrid") is not None
+    except ModuleNotFoundError:  # no Megatron at all
+        return False
+
+
+needs_hybrid = pytest.mark.skipif(
+    not _has_hybrid(), reason="megatron-core has HybridModel from 0.18 on"
+)
 
 
 @pytest.fixture(scope="session")

@@ -1,71 +1,114 @@
-"""The file that names the last checkpoint: made good where it was cut off, else left alone."""
+"""What one schedule saves another loads, bit by bit: parameters and the optimizer's state."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
+from mcore.conftest import needs_hybrid
+from mcore.farm import Ended, Farm
 
-pytest.importorskip("megatron.training")
+Save = Callable[[str], tuple[Path, Ended]]
 
-from megatron_vshape.mcore.checkpoints import newest_whole, repair_tracker
-from megatron_vshape.mcore.replacements import read_metadata
-from megatron_vshape.mcore.session import Session
-
-TRACKER = "latest_checkpointed_iteration.txt"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Return a folder with whole checkpoints of steps 2 and 10, and one of 12 that was cut off."""
-    for name in ("iter_0000002", "iter_0000010"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    (tmp_path / "iter_0000012").mkdir()
-    (tmp_path / "iter_0000012" / "__0_0.distcp").touch()
-    (tmp_path / "iter_0000012" / "metadata.json").write_text('{"shar')
-    (tmp_path / "iter_x").touch()
-    return tmp_path
+FORMAT = ("--ckpt-format", "torch_dist")
+STEPS = "2"
 
 
-@pytest.mark.parametrize("left", ["", "\n", "1x", "-", "½"])
-def test_a_tracker_that_was_cut_off_names_the_newest_whole(folder: Path, left: str) -> None:
-    (folder / TRACKER).write_text(left)
-    repair_tracker(folder / TRACKER)
-    assert (folder / TRACKER).read_text() == "10"
-    assert not [each for each in folder.iterdir() if each.name.startswith(".")]
+class Run(NamedTuple):
+    """Ranks and flags of a run that saves or loads."""
+
+    ranks: int
+    flags: str
+    stock: bool = False  # without any of our hooks
 
 
-@pytest.mark.parametrize("text", ["2", "12\n", "release"])
-def test_a_tracker_that_names_one_is_left_alone(folder: Path, text: str) -> None:
-    (folder / TRACKER).write_text(text)
-    repair_tracker(folder / TRACKER)
-    assert (folder / TRACKER).read_text() == text
+SPLIT = "--pipeline-layer-split"
+RUNS = {
+    "one rank": Run(1, ""),
+    "v-half": Run(4, "--pipeline-schedule v-half"),
+    "v-half, 2": Run(2, "--pipeline-schedule v-half"),
+    "v-half, uneven": Run(2, f"--pipeline-schedule v-half {SPLIT} 0,4,3,1"),
+    "v-zb, TP 2": Run(
+        4,
+        "--pipeline-schedule v-zb --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2",
+    ),
+    "v-min, DP 2": Run(4, "--pipeline-schedule v-min --pipeline-model-parallel-size 2"),
+    "zb-h1": Run(4, "--pipeline-schedule zb-h1"),
+    "1f1b": Run(4, "--pipeline-schedule 1f1b"),
+    "1f1b, uneven": Run(2, f"--pipeline-schedule 1f1b {SPLIT} 5,3"),
+    "interleaved-1f1b": Run(4, "--pipeline-schedule interleaved-1f1b"),
+    "stock": Run(2, "", stock=True),
+    "stock, interleaved": Run(4, "--num-virtual-stages-per-pipeline-rank 2", stock=True),
+    "hybrid, v-half": Run(4, "--pipeline-schedule v-half --hybrid-layer-pattern *|-*|-|*|-|*|-|*"),
+    "hybrid, stock": Run(2, "--hybrid-layer-pattern *-*|-*-*-*", stock=True),
+    "stock, TP 2": Run(2, "--pipeline-model-parallel-size 1 --tensor-model-parallel-size 2", True),
+}
 
 
-def test_where_none_is_whole_nothing_is_changed(tmp_path: Path) -> None:
-    repair_tracker(tmp_path / TRACKER)
-    assert not (tmp_path / TRACKER).exists()
-    (tmp_path / TRACKER).write_text("")
-    (tmp_path / "iter_0000004").mkdir()
-    repair_tracker(tmp_path / TRACKER)
-    assert (tmp_path / TRACKER).read_text() == ""
-    assert newest_whole(tmp_path) is None
+@pytest.fixture(scope="module")
+def save(farm: Farm, tmp_path_factory: pytest.TempPathFactory) -> Save:
+    """Return a function that trains and saves under a name of RUNS, once for the module."""
+    done: dict[str, tuple[Path, Ended]] = {}
+
+    def run(name: str, *flags: str) -> tuple[Path, Ended]:
+        key = " ".join([name, *flags])
+        if key not in done:
+            folder = tmp_path_factory.mktemp("saved")
+            ranks, own, stock = RUNS[name]
+            flags = (*own.split(), *FORMAT, "--train-iters", STEPS, *flags)
+            saved = ("--save", str(folder), "--save-interval", STEPS)
+            done[key] = folder, farm.run(ranks, *flags, *saved, stock=stock).check()
+        return done[key]
+
+    return run
 
 
-def test_a_disk_that_is_still_full_is_told(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*args: object, **options: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    (folder / TRACKER).touch()
-    monkeypatch.setattr(Path, "write_text", full)
-    repair_tracker(folder / TRACKER)
-    assert "names no checkpoint and cannot be written: [Errno 28] No space left" in caplog.text
-    assert (folder / TRACKER).read_text() == ""
+def load(farm: Farm, name: str, folder: Path, *flags: str) -> Ended:
+    """Return a run that loads and trains no step."""
+    ranks, own, stock = RUNS[name]
+    flags = (*own.split(), *FORMAT, "--train-iters", STEPS, "--load", str(folder), *flags)
+    return farm.run(ranks, *flags, stock=stock).check()
 
 
-def test_it_is_made_good_before_any_pipeline_is_known(folder: Path) -> None:
-    """As with --use-checkpoint-args, which reads it before the arguments are validated."""
-    (folder / TRACKER).touch()
-    read = read_metadata(Session(), lambda name: Path(name).read_text())
-    assert read(str(folder / TRACKER)) == "10"
+def assert_same_state(loaded: Ended, saved: Ended) -> None:
+    assert loaded.record["losses"] == []  # so that this is what was loaded
+    for key in ("parameters", "moments"):
+        mine, theirs = loaded.whole(key), saved.whole(key)
+        assert mine.keys() == theirs.keys()
+        assert theirs
+        assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+
+
+GPTS = [name for name in RUNS if "hybrid" not in name]
+PAIRS = [
+    ("v-half", "stock"),
+    ("v-half", "v-half, uneven"),
+    ("stock", "v-half"),
+    ("v-half, uneven", "v-zb, TP 2"),
+    *((first, "v-half") for first in GPTS if first not in ("v-half", "stock")),
+    *(("v-half", second) for second in GPTS if second not in ("v-half", "stock", "v-half, uneven")),
+    ("hybrid, v-half", "hybrid, stock"),
+    ("hybrid, stock", "hybrid, v-half"),
+    *((first, "1f1b") for first in ("v-half, uneven", "v-zb, TP 2", "interleaved-1f1b")),
+    ("1f1b, uneven", "interleaved-1f1b"),
+    ("v-zb, TP 2", "stock, TP 2"),
+    ("stock, TP 2", "v-zb, TP 2"),
+]
+FAST = 4
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(
+            *pair,
+            id=" -> ".join(pair),
+            marks=[pytest.mark.slow] * (number >= FAST) + [needs_hybrid] * ("hybrid" in pair[0]),
+        )
+        for number, pair in enumerate(PAIRS)
+    ],
+)
+def test_what_one_saves_another_loads(farm: Farm, save: Save, first: str, second: str) -> None:
+    folder, saved = save(first)
+    assert_same_state(load(farm, second, folder), saved)

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import megatron.core
 import pytest
-from mcore.conftest import UNTIED
+from mcore.conftest import UNTIED, needs_hybrid
 from mcore.farm import Ended, Farm
 from mcore.test_training import assert_equal_training
 
@@ -13,11 +12,6 @@ from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.placement import linear, v_shape
 from megatron_vshape.mcore.hybrid import cut, layers_of_stages
 from megatron_vshape.mcore.refusals import UnsupportedError
-
-needs_hybrid = pytest.mark.skipif(
-    not (Path(megatron.core.__file__).parent / "models/hybrid/hybrid_model.py").exists(),
-    reason="megatron-core has HybridModel and its configuration from 0.19 on",
-)
 
 Train = Callable[..., Ended]
 

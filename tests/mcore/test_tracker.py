@@ -1,0 +1,71 @@
+"""The file that names the last checkpoint: made good where it was cut off, else left alone."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.training")
+
+from megatron_vshape.mcore.checkpoints import newest_whole, repair_tracker
+from megatron_vshape.mcore.replacements import read_metadata
+from megatron_vshape.mcore.session import Session
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with whole checkpoints of steps 2 and 10, and one of 12 that was cut off."""
+    for name in ("iter_0000002", "iter_0000010"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (tmp_path / "iter_0000012").mkdir()
+    (tmp_path / "iter_0000012" / "__0_0.distcp").touch()
+    (tmp_path / "iter_0000012" / "metadata.json").write_text('{"shar')
+    (tmp_path / "iter_x").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("left", ["", "\n", "1x", "-", "½"])
+def test_a_tracker_that_was_cut_off_names_the_newest_whole(folder: Path, left: str) -> None:
+    (folder / TRACKER).write_text(left)
+    repair_tracker(folder / TRACKER)
+    assert (folder / TRACKER).read_text() == "10"
+    assert not [each for each in folder.iterdir() if each.name.startswith(".")]
+
+
+@pytest.mark.parametrize("text", ["2", "12\n", "release"])
+def test_a_tracker_that_names_one_is_left_alone(folder: Path, text: str) -> None:
+    (folder / TRACKER).write_text(text)
+    repair_tracker(folder / TRACKER)
+    assert (folder / TRACKER).read_text() == text
+
+
+def test_where_none_is_whole_nothing_is_changed(tmp_path: Path) -> None:
+    repair_tracker(tmp_path / TRACKER)
+    assert not (tmp_path / TRACKER).exists()
+    (tmp_path / TRACKER).write_text("")
+    (tmp_path / "iter_0000004").mkdir()
+    repair_tracker(tmp_path / TRACKER)
+    assert (tmp_path / TRACKER).read_text() == ""
+    assert newest_whole(tmp_path) is None
+
+
+def test_a_disk_that_is_still_full_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (folder / TRACKER).touch()
+    monkeypatch.setattr(Path, "write_text", full)
+    repair_tracker(folder / TRACKER)
+    assert "names no checkpoint and cannot be written: [Errno 28] No space left" in caplog.text
+    assert (folder / TRACKER).read_text() == ""
+
+
+def test_it_is_made_good_before_any_pipeline_is_known(folder: Path) -> None:
+    """As with --use-checkpoint-args, which reads it before the arguments are validated."""
+    (folder / TRACKER).touch()
+    read = read_metadata(Session(), lambda name: Path(name).read_text())
+    assert read(str(folder / TRACKER)) == "10"
