@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import runpy
 import signal
 import socket
@@ -197,9 +198,7 @@ def _serve() -> None:
 
     for line in sys.stdin:
         order = json.loads(line)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = _free_port()
         children = []
         for rank in range(order["ranks"]):
             child = os.fork()
@@ -208,6 +207,18 @@ def _serve() -> None:
             children.append(child)
         answers.write(json.dumps(_wait(children, order["timeout_s"])) + "\n")
         answers.flush()
+
+
+def _free_port() -> int:
+    """Return a port that nobody has, nor gets before it is used.
+
+    Those that the system gives by itself, to the connections of other ranks too, begin at 32768.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def _become_rank(rank: int, port: int, order: dict[str, Any], source: Any, recorder: Any) -> None:
