@@ -40,6 +40,7 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
 from megatron.core.tensor_parallel import broadcast_data  # noqa: E402
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # noqa: E402
+from megatron.core.transformer.spec_utils import import_module  # noqa: E402
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank  # noqa: E402
 from megatron.training import arguments, get_args, get_timers  # noqa: E402
 from megatron.training.utils import get_blend_and_blend_per_split  # noqa: E402
@@ -163,37 +164,62 @@ def _dataset_config(args: Namespace) -> GPTDatasetConfig:
 
 def _model_provider(
     pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, **options: Any
-) -> GPTModel:
+) -> torch.nn.Module:
     """Return one chunk of the model, for the trainers before 0.19, which ask for a function."""
+    args = get_args()
+    _refuse_unsupported(args)  # 0.17 reads the flags where this script cannot see them
+    config = options.get("config") or arguments.core_transformer_config_from_args(args)
+    chunk: dict[str, Any] = {
+        "config": config,
+        "vocab_size": args.padded_vocab_size,
+        "max_sequence_length": args.max_position_embeddings,
+        "pre_process": pre_process,
+        "post_process": post_process,
+        "fp16_lm_cross_entropy": args.fp16_lm_cross_entropy,
+        "parallel_output": True,
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type,
+        "rotary_percent": args.rotary_percent,
+        "rotary_base": args.rotary_base,
+        "vp_stage": vp_stage,
+    }
+    if args.hybrid_layer_pattern is not None:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        pattern = args.hybrid_layer_pattern
+        return HybridModel(
+            **chunk, hybrid_layer_pattern=pattern, hybrid_stack_spec=_hybrid_spec(args)
+        )
+    spec = _gpt_spec(args, config, vp_stage)
+    return GPTModel(**chunk, transformer_layer_spec=spec, rope_scaling=args.use_rope_scaling)
+
+
+def _gpt_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
+    if args.spec is not None:
+        return import_module(args.spec)
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
-    args = get_args()
-    config = options.get("config") or arguments.core_transformer_config_from_args(args)
     on_transformer_engine = args.transformer_impl == "transformer_engine"
     if args.num_experts:
-        spec = specs.get_gpt_decoder_block_spec(config, on_transformer_engine, vp_stage=vp_stage)
-    elif on_transformer_engine:
-        spec = specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
-    else:
-        spec = specs.get_gpt_layer_local_spec(
-            qk_layernorm=args.qk_layernorm, normalization=args.normalization
-        )
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
-        parallel_output=True,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
-        vp_stage=vp_stage,
+        return specs.get_gpt_decoder_block_spec(config, on_transformer_engine, vp_stage=vp_stage)
+    if on_transformer_engine:
+        return specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+    return specs.get_gpt_layer_local_spec(
+        qk_layernorm=args.qk_layernorm, normalization=args.normalization
     )
+
+
+def _hybrid_spec(args: Namespace) -> Any:
+    """Return `--spec`, or else the layers of the implementation that is chosen."""
+    if args.spec is not None:
+        return import_module(args.spec)
+    if args.transformer_impl == "local":
+        from megatron_vshape.mcore.hybrid_local import local_stack_spec
+
+        return local_stack_spec
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    return hybrid_stack_spec
 
 
 def _model_config(args: Namespace) -> Any:
@@ -203,10 +229,8 @@ def _model_config(args: Namespace) -> Any:
     if args.hybrid_layer_pattern is None:
         return argument_utils.gpt_config_from_args(args)
     config = argument_utils.hybrid_config_from_args(args)
-    if config.hybrid_stack_spec is None and args.transformer_impl == "local":
-        from megatron_vshape.mcore.hybrid_local import local_stack_spec
-
-        config.hybrid_stack_spec = local_stack_spec
+    if args.transformer_impl == "local":
+        config.hybrid_stack_spec = _hybrid_spec(args)
     return config
 
 
@@ -214,11 +238,9 @@ def _refuse_unsupported(args: Namespace) -> None:
     for name, flag in _UNSUPPORTED_FLAGS.items():
         if getattr(args, name, None):
             raise SystemExit(f"{flag} is not supported by this script: leave it out")
-    from megatron.training import argument_utils
-
-    pattern = getattr(args, "hybrid_layer_pattern", None)
-    if pattern is not None and not hasattr(argument_utils, "hybrid_config_from_args"):
-        raise SystemExit("--hybrid-layer-pattern needs megatron-core 0.19 in this script")
+    without_hybrid = importlib.util.find_spec("megatron.core.models.hybrid") is None
+    if without_hybrid and args.hybrid_layer_pattern is not None:
+        raise SystemExit("--hybrid-layer-pattern needs megatron-core 0.18 or later in this script")
 
 
 def _keep_compiled_helpers() -> None:
