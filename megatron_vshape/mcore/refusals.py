@@ -29,7 +29,7 @@ class Refusal(NamedTuple):
     option: str  # as the user knows it
     why: str
     is_set: Callable[[Any], bool] = bool
-    in_config: bool = False  # a script may set it in the TransformerConfig alone
+    in_config: bool = True  # a script may set it in the TransformerConfig alone, by the same name
     shows_value: bool = False  # only some of the option's values are refused
 
 
@@ -82,7 +82,6 @@ REFUSALS = (
         "num_microbatches_with_partial_activation_checkpoints",
         _OWN_ORDER,
         _is_given,
-        in_config=True,
     ),
     Refusal(
         "account_for_embedding_in_pipeline_split",
@@ -154,12 +153,14 @@ REFUSALS = (
         "--pipeline-model-parallel-layout",
         _DECIDES_LAYERS,
         _is_given,
+        in_config=False,  # there it is this package's own
     ),
     Refusal(
         "transformer_impl",
         "--transformer-impl",
         "use local or transformer_engine",
         _is_other_implementation,
+        in_config=False,
         shows_value=True,
     ),
 )
@@ -188,13 +189,13 @@ POST_VALIDATION_REFUSALS = (
         "--rerun-mode",
         "it holds all ranks up at the end of every iteration: set --rerun-mode disabled",
         _reruns,
+        in_config=False,
         shows_value=True,
     ),
     Refusal(
         "variable_seq_lengths",
         "variable_seq_lengths (microbatches of unlike length)",
         "a message whose length is not known yet would be under way between two iterations",
-        in_config=True,
     ),
     Refusal("num_experts", "--num-experts", _REDOES, _is_given),
     Refusal("fp8", "--fp8-format", _REDOES, _is_given_and_not_none),
@@ -208,7 +209,12 @@ POST_VALIDATION_REFUSALS = (
     Refusal("rampup_batch_size", "--rampup-batch-size", _NEW_SIZE, _is_given),
     Refusal("step_batch_size_schedule", "--step-batch-size-schedule", _NEW_SIZE, _is_given),
     Refusal(
-        "optimizer", "--optimizer", "use adam or sgd", _is_no_plain_optimizer, shows_value=True
+        "optimizer",
+        "--optimizer",
+        "use adam or sgd",
+        _is_no_plain_optimizer,
+        in_config=False,
+        shows_value=True,
     ),
     Refusal("use_precision_aware_optimizer", "--use-precision-aware-optimizer", _NO_COPY),
     Refusal("optimizer_cpu_offload", "--optimizer-cpu-offload", _NO_COPY),

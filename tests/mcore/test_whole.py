@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from mcore import fake_te
+from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from megatron_vshape.core.catalogue import make
@@ -13,7 +14,7 @@ from megatron_vshape.core.passes import Kind
 from megatron_vshape.core.verify import verify
 from megatron_vshape.mcore import unsplit
 from megatron_vshape.mcore.plans import make_planner, whole_backwards
-from megatron_vshape.mcore.refusals import UnsupportedError, check_arguments
+from megatron_vshape.mcore.refusals import UnsupportedError, check_arguments, check_config
 
 
 @pytest.mark.parametrize("name", ["v-min", "v-half", "v-zb", "zb-h1"])
@@ -83,6 +84,20 @@ def test_what_cannot_be_split_is_refused(option: dict[str, Any], text: str) -> N
     said = str(refused.value)
     assert said.startswith(f"--pipeline-schedule v-half does not work with {text}")
     assert "\n" not in said
+
+
+def test_what_a_script_sets_in_the_config_alone_is_refused() -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    check_config(config, post_validates=True)
+    for name, value, option in (
+        ("mtp_num_layers", 1, "--mtp-num-layers"),
+        ("delay_wgrad_compute", True, "--delay-wgrad-compute"),
+        ("num_microbatches_with_partial_activation_checkpoints", 2, "num_microbatches_with_"),
+    ):
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+        setattr(config, name, value)
+        with pytest.raises(UnsupportedError, match=f"does not work with {option}"):
+            check_config(config, post_validates=False)
 
 
 def test_timers_within_passes_are_refused_on_gpus() -> None:
