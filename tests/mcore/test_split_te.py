@@ -186,6 +186,7 @@ def test_a_job_keeps_the_very_tensors(kind: str, monkeypatch: pytest.MonkeyPatch
     references = [weakref.ref(each) for each in kept]
     handed.clear()
     kept.clear()
+    assert all(reference() is not None for reference in references)  # the job holds them, no copy
     session.jobs.run(0)
     assert [reference for reference in references if reference() is not None] == []
 
