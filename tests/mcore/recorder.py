@@ -269,7 +269,7 @@ def _with_named_provider(original: Callable[..., Any]) -> Callable[..., Any]:
     return get
 
 
-DRAWN_VECTORS = ("mixer.A_log", "mixer.dt_bias", "mixer.conv1d_bias")
+DRAWN_VECTORS = ("mixer.A_log", "mixer.dt_bias", "mixer.conv1d_bias", "mixer.conv1d.bias")
 """The parameters of one dimension that Megatron draws at random; the others are ones or zeros."""
 
 
