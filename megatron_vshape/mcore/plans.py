@@ -210,7 +210,7 @@ def make_planner(name: str, num_devices: int, options: PipelineOptions | None = 
 
     Raises:
         ScheduleError: neither a name nor a file, an unreadable file, one for another number of
-            devices, incomplete or deadlocking.
+            devices, incomplete, deadlocking or with microbatches out of turn.
     """
     costs = _costs_in(options)
     if name == AUTO or name in PLUS_NAMES:
@@ -234,10 +234,32 @@ def make_planner(name: str, num_devices: int, options: PipelineOptions | None = 
         )
     try:
         verify(schedule)
+        _check_in_turn(schedule)
         lower(schedule)
     except ScheduleError as error:
         raise ScheduleError(f"the schedule file {name} cannot run: {error}") from None
     return Planner(num_devices, name, schedule, costs=costs)
+
+
+def _check_in_turn(schedule: Schedule) -> None:
+    """Raise ScheduleError unless the F, and the B, of every stage run microbatch by microbatch.
+
+    The trainer reads the batches one after the other, on the first stage and on the last, and
+    Transformer Engine's first whole backward of a step sets the gradients that others add to.
+    """
+    for device, row in enumerate(schedule.order):
+        last: dict[tuple[bool, int], Pass] = {}
+        for work in row:
+            if work.kind is Kind.W:
+                continue
+            sort = work.kind is Kind.F, work.stage
+            before = last.get(sort)
+            if before is not None and before.microbatch > work.microbatch:
+                raise ScheduleError(
+                    f"{before} stands before {work} on device {device}, and a trainer gives every "
+                    "stage the microbatches in turn: number them in the order in which they run"
+                )
+            last[sort] = work
 
 
 def _costs_in(options: PipelineOptions | None) -> Costs | None:

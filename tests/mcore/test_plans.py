@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.adaptive import make_plus
+from megatron_vshape.core.catalogue import NAMES, make
 from megatron_vshape.core.lowering import lower
-from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.passes import Pass, ScheduleError
 from megatron_vshape.core.placement import Placement, linear, looping, v_shape
+from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import simulate
 from megatron_vshape.mcore.plans import Planner, forward_wave, make_planner
 
@@ -67,3 +69,22 @@ def test_a_file_is_for_its_own_microbatches(tmp_path: Path) -> None:
 def test_a_name_that_looks_like_no_file() -> None:
     with pytest.raises(ScheduleError, match="there is no schedule 'v-third': choose one of"):
         make_planner("v-third", 4)
+
+
+def test_a_file_whose_microbatches_run_out_of_turn(tmp_path: Path) -> None:
+    """It could run, but the trainer reads the batches in turn, whatever a pass is called."""
+    file = tmp_path / "turned.json"
+    rows = (("F0.1", "F0.0", "BW0.0", "BW0.1"), ("F1.0", "BW1.0", "F1.1", "BW1.1"))
+    order = tuple(tuple(map(Pass.parse, row)) for row in rows)
+    file.write_text(Schedule("turned", 2, 2, (0, 1), order).to_json())
+    with pytest.raises(ScheduleError, match=r"F0\.1 stands before F0\.0 on device 0") as refused:
+        make_planner(str(file), 2)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "v-half+"])
+def test_this_packages_own_orders_may_be_files(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "own.json"
+    made = make_plus(name, 4, 8) if name.endswith("+") else make(name, 4, 8)
+    file.write_text(made.to_json())
+    make_planner(str(file), 4)
