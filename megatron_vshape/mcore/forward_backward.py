@@ -20,12 +20,14 @@ from torch import nn
 
 from megatron_vshape.core.cutting import Cut, begun_early, drain
 from megatron_vshape.core.lowering import Program
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.mcore.agreement import Agreement
 from megatron_vshape.mcore.finite import inspected, repeats_a_bad_step
 from megatron_vshape.mcore.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.iteration_log import BubbleMeter
 from megatron_vshape.mcore.loss_reporting import Courier, bring_losses
 from megatron_vshape.mcore.profiling import Profiler
-from megatron_vshape.mcore.refusals import check_config
+from megatron_vshape.mcore.refusals import RefusedError, check_config
 from megatron_vshape.mcore.report import RunReport
 from megatron_vshape.mcore.run_ahead import RandomState, Replay
 from megatron_vshape.mcore.session import Pipeline, Session
@@ -102,6 +104,7 @@ class PipelineRunner:
         self._ahead: _Ahead | None = None
         self._early: tuple[Program, tuple[Program, Cut]] | None = None
         self._replays: list[Replay] = []
+        self._agreement = Agreement()
 
     def __call__(
         self,
@@ -270,7 +273,7 @@ class PipelineRunner:
             program = planner.evaluation(call.num_microbatches)
         else:
             sync.gather_parameters()
-            program = planner.training(call.num_microbatches).program
+            program = self._agreed(planner.training(call.num_microbatches).program)
             if is_early:
                 program, early_ends = self._begun_early(program)
             iterators = self._replayed(iterators)
@@ -278,6 +281,14 @@ class PipelineRunner:
         stages = self._stages(step, chunks, iterators, rank)
         run = ProgramRun(program, rank, stages, transport, timer, self._place)
         return _Begun(call, chunks, groups, transport, step, program, early_ends, run)
+
+    def _agreed(self, program: Program) -> Program:
+        """Return the program, which all ranks have."""
+        try:
+            self._agreement.check(program)
+        except ScheduleError as error:
+            raise RefusedError(error) from None
+        return program
 
     def _begun_early(self, program: Program) -> tuple[Program, Cut]:
         """Return `begun_early(program)`; most steps run the program of the step before."""

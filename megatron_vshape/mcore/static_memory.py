@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_vshape.mcore.split_te import plain_tensors
+
 GIB = 2.0**30
 
 ADAM_STATES = 2
@@ -49,8 +51,8 @@ def static_memory(
     own = [each for chunk in model for each in chunk.parameters()]
     gradients = [each.main_grad for each in own if isinstance(_main_grad(each), Tensor)]
     stepped = [each for group in optimizer.param_groups for each in group["params"]]
-    held = {each.untyped_storage().data_ptr() for each in own}
-    copies = [each for each in stepped if each.untyped_storage().data_ptr() not in held]
+    held = {_storage(each) for each in own}
+    copies = [each for each in stepped if _storage(each) not in held]
     moments = ADAM_STATES * 4 * sum(each.numel() for each in stepped)
     return StaticMemory(
         _bytes(own),
@@ -65,15 +67,30 @@ def _main_grad(parameter: Tensor) -> Any:
     return getattr(parameter, "main_grad", None)
 
 
+def _storage(tensor: Tensor) -> int:
+    """Return the name of the tensor's storage; a quantized one has no address of its own."""
+    name: int = tensor.untyped_storage()._cdata
+    return name
+
+
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)
+    plain = [part for each in tensors for part in plain_tensors(each)]
+    return sum(each.numel() * each.element_size() for each in plain)
 
 
-def gather(own: StaticMemory, group: dist.ProcessGroup) -> list[StaticMemory]:
-    """Return what every rank of the pipeline holds."""
-    everyones = [own] * group.size()
-    dist.all_gather_object(everyones, own, group=group)
-    return everyones
+def gather(own: StaticMemory, pipeline_group: dist.ProcessGroup) -> list[StaticMemory]:
+    """Return what the ranks of a pipeline hold; of those side by side, the one that holds most.
+
+    All ranks of the world call this and get the same. Replicas may differ, as where an optimizer
+    shards whole layers, and each would plan an order of its own.
+    """
+    place = pipeline_group.rank()
+    everyones = [(place, own)] * dist.get_world_size()
+    dist.all_gather_object(everyones, (place, own))
+    return [
+        max((each for at, each in everyones if at == rank), key=lambda each: each.total)
+        for rank in range(pipeline_group.size())
+    ]
 
 
 def table(everyones: Sequence[StaticMemory], limit_bytes: float) -> str:

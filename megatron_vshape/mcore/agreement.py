@@ -1,0 +1,42 @@
+"""Ranks plan by themselves; before a step runs, they make sure that they have planned the same."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch.distributed as dist
+
+from megatron_vshape.core.lowering import Program
+from megatron_vshape.core.passes import ScheduleError
+
+
+class Agreement:
+    """Compares the programs of all ranks of the world, each once."""
+
+    def __init__(self) -> None:
+        self._agreed: list[Program] = []
+
+    def check(self, program: Program) -> None:
+        """Return if all ranks run this program in the step; all call this for the same steps.
+
+        Replicas that run unlike orders would start their reductions in unlike orders, which hangs
+        or adds up what does not belong together.
+
+        Raises:
+            ScheduleError: on all ranks, if one has another.
+        """
+        if any(program is each for each in self._agreed):
+            return
+        schedule = program.schedule
+        text = f"{program.window} {schedule.to_json()}"
+        own = hashlib.sha256(text.encode()).hexdigest()
+        everyones = [own] * dist.get_world_size()
+        dist.all_gather_object(everyones, own)
+        others = [rank for rank, each in enumerate(everyones) if each != everyones[0]]
+        if others:
+            raise ScheduleError(
+                f"rank {others[0]} has planned another order than rank 0 for "
+                f"{schedule.num_microbatches} microbatches: give every node the same costs and "
+                "schedule files"
+            )
+        self._agreed.append(program)
