@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.parallel_state import get_global_memory_buffer
-from torch import Tensor
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from torch import Tensor, nn
 
 from megatron_vshape.mcore.session import Session
 from megatron_vshape.runtime.weight_jobs import (
@@ -51,6 +52,21 @@ def make_split_linear(session: Session, layers: ModuleType, upstream: type) -> t
     return SplitLinear
 
 
+GATHERED = "vshape_gathered_over"
+"""On a weight: the group over which the gradient of its output comes gathered, each rank a part."""
+
+
+def mark_gathered(model: nn.Module) -> None:
+    """Mark the weights of row-parallel layers whose output is scattered over the sequence.
+
+    The backward of that gathers the output's gradient before the layer sees it.
+    """
+    for layer in model.modules():
+        if isinstance(layer, RowParallelLinear) and layer.sequence_parallel:
+            if not layer.explicit_expert_comm and layer.tp_group.size() > 1:
+                setattr(layer.weight, GATHERED, layer.tp_group)
+
+
 def _backward_inputs(
     session: Session, layers: ModuleType, ctx: Any, grad_output: Tensor
 ) -> tuple[Tensor | None, ...]:
@@ -68,9 +84,11 @@ def _backward_inputs(
     if ctx.use_bias:
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0)
     parameter = ctx.parameter
-    gather_group = ctx.tp_group if ctx.sequence_parallel else None
+    sources = (ctx.tp_group if ctx.sequence_parallel else None, getattr(parameter, GATHERED, None))
+    if sources[1] is not None:  # only this rank's part waits for W; the rest can go now
+        grad_output = grad_output.chunk(sources[1].size())[sources[1].rank()].clone()
     fused = ctx.gradient_accumulation_fusion
-    job = partial(_weight_gradient, layers, parameter, input, grad_output, gather_group, fused)
+    job = partial(_weight_gradient, layers, parameter, input, grad_output, sources, fused)
     session.defer(job, [parameter], [input, grad_output])
     nothing = (None,) * (ctx.num_options - 1)
     return grad_input, None, grad_bias, *nothing
@@ -81,24 +99,33 @@ def _weight_gradient(
     parameter: Tensor,
     input: Tensor,
     grad_output: Tensor,
-    gather_group: dist.ProcessGroup | None,
+    sources: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None],
     fused: bool,
 ) -> None:
     """Add one weight gradient to the sum: the job that B leaves for W.
 
-    With sequence parallelism `input` is this rank's part of the sequence and is gathered anew:
-    the gathered one was a buffer that the next layer has overwritten.
+    With sequence parallelism `input`, or `grad_output`, is this rank's part of the sequence and is
+    gathered anew: the gathered one was a buffer that the next layer has overwritten, or is large.
     """
-    if gather_group is not None:
-        shape = [input.shape[0] * gather_group.size(), *input.shape[1:]]
-        gathered = get_global_memory_buffer().get_tensor(shape, input.dtype, "mpu")
-        layers.dist_all_gather_func(gathered, input, group=gather_group)
-        input = gathered
+    input, grad_output = (
+        _gathered(layers, each, group)
+        for each, group in zip((input, grad_output), sources, strict=True)
+    )
     kernel = WeightGradKernel.MATMUL_ADD
     if fused:
         total = getattr(parameter, "main_grad", parameter)
         kernel = fused_kernel(input.device.type, total.dtype, input.dtype)
     accumulate_weight_grad(parameter, grad_output, input, kernel)
+
+
+def _gathered(layers: ModuleType, part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the whole sequence, in Megatron's shared buffer, of which a rank has a part."""
+    if group is None:
+        return part
+    shape = [part.shape[0] * group.size(), *part.shape[1:]]
+    whole: Tensor = get_global_memory_buffer().get_tensor(shape, part.dtype, "mpu")
+    layers.dist_all_gather_func(whole, part, group=group)
+    return whole
 
 
 class TorchFusedKernels:

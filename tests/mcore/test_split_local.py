@@ -71,3 +71,66 @@ def test_gradients_equal_upstreams(sequence_parallel: bool) -> None:
         # Of each input its part, of each output gradient all; the gathered buffer is not kept.
         input_rows = TOKENS // 2 if sequence_parallel else TOKENS
         assert kept == 2 * 2 * SIZE * (input_rows + TOKENS)
+
+
+def row_parallel_layer(rank: int, split: bool) -> tuple[list[list[float]], list[int]]:
+    """Return gradients, and the sizes of what the job kept, of a layer with a scattered output."""
+    from megatron_vshape.mcore import cpu
+
+    cpu.install()
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_vshape.mcore.session import Session
+    from megatron_vshape.mcore.split_backward import make_split_linear, mark_gathered
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    session = Session(pipeline=SimpleNamespace())  # type: ignore[arg-type]
+    kept: list[torch.Tensor] = []
+    session.census = SimpleNamespace(add=kept.append)  # type: ignore[assignment]
+    name = "LinearWithGradAccumulationAndAsyncCommunication"
+    setattr(layers, name, make_split_linear(session, layers, getattr(layers, name)))
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=SIZE,
+        num_attention_heads=2,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+    )
+    layer = layers.RowParallelLinear(
+        2 * SIZE,
+        3,
+        config=config,
+        init_method=torch.nn.init.ones_,
+        bias=False,
+        input_is_parallel=True,
+        skip_bias_add=False,
+        tp_group=dist.group.WORLD,
+    )
+    mark_gathered(layer)
+    x = torch.randn(TOKENS, 1, SIZE, generator=torch.Generator().manual_seed(rank))
+    x.requires_grad_()
+    loss = layer(x)[0].square().sum()
+    if split:
+        with session.jobs.collect(0):
+            loss.backward()
+        session.jobs.run(0)
+    else:
+        loss.backward()
+    return [layer.weight.grad.flatten().tolist(), x.grad.flatten().tolist()], [
+        each.numel() for each in kept
+    ]
+
+
+def test_a_scattered_output_keeps_its_part_only() -> None:
+    whole = run_ranks(2, row_parallel_layer, False)
+    split = run_ranks(2, row_parallel_layer, True)
+    for (theirs, _), (mine, kept) in zip(whole, split, strict=True):
+        for expected, found in zip(theirs, mine, strict=True):
+            assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert kept == [TOKENS * SIZE, TOKENS // 2 * 3]  # the input, which is a part; the gradient
