@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -20,10 +22,14 @@ from megatron_vshape.mcore.plans import Planner, make_planner
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     check_arguments,
+    check_derived,
     check_post_validation,
     check_splits_nothing_else,
 )
 from megatron_vshape.mcore.session import Pipeline, Session
+from megatron_vshape.mcore.split_backward import mark_gathered
+
+logger = logging.getLogger(__name__)
 
 INTERLEAVED_CHUNKS = 2
 """Chunks per rank of interleaved-1f1b where the user gives no number."""
@@ -53,8 +59,9 @@ def prepare(args: Namespace) -> Pipeline | None:
         _split_megatrons_own(args, options)
         return None
     planner = make_planner(name, ranks, options)
-    if ranks == 1:
-        return None  # one device has nothing to schedule
+    if ranks == 1:  # one device has nothing to schedule
+        _tell_what_does_nothing(options)
+        return None
     check_arguments(args, name)
     if options.post_validates:
         check_post_validation(args)
@@ -81,25 +88,55 @@ def prepare(args: Namespace) -> Pipeline | None:
         ties,
         args.overlap_grad_reduce,
         recomputes,
+        () if recomputes else _recomputed_inputs(args),
     )
 
 
 def _refuse_what_only_ours_have(options: PipelineOptions, ranks: int) -> None:
     """Raise UnsupportedError for the first flag that would do nothing, if there is a pipeline."""
     splits = options.layer_split is not None
-    given = {
-        "--pipeline-memory-limit": options.memory_limit_gib is not None,
-        "--pipeline-trace": options.trace_folder is not None,
-        "--pipeline-profile-iterations": options.profile_steps is not None,
-        "--pipeline-costs": options.costs_file is not None and not splits,
-    }
-    for flag, is_given in given.items():
-        if is_given and ranks > 1:
+    for flag in _given_for_ours(options):
+        if ranks > 1 and not (flag == "--pipeline-costs" and splits):
             what = "Megatron's own schedule" if options.schedule is None else options.schedule
             raise UnsupportedError(
                 f"{flag} does nothing with {what}: leave it out, or choose a schedule of this "
                 "package with --pipeline-schedule, such as v-half"
             )
+
+
+def _recomputed_inputs(args: Namespace) -> tuple[str, ...]:
+    """Return the modules whose recomputed results are inputs of linear layers.
+
+    B computes them anew, and W needs them too. Attention's core has no linear layer after it
+    that would keep what only it recomputes.
+    """
+    if getattr(args, "recompute_granularity", None) != "selective":
+        return ()
+    modules = getattr(args, "recompute_modules", None) or ()
+    return tuple(module for module in modules if module != "core_attn")
+
+
+def _given_for_ours(options: PipelineOptions) -> list[str]:
+    """Return the flags given that only a schedule of this package uses."""
+    given = {
+        "--pipeline-memory-limit": options.memory_limit_gib is not None,
+        "--pipeline-trace": options.trace_folder is not None,
+        # a trace asks for some by itself
+        "--pipeline-profile-iterations": (
+            options.profile_steps is not None and options.trace_folder is None
+        ),
+        "--pipeline-costs": options.costs_file is not None,
+    }
+    return [flag for flag, is_given in given.items() if is_given]
+
+
+def _tell_what_does_nothing(options: PipelineOptions) -> None:
+    """Say which flags have no effect where the pipeline has one rank."""
+    flags = _given_for_ours(options)
+    if options.post_validates:
+        flags.append("--optimizer-post-validation")
+    if flags and int(os.environ.get("RANK", "0")) == 0:
+        logger.warning("one pipeline rank has nothing to schedule: %s unused", ", ".join(flags))
 
 
 def megatrons_own(args: Namespace) -> str | None:
@@ -174,9 +211,11 @@ def complete(pipeline: Pipeline | None, args: Namespace) -> None:
 
     Raises:
         ScheduleError: a schedule file is for another number of microbatches.
+        UnsupportedError: what several options amount to does not go with the schedule.
     """
     if pipeline is None:
         return
+    check_derived(args, pipeline.planner.name)
     chunks = pipeline.stage_map.num_chunks
     args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
     if pipeline.planner.from_file is not None and _has_ramp_up(args):
@@ -208,6 +247,8 @@ def finish_model(session: Session, rank: int, chunks: Sequence[nn.Module]) -> No
         return
     tie(session.pipeline, rank, chunks)
     split_te.install(session, chunks)
+    for chunk in chunks:
+        mark_gathered(chunk)
     replicas = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(with_context_parallel=True),

@@ -264,7 +264,7 @@ HOOKS = (
         _LAYERS,
         "fused_weight_gradient_mlp_cuda",
         (),
-        "gradient accumulation fusion by torch where apex is not installed",
+        "gradient accumulation fusion by torch where apex is missing, under any schedule",
         replacements.fused_kernels,
         optional=True,
     ),
@@ -272,7 +272,7 @@ HOOKS = (
         _LAYERS,
         "_grad_accum_fusion_available",
         (),
-        "gradient accumulation fusion by torch where apex is not installed",
+        "gradient accumulation fusion by torch where apex is missing, under any schedule",
         replacements.fusion_available,
     ),
 )

@@ -31,6 +31,7 @@ class Refusal(NamedTuple):
     is_set: Callable[[Any], bool] = bool
     in_config: bool = True  # a script may set it in the TransformerConfig alone, by the same name
     shows_value: bool = False  # only some of the option's values are refused
+    is_derived: bool = False  # known once Megatron has validated its arguments, not before
 
 
 def _is_given(value: Any) -> bool:
@@ -141,8 +142,42 @@ REFUSALS = (
         _OWN_ORDER,
         _is_given,
     ),
-    Refusal("gtp_weight_remat_size", "--gtp-weight-remat-size", _UNSPLIT, _above_one),
-    Refusal("expert_gtp_weight_remat_size", "--expert-gtp-weight-remat-size", _UNSPLIT, _above_one),
+    Refusal(
+        "gtp_weight_remat_size",
+        "--tensor-parallel-num-weight-shards above --tensor-model-parallel-size",
+        _UNSPLIT,
+        _above_one,
+        is_derived=True,
+    ),
+    Refusal(
+        "expert_gtp_weight_remat_size",
+        "--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size",
+        _UNSPLIT,
+        _above_one,
+        is_derived=True,
+    ),
+    Refusal(
+        "microbatch_group_size_per_vp_stage",
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        _OWN_ORDER,
+        _is_given,
+        in_config=False,  # there Megatron gives it a value of its own
+    ),
+    Refusal(
+        "overlap_p2p_comm_warmup_flush", "--overlap-p2p-communication-warmup-flush", _OWN_ORDER
+    ),
+    Refusal(
+        "pipeline_model_parallel_comm_backend",
+        "--pipeline-model-parallel-comm-backend",
+        "messages go over --distributed-backend: leave it out, or make it nccl",
+        lambda value: value not in (None, "nccl"),
+        shows_value=True,
+    ),
+    Refusal(
+        "perform_rl_step",
+        "--perform-rl-step",
+        "it takes weights from a rank's first chunk only: leave it out",
+    ),
     Refusal(
         "overlap_param_gather_with_optimizer_step",
         "--overlap-param-gather-with-optimizer-step",
@@ -205,7 +240,6 @@ POST_VALIDATION_REFUSALS = (
     Refusal("save_activations_interval", "--save-activations-interval", _REDOES, _is_given),
     Refusal("save_wgrads_interval", "--save-wgrads-interval", _REDOES, _is_given),
     Refusal("save_dgrads_interval", "--save-dgrads-interval", _REDOES, _is_given),
-    Refusal("perform_rl_step", "--perform-rl-step", _REDOES),
     Refusal("rampup_batch_size", "--rampup-batch-size", _NEW_SIZE, _is_given),
     Refusal("step_batch_size_schedule", "--step-batch-size-schedule", _NEW_SIZE, _is_given),
     Refusal(
@@ -236,7 +270,8 @@ def check_post_validation(args: Namespace) -> None:
 def check_arguments(args: Namespace, schedule: str) -> None:
     """Raise UnsupportedError for the first of Megatron's options that `schedule` cannot have."""
     for refusal in REFUSALS:
-        _check(refusal, args, f"--pipeline-schedule {schedule}")
+        if not refusal.is_derived:
+            _check(refusal, args, f"--pipeline-schedule {schedule}")
     if args.distributed_backend == "nccl" and _above_one(getattr(args, "timing_log_level", None)):
         raise UnsupportedError(
             f"--pipeline-schedule {schedule} does not work with --timing-log-level "
@@ -248,6 +283,13 @@ def check_arguments(args: Namespace, schedule: str) -> None:
             "--transformer-impl transformer_engine needs Transformer Engine, which is not "
             "installed here: install it, or use --transformer-impl local"
         )
+
+
+def check_derived(args: Namespace, schedule: str) -> None:
+    """Raise UnsupportedError for what other options amount to, once Megatron has worked it out."""
+    for refusal in REFUSALS:
+        if refusal.is_derived:
+            _check(refusal, args, f"--pipeline-schedule {schedule}")
 
 
 def check_splits_nothing_else(args: Namespace, schedule: str) -> None:

@@ -1,7 +1,9 @@
 """What stands in for each hooked attribute of Megatron; `hooks` lists targets and reasons.
 
 Every function here takes the session and the original and returns the replacement, which does
-what the original does while the session has no pipeline.
+what the original does while the session has no pipeline. The kernels of gradient accumulation
+fusion are the exception: where apex is missing they are torch's under any schedule, Megatron's own
+included, so that all schedules can be compared with the same flags.
 """
 
 from __future__ import annotations

@@ -184,6 +184,12 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
             "\nbackward passes run whole (BW): with --recompute-granularity full, a backward that "
             "is split would keep all that it recomputes"
         )
+    if pipeline.recomputed_inputs:
+        whole = (
+            "\nwhat B recomputes of "
+            f"{', '.join(pipeline.recomputed_inputs)} (--recompute-modules) is held until its W: "
+            "the peak may be above the predicted one"
+        )
     return (
         f"pipeline schedule {schedule.name}, {schedule.num_devices} ranks, {num_microbatches} "
         "microbatches (upper case: even chunks; one row per rank):\n"

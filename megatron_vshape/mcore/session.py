@@ -36,6 +36,7 @@ class Pipeline:
     ties_embeddings: bool
     overlaps_grad_reduce: bool
     recomputes_layers: bool = False  # whole layers, in the backward: then it is not split
+    recomputed_inputs: tuple[str, ...] = ()  # modules that B computes anew and W holds on to
 
     def ends(self, rank: int, chunk: int | None) -> tuple[bool, bool]:
         """Return whether a rank's chunk is the model's first stage, and whether its last."""

@@ -66,6 +66,10 @@ def test_recomputed_layers_have_the_same_gradients(train: Train, options: tuple[
     assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
     says_so = "backward passes run whole (BW)" in recomputed.output[0]
     assert says_so == ("full" in options)
+    holds_more = (
+        "recomputes of mlp (--recompute-modules) is held until its W" in recomputed.output[0]
+    )
+    assert holds_more == ("mlp" in options)
 
 
 def test_full_recompute_with_overlap(train: Train) -> None:

@@ -1,6 +1,7 @@
 """Backwards that stay whole, and layers whose weight gradients stay in B."""
 
 import logging
+from argparse import ArgumentParser
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,15 @@ from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.passes import Kind
 from megatron_vshape.core.verify import verify
 from megatron_vshape.mcore import unsplit
+from megatron_vshape.mcore.arguments import add_arguments
+from megatron_vshape.mcore.configure import _recomputed_inputs, prepare
 from megatron_vshape.mcore.plans import make_planner, whole_backwards
-from megatron_vshape.mcore.refusals import UnsupportedError, check_arguments, check_config
+from megatron_vshape.mcore.refusals import (
+    UnsupportedError,
+    check_arguments,
+    check_config,
+    check_derived,
+)
 
 
 @pytest.mark.parametrize("name", ["v-min", "v-half", "v-zb", "zb-h1"])
@@ -75,6 +83,16 @@ def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixt
         ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
         ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap"),
         ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
+        ({"perform_rl_step": True}, "--perform-rl-step"),
+        ({"overlap_p2p_comm_warmup_flush": True}, "--overlap-p2p-communication-warmup-flush"),
+        (
+            {"microbatch_group_size_per_vp_stage": 2},
+            "--microbatch-group-size-per-virtual-pipeline-stage",
+        ),
+        (
+            {"pipeline_model_parallel_comm_backend": "ucc"},
+            "--pipeline-model-parallel-comm-backend ucc",
+        ),
     ],
 )
 def test_what_cannot_be_split_is_refused(option: dict[str, Any], text: str) -> None:
@@ -84,6 +102,40 @@ def test_what_cannot_be_split_is_refused(option: dict[str, Any], text: str) -> N
     said = str(refused.value)
     assert said.startswith(f"--pipeline-schedule v-half does not work with {text}")
     assert "\n" not in said
+
+
+def test_weight_shards_are_refused_once_megatron_has_counted_them() -> None:
+    args: Any = SimpleNamespace(
+        transformer_impl="local", distributed_backend="gloo", gtp_weight_remat_size=2
+    )
+    check_arguments(args, "v-half")
+    with pytest.raises(UnsupportedError, match="--tensor-parallel-num-weight-shards above"):
+        check_derived(args, "v-half")
+    args.gtp_weight_remat_size = 1
+    check_derived(args, "v-half")
+
+
+def test_recomputed_inputs_are_told() -> None:
+    args: Any = SimpleNamespace(recompute_granularity="selective", recompute_modules=["core_attn"])
+    assert _recomputed_inputs(args) == ()
+    args.recompute_modules = ["core_attn", "layernorm", "mlp"]
+    assert _recomputed_inputs(args) == ("layernorm", "mlp")
+    args.recompute_granularity = None
+    assert _recomputed_inputs(args) == ()
+
+
+def test_what_one_rank_does_not_use_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    parser = add_arguments(ArgumentParser())
+    args = parser.parse_args(
+        ["--pipeline-schedule", "v-half", "--pipeline-trace", "x", "--optimizer-post-validation"]
+    )
+    args.pipeline_model_parallel_size = 1
+    assert prepare(args) is None
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "one pipeline rank has nothing to schedule: --pipeline-trace, --optimizer-post-validation "
+        "unused"
+    )
 
 
 def test_what_a_script_sets_in_the_config_alone_is_refused() -> None:
