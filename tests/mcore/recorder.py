@@ -238,8 +238,25 @@ def _adams_state(optimizer: Any, parameter: nn.Parameter) -> dict[str, Tensor]:
     main = getattr(parameter, "main_param", None)
     kept = {} if main is None else {"main": main.detach().clone()}
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if hasattr(each, "model_param_group_index_map"):
+            kept.update(_sharded_state(each, parameter))
+            continue
         for key, value in each.optimizer.state.get(parameter if main is None else main, {}).items():
             kept[key] = torch.as_tensor(value).detach().clone()
+    return kept
+
+
+def _sharded_state(optimizer: Any, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return the distributed optimizer's state of a parameter, NaN where another rank has it."""
+    if parameter not in optimizer.model_param_group_index_map:
+        return {}
+    group, place = optimizer.model_param_group_index_map[parameter]
+    main = optimizer.optimizer.param_groups[group]["params"][place]
+    own = optimizer._get_model_param_range_map(parameter)["param"]
+    kept = {}
+    for key, value in ("main", main), *optimizer.optimizer.state.get(main, {}).items():
+        kept[key] = torch.full((parameter.numel(),), torch.nan)
+        kept[key][own.start : own.end] = value.detach().float().flatten()
     return kept
 
 

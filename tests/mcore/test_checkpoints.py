@@ -28,7 +28,10 @@ RUNS = {
     "one rank": Run(1, ""),
     "v-half": Run(4, "--pipeline-schedule v-half"),
     "v-half, 2": Run(2, "--pipeline-schedule v-half"),
-    "v-half, uneven": Run(2, f"--pipeline-schedule v-half {SPLIT} 0,4,3,1"),
+    # two side by side, which each write half (--ckpt-fully-parallel-save)
+    "v-half, uneven": Run(
+        4, f"--pipeline-schedule v-half --pipeline-model-parallel-size 2 {SPLIT} 0,4,3,1"
+    ),
     "v-zb, TP 2": Run(
         4,
         "--pipeline-schedule v-zb --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2",
@@ -112,3 +115,54 @@ FAST = 4
 def test_what_one_saves_another_loads(farm: Farm, save: Save, first: str, second: str) -> None:
     folder, saved = save(first)
     assert_same_state(load(farm, second, folder), saved)
+
+
+TWO = "--pipeline-model-parallel-size 2"
+SHARDED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+SHARDED_RUNS = {
+    "v-half": Run(4, f"--pipeline-schedule v-half {TWO} {SHARDED}"),
+    "v-zb, one replica": Run(4, f"--pipeline-schedule v-zb {SHARDED}"),
+    "1f1b": Run(4, f"--pipeline-schedule 1f1b {TWO} {SHARDED}"),
+    "stock": Run(4, f"{TWO} {SHARDED}", stock=True),
+}
+
+
+def sharded_state(run: Ended) -> dict[str, torch.Tensor]:
+    """Return the optimizer's state with the parts that replicas have put together."""
+    whole: dict[str, torch.Tensor] = {}
+    for record in run.records:
+        for name, part in record["moments"].items():
+            known = whole.setdefault(name, part)
+            whole[name] = torch.where(known.isnan(), part, known)
+    return whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("v-half", "v-half"),
+        ("v-half", "v-zb, one replica"),
+        ("v-zb, one replica", "stock"),
+        ("stock", "v-half"),
+        ("1f1b", "v-half"),
+    ],
+)
+def test_the_distributed_optimizers_state_goes_along(
+    farm: Farm, tmp_path: Path, first: str, second: str
+) -> None:
+    plugin = Path(__file__).with_name("fused_adam.py")
+    common = (*FORMAT, "--train-iters", STEPS)
+    ranks, flags, stock = SHARDED_RUNS[first]
+    save = (*flags.split(), *common, "--save", str(tmp_path), "--save-interval", STEPS)
+    saved = farm.run(ranks, *save, stock=stock, plugin=plugin).check()
+    ranks, flags, stock = SHARDED_RUNS[second]
+    load = (*flags.split(), *common, "--load", str(tmp_path))
+    loaded = farm.run(ranks, *load, stock=stock, plugin=plugin).check()
+    assert loaded.record["losses"] == []
+    mine, theirs = sharded_state(loaded), sharded_state(saved)
+    assert mine.keys() == theirs.keys()
+    assert {name.split()[-1] for name in theirs} == {"main", "exp_avg", "exp_avg_sq"}
+    for name, expected in theirs.items():
+        assert not expected.isnan().any()
+        assert torch.equal(mine[name], expected), name

@@ -1,0 +1,54 @@
+"""A plugin of the farm: an Adam as Apex and Transformer Engine have it, in plain torch.
+
+Megatron's distributed optimizer saves and loads the state of theirs, whose step is counted in the
+parameter group, and not that of torch's. Only the fused kernel is replaced, by what it computes.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core import optimizer as optimizers
+from megatron.core.optimizer import distrib_optimizer
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam with decoupled weight decay, as apex.optimizers.FusedAdam with adam_w_mode."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+        **others: Any,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Take one step."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            first, second = group["betas"]
+            for each in group["params"]:
+                if each.grad is None:
+                    continue
+                state = self.state[each]
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(key, torch.zeros_like(each))
+                state["exp_avg"].lerp_(each.grad, 1 - first)
+                state["exp_avg_sq"].mul_(second).addcmul_(each.grad, each.grad, value=1 - second)
+                mean = state["exp_avg"] / (1 - first ** group["step"])
+                square = state["exp_avg_sq"] / (1 - second ** group["step"])
+                each.mul_(1 - group["lr"] * group["weight_decay"])
+                each.sub_(group["lr"] * mean / (square.sqrt() + group["eps"]))
+
+
+def start(rank: int, given: object) -> None:
+    """Have Megatron find it where it looks for Apex's."""
+    optimizers.Adam = distrib_optimizer.Adam = FusedAdam
+    optimizers.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = True
