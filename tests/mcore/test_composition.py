@@ -36,6 +36,8 @@ LAYOUTS = {
     "CP, DP, sharded optimizer": (8, f"{CONTEXT} {SHARDED} {UNTIED}"),
     "CP, EP": (4, f"{CONTEXT} {EXPERT_PARALLEL}"),
     "SP, EP": (4, f"{SEQUENCE} {EXPERT_PARALLEL}"),
+    "SP, DP, EP": (8, f"{SEQUENCE} {EXPERT_PARALLEL} {OVERLAP}"),
+    "CP, DP, EP": (8, f"{CONTEXT} {EXPERT_PARALLEL} {SHARDED}"),
     "EP, DP": (8, f"{EXPERT_PARALLEL} {OVERLAP}"),
 }
 OPTIONS = {
