@@ -17,10 +17,28 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.costs import Costs, regroup
+from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.placement import Placement, stages_of
 
 _ROUNDING = 1e-9
+
+
+class LimitError(ScheduleError):
+    """Nothing fits: on a device, one microbatch alone needs more than the device may hold.
+
+    All devices may hold `least`, and something fits. All in the unit of the costs' memory.
+    """
+
+    def __init__(self, device: int, limit: float, need: float, least: float) -> None:
+        super().__init__(device, limit, need, least)  # as it is pickled
+        self.device, self.limit, self.need, self.least = device, limit, need, least
+
+    def __str__(self) -> str:
+        return (
+            f"no schedule fits: device {self.device} may hold {self.limit:g}, but one microbatch "
+            f"alone needs {self.need:g} there; the least limit for all devices is {self.least:g}"
+        )
 
 
 class _Paths(NamedTuple):
@@ -44,6 +62,18 @@ def least_memory(costs: Costs, placement: Placement, num_devices: int) -> tuple[
             worst = max(worst, sum(held[:at]) + costs.held_after_backward_bytes[stage])
         least.append(worst)
     return tuple(least)
+
+
+def least_limit(costs: Costs, num_devices: int, placements: Sequence[Placement]) -> float:
+    """Return the least limit, the same for all devices, that something fits on one placement.
+
+    Costs of more stages than a placement has are added up; raises ScheduleError where they
+    cannot be.
+    """
+    return min(
+        max(least_memory(regroup(costs, len(placement), "a plan"), placement, num_devices))
+        for placement in placements
+    )
 
 
 def lower_bound(

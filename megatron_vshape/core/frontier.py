@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_vshape.core.bounds import least_memory
+from megatron_vshape.core.bounds import least_limit
 from megatron_vshape.core.catalogue import NAMES, make
-from megatron_vshape.core.costs import Costs, regroup
+from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.search import Objective, Plan, default_placements, plan
@@ -41,13 +41,11 @@ def frontier(
     that nothing fits are left out.
 
     Raises:
-        ScheduleError: nothing fits the highest limit; the text says the least that does.
+        LimitError: nothing fits the highest limit; it says the least that does.
     """
     points: list[Point] = []
-    least = min(
-        max(least_memory(regroup(costs, len(placement), "a plan"), placement, num_devices))
-        for placement in default_placements(num_devices, costs.num_stages)
-    )
+    placements = default_placements(num_devices, costs.num_stages)
+    least = least_limit(costs, num_devices, placements)
     fitting = [limit for limit in sorted(limits) if limit * _SAME >= least] or [max(limits)]
     for limit in fitting:
         made = plan(costs, num_devices, num_microbatches, limit, objective, seconds=seconds)

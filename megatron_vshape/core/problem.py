@@ -105,10 +105,7 @@ def make_problem(
     least = bounds.least_memory(costs, placement, num_devices)
     for device, (need, has) in enumerate(zip(least, limits, strict=True)):
         if need > has * (1 + 1e-9):
-            raise ScheduleError(
-                f"no schedule fits: device {device} may hold {has:g}, but one microbatch alone "
-                f"needs {need:g} there; the least limit for all devices is {max(least):g}"
-            )
+            raise bounds.LimitError(device, has, need, max(least))
     return problem
 
 

@@ -51,6 +51,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from megatron_vshape.core.bounds import LimitError
 from megatron_vshape.core.candidates import MOST_AT_ONCE, Candidate, Candidates
 from megatron_vshape.core.costs import Costs, regroup
 from megatron_vshape.core.passes import ScheduleError
@@ -90,23 +91,23 @@ def plan(
     ones.
 
     Raises:
-        ScheduleError: nothing fits the limit (the text says the least that does), or the counts
-            and the costs do not match.
+        LimitError: nothing fits the limit; it says the least that does, on any placement.
+        ScheduleError: the counts, the costs and the placements do not match.
     """
     allowed = list(placements) or default_placements(num_devices, costs.num_stages)
     goal = Objective(objective)
     begun: list[Candidates] = []
-    refused: list[ScheduleError] = []
+    refused: list[LimitError] = []
     for placement in allowed:
         own = regroup(costs, len(placement), f"a placement of {len(placement)} stages")
         try:
             problem = make_problem(own, num_devices, num_microbatches, limit, goal, placement)
-        except ScheduleError as error:
+        except LimitError as error:
             refused.append(error)
         else:
             begun.append(Candidates(problem, seed))
     if not begun:
-        raise refused[0]
+        raise min(refused, key=lambda error: error.least)
     race = _Race(begun)
     race.run(steps, seconds, progress)
     return race.plan()

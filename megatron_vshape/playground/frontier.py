@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from megatron_vshape.core.bounds import least_memory
+from megatron_vshape.core.bounds import least_limit
 from megatron_vshape.core.catalogue import NAMES
-from megatron_vshape.core.costs import Costs, regroup
+from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import peak_held, simulate
@@ -65,10 +65,7 @@ def _limits(request: Request, pricing: Pricing, costs: Costs) -> Iterator[float]
     from megatron_vshape.core.search import default_placements
 
     devices = request.devices
-    least = min(
-        max(least_memory(regroup(costs, len(placement), "a plan"), placement, devices))
-        for placement in default_placements(devices, costs.num_stages)
-    )
+    least = least_limit(costs, devices, default_placements(devices, costs.num_stages))
     most = max(pricing.base_peak(devices) or least, least)
     steps = STEPS if pricing.in_bytes else min(STEPS, max(round(most - least), 1))
     seen = set()

@@ -1,5 +1,6 @@
 """The adaptive scheduler: what it returns fits, runs, is judged right and is never bad."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -85,6 +86,16 @@ def test_costs_of_four_stages_per_device_find_the_placement_of_less_bubble() -> 
 def test_memory_below_the_least_says_the_least() -> None:
     with pytest.raises(ScheduleError, match="the least limit for all devices is 2"):
         plan(Costs.uniform(4, 8), 4, 8, 1.5)
+
+
+def test_the_least_that_is_said_is_that_of_the_placement_that_needs_least() -> None:
+    held = (3.0, 1.0, 1.0, 3.0)  # on device 0 a V has both ends, a loop one
+    costs = replace(Costs.uniform(2, 4), held_after_forward_bytes=held)
+    with pytest.raises(bounds.LimitError, match="the least limit for all devices is 4") as refused:
+        plan(costs, 2, 4, 3.9)
+    assert refused.value.least == 4
+    assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
+    check(plan(costs, 2, 4, 4, steps=STEPS), costs, (4.0, 4.0))
 
 
 def test_limits_and_stages_must_match_the_devices() -> None:
