@@ -6,7 +6,8 @@ import io
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -27,6 +28,7 @@ from megatron_vshape.cli.options import (
     add_size_arguments,
     costs_for,
 )
+from megatron_vshape.core.bounds import LimitError
 from megatron_vshape.core.costs import Costs, regroup
 from megatron_vshape.core.frontier import Point, frontier, published
 from megatron_vshape.core.passes import ScheduleError
@@ -34,7 +36,7 @@ from megatron_vshape.core.schedule import check_size
 from megatron_vshape.core.search import Objective, Plan, plan
 from megatron_vshape.core.simulate import simulate
 from megatron_vshape.view.names import placement_text, plain
-from megatron_vshape.view.numbers import GIB, argument, base_peak, percent, table
+from megatron_vshape.view.numbers import GIB, argument, base_peak, enough, percent, table
 from megatron_vshape.view.text import picture, wants_colour
 
 MOST_CHUNKS = 4
@@ -105,15 +107,16 @@ def run(options: argparse.Namespace) -> int:
     if options.frontier is not None:
         return _run_frontier(options, costs, measured)
     limit = _limit(options.memory_limit, options.devices, costs, measured is not None)
-    made = plan(
-        costs,
-        options.devices,
-        options.microbatches,
-        limit,
-        options.objective,
-        seconds=options.seconds,
-        progress=_progress(options.seconds),
-    )
+    with _limits_told(costs, options.devices, measured is not None):
+        made = plan(
+            costs,
+            options.devices,
+            options.microbatches,
+            limit,
+            options.objective,
+            seconds=options.seconds,
+            progress=_progress(options.seconds),
+        )
     made = _proved(made, costs, limit, options.proof_seconds)
     outputs = []
     if options.export is not None:
@@ -193,6 +196,15 @@ def _limit(text: str | None, devices: int, costs: Costs, in_bytes: bool) -> floa
             f"--memory-limit {text} needs --costs FILE, which says bytes; or chunks"
         )
     return value * _UNITS[unit]
+
+
+@contextmanager
+def _limits_told(costs: Costs, devices: int, in_bytes: bool) -> Iterator[None]:
+    """Tell of a limit that nothing fits in the units in which limits are given."""
+    try:
+        yield
+    except LimitError as error:
+        raise ScheduleError(error.told(_held_text(costs, devices, in_bytes, enough))) from None
 
 
 def _progress(seconds: float | None) -> Callable[[int, float, float], None] | None:
@@ -292,12 +304,14 @@ def _time_text(value: float, in_bytes: bool) -> str:
     return f"{value / 1000:,.5g} ms" if in_bytes else f"{value:.6g}"
 
 
-def _held_text(costs: Costs, devices: int, in_bytes: bool) -> Callable[[float], str]:
+def _held_text(
+    costs: Costs, devices: int, in_bytes: bool, number: Callable[[float], str] = "{:.4g}".format
+) -> Callable[[float], str]:
     chunk = _chunk(costs, devices)
 
     def text(held: float) -> str:
-        chunks = f"{held / chunk:.4g} chunks"
-        return f"{held / GIB:.4g} GiB ({chunks})" if in_bytes else chunks
+        chunks = f"{number(held / chunk)} chunks"
+        return f"{number(held / GIB)} GiB ({chunks})" if in_bytes else chunks
 
     return text
 
@@ -310,7 +324,8 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
     devices, microbatches = options.devices, options.microbatches
     chunk = _chunk(costs, devices)
     limits = [chunk * chunks for chunks in range(2, 2 * devices + 1)]
-    points = frontier(costs, devices, microbatches, limits, options.objective, options.seconds)
+    with _limits_told(costs, devices, measured is not None):
+        points = frontier(costs, devices, microbatches, limits, options.objective, options.seconds)
     others = list(
         published(
             lambda schedule: costs_for(schedule, options.cost, measured),

@@ -14,10 +14,10 @@ device i, h = what a microbatch holds there, M = the device's limit, m microbatc
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from megatron_vshape.core.costs import Costs, regroup
+from megatron_vshape.core.costs import Costs, held_text, regroup
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.placement import Placement, stages_of
 
@@ -35,9 +35,14 @@ class LimitError(ScheduleError):
         self.device, self.limit, self.need, self.least = device, limit, need, least
 
     def __str__(self) -> str:
+        return self.told(held_text)
+
+    def told(self, text: Callable[[float], str]) -> str:
+        """Return the sentence, in which `text` writes what is held, such as in GiB."""
         return (
-            f"no schedule fits: device {self.device} may hold {self.limit:g}, but one microbatch "
-            f"alone needs {self.need:g} there; the least limit for all devices is {self.least:g}"
+            f"no schedule fits: device {self.device} may hold {text(self.limit)}, but one "
+            f"microbatch alone needs {text(self.need)} there; the least limit for all devices is "
+            f"{text(self.least)}"
         )
 
 
@@ -62,6 +67,16 @@ def least_memory(costs: Costs, placement: Placement, num_devices: int) -> tuple[
             worst = max(worst, sum(held[:at]) + costs.held_after_backward_bytes[stage])
         least.append(worst)
     return tuple(least)
+
+
+def check_limits(
+    costs: Costs, placement: Placement, num_devices: int, limits: Sequence[float]
+) -> None:
+    """Raise LimitError unless every device may hold what one microbatch alone needs there."""
+    needs = least_memory(costs, placement, num_devices)
+    for device, (need, limit) in enumerate(zip(needs, limits, strict=True)):
+        if need > limit * (1 + _ROUNDING):
+            raise LimitError(device, limit, need, max(needs))
 
 
 def least_limit(costs: Costs, num_devices: int, placements: Sequence[Placement]) -> float:

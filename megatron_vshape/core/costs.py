@@ -188,6 +188,11 @@ def _whole_numbers(name: str, values: object) -> tuple[int, ...]:
     return tuple(values) if isinstance(values, list) else ()
 
 
+def held_text(held: float) -> str:
+    """Return what is held in 12 digits: a limit read back from them is as good as `held`."""
+    return f"{held:,.12g}"
+
+
 def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
     """Return the costs of a coarser cut of the same model: neighbouring stages added up.
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.costs import Costs, held_text
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
 from megatron_vshape.core.placement import stages_of
 from megatron_vshape.core.schedule import Schedule, Timeline
@@ -54,7 +54,10 @@ def prove(
     each = (limits,) * schedule.num_devices if isinstance(limits, int | float) else tuple(limits)
     for device, (held, most) in enumerate(zip(plan.peak, each, strict=True)):
         if held > most * (1 + 1e-9):
-            raise ScheduleError(f"the plan holds {held:g} on device {device}, not {most:g} or less")
+            raise ScheduleError(
+                f"the plan holds {held_text(held)} on device {device}, not {held_text(most)} or "
+                "less"
+            )
     made = _make_model(cp_model.CpModel(), plan, costs, each)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds

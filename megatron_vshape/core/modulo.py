@@ -48,7 +48,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_vshape.core.bounds import least_memory
+from megatron_vshape.core.bounds import check_limits
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.modulo_anneal import anneal, sample
 from megatron_vshape.core.modulo_graph import (
@@ -174,12 +174,7 @@ def _check(costs: Costs, placement: Placement, num_devices: int, limits: Sequenc
         raise ScheduleError(
             f"there are {len(limits)} memory limits for {num_devices} devices; give one each"
         )
-    for device, least in enumerate(least_memory(costs, placement, num_devices)):
-        if not limits[device] * (1 + ROUNDING) >= least:
-            raise ScheduleError(
-                f"a memory limit of {limits[device]:g} fits no schedule on device {device}: its "
-                f"stages hold {least:g} for one microbatch alone; the least limit is {least:g}"
-            )
+    check_limits(costs, placement, num_devices, limits)
 
 
 @dataclass(frozen=True, slots=True)

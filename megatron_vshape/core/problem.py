@@ -102,10 +102,7 @@ def make_problem(
         _time_scale(times, costs.send_us, num_microbatches),
         _scale(max(held) or 1.0, 1e11),
     )
-    least = bounds.least_memory(costs, placement, num_devices)
-    for device, (need, has) in enumerate(zip(least, limits, strict=True)):
-        if need > has * (1 + 1e-9):
-            raise bounds.LimitError(device, has, need, max(least))
+    bounds.check_limits(costs, placement, num_devices, limits)
     return problem
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.costs import Costs, held_text
 from megatron_vshape.core.passes import PARTS, Pass, ScheduleError
 from megatron_vshape.core.placement import check_placement
 from megatron_vshape.core.schedule import Schedule
@@ -104,8 +104,8 @@ def _check_memory(schedule: Schedule, max_held: float, costs: Costs) -> None:
         if peak > max_held * (1 + _ROUNDING):
             at = next(at for at, held in enumerate(curve) if held > max_held * (1 + _ROUNDING))
             raise ScheduleError(
-                f"device {device} holds {peak:g} at its peak, more than the limit of "
-                f"{max_held:g}; it first exceeds that at {schedule.order[device][at]}\n"
+                f"device {device} holds {held_text(peak)} at its peak, more than the limit of "
+                f"{held_text(max_held)}; it first exceeds that at {schedule.order[device][at]}\n"
                 + excerpt(schedule, device, at)
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -199,7 +200,7 @@ class Planner:
         )
         raise ScheduleError(
             f"nothing fits --pipeline-memory-limit {self.limit_bytes / GIB:g}: {rows}; the least "
-            f"limit is {least / GIB:.3f} GiB"
+            f"limit is {math.ceil(1000 * least / GIB) / 1000:.3f} GiB"
         )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from megatron_vshape.core.bounds import LimitError
 from megatron_vshape.core.building_block import BuildingBlock
 from megatron_vshape.core.catalogue import make, make_block
 from megatron_vshape.core.passes import ScheduleError
@@ -19,7 +20,7 @@ from megatron_vshape.playground.request import (
     PlanChoice,
     Request,
 )
-from megatron_vshape.view.numbers import GIB
+from megatron_vshape.view.numbers import GIB, enough
 
 Report = Callable[[dict[str, object]], None]
 """Called with what is known so far: the stage of the work, the best value, a point."""
@@ -99,7 +100,8 @@ def make_planned(request: Request, choice: PlanChoice, pricing: Pricing, report:
     if pricing.in_bytes and not choice.limit_in_gib:
         raise FieldError("limit", "these costs are in bytes; enter the limit in GiB")
     costs = pricing.plan_costs(request.devices, choice.chunks)
-    limit = choice.limit * (GIB if choice.limit_in_gib else 1.0)
+    unit, name = (GIB, "GiB") if choice.limit_in_gib else (1.0, "chunks")
+    limit = choice.limit * unit
 
     def progress(steps: int, value: float, bound: float) -> None:
         report({"doing": "planning", "steps": steps, "value": value, "bound": bound})
@@ -114,6 +116,9 @@ def make_planned(request: Request, choice: PlanChoice, pricing: Pricing, report:
             seconds=choice.seconds,
             progress=progress,
         )
+    except LimitError as error:
+        text = error.told(lambda held: f"{enough(held / unit)} {name}")
+        raise FieldError("limit", text) from None
     except ScheduleError as error:
         raise FieldError("limit", str(error)) from None
     return Made(plan.schedule, None, limit, plan.lower_bound, choice.objective)

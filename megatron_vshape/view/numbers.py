@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context
 
 from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.costs import Costs
@@ -89,6 +90,13 @@ def note(numbers: Numbers) -> str:
         f"bubble {percent(numbers.bubble)}, span bubble {percent(numbers.span_bubble)}, "
         f"peak {peak} ({percent(numbers.relative_peak)} of 1F1B)"
     )
+
+
+def enough(held: float) -> str:
+    """Return what must be held in 6 digits, rounded up, so that it fits the limit they say."""
+    # less what a limit may be exceeded by, or sums of fractions would be rounded up a digit
+    rounded = Context(prec=6, rounding=ROUND_CEILING).create_decimal(held * (1 - 1e-9))
+    return f"{float(rounded):.6g}"
 
 
 def percent(share: float) -> str:

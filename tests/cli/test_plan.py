@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,22 @@ def test_a_limit_in_gib_is_of_the_costs_bytes(
     path.write_text(costs.to_json())
     assert main(["plan", *SIZE, "--costs", str(path), "--memory-limit", "6GiB", *NO_PROOF]) == 0
     assert "6 GiB (6 chunks) at the peak, limit 6 GiB (6 chunks)" in capsys.readouterr().out
+
+
+def test_the_least_limit_is_told_in_gib_and_is_enough(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = (2_345_678_901.0, *(1e9,) * 7)
+    costs = Costs((1000.0,) * 8, (1150.0,) * 8, (850.0,) * 8, 50.0, held, held)
+    path = tmp_path / "costs.json"
+    path.write_text(costs.to_json())
+    arguments = ["plan", *SIZE, "--costs", str(path), *NO_PROOF, "--memory-limit"]
+    assert main([*arguments, "3GiB"]) == 2
+    told = capsys.readouterr().err
+    assert "device 0 may hold 3 GiB (2.75741 chunks), but one microbatch alone needs 3.1" in told
+    least = re.search(r"the least limit for all devices is (\S+) GiB", told)
+    assert least is not None
+    assert main([*arguments, f"{least[1]}GiB"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,13 @@ def test_memory_in_bytes() -> None:
     )
 
 
+def test_bytes_a_little_beyond_a_limit_are_told_apart() -> None:
+    costs = Costs((1, 1), (1, 1), (1, 1), 0, (2.0**36, 1), (2.0**36, 1))
+    limit = 2.0**37 - 2000
+    told = refuse(make("1f1b", 2, 4), limit, costs)
+    assert "holds 137,438,953,472 at its peak, more than the limit of 137,438,951,472" in told
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
