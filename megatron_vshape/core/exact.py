@@ -142,7 +142,9 @@ def _add_devices(
                     lives.append(model.new_interval_var(first, length, last, f"hold {f}"))
                     amounts.append(int(held / unit))
         model.add_no_overlap(runs)
-        model.add_cumulative(lives, amounts, int(limits[device] / unit * (1 + 1e-9)) + 1)
+        # no more than all at once: the solver counts in 64 bits
+        most = min(limits[device] / unit * (1 + 1e-9), sum(amounts))
+        model.add_cumulative(lives, amounts, int(most) + 1)
 
 
 def _add_objective(

@@ -1,5 +1,7 @@
 """The proof of small plans."""
 
+import math
+
 import pytest
 
 from megatron_vshape.core.costs import Costs
@@ -47,6 +49,13 @@ def test_the_solver_may_choose_the_plan_itself(objective: Objective) -> None:
         for work, begin, _ in timeline.slots(device):
             model.add(built.start[work] == round(begin * built.per_us))
     assert cp_model.CpSolver().solve(model) == cp_model.OPTIMAL
+
+
+@pytest.mark.parametrize("limit", [1e13, math.inf])
+def test_any_limit_above_what_is_ever_held_is_none(limit: float) -> None:
+    costs = Costs.uniform(2, 4, 1, 2, 1, 0.05)
+    ample = prove(plan(costs, 2, 2, 8, steps=100), costs, limit, seconds=20)
+    assert ample.value == pytest.approx(ample.lower_bound)
 
 
 def test_passes_that_round_to_nothing_keep_their_order() -> None:
