@@ -75,7 +75,7 @@ def check_limits(
     """Raise LimitError unless every device may hold what one microbatch alone needs there."""
     needs = least_memory(costs, placement, num_devices)
     for device, (need, limit) in enumerate(zip(needs, limits, strict=True)):
-        if need > limit * (1 + _ROUNDING):
+        if not need <= limit * (1 + _ROUNDING):  # so, as nan fits nothing
             raise LimitError(device, limit, need, max(needs))
 
 
@@ -197,4 +197,4 @@ def _put_off(costs: Costs, stages: Sequence[int], num_microbatches: int, limit: 
 
 
 def _count(ratio: float, most: int) -> int:
-    return max(0, min(most, math.floor(ratio * (1 + _ROUNDING) + _ROUNDING)))
+    return max(0, math.floor(min(most, ratio * (1 + _ROUNDING) + _ROUNDING)))

@@ -42,8 +42,11 @@ def frontier(
 
     Raises:
         LimitError: nothing fits the highest limit; it says the least that does.
+        ScheduleError: there is no limit, or the counts and the costs do not match.
     """
     points: list[Point] = []
+    if not limits:
+        raise ScheduleError("a frontier needs a limit at least; none is given")
     placements = default_placements(num_devices, costs.num_stages)
     least = least_limit(costs, num_devices, placements)
     fitting = [limit for limit in sorted(limits) if limit * _SAME >= least] or [max(limits)]

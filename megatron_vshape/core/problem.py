@@ -22,6 +22,10 @@ class Objective(StrEnum):
     MAKESPAN = "makespan"
     SPAN = "span"
 
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ScheduleError(f"there is no objective {value!r:.40}; choose {' or '.join(cls)}")
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -83,16 +83,18 @@ def plan(
 ) -> Plan:
     """Return the best schedule found whose devices hold at most `limit` each.
 
-    `limit` is in the unit of the costs' memory, one value or one per device. With `steps` (by
-    default what takes about a second at 8 devices) the same call gives the same plan everywhere;
-    with `seconds` the search goes on until they are over, and Ctrl-C ends it with the best so far.
+    `limit` is in the unit of the costs' memory, one value or one per device; infinity is none.
+    With `steps` (by default what takes about a second at 8 devices) the same call gives the same
+    plan everywhere; with `seconds` the search goes on until they are over, and Ctrl-C ends it with
+    the best so far.
     `placements` are those allowed, by default `default_placements`; costs of more stages than a
     placement has are added up. The first run compiles the inner loops, which numba keeps for later
     ones.
 
     Raises:
         LimitError: nothing fits the limit; it says the least that does, on any placement.
-        ScheduleError: the counts, the costs and the placements do not match.
+        ScheduleError: the counts, the costs and the placements do not match, or there is no such
+            objective.
     """
     allowed = list(placements) or default_placements(num_devices, costs.num_stages)
     goal = Objective(objective)
@@ -120,9 +122,9 @@ def default_placements(num_devices: int, num_stages: int) -> list[Placement]:
     halves of a chunk: there the loop, that of interleaved 1F1B, beats every order of a V. Where
     the costs tell four stages from one another, both are tried.
     """
-    chunks, rest = divmod(num_stages, num_devices)
-    if rest or not chunks:
+    if not 1 <= num_devices <= num_stages or num_stages % num_devices:
         raise ScheduleError(f"{num_stages} stages cannot be dealt to {num_devices} devices")
+    chunks = num_stages // num_devices
     if chunks == 1:
         return [linear(num_devices)]
     loop = looping(num_devices, chunks)

@@ -1,5 +1,6 @@
 """The adaptive scheduler: what it returns fits, runs, is judged right and is never bad."""
 
+import math
 import pickle
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_vshape.core import bounds, search
 from megatron_vshape.core.costs import Costs, regroup
+from megatron_vshape.core.frontier import frontier
 from megatron_vshape.core.passes import PARTS, ScheduleError
 from megatron_vshape.core.placement import linear, looping, v_shape
 from megatron_vshape.core.search import Objective, Plan, plan
@@ -105,6 +107,24 @@ def test_limits_and_stages_must_match_the_devices() -> None:
         plan(Costs.uniform(4, 7), 4, 8, 4)
     with pytest.raises(ScheduleError, match="at least 1 of microbatches, not 0"):
         plan(Costs.uniform(4, 8), 4, 0, 4)
+    for devices in (0, -2):
+        with pytest.raises(ScheduleError, match=f"8 stages cannot be dealt to {devices} devices"):
+            plan(Costs.uniform(4, 8), devices, 8, 4)
+    with pytest.raises(ScheduleError, match="'work'; choose makespan or span"):
+        plan(Costs.uniform(4, 8), 4, 8, 4, "work")
+    with pytest.raises(ScheduleError, match="a frontier needs a limit at least"):
+        frontier(Costs.uniform(4, 8), 4, 8, [])
+
+
+@pytest.mark.parametrize("objective", list(Objective))
+def test_an_infinite_limit_is_none_and_no_number_is_refused(objective: Objective) -> None:
+    costs = Costs.uniform(4, 8, *REAL)
+    ample = plan(costs, 4, 6, 48, objective, steps=STEPS)
+    made = plan(costs, 4, 6, math.inf, objective, steps=STEPS)
+    assert (made.schedule, made.value) == (ample.schedule, ample.value)
+    check(plan(costs, 4, 6, (math.inf, 4, 4, 4), steps=STEPS), costs, (math.inf, 4, 4, 4))
+    with pytest.raises(ScheduleError, match="device 0 may hold nan, but one microbatch alone"):
+        plan(costs, 4, 6, math.nan, objective)
 
 
 def test_the_least_memory_is_enough() -> None:
