@@ -21,6 +21,7 @@ from megatron_vshape.core.rings import (
     splice,
 )
 from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.simulate import simulate
 
 STARTS = 8
 """So many orders are improved at first."""
@@ -249,7 +250,7 @@ class Candidates:
     def plan(self) -> Plan:
         """Return the best order found, as a plan."""
         problem = self.problem
-        value, row, source = self._found()
+        _, row, source = self._found()
         m = problem.num_microbatches
         made = [
             [Pass(kind, stage, j) for j in range(m)]
@@ -258,13 +259,14 @@ class Candidates:
         ]
         order = tuple(tuple(made[work // m][work % m] for work in own) for own in row.tolist())
         schedule = Schedule("plan", problem.num_devices, m, problem.placement, order)
+        value = problem.objective.of(simulate(schedule, problem.costs))
         held = np.cumsum(deltas_of(problem)[row // m], axis=1).max(axis=1)
         return Plan(
             schedule=schedule,
             objective=problem.objective,
-            value=value / problem.ticks_per_us,
+            value=value,  # simulated: ticks are rounded
             busy=problem.costs.busy_us(problem.placement, problem.num_devices, m),
-            lower_bound=min(self.bound, value / problem.ticks_per_us),
+            lower_bound=min(self.bound, value),
             peak=tuple(float(x) / problem.units_per_byte for x in held),
             source=source,
             steps=self.steps,

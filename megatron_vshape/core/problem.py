@@ -10,7 +10,7 @@ from megatron_vshape.core import bounds, improve
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import PARTS, Pass, ScheduleError
 from megatron_vshape.core.placement import Placement, check_placement, stages_of
-from megatron_vshape.core.schedule import Schedule, check_size
+from megatron_vshape.core.schedule import Schedule, Timeline, check_size
 
 MOST_TICKS = 1e18
 """Of all passes of a step and their messages one after the other; times are 64 bits."""
@@ -21,6 +21,10 @@ class Objective(StrEnum):
 
     MAKESPAN = "makespan"
     SPAN = "span"
+
+    def of(self, timeline: Timeline) -> float:
+        """Return what is made small, of this timeline."""
+        return timeline.makespan if self is Objective.MAKESPAN else timeline.span
 
     @classmethod
     def _missing_(cls, value: object) -> None:
