@@ -30,7 +30,10 @@ def check(made: Plan, costs: Costs, limits: tuple[float, ...]) -> None:
     peaks = peak_held(made.schedule, costs)
     assert made.peak == pytest.approx(peaks)
     assert all(held <= limit * (1 + 1e-9) for held, limit in zip(peaks, limits, strict=True))
-    assert made.lower_bound <= made.value
+    # the plan's own bound is cut off at its value; the proof must not need that
+    schedule, spans = made.schedule, made.objective is Objective.SPAN
+    sizes = schedule.placement, schedule.num_devices, schedule.num_microbatches
+    assert bounds.lower_bound(costs, *sizes, limits, spans) <= value * (1 + 1e-9)
     assert made.gap >= 0
 
 
@@ -80,8 +83,10 @@ def test_costs_of_four_stages_per_device_find_the_placement_of_less_bubble() -> 
     check(made, fine, (8.0,) * 4)
     assert made.schedule.num_stages == 16
     assert made.value < plan(coarse, 4, 12, 8, steps=STEPS).value
-    # half a chunk more or less than a V of whole chunks can use
-    assert set(plan(fine, 4, 12, 4, steps=STEPS).schedule.placement) == set(range(4))
+    # half a chunk more than a V of whole chunks can use
+    assert max(plan(fine, 4, 12, 5.5, steps=STEPS).peak) == 5.5
+    # less than a loop of four can be quick in
+    assert plan(fine, 4, 12, 4, steps=STEPS).schedule.placement == v_shape(4)
 
 
 def test_memory_below_the_least_says_the_least() -> None:
