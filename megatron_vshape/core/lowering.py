@@ -1,9 +1,10 @@
 """Schedule -> Program: the passes of every device with the messages between them.
 
-Every stream of messages has its own process group at run time and is first in, first out.
-Receives are posted in the order in which the sender sends, ahead of their use but within a
-window. The order is proved under rendezvous semantics, with sends that block their device until
-the receive is posted: what finishes then finishes under any progress of a real transport.
+Every stream of messages has process groups of its own at run time; what one device sends another
+of it is first in, first out. Receives are posted in the order in which the sender sends, ahead of
+their use but within a window. The order is proved under rendezvous semantics, with sends that
+block their device until the receive is posted: what finishes then finishes under any progress of
+a real transport.
 """
 
 import itertools
@@ -19,7 +20,10 @@ LISTED = 8
 """A deadlock of messages names at most so many devices."""
 
 WINDOW = 2
-"""Receives posted ahead per stream; two hide the latency, each costs one activation's memory."""
+"""Receives posted ahead per stream and sender.
+
+Two hide the latency, each costs one activation's memory.
+"""
 
 KERNEL_WINDOW = 1
 """The same where a posted receive is a kernel that spins until its message is there, as on NCCL.
@@ -30,10 +34,12 @@ is proved to finish under rendezvous whatever the window is.
 
 
 class Stream(NamedTuple):
-    """The messages of one kind between two devices in one direction.
+    """The messages of one kind from the stages of one chunk, in one direction along the devices.
 
-    `upward` tells the two directions of a device pair apart, so that a stream's process group
-    never carries messages both ways between the same two devices.
+    It holds no devices: the messages from one to another are its share, first in, first out. In
+    any but the usual placements a device may have the same stream from several others. `upward`
+    tells the two directions of a device pair apart, so that a stream's process group never
+    carries messages both ways between the same two devices.
     """
 
     kind: Kind  # F: activations, B: gradients
@@ -114,7 +120,7 @@ def lower(schedule: Schedule, timeline: Timeline | None = None, window: int = WI
 
     With a `timeline`, a B and the W right after it become one BW wherever nothing waits for B
     in the meantime: the split costs nothing then, and a whole backward hides collectives.
-    `window` receives per stream are posted ahead; more where the proof needs more.
+    `window` receives per stream and sender are posted ahead; more where the proof needs more.
 
     Raises:
         ScheduleError: the messages deadlock however far ahead the receives are posted.
@@ -183,7 +189,7 @@ class _Messages:
         self.chunks = chunks_of(schedule.placement)
         self.read_by: dict[Pass, Message] = {}
         self.made_by: dict[Pass, Message] = {}
-        self.sent: list[dict[Stream, list[Message]]] = [{} for _ in schedule.order]
+        self.sent: list[dict[_Source, list[Message]]] = [{} for _ in schedule.order]
         for row in schedule.order:
             for work in row:
                 self._add_input(work)
@@ -191,7 +197,8 @@ class _Messages:
             for work in row:
                 message = self.made_by.get(_result(work))
                 if message is not None:
-                    self.sent[message.target].setdefault(message.stream, []).append(message)
+                    key = _source_of(message)
+                    self.sent[message.target].setdefault(key, []).append(message)
 
     def _add_input(self, work: Pass) -> None:
         """Note the message that brings the pass what a stage on another device has made."""
@@ -204,7 +211,7 @@ class _Messages:
                 self.read_by[work] = self.made_by[need] = Message(need, source, target, stream)
 
     def instructions(self, device: int, window: int) -> Iterator[Instruction]:
-        """Yield the instructions of one device, with `window` receives posted ahead per stream.
+        """Yield the instructions of one device, with `window` receives posted ahead per source.
 
         Receives are posted in the sender's order; a pass that reads a later message than the
         window reaches has all the messages before it posted too.
@@ -217,24 +224,32 @@ class _Messages:
         }
         posted = dict.fromkeys(incoming, 0)
 
-        def post(stream: Stream, upto: int) -> Iterator[Receive]:
-            for message in incoming[stream][posted[stream] : upto]:
-                posted[stream] += 1
+        def post(source: _Source, upto: int) -> Iterator[Receive]:
+            for message in incoming[source][posted[source] : upto]:
+                posted[source] += 1
                 yield Receive(message)
 
-        for stream in incoming:
-            yield from post(stream, window)
+        for source in incoming:
+            yield from post(source, window)
         for work in self.schedule.order[device]:
             message = self.read_by.get(work)
             if message is not None:
-                at = position[message.work]
-                yield from post(message.stream, at + 1)
+                source, at = _source_of(message), position[message.work]
+                yield from post(source, at + 1)
                 yield Await(message)
-                yield from post(message.stream, at + 1 + window)
+                yield from post(source, at + 1 + window)
             yield Run(work)
             result = self.made_by.get(_result(work))
             if result is not None:
                 yield Send(result)
+
+
+_Source = tuple[Stream, int]
+"""A stream and the device that sends: what a device receives of it is first in, first out."""
+
+
+def _source_of(message: Message) -> _Source:
+    return message.stream, message.source
 
 
 def _result(work: Pass) -> Pass:

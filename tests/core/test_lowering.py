@@ -21,6 +21,7 @@ from megatron_vshape.core.lowering import (
     lower,
 )
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.placement import stages_of
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import peak_held, simulate
 from megatron_vshape.core.verify import verify
@@ -163,6 +164,31 @@ def test_a_window_of_one_is_enough_and_posts_a_receive_per_stream(name: str) -> 
     assert [program.most_posted(device) for device in range(4)] == [2, 4, 4, 2]
     wider = lower(make(name, 4, 12))
     assert [wider.most_posted(device) for device in range(4)] == [4, 8, 8, 4]
+
+
+def test_a_stream_from_two_devices_is_posted_for_each_by_itself() -> None:
+    """On this placement device 2 has F of chunk 0 from both its neighbours."""
+    placement = (0, 2, 1, 2, 0, 1)
+    order = tuple(
+        tuple(
+            Pass(kind, stage, m)
+            for m in range(16)
+            for kind, own in ((Kind.F, stages), (Kind.BW, reversed(stages)))
+            for stage in own
+        )
+        for stages in stages_of(placement, 3)
+    )
+    schedule = Schedule("one by one", 3, 16, placement, order)
+    verify(schedule)
+    check(schedule, window=1)
+    program = lower(schedule, window=1)
+    assert program.window == 1
+    sources = [
+        {(each.message.stream, each.message.source) for each in row if isinstance(each, Receive)}
+        for row in program.instructions
+    ]
+    assert {(Stream(Kind.F, 0, True), 0), (Stream(Kind.F, 0, True), 1)} <= sources[2]
+    assert [program.most_posted(device) for device in range(3)] == list(map(len, sources))
 
 
 def test_a_window_of_none_is_refused() -> None:
