@@ -17,6 +17,7 @@ from pathlib import Path
 import theory_table
 from matplotlib.figure import Figure
 
+from megatron_vshape.core.analysis import THEORY
 from megatron_vshape.core.catalogue import NAMES, make, make_block
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Timeline
@@ -78,7 +79,7 @@ def write_page(folder: Path, num_devices: int, num_microbatches: int) -> None:
         chunks=2 * num_devices,
         base=base_peak(num_devices),
         table=theory_table.markdown(comparison_rows(numbers)),
-        theory=theory_table.table(theory_table.NAMES, theory_table.DEVICES),
+        theory=theory_table.table(THEORY, theory_table.DEVICES),
     )
     (folder / "README.md").write_text(page + "".join(sections), encoding="utf-8")
 

@@ -2,6 +2,9 @@
 
     python scripts/theory_table.py [--devices D ...] [NAME ...]
 
+A NAME is one of the catalogue's, or an earlier attempt that the paper compares with: gems, chimera
+or bpipe.
+
 Memory is in units of M, what 1F1B holds: d microbatches of one device's layers, 2 d chunks. The
 bubble is makespan minus work in passes of one chunk, all of one unit; without a barrier between
 steps it is the span minus work. The growth with d is the difference between two device counts.
@@ -11,34 +14,26 @@ import argparse
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import NamedTuple
 
-from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.analysis import ATTEMPTS, THEORY, Analysis, analyse
 from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.simulate import peak_held, simulate
 from megatron_vshape.view.names import display_name
 
-NAMES = ("1f1b", "v-min", "v-half", "v-zb")
 DEVICES = (4, 8, 16, 32)
 GROWTH = (24, 48)
 """Multiples of 6, so that V-Min's and V-Half's blocks are of the same case."""
 
 
-class Point(NamedTuple):
-    """What a schedule costs at one device count."""
-
-    peak_chunks: Fraction
-    bubble: Fraction
-    span_bubble: Fraction
+def measure(name: str, num_devices: int) -> Analysis:
+    """Return the figures at enough microbatches for a stable phase."""
+    return analyse(name, num_devices, 4 * num_devices)
 
 
-def measure(name: str, num_devices: int) -> Point:
-    """Return the point at enough microbatches for a stable phase."""
-    schedule = make(name, num_devices, 4 * num_devices)
-    timeline = simulate(schedule)
-    peak = max(peak_held(schedule))
-    exact = (peak, timeline.overhead, timeline.span - timeline.busy)
-    return Point(*(Fraction(value).limit_denominator(60) for value in exact))
+def exact(found: Analysis) -> tuple[Fraction, Fraction, Fraction]:
+    """Return peak and bubbles without the rounding of sums of times."""
+    values = found.peak, found.overhead, found.span_overhead
+    peak, bubble, span = (Fraction(value).limit_denominator(60) for value in values)
+    return peak, bubble, span
 
 
 def row(name: str, devices: Sequence[int]) -> list[str]:
@@ -46,15 +41,16 @@ def row(name: str, devices: Sequence[int]) -> list[str]:
     first, second = GROWTH
     small, large = measure(name, first), measure(name, second)
     peak, bubble, span = (
-        (after - before) / (second - first) for before, after in zip(small, large, strict=True)
+        (after - before) / (second - first)
+        for before, after in zip(exact(small), exact(large), strict=True)
     )
-    points = [measure(name, count) for count in devices]
+    bubbles = ["grows with m"] * 2 if small.repeats else [times(bubble, "d"), times(span, "d")]
+    points = [exact(measure(name, count)) for count in devices]
     return [
         display_name(name),
         times(peak / 2, "M"),
-        times(bubble, "d"),
-        times(span, "d"),
-        *(f"{amount(each.peak_chunks)} / {amount(each.bubble)}" for each in points),
+        *bubbles,
+        *(f"{amount(held)} / {amount(idle)}" for held, idle, _ in points),
     ]
 
 
@@ -72,10 +68,13 @@ def amount(value: Fraction) -> str:
 
 
 def table(names: Sequence[str], devices: Sequence[int]) -> str:
-    """Return the table as Markdown."""
+    """Return the table as Markdown, and under it what else the earlier attempts take."""
     heading = ["schedule", "memory", "bubble", "without a barrier"]
     heading += [f"d = {count}: chunks / bubble" for count in devices]
-    return markdown([heading, *(row(name, devices) for name in names)])
+    attempts = [name for name in names if name in ATTEMPTS]
+    notes = [f"{name}: {measure(name, GROWTH[0]).note}" for name in attempts]
+    text = markdown([heading, *(row(name, devices) for name in names)])
+    return "\n".join([text, "", *notes] if notes else [text])
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -88,7 +87,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 def main() -> int:
     """Print the table that the command line asks for; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", default=list(NAMES))
+    parser.add_argument("names", nargs="*", metavar="NAME", default=list(THEORY))
     parser.add_argument("--devices", nargs="+", type=int, metavar="D", default=list(DEVICES))
     options = parser.parse_args()
     try:

@@ -1,4 +1,4 @@
-"""The theory table: lifespans, peak memory and bubble of schedules, from their building blocks.
+"""The theory table: peak memory and bubble of schedules, made or from their building blocks.
 
 Besides the catalogue it has the earlier attempts that the paper compares with and that do not
 run here: GEMS and Chimera, which hold the model twice, in opposite directions, and BPipe, which
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from megatron_vshape.core.blocks import one_f_one_b
 from megatron_vshape.core.building_block import BlockPass, BuildingBlock
-from megatron_vshape.core.catalogue import make, make_block
+from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
 from megatron_vshape.core.placement import v_shape
 from megatron_vshape.core.simulate import peak_held, simulate
@@ -25,27 +25,16 @@ ATTEMPTS = ("gems", "chimera", "bpipe")
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """What a schedule costs. Lifespans in slots; memory and time in chunks and chunk passes.
+    """What a schedule costs: memory in chunks, time in chunk passes.
 
     A chunk is 1 / (2 d) of the model, so that 1F1B holds 2 d.
     """
 
-    name: str
-    num_devices: int
-    num_microbatches: int
-    interval: int
-    lifespans: tuple[int, ...]  # of every stage, of the block's first microbatch
-    peak_bound: float  # the sum of ceil(l / T) m, on the device where it is largest
     peak: float
     overhead: float  # makespan - work
     span_overhead: float  # the longest time of one device - work: what a step without barrier costs
-    weights: int = 1  # how often the devices together hold the model
     note: str = ""
-
-    @property
-    def memory(self) -> float:
-        """Return the peak as a share of 1F1B's, M."""
-        return self.peak / (2 * self.num_devices)
+    repeats: bool = False  # whether the bubble grows with every microbatch
 
 
 def analyse(name: str, num_devices: int, num_microbatches: int) -> Analysis:
@@ -62,37 +51,10 @@ def analyse(name: str, num_devices: int, num_microbatches: int) -> Analysis:
                 f"for {num_devices} devices and {num_microbatches}"
             )
         return attempts[name](num_devices, num_microbatches)
-    block = make_block(name, num_devices, num_microbatches)
     schedule = make(name, num_devices, num_microbatches)
     timeline = simulate(schedule)
-    scale = 2 * num_devices / schedule.num_stages
-    return Analysis(
-        name,
-        num_devices,
-        num_microbatches,
-        block.interval,
-        _lifespans(block),
-        scale * max(block.peak_bounds()),
-        max(peak_held(schedule)),
-        timeline.overhead,
-        timeline.span - timeline.busy,
-    )
-
-
-def theory_table(
-    num_devices: int, num_microbatches: int, names: tuple[str, ...] = THEORY + ATTEMPTS
-) -> tuple[Analysis, ...]:
-    """Return the analyses of `names`, the paper's table and the earlier attempts."""
-    return tuple(analyse(name, num_devices, num_microbatches) for name in names)
-
-
-def _lifespans(block: BuildingBlock) -> tuple[int, ...]:
-    lives = block.lives()
-    return tuple(
-        lives[stage, 0][1] - lives[stage, 0][0]
-        for stage in range(len(block.placement))
-        if (stage, 0) in lives
-    )
+    span_overhead = timeline.span - timeline.busy
+    return Analysis(max(peak_held(schedule)), timeline.overhead, span_overhead)
 
 
 def _two_ways(name: str, num_devices: int, interval: int, hop: int, later: int) -> BuildingBlock:
@@ -123,43 +85,30 @@ def _gems(num_devices: int, num_microbatches: int) -> Analysis:
     block = _two_ways("gems", d, interval=2 * half, hop=2, later=half)
     idle = m * half - 3 * m
     return Analysis(
-        "gems",
-        d,
-        m,
-        interval=block.interval,
-        lifespans=_lifespans(block),
-        peak_bound=2 * max(block.peak_bounds()),
         peak=2 * max(block.peaks()),
         overhead=2 * (idle + d - 1),
         span_overhead=2 * idle,
-        weights=2,
-        note="two copies of the weights; the bubble grows with the microbatches",
+        note="two copies of the weights",
+        repeats=True,
     )
 
 
-def _chimera(num_devices: int, num_microbatches: int) -> Analysis:
+def _chimera(num_devices: int, _num_microbatches: int) -> Analysis:
     """Return Chimera: 1F1B from both ends at once, half of the microbatches each.
 
     A device pairs a long lifespan with a short one, as in a V, at the price of a second copy of
     the weights. The bubble is that of its paper: d / 2 - 1 forwards and as many backwards.
     """
-    d, m = num_devices, num_microbatches
-    up, interval = one_f_one_b(d), 6
-    lifespans = _lifespans(up)
-    pairs = list(zip(lifespans, reversed(lifespans), strict=True))
-    bound = max(sum(math.ceil(span / interval) for span in pair) for pair in pairs)
-    idle = 3 * (d // 2 - 1)
+    interval = 6  # slots, in which a microbatch enters at either end
+    lives = sorted(one_f_one_b(num_devices).lives().items())
+    lifespans = [end - start for _, (start, end) in lives]
+    pairs = zip(lifespans, reversed(lifespans), strict=True)
+    held = max(sum(math.ceil(span / interval) for span in pair) for pair in pairs)
+    idle = 3 * (num_devices // 2 - 1)
     return Analysis(
-        "chimera",
-        d,
-        m,
-        interval=interval,
-        lifespans=lifespans,
-        peak_bound=2 * bound,
-        peak=2 * bound,
+        peak=2 * held,
         overhead=2 * idle,
         span_overhead=2 * idle,
-        weights=2,
         note="two copies of the weights; an even number of microbatches",
     )
 
@@ -175,10 +124,5 @@ def _bpipe(num_devices: int, num_microbatches: int) -> Analysis:
         math.ceil((own + partner + 1) / 2)
         for own, partner in zip(bounds, reversed(bounds), strict=True)
     )
-    return replace(
-        plain,
-        name="bpipe",
-        peak_bound=2 * shared,
-        peak=2 * shared,
-        note="activations travel between devices i and d - 1 - i",
-    )
+    note = "activations travel between devices i and d - 1 - i"
+    return replace(plain, peak=2 * shared, note=note)

@@ -32,6 +32,20 @@ def test_theory_table_is_the_papers():
     ]
 
 
+def test_theory_table_of_the_earlier_attempts():
+    done = run("theory_table.py", "gems", "chimera", "bpipe", "--devices", "8")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[2:] == [
+        "| gems | 0 | grows with m | grows with m | 2 / 910 |",
+        "| chimera | M/2 | 3 d | 3 d | 10 / 18 |",
+        "| bpipe | M/2 | 6 d | 6 d | 10 / 42 |",
+        "",
+        "gems: two copies of the weights",
+        "chimera: two copies of the weights; an even number of microbatches",
+        "bpipe: activations travel between devices i and d - 1 - i",
+    ]
+
+
 def test_theory_table_of_nothing_known():
     done = run("theory_table.py", "nope")
     assert done.returncode == 2
