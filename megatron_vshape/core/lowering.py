@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
-from megatron_vshape.core.placement import chunks_of
+from megatron_vshape.core.placement import Placement, chunks_of
 from megatron_vshape.core.schedule import Schedule, Timeline
 
 LISTED = 8
@@ -141,10 +141,19 @@ def lower(schedule: Schedule, timeline: Timeline | None = None, window: int = WI
         window *= 2
 
 
-def forwards_only(schedule: Schedule) -> Schedule:
-    """Return the schedule's forward passes alone, in its order: what an evaluation runs."""
-    rows = (tuple(each for each in row if each.kind is Kind.F) for row in schedule.order)
-    return replace(schedule, order=tuple(rows))
+def forward_wave(placement: Placement, num_devices: int, num_microbatches: int) -> Schedule:
+    """Return what an evaluation runs: forwards alone, on each device as they can arrive.
+
+    A device with c stages takes c passes per microbatch, so microbatch m reaches stage s at
+    about c * m + s. A pass and what it reads stand in this order too, so it cannot deadlock.
+    """
+    chunks = len(placement) // num_devices
+    passes = sorted(
+        (Pass(Kind.F, s, m) for s in range(len(placement)) for m in range(num_microbatches)),
+        key=lambda work: (chunks * work.microbatch + work.stage, work.stage),
+    )
+    rows = [[work for work in passes if placement[work.stage] == d] for d in range(num_devices)]
+    return Schedule("evaluation", num_devices, num_microbatches, placement, tuple(map(tuple, rows)))
 
 
 def fuse(timeline: Timeline) -> Schedule:

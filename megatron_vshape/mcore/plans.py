@@ -13,7 +13,7 @@ from megatron_vshape.core import catalogue
 from megatron_vshape.core.adaptive import make_plus, make_within
 from megatron_vshape.core.bounds import least_memory
 from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.lowering import WINDOW, Program, lower
+from megatron_vshape.core.lowering import WINDOW, Program, forward_wave, lower
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
 from megatron_vshape.core.placement import Placement, looping, stages_of, v_shape
 from megatron_vshape.core.schedule import Schedule, Timeline, load_schedule
@@ -322,18 +322,3 @@ def one_microbatch(placement: Placement, num_devices: int) -> Schedule:
         backward = (Pass(kind, s, 0) for s in reversed(stages) for kind in (Kind.B, Kind.W))
         rows.append((*(Pass(Kind.F, s, 0) for s in stages), *backward))
     return Schedule("one microbatch", num_devices, 1, placement, tuple(rows))
-
-
-def forward_wave(placement: Placement, num_devices: int, num_microbatches: int) -> Schedule:
-    """Return forward passes alone, each device in the order in which they can arrive.
-
-    A device with c stages takes c passes per microbatch, so microbatch m reaches stage s at
-    about c * m + s. A pass and what it reads stand in this order too, so it cannot deadlock.
-    """
-    chunks = len(placement) // num_devices
-    passes = sorted(
-        (Pass(Kind.F, s, m) for s in range(len(placement)) for m in range(num_microbatches)),
-        key=lambda work: (chunks * work.microbatch + work.stage, work.stage),
-    )
-    rows = [[work for work in passes if placement[work.stage] == d] for d in range(num_devices)]
-    return Schedule("evaluation", num_devices, num_microbatches, placement, tuple(map(tuple, rows)))

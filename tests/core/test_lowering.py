@@ -16,12 +16,12 @@ from megatron_vshape.core.lowering import (
     Run,
     Send,
     Stream,
-    forwards_only,
+    forward_wave,
     fuse,
     lower,
 )
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
-from megatron_vshape.core.placement import stages_of
+from megatron_vshape.core.placement import Placement, linear, looping, stages_of, v_shape
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import peak_held, simulate
 from megatron_vshape.core.verify import verify
@@ -84,7 +84,6 @@ def test_every_stream_is_first_in_first_out_and_nothing_blocks(
     schedule: Schedule, window: int
 ) -> None:
     check(schedule, window)
-    check(forwards_only(schedule), window)
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=HEALTHY)
@@ -138,10 +137,32 @@ def test_a_v_has_two_streams_each_way() -> None:
     )
 
 
-def test_forwards_only_keeps_the_order() -> None:
-    schedule = forwards_only(make("v-half", 3, 4))
-    assert {work.kind for row in schedule.order for work in row} == {Kind.F}
-    assert [sum(map(len, schedule.order))] == [6 * 4]
+@st.composite
+def placements(draw: st.DrawFn) -> tuple[int, Placement]:
+    devices = draw(st.integers(1, 6))
+    chunks = draw(st.integers(1, 3))
+    return devices, tuple(draw(st.permutations(list(range(devices)) * chunks)))
+
+
+@given(placements(), st.integers(1, 9))
+@settings(max_examples=50, deadline=None)
+def test_evaluation_runs_every_forward_once_on_any_placement(
+    placed: tuple[int, Placement], microbatches: int
+) -> None:
+    devices, placement = placed
+    wave = forward_wave(placement, devices, microbatches)
+    passes = [(each.stage, each.microbatch) for row in wave.order for each in row]
+    assert sorted(passes) == [(s, m) for s in range(len(placement)) for m in range(microbatches)]
+    check(wave)
+    check(wave, window=KERNEL_WINDOW)
+
+
+@pytest.mark.parametrize("placement", [linear(4), looping(4, 2), v_shape(4)])
+def test_evaluation_keeps_every_device_busy(placement: Placement) -> None:
+    chunks = len(placement) // 4
+    wave = forward_wave(placement, 4, 20)
+    # One pass of every device per unit, but for the way through the pipeline.
+    assert simulate(wave).makespan * chunks / 2 <= 20 * chunks + len(placement) - 1
 
 
 def test_messages_that_deadlock_are_told() -> None:

@@ -3,44 +3,12 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_vshape.core.adaptive import make_plus
 from megatron_vshape.core.catalogue import NAMES, make
-from megatron_vshape.core.lowering import lower
 from megatron_vshape.core.passes import Pass, ScheduleError
-from megatron_vshape.core.placement import Placement, linear, looping, v_shape
 from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.simulate import simulate
-from megatron_vshape.mcore.plans import Planner, forward_wave, make_planner
-
-
-@st.composite
-def placements(draw: st.DrawFn) -> tuple[int, Placement]:
-    devices = draw(st.integers(1, 6))
-    chunks = draw(st.integers(1, 3))
-    return devices, tuple(draw(st.permutations(list(range(devices)) * chunks)))
-
-
-@given(placements(), st.integers(1, 9))
-@settings(max_examples=50, deadline=None)
-def test_evaluation_runs_every_forward_once_on_any_placement(
-    placed: tuple[int, Placement], microbatches: int
-) -> None:
-    devices, placement = placed
-    wave = forward_wave(placement, devices, microbatches)
-    passes = [(each.stage, each.microbatch) for row in wave.order for each in row]
-    assert sorted(passes) == [(s, m) for s in range(len(placement)) for m in range(microbatches)]
-    assert lower(wave).schedule is wave
-
-
-@pytest.mark.parametrize("placement", [linear(4), looping(4, 2), v_shape(4)])
-def test_evaluation_keeps_every_device_busy(placement: Placement) -> None:
-    chunks = len(placement) // 4
-    wave = forward_wave(placement, 4, 20)
-    # One pass of every device per unit, but for the way through the pipeline.
-    assert simulate(wave).makespan * chunks / 2 <= 20 * chunks + len(placement) - 1
+from megatron_vshape.mcore.plans import Planner, make_planner
 
 
 def test_plans_are_kept_and_made_anew_for_other_microbatches() -> None:

@@ -10,7 +10,7 @@ from runtime.plain_pipeline import SHAPE, AliveCounter, gradients_of, one_proces
 from runtime.ranks import run_ranks
 
 from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.lowering import Program, forwards_only, lower
+from megatron_vshape.core.lowering import Program, forward_wave, lower
 from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.core.placement import looping, stages_of
 from megatron_vshape.core.schedule import Schedule
@@ -110,7 +110,7 @@ def run_cases(rank: int) -> dict[Case, dict[str, Any]]:
 def run_evaluation(rank: int, transport: Transport) -> None:
     """Run a program of forward passes alone, as an evaluation does."""
     schedule = make("v-half", 2, 3)
-    program = lower(forwards_only(schedule))
+    program = lower(forward_wave(schedule.placement, 2, 3))
     transport.prepare(program)
     stages = stages_for(schedule, transport.device, rank % 2, torch.float32)
     with torch.no_grad():
