@@ -101,8 +101,8 @@ def lower_bound(
 ) -> float:
     """Return a value that no order within the limits is below.
 
-    For the span, each device's own first start is subtracted: `first_starts` says when that is,
-    and no order that runs at once what it can has it later.
+    For the span, each device's own first start is subtracted: when the first microbatch can be
+    there, and no order that runs at once what it can starts later.
     """
     paths = _make_paths(costs, placement)
     best = sum(paths.forward[:1]) + paths.round_trip[0] + costs.weight_us[0]
@@ -119,12 +119,6 @@ def lower_bound(
             late = _put_off(costs, stages, num_microbatches, limits[device])
             best = max(best, start + work - late + paths.drain[stages[0]])
     return best
-
-
-def first_starts(costs: Costs, placement: Placement, num_devices: int) -> list[float]:
-    """Return when each device's first pass can start: the first microbatch has to come there."""
-    forward = _make_paths(costs, placement).forward
-    return [forward[stages[0]] for stages in stages_of(placement, num_devices)]
 
 
 def _work_us(costs: Costs, stage: int) -> float:

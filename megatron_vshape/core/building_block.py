@@ -52,11 +52,6 @@ class BuildingBlock:
             lives[key] = (min(start, each.start), max(end, each.end))
         return lives
 
-    def lifespan(self, stage: int, microbatch: int = 0) -> int:
-        """Return the slots from the start of F to the end of the last backward pass."""
-        start, end = self.lives()[stage, microbatch]
-        return end - start
-
     def peak_bounds(self) -> tuple[int, ...]:
         """Return the most stage activations every device can hold: the sum of ceil(l / T).
 
@@ -66,10 +61,6 @@ class BuildingBlock:
             sum(math.ceil((end - start) / self.interval) for start, end in lives)
             for lives in self._lives_by_device()
         )
-
-    def peak_bound(self, device: int) -> int:
-        """Return the entry of `peak_bounds` for one device."""
-        return self.peak_bounds()[device]
 
     def peaks(self) -> tuple[int, ...]:
         """Return the most stage activations every device holds in the stable phase.

@@ -71,7 +71,6 @@ from megatron_vshape.core.placement import (
     chunks_of,
     v_shape,
 )
-from megatron_vshape.core.schedule import Schedule
 
 UNITS = 1 << 30
 """The work of the busiest device per period, in the whole numbers the search counts in."""
@@ -110,27 +109,6 @@ class SteadyOrder:
     rows: tuple[tuple[tuple[Kind, int, int], ...], ...]
     period_us: float
     latency_us: float
-
-
-def unroll(order: SteadyOrder, num_microbatches: int, name: str) -> Schedule:
-    """Return the schedule that runs the order until `num_microbatches` are through.
-
-    Passes of microbatches that do not exist are left out, which never raises a device's peak.
-    """
-    rows = []
-    for row in order.rows:
-        offsets = [offset for _, _, offset in row]
-        first = -(max(offsets) // order.microbatches) - 1
-        last = (num_microbatches - min(offsets)) // order.microbatches + 1
-        rows.append(
-            tuple(
-                Pass(kind, stage, k * order.microbatches + offset)
-                for k in range(first, last + 1)
-                for kind, stage, offset in row
-                if 0 <= k * order.microbatches + offset < num_microbatches
-            )
-        )
-    return Schedule(name, len(rows), num_microbatches, order.placement, tuple(rows))
 
 
 def find_steady_orders(

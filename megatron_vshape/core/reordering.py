@@ -4,7 +4,6 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import PART_OF, PARTS, PARTS_OF, Kind, Pass, need_table
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import unit_costs
@@ -16,17 +15,16 @@ _FITS = 1e-9
 """Slots are compared with this slack, so that sums of fractions still meet."""
 
 
-def reorder(schedule: Schedule, max_held: int, costs: Costs | None = None) -> Schedule:
+def reorder(schedule: Schedule, max_held: int) -> Schedule:
     """Return the schedule with idle slots filled from later in each device's order.
 
-    The devices run in simulated time. One that would idle takes a later pass that is ready, if
-    this delays nothing and never makes it hold more than `max_held` stage activations. Once a
-    device has at most `max_held` forwards left, so few that all could be held at once, it cools
-    down: W waits until nothing else can run or memory is needed. Where there is no idle time, as
-    in a stable phase that repeats cleanly, nothing moves.
+    The devices run in simulated time, with equal passes. One that would idle takes a later pass
+    that is ready, if this delays nothing and never makes it hold more than `max_held` stage
+    activations. Once a device has at most `max_held` forwards left, so few that all could be held
+    at once, it cools down: W waits until nothing else can run or memory is needed. Where there is
+    no idle time, as in a stable phase that repeats cleanly, nothing moves.
     """
-    costs = unit_costs(schedule) if costs is None else costs
-    order = _Reordering(schedule, max_held, costs).run()
+    order = _Reordering(schedule, max_held).run()
     return replace(schedule, order=order)
 
 
@@ -36,7 +34,7 @@ def fill_warm_up(schedule: Schedule, max_held: int, ahead: int) -> Schedule:
     As in `reorder`, but forwards of the first stage move up only while fewer than `ahead` of
     them are held: they would take the memory that the forwards of the last stage need.
     """
-    order = _Reordering(schedule, max_held, unit_costs(schedule), ahead).run()
+    order = _Reordering(schedule, max_held, ahead).run()
     return replace(schedule, order=order)
 
 
@@ -100,15 +98,12 @@ Choice = tuple[float, int, int]
 
 
 class _Reordering:
-    def __init__(
-        self, schedule: Schedule, max_held: int, costs: Costs, ahead: int | None = None
-    ) -> None:
-        stages = schedule.num_stages
+    def __init__(self, schedule: Schedule, max_held: int, ahead: int | None = None) -> None:
+        stages, costs = schedule.num_stages, unit_costs(schedule)
         self.ahead = ahead
         self.schedule = schedule
         self.max_held = max_held
         self.needs = need_table(stages)
-        self.send = costs.send_us
         self.time = {kind: [costs.time_us(kind, s) for s in range(stages)] for kind in Kind}
         self.end: list[list[list[float | None]]] = [
             [[None] * schedule.num_microbatches for _ in range(stages)] for _ in PARTS
@@ -157,12 +152,11 @@ class _Reordering:
     def _ready(self, device: int, work: Pass) -> float | None:
         """Return when the pass's inputs are there; None while a pass before it has not run."""
         ready = self.devices[device].clock
-        placement = self.schedule.placement
         for part, stage in self.needs[PART_OF[work.kind]][work.stage]:
             done = self.end[part][stage][work.microbatch]
             if done is None:
                 return None
-            ready = max(ready, done + (self.send if placement[stage] != device else 0.0))
+            ready = max(ready, done)
         return ready
 
     def _choose(self, device: int) -> Choice | None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_vshape.core.bounds import first_starts, least_memory, lower_bound
+from megatron_vshape.core.bounds import least_memory, lower_bound
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.placement import linear, v_shape
 
@@ -35,8 +35,7 @@ def test_the_span_leaves_out_the_start_up() -> None:
     assert lower_bound(costs, v_shape(4), 4, 16, [8.0] * 4, span=True) == 96
 
 
-def test_first_starts_and_least_memory() -> None:
+def test_least_memory() -> None:
     costs = Costs.uniform(3, 6, 1, 1, 1, 0.25)
-    assert first_starts(costs, v_shape(3), 3) == [0, 1.25, 2.5]
     assert least_memory(costs, v_shape(3), 3) == (2, 2, 2)
     assert least_memory(Costs.uniform(3, 3), linear(3), 3) == (2, 2, 2)

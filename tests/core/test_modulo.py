@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from megatron_vshape.core import modulo
 from megatron_vshape.core.bounds import least_memory
 from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.modulo import find_steady_orders, unroll
-from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.modulo import SteadyOrder, find_steady_orders
+from megatron_vshape.core.passes import PARTS, Pass, ScheduleError
 from megatron_vshape.core.placement import linear, looping, v_shape
+from megatron_vshape.core.rings import ring_of_order
+from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import peak_held, simulate
 from megatron_vshape.core.verify import verify
 
@@ -26,6 +28,16 @@ def v_costs(num_devices: int, values: tuple[float, float, float, float] = REAL) 
     return Costs.uniform(num_devices, 2 * num_devices, *values)
 
 
+def unroll(order: SteadyOrder, num_microbatches: int) -> Schedule:
+    """Return the schedule that runs the order until so many microbatches are through."""
+    m = num_microbatches
+    rows = ring_of_order(order, "steady").unroll(m).tolist()
+    passes = tuple(
+        tuple(Pass(PARTS[work // m % 3], work // m // 3, work % m) for work in row) for row in rows
+    )
+    return Schedule("steady", len(passes), m, order.placement, passes)
+
+
 def work_us(costs: Costs, num_devices: int) -> float:
     return costs.busy_us(v_shape(num_devices), num_devices, 1)
 
@@ -34,7 +46,7 @@ def work_us(costs: Costs, num_devices: int) -> float:
 def test_every_limit_gives_complete_schedules_that_fit(limit: int) -> None:
     costs = v_costs(4)
     for order in find_steady_orders(costs, v_shape(4), 4, [limit] * 4, STEPS):
-        schedule = unroll(order, 9, "steady")
+        schedule = unroll(order, 9)
         verify(schedule, max_held=limit, costs=costs)
 
 
@@ -42,7 +54,7 @@ def test_the_period_is_what_a_long_run_takes_per_microbatch() -> None:
     costs = v_costs(4)
     for limit in (4, 5, 6):
         for order in find_steady_orders(costs, v_shape(4), 4, [limit] * 4, STEPS):
-            spans = [simulate(unroll(order, m, "steady"), costs).makespan for m in (120, 160)]
+            spans = [simulate(unroll(order, m), costs).makespan for m in (120, 160)]
             per_microbatch = (spans[1] - spans[0]) / 40
             assert per_microbatch == pytest.approx(order.period_us / order.microbatches, rel=1e-5)
 
@@ -80,7 +92,7 @@ def test_the_best_comes_first() -> None:
 def test_other_placements_work(placement: tuple[int, ...]) -> None:
     costs = Costs.uniform(4, len(placement), *REAL)
     best = find_steady_orders(costs, placement, 4, [16] * 4, STEPS)[0]
-    verify(unroll(best, 8, "steady"), max_held=16, costs=costs)
+    verify(unroll(best, 8), max_held=16, costs=costs)
     assert best.period_us == pytest.approx(best.microbatches * costs.busy_us(placement, 4, 1))
 
 
@@ -98,7 +110,7 @@ def test_unequal_stages_and_limits(data: st.DataObject) -> None:
     least = least_memory(costs, v_shape(devices), devices)
     limits = [value * data.draw(st.floats(1, 3)) for value in least]
     for order in find_steady_orders(costs, v_shape(devices), devices, limits, 2_000):
-        schedule = unroll(order, 5, "steady")
+        schedule = unroll(order, 5)
         verify(schedule)
         for held, limit in zip(peak_held(schedule, costs), limits, strict=True):
             assert held <= limit * (1 + 1e-8) + 1e-12
