@@ -171,15 +171,16 @@ def even_layers(num_layers: int, placement: Placement) -> tuple[int, ...]:
         ScheduleError: the layers do not divide among the stages.
     """
     stages, devices = len(placement), max(placement) + 1
-    if num_layers % stages:
-        below = num_layers - num_layers % stages
+    below, rest = divmod(num_layers, stages)
+    if rest:
+        near = " or ".join(str(count * stages) for count in (below, below + 1) if count)
+        split = f", or add --pipeline-layer-split {AUTO_SPLIT}" if num_layers >= stages - 2 else ""
         raise ScheduleError(
-            f"{num_layers} layers do not divide among {stages} stages ({devices} ranks "
+            f"{num_layers} layers do not divide among {stages} stages ({devices} devices "
             f"with {stages // devices} each): make --num-layers a multiple of "
-            f"{stages}, such as {below or stages} or {below + stages}, or add "
-            "--pipeline-layer-split auto"
+            f"{stages}, such as {near}{split}"
         )
-    return (num_layers // stages,) * stages
+    return (below,) * stages
 
 
 def parse_layers(text: str, num_layers: int, placement: Placement) -> tuple[int, ...]:
@@ -200,7 +201,7 @@ def parse_layers(text: str, num_layers: int, placement: Placement) -> tuple[int,
     if len(layers) != stages:
         raise ScheduleError(
             f"{flag} {text:.80} has {len(layers)} numbers and the schedule {stages} stages "
-            f"({devices} ranks with {stages // devices} each): give one number per stage, in the "
+            f"({devices} devices with {stages // devices} each): give one number per stage, in the "
             "model's order"
         )
     if min(layers) < 0:

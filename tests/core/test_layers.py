@@ -123,8 +123,25 @@ def test_layers_that_a_costs_file_cannot_hold(layers: str, said: str) -> None:
 def test_given_layers() -> None:
     assert parse_layers("2,3,3,0", 8, v_shape(2)) == (2, 3, 3, 0)
     assert even_layers(8, v_shape(2)) == (2, 2, 2, 2)
-    with pytest.raises(ScheduleError, match=r"3 layers do not divide among 8 stages .*8 or 8"):
-        even_layers(3, v_shape(4))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "advice"),
+    [
+        (4, "such as 8"),
+        (6, "such as 8, or add --pipeline-layer-split auto"),
+        (12, "such as 8 or 16, or add --pipeline-layer-split auto"),
+    ],
+)
+def test_layers_that_do_not_divide_are_told_what_would_do(num_layers: int, advice: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        even_layers(num_layers, v_shape(4))
+    assert str(error.value) == (
+        f"{num_layers} layers do not divide among 8 stages (4 devices with 2 each): make "
+        f"--num-layers a multiple of 8, {advice}"
+    )
+    if advice.endswith("auto"):
+        assert sum(PIECES.balanced(num_layers, v_shape(4))) == num_layers
 
 
 def test_the_head_by_its_products() -> None:
