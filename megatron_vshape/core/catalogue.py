@@ -21,6 +21,9 @@ def make_schedule(
     """Return the schedule that `block` stands for, in the paper's four steps.
 
     Without `max_held`, in stage activations, the last step is left out.
+
+    Raises:
+        ScheduleError: the block's schedule cannot run, or does not fit `max_held`.
     """
     schedule = squeeze(repeat(block, num_microbatches))
     if max_held is not None:

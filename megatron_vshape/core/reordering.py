@@ -4,9 +4,17 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_vshape.core.passes import PART_OF, PARTS, PARTS_OF, Kind, Pass, need_table
+from megatron_vshape.core.passes import (
+    PART_OF,
+    PARTS,
+    PARTS_OF,
+    Kind,
+    Pass,
+    ScheduleError,
+    need_table,
+)
 from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.simulate import unit_costs
+from megatron_vshape.core.simulate import simulate, unit_costs
 
 _CHANGE = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
 """How many stage activations a pass adds to those that its device holds."""
@@ -23,6 +31,9 @@ def reorder(schedule: Schedule, max_held: int) -> Schedule:
     activations. Once a device has at most `max_held` forwards left, so few that all could be held
     at once, it cools down: W waits until nothing else can run or memory is needed. Where there is
     no idle time, as in a stable phase that repeats cleanly, nothing moves.
+
+    Raises:
+        ScheduleError: a forward does not fit `max_held`, or a pass waits for one that never runs.
     """
     order = _Reordering(schedule, max_held).run()
     return replace(schedule, order=order)
@@ -33,6 +44,9 @@ def fill_warm_up(schedule: Schedule, max_held: int, ahead: int) -> Schedule:
 
     As in `reorder`, but forwards of the first stage move up only while fewer than `ahead` of
     them are held: they would take the memory that the forwards of the last stage need.
+
+    Raises:
+        ScheduleError: a forward does not fit `max_held`, or a pass waits for one that never runs.
     """
     order = _Reordering(schedule, max_held, ahead).run()
     return replace(schedule, order=order)
@@ -135,7 +149,25 @@ class _Reordering:
             for reader in self._readers(work):
                 if reader != device:
                     push(reader)
+        self._check_all_ran()
         return tuple(map(tuple, rows))
+
+    def _check_all_ran(self) -> None:
+        """Raise ScheduleError if a device is stuck: only the memory stops what has its inputs."""
+        heads = [
+            (device, own.passes[own.head])
+            for device, own in enumerate(self.devices)
+            if own.head < len(own.passes)
+        ]
+        full = [each for each in heads if self._ready(*each) is not None]
+        if full:
+            device, work = min(full, key=lambda each: each[1].microbatch)  # others wait for it
+            raise ScheduleError(
+                f"{work} does not fit on device {device}, which holds {self.devices[device].held} "
+                f"stage activations then and may hold {self.max_held}"
+            )
+        if heads:
+            simulate(self.schedule)  # raises: what a pass waits for never runs
 
     def _finish(self, device: int, work: Pass, start: float) -> None:
         clock = start + self.time[work.kind][work.stage]

@@ -1,0 +1,25 @@
+"""Reordering says what it cannot do."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.reordering import reorder
+
+
+def test_too_little_memory_names_what_does_not_fit() -> None:
+    with pytest.raises(ScheduleError) as error:
+        reorder(make("v-half", 3, 5), 1)
+    assert str(error.value) == (
+        "F3.0 does not fit on device 2, which holds 1 stage activations then and may hold 1"
+    )
+
+
+def test_what_waits_for_a_missing_pass_is_told() -> None:
+    schedule = make("1f1b", 2, 2)
+    first, *others = schedule.order
+    missing = tuple(work for work in first if str(work) != "F0.1")
+    with pytest.raises(ScheduleError, match="waits for F0.1, which no device runs"):
+        reorder(replace(schedule, order=(missing, *others)), 2)
