@@ -45,7 +45,7 @@ def make_within(
     limit: float | tuple[float, ...],
     placement: Placement,
 ) -> Schedule:
-    """Return the adaptive scheduler's order for a limit in the costs' unit, proved.
+    """Return the adaptive scheduler's order for a limit in the costs' unit, proved to keep it.
 
     The placement is the caller's: a model is built for it.
 
@@ -56,5 +56,5 @@ def make_within(
     from megatron_vshape.core.search import plan
 
     made = plan(costs, num_devices, num_microbatches, limit, placements=[placement]).schedule
-    verify(made)
+    verify(made, limit, regroup(costs, made.num_stages, "the plan"))
     return replace(made, name="auto")

@@ -54,6 +54,17 @@ class _Paths(NamedTuple):
     drain: tuple[float, ...]  # from the end of B(s) to the end of B(0) and its W
 
 
+def each_limit(limits: float | Sequence[float], num_devices: int) -> tuple[float, ...]:
+    """Return the limit of every device; raises ScheduleError if there are more or fewer."""
+    if isinstance(limits, int | float):
+        return (limits,) * num_devices
+    if len(limits) != num_devices:
+        raise ScheduleError(
+            f"there are {len(limits)} limits for {num_devices} devices; give one, or one each"
+        )
+    return tuple(limits)
+
+
 def least_memory(costs: Costs, placement: Placement, num_devices: int) -> tuple[float, ...]:
     """Return what each device holds when microbatches run one after the other.
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_vshape.core.bounds import each_limit
 from megatron_vshape.core.costs import Costs, held_text
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
 from megatron_vshape.core.placement import stages_of
@@ -51,7 +52,7 @@ def prove(
             "a proof needs OR-tools: pip install 'megatron-vshape[exact]'"
         ) from None
     schedule = plan.schedule
-    each = (limits,) * schedule.num_devices if isinstance(limits, int | float) else tuple(limits)
+    each = each_limit(limits, schedule.num_devices)
     for device, (held, most) in enumerate(zip(plan.peak, each, strict=True)):
         if held > most * (1 + 1e-9):
             raise ScheduleError(

@@ -89,9 +89,7 @@ def make_problem(
     for what, count in (("devices", num_devices), ("microbatches", num_microbatches)):
         if count < 1:
             raise ScheduleError(f"a plan needs at least 1 of {what}, not {count}")
-    limits = (limit,) * num_devices if isinstance(limit, int | float) else tuple(limit)
-    if len(limits) != num_devices:
-        raise ScheduleError(f"there are {len(limits)} limits for {num_devices} devices")
+    limits = bounds.each_limit(limit, num_devices)
     check_placement(placement, num_devices)
     check_size(len(placement), num_microbatches)
     if len(placement) != costs.num_stages:

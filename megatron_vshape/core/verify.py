@@ -1,8 +1,9 @@
 """Proofs about a schedule before it runs: complete, rightly placed, within memory, no deadlock."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from megatron_vshape.core.bounds import each_limit
 from megatron_vshape.core.costs import Costs, held_text
 from megatron_vshape.core.passes import PARTS, Pass, ScheduleError
 from megatron_vshape.core.placement import check_placement
@@ -16,10 +17,15 @@ _ROUNDING = 1e-9
 """Sums of fractions may exceed a limit that they just meet by this share of it."""
 
 
-def verify(schedule: Schedule, max_held: float | None = None, costs: Costs | None = None) -> None:
+def verify(
+    schedule: Schedule,
+    max_held: float | Sequence[float] | None = None,
+    costs: Costs | None = None,
+) -> None:
     """Return if every pass runs once, where its stage is, in an order that can run.
 
-    With `max_held`, no device may hold more: chunks, or bytes where `costs` are in bytes.
+    With `max_held`, one value or one per device, no device may hold more: chunks, or what the
+    memory of `costs` is in.
 
     Raises:
         ScheduleError: what is wrong and a picture of where; for a deadlock the cycle of waits.
@@ -38,7 +44,8 @@ def verify(schedule: Schedule, max_held: float | None = None, costs: Costs | Non
     _check_counts(schedule)
     simulate(schedule)  # raises if it deadlocks
     if max_held is not None:
-        _check_memory(schedule, max_held, unit_costs(schedule) if costs is None else costs)
+        limits = each_limit(max_held, schedule.num_devices)
+        _check_memory(schedule, limits, unit_costs(schedule) if costs is None else costs)
 
 
 def _check_places(schedule: Schedule) -> None:
@@ -97,15 +104,15 @@ def _place_of(schedule: Schedule, culprit: Pass) -> tuple[int, int]:
     return device, (itself or same or [max(len(passes) - 1, 0)])[-1]
 
 
-def _check_memory(schedule: Schedule, max_held: float, costs: Costs) -> None:
-    for device in range(schedule.num_devices):
+def _check_memory(schedule: Schedule, limits: Sequence[float], costs: Costs) -> None:
+    for device, limit in enumerate(limits):
         curve = held_curve(schedule, costs, device)
-        peak = max(curve, default=0.0)
-        if peak > max_held * (1 + _ROUNDING):
-            at = next(at for at, held in enumerate(curve) if held > max_held * (1 + _ROUNDING))
+        peak, most = max(curve, default=0.0), limit * (1 + _ROUNDING)
+        if not peak <= most:
+            at = next(at for at, held in enumerate(curve) if not held <= most)
             raise ScheduleError(
                 f"device {device} holds {held_text(peak)} at its peak, more than the limit of "
-                f"{held_text(max_held)}; it first exceeds that at {schedule.order[device][at]}\n"
+                f"{held_text(limit)}; it first exceeds that at {schedule.order[device][at]}\n"
                 + excerpt(schedule, device, at)
             )
 

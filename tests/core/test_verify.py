@@ -145,6 +145,13 @@ device 0 holds 8 at its peak, more than the limit of 4; it first exceeds that at
     verify(schedule, 8)
 
 
+def test_a_limit_for_every_device() -> None:
+    schedule = make("1f1b", 2, 4)  # holds 4 chunks on the first device, 2 on the second
+    verify(schedule, (4, 2))
+    assert "device 1 holds 2 at its peak, more than the limit of 1;" in refuse(schedule, (4, 1))
+    assert "there are 3 limits for 2 devices" in refuse(schedule, (4, 2, 2))
+
+
 def test_memory_in_bytes() -> None:
     costs = Costs((1, 1), (1, 1), (1, 1), 0, (100, 10), (100, 10))
     schedule = make("1f1b", 2, 4)
