@@ -114,11 +114,14 @@ class Schedule:
     ) -> "Schedule":
         """Return the schedule in CSV text; without `placement`, a stage is where its passes are.
 
+        What spreadsheets add is no pass: a byte order mark, empty lines, commas at a line's end.
+
         Raises:
             ScheduleError: a cell is not a pass, or the lines do not fit the placement.
         """
         try:
-            rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))]
+            lines = csv.reader(io.StringIO(text.removeprefix("\ufeff")))
+            rows = [cells for line in lines if (cells := _filled(line))]
         except csv.Error as error:
             raise ScheduleError(f"the CSV cannot be read: {error}") from None
         order = _parse_rows(rows)
@@ -252,6 +255,14 @@ def _count(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ScheduleError(f"{name} is {value!r:.40}; it must be a whole number of at least 1")
     return value
+
+
+def _filled(line: Sequence[str]) -> list[str]:
+    """Return the cells up to the last that is not blank."""
+    cells = [cell.strip() for cell in line]
+    while cells and not cells[-1]:
+        cells.pop()
+    return cells
 
 
 def _check_lengths(order: Sequence[object], most: int) -> None:

@@ -43,6 +43,13 @@ def test_the_file_is_that_of_the_design() -> None:
     assert make("v-half", 2, 1).to_csv().splitlines()[1].startswith("F1.0,F2.0,")
 
 
+def test_a_csv_may_come_from_a_spreadsheet() -> None:
+    plain = Schedule.from_csv("F0.0,BW0.0\nF1.0,BW1.0\n")
+    assert Schedule.from_csv("\ufeffF0.0,BW0.0,,\r\nF1.0,BW1.0, ,\r\n\r\n,,,\r\n") == plain
+    with pytest.raises(ScheduleError, match="'' is not a pass"):
+        Schedule.from_csv("F0.0,,BW0.0\nF1.0,BW1.0\n")
+
+
 def test_a_csv_may_have_spaces() -> None:
     schedule = Schedule.from_csv("F0.0, BW0.0\n F1.0 ,BW1.0\n")
     assert schedule.placement == (0, 1)
