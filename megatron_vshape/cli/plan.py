@@ -228,7 +228,7 @@ def _write_html(
     own = regroup(costs, made.schedule.num_stages, "the plan")
     timeline = simulate(made.schedule, own)
     facts = replace(
-        plain_facts(timeline, in_bytes=in_bytes, base_peak=_base_peak(devices, costs)),
+        plain_facts(timeline, in_bytes=in_bytes, base_peak=base_peak(devices, costs)),
         limit=limit,
         lower_bound=made.lower_bound,
         bounded=str(made.objective),
@@ -236,10 +236,6 @@ def _write_html(
         recipe=_recipe(options),
     )
     write_html(path, timeline, own, facts)
-
-
-def _base_peak(devices: int, costs: Costs) -> float:
-    return base_peak(devices, regroup(costs, devices, "1F1B, for comparison,"))
 
 
 def _short_limit(limit: float, costs: Costs, devices: int, in_bytes: bool) -> str:

@@ -27,7 +27,7 @@ from megatron_vshape.cli.options import (
 from megatron_vshape.core.adaptive import MEMORY_NAMES, PLUS, make_plus
 from megatron_vshape.core.building_block import BuildingBlock
 from megatron_vshape.core.catalogue import NAMES, OPTIONS
-from megatron_vshape.core.costs import Costs, regroup
+from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule, Timeline
 from megatron_vshape.core.simulate import peak_held, simulate
@@ -148,8 +148,7 @@ def _result(name: str, options: argparse.Namespace, measured: Costs | None) -> _
     timeline = simulate(schedule, costs)
     if measured is None:
         return _Result(block, timeline, costs, numbers_of(timeline), None)
-    base = regroup(measured, schedule.num_devices, "1F1B, for comparison,")
-    return _Result(block, timeline, costs, numbers_of(timeline, costs, base), measured)
+    return _Result(block, timeline, costs, numbers_of(timeline, costs), measured)
 
 
 def _planned(name: str, options: argparse.Namespace, measured: Costs | None) -> Schedule:
@@ -215,15 +214,13 @@ def _draw(path: Path, results: Sequence[_Result]) -> None:
             units,
         )
     else:
-        base = first.measured
-        if base is not None:
-            base = regroup(base, first.schedule.num_devices, "1F1B")
+        base = base_peak(first.schedule.num_devices, first.measured)
         drawn = figure.schedule_figure(
             first.timeline,
             first.costs,
             block=_drawn_block(first),
             note=f"{_size(first)} · {note(first.numbers)}",
-            limit=figure.Limit(base_peak(first.schedule.num_devices, base), "as 1F1B holds"),
+            limit=figure.Limit(base, "as 1F1B holds"),
             units=units,
         )
     figure.save(drawn, path)

@@ -23,7 +23,7 @@ from matplotlib.textpath import TextPath
 
 from megatron_vshape.core.building_block import BuildingBlock
 from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import Kind
+from megatron_vshape.core.passes import Kind, ScheduleError
 from megatron_vshape.core.placement import chunks_of
 from megatron_vshape.core.schedule import Timeline
 from megatron_vshape.core.simulate import peak_held, unit_costs
@@ -137,19 +137,26 @@ def comparison_figure(
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Write the figure in the format that the path's suffix, one of FORMATS, says."""
+    """Write the figure in the format that the path's suffix, one of FORMATS, says.
+
+    Raises:
+        ScheduleError: the suffix is another.
+    """
     path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix not in FORMATS:
+        raise ScheduleError(f"{path}: a figure's name must end in one of {', '.join(FORMATS)}")
     buffer = io.BytesIO()
     with _style(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(
             buffer,
-            format=path.suffix.lstrip("."),
+            format=suffix.lstrip("."),
             dpi=DOTS_PER_INCH,
-            metadata=_METADATA[path.suffix],
+            metadata=_METADATA[suffix],
         )
     content = buffer.getvalue()
-    path.write_bytes(_lighten(content.decode()).encode() if path.suffix == ".svg" else content)
+    path.write_bytes(_lighten(content.decode()).encode() if suffix == ".svg" else content)
 
 
 def _lighten(svg: str) -> str:
@@ -270,7 +277,7 @@ class _Page:
         """Draw what every device holds, its peak at the right."""
         peaks = [peak * self.units.held_scale for peak in peak_held(timeline.schedule, costs)]
         reach = None if limit is None else limit.held * self.units.held_scale
-        top = max([*peaks, reach or 0.0])
+        top = max([*peaks, reach or 0.0]) or 1.0  # rows need a height where nothing is held
         label = self.units.held_label
         note = f"{label}, every row as high as {top:.4g}"
         if limit is not None and reach is not None:

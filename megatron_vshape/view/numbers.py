@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
 
 from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.costs import Costs, regroup
 from megatron_vshape.core.schedule import Schedule, Timeline
-from megatron_vshape.core.simulate import peak_held, unit_costs
+from megatron_vshape.core.simulate import peak_held
 from megatron_vshape.view.names import plain
 
 GIB = 2.0**30
@@ -35,18 +35,12 @@ class Numbers:
     """Of 1F1B's; 1 on one device, where none has any."""
 
 
-def numbers_of(
-    timeline: Timeline, costs: Costs | None = None, base_costs: Costs | None = None
-) -> Numbers:
-    """Return the numbers of a timeline.
-
-    `costs` are in bytes if given, for the stages of the schedule, and `base_costs` the same for
-    one stage a device, which 1F1B's memory follows from.
-    """
+def numbers_of(timeline: Timeline, costs: Costs | None = None) -> Numbers:
+    """Return the numbers of a timeline; `costs` of the schedule's stages are in bytes if given."""
     schedule = timeline.schedule
     peak_chunks = peak_held(schedule)
     peak_bytes = None if costs is None else peak_held(schedule, costs)
-    base = base_peak(schedule.num_devices, base_costs)
+    base = base_peak(schedule.num_devices, costs)
     messages = messages_per_microbatch(schedule)
     least = 2 * (schedule.num_devices - 1)
     return Numbers(
@@ -65,9 +59,17 @@ def numbers_of(
 
 
 def base_peak(num_devices: int, costs: Costs | None = None) -> float:
-    """Return the most that 1F1B holds once it has as many microbatches as devices."""
+    """Return the most that 1F1B holds once it has as many microbatches as devices.
+
+    In chunks, or in the unit of the costs' memory; costs of several stages a device are added up.
+
+    Raises:
+        ScheduleError: the costs' stages cannot be dealt to the devices.
+    """
     schedule = make("1f1b", num_devices, num_devices)
-    return max(peak_held(schedule, unit_costs(schedule) if costs is None else costs))
+    if costs is None:
+        return max(peak_held(schedule))
+    return max(peak_held(schedule, regroup(costs, num_devices, "1F1B, for comparison,")))
 
 
 def messages_per_microbatch(schedule: Schedule) -> int:

@@ -3,6 +3,7 @@
 import re
 import time
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from megatron_vshape.core.building_block import BuildingBlock
 from megatron_vshape.core.catalogue import NAMES, make, make_block
 from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule, Timeline
 from megatron_vshape.core.simulate import simulate
 
@@ -132,6 +134,25 @@ def test_same_input_same_bytes(tmp_path, suffix):
     assert contents[0] == contents[1]
     magic = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}[suffix]
     assert contents[0].startswith(magic)
+
+
+def test_a_suffix_in_capitals_is_the_same_format_and_another_is_refused(tmp_path):
+    figure = schedule_figure(simulate(make("v-min", 2, 3)))
+    save(figure, tmp_path / "a.svg")
+    save(figure, tmp_path / "a.SVG")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "a.SVG").read_bytes()
+    with pytest.raises(ScheduleError, match=r"a\.gif: a figure's name must end in one of \.svg"):
+        save(figure, tmp_path / "a.gif")
+
+
+def test_costs_that_hold_nothing_are_drawn(tmp_path):
+    nothing = replace(
+        Costs.uniform(2, 4),
+        held_after_forward_bytes=(0.0,) * 4,
+        held_after_backward_bytes=(0.0,) * 4,
+    )
+    figure = schedule_figure(simulate(make("v-min", 2, 3)), nothing)
+    assert "Activations held" in draw(tmp_path, figure).texts
 
 
 def test_users_own_style_changes_nothing_and_is_kept(tmp_path):
