@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_vshape.core.improve import NONE, Shop, compiled
+from megatron_vshape.core.compiling import compiled
+from megatron_vshape.core.improve import NONE, Shop
 
 LATE = 1 << 62
 """A start that is never."""

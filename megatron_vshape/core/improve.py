@@ -11,21 +11,11 @@ along them is what finds the way out. Decisions depend on whole numbers alone: e
 makes the same plan. Without numba the same code runs as plain Python, a hundred times slower.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-try:
-    from numba import njit
-except ImportError:  # the extra `search` is not installed
-    njit = None
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function compiled, or as it is where numba is missing."""
-    return function if njit is None else njit(cache=True)(function)
-
+from megatron_vshape.core.compiling import compiled
 
 NONE = -1
 REACH = 12

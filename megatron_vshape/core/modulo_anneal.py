@@ -8,6 +8,7 @@ device, and most moves die on the memory, or on the first cycle that is too slow
 import numpy as np
 import numpy.typing as npt
 
+from megatron_vshape.core.compiling import compiled
 from megatron_vshape.core.modulo_graph import (
     NEVER,
     Graph,
@@ -15,7 +16,6 @@ from megatron_vshape.core.modulo_graph import (
     Orders,
     Scratch,
     all_fit,
-    compiled,
     copy_orders,
     data_lag,
     find_peak,

@@ -6,28 +6,18 @@ of time to height over all cycles. Everything here counts in whole numbers, so t
 same on every machine; it is compiled where numba is installed.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-try:
-    from numba import njit
-except ImportError:  # plain Python does the same, a hundred times slower
-    njit = None
+from megatron_vshape.core.compiling import compiled
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 NEVER = 1 << 60
 """A period that no order reaches."""
-
-
-def compiled(function: _Function) -> _Function:
-    """Return the function as machine code, or as it is without numba."""
-    return function if njit is None else cast(_Function, njit(cache=True)(function))
 
 
 class Graph(NamedTuple):
