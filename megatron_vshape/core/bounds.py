@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from megatron_vshape.core.costs import Costs, held_text, regroup
 from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.placement import Placement, stages_of
+from megatron_vshape.core.placement import Placement, check_placement, stages_of
 
 _ROUNDING = 1e-9
 
@@ -83,7 +83,16 @@ def least_memory(costs: Costs, placement: Placement, num_devices: int) -> tuple[
 def check_limits(
     costs: Costs, placement: Placement, num_devices: int, limits: Sequence[float]
 ) -> None:
-    """Raise LimitError unless every device may hold what one microbatch alone needs there."""
+    """Raise LimitError unless every device may hold what one microbatch alone needs there.
+
+    Raises:
+        ScheduleError: the placement is none for so many devices, or the costs for other stages.
+    """
+    check_placement(placement, num_devices)
+    if len(placement) != costs.num_stages:
+        raise ScheduleError(
+            f"the costs are for {costs.num_stages} stages, the placement has {len(placement)}"
+        )
     needs = least_memory(costs, placement, num_devices)
     for device, (need, limit) in enumerate(zip(needs, limits, strict=True)):
         if not need <= limit * (1 + _ROUNDING):  # so, as nan fits nothing

@@ -8,17 +8,17 @@ number of passes decides. Needs the extra `exact`.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from megatron_vshape.core.bounds import each_limit
 from megatron_vshape.core.costs import Costs, held_text
-from megatron_vshape.core.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.passes import PARTS, Pass, ScheduleError
 from megatron_vshape.core.placement import stages_of
+from megatron_vshape.core.problem import Objective, Plan, scale_to
 from megatron_vshape.core.schedule import Schedule, Timeline
-from megatron_vshape.core.search import Objective, Plan
 from megatron_vshape.core.simulate import peak_held, simulate
 
-KINDS = (Kind.F, Kind.B, Kind.W)
 TICKS = 10_000
 """The mean pass takes at least so many ticks; times are rounded down to them for the bound."""
 
@@ -75,14 +75,15 @@ def prove(
 def _make_model(model: Any, plan: Plan, costs: Costs, limits: Sequence[float]) -> _Model:
     schedule = plan.schedule
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
-    per_us = _ticks_per_us(costs)
+    times = (*costs.forward_us, *costs.backward_us, *costs.weight_us)
+    per_us = scale_to(TICKS, fmean(times))
     timeline = simulate(schedule, costs)
     spans = plan.objective is Objective.SPAN  # of the device that starts last, too
     latest = max(row[0] for row in timeline.starts) if spans else 0.0
     horizon = int((plan.value + latest) * per_us) + TICKS
     horizon += int(costs.send_us * per_us) * 4 * stages
     passes = [
-        Pass(kind, s, j) for j in range(microbatches) for s in range(stages) for kind in KINDS
+        Pass(kind, s, j) for j in range(microbatches) for s in range(stages) for kind in PARTS
     ]
     # rounded down, so that the bound of the model is one of the costs, too
     ticks = {p: int(costs.time_us(p.kind, p.stage) * per_us + 1e-6) for p in passes}
@@ -105,16 +106,6 @@ def _make_model(model: Any, plan: Plan, costs: Costs, limits: Sequence[float]) -
     return _Model(model, start, ticks, value, per_us)
 
 
-def _ticks_per_us(costs: Costs) -> float:
-    times = (*costs.forward_us, *costs.backward_us, *costs.weight_us)
-    scale = 1.0
-    while sum(times) / len(times) * scale < TICKS:
-        scale *= 10
-    while sum(times) / len(times) * scale >= 10 * TICKS:
-        scale /= 10
-    return scale
-
-
 def _add_devices(
     model: Any,
     schedule: Schedule,
@@ -130,7 +121,7 @@ def _add_devices(
         runs, lives, amounts = [], [], []
         for stage in stages:
             for j in range(schedule.num_microbatches):
-                f, b, w = (Pass(kind, stage, j) for kind in KINDS)
+                f, b, w = (Pass(kind, stage, j) for kind in PARTS)
                 runs += [
                     model.new_fixed_size_interval_var(start[p], ticks[p], f"run {p}")
                     for p in (f, b, w)
@@ -168,13 +159,13 @@ def _better(plan: Plan, costs: Costs, limits: Sequence[float], start: dict[Pass,
     for work, at in start.items():
         rows[old.placement[work.stage]].append((at, work))
     # Of passes that begin together, as one of no ticks does, the one that others need comes first.
-    rows = [sorted(row, key=lambda each: (each[0], KINDS.index(each[1].kind))) for row in rows]
+    rows = [sorted(row, key=lambda each: (each[0], PARTS.index(each[1].kind))) for row in rows]
     schedule = replace(old, order=tuple(tuple(work for _, work in row) for row in rows))
     try:
         timeline = simulate(schedule, costs)
     except ScheduleError:  # rounding has hidden which of two passes comes first
         return plan
-    value = timeline.makespan if plan.objective is Objective.MAKESPAN else timeline.span
+    value = plan.objective.of(timeline)
     peak = peak_held(schedule, costs)
     fits = all(held <= most * (1 + 1e-9) for held, most in zip(peak, limits, strict=True))
     if value >= plan.value or not fits:

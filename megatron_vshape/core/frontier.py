@@ -81,6 +81,6 @@ def published(
         except ScheduleError:  # not for this size, or these costs do not tell its stages
             continue
         timeline = simulate(schedule, costs)
-        value = timeline.makespan if objective is Objective.MAKESPAN else timeline.span
+        value = objective.of(timeline)
         peak = max(peak_held(schedule, costs))
         yield Point(peak, peak, value, 1 - timeline.busy / value, schedule)

@@ -48,7 +48,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_vshape.core.bounds import check_limits
+from megatron_vshape.core.bounds import check_limits, each_limit
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.modulo_anneal import anneal, sample
 from megatron_vshape.core.modulo_graph import (
@@ -64,10 +64,9 @@ from megatron_vshape.core.modulo_graph import (
     make_scratch,
 )
 from megatron_vshape.core.modulo_v import PATTERNS, WIDTH, find_chains, make_chain, set_orders
-from megatron_vshape.core.passes import PARTS, Kind, Pass, ScheduleError
+from megatron_vshape.core.passes import PARTS, Kind, Pass
 from megatron_vshape.core.placement import (
     Placement,
-    check_placement,
     chunks_of,
     v_shape,
 )
@@ -128,7 +127,8 @@ def find_steady_orders(
         ScheduleError: the costs or limits do not match the placement, or a limit is below what
             any schedule needs.
     """
-    _check(costs, placement, num_devices, limits)
+    limits = each_limit(limits, num_devices)
+    check_limits(costs, placement, num_devices, limits)
     single = _make_problem(costs, placement, num_devices, limits, 1)
     annealed = _search(single, steps // 4, seed, [])
     solved = _solve_v(single) if placement == v_shape(num_devices) else []
@@ -140,19 +140,6 @@ def find_steady_orders(
         found += _search(double, steps - steps // 4, seed, starts)
     found = sorted(found, key=_Found.rank)
     return [each.steady(costs, placement) for each in found[:RETURNED]]
-
-
-def _check(costs: Costs, placement: Placement, num_devices: int, limits: Sequence[float]) -> None:
-    check_placement(placement, num_devices)
-    if costs.num_stages != len(placement):
-        raise ScheduleError(
-            f"the costs are for {costs.num_stages} stages, the placement has {len(placement)}"
-        )
-    if len(limits) != num_devices:
-        raise ScheduleError(
-            f"there are {len(limits)} memory limits for {num_devices} devices; give one each"
-        )
-    check_limits(costs, placement, num_devices, limits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 from megatron_vshape.core import bounds, improve
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import PARTS, Pass, ScheduleError
-from megatron_vshape.core.placement import Placement, check_placement, stages_of
+from megatron_vshape.core.placement import Placement, stages_of
 from megatron_vshape.core.schedule import Schedule, Timeline, check_size
 
 MOST_TICKS = 1e18
@@ -90,15 +90,11 @@ def make_problem(
         if count < 1:
             raise ScheduleError(f"a plan needs at least 1 of {what}, not {count}")
     limits = bounds.each_limit(limit, num_devices)
-    check_placement(placement, num_devices)
+    bounds.check_limits(costs, placement, num_devices, limits)
     check_size(len(placement), num_microbatches)
-    if len(placement) != costs.num_stages:
-        raise ScheduleError(
-            f"the costs are for {costs.num_stages} stages, the placement has {len(placement)}"
-        )
     times = (*costs.forward_us, *costs.backward_us, *costs.weight_us)
     held = (*costs.held_after_forward_bytes, *costs.held_after_backward_bytes)
-    problem = Problem(
+    return Problem(
         costs,
         placement,
         num_devices,
@@ -106,13 +102,11 @@ def make_problem(
         limits,
         objective,
         _time_scale(times, costs.send_us, num_microbatches),
-        _scale(max(held) or 1.0, 1e11),
+        scale_to(1e11, max(held) or 1.0),
     )
-    bounds.check_limits(costs, placement, num_devices, limits)
-    return problem
 
 
-def _scale(value: float, at_least: float) -> float:
+def scale_to(at_least: float, value: float) -> float:
     """Return the power of ten that lifts `value` to `at_least`; decimals then stay exact."""
     scale = 1.0
     while value * scale < at_least:
@@ -125,7 +119,7 @@ def _scale(value: float, at_least: float) -> float:
 def _time_scale(times: Sequence[float], send_us: float, num_microbatches: int) -> float:
     """Return the ticks of a unit of time: fine for the shortest pass, whole steps in 64 bits."""
     step = num_microbatches * (sum(times) + 3 * len(times) * send_us)
-    scale = _scale(min(times), 1e5)
+    scale = scale_to(1e5, min(times))
     while step * scale > MOST_TICKS:
         scale /= 10
     return scale

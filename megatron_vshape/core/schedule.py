@@ -252,7 +252,7 @@ class Timeline:
 
 
 def _count(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_whole(value) or value < 1:
         raise ScheduleError(f"{name} is {value!r:.40}; it must be a whole number of at least 1")
     return value
 

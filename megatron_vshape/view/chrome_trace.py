@@ -5,7 +5,7 @@ arrow for every message. Simulated and measured timelines become the same kind o
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TextIO
 
 from megatron_vshape.core.costs import Costs
@@ -28,6 +28,8 @@ _NAMES = {
     Kind.BW: "input and weight gradient",
 }
 
+_compact = json.JSONEncoder(separators=(",", ":")).encode
+
 Value = str | int | float | dict[str, str | int | float]
 Event = dict[str, Value]
 
@@ -39,24 +41,28 @@ def write_trace(
 
     `costs` say what a pass holds, in `held_unit`; without them every chunk counts one.
     """
-    name = json.dumps(timeline.schedule.name)
-    stream.write(f'{{"displayTimeUnit":"ms","otherData":{{"schedule":{name}}},"traceEvents":[\n')
-    for at, event in enumerate(events(timeline, costs, held_unit)):
-        stream.write(("" if at == 0 else ",\n") + json.dumps(event, separators=(",", ":")))
-    stream.write("\n]}\n")
+    _write(stream, timeline.schedule.name, events(timeline, costs, held_unit))
 
 
 def write_planned_and_measured(
     planned: Timeline, measured: Timeline, stream: TextIO, costs: Costs, held_unit: str = "bytes"
 ) -> None:
     """Write both timelines of a step into one trace, the measured devices under the planned."""
-    name = json.dumps(measured.schedule.name)
-    stream.write(f'{{"displayTimeUnit":"ms","otherData":{{"schedule":{name}}},"traceEvents":[\n')
-    lines = []
-    for place, (word, timeline) in enumerate((("planned", planned), ("measured", measured))):
-        for event in events(timeline, costs, held_unit):
-            lines.append(json.dumps(_moved(event, word, place, timeline), separators=(",", ":")))
-    stream.write(",\n".join(lines) + "\n]}\n")
+    both = (
+        _moved(event, word, place, timeline)
+        for place, (word, timeline) in enumerate((("planned", planned), ("measured", measured)))
+        for event in events(timeline, costs, held_unit)
+    )
+    _write(stream, measured.schedule.name, both)
+
+
+def _write(stream: TextIO, name: str, written: Iterable[Event]) -> None:
+    """Write the events of the schedule called `name`, one a line."""
+    head = {"displayTimeUnit": "ms", "otherData": {"schedule": name}}
+    stream.write(_compact(head)[:-1] + ',"traceEvents":[\n')
+    for at, event in enumerate(written):
+        stream.write(("" if at == 0 else ",\n") + _compact(event))
+    stream.write("\n]}\n")
 
 
 def _moved(event: Event, word: str, place: int, timeline: Timeline) -> Event:

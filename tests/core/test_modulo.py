@@ -166,7 +166,7 @@ def test_a_limit_that_nothing_fits_names_the_least_that_does() -> None:
 
 
 def test_limits_and_costs_must_match_the_placement() -> None:
-    with pytest.raises(ScheduleError, match="3 memory limits for 4 devices"):
+    with pytest.raises(ScheduleError, match="3 limits for 4 devices"):
         find_steady_orders(v_costs(4), v_shape(4), 4, [8] * 3, STEPS)
     with pytest.raises(ScheduleError, match="for 6 stages, the placement has 8"):
         find_steady_orders(v_costs(3), v_shape(4), 4, [8] * 4, STEPS)
