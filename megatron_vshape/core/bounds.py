@@ -125,7 +125,7 @@ def lower_bound(
     there, and no order that runs at once what it can starts later.
     """
     paths = _make_paths(costs, placement)
-    best = sum(paths.forward[:1]) + paths.round_trip[0] + costs.weight_us[0]
+    best = paths.round_trip[0] + costs.weight_us[0]
     for device, stages in enumerate(stages_of(placement, num_devices)):
         start = paths.forward[stages[0]]
         work = num_microbatches * sum(_work_us(costs, stage) for stage in stages)

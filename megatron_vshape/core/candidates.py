@@ -121,6 +121,11 @@ class Candidates:
         return _best_of(found, starts)
 
     def value(self) -> float:
+        """Return the least value so far, in whole ticks, in the costs' unit of time.
+
+        Raises:
+            ScheduleError: no order has been found to fit yet.
+        """
         return self._found()[0] / self.problem.ticks_per_us
 
     def _found(self) -> tuple[int, np.ndarray, str]:
@@ -220,6 +225,7 @@ class Candidates:
         return self._made(name, candidate.period, short, row, candidate.low, candidate.high)
 
     def improve(self, candidate: Candidate, steps: int) -> None:
+        """Walk `steps` from the candidate's order, deal its W out anew, and keep what is better."""
         shop = self._shop(candidate.microbatches)
         improve.walk(shop, candidate.state, candidate.low, candidate.high, steps)
         self.steps += steps

@@ -126,7 +126,7 @@ class Costs:
             for stage, value in enumerate(values):
                 _check_value(name, f"{name} of stage {stage}", value)
         self._check_layers()
-        _check_value("send_us", "send_us", self.send_us, may_be_none=True)
+        _check_value("send_us", "send_us", self.send_us, may_be_zero=True)
         times = (*self.forward_us, *self.backward_us, *self.weight_us)
         longest, shortest = max(*times, self.send_us), min(times)
         if longest > MAX_RATIO * shortest:
@@ -147,13 +147,13 @@ class Costs:
             raise ScheduleError(f"layers holds {min(self.layers)}; no stage has so many")
 
 
-def _check_value(name: str, what: str, value: float, may_be_none: bool = False) -> None:
+def _check_value(name: str, what: str, value: float, may_be_zero: bool = False) -> None:
     """Raise ScheduleError unless the value is one that can be reckoned with."""
-    may_be_none = may_be_none or not name.endswith("_us")
-    if not math.isfinite(value) or value < 0 or not (value or may_be_none):
-        wanted = "finite and not below 0" if may_be_none else "a finite number above 0"
+    may_be_zero = may_be_zero or not name.endswith("_us")
+    if not math.isfinite(value) or value < 0 or not (value or may_be_zero):
+        wanted = "finite and not below 0" if may_be_zero else "a finite number above 0"
         raise ScheduleError(f"{what} is {value}; it must be {wanted}")
-    if value > MOST or (value < LEAST and not may_be_none):
+    if value > MOST or (value < LEAST and not may_be_zero):
         raise ScheduleError(f"{what} is {value}; it must be from {LEAST:g} to {MOST:g}")
 
 

@@ -27,7 +27,7 @@ class Filling(NamedTuple):
     clock: np.ndarray
     held: np.ndarray
     waiting: np.ndarray  # [device, sort of the device] -> first pass left, NONE if there is none
-    left: np.ndarray  # of a device: forwards of one stage still to run
+    left: np.ndarray  # of a device: forwards still to run, of all its stages
 
 
 @compiled

@@ -66,11 +66,13 @@ class Scratch(NamedTuple):
 
 
 def empty_orders(graph: Graph) -> Orders:
+    """Return orders of the graph's size, to be filled in."""
     size = len(graph.work)
     return Orders(np.zeros_like(graph.own), *(np.zeros(size, np.int64) for _ in range(3)))
 
 
 def make_scratch(graph: Graph, seed: int) -> Scratch:
+    """Return working memory of the graph's size; `seed` begins its random numbers."""
     size = len(graph.work)
 
     def ints(extra: int = 0) -> Ints:

@@ -86,6 +86,13 @@ def make_problem(
     objective: Objective,
     placement: Placement,
 ) -> Problem:
+    """Return what is asked of one placement; `limit` is one value or one per device.
+
+    Raises:
+        LimitError: one microbatch alone does not fit the limits.
+        ScheduleError: a count is below 1, the counts of devices, stages, costs and limits do not
+            match, or the schedule would fill the memory.
+    """
     for what, count in (("devices", num_devices), ("microbatches", num_microbatches)):
         if count < 1:
             raise ScheduleError(f"a plan needs at least 1 of {what}, not {count}")
@@ -177,6 +184,7 @@ def _limits(problem: Problem) -> Iterator[float]:
 
 
 def deltas_of(problem: Problem) -> np.ndarray:
+    """Return what a device holds more after a pass of each sort, in whole units of memory."""
     scale, costs = problem.units_per_byte, problem.costs
     deltas = []
     held = zip(costs.held_after_forward_bytes, costs.held_after_backward_bytes, strict=True)

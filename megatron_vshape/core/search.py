@@ -197,8 +197,10 @@ def _best_pairs(
 
 
 def default_steps(problem: Problem) -> int:
-    """Return the steps of the default budget; more devices make a step dearer, and more
-    microbatches what is done beside the steps."""
+    """Return the steps of the default budget.
+
+    More devices make a step dearer, and more microbatches what is done beside the steps.
+    """
     if problem.num_devices <= 8:
         return 700_000 if problem.num_devices * problem.num_microbatches <= 256 else 540_000
     return 500_000 if problem.num_devices <= 16 else 160_000
