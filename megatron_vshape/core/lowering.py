@@ -8,13 +8,14 @@ a real transport.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
 from megatron_vshape.core.placement import Placement, chunks_of
 from megatron_vshape.core.schedule import Schedule, Timeline
+from megatron_vshape.core.simulate import simulate
 
 LISTED = 8
 """A deadlock of messages names at most so many devices."""
@@ -25,11 +26,11 @@ WINDOW = 2
 Two hide the latency, each costs one activation's memory.
 """
 
-KERNEL_WINDOW = 1
-"""The same where a posted receive is a kernel that spins until its message is there, as on NCCL.
+KERNELS_AHEAD = 1
+"""How many passes before its reader a receive is posted where it is a kernel, as on NCCL.
 
-One is posted while the pass before its reader runs, which hides the latency there too; the order
-is proved to finish under rendezvous whatever the window is.
+Such a kernel spins until its message is there. One pass hides the latency; more would keep the
+device's processors busy with spinning, and hold more memory.
 """
 
 
@@ -115,18 +116,28 @@ class Program:
             yield from row
 
 
-def lower(schedule: Schedule, timeline: Timeline | None = None, window: int = WINDOW) -> Program:
+def lower(
+    schedule: Schedule,
+    timeline: Timeline | None = None,
+    window: int = WINDOW,
+    *,
+    kernels: bool = False,
+) -> Program:
     """Return the program of `schedule`, its message order proved.
 
     With a `timeline`, a B and the W right after it become one BW wherever nothing waits for B
     in the meantime: the split costs nothing then, and a whole backward hides collectives.
     `window` receives per stream and sender are posted ahead; more where the proof needs more.
+    With `kernels` each is posted KERNELS_AHEAD passes before it is read, or where its sender would
+    have to wait for it if that is earlier.
 
     Raises:
         ScheduleError: the messages deadlock however far ahead the receives are posted.
     """
     if timeline is not None:
         schedule = fuse(timeline)
+    if kernels:
+        return _lower_late(schedule)
     if window < 1:
         raise ScheduleError(f"the window is {window} receives; it must be at least 1")
     messages = _Messages(schedule)
@@ -139,6 +150,51 @@ def lower(schedule: Schedule, timeline: Timeline | None = None, window: int = WI
         if window > 2 * schedule.num_microbatches:
             raise ScheduleError(_explain_stuck(stuck))
         window *= 2
+
+
+def _lower_late(schedule: Schedule) -> Program:
+    """Return the program whose receives are posted as late as no sender has to wait for them."""
+    messages = _Messages(schedule)
+    before = _own_passes_before(messages)
+    posted: set[Pass] = set()
+    rows, stuck = _rendezvous(
+        [
+            messages.late_instructions(device, before, posted)
+            for device in range(schedule.num_devices)
+        ],
+        posted,
+        posts_for_senders=True,
+    )
+    if stuck:
+        raise ScheduleError(_explain_stuck(stuck))
+    return Program(schedule, rows, KERNELS_AHEAD)
+
+
+def _own_passes_before(messages: "_Messages") -> dict[Pass, int]:
+    """Return, by message, how many passes of the device that reads it it comes after.
+
+    A pass comes after what stands before it on its device and after what it reads; followed back,
+    that leads to passes of the reader's own device.
+    """
+    schedule = messages.schedule
+    # By device: how many passes of every device its latest pass comes after, itself included.
+    reached = [[0] * schedule.num_devices for _ in schedule.order]
+    under_way: dict[Pass, list[int]] = {}
+    before: dict[Pass, int] = {}
+    ends = simulate(schedule).ends  # every pass ends after all that it comes after
+    for _, device, at in sorted(
+        (e, d, at) for d, row in enumerate(ends) for at, e in enumerate(row)
+    ):
+        work = schedule.order[device][at]
+        message = messages.read_by.get(work)
+        if message is not None:
+            reached[device] = list(map(max, reached[device], under_way.pop(message.work)))
+        reached[device][device] = at + 1
+        result = messages.made_by.get(_result(work))
+        if result is not None:
+            under_way[result.work] = list(reached[device])
+            before[result.work] = reached[device][result.target]
+    return before
 
 
 def forward_wave(placement: Placement, num_devices: int, num_microbatches: int) -> Schedule:
@@ -252,6 +308,40 @@ class _Messages:
             if result is not None:
                 yield Send(result)
 
+    def late_instructions(
+        self, device: int, before: Mapping[Pass, int], posted: Collection[Pass]
+    ) -> Iterator[Instruction]:
+        """Yield the instructions of one device, every receive KERNELS_AHEAD passes before its use.
+
+        None stands before the passes that its message comes after. What is `posted` already when
+        its place comes is left out.
+        """
+        row = self.schedule.order[device]
+        places: dict[int, list[Message]] = {}
+        reader = {self.read_by[w].work: at for at, w in enumerate(row) if w in self.read_by}
+        for messages in self.sent[device].values():
+            place = len(row)
+            for message in reversed(messages):  # none is posted before those sent earlier
+                wanted = min(place, reader[message.work] - KERNELS_AHEAD)
+                place = max(before[message.work], wanted)
+                places.setdefault(place, []).insert(0, message)
+
+        def post(place: int) -> Iterator[Receive]:
+            for message in places.get(place, ()):
+                if message.work not in posted:
+                    yield Receive(message)
+
+        yield from post(0)
+        for at, work in enumerate(row):
+            message = self.read_by.get(work)
+            if message is not None:
+                yield Await(message)
+            yield Run(work)
+            yield from post(at + 1)
+            result = self.made_by.get(_result(work))
+            if result is not None:
+                yield Send(result)
+
 
 _Source = tuple[Stream, int]
 """A stream and the device that sends: what a device receives of it is first in, first out."""
@@ -268,14 +358,18 @@ def _result(work: Pass) -> Pass:
 
 def _rendezvous(
     sources: Sequence[Iterator[Instruction]],
+    posted: set[Pass] | None = None,
+    posts_for_senders: bool = False,
 ) -> tuple[Rows, dict[int, Instruction]]:
     """Return the instructions that run where sends wait for a receive, and who is stuck at what.
 
-    `sources` yield the instructions of each device; they are not read further than they run.
+    `sources` yield the instructions of each device; they are not read further than they run. Into
+    `posted` go the messages whose receive is. With `posts_for_senders`, where nobody can go on, the
+    receives that senders wait for are posted at once, in front of what their device stands at.
     """
     rows: list[list[Instruction]] = [[] for _ in sources]
     at = [next(source, None) for source in sources]
-    posted: set[Pass] = set()
+    posted = set() if posted is None else posted
     sent: set[Pass] = set()
     awake = list(range(len(rows)))
     while awake:
@@ -295,6 +389,12 @@ def _rendezvous(
             rows[device].append(each)
             each = next(sources[device], None)
         at[device] = each
+        if posts_for_senders and not awake:
+            for sender, waits in enumerate(at):
+                if isinstance(waits, Send):
+                    rows[waits.message.target].append(Receive(waits.message))
+                    posted.add(waits.message.work)
+                    awake.append(sender)
     stuck = {device: each for device, each in enumerate(at) if each is not None}
     return tuple(map(tuple, rows)), stuck
 

@@ -11,7 +11,6 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.lowering import KERNEL_WINDOW
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.placement import looping
 from megatron_vshape.mcore import hybrid, layout, split_te, unsplit
@@ -69,8 +68,7 @@ def prepare(args: Namespace) -> Pipeline | None:
     layout.check_ends(stage_map)
     recomputes = getattr(args, "recompute_granularity", None) == "full"
     planner.keeps_backward_whole = recomputes
-    if args.distributed_backend == "nccl":
-        planner.window = KERNEL_WINDOW
+    planner.kernels = args.distributed_backend == "nccl"
     ties = not args.untie_embeddings_and_output_weights
     if ties:
         layout.check_tied_embeddings(stage_map)

@@ -13,7 +13,7 @@ from megatron_vshape.core import catalogue
 from megatron_vshape.core.adaptive import make_plus, make_within
 from megatron_vshape.core.bounds import least_memory
 from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.lowering import WINDOW, Program, forward_wave, lower
+from megatron_vshape.core.lowering import KERNELS_AHEAD, WINDOW, Program, forward_wave, lower
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
 from megatron_vshape.core.placement import Placement, looping, stages_of, v_shape
 from megatron_vshape.core.schedule import Schedule, Timeline, load_schedule
@@ -67,7 +67,7 @@ class Planner:
     estimate: Costs | None = None  # or this, in such units, where stages have unlike layers
     limit_bytes: float | None = None  # of a device, for auto; None: activations as 1F1B holds
     static_bytes: tuple[float, ...] = ()  # of every device: what is there besides activations
-    window: int = WINDOW  # receives posted ahead; more where the proof of the order needs more
+    kernels: bool = False  # a posted receive is a kernel that spins, as on NCCL
     _training: dict[int, Plan] = field(default_factory=dict)
     _evaluation: dict[int, Program] = field(default_factory=dict)
     _bubbles: dict[tuple[int, Costs], float] = field(default_factory=dict)
@@ -83,6 +83,11 @@ class Planner:
             return looping(self.num_devices, chunks)
         schedule = self.from_file or catalogue.make(self.name, self.num_devices, 1)
         return schedule.placement
+
+    @property
+    def receives_ahead(self) -> int:
+        """Return how many messages of a stream a device has room for before it reads them."""
+        return KERNELS_AHEAD if self.kernels else WINDOW
 
     @property
     def plans_by_costs(self) -> bool:
@@ -110,7 +115,7 @@ class Planner:
             if self.keeps_backward_whole:
                 schedule = whole_backwards(schedule)
             timeline = simulate(schedule, self._costs_of(schedule))
-            program = lower(schedule, timeline, self.window)
+            program = lower(schedule, timeline, kernels=self.kernels)
             plan = Plan(schedule, timeline, program, self.estimate)
             self._training[num_microbatches] = plan
             logger.info(
@@ -138,7 +143,7 @@ class Planner:
         """Return the program of forward passes alone."""
         if num_microbatches not in self._evaluation:
             wave = forward_wave(self.placement, self.num_devices, num_microbatches)
-            self._evaluation[num_microbatches] = lower(wave, window=self.window)
+            self._evaluation[num_microbatches] = lower(wave, kernels=self.kernels)
         return self._evaluation[num_microbatches]
 
     def smallest(self) -> Program:

@@ -324,7 +324,7 @@ def _opening(pipeline: Pipeline, model: Sequence[Any], optimizer: Any) -> str:
         )
         message_bytes = shape * config.pipeline_dtype.itemsize // shards
         own = static_memory.static_memory(
-            model, optimizer, message_bytes, planner.window, pipeline.options.post_validates
+            model, optimizer, message_bytes, planner.receives_ahead, pipeline.options.post_validates
         )
         group = parallel_state.get_pipeline_model_parallel_group()
         everyones = static_memory.gather(own, group)
