@@ -319,12 +319,12 @@ class _Messages:
         row = self.schedule.order[device]
         places: dict[int, list[Message]] = {}
         reader = {self.read_by[w].work: at for at, w in enumerate(row) if w in self.read_by}
-        for messages in self.sent[device].values():
+        for incoming in self.sent[device].values():
             place = len(row)
-            for message in reversed(messages):  # none is posted before those sent earlier
-                wanted = min(place, reader[message.work] - KERNELS_AHEAD)
-                place = max(before[message.work], wanted)
-                places.setdefault(place, []).insert(0, message)
+            for each in reversed(incoming):  # none is posted before those sent earlier
+                wanted = min(place, reader[each.work] - KERNELS_AHEAD)
+                place = max(before[each.work], wanted)
+                places.setdefault(place, []).insert(0, each)
 
         def post(place: int) -> Iterator[Receive]:
             for message in places.get(place, ()):

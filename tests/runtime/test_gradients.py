@@ -41,9 +41,10 @@ class Case:
     num_microbatches: int
     fused: bool = False
     dtype: torch.dtype = torch.float32
+    kernels: bool = False
 
     def __str__(self) -> str:
-        fused = "-fused" if self.fused else ""
+        fused = "-fused" * self.fused + "-kernels" * self.kernels
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.name}-d{self.num_devices}-m{self.num_microbatches}{fused}-{dtype}"
 
@@ -54,7 +55,7 @@ class Case:
 
     def program(self) -> Program:
         schedule = self.schedule()
-        return lower(schedule, simulate(schedule) if self.fused else None)
+        return lower(schedule, simulate(schedule) if self.fused else None, kernels=self.kernels)
 
 
 NAMES = ("1f1b", "v-min", "v-half", "v-zb")
@@ -62,6 +63,7 @@ FOUR = [Case(name, 4, m) for name in NAMES for m in (1, 3, 9)]
 FOUR += [Case(name, 4, 9, fused=True) for name in ("v-min", "v-half")]
 FOUR += [Case(name, 4, 5, dtype=torch.bfloat16) for name in ("v-half", "1f1b")]
 FOUR += [Case("looping", 4, 3)]
+FOUR += [Case(name, 4, 9, fused=True, kernels=True) for name in ("v-half", "v-zb")]
 TWO = [Case(name, 2, m) for name in NAMES for m in (1, 4)]
 TWO += [Case("looping", 2, 3), Case("looping", 2, 3)]
 
