@@ -1,14 +1,12 @@
-"""Mixtures of experts with shared ones: the gradients of Megatron's own 1F1B.
-
-Multi-latent attention is not here: Megatron 0.19 has it with Transformer Engine's attention only.
-"""
+"""Shared experts, multi-latent attention: the gradients of Megatron's own 1F1B."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from mcore.conftest import UNTIED
-from mcore.farm import Ended
+from mcore.farm import Ended, Farm
 
 EXPERTS = (
     "--num-experts 4 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
@@ -32,3 +30,24 @@ def test_gradients_equal_1f1b(train: Callable[..., Ended], model: str) -> None:
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
     assert ours.record["losses"] == theirs.record["losses"]
+
+
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 12 --qk-head-dim 8 "
+    "--qk-pos-emb-head-dim 4 --v-head-dim 6 --normalization RMSNorm --disable-bias-linear"
+)
+
+
+@pytest.mark.slow
+def test_multi_latent_attention(farm: Farm) -> None:
+    plugin = Path(__file__).with_name("latent_attention.py")
+    flags = (*LATENT.split(), UNTIED, "--clip-grad", "0", "--train-iters", "2")
+    theirs = farm.run(4, "--pipeline-schedule", "1f1b", *flags, plugin=plugin).check()
+    ours = farm.run(4, "--pipeline-schedule", "v-half", *flags, plugin=plugin).check()
+    expected, found = theirs.merged("gradients"), ours.merged("gradients")
+    assert any("linear_kv_up_proj" in name for name in expected)
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+    assert ours.record["losses"] == theirs.record["losses"]
+    assert "stay in B, because" not in ours.output[0]  # all its products are put off
