@@ -5,12 +5,14 @@ import os
 import re
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import submitit
+from submitit.slurm.slurm import SlurmInfoWatcher
 
 from megatron_vshape.sweep import worker
 from megatron_vshape.sweep.command import trainer_command
@@ -33,11 +35,40 @@ SPARE_MINUTES = 5
 """The job's own limit is so much later than the run's, which ends it with its log read."""
 
 
+MOST_TIMES_BACK = 5
+"""So often a run goes back into the queue; then whatever ends it is taken to be its own fault."""
+
+_NO_FAULT = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
+"""SLURM's states of a job that ended, but not because of what it ran."""
+
+_ENDED_FROM_OUTSIDE = ("CANCELLED", "TIMEOUT")
+"""SLURM's states of a job that was told to end, and is not to be run again for that."""
+
+
+class _States(SlurmInfoWatcher):  # type: ignore[misc]
+    """What SLURM says of all jobs; submitit waits for ever for a job preempted by cancelling it,
+    and takes a suspended one for ended.
+    """
+
+    def is_done(self, job_id: str, mode: str = "standard") -> bool:
+        state: str = self.get_state(job_id, mode=mode)
+        if state in ("PREEMPTED", "SUSPENDED"):
+            return state == "PREEMPTED"
+        return bool(super().is_done(job_id, mode="cache"))
+
+
+class _Job(submitit.SlurmJob):  # type: ignore[misc]
+    watcher = _States(delay_s=60)
+
+
 class Watcher:
     """Hears of what happens; the default hears nothing."""
 
     def started(self, combination: Combination) -> None:
         """Hear that a run has been submitted."""
+
+    def put_back(self, combination: Combination, reason: str) -> None:
+        """Hear that a run has been ended by no fault of its own, and will be submitted again."""
 
     def ended(self, result: Result) -> None:
         """Hear that a run has ended and its result is in the file."""
@@ -48,6 +79,24 @@ class _Running:
     prediction: Prediction
     key: str
     job: "submitit.Job[Outcome]"
+    folder: Path
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the job has ended; where SLURM keeps no accounts, its worker tells."""
+        if self.job.done():
+            return True
+        return self.job.state == "UNKNOWN" and (self.folder / worker.STOPPED).exists()
+
+    @property
+    def in_vain(self) -> bool:
+        """Return whether a job that left no outcome was ended by no fault of the run.
+
+        A slurmctld may call a job failed that it told to end, for how its script then ended.
+        """
+        state = self.job.state
+        told = (self.folder / worker.STOPPED).exists()
+        return state.startswith(_NO_FAULT) or told and not state.startswith(_ENDED_FROM_OUTSIDE)
 
 
 @dataclass(slots=True)
@@ -66,13 +115,20 @@ class Launcher:
         waiting = [each for each in chosen if self._key(each) not in done]
         waiting.reverse()
         running: list[_Running] = []
+        times_back: Counter[str] = Counter()
         with _cancelled(running):
             while waiting or running:
                 while waiting and len(running) < self.loaded.sweep.run.at_once:
                     self._start(waiting.pop(), running)
-                for each in [each for each in running if each.job.done()]:
+                for each in [each for each in running if each.ended]:
                     running.remove(each)
-                    self._record(each.prediction, each.key, self._outcome(each))
+                    outcome = self._outcome(each, times_back[each.key])
+                    if outcome is None:
+                        times_back[each.key] += 1
+                        waiting.append(each.prediction)
+                        self.watcher.put_back(each.prediction.combination, each.job.state)
+                    else:
+                        self._record(each.prediction, each.key, outcome)
                 time.sleep(POLL_S if running else 0)
 
     def _key(self, prediction: Prediction) -> str:
@@ -84,17 +140,17 @@ class Launcher:
         folder = self.folder / key
         left = self.results.job_in_flight(key)
         if left is not None:
+            taken = self._take_over(prediction, key, left)
+            if taken is not None:
+                running.append(taken)
+                return
             outcome = worker.read_outcome(folder, self._num_nodes)
             if outcome is not None:
                 self._record(prediction, key, outcome)
                 return
-            job = self._reattach(folder, left)
-            if job is not None:
-                running.append(_Running(prediction, key, job))
-                return
         folder.mkdir(parents=True, exist_ok=True)
-        for node in range(self._num_nodes):
-            (folder / worker.outcome_name(node)).unlink(missing_ok=True)
+        for name in (worker.STOPPED, *map(worker.outcome_name, range(self._num_nodes))):
+            (folder / name).unlink(missing_ok=True)
         self.watcher.started(prediction.combination)
         try:
             job = self._executor(folder).submit(worker.run_job, self._job(prediction, folder))
@@ -104,30 +160,41 @@ class Launcher:
                 "file's nodes and devices, and what `run: slurm:` of the sweep adds"
             ) from None
         self.results.start(key, str(job.job_id))
-        running.append(_Running(prediction, key, job))
+        running.append(_Running(prediction, key, job, folder))
 
-    def _reattach(self, folder: Path, left: str) -> "submitit.Job[Outcome] | None":
+    def _take_over(self, prediction: Prediction, key: str, left: str) -> _Running | None:
         """Return a SLURM job that is still queued or running; local ones end with their sweep."""
         # The number becomes part of a path from which submitit unpickles the job's result.
         if self.loaded.sweep.run.executor != "slurm" or not _JOB.fullmatch(left):
             return None
-        job: submitit.Job[Outcome] = submitit.SlurmJob(
-            folder / _JOB_FOLDER, left, range(self._num_nodes)
-        )
-        return None if job.done() else job
+        folder = self.folder / key
+        job: submitit.Job[Outcome] = _Job(folder / _JOB_FOLDER, left, range(self._num_nodes))
+        found = _Running(prediction, key, job, folder)
+        return None if found.ended else found
 
     def _record(self, prediction: Prediction, key: str, outcome: Outcome) -> None:
         result = self._result(prediction, outcome)
         self.results.record(key, self.loaded.sweep.name, result)
         self.watcher.ended(result)
 
-    def _outcome(self, running: _Running) -> Outcome:
-        """Return how a job ended; one that raised, or was killed, has failed."""
+    def _outcome(self, running: _Running, times_back: int) -> Outcome | None:
+        """Return how a run ended; None where its job did, and it is to go back into the queue."""
+        outcome = worker.read_outcome(running.folder, self._num_nodes)
+        if outcome is not None:
+            return outcome
+        job = running.job
+        if running.in_vain:
+            if times_back < MOST_TIMES_BACK:
+                return None
+            why = f"its job was ended {times_back + 1} times before it had a result"
+            return Outcome(
+                Status.FAILED, log_tail=f"{why}, the last time {job.job_id} ({job.state})"
+            )
         try:
-            return worker.merge(running.job.results())
+            return worker.merge(job.results())
         except Exception as error:  # submitit raises what the job raised, of any type
-            left = worker.read_outcome(self.folder / running.key, self._num_nodes)
-            return left or Outcome(Status.FAILED, log_tail=str(error).strip()[-2000:])
+            text = f"{str(error).strip()[-2000:]}\njob {job.job_id} left no result ({job.state})"
+            return Outcome(Status.FAILED, log_tail=text)
 
     def _result(self, prediction: Prediction, outcome: Outcome) -> Result:
         it = prediction.combination
@@ -189,6 +256,7 @@ class Launcher:
             return local
         try:
             slurm = submitit.SlurmExecutor(jobs)
+            slurm.job_class = _Job
             asked = {
                 "job_name": self.loaded.sweep.name,
                 "time": minutes,
@@ -196,6 +264,8 @@ class Launcher:
                 "ntasks_per_node": 1,
                 "gpus_per_node": gpus or False,
                 "exclusive": True,
+                # A run that goes back into the queue does so as a new job, whose files are its own.
+                "additional_parameters": {"no-requeue": True},
                 **run.slurm,
             }
             # sbatch has no word for a flag that is not given, nor for zero GPUs where none are.

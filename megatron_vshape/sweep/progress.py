@@ -49,16 +49,24 @@ class Progress(Watcher):
         """Show that a run has been submitted."""
         self._running[combination] = self._bars.add_task(f"  {combination}", total=1)
 
+    def put_back(self, combination: Combination, reason: str) -> None:
+        """Show that a run waits again."""
+        self._forget(combination)
+        self._say(f"again  {combination} {reason}")
+
     def ended(self, result: Result) -> None:
         """Show how a run ended."""
-        task = self._running.pop(result.combination, None)
-        if task is not None:
-            self._bars.remove_task(task)
+        self._forget(result.combination)
         if self._all is not None:
             self._bars.advance(self._all)
         outcome = result.outcome
         speed = "" if outcome.step_s is None else f" {outcome.step_s:.3f} s a step"
         self._say(f"{outcome.status.value:6s} {result.combination}{speed}")
+
+    def _forget(self, combination: Combination) -> None:
+        task = self._running.pop(combination, None)
+        if task is not None:
+            self._bars.remove_task(task)
 
     def _say(self, text: str) -> None:
         self._bars.console.print(text, markup=False, highlight=False)

@@ -8,9 +8,11 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 
 from megatron_vshape.sweep.command import node_flags, torchrun
 from megatron_vshape.sweep.results import Outcome, Status
@@ -18,6 +20,8 @@ from megatron_vshape.sweep.results import Outcome, Status
 LAST_LINES = 12
 POLL_S = 0.2
 PORT = 29_400  # where the ranks of several nodes meet; a node runs one job at a time
+STOPPED = "stopped"
+"""In a run's folder: its job was told to end before it had an outcome."""
 
 _STEP = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 _BUBBLE = re.compile(r"\| bubble: ([0-9.]+) %")
@@ -44,18 +48,56 @@ class Job:
 
 
 def run_job(job: Job) -> Outcome:
-    """Run the trainer on this node and return how it ended; the outcome is also a file."""
+    """Run the trainer on this node and return how it ended; the outcome is also a file.
+
+    Raises:
+        SystemExit: the job was told to end, as when it is preempted. That says nothing of the run,
+            so there is no outcome, and submitit, which takes it for no result, writes none either.
+    """
     node, host = _this_node() if job.num_nodes > 1 else (0, "localhost")
     log = job.folder / f"node{node}.log"
     command = torchrun(
         list(job.command), job.devices_per_node, node_flags(job.num_nodes, node, host, PORT)
     )
-    with log.open("w") as output:
-        code = _run(command, job, output.fileno())
-    outcome = read_log(log.read_text(errors="replace"), code, job)
-    if _alive(job.launcher):  # else the run was ended half way, and will be run again
-        write_outcome(job.folder / outcome_name(node), outcome)
+    with _ending(job.folder) as ending:
+        with log.open("w") as output:
+            code = _run(
+                command, job, output.fileno(), lambda: ending.told or not _alive(job.launcher)
+            )
+        outcome = read_log(log.read_text(errors="replace"), code, job)
+        if ending.told:
+            raise SystemExit(128 + signal.SIGTERM)
+        if _alive(job.launcher):  # else the run was ended half way, and will be run again
+            write_outcome(job.folder / outcome_name(node), outcome)
     return outcome
+
+
+@dataclass(slots=True)
+class _Ending:
+    """Whether the job has been told to end, which is noted in the run's folder at once."""
+
+    folder: Path
+    told: bool = False
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal; what is left of the job's time is for ending the ranks."""
+        self.told = True
+        (self.folder / STOPPED).touch()
+
+
+@contextmanager
+def _ending(folder: Path) -> Iterator[_Ending]:
+    """Hear the signals by which SLURM ends a job, in place of submitit, which requeues it."""
+    import submitit
+
+    ending = _Ending(folder)
+    numbers = (signal.SIGTERM, submitit.JobEnvironment._usr_sig())
+    before = {number: signal.signal(number, ending.hear) for number in numbers}
+    try:
+        yield ending
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _this_node() -> tuple[int, str]:
@@ -66,8 +108,8 @@ def _this_node() -> tuple[int, str]:
     return environment.node, environment.hostnames[0]
 
 
-def _run(command: Sequence[str], job: Job, output: int) -> int | None:
-    """Return the exit code, or None where time was up or the launcher has gone."""
+def _run(command: Sequence[str], job: Job, output: int, in_vain: Callable[[], bool]) -> int | None:
+    """Return the exit code, or None where time was up or the run has become in vain."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -79,7 +121,7 @@ def _run(command: Sequence[str], job: Job, output: int) -> int | None:
     end = time.monotonic() + job.timeout_s
     try:
         while process.poll() is None:
-            if time.monotonic() > end or not _alive(job.launcher):
+            if time.monotonic() > end or in_vain():
                 return None
             time.sleep(POLL_S)
         return process.returncode
@@ -129,7 +171,7 @@ def read_log(text: str, code: int | None, job: Job) -> Outcome:
         return Outcome(status, log_tail=f"{tail}\nended after {len(steps)} steps")
     elif code < 0:
         name = signal.strsignal(-code) or "unnamed"
-        tail += f"\nended by signal {-code} ({name}), as a cancelled or preempted job is"
+        tail += f"\nended by signal {-code} ({name})"
     return Outcome(Status.FAILED, log_tail=tail or f"ended with exit code {code}, without a word")
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import cloudpickle
 import pytest
 from sweep.samples import FAKE, ROOT, SWEEP, load_sample, sweep_command, write_sweep
 
+from megatron_vshape.sweep import launch as launching
 from megatron_vshape.sweep.files import SweepError
 from megatron_vshape.sweep.grid import expand
 from megatron_vshape.sweep.launch import Launcher, Watcher
@@ -102,6 +104,85 @@ def test_what_sbatch_refuses_is_told(tmp_path: Path, tools: Callable[..., None])
     # The cluster has no GPU, and false takes a flag away.
     assert "--gpus" not in asked
     assert "--exclusive" not in asked
+    assert "#SBATCH --no-requeue\n" in asked
+
+
+@pytest.fixture
+def slurm(
+    tmp_path: Path, tools: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Result]:
+    """Return what sweeps one run, whose jobs 42, 43, ... end in the given states, all but the last
+    without a result, and returns its result.
+    """
+    monkeypatch.setattr(launching._Job, "_results_timeout_s", 0)
+    monkeypatch.setattr(launching._Job, "watcher", launching._States())
+    loaded = load_sample(tmp_path, sweep=ONE | run_over(executor="slurm"))
+    predictor = Predictor(loaded.model, Machine.of(loaded.cluster))
+    (chosen,) = [predictor(each) for each in expand(loaded).possible]
+    key = key_of(chosen.combination, loaded, None)
+    folder = tmp_path / "runs" / key
+
+    def sweep(*states: str, stopped: bool = False) -> Result:
+        last = 41 + len(states)
+        pickled = cloudpickle.dumps(("success", Outcome(Status.OK, 0.5)))
+        (tmp_path / "result.pkl").write_bytes(pickled)
+        rows = "".join(f"{at}|{state}|n1\n" for at, state in enumerate(states, 42) if state)
+        (tmp_path / "states").write_text(f"JobID|State|NodeList\n{rows}")
+        tools(
+            sacct="cat states",
+            sbatch="echo >> jobs\njob=$((41 + $(wc -l < jobs)))\n"
+            f"if [ $job = {last} ]; then cp result.pkl {folder}/job/${{job}}_0_result.pkl\n"
+            f"{f'else touch {folder}/stopped' * stopped}\nfi\n"
+            "echo Submitted batch job $job",
+        )
+        with open_results(tmp_path / "results.db") as results:
+            Launcher(loaded, predictor, results, tmp_path / "runs", Watcher()).run([chosen])
+            assert results.job_in_flight(key) is None
+            (result,) = results.read({key})
+        return result
+
+    return sweep
+
+
+@pytest.mark.parametrize(
+    ("state", "stopped"),
+    [
+        ("PREEMPTED", False),
+        ("NODE_FAIL", False),
+        ("BOOT_FAIL", False),
+        ("FAILED", True),
+        ("", True),
+    ],
+    ids=["preempted", "node", "boot", "preempted in its grace time", "no accounts"],
+)
+def test_a_run_that_slurm_ends_goes_back_into_the_queue(
+    tmp_path: Path, slurm: Callable[..., Result], state: str, stopped: bool
+) -> None:
+    assert slurm(state, "COMPLETED", stopped=stopped).outcome == Outcome(Status.OK, 0.5)
+    assert (tmp_path / "jobs").read_text() == "\n" * 2
+
+
+@pytest.mark.parametrize("state", ["CANCELLED by 0", "TIMEOUT"])
+def test_a_run_that_somebody_ends_has_failed(slurm: Callable[..., Result], state: str) -> None:
+    outcome = slurm(state, "COMPLETED", stopped=True).outcome
+    assert outcome.status is Status.FAILED
+    assert outcome.log_tail.endswith(f"job 42 left no result ({state})")
+
+
+def test_a_run_goes_back_so_often_and_no_more(
+    slurm: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "MOST_TIMES_BACK", 1)
+    outcome = slurm("PREEMPTED", "NODE_FAIL", "COMPLETED").outcome
+    assert outcome.status is Status.FAILED
+    assert outcome.log_tail.startswith("its job was ended 2 times before it had a result")
+
+
+def test_a_suspended_job_has_not_ended() -> None:
+    states = launching._States()
+    for state, done in (("SUSPENDED", False), ("RUNNING", False), ("CANCELLED by 0", True)):
+        states._info_dict["9"] = {"State": state}
+        assert states.is_done("9", mode="cache") is done
 
 
 def test_job_that_a_killed_launcher_left_is_taken_over(
@@ -137,6 +218,30 @@ def test_time_a_run_may_take(tmp_path: Path) -> None:
     outcome = run_job(job)
     assert outcome.status is Status.FAILED
     assert "ended after 1 s" in outcome.log_tail
+
+
+TOLD_TO_END = """
+import sys
+from pathlib import Path
+from megatron_vshape.sweep.worker import Job, run_job
+
+trainer, folder = map(Path, sys.argv[1:])
+command = (str(trainer), "--train-iters", "100", "--sleep", "1")
+environment = {"PYTHONPATH": str(trainer.parent)}
+run_job(Job(command, folder, 1, 1, 1, 2, False, 60.0, environment))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_job_that_is_told_to_end_has_no_outcome(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-c", TOLD_TO_END, str(FAKE / "trainer.py"), str(tmp_path)]
+    job = subprocess.Popen(command, cwd=ROOT)
+    log = tmp_path / "node0.log"
+    wait_for(lambda: log.exists() and "iteration 1" in log.read_text())
+    job.send_signal(number)
+    assert job.wait(30) == 128 + signal.SIGTERM
+    assert (tmp_path / "stopped").exists()
+    assert not (tmp_path / "node0.json").exists()
 
 
 def test_killed_launcher_loses_only_what_was_in_flight(tmp_path: Path) -> None:
