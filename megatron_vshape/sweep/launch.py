@@ -30,7 +30,13 @@ _JOB = re.compile(r"[0-9]+(_[0-9]+)?")
 _JOB_FOLDER = "job"
 """In a run's folder: what submitit writes there, the job's result among it."""
 
+_CANCELLED = "cancelled"
+"""In a run's folder: its job has been cancelled together with the sweep."""
+
 POLL_S = 0.5
+RETRY_S = 60.0
+"""After so long a job that was refused is submitted again, if others run meanwhile."""
+
 SPARE_MINUTES = 5
 """The job's own limit is so much later than the run's, which ends it with its log read."""
 
@@ -59,6 +65,10 @@ class _States(SlurmInfoWatcher):  # type: ignore[misc]
 
 class _Job(submitit.SlurmJob):  # type: ignore[misc]
     watcher = _States(delay_s=60)
+
+
+class _RefusedError(SweepError):
+    """SLURM refuses a job; it may accept it when others have ended."""
 
 
 class Watcher:
@@ -95,8 +105,10 @@ class _Running:
         A slurmctld may call a job failed that it told to end, for how its script then ended.
         """
         state = self.job.state
+        if state.startswith(_NO_FAULT) or (self.folder / _CANCELLED).exists():
+            return True
         told = (self.folder / worker.STOPPED).exists()
-        return state.startswith(_NO_FAULT) or told and not state.startswith(_ENDED_FROM_OUTSIDE)
+        return told and not state.startswith(_ENDED_FROM_OUTSIDE)
 
 
 @dataclass(slots=True)
@@ -108,18 +120,20 @@ class Launcher:
     results: Results
     folder: Path
     watcher: Watcher
+    _refused_until: float = 0.0
 
     def run(self, chosen: Sequence[Prediction], retry_failed: bool = False) -> None:
         """Run what is missing, at most `run.at_once` side by side; Ctrl-C cancels what runs."""
         done = self.results.ended(retry_failed)
         waiting = [each for each in chosen if self._key(each) not in done]
         waiting.reverse()
+        # What an earlier sweep left in flight comes first: it may be what fills up a quota.
+        waiting.sort(key=lambda each: self.results.job_in_flight(self._key(each)) is not None)
         running: list[_Running] = []
         times_back: Counter[str] = Counter()
         with _cancelled(running):
             while waiting or running:
-                while waiting and len(running) < self.loaded.sweep.run.at_once:
-                    self._start(waiting.pop(), running)
+                self._fill(waiting, running)
                 for each in [each for each in running if each.ended]:
                     running.remove(each)
                     outcome = self._outcome(each, times_back[each.key])
@@ -130,6 +144,21 @@ class Launcher:
                     else:
                         self._record(each.prediction, each.key, outcome)
                 time.sleep(POLL_S if running else 0)
+
+    def _fill(self, waiting: list[Prediction], running: list[_Running]) -> None:
+        """Start the last of those that wait, until as many run as may."""
+        while waiting and len(running) < self.loaded.sweep.run.at_once:
+            if running and time.monotonic() < self._refused_until:
+                return
+            try:
+                self._start(waiting[-1], running)
+            except _RefusedError as error:
+                if not running:
+                    raise
+                logger.warning("%s; %d others run, so it is tried again", error, len(running))
+                self._refused_until = time.monotonic() + RETRY_S
+                return
+            waiting.pop()
 
     def _key(self, prediction: Prediction) -> str:
         return key_of(prediction.combination, self.loaded, self.predictor.measured)
@@ -149,18 +178,24 @@ class Launcher:
                 self._record(prediction, key, outcome)
                 return
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (worker.STOPPED, *map(worker.outcome_name, range(self._num_nodes))):
+        outcomes = map(worker.outcome_name, range(self._num_nodes))
+        for name in (_CANCELLED, worker.STOPPED, *outcomes):
             (folder / name).unlink(missing_ok=True)
+        job = self._submitted(prediction, folder)
+        running.append(_Running(prediction, key, job, folder))
+        self.results.start(key, str(job.job_id))
         self.watcher.started(prediction.combination)
+
+    def _submitted(self, prediction: Prediction, folder: Path) -> "submitit.Job[Outcome]":
         try:
-            job = self._executor(folder).submit(worker.run_job, self._job(prediction, folder))
+            return self._executor(folder).submit(worker.run_job, self._job(prediction, folder))
         except submitit.core.utils.FailedJobError as error:
-            raise SweepError(
+            raise _RefusedError(
                 f"no job can be submitted: {str(error).strip()}; what it asks for is the cluster "
                 "file's nodes and devices, and what `run: slurm:` of the sweep adds"
             ) from None
-        self.results.start(key, str(job.job_id))
-        running.append(_Running(prediction, key, job, folder))
+        except (submitit.core.utils.FailedSubmissionError, OSError) as error:
+            raise SweepError(f"no job can be submitted: {' '.join(str(error).split())}") from None
 
     def _take_over(self, prediction: Prediction, key: str, left: str) -> _Running | None:
         """Return a SLURM job that is still queued or running; local ones end with their sweep."""
@@ -277,12 +312,19 @@ class Launcher:
 
 @contextmanager
 def _cancelled(running: Sequence[_Running]) -> Iterator[None]:
-    """Cancel the jobs that still run when an exception passes, Ctrl-C among them."""
+    """Cancel what runs when the sweep is interrupted.
+
+    After any other failure the jobs of a SLURM go on, for the next sweep to take over; local ones
+    end with this one.
+    """
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         for each in running:
-            each.job.cancel()
+            ours = not isinstance(each.job, _Job)
+            if ours or isinstance(error, KeyboardInterrupt):
+                (each.folder / _CANCELLED).touch()
+                each.job.cancel(check=False)
         raise
 
 

@@ -20,6 +20,7 @@ from megatron_vshape.sweep.launch import Launcher, Watcher
 from megatron_vshape.sweep.machine import Machine
 from megatron_vshape.sweep.predict import Predictor
 from megatron_vshape.sweep.results import Outcome, Result, Status, key_of, open_results
+from megatron_vshape.sweep.worker import write_outcome
 
 
 def run_over(**over: Any) -> dict[str, Any]:
@@ -107,15 +108,21 @@ def test_what_sbatch_refuses_is_told(tmp_path: Path, tools: Callable[..., None])
     assert "#SBATCH --no-requeue\n" in asked
 
 
+PICKLED = cloudpickle.dumps(("success", Outcome(Status.OK, 0.5)))
+
+
 @pytest.fixture
-def slurm(
-    tmp_path: Path, tools: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Result]:
+def states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing of other tests' jobs be remembered, and nothing be waited for."""
+    monkeypatch.setattr(launching._Job, "watcher", launching._States())
+    monkeypatch.setattr(launching._Job, "_results_timeout_s", 0)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, tools: Callable[..., None], states: None) -> Callable[..., Result]:
     """Return what sweeps one run, whose jobs 42, 43, ... end in the given states, all but the last
     without a result, and returns its result.
     """
-    monkeypatch.setattr(launching._Job, "_results_timeout_s", 0)
-    monkeypatch.setattr(launching._Job, "watcher", launching._States())
     loaded = load_sample(tmp_path, sweep=ONE | run_over(executor="slurm"))
     predictor = Predictor(loaded.model, Machine.of(loaded.cluster))
     (chosen,) = [predictor(each) for each in expand(loaded).possible]
@@ -124,8 +131,7 @@ def slurm(
 
     def sweep(*states: str, stopped: bool = False) -> Result:
         last = 41 + len(states)
-        pickled = cloudpickle.dumps(("success", Outcome(Status.OK, 0.5)))
-        (tmp_path / "result.pkl").write_bytes(pickled)
+        (tmp_path / "result.pkl").write_bytes(PICKLED)
         rows = "".join(f"{at}|{state}|n1\n" for at, state in enumerate(states, 42) if state)
         (tmp_path / "states").write_text(f"JobID|State|NodeList\n{rows}")
         tools(
@@ -176,6 +182,100 @@ def test_a_run_goes_back_so_often_and_no_more(
     outcome = slurm("PREEMPTED", "NODE_FAIL", "COMPLETED").outcome
     assert outcome.status is Status.FAILED
     assert outcome.log_tail.startswith("its job was ended 2 times before it had a result")
+
+
+def launch_on(tmp_path: Path, watcher: Watcher) -> list[Result]:
+    """Sweep two runs, both at once, and return their results."""
+    two = {"grid": {**SWEEP["grid"], "schedule": ["1f1b"]}}
+    loaded = load_sample(tmp_path, sweep=two | run_over(executor="slurm", at_once=2))
+    predictor = Predictor(loaded.model, Machine.of(loaded.cluster))
+    chosen = [predictor(each) for each in expand(loaded).possible]
+    with open_results(tmp_path / "results.db") as results:
+        Launcher(loaded, predictor, results, tmp_path / "runs", watcher).run(chosen)
+        return results.read(results.ended())
+
+
+@pytest.mark.usefixtures("states")
+def test_a_refused_job_waits_for_those_that_run(
+    tmp_path: Path, tools: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first job ends when the second has been refused."""
+    monkeypatch.setattr(launching, "RETRY_S", 0.1)
+    (tmp_path / "result.pkl").write_bytes(PICKLED)
+    tools(
+        sacct='printf "JobID|State|NodeList\\n42|RUNNING|n1\\n43|RUNNING|n1\\n"',
+        scancel="echo >> cancelled",
+        sbatch='echo "$1" >> asked\nlast=$(wc -l < asked)\n'
+        "first=$(dirname $(head -n 1 asked))\n"
+        "case $last in\n"
+        "1) echo Submitted batch job 42;;\n"
+        "2) cp result.pkl $first/42_0_result.pkl; echo QOSMaxSubmitJobPerUserLimit >&2; exit 1;;\n"
+        "*) cp result.pkl $(dirname $1)/43_0_result.pkl; echo Submitted batch job 43\nesac",
+    )
+    assert [each.outcome.step_s for each in launch_on(tmp_path, Watcher())] == [0.5, 0.5]
+    assert len((tmp_path / "asked").read_text().splitlines()) == 3
+    assert not (tmp_path / "cancelled").exists()
+
+
+class Stops(Watcher):
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def started(self, combination: object) -> None:
+        raise self.error
+
+
+@pytest.mark.usefixtures("states")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_only_an_interrupted_sweep_cancels_its_jobs(
+    tmp_path: Path, tools: Callable[..., None], error: type[BaseException]
+) -> None:
+    """The next sweep takes over a job that goes on, and submits again one that was cancelled."""
+    (tmp_path / "result.pkl").write_bytes(PICKLED)
+    tools(
+        sacct='[ -e cancelled ] && state="CANCELLED by 0" || state=COMPLETED\n'
+        'printf "JobID|State|NodeList\\n42|$state|n1\\n"',
+        scancel="echo $1 >> cancelled; exit 1",
+        sbatch='echo "$1" >> asked\njob=$((41 + $(wc -l < asked)))\n'
+        "[ $job = 42 ] || cp result.pkl $(dirname $1)/${job}_0_result.pkl\n"
+        "echo Submitted batch job $job",
+    )
+    with pytest.raises(error):
+        launch_on(tmp_path, Stops(error))
+    assert (tmp_path / "cancelled").exists() == (error is KeyboardInterrupt)
+    (folder,) = (tmp_path / "runs").iterdir()
+    if error is not KeyboardInterrupt:
+        (folder / "job" / "42_0_result.pkl").write_bytes(PICKLED)
+        write_outcome(folder / "node0.json", Outcome(Status.OK, 0.25))
+    found = sorted(each.outcome.step_s or 0 for each in launch_on(tmp_path, Watcher()))
+    assert found == ([0.5, 0.5] if error is KeyboardInterrupt else [0.25, 0.5])
+
+
+@pytest.mark.usefixtures("states")
+def test_a_cancelled_job_that_still_ends_is_run_again(
+    tmp_path: Path, tools: Callable[..., None]
+) -> None:
+    (tmp_path / "result.pkl").write_bytes(PICKLED)
+    tools(
+        sacct="echo >> looks\n"
+        '[ $(wc -l < looks) = 1 ] && state=RUNNING || state="CANCELLED by 0"\n'
+        'printf "JobID|State|NodeList\\n42|$state|n1\\n"',
+        scancel="exit 0",
+        sbatch='echo "$1" >> asked\njob=$((41 + $(wc -l < asked)))\n'
+        "[ $job = 42 ] || cp result.pkl $(dirname $1)/${job}_0_result.pkl\n"
+        "echo Submitted batch job $job",
+    )
+    with pytest.raises(KeyboardInterrupt):
+        launch_on(tmp_path, Stops(KeyboardInterrupt))
+    found = launch_on(tmp_path, Watcher())
+    assert [each.outcome.step_s for each in found] == [0.5, 0.5]
+
+
+@pytest.mark.usefixtures("states")
+def test_an_answer_of_sbatch_without_a_job(tmp_path: Path, tools: Callable[..., None]) -> None:
+    tools(sbatch="echo hello")
+    with pytest.raises(SweepError, match="no job can be submitted: Could not make sense of"):
+        launch_on(tmp_path, Watcher())
 
 
 def test_a_suspended_job_has_not_ended() -> None:
