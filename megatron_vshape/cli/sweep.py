@@ -242,10 +242,12 @@ def _launch(
             _say(console, f"{row.verdict}: {row.combination}: {row.note}")
     console.print(ranking_line(rows))
     options.csv = options.csv or path.parent / "results.csv"
-    if can_draw():
+    some = any(row.best_mfu for row in rows)
+    if some and can_draw():
         options.figure = options.figure or path.parent / "pareto.svg"
     _write_files(rows, loaded, options)
-    _say(console, f"results: {path}, {options.csv}, {options.figure or NO_PICTURE}")
+    without = NO_PICTURE if some else "no picture, as no run ended well"
+    _say(console, f"results: {path}, {options.csv}, {options.figure or without}")
     return 0
 
 

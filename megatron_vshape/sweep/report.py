@@ -49,8 +49,9 @@ class Row:
 
     @property
     def best_mfu(self) -> float:
-        """Return the measured MFU, else the predicted one, else nothing."""
-        return self.mfu or self.predicted_mfu or 0.0
+        """Return the measured MFU, or the predicted one of what has not run; else nothing."""
+        predicted = self.verdict.startswith("predicted")
+        return (self.predicted_mfu if predicted else self.mfu) or 0.0
 
 
 def rows_of(predictions: Iterable[Prediction], results: Iterable[Result] = ()) -> list[Row]:

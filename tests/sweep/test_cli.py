@@ -114,7 +114,9 @@ def test_a_failed_run_is_run_again_when_asked(
     path = write_sweep(tmp_path, sweep={"grid": grid, "run": flaky})
     results = ("--results", tmp_path / "results.db")
     assert call(path, *results) == 0
-    assert "failed: 1f1b" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "failed: 1f1b" in shown
+    assert "no picture, as no run ended well" in shown
     (tmp_path / "mended").touch()
     assert call(path, *results) == 0
     assert "failed: 1f1b" in capsys.readouterr().out

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from sweep.samples import SWEEP, load_sample
 
-from megatron_vshape.sweep.files import Loaded, Pruning
+from megatron_vshape.sweep.files import Loaded, Pruning, SweepError
 from megatron_vshape.sweep.grid import Combination, expand
 from megatron_vshape.sweep.machine import Machine
 from megatron_vshape.sweep.predict import Prediction, Predictor, Verdict
@@ -18,6 +18,7 @@ from megatron_vshape.sweep.report import (
     result_table,
     rows_of,
 )
+from megatron_vshape.sweep.results import Outcome, Result, Status
 
 TWO_BATCHES = [{"sequence_length": 64, "global_batch_size": size} for size in (8, 64)]
 
@@ -49,6 +50,23 @@ def test_each_workload_has_its_best(two_batches: list[Prediction]) -> None:
     assert [row.style for row in table.rows] == ["bold", "bold"]
     batch = next(column for column in table.columns if column.header == "batch")
     assert list(batch.cells) == ["8", "64"]
+
+
+def test_a_run_that_failed_is_no_winner(two_batches: list[Prediction], tmp_path: Path) -> None:
+    """Though it was predicted to be the fastest, what was measured is."""
+    pytest.importorskip("matplotlib")
+    first, second = (each for each in two_batches if each.combination.global_batch_size == 8)
+    best, other = sorted((first, second), key=lambda each: each.mfu or 0.0, reverse=True)
+    assert best.mfu is not None
+    ran = Result(other.combination, Outcome(Status.OK, 1.0, 2.0**30), best.mfu / 2, 1.0, 1.0, 0.1)
+    for status in (Status.OUT_OF_MEMORY, Status.FAILED):
+        failed = Result(best.combination, Outcome(status), None, 1.0, 1.0, 0.1)
+        rows = rows_of([best, other], [failed, ran])
+        assert best_rows(rows) == [rows[1]]
+        assert [row.style for row in result_table(rows, "title").rows] == [None, "bold"]
+        assert rows[0].best_mfu == 0
+        with pytest.raises(SweepError, match="there is nothing to draw"):
+            draw_pareto(rows[:1], tmp_path / "pareto.svg", "title")
 
 
 def test_each_workload_has_its_panel(two_batches: list[Prediction], tmp_path: Path) -> None:
