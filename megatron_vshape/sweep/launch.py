@@ -269,6 +269,7 @@ class Launcher:
             run.statistic == "fastest",
             60.0 * run.timeout_minutes,
             environment,
+            cluster.backend == "nccl",
             os.getpid() if run.executor == "local" else None,
         )
 

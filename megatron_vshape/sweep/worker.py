@@ -44,6 +44,7 @@ class Job:
     fastest: bool  # of the measured steps; else the median
     timeout_s: float
     environment: dict[str, str]
+    on_gpus: bool = False
     launcher: int | None = None  # a process without which the run is in vain
 
 
@@ -159,16 +160,17 @@ def read_log(text: str, code: int | None, job: Job) -> Outcome:
     if code == 0 and len(steps) >= job.warmup_steps + job.measured_steps:
         measured = steps[job.warmup_steps :]
         step_s = min(measured) if job.fastest else statistics.median(measured)
-        return Outcome(Status.OK, step_s, _peak_bytes(text), _bubble(text, job))
+        return Outcome(Status.OK, step_s, _peak_bytes(text, job), _bubble(text, job))
     tail = _tail(text)
     if _OUT_OF_MEMORY.search(text) or code == -signal.SIGKILL:
-        return Outcome(Status.OUT_OF_MEMORY, peak_bytes=_peak_bytes(text), log_tail=tail)
+        return Outcome(Status.OUT_OF_MEMORY, peak_bytes=_peak_bytes(text, job), log_tail=tail)
+    if code == 0:
+        # The last node's log has the steps, the first one's what was allocated.
+        status = Status.FAILED if job.num_nodes == 1 else Status.OK
+        tail += f"\nended after {len(steps)} steps"
+        return Outcome(status, peak_bytes=_peak_bytes(text, job), log_tail=tail)
     if code is None:
         tail += f"\nended after {job.timeout_s:.0f} s, the time a run may take"
-    elif code == 0:
-        # Only one node's log has the steps; the others end well without any.
-        status = Status.FAILED if job.num_nodes == 1 else Status.OK
-        return Outcome(status, log_tail=f"{tail}\nended after {len(steps)} steps")
     elif code < 0:
         name = signal.strsignal(-code) or "unnamed"
         tail += f"\nended by signal {-code} ({name})"
@@ -191,11 +193,16 @@ def _bubble(text: str, job: Job) -> float | None:
     return min(measured) if job.fastest else statistics.median(measured)
 
 
-def _peak_bytes(text: str) -> float:
-    """Return the most a GPU had allocated; without one, the most a process had resident."""
+def _peak_bytes(text: str, job: Job) -> float | None:
+    """Return the most a GPU had allocated, or without GPUs the most a process had resident.
+
+    None where a log, as all but the first node's, does not say what the GPUs had.
+    """
     found = _ALLOCATED.search(text)
     if found:
         return MIB * max(float(each) for each in found[1].split(","))
+    if job.on_gpus:
+        return None
     return 1024.0 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 
 

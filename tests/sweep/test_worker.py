@@ -51,6 +51,21 @@ def test_peak_that_the_run_reports() -> None:
     assert read_log(STEPS + line, 0, job()).peak_bytes == 1024 * 2**20
 
 
+def test_peak_of_several_nodes() -> None:
+    """The first node's log has the memory, the last one's the steps."""
+    nodes = job(num_nodes=2, on_gpus=True)
+    first = read_log("measured [1.00], allocated in all [512.00, 1024.00]\n", 0, nodes)
+    last = read_log(STEPS, 0, nodes)
+    assert last.peak_bytes is None
+    assert merge([first, last]) == Outcome(Status.OK, pytest.approx(0.2), 1024 * 2**20)
+
+
+def test_memory_of_the_host_is_not_a_gpus() -> None:
+    text = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    assert read_log(text, 1, job(on_gpus=True)).peak_bytes is None
+    assert read_log(text, 1, job()).peak_bytes is not None
+
+
 @pytest.mark.parametrize(
     "text",
     [
