@@ -48,10 +48,14 @@ class Row:
     note: str = ""
 
     @property
+    def ran(self) -> bool:
+        """Return whether the combination has run, however that ended."""
+        return not self.verdict.startswith("predicted")
+
+    @property
     def best_mfu(self) -> float:
         """Return the measured MFU, or the predicted one of what has not run; else nothing."""
-        predicted = self.verdict.startswith("predicted")
-        return (self.predicted_mfu if predicted else self.mfu) or 0.0
+        return (self.mfu if self.ran else self.predicted_mfu) or 0.0
 
 
 def rows_of(predictions: Iterable[Prediction], results: Iterable[Result] = ()) -> list[Row]:
@@ -125,10 +129,10 @@ def _cells(row: Row) -> list[str]:
         parallel(it),
         layout,
         row.verdict,
-        _both(row.mfu, row.predicted_mfu, 100, 2),
-        _both(row.step_s, row.predicted_step_s, 1, 3),
-        _both(row.bubble, row.predicted_bubble, 100, 1),
-        _both(row.peak_gib, row.predicted_peak_gib, 1, 1),
+        _both(row, row.mfu, row.predicted_mfu, 100, 2),
+        _both(row, row.step_s, row.predicted_step_s, 1, 3),
+        _both(row, row.bubble, row.predicted_bubble, 100, 1),
+        _both(row, row.peak_gib, row.predicted_peak_gib, 1, 1),
     ]
 
 
@@ -144,12 +148,14 @@ def parallel(it: Combination) -> str:
     return " ".join(map(str, sizes))
 
 
-def _both(measured: float | None, predicted: float | None, scale: float, digits: int) -> str:
-    """Return the measured value with the predicted one in brackets, or what there is of them."""
+def _both(
+    row: Row, measured: float | None, predicted: float | None, scale: float, digits: int
+) -> str:
+    """Return what a run measured with the predicted value in brackets, or what was predicted."""
     texts = [
         "-" if each is None else f"{each * scale:.{digits}f}" for each in (measured, predicted)
     ]
-    return texts[1] if measured is None else f"{texts[0]} ({texts[1]})"
+    return f"{texts[0]} ({texts[1]})" if row.ran else texts[1]
 
 
 @dataclass(frozen=True, slots=True)

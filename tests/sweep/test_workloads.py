@@ -63,7 +63,9 @@ def test_a_run_that_failed_is_no_winner(two_batches: list[Prediction], tmp_path:
         failed = Result(best.combination, Outcome(status), None, 1.0, 1.0, 0.1)
         rows = rows_of([best, other], [failed, ran])
         assert best_rows(rows) == [rows[1]]
-        assert [row.style for row in result_table(rows, "title").rows] == [None, "bold"]
+        table = result_table(rows, "title")
+        assert [row.style for row in table.rows] == [None, "bold"]
+        assert list(table.columns[6].cells)[0] == f"- ({100 * best.mfu:.2f})"
         assert rows[0].best_mfu == 0
         with pytest.raises(SweepError, match="there is nothing to draw"):
             draw_pareto(rows[:1], tmp_path / "pareto.svg", "title")
