@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -19,6 +19,7 @@ from megatron_vshape.sweep.results import Outcome, Status
 
 LAST_LINES = 12
 POLL_S = 0.2
+STOPPING_S = 40.0  # torchrun gives its ranks 30 before it kills them
 PORT = 29_400  # where the ranks of several nodes meet; a node runs one job at a time
 STOPPED = "stopped"
 """In a run's folder: its job was told to end before it had an outcome."""
@@ -143,15 +144,35 @@ def _alive(process: int | None) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the run and all its ranks; they are a process group."""
-    if process.poll() is None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            os.killpg(process.pid, number)
-            try:
-                process.wait(timeout=5)
-                return
-            except subprocess.TimeoutExpired:
-                continue
+    """End the run: torchrun, which ends its ranks, and whatever it leaves of them.
+
+    Each rank is in a session of its own, so no signal to torchrun's group reaches it.
+    """
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(STOPPING_S)
+    except subprocess.TimeoutExpired:
+        for each in (process.pid, *_descendants(process.pid)):
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=5)
+
+
+def _descendants(process: int) -> list[int]:
+    """Return the processes below one, as Linux tells them; elsewhere none."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            # pid (name) state parent ..., where the name may hold anything.
+            parent = path.read_text(errors="replace").rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(path.parent.name))
+    found = [process]
+    for each in found:
+        found += children.get(each, [])
+    return found[1:]
 
 
 def read_log(text: str, code: int | None, job: Job) -> Outcome:

@@ -1,9 +1,14 @@
 """Reading how a run ended from its log."""
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from megatron_vshape.sweep import worker
 from megatron_vshape.sweep.results import Outcome, Status
 from megatron_vshape.sweep.worker import Job, merge, read_log, read_outcome, write_outcome
 
@@ -108,3 +113,35 @@ def test_nodes_are_merged(tmp_path: Path) -> None:
     assert read_outcome(tmp_path, 2) == Outcome(Status.OK, 0.5, 7.0, 0.125)
     bad = Outcome(Status.OUT_OF_MEMORY, log_tail="x")
     assert merge([Outcome(Status.OK, 1.0), bad, Outcome(Status.FAILED)]) is bad
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, lambda *_: None)
+rank = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", rank], start_new_session=True)
+print(child.pid, flush=True)
+while True:
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux tells descendants")
+def test_ranks_in_sessions_of_their_own_end_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "STOPPING_S", 0.5)
+    run = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE)
+    assert run.stdout is not None
+    rank = int(run.stdout.readline())
+    worker._stop(run)
+    run.stdout.close()
+    assert run.returncode == -signal.SIGKILL
+    end = time.monotonic() + 10
+    while _runs(rank):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _runs(process: int) -> bool:
+    """Return whether a process is there and has not just been left unwaited for."""
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
