@@ -23,6 +23,9 @@ Positive = Annotated[int, Field(gt=0, le=MAX_COUNT, strict=True)]
 Rate = Annotated[float, Field(ge=1e-9, le=1e12, allow_inf_nan=False)]
 FilePath = Annotated[str, Field(min_length=1, max_length=1000)]
 
+SLURM_LISTS = ("setup", "teardown", "srun_args")
+"""Under `run: slurm:`; what else submitit passes to sbatch is one value."""
+
 Title = Annotated[str, Field(pattern=r"^[^\[\]\p{C}]{1,100}$")]
 """What stands in tables, pictures and the log: no control characters, no markup."""
 
@@ -198,7 +201,17 @@ class Run(_File):
     arguments: list[str] = []  # flags for the trainer, the same for every run
     environment: dict[str, str] = Field(default_factory=dict)
     # partition, account, qos, ...; false takes a flag of the launcher's own away
-    slurm: dict[str, str | int | bool] = Field(default_factory=dict)
+    slurm: dict[str, str | int | bool | list[str]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _lists_where_submitit_has_them(self) -> "Run":
+        for name, value in self.slurm.items():
+            if isinstance(value, list) != (name in SLURM_LISTS) and value is not False:
+                raise ValueError(
+                    f"slurm.{name:.60} is {_short(value)}, but {', '.join(SLURM_LISTS)} are lists "
+                    "of commands or flags, and only they"
+                )
+        return self
 
 
 class Sweep(_File):

@@ -306,7 +306,7 @@ class Launcher:
             }
             # sbatch has no word for a flag that is not given, nor for zero GPUs where none are.
             slurm.update_parameters(**{k: v for k, v in asked.items() if v is not False})
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             raise SweepError(f"SLURM cannot be used: {error}") from None
         return slurm
 

@@ -34,6 +34,10 @@ def grid(**over: Any) -> dict[str, Any]:
     return {"grid": {**SWEEP["grid"], **over}}
 
 
+def run(**over: Any) -> dict[str, Any]:
+    return {"run": {**SWEEP["run"], **over}}
+
+
 @pytest.mark.parametrize(
     ("over", "text"),
     [
@@ -45,6 +49,14 @@ def grid(**over: Any) -> dict[str, Any]:
         (grid(recompute=["some"]), r"grid\.recompute\.0 is 'some': .*'none' or 'full'"),
         ({"workloads": []}, r"workloads is empty"),
         ({"model": "gone.yaml"}, r"gone\.yaml cannot be read: .*No such file"),
+        (
+            run(slurm={"setup": "module load cuda"}),
+            r"run: slurm\.setup is 'module load cuda', but ",
+        ),
+        (
+            run(slurm={"partition": ["a", "b"]}),
+            r"run: slurm\.partition is \['a', 'b'\], but setup, ",
+        ),
         (grid(schedule=["v-third"]), r"there is no schedule 'v-third'; choose among .*v-half"),
     ],
 )

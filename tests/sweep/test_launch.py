@@ -96,7 +96,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
 
 def test_what_sbatch_refuses_is_told(tmp_path: Path, tools: Callable[..., None]) -> None:
     tools(sbatch='cp "$1" asked\necho "sbatch: error: invalid partition: none" >&2\nexit 1')
-    wanted = {"partition": "none", "exclusive": False, "mem": "1GB"}
+    wanted = {"partition": "none", "exclusive": False, "mem": "1GB", "setup": ["module load x"]}
     with pytest.raises(SweepError, match=r"(?s)invalid partition: none.*`run: slurm:`"):
         launch(tmp_path, ONE | run_over(executor="slurm", slurm=wanted))
     asked = (tmp_path / "asked").read_text()
@@ -106,6 +106,7 @@ def test_what_sbatch_refuses_is_told(tmp_path: Path, tools: Callable[..., None])
     assert "--gpus" not in asked
     assert "--exclusive" not in asked
     assert "#SBATCH --no-requeue\n" in asked
+    assert "\nmodule load x\n" in asked
 
 
 PICKLED = cloudpickle.dumps(("success", Outcome(Status.OK, 0.5)))
