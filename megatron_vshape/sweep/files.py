@@ -253,12 +253,30 @@ def load_sweep(path: str | Path) -> Loaded:
     """
     path = Path(path)
     sweep = load(path, Sweep)
+    cluster = load(path.parent / sweep.cluster, Cluster)
+    _check_executor(sweep.run, cluster, path)
     return Loaded(
         path=path,
         sweep=sweep,
         model=load(path.parent / sweep.model, Model),
-        cluster=load(path.parent / sweep.cluster, Cluster),
+        cluster=cluster,
     )
+
+
+def _check_executor(run: Run, cluster: Cluster, path: Path) -> None:
+    """Raise SweepError for runs that this machine alone cannot launch."""
+    if run.executor != "local":
+        return
+    if cluster.nodes > 1:
+        raise SweepError(
+            f"{path}: run.executor is local, but the cluster {cluster.name} has {cluster.nodes} "
+            "nodes; only slurm starts a run on several"
+        )
+    if cluster.backend == "nccl" and run.at_once > 1:
+        raise SweepError(
+            f"{path}: run.at_once is {run.at_once}, but with run.executor local every run has all "
+            "GPUs of the node: make it 1, or let slurm share them out"
+        )
 
 
 def load(path: Path, kind: type[Kind]) -> Kind:

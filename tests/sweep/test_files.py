@@ -84,6 +84,21 @@ def test_file_that_is_no_sweep(tmp_path: Path, text: str, message: str) -> None:
         load_sweep(path)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "over", "text"),
+    [
+        ({"nodes": 2, "devices_per_node": 1}, {}, "executor is local, but the cluster two has 2 n"),
+        ({"backend": "nccl"}, {"at_once": 2}, "at_once is 2, but with run.executor local every"),
+    ],
+)
+def test_what_one_machine_cannot_launch(
+    tmp_path: Path, cluster: dict[str, Any], over: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(SweepError, match=text):
+        load_sample(tmp_path, cluster=cluster, sweep=run(**over))
+    load_sample(tmp_path, cluster=cluster, sweep=run(**over, executor="slurm"))
+
+
 def test_sizes_that_contradict(tmp_path: Path) -> None:
     with pytest.raises(SweepError, match="hidden_size 256 is not a multiple of attention_heads 3"):
         load_sample(tmp_path, model={"attention_heads": 3})
