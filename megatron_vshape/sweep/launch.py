@@ -293,6 +293,8 @@ class Launcher:
         try:
             slurm = submitit.SlurmExecutor(jobs)
             slurm.job_class = _Job
+            # A job has all processors of nodes that are its own, else only those it asks for.
+            shares = run.slurm.get("exclusive") is False
             asked = {
                 "job_name": self.loaded.sweep.name,
                 "time": minutes,
@@ -300,6 +302,7 @@ class Launcher:
                 "ntasks_per_node": 1,
                 "gpus_per_node": gpus or False,
                 "exclusive": True,
+                "cpus_per_task": shares and cluster.devices_per_node * run.threads,
                 # A run that goes back into the queue does so as a new job, whose files are its own.
                 "additional_parameters": {"no-requeue": True},
                 **run.slurm,

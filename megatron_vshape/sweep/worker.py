@@ -20,7 +20,9 @@ from megatron_vshape.sweep.results import Outcome, Status
 LAST_LINES = 12
 POLL_S = 0.2
 STOPPING_S = 40.0  # torchrun gives its ranks 30 before it kills them
-PORT = 29_400  # where the ranks of several nodes meet; a node runs one job at a time
+FIRST_PORT, NUM_PORTS = 20_000, 10_000
+"""Where the ranks of several nodes meet; jobs that share a node each have a port of their own."""
+
 STOPPED = "stopped"
 """In a run's folder: its job was told to end before it had an outcome."""
 
@@ -56,11 +58,10 @@ def run_job(job: Job) -> Outcome:
         SystemExit: the job was told to end, as when it is preempted. That says nothing of the run,
             so there is no outcome, and submitit, which takes it for no result, writes none either.
     """
-    node, host = _this_node() if job.num_nodes > 1 else (0, "localhost")
+    node, host, port = _this_node() if job.num_nodes > 1 else (0, "localhost", FIRST_PORT)
     log = job.folder / f"node{node}.log"
-    command = torchrun(
-        list(job.command), job.devices_per_node, node_flags(job.num_nodes, node, host, PORT)
-    )
+    flags = node_flags(job.num_nodes, node, host, port)
+    command = torchrun(list(job.command), job.devices_per_node, flags)
     with _ending(job.folder) as ending:
         with log.open("w") as output:
             code = _run(
@@ -102,12 +103,13 @@ def _ending(folder: Path) -> Iterator[_Ending]:
             signal.signal(number, handler)
 
 
-def _this_node() -> tuple[int, str]:
-    """Return this node's number among the job's, and the first one's name."""
+def _this_node() -> tuple[int, str, int]:
+    """Return this node's number among the job's, the first one's name, and a port there."""
     import submitit
 
     environment = submitit.JobEnvironment()
-    return environment.node, environment.hostnames[0]
+    port = FIRST_PORT + int(environment.raw_job_id) % NUM_PORTS
+    return environment.node, environment.hostnames[0], port
 
 
 def _run(command: Sequence[str], job: Job, output: int, in_vain: Callable[[], bool]) -> int | None:

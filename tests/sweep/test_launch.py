@@ -98,13 +98,14 @@ def test_what_sbatch_refuses_is_told(tmp_path: Path, tools: Callable[..., None])
     tools(sbatch='cp "$1" asked\necho "sbatch: error: invalid partition: none" >&2\nexit 1')
     wanted = {"partition": "none", "exclusive": False, "mem": "1GB", "setup": ["module load x"]}
     with pytest.raises(SweepError, match=r"(?s)invalid partition: none.*`run: slurm:`"):
-        launch(tmp_path, ONE | run_over(executor="slurm", slurm=wanted))
+        launch(tmp_path, ONE | run_over(executor="slurm", slurm=wanted, threads=3))
     asked = (tmp_path / "asked").read_text()
     assert "#SBATCH --partition=none\n" in asked
     assert "#SBATCH --mem=1GB\n" in asked
     # The cluster has no GPU, and false takes a flag away.
     assert "--gpus" not in asked
     assert "--exclusive" not in asked
+    assert "#SBATCH --cpus-per-task=6\n" in asked  # two devices with three threads
     assert "#SBATCH --no-requeue\n" in asked
     assert "\nmodule load x\n" in asked
 

@@ -115,6 +115,17 @@ def test_nodes_are_merged(tmp_path: Path) -> None:
     assert merge([Outcome(Status.OK, 1.0), bad, Outcome(Status.FAILED)]) is bad
 
 
+@pytest.mark.parametrize(("number", "port"), [("42", 20_042), ("1234567", 24_567)])
+def test_jobs_that_share_a_node_meet_at_ports_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, number: str, port: int
+) -> None:
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    monkeypatch.setenv("SLURM_JOB_ID", number)
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[3-4]")
+    assert worker._this_node() == (1, "n3", port)
+
+
 STUBBORN = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, lambda *_: None)
