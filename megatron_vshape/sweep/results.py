@@ -214,9 +214,14 @@ def open_results(path: Path) -> Iterator[Results]:
     with path.with_name(path.name + ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise SweepError(
                 f"another sweep is writing {path}; wait for it, or name another file with --results"
+            ) from None
+        except OSError as error:
+            raise SweepError(
+                f"{path} cannot be locked against other sweeps: {error.strerror}; name a file on "
+                "another file system with --results"
             ) from None
         try:
             connection = sqlite3.connect(path)
@@ -247,9 +252,10 @@ def _told(error: sqlite3.DatabaseError, path: Path) -> str:
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
-    # A write-ahead log is torn at no moment, and FULL waits for the disk at every commit.
+    # A write-ahead log would need memory that all nodes of a cluster share. A journal that is cut
+    # off is as safe from a kill at any moment, and FULL waits for the disk at every commit.
     try:
-        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA journal_mode = TRUNCATE")
     except UnicodeDecodeError as error:  # SQLite's message quotes what is damaged
         raise sqlite3.DatabaseError(str(error)) from None
     connection.execute("PRAGMA synchronous = FULL")

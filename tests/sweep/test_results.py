@@ -1,5 +1,8 @@
 """The results file: nothing that was recorded is lost, and what it is not is refused."""
 
+import errno
+import fcntl
+import os
 import signal
 import sqlite3
 import subprocess
@@ -169,6 +172,35 @@ def test_two_sweeps_do_not_share_a_file(tmp_path: Path) -> None:
     refused = pytest.raises(SweepError, match="another sweep is writing")
     with open_results(path), refused, open_results(path):
         pass
+
+
+def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    refused = pytest.raises(
+        SweepError, match=r"results\.db cannot be locked against other sweeps: Function not impl"
+    )
+    with refused, open_results(tmp_path / "results.db"):
+        pass
+
+
+def test_no_write_ahead_log_which_network_file_systems_cannot_have(tmp_path: Path) -> None:
+    """What an earlier version kept in one is there still."""
+    path = tmp_path / "results.db"
+    with open_results(path) as results:
+        results.record("a", "test", RESULT)
+        results._connection.execute("PRAGMA journal_mode = WAL")
+        results.record("b", "test", RESULT)
+        copy = tmp_path / "copy.db"
+        for end in ("", "-wal"):
+            copy.with_name(copy.name + end).write_bytes(Path(f"{path}{end}").read_bytes())
+    with open_results(copy) as results:
+        assert results._connection.execute("PRAGMA journal_mode").fetchone() == ("truncate",)
+        assert results.ended() == {"a", "b"}
+        results.record("c", "test", RESULT)
+        assert not copy.with_name("copy.db-wal").exists()
 
 
 @pytest.mark.parametrize(
