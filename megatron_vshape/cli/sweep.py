@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megatron_vshape.sweep.files import Loaded
-    from megatron_vshape.sweep.grid import Dropped
+    from megatron_vshape.sweep.grid import Dropped, Expanded
     from megatron_vshape.sweep.machine import Machine
     from megatron_vshape.sweep.predict import Prediction, Predictor
     from megatron_vshape.sweep.prune import Chosen
@@ -37,11 +37,17 @@ NO_PICTURE = "no picture, which needs matplotlib: pip install 'megatron-vshape[d
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sweep's arguments."""
     parser.add_argument("file", type=Path, metavar="FILE.yaml", help="the sweep")
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
         "--predict-only", action="store_true", help="predict and rank; needs no cluster"
     )
-    parser.add_argument(
+    instead.add_argument(
         "--dry-run", action="store_true", help="print the commands of the runs, start none"
+    )
+    instead.add_argument(
+        "--report",
+        action="store_true",
+        help="print what has been measured so far, also while the sweep runs; start nothing",
     )
     parser.add_argument(
         "--results", type=Path, metavar="FILE.db", help="default: runs/sweep-NAME/results.db"
@@ -64,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Predict, launch what is worth it, and report."""
-    _check_installed(launching=not (options.predict_only or options.assumptions))
+    quiet = options.predict_only or options.assumptions or options.report
+    _check_installed(launching=not quiet)
     _check_targets(options)
     from rich.console import Console
 
@@ -80,6 +87,8 @@ def run(options: argparse.Namespace) -> int:
     if options.assumptions:
         _print_assumptions(console, Machine.of(loaded.cluster))
         return 0
+    if options.report:
+        return _report(loaded, console, options)
     published = load_published(options.compare) if options.compare is not None else None
     predictor, predictions = _predict(loaded, console, options)
 
@@ -120,28 +129,28 @@ def _check_installed(launching: bool) -> None:
             ) from None
 
 
-def _predict(
-    loaded: "Loaded", console: "Console", options: argparse.Namespace
-) -> "tuple[Predictor, list[Prediction]]":
-    from rich.progress import track
-
+def _expand(loaded: "Loaded") -> "tuple[Predictor, Expanded]":
     from megatron_vshape.sweep.grid import expand
     from megatron_vshape.sweep.machine import Machine
     from megatron_vshape.sweep.measured import MeasuredCosts
     from megatron_vshape.sweep.predict import Predictor
 
-    expanded = expand(loaded)
+    machine, measured = Machine.of(loaded.cluster), MeasuredCosts.load(loaded)
+    predictor = Predictor(loaded.model, machine, loaded.sweep.post_validation, measured)
+    return predictor, expand(loaded)
+
+
+def _predict(
+    loaded: "Loaded", console: "Console", options: argparse.Namespace
+) -> "tuple[Predictor, list[Prediction]]":
+    from rich.progress import track
+
+    predictor, expanded = _expand(loaded)
     _print_dropped(console, expanded.dropped, "impossible", options.verbose)
-    predictor = Predictor(
-        loaded.model,
-        Machine.of(loaded.cluster),
-        loaded.sweep.post_validation,
-        MeasuredCosts.load(loaded),
-    )
-    described = f"predicting {len(expanded.possible)} combinations"
+    total = len(expanded.possible)
     with _quiet():
         found = predictor.survey(expanded.possible, loaded.sweep.pruning.margin)
-        total = len(expanded.possible)
+        described = f"predicting {total} combinations"
         bar = track(found, described, total=total, console=console, transient=True)
         return predictor, list(bar)
 
@@ -219,10 +228,10 @@ def _launch(
 ) -> int:
     from megatron_vshape.sweep.launch import Launcher
     from megatron_vshape.sweep.progress import Progress
-    from megatron_vshape.sweep.report import ranking_line, result_table, rows_of
+    from megatron_vshape.sweep.report import rows_of
     from megatron_vshape.sweep.results import key_of, open_results
 
-    path = options.results or Path("runs") / f"sweep-{loaded.sweep.name}" / "results.db"
+    path = _results_path(loaded, options)
     keys = {each: key_of(each.combination, loaded, predictor.measured) for each in predictions}
     with open_results(path) as results:
         done = results.ended(options.retry_failed)
@@ -234,13 +243,7 @@ def _launch(
     # What an earlier sweep measured is shown even where it would not be run today.
     shown = {each.combination for each in chosen.run} | {each.combination for each in found}
     rows = rows_of([each for each in predictions if each.combination in shown], found)
-    rows.sort(key=lambda row: (row.combination.workload, -(row.mfu or 0.0)))
-    title = f"{loaded.model.name} on {loaded.cluster.name}: measured (predicted)"
-    console.print(result_table(rows, title))
-    for row in rows:
-        if row.note and row.verdict != "ok":
-            _say(console, f"{row.verdict}: {row.combination}: {row.note}")
-    console.print(ranking_line(rows))
+    _show(console, loaded, rows)
     options.csv = options.csv or path.parent / "results.csv"
     some = any(row.best_mfu for row in rows)
     if some and can_draw():
@@ -249,6 +252,41 @@ def _launch(
     without = NO_PICTURE if some else "no picture, as no run ended well"
     _say(console, f"results: {path}, {options.csv}, {options.figure or without}")
     return 0
+
+
+def _report(loaded: "Loaded", console: "Console", options: argparse.Namespace) -> int:
+    """Print what the results file has of this sweep; nothing is predicted for it."""
+    from megatron_vshape.sweep.report import prediction_of, rows_of
+    from megatron_vshape.sweep.results import key_of, read_results
+
+    path = _results_path(loaded, options)
+    predictor, expanded = _expand(loaded)
+    keys = {key_of(each, loaded, predictor.measured) for each in expanded.possible}
+    with read_results(path) as results:
+        found, in_flight = results.read(keys), results.num_in_flight(keys)
+    rows = rows_of([prediction_of(each, predictor) for each in found], found)
+    _show(console, loaded, rows)
+    _write_files(rows, loaded, options)
+    _say(console, f"{len(found)} runs have ended, {in_flight} are in flight: {path}")
+    return 0
+
+
+def _results_path(loaded: "Loaded", options: argparse.Namespace) -> Path:
+    path: Path | None = options.results
+    return path or Path("runs") / f"sweep-{loaded.sweep.name}" / "results.db"
+
+
+def _show(console: "Console", loaded: "Loaded", rows: "list[Row]") -> None:
+    """Print the table, why runs failed, and how good the predictions were."""
+    from megatron_vshape.sweep.report import ranking_line, result_table
+
+    rows.sort(key=lambda row: (row.combination.workload, -(row.mfu or 0.0)))
+    title = f"{loaded.model.name} on {loaded.cluster.name}: measured (predicted)"
+    console.print(result_table(rows, title))
+    for row in rows:
+        if row.note and row.verdict != "ok":
+            _say(console, f"{row.verdict}: {row.combination}: {row.note}")
+    console.print(ranking_line(rows))
 
 
 def _print_assumptions(console: "Console", machine: "Machine") -> None:

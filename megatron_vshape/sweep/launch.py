@@ -18,7 +18,6 @@ from megatron_vshape.sweep import worker
 from megatron_vshape.sweep.command import trainer_command
 from megatron_vshape.sweep.files import Loaded, SweepError
 from megatron_vshape.sweep.grid import ADAPTIVE, Combination
-from megatron_vshape.sweep.layer import model_flops
 from megatron_vshape.sweep.predict import Prediction, Predictor
 from megatron_vshape.sweep.results import Outcome, Result, Results, Status, key_of
 
@@ -233,11 +232,7 @@ class Launcher:
 
     def _result(self, prediction: Prediction, outcome: Outcome) -> Result:
         it = prediction.combination
-        mfu = None
-        if outcome.step_s is not None:
-            flops = model_flops(self.loaded.model, it.sequence_length, it.global_batch_size)
-            peak = self.predictor.machine.peak_flops_per_us * 1e6 * it.num_devices
-            mfu = flops / (outcome.step_s * peak)
+        mfu = None if outcome.step_s is None else self.predictor.mfu(it, outcome.step_s)
         return Result(
             it,
             outcome,

@@ -61,6 +61,11 @@ class Predictor:
     post_validation: bool = False
     measured: MeasuredCosts | None = None
 
+    @property
+    def limit_bytes(self) -> float:
+        """Return the memory of a device."""
+        return self.machine.cluster.device.memory_gib * GIB
+
     def __call__(self, combination: Combination) -> Prediction:
         """Return what the combination takes."""
         try:
@@ -103,12 +108,11 @@ class Predictor:
         return least * 1e-6
 
     def _unplanned(self, combination: Combination, verdict: Verdict, reason: str) -> Prediction:
-        limit = self.machine.cluster.device.memory_gib * GIB
-        return Prediction(combination, verdict, 0.0, limit, reason=reason)
+        return Prediction(combination, verdict, 0.0, self.limit_bytes, reason=reason)
 
     def _predict(self, stages: "_Stages", schedule: Schedule) -> Prediction:
         combination = stages.combination
-        limit = self.machine.cluster.device.memory_gib * GIB
+        limit = self.limit_bytes
         held = peak_held(schedule, stages.costs)
         needed = [
             fixed + (1 + self.machine.assume.fragmentation) * dynamic
@@ -122,16 +126,19 @@ class Predictor:
             gib = f"{needed[worst] / GIB:.1f} of {limit / GIB:.1f} GiB on device {worst}"
             return replace(found, verdict=Verdict.OUT_OF_MEMORY, reason=f"needs {gib}")
         timeline = simulate(schedule, stages.costs)
-        step_us = self._step_us(stages, timeline)
-        it = combination
-        flops = model_flops(self.model, it.sequence_length, it.global_batch_size)
-        peak = self.machine.peak_flops_per_us * it.num_devices
+        step_s = self._step_us(stages, timeline) * 1e-6
         return replace(
             found,
-            step_s=step_us * 1e-6,
-            mfu=flops / (step_us * peak),
+            step_s=step_s,
+            mfu=self.mfu(combination, step_s),
             bubble=timeline.span_bubble if self.post_validation else timeline.bubble,
         )
+
+    def mfu(self, combination: Combination, step_s: float) -> float:
+        """Return the fraction of the devices' peak that a step of so long a time makes use of."""
+        it = combination
+        flops = model_flops(self.model, it.sequence_length, it.global_batch_size)
+        return flops / (step_s * 1e6 * self.machine.peak_flops_per_us * it.num_devices)
 
     def schedule(self, combination: Combination) -> Schedule:
         """Return the order that the combination runs; raises SweepError where none fits."""
@@ -141,12 +148,11 @@ class Predictor:
         if it.schedule != ADAPTIVE:
             made = _made(it.schedule, it.pipeline_parallel, it.num_microbatches)
             return _Stages.of(it, self, made.placement), made
-        limit = self.machine.cluster.device.memory_gib * GIB
         reserve = 1 + self.machine.assume.fragmentation
         found, reasons = [], []
         for placement in placements_of(it.pipeline_parallel):
             stages = _Stages.of(it, self, placement)
-            spare = [(limit - fixed) / reserve for fixed in stages.fixed_bytes()]
+            spare = [(self.limit_bytes - fixed) / reserve for fixed in stages.fixed_bytes()]
             try:
                 schedule = plan_adaptive(it, placement, stages.costs, spare, self.post_validation)
             except SweepError as error:

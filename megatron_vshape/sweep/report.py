@@ -16,7 +16,7 @@ from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.sweep.files import MAX_FILE_BYTES, Recompute, SweepError
 from megatron_vshape.sweep.grid import Combination
 from megatron_vshape.sweep.machine import GIB
-from megatron_vshape.sweep.predict import Prediction
+from megatron_vshape.sweep.predict import Prediction, Predictor, Verdict
 from megatron_vshape.sweep.ranking import kendall_tau, pareto
 from megatron_vshape.sweep.results import Outcome, Result, Status
 from megatron_vshape.view.names import display_name
@@ -62,6 +62,20 @@ def rows_of(predictions: Iterable[Prediction], results: Iterable[Result] = ()) -
     """Return one row per prediction, the measured values where there are any."""
     measured = {each.combination: each for each in results}
     return [_row(each, measured.get(each.combination)) for each in predictions]
+
+
+def prediction_of(result: Result, predictor: Predictor) -> Prediction:
+    """Return what was predicted before a run was made."""
+    it, step_s = result.combination, result.predicted_step_s
+    return Prediction(
+        it,
+        Verdict.RUNS,
+        result.predicted_peak_bytes,
+        predictor.limit_bytes,
+        step_s,
+        None if step_s is None else predictor.mfu(it, step_s),
+        result.predicted_bubble,
+    )
 
 
 def _row(prediction: Prediction, result: Result | None) -> Row:

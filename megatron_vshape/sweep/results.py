@@ -17,6 +17,8 @@ from megatron_vshape.sweep.measured import MeasuredCosts
 
 APPLICATION = 0x56534850  # "VSHP": marks the file as one of ours
 FORMAT = 1
+BUSY_S = 60.0
+"""So long a sweep that writes waits for one that reads, and the other way round."""
 
 MAX_VALUE_BYTES = 2**24
 """Of one value in the file; a log's tail is a few thousand."""
@@ -145,6 +147,10 @@ class Results:
         row = self._connection.execute("SELECT job FROM in_flight WHERE key = ?", (key,)).fetchone()
         return None if row is None else str(row[0])
 
+    def num_in_flight(self, keys: Collection[str]) -> int:
+        """Return how many of these runs are in flight, or were when their sweep ended."""
+        return sum(key in keys for (key,) in self._connection.execute("SELECT key FROM in_flight"))
+
     def read(self, keys: Collection[str]) -> list[Result]:
         """Return the results of these runs in the order in which they came.
 
@@ -223,26 +229,45 @@ def open_results(path: Path) -> Iterator[Results]:
                 f"{path} cannot be locked against other sweeps: {error.strerror}; name a file on "
                 "another file system with --results"
             ) from None
-        try:
-            connection = sqlite3.connect(path)
+        with _connected(path, writing=True) as connection:
+            _prepare(connection, path)
+            yield Results(connection)
+
+
+@contextmanager
+def read_results(path: Path) -> Iterator[Results]:
+    """Open the results file to read what there is, though a sweep may be writing it.
+
+    Raises:
+        SweepError: there is none, it is no results file, is damaged, or cannot be read.
+    """
+    if not path.is_file():
+        raise SweepError(f"{path}: there are no results yet; --results names another file")
+    with _connected(path, writing=False) as connection:
+        _check(connection, path)
+        yield Results(connection)
+
+
+@contextmanager
+def _connected(path: Path, writing: bool) -> Iterator[sqlite3.Connection]:
+    # A reader may write too: it can be the first to see what a kill has left of a commit.
+    uri = f"{path.absolute().as_uri()}?mode={'rwc' if writing else 'rw'}"
+    try:
+        with closing(sqlite3.connect(uri, timeout=BUSY_S, uri=True)) as connection:
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
-            try:
-                _prepare(connection, path)
-                yield Results(connection)
-            finally:
-                connection.close()
-        except sqlite3.DatabaseError as error:
-            raise SweepError(_told(error, path)) from None
+            yield connection
+    except sqlite3.DatabaseError as error:
+        raise SweepError(_told(error, path, "written" if writing else "read")) from None
 
 
-def _told(error: sqlite3.DatabaseError, path: Path) -> str:
+def _told(error: sqlite3.DatabaseError, path: Path, done: str) -> str:
     """Return what is wrong with the file, or with the disk that it is on, and what to do."""
     # An operational error is the disk's, but for SQL that a damaged schema breaks, and for text
     # that is not UTF-8, which has no code.
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
     if isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_ERROR:
         return (
-            f"{path} cannot be written: {error}; the results so far are kept: make it writable and "
+            f"{path} cannot be {done}: {error}; the results so far are kept: make it writable and "
             "sweep again, or name another with --results"
         )
     return (
@@ -252,27 +277,39 @@ def _told(error: sqlite3.DatabaseError, path: Path) -> str:
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    """Make the tables where there are none, and let a commit end when it is on the disk."""
+    num_tables = _num_tables(connection)
     # A write-ahead log would need memory that all nodes of a cluster share. A journal that is cut
     # off is as safe from a kill at any moment, and FULL waits for the disk at every commit.
-    try:
-        connection.execute("PRAGMA journal_mode = TRUNCATE")
-    except UnicodeDecodeError as error:  # SQLite's message quotes what is damaged
-        raise sqlite3.DatabaseError(str(error)) from None
+    connection.execute("PRAGMA journal_mode = TRUNCATE")
     connection.execute("PRAGMA synchronous = FULL")
-    application = connection.execute("PRAGMA application_id").fetchone()[0]
-    tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-    if not tables:
-        connection.executescript(
-            f"BEGIN; PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {FORMAT};"
-            f"{_CREATE} COMMIT;"
-        )
+    if num_tables:
+        _check(connection, path)
         return
+    connection.executescript(
+        f"BEGIN; PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {FORMAT};"
+        f"{_CREATE} COMMIT;"
+    )
+
+
+def _check(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise SweepError for a database that is not one of ours."""
+    if not _num_tables(connection):
+        raise SweepError(f"{path}: there are no results yet; --results names another file")
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if application != APPLICATION or version != FORMAT or _schema(connection) != _expected():
         raise SweepError(
             f"{path} is a database, but not a results file of this version: move it away, or name "
             "another with --results"
         )
+
+
+def _num_tables(connection: sqlite3.Connection) -> int:
+    try:
+        return int(connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0])
+    except UnicodeDecodeError as error:  # SQLite's message quotes what is damaged
+        raise sqlite3.DatabaseError(str(error)) from None
 
 
 def _schema(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:

@@ -12,6 +12,7 @@ from sweep.samples import ROOT, SWEEP, write_sweep
 
 from megatron_vshape.cli import sweep
 from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.sweep.results import open_results
 
 
 def call(*arguments: object) -> int:
@@ -104,6 +105,27 @@ def test_what_was_measured_is_shown_whatever_the_sweep_is_called(
     with (tmp_path / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["verdict"] for row in rows] == ["ok"] * 4
+
+
+def test_the_report_of_a_sweep_that_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has ended is shown with what was predicted of it; nothing is planned or started."""
+    path, database = write_sweep(tmp_path), tmp_path / "results.db"
+    with pytest.raises(ScheduleError, match=r"results\.db: there are no results yet"):
+        call(path, "--results", database, "--report")
+    assert call(path, "--results", database) == 0
+    table = capsys.readouterr().out.partition("small on two")[2].partition("results: ")[0]
+    monkeypatch.setattr(sweep, "_predict", None)
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with open_results(database) as results:
+        results.start(next(iter(results.ended())), "42")
+        assert call(path, "--results", database, "--report", "--csv", tmp_path / "now.csv") == 0
+    shown, last = capsys.readouterr().out.partition("small on two")[2].rsplit("\n", 2)[:2]
+    assert last == f"4 runs have ended, 1 are in flight: {database}"
+    assert sorted(shown.split("\n")) == sorted(table.strip("\n").split("\n"))
+    now, then = ((tmp_path / f"{name}.csv").read_text() for name in ("now", "results"))
+    assert sorted(now.splitlines()) == sorted(then.splitlines())
 
 
 def test_a_failed_run_is_run_again_when_asked(

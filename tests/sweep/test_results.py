@@ -19,7 +19,14 @@ from megatron_vshape.core.costs import Costs
 from megatron_vshape.sweep.files import Layout, Recompute, SweepError
 from megatron_vshape.sweep.grid import Combination, expand
 from megatron_vshape.sweep.measured import MeasuredCosts
-from megatron_vshape.sweep.results import Outcome, Result, Status, key_of, open_results
+from megatron_vshape.sweep.results import (
+    Outcome,
+    Result,
+    Status,
+    key_of,
+    open_results,
+    read_results,
+)
 
 WRITER = """
 import sys
@@ -94,6 +101,39 @@ def test_kill_loses_nothing_that_was_recorded(tmp_path: Path) -> None:
     with open_results(path) as results:
         assert len(results.ended()) in (len(told), len(told) + 1)
         assert {str(number) for number in told} <= results.ended()
+
+
+def test_a_reader_finds_what_a_kill_left(tmp_path: Path) -> None:
+    """The first to read after a kill puts right what was being written, and loses no result."""
+    path, copy = tmp_path / "results.db", tmp_path / "copy.db"
+    with open_results(path) as results:
+        results.record("a", "test", RESULT)
+        results._connection.execute("PRAGMA cache_size = 1")
+        results._connection.execute("BEGIN IMMEDIATE")
+        for number in range(50):
+            results._connection.execute(
+                "INSERT INTO in_flight VALUES (?, ?)", (str(number), "x" * 5000)
+            )
+        for end in ("", "-journal"):
+            copy.with_name(copy.name + end).write_bytes(Path(f"{path}{end}").read_bytes())
+        results._connection.rollback()
+    assert copy.with_name("copy.db-journal").stat().st_size > 0
+    with read_results(copy) as results:
+        assert results.read({"a", "b"}) == [RESULT]
+        assert results.num_in_flight({"1"}) == 0
+
+
+def test_reading_is_no_writing(tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    with pytest.raises(SweepError, match="there are no results yet"), read_results(path):
+        pass
+    assert not path.exists()
+    with open_results(path) as writer:
+        writer.record("a", "test", RESULT)
+        with read_results(path) as reader:
+            assert reader.ended() == {"a"}
+            writer.record("b", "test", RESULT)
+            assert reader.ended() == {"a", "b"}
 
 
 def test_file_that_is_none(tmp_path: Path) -> None:
