@@ -3,7 +3,7 @@
 Everything is per microbatch on one device, with tensor, sequence and context parallelism applied.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_vshape.sweep.files import Model, Recompute
 from megatron_vshape.sweep.grid import Combination
@@ -88,10 +88,9 @@ class Layers:
     machine: Machine
     split: bool
 
-    def layer(self) -> Part:
-        """Return one transformer layer."""
-        it, assume = self.combination, self.machine.assume
-        tensor, unit = it.tensor_parallel, self._unit()
+    def layer_kernels(self) -> Part:
+        """Return one transformer layer without its communication, and nothing recomputed."""
+        assume, unit = self.machine.assume, self._unit()
         forward = self._products_us("forward") + self._attention_us(backward=False)
         forward += self.machine.traffic_us(assume.forward_bytes * unit)
         forward += assume.forward_kernels * assume.kernel_us
@@ -100,21 +99,11 @@ class Layers:
         backward += self.machine.traffic_us(assume.backward_bytes * unit)
         backward += assume.backward_kernels * assume.kernel_us
         weight = self._products_us("weight") + 4 * assume.kernel_us
-        collective = self._collective_us()
-        forward += 4 * collective
-        if self.split:
-            # The gathered inputs are gathered again for W, while its products run.
-            backward += 4 * collective
-            weight = max(weight + assume.collective_processors * 2 * collective, 2 * collective)
-        else:
-            # Two of four hide behind the other gradient's products, as far as those last.
-            hidden = min(2 * collective, 0.5 * weight)
-            backward += 4 * collective - (1 - assume.collective_processors) * hidden
         kept = unit * (assume.kept_after_forward + (2 if self.model.dropout else 0))
         kept *= self._width()
         kept += self._kept_scores()
-        weights = _layer_weights(self.model) / tensor
-        part = Part(
+        weights = _layer_weights(self.model) / self.combination.tensor_parallel
+        return Part(
             forward,
             backward,
             weight,
@@ -122,14 +111,36 @@ class Layers:
             unit * assume.kept_after_backward * self._width(),
             weights,
         )
-        return self._recomputed(part, unit)
 
-    def _recomputed(self, part: Part, unit: float) -> Part:
+    def layer(self, kernels: Part) -> Part:
+        """Return one transformer layer of these kernels, analytic or measured on one device."""
+        return self._recomputed(self._communicating(kernels))
+
+    def last(self, kernels: Part) -> Part:
+        """Return the output layer and the loss of these kernels."""
+        return kernels + Part(self._collective_us(), self._collective_us())
+
+    def _communicating(self, kernels: Part) -> Part:
+        """Return a layer with what its kernels wait for of tensor parallelism."""
+        assume, collective = self.machine.assume, self._collective_us()
+        forward = kernels.forward_us + 4 * collective
+        backward, weight = kernels.backward_us + 4 * collective, kernels.weight_us
+        if self.split:
+            # The gathered inputs are gathered again for W, while its products run.
+            weight = max(weight + assume.collective_processors * 2 * collective, 2 * collective)
+        else:
+            # Two of four hide behind the other gradient's products, as far as those last.
+            hidden = min(2 * collective, 0.5 * weight)
+            backward -= (1 - assume.collective_processors) * hidden
+        return replace(kernels, forward_us=forward, backward_us=backward, weight_us=weight)
+
+    def _recomputed(self, part: Part) -> Part:
         """Return the part with its forward run again: its backward then runs whole."""
         if self.combination.recompute is Recompute.NONE:
             return part
         again = part.forward_us + part.backward_us + part.weight_us
-        return Part(part.forward_us, again, 0.0, 2 * unit * self._width(), 0.0, part.parameters)
+        kept = 2 * self._unit() * self._width()
+        return Part(part.forward_us, again, 0.0, kept, 0.0, part.parameters)
 
     def first(self) -> Part:
         """Return the embedding."""
@@ -139,19 +150,18 @@ class Layers:
         weights = vocabulary * self.model.hidden_size
         return Part(look_up + 3 * us, 2 * look_up + 3 * us, us, unit, 0.0, weights)
 
-    def last(self) -> Part:
-        """Return the output layer and the loss."""
+    def last_kernels(self) -> Part:
+        """Return the output layer and the loss without their communication."""
         tokens, hidden = self.combination.tokens, self.model.hidden_size
         vocabulary = self.model.vocabulary_size // self.combination.tensor_parallel
         machine, us = self.machine, self.machine.assume.kernel_us
         logits = float(tokens * vocabulary)
         operand, gradient = self.model.parameter_bytes, self.model.gradient_bytes
-        product = machine.product_us(tokens, vocabulary, hidden, operand)
         # The loss reads bf16 logits, makes fp32 probabilities, and reads those three times.
-        forward = product + machine.traffic_us(20 * logits) + 8 * us
-        forward += 0.5 * self._collective_us() * 2
+        forward = machine.product_us(tokens, vocabulary, hidden, operand)
+        forward += machine.traffic_us(20 * logits) + 8 * us
         backward = machine.product_us(tokens, hidden, vocabulary, operand)
-        backward += machine.traffic_us(10 * logits) + 6 * us + self._collective_us()
+        backward += machine.traffic_us(10 * logits) + 6 * us
         weight = machine.product_us(vocabulary, hidden, tokens, operand, 2 * gradient) + us
         inputs = 2 * self._unit()
         weights = 0.0 if self._shares_weight() else vocabulary * hidden

@@ -25,7 +25,10 @@ class MeasuredStage:
         return self.costs.send_us
 
     def parts(self, first: Part, layer: Part, last: Part) -> tuple[Part, Part, Part]:
-        """Return the three pieces with measured times and memory; parameters stay."""
+        """Return the three pieces with measured times and memory; parameters stay.
+
+        One device was measured: the pieces are without communication, and nothing is recomputed.
+        """
         middle = self._stage(self.costs.num_stages // 2)
         measured = middle.times(1 / self.layers_per_stage)
         return (

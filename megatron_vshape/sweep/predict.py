@@ -207,12 +207,13 @@ class _Stages:
         # Recomputation runs the backward whole: a split one would keep what it recomputed.
         split = _splits(it.schedule) and it.recompute is Recompute.NONE
         layers = Layers(predictor.model, it, predictor.machine, split)
-        first, layer, last = layers.first(), layers.layer(), layers.last()
+        first, layer, last = layers.first(), layers.layer_kernels(), layers.last_kernels()
         message_us = layers.message_us()
         found = predictor.measured and predictor.measured.find(it)
         if found:
             first, layer, last = found.parts(first, layer, last)
             message_us = found.send_us
+        layer, last = layers.layer(layer), layers.last(last)
         counts = layers_of_stages(it, predictor.model, len(placement))
         parts = [layer.times(count) for count in counts]
         parts[0] += first

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sweep.samples import ROOT, SWEEP, load_sample
@@ -15,7 +16,7 @@ from megatron_vshape.sweep.grid import Combination, expand
 from megatron_vshape.sweep.layer import Layers, model_flops
 from megatron_vshape.sweep.machine import Machine
 from megatron_vshape.sweep.measured import MeasuredCosts
-from megatron_vshape.sweep.predict import Predictor, Verdict
+from megatron_vshape.sweep.predict import Prediction, Predictor, Verdict
 from megatron_vshape.sweep.report import load_published
 
 SWEEPS = ROOT / "configs" / "sweeps"
@@ -57,7 +58,8 @@ def test_zero_bubble_pass_times(
         gradient_bytes=2,
     )
     it = Combination("zb-h1", 1024, 1, 1, 1, 8, 1, microbatch, Recompute.NONE, Layout.BALANCED)
-    part = Layers(model, it, Machine.of(grid_search.cluster), split=True).layer().times(layers)
+    one = Layers(model, it, Machine.of(grid_search.cluster), split=True)
+    part = one.layer(one.layer_kernels()).times(layers)
     found = (part.forward_us, part.backward_us, part.weight_us)
     assert [each / 1e3 for each in found] == pytest.approx(measured_ms, rel=0.1)
 
@@ -152,6 +154,46 @@ def test_measured_costs_replace_the_analytic_ones(tmp_path: Path) -> None:
     passes_s = predictor(one).step_s
     # 1F1B: two stages of 4 layers, the last also has the head's 1000 us: 8 x 5 + 4 ms each for 3.
     assert passes_s == pytest.approx(1.09 * 3 * (8 * 5.0 + 4.0) * 1e-3, rel=0.02)
+
+
+def predicted(folder: Path, it: Combination, **over: Any) -> Prediction:
+    """Return the prediction by costs that were measured with the sizes of `it`."""
+    held = (2.0**20,) * 4
+    costs = Costs(*((1000.0,) * 4,) * 3, 10.0, held, held)
+    (folder / "costs.json").write_text(costs.to_json())
+    entry = {
+        "costs": "costs.json",
+        "layers_per_stage": 2,
+        "sequence_length": it.sequence_length,
+        "tensor_parallel": it.tensor_parallel,
+        "context_parallel": it.context_parallel,
+    }
+    loaded = load_sample(folder, sweep={"measured_costs": [entry]}, **over)
+    measured = MeasuredCosts.load(loaded)
+    assert measured.find(it) is not None
+    return replace(predictor_of(loaded), measured=measured)(it)
+
+
+ONE = Combination("1f1b", 64, 8, 1, 1, 2, 1, 1, Recompute.NONE, Layout.EVEN)
+
+
+def test_measured_costs_are_recomputed_too(tmp_path: Path) -> None:
+    once, again = (predicted(tmp_path, replace(ONE, recompute=each)) for each in Recompute)
+    assert once.step_s is not None
+    assert again.step_s == pytest.approx(once.step_s * 4 / 3, rel=0.02)
+    assert again.activation_bytes < once.activation_bytes / 2
+
+
+def test_measured_costs_wait_for_communication(tmp_path: Path) -> None:
+    """They are measured on one device."""
+    it = replace(ONE, tensor_parallel=2)
+    fast, slow = (
+        predicted(tmp_path, it, cluster={"devices_per_node": 4, "inside_node_gb_per_s": rate})
+        for rate in (1e6, 0.1)
+    )
+    assert fast.step_s is not None
+    assert slow.step_s is not None
+    assert slow.step_s > 1.1 * fast.step_s
 
 
 def test_an_adaptive_plan_is_on_its_placement(tmp_path: Path) -> None:
