@@ -79,6 +79,12 @@ class Assumptions:
     collective_processors: float = _assume(
         0.15, "of the GPU, taken by NCCL while it hides behind products (Calculon, A100)"
     )
+    context_hidden: float = _assume(
+        1.0,
+        "of attention's time, but for the round on a device's own keys and values, that those of "
+        "the others travel behind: Megatron's ring (cp_comm_type p2p, in Transformer Engine) "
+        "receives the next while it works on these; not measured",
+    )
     network_fraction: float = _assume(0.9, "Calculon, systems/a100_80g.json, between nodes")
     message_us: float = _assume(30, "estimate: start of a send and its receive; Calculon has 20")
     pace: float = _assume(

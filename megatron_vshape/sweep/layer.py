@@ -121,7 +121,7 @@ class Layers:
         return kernels + Part(self._collective_us(), self._collective_us())
 
     def _communicating(self, kernels: Part) -> Part:
-        """Return a layer with what its kernels wait for of tensor parallelism."""
+        """Return a layer with what its kernels wait for of tensor and context parallelism."""
         assume, collective = self.machine.assume, self._collective_us()
         forward = kernels.forward_us + 4 * collective
         backward, weight = kernels.backward_us + 4 * collective, kernels.weight_us
@@ -132,6 +132,8 @@ class Layers:
             # Two of four hide behind the other gradient's products, as far as those last.
             hidden = min(2 * collective, 0.5 * weight)
             backward -= (1 - assume.collective_processors) * hidden
+        forward += self._ring_us(backward=False)
+        backward += self._ring_us(backward=True)
         return replace(kernels, forward_us=forward, backward_us=backward, weight_us=weight)
 
     def _recomputed(self, part: Part) -> Part:
@@ -227,6 +229,20 @@ class Layers:
         share = machine.assume.gemm_fraction * head / (head + machine.assume.depth_half)
         products = (2 if backward else 1) * flops / (machine.peak_flops_per_us * share)
         return machine.traffic_us(traffic) + products
+
+    def _ring_us(self, backward: bool) -> float:
+        """Return how long attention waits for keys and values of the context-parallel group.
+
+        They go around a ring, in a backward pass with their gradients beside them.
+        """
+        it, model = self.combination, self.model
+        groups = model.groups / model.attention_heads / it.tensor_parallel
+        tokens = it.sequence_length * it.microbatch_size
+        num_bytes = 2 * model.parameter_bytes * tokens * model.hidden_size * groups
+        ring_us = self.machine.collective_us(num_bytes, it.context_parallel, it.tensor_parallel)
+        rounds = (2 if backward else 1) * ring_us
+        behind = (it.context_parallel - 1) / it.context_parallel * self._attention_us(backward)
+        return max(0.0, rounds - self.machine.assume.context_hidden * behind)
 
     def _kept_scores(self) -> float:
         """Return the scores, probabilities and mask that attention without flash keeps."""

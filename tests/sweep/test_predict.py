@@ -184,9 +184,10 @@ def test_measured_costs_are_recomputed_too(tmp_path: Path) -> None:
     assert again.activation_bytes < once.activation_bytes / 2
 
 
-def test_measured_costs_wait_for_communication(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", ["tensor_parallel", "context_parallel"])
+def test_measured_costs_wait_for_communication(tmp_path: Path, parallel: str) -> None:
     """They are measured on one device."""
-    it = replace(ONE, tensor_parallel=2)
+    it = replace(ONE, **{parallel: 2})
     fast, slow = (
         predicted(tmp_path, it, cluster={"devices_per_node": 4, "inside_node_gb_per_s": rate})
         for rate in (1e6, 0.1)
@@ -194,6 +195,28 @@ def test_measured_costs_wait_for_communication(tmp_path: Path) -> None:
     assert fast.step_s is not None
     assert slow.step_s is not None
     assert slow.step_s > 1.1 * fast.step_s
+
+
+def test_keys_and_values_travel_behind_attention(tmp_path: Path) -> None:
+    """What of their way around the ring is longer than attention is waited for."""
+
+    def layer_us(rate: float, **assumptions: float) -> tuple[float, float]:
+        cluster = {"inside_node_gb_per_s": rate, "assumptions": assumptions}
+        loaded = load_sample(tmp_path, cluster=cluster, model={"query_groups": 2})
+        layers = Layers(loaded.model, it, Machine.of(loaded.cluster), split=False)
+        kernels = layers.layer_kernels()
+        part = layers.layer(kernels)
+        return part.forward_us - kernels.forward_us, part.backward_us - kernels.backward_us
+
+    it = replace(ONE, context_parallel=2)
+    plain = {"collective_half_bytes": 1e-9, "collective_fraction": 1.0}
+    assert layer_us(1e6) == (0.0, 0.0)
+    # The other half of 64 tokens' keys and values, each 128 wide, of two bytes, at 10 kB a us.
+    ring_us = 2 * 32 * 128 * 2 / 10.0
+    assert layer_us(0.01, **plain, context_hidden=1e-9) == pytest.approx((ring_us, 2 * ring_us))
+    forward, backward = layer_us(0.01, **plain)
+    assert 0 < forward < ring_us
+    assert 0 < backward < 2 * ring_us
 
 
 def test_an_adaptive_plan_is_on_its_placement(tmp_path: Path) -> None:
