@@ -112,7 +112,8 @@ FAKES = {
     # Starts the node's command where USR1 can reach it, as a job step.
     "srun": 'echo $$ > step.pid\nwhile [ "$1" != bash ]; do shift; done\n'
     'SLURM_NODEID=0 exec setsid "$@"',
-    "scontrol": 'if [ "$1" = show ]; then echo node1; else echo "$@" >> scontrol.log; fi',
+    "scontrol": 'case "$1 $2" in\n"show hostnames") echo node1;;\n'
+    '"show job") echo "JobId=42 JobState=STATE Reason=None";;\n*) echo "$@" >> scontrol.log\nesac',
     # USR1 to all processes of the step, torchrun and ranks among them.
     "scancel": 'echo "$@" >> scancel.log\npkill -USR1 -g "$(cat step.pid)"',
     # torchrun, which starts a rank in a session of its own; its other calls are Python's.
@@ -125,16 +126,26 @@ FAKES = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "state"),
+    [
+        (signal.SIGUSR1, "RUNNING"),
+        (signal.SIGTERM, "RUNNING"),
+        (signal.SIGTERM, "COMPLETING"),
+        (signal.SIGTERM, "CANCELLED"),
+    ],
+)
 def test_preempted_it_saves_and_goes_back_into_the_queue(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, state: str
 ) -> None:
+    """Cancelled, it saves and does not."""
     if shutil.which("pkill") is None or shutil.which("setsid") is None:
         pytest.skip("pkill and setsid are not installed")
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, text in FAKES.items():
-        (tools / name).write_text("#!/bin/bash\n" + text.replace("REAL", sys.executable) + "\n")
+        text = text.replace("REAL", sys.executable).replace("STATE", state)
+        (tools / name).write_text(f"#!/bin/bash\n{text}\n")
         (tools / name).chmod(0o755)
     job = subprocess.Popen(
         ["bash", str(SCRIPT), model("9_6b")],
@@ -159,7 +170,11 @@ def test_preempted_it_saves_and_goes_back_into_the_queue(
     output, _ = job.communicate(timeout=60)
     assert (tmp_path / "saved").exists(), output
     assert (tmp_path / "scancel.log").read_text() == "--signal=USR1 42.0\n"
-    assert (tmp_path / "scontrol.log").read_text() == "requeue 42\n"
+    queued = tmp_path / "scontrol.log"
+    if state != "RUNNING":
+        assert not queued.exists()
+    else:
+        assert queued.read_text() == "requeue 42\n"
     assert job.returncode == 0, output
     torchrun = (tmp_path / "torchrun.log").read_text()
     assert torchrun.startswith("-m torch.distributed.run --node-rank 0 --nnodes 1 ")
