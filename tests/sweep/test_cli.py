@@ -89,6 +89,9 @@ def test_sbatch_script(tmp_path: Path) -> None:
     usage = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
     assert usage.returncode == 2
     assert usage.stderr.startswith("usage: sbatch")
+    options = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
+    assert "#SBATCH --requeue" in options
+    assert "#SBATCH --open-mode=append" in options  # else a requeued sweep begins its log anew
 
 
 def test_what_was_measured_is_shown_whatever_the_sweep_is_called(
