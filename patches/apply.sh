@@ -13,7 +13,7 @@ sums() {
     awk -F '[|` ]+' '/^\| megatron-lm-/ { print $2, $5, $6, $7 }' "$here/README.md"
 }
 
-# state_of PATCH FILE COLUMN: succeeds if all files of the patch in the checkout have that sum.
+# all_are PATCH COLUMN: succeeds if all files of the patch in the checkout have that column's sums.
 all_are() {
     local patch=$1 column=$2 name file released patched
     while read -r name file released patched; do

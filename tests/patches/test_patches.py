@@ -53,6 +53,16 @@ def test_the_table_has_every_patch_with_its_commit_and_sums() -> None:
         assert row.released != row.patched
 
 
+def test_the_command_by_hand_is_called_from_here(tmp_path: Path) -> None:
+    (tmp_path / "pretrain_gpt.py").write_text("pass\n" * 400)
+    found = re.search(r"^`(git .*)`\.$", (PATCHES / "README.md").read_text(), re.MULTILINE)
+    assert found is not None
+    command = found[1].replace("PATH/Megatron-LM", str(tmp_path))
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+    subprocess.run(["bash", "-ec", command], cwd=ROOT, env=environment, check=True)
+    assert "megatron_vshape" in (tmp_path / "pretrain_gpt.py").read_text()
+
+
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.tag)
 def test_a_patch_adds_a_few_lines_and_has_no_context(row: Row) -> None:
     lines = (PATCHES / row.patch).read_text().splitlines()
