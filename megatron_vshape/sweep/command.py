@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from megatron_vshape.sweep.files import Layout, Loaded, Model, Recompute
-from megatron_vshape.sweep.grid import Combination, layers_of_stages, placement_of
+from megatron_vshape.sweep.grid import Combination, count_stages, layers_of_stages
 
 
 def trainer_command(
@@ -34,7 +34,7 @@ def trainer_command(
         flags += "--recompute-granularity full --recompute-method uniform".split()
         flags += ["--recompute-num-layers", "1"]
     if it.layout is Layout.BALANCED:
-        stages = len(placement_of(it.schedule, it.pipeline_parallel))
+        stages = count_stages(it.schedule, it.pipeline_parallel)
         layers = layers_of_stages(it, loaded.model, stages)
         flags += ["--pipeline-layer-split", ",".join(map(str, layers))]
     if loaded.sweep.post_validation:

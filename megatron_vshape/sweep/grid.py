@@ -8,7 +8,6 @@ from functools import lru_cache
 
 from megatron_vshape.core import catalogue
 from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.placement import Placement
 from megatron_vshape.sweep.files import (
     Also,
     Cluster,
@@ -253,12 +252,12 @@ def _size_fault(it: Combination, model: Model) -> str | None:
 
 def _layer_fault(it: Combination, model: Model) -> str | None:
     try:
-        placement = placement_of(it.schedule, it.pipeline_parallel)
+        stages = count_stages(it.schedule, it.pipeline_parallel)
     except ScheduleError as error:
         return str(error)
     if it.pipeline_parallel == 1 and it.schedule != "1f1b":
         return f"{it.schedule} on one pipeline device is 1f1b with more overhead"
-    layers, stages = model.layers, len(placement)
+    layers = model.layers
     counted = layers + 2 if it.layout is Layout.BALANCED else layers
     if counted % stages:
         ends = " and both ends" if it.layout is Layout.BALANCED else ""
@@ -269,10 +268,15 @@ def _layer_fault(it: Combination, model: Model) -> str | None:
 
 
 @lru_cache(maxsize=256)
-def placement_of(schedule: str, num_devices: int) -> Placement:
-    """Return the device of every stage; the adaptive method's have as many as a V."""
-    name = "v-half" if schedule == ADAPTIVE else schedule
-    return catalogue.make(name, num_devices, 1).placement
+def count_stages(schedule: str, num_devices: int) -> int:
+    """Return how many stages a schedule's pipeline has; the adaptive method's has two a device.
+
+    Raises:
+        ScheduleError: there is no such schedule on so many devices.
+    """
+    if schedule == ADAPTIVE:
+        return 2 * num_devices
+    return len(catalogue.make(schedule, num_devices, 1).placement)
 
 
 def layers_of_stages(combination: Combination, model: Model, num_stages: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import pytest
 from sweep.samples import SWEEP, load_sample
 
 from megatron_vshape.sweep.files import Layout, SweepError
-from megatron_vshape.sweep.grid import expand, layers_of_stages
+from megatron_vshape.sweep.grid import count_stages, expand, layers_of_stages
 
 
 def reasons(folder: Path, **grid: Any) -> list[str]:
@@ -53,6 +53,11 @@ def test_layers_add_up(tmp_path: Path) -> None:
         assert it.layout is Layout.BALANCED
         assert sum(layers_of_stages(it, loaded.model, 4)) == 6
         assert layers_of_stages(it, loaded.model, 4) == (1, 2, 2, 1)
+
+
+def test_stages_of_a_schedule() -> None:
+    found = [count_stages(name, 4) for name in ("1f1b", "v-half", "interleaved-1f1b", "adaptive")]
+    assert found == [4, 8, 8, 8]
 
 
 BALANCED = {**SWEEP["grid"], "schedule": ["v-half"], "layout": ["balanced"]}
