@@ -6,7 +6,7 @@ from megatron_vshape.core import catalogue
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.placement import Placement, looping, v_shape
-from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.schedule import Schedule, Timeline
 from megatron_vshape.core.simulate import simulate
 from megatron_vshape.core.verify import verify
 from megatron_vshape.sweep.files import SweepError
@@ -31,7 +31,7 @@ def plan_adaptive(
     costs: Costs,
     limits_bytes: Sequence[float],
     spans_count: bool,
-) -> Schedule:
+) -> Timeline:
     """Return the best order found on a placement with at most `limits_bytes` on each device.
 
     With `spans_count`, what counts is the longest time of one device, else that of all.
@@ -53,11 +53,8 @@ def plan_adaptive(
     if not found:
         raise SweepError(reasons[0])
 
-    def time_us(schedule: Schedule) -> float:
-        timeline = simulate(schedule, costs)
-        return timeline.span if spans_count else timeline.makespan
-
-    return min(found, key=time_us)
+    timelines = (simulate(schedule, costs) for schedule in found)
+    return min(timelines, key=lambda each: each.span if spans_count else each.makespan)
 
 
 def _candidates(

@@ -255,7 +255,7 @@ class Launcher:
             **run.environment,
         }
         return worker.Job(
-            tuple(self._command(prediction.combination, folder)),
+            tuple(_command(self.loaded, prediction, folder)),
             folder.resolve(),
             cluster.devices_per_node,
             cluster.nodes,
@@ -267,14 +267,6 @@ class Launcher:
             cluster.backend == "nccl",
             os.getpid() if run.executor == "local" else None,
         )
-
-    def _command(self, combination: Combination, folder: Path) -> list[str]:
-        """Return the trainer's command; an adaptive plan goes along as a file."""
-        if combination.schedule != ADAPTIVE:
-            return trainer_command(self.loaded, combination)
-        path = (folder / "schedule.json").resolve()
-        path.write_text(self.predictor.schedule(combination).to_json(), encoding="utf-8")
-        return trainer_command(self.loaded, combination, path)
 
     def _executor(self, folder: Path) -> submitit.Executor:
         run, cluster = self.loaded.sweep.run, self.loaded.cluster
@@ -307,6 +299,15 @@ class Launcher:
         except (RuntimeError, ValueError, TypeError) as error:
             raise SweepError(f"SLURM cannot be used: {error}") from None
         return slurm
+
+
+def _command(loaded: Loaded, prediction: Prediction, folder: Path) -> list[str]:
+    """Return the trainer's command; an adaptive plan goes along as a file."""
+    if prediction.planned is None:
+        return trainer_command(loaded, prediction.combination)
+    path = (folder / "schedule.json").resolve()
+    path.write_text(prediction.planned.to_json(), encoding="utf-8")
+    return trainer_command(loaded, prediction.combination, path)
 
 
 @contextmanager

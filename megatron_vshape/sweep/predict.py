@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 
@@ -45,6 +45,7 @@ class Prediction:
     bubble: float | None = None  # fraction of the pipeline's time in which the busiest device idles
     activation_bytes: float = 0.0  # held at the peak of that device
     reason: str = ""
+    planned: Schedule | None = field(default=None, compare=False, repr=False)  # by `adaptive`
 
     @property
     def fits(self) -> bool:
@@ -68,14 +69,20 @@ class Predictor:
 
     def __call__(self, combination: Combination) -> Prediction:
         """Return what the combination takes."""
+        it, planned = combination, None
         try:
-            stages, schedule = self._scheduled(combination)
+            if it.schedule == ADAPTIVE:
+                stages, planned = self._planned(it)
+                schedule = planned.schedule
+            else:
+                schedule = _made(it.schedule, it.pipeline_parallel, it.num_microbatches)
+                stages = _Stages.of(it, self, schedule.placement)
         except SweepError as error:
-            return self._unplanned(combination, Verdict.NO_PLAN, str(error))
+            return self._unplanned(it, Verdict.NO_PLAN, str(error))
         try:
-            return self._predict(stages, schedule)
+            return self._predict(stages, schedule, planned)
         except ScheduleError as error:
-            raise SweepError(f"{combination}: {error}") from None
+            raise SweepError(f"{it}: {error}") from None
 
     def survey(self, combinations: Iterable[Combination], margin: float) -> Iterator[Prediction]:
         """Yield every combination's prediction, those that need planning last.
@@ -110,7 +117,10 @@ class Predictor:
     def _unplanned(self, combination: Combination, verdict: Verdict, reason: str) -> Prediction:
         return Prediction(combination, verdict, 0.0, self.limit_bytes, reason=reason)
 
-    def _predict(self, stages: "_Stages", schedule: Schedule) -> Prediction:
+    def _predict(
+        self, stages: "_Stages", schedule: Schedule, planned: Timeline | None
+    ) -> Prediction:
+        """Return the prediction of a schedule, whose planning may have simulated it already."""
         combination = stages.combination
         limit = self.limit_bytes
         held = peak_held(schedule, stages.costs)
@@ -125,13 +135,14 @@ class Predictor:
         if needed[worst] > limit:
             gib = f"{needed[worst] / GIB:.1f} of {limit / GIB:.1f} GiB on device {worst}"
             return replace(found, verdict=Verdict.OUT_OF_MEMORY, reason=f"needs {gib}")
-        timeline = simulate(schedule, stages.costs)
+        timeline = planned or simulate(schedule, stages.costs)
         step_s = self._step_us(stages, timeline) * 1e-6
         return replace(
             found,
             step_s=step_s,
             mfu=self.mfu(combination, step_s),
             bubble=timeline.span_bubble if self.post_validation else timeline.bubble,
+            planned=schedule if planned else None,
         )
 
     def mfu(self, combination: Combination, step_s: float) -> float:
@@ -140,30 +151,21 @@ class Predictor:
         flops = model_flops(self.model, it.sequence_length, it.global_batch_size)
         return flops / (step_s * 1e6 * self.machine.peak_flops_per_us * it.num_devices)
 
-    def schedule(self, combination: Combination) -> Schedule:
-        """Return the order that the combination runs; raises SweepError where none fits."""
-        return self._scheduled(combination)[1]
-
-    def _scheduled(self, it: Combination) -> tuple["_Stages", Schedule]:
-        if it.schedule != ADAPTIVE:
-            made = _made(it.schedule, it.pipeline_parallel, it.num_microbatches)
-            return _Stages.of(it, self, made.placement), made
+    def _planned(self, it: Combination) -> tuple["_Stages", Timeline]:
+        """Return the best adaptive order of any placement; raises SweepError where none fits."""
         reserve = 1 + self.machine.assume.fragmentation
         found, reasons = [], []
         for placement in placements_of(it.pipeline_parallel):
             stages = _Stages.of(it, self, placement)
             spare = [(self.limit_bytes - fixed) / reserve for fixed in stages.fixed_bytes()]
             try:
-                schedule = plan_adaptive(it, placement, stages.costs, spare, self.post_validation)
+                timeline = plan_adaptive(it, placement, stages.costs, spare, self.post_validation)
+                found.append((stages, timeline))
             except SweepError as error:
                 reasons.append(str(error))
-                continue
-            found.append(
-                (self._step_us(stages, simulate(schedule, stages.costs)), stages, schedule)
-            )
         if not found:
             raise SweepError(reasons[0])
-        return min(found, key=lambda each: each[0])[1:]
+        return min(found, key=lambda each: self._step_us(*each))
 
     def _step_us(self, stages: "_Stages", timeline: Timeline) -> float:
         return self.machine.assume.pace * self._pipeline_us(timeline) + stages.after_us()

@@ -13,7 +13,9 @@ import cloudpickle
 import pytest
 from sweep.samples import FAKE, ROOT, SWEEP, load_sample, sweep_command, write_sweep
 
+from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.sweep import launch as launching
+from megatron_vshape.sweep import predict
 from megatron_vshape.sweep.files import SweepError
 from megatron_vshape.sweep.grid import expand
 from megatron_vshape.sweep.launch import Launcher, Watcher
@@ -108,6 +110,22 @@ def test_what_sbatch_refuses_is_told(tmp_path: Path, tools: Callable[..., None])
     assert "#SBATCH --cpus-per-task=6\n" in asked  # two devices with three threads
     assert "#SBATCH --no-requeue\n" in asked
     assert "\nmodule load x\n" in asked
+
+
+def test_an_order_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the prediction was made for is what runs; it is not even simulated again."""
+    monkeypatch.setattr(predict, "simulate", None)
+    grid = {**SWEEP["grid"], "schedule": ["adaptive"], "microbatch_size": [1]}
+    loaded = load_sample(tmp_path, sweep={"grid": grid})
+    predictor = Predictor(loaded.model, Machine.of(loaded.cluster))
+    (chosen,) = [predictor(each) for each in expand(loaded).possible]
+    monkeypatch.setattr(predict, "plan_adaptive", None)
+    with open_results(tmp_path / "results.db") as results:
+        Launcher(loaded, predictor, results, tmp_path / "runs", Watcher()).run([chosen])
+        (result,) = results.read(results.ended())
+    assert result.outcome.status is Status.OK
+    (file,) = (tmp_path / "runs").glob("*/schedule.json")
+    assert Schedule.from_json(file.read_text()) == chosen.planned
 
 
 PICKLED = cloudpickle.dumps(("success", Outcome(Status.OK, 0.5)))

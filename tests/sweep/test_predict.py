@@ -223,7 +223,8 @@ def test_an_adaptive_plan_is_on_its_placement(tmp_path: Path) -> None:
     (it,) = expand(load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})).possible
     costs = Costs.uniform(2, 4, 1.0, 1.0, 1.0, 0.0)
     for placement in (v_shape(2), looping(2, 2)):
-        assert plan_adaptive(it, placement, costs, [3.0, 3.0], False).placement == placement
+        found = plan_adaptive(it, placement, costs, [3.0, 3.0], False).schedule
+        assert found.placement == placement
 
 
 def test_the_adaptive_method_takes_the_better_placement(
@@ -238,4 +239,5 @@ def test_the_adaptive_method_takes_the_better_placement(
     assert len(set(times_s.values())) == 2
     assert best.step_s == min(times_s.values())
     monkeypatch.undo()
-    assert times_s[predictor_of(loaded).schedule(it).placement] == best.step_s
+    assert best.planned is not None
+    assert times_s[best.planned.placement] == best.step_s
