@@ -89,6 +89,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.report:
         return _report(loaded, console, options)
+    if not options.predict_only and not options.dry_run:
+        _check_script(loaded)
     published = load_published(options.compare) if options.compare is not None else None
     predictor, predictions = _predict(loaded, console, options)
 
@@ -106,13 +108,27 @@ def run(options: argparse.Namespace) -> int:
     return _launch(console, loaded, predictor, predictions, chosen, options)
 
 
+def _check_script(loaded: "Loaded") -> None:
+    """Raise ScheduleError for a trainer that is not there, before long predicting."""
+    script = Path(loaded.sweep.run.script)
+    if not script.is_file():
+        raise ScheduleError(
+            f"{loaded.path}: run.script {script} is no file in {Path.cwd()}: start the sweep from "
+            "the checkout, or give the script's whole path"
+        )
+
+
 def _say(console: "Console", text: str) -> None:
     """Print text that may hold anything, as it is."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _check_targets(options: argparse.Namespace) -> None:
-    """Raise ScheduleError for files that could not be written, before minutes of predicting."""
+    """Raise ScheduleError for files that would not be written or read, before long predicting."""
+    if options.compare is not None and not options.predict_only:
+        raise ScheduleError(
+            "--compare prints published figures beside predicted ones: add --predict-only"
+        )
     check_targets(options, _TARGETS)
     if options.figure is not None:
         check_can_draw("--figure")

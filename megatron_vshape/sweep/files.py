@@ -197,7 +197,7 @@ class Run(_File):
     statistic: Literal["median", "fastest"] = "median"
     timeout_minutes: Positive = 30
     threads: Positive = 1  # OMP_NUM_THREADS of every rank
-    script: str = "scripts/pretrain_gpt.py"
+    script: str = "scripts/pretrain_gpt.py"  # from where the sweep is started
     arguments: list[str] = []  # flags for the trainer, the same for every run
     environment: dict[str, str] = Field(default_factory=dict)
     # partition, account, qos, ...; false takes a flag of the launcher's own away

@@ -167,6 +167,21 @@ def test_results_without_matplotlib(
     assert capsys.readouterr().out == ""
 
 
+def test_a_trainer_that_is_not_there_is_told_before_predicting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_sweep(tmp_path, sweep={"run": {**SWEEP["run"], "script": "gone.py"}})
+    assert call(path, "--dry-run") == 0
+    monkeypatch.setattr(sweep, "_predict", None)
+    with pytest.raises(ScheduleError, match=r"run\.script gone\.py is no file in .*: start the"):
+        call(path, "--results", tmp_path / "results.db")
+
+
+def test_published_figures_stand_beside_predicted_ones_only(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="--compare .* beside predicted ones: add --predict-on"):
+        call(write_sweep(tmp_path), "--compare", tmp_path / "published.csv")
+
+
 def test_launching_without_submitit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     path = write_sweep(tmp_path)
