@@ -118,6 +118,13 @@ REFUSALS = (
         _DECIDES_CHUNKS,
         _is_given,
     ),
+    Refusal(
+        "inprocess_restart",
+        "--inprocess-restart",
+        "the messages and weight jobs of a step that failed would stay in the process: leave it "
+        "out, and have the launcher start the ranks again",
+        in_config=False,
+    ),
     Refusal("hybrid_context_parallel", "--hybrid-context-parallel", _OWN_ORDER),
     Refusal(
         "hybrid_override_pattern",

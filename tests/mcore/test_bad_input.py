@@ -183,6 +183,7 @@ OPTIONS = [
     "--num-virtual-stages-per-pipeline-rank 2",
     "--pipeline-model-parallel-layout Et|t|t|t|t|t|t|tL",
     "--hybrid-context-parallel",
+    "--inprocess-restart",
     "--moe-shared-expert-overlap",
     pytest.param(
         "--use-transformer-engine-op-fuser",
