@@ -199,7 +199,7 @@ class PipelineRunner:
         self.drop_ahead()
         self.report.interrupt()
         begun = self._begin(call)
-        with begun.step.gradient_sync.session(forward_only=True):
+        with begun.step.gradient_sync.session():
             begun.run.finish()
         return self._reports(begun)
 
@@ -255,7 +255,12 @@ class PipelineRunner:
         )[0]
         transport = self._ready_transport(config, shape, chunks[0], groups.pp)
         sync = GradientSync(
-            config, chunks, self._pipeline, call.num_microbatches, call.force_all_reduce
+            config,
+            chunks,
+            self._pipeline,
+            call.num_microbatches,
+            call.force_all_reduce,
+            call.forward_only,
         )
         step = Step(
             config=config,
@@ -301,7 +306,7 @@ class PipelineRunner:
         """Hold DDP's own reductions back inside, and start them from W where they overlap."""
         sync = step.gradient_sync
         with (
-            sync.session(forward_only=False),
+            sync.session(),
             self._session.reduce_with(sync if sync.overlaps else None),
         ):
             yield

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.session import Pipeline
 
 
@@ -42,10 +43,16 @@ class GradientSync:
         pipeline: Pipeline,
         num_microbatches: int,
         force_all_reduce: bool | None,
+        forward_only: bool = False,
     ) -> None:
+        """Plan the reductions of one step.
+
+        Raises:
+            UnsupportedError: they are to overlap, and a chunk is not in Megatron's DDP.
+        """
         self._config = config
         self._model = model
-        self.overlaps = pipeline.overlaps_grad_reduce
+        self.overlaps = pipeline.overlaps_grad_reduce and not forward_only
         self._splits_last = not pipeline.recomputes_layers
         self._left = [num_microbatches] * len(model)
         self._closed: set[int] = set()
@@ -66,14 +73,14 @@ class GradientSync:
                 sync(chunk.parameters())
 
     @contextlib.contextmanager
-    def session(self, forward_only: bool) -> Iterator[None]:
+    def session(self) -> Iterator[None]:
         """Run a step inside: hold DDP's own reductions back."""
         with contextlib.ExitStack() as stack:
             no_sync = self._config.no_sync_func
             if no_sync is not None:
                 for enter in self._per_chunk(no_sync) if isinstance(no_sync, list) else [no_sync]:
                     stack.enter_context(enter())
-            if self.overlaps and not forward_only:
+            if self.overlaps:
                 stack.enter_context(_overlap(self._model, False))
             yield
 
@@ -123,10 +130,10 @@ class GradientSync:
         """Line up the reductions of a chunk's bucket groups, those of experts apart."""
         model = self._model[chunk]
         if not hasattr(model, "bucket_groups"):
-            start = partial(self._start_chunk, chunk)
-            chunks = range(len(self._model)) if ties and chunk == 0 else [chunk]
-            self._line_up([_Reduction(start, frozenset(chunks))], [list(model.parameters())])
-            return
+            raise UnsupportedError(
+                "--overlap-grad-reduce needs Megatron's DistributedDataParallel around chunk "
+                f"{chunk}, which is a {type(model).__name__}: leave it out"
+            )
         for groups in (model.bucket_groups, model.expert_parallel_bucket_groups):
             reductions, members = [], []
             for group in groups:
@@ -147,13 +154,6 @@ class GradientSync:
         # DDP would start its "first batch" once more at the end of the step.
         group.is_first_batch = False
         group.start_grad_sync(force_all_reduce=self._force_all_reduce)
-
-    def _start_chunk(self, chunk: int) -> None:
-        grad_sync = self._config.grad_sync_func
-        if grad_sync is not None:
-            self._per_chunk(grad_sync)[chunk](self._model[chunk].parameters())
-        else:
-            self._model[chunk].start_grad_sync()
 
     def _per_chunk(self, function: Any) -> list[Any]:
         return function if isinstance(function, list) else [function] * len(self._model)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_vshape.mcore.gradient_sync import GradientSync
+from megatron_vshape.mcore.refusals import UnsupportedError
 
 
 class Group:
@@ -31,15 +32,17 @@ def chunk_of(name: str, log: list[str], groups: int = 2, experts: int = 0) -> An
     return chunk
 
 
-def sync_of(chunks: list[Any], ties: bool = False, recomputes: bool = False) -> GradientSync:
-    config = SimpleNamespace(param_sync_func=None, no_sync_func=None, grad_sync_func=None)
+def sync_of(
+    chunks: list[Any], ties: bool = False, recomputes: bool = False, forward_only: bool = False
+) -> GradientSync:
+    config = SimpleNamespace(param_sync_func=None, no_sync_func=None)
     pipeline = SimpleNamespace(
         overlaps_grad_reduce=True,
         recomputes_layers=recomputes,
         ties_embeddings=ties,
         stage_map=SimpleNamespace(ends_meet=True),
     )
-    return GradientSync(config, chunks, pipeline, 2, force_all_reduce=False)  # type: ignore[arg-type]
+    return GradientSync(config, chunks, pipeline, 2, False, forward_only)  # type: ignore[arg-type]
 
 
 def jobs_of(chunk: Any) -> list[list[Tensor]]:
@@ -60,7 +63,7 @@ def test_each_bucket_starts_after_the_job_that_completes_it() -> None:
     log: list[str] = []
     chunk = chunk_of("b", log, experts=1)
     sync, jobs = sync_of([chunk]), jobs_of(chunk)
-    with sync.session(forward_only=False):
+    with sync.session():
         assert not chunk.ddp_config.overlap_grad_reduce  # DDP's hooks are to be quiet
         for _ in range(2):
             for parameters in jobs:
@@ -113,14 +116,9 @@ def test_the_last_whole_backward_is_split_unless_layers_are_recomputed() -> None
         assert log == ["b0", "b1"]
 
 
-@pytest.mark.parametrize("is_list", [False, True])
-def test_chunks_without_ddp_are_reduced_by_the_users_function(is_list: bool) -> None:
-    log: list[str] = []
-    model = torch.nn.Linear(2, 2)
-    sync = sync_of([model])
-    function = lambda parameters: log.append(f"reduce {len(list(parameters))}")  # noqa: E731
-    sync._config.grad_sync_func = [function] if is_list else function
-    sync.deferred([model.weight])
-    sync.weights_done(0)
-    run_w(sync, log, 0, [[model.weight]])
-    assert log == ["job 0", "reduce 2"]
+def test_a_chunk_that_is_not_in_megatrons_ddp_is_refused_where_it_trains() -> None:
+    with pytest.raises(UnsupportedError, match="around chunk 0, which is a Linear: leave it"):
+        sync_of([torch.nn.Linear(2, 2)])
+    evaluates = sync_of([torch.nn.Linear(2, 2)], forward_only=True)  # as with --skip-train
+    with evaluates.session():
+        assert not evaluates.overlaps
