@@ -95,11 +95,6 @@ def uninstall() -> None:
             setattr(owner, name, value)
 
 
-def is_installed() -> bool:
-    """Return whether the CPU mode is on in this process."""
-    return bool(_originals)
-
-
 def _refuse_if_megatron_came_first() -> None:
     random = sys.modules.get("megatron.core.tensor_parallel.random")
     # Under an earlier install it has copied the right functions, which still serve.

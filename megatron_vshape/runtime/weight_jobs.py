@@ -57,10 +57,6 @@ class WeightJobs:
     def __init__(self) -> None:
         self._buckets: dict[Hashable, deque[Job]] = {}
 
-    def __len__(self) -> int:
-        """Return how many buckets wait."""
-        return len(self._buckets)
-
     @contextmanager
     def collect(self, key: Hashable) -> Iterator[None]:
         """Open the bucket of `key` around its B.

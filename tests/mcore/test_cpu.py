@@ -22,8 +22,13 @@ GLOO = dist.ProcessGroupGloo
 OWNERS = [torch, torch.Tensor, torch.cuda, torch.cuda.random, torch.cuda.nvtx, dist, c10d, GLOO]
 MEGATRON_RANDOM = "megatron.core.tensor_parallel.random"
 
+
+def is_on() -> bool:
+    return bool(cpu._originals)
+
+
 pytestmark = pytest.mark.skipif(
-    not cpu.is_installed() and torch.cuda.is_available(), reason="the CPU mode is for no GPU"
+    not is_on() and torch.cuda.is_available(), reason="the CPU mode is for no GPU"
 )
 
 
@@ -31,7 +36,7 @@ pytestmark = pytest.mark.skipif(
 def mode_off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Start without the mode, whatever other tests have installed or imported; restore that."""
     monkeypatch.delitem(sys.modules, MEGATRON_RANDOM, raising=False)
-    was_installed = cpu.is_installed()
+    was_installed = is_on()
     cpu.uninstall()
     yield
     cpu.uninstall()
@@ -62,19 +67,19 @@ class TestInstalling:
             assert now.keys() == old.keys(), owner
             assert [name for name in old if now[name] is not old[name]] == [], owner
 
-    def test_is_installed_and_install_twice(self) -> None:
-        assert not cpu.is_installed()
+    def test_install_twice(self) -> None:
+        assert not is_on()
         assert cpu.install()
         assert cpu.install()
-        assert cpu.is_installed()
+        assert is_on()
         cpu.uninstall()
-        assert not cpu.is_installed()
+        assert not is_on()
 
     def test_does_nothing_where_there_is_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         empty = torch.empty
         assert not cpu.install()
-        assert not cpu.is_installed()
+        assert not is_on()
         assert torch.empty is empty
 
     def test_refuses_after_megatron(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +88,7 @@ class TestInstalling:
         monkeypatch.setitem(sys.modules, MEGATRON_RANDOM, imported)
         with pytest.raises(RuntimeError, match="before the first import of megatron"):
             cpu.install()
-        assert not cpu.is_installed()
+        assert not is_on()
 
 
 @pytest.mark.usefixtures("mode_on")

@@ -86,7 +86,7 @@ def run_case(rank: int, case: Case, transport: Transport, pipeline: int) -> dict
         "losses": [loss for each in stages.values() for loss in each.losses],
         "peak": counter.peak,
         "passes": counter.passes,
-        "left": sum(len(each.jobs) + each.num_alive() for each in stages.values()),
+        "left": sum(len(each.jobs._buckets) + each.num_alive() for each in stages.values()),
         "pending": transport.pending_sends,
         "groups": len(dist.distributed_c10d._world.pg_map),
     }
