@@ -80,7 +80,9 @@ class Transport:
         # for then it blocks too.
         self._waits_block = self._torch_device.type == "cpu"
         self._sends: _Sends = (
-            _WaitedSends(timeout_s, self._tell_send) if self._waits_block else _PolledSends()
+            _WaitedSends(timeout_s, self._tell_send)
+            if self._waits_block
+            else _PolledSends(self._tell_send)
         )
         self._watch: _Watch | None = None if self._waits_block else _Watch(timeout_s)
         self.expect(shape, dtype)
@@ -157,17 +159,18 @@ class Transport:
             TransportError: it did not come in time, or its sender is gone.
         """
         work, tensor = self._posted.pop(message)
-        if self._watch is not None:
-            work.wait()
-            self._watch.add(_recorded_event(), self._tell_receive(message))
-            return tensor
         since = time.monotonic()
         try:
-            work.wait(timedelta(seconds=self._timeout_s))
+            if self._waits_block:
+                work.wait(timedelta(seconds=self._timeout_s))
+            else:
+                work.wait()
         except RuntimeError as error:
             raise TransportError(
                 self._tell_receive(message) + _why(error, since, self._timeout_s)
             ) from error
+        if self._watch is not None:
+            self._watch.add(_recorded_event(), self._tell_receive(message))
         return tensor
 
     def send(self, message: Message, tensor: Tensor) -> None:
@@ -307,6 +310,10 @@ def _why(error: Exception, since: float, timeout_s: float) -> str:
     """Return the end of the sentence that tells of a failed message: late, or the peer is gone."""
     if time.monotonic() - since >= timeout_s:
         return _no_progress(timeout_s)
+    return _connection_failed(error)
+
+
+def _connection_failed(error: Exception) -> str:
     return f", whose connection failed: {error}"
 
 
@@ -384,7 +391,8 @@ class _Sends(Protocol):
 class _PolledSends:
     """For NCCL, which can be asked whether a send has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[Message], str]) -> None:
+        self._tell = tell
         self._left: dict[tuple[Stream, int], deque[_Sent]] = {}
 
     @property
@@ -401,13 +409,20 @@ class _PolledSends:
     def poll(self) -> None:
         for left in self._left.values():
             while left and left[0].work.is_completed():
-                left.popleft()
+                self._wait(left.popleft())  # one that failed has completed too; this tells
 
     def drain(self) -> None:
+        self.poll()
         for left in self._left.values():
             while left:
                 # Orders the CUDA stream, on which alone the memory can be used again.
-                left.popleft().work.wait()
+                self._wait(left.popleft())
+
+    def _wait(self, sent: _Sent) -> None:
+        try:
+            sent.work.wait()
+        except RuntimeError as error:
+            raise TransportError(self._tell(sent.message) + _connection_failed(error)) from error
 
     def close(self) -> None:
         self._left.clear()

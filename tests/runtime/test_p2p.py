@@ -13,7 +13,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.lowering import Message, Program, Send, Stream, lower
 from megatron_vshape.core.passes import Kind
-from megatron_vshape.runtime.p2p import Edge, Transport, TransportError, _free_lane, _Watch
+from megatron_vshape.runtime.p2p import (
+    Edge,
+    Transport,
+    TransportError,
+    _free_lane,
+    _PolledSends,
+    _Sent,
+    _Watch,
+)
 from megatron_vshape.runtime.program_runner import run_program
 from megatron_vshape.runtime.variable_p2p import VariableTransport
 
@@ -144,6 +152,42 @@ def test_every_rank_has_one_peer_per_stream_and_lane() -> None:
     assert list(lanes.values()) == [0, 1, 0, 1]
     other = Edge(Stream(Kind.B, 0, upward=True), 0, 1)
     assert _free_lane(other, lanes) == 0
+
+
+class Sending:
+    """Stands in for the handle of a send on NCCL, where one that has failed has completed too."""
+
+    def __init__(self, is_completed: bool = False, error: str = "") -> None:
+        self.completed, self.error = is_completed, error
+        self.waits = 0
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def polled_sends(*works: Sending) -> _PolledSends:
+    """Return what keeps these sends, of F0.0, F0.1 and so on from device 0 to device 1."""
+    sends = _PolledSends(lambda message: f"{message.work} waits to be taken")
+    for message, work in zip(sent_by(lower(make("1f1b", 2, 4)), 0), works, strict=False):
+        sends.add(_Sent(message, work, torch.zeros(1)))  # type: ignore[arg-type]
+    return sends
+
+
+@pytest.mark.parametrize("ask", [_PolledSends.poll, _PolledSends.drain])
+def test_a_send_that_failed_on_nccl_is_told_with_its_pass(ask: Any) -> None:
+    works = Sending(True), Sending(True, "NCCL error: remote process exited"), Sending()
+    sends = polled_sends(*works)
+    with pytest.raises(TransportError) as error:
+        ask(sends)
+    assert str(error.value) == (
+        "F0.1 waits to be taken, whose connection failed: NCCL error: remote process exited"
+    )
+    assert works[2].waits == 0
 
 
 class Event:
