@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 NewGroup = Callable[[Sequence[int], str], "dist.ProcessGroup | None"]
 """Makes a process group of these ranks; all ranks of the world call it. The text describes it."""
 
+A_DAY = timedelta(days=1)
+"""NCCL's own timeout, which counts from when a receive is posted, whatever has moved since."""
+
 
 class TransportError(RuntimeError):
     """A message did not come, or did not leave; the text says which, and whose it is."""
@@ -84,18 +87,14 @@ class Transport:
             if self._waits_block
             else _PolledSends(self._tell_send)
         )
-        self._watch: _Watch | None = None if self._waits_block else _Watch(timeout_s)
+        self._meeting: list[str] = []  # whom this rank meets for the first time just now
+        self._watch = None if self._waits_block else _Watch(timeout_s, self._under_way)
         self.expect(shape, dtype)
 
     @property
     def device(self) -> int:
         """Return which device of its pipeline this rank is."""
         return self._ranks.index(self._rank)
-
-    @property
-    def pending_sends(self) -> int:
-        """Return how many messages are kept because they have not left yet."""
-        return self._sends.pending
 
     def expect(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Set the shape, [s, b, h], and the dtype of all messages posted from now on."""
@@ -158,7 +157,7 @@ class Transport:
         Raises:
             TransportError: it did not come in time, or its sender is gone.
         """
-        work, tensor = self._posted.pop(message)
+        work, tensor = self._posted[message]
         since = time.monotonic()
         try:
             if self._waits_block:
@@ -171,6 +170,7 @@ class Transport:
             ) from error
         if self._watch is not None:
             self._watch.add(_recorded_event(), self._tell_receive(message))
+        del self._posted[message]  # not earlier: the watch may never lose sight of it
         return tensor
 
     def send(self, message: Message, tensor: Tensor) -> None:
@@ -228,20 +228,31 @@ class Transport:
                 return doing + "before its first pass"
             case None:
                 return doing + f"after {place.last_pass}, its last pass of a step"
-        unsent = self._sends.oldest()
-        if unsent is not None:
-            return self._tell_send(unsent)
-        return doing + f"after {place.last_pass}"
+        unsent = self._sends.left()
+        return self._tell_send(unsent[0]) if unsent else doing + f"after {place.last_pass}"
 
     def close(self) -> None:
-        """End the threads of this transport; its process groups end with torch.distributed."""
+        """End the threads of this transport, once all that it has sent and posted has ended.
+
+        Its process groups end with torch.distributed.
+        """
         self._sends.close()
         if self._watch is not None:
             self._watch.close()
 
+    def _under_way(self) -> list[str]:
+        """Return what is sent or posted and has not ended; any thread may ask."""
+        sent = [self._tell_send(message) for message in self._sends.left()]
+        posted = [
+            self._tell_receive(message)
+            for message, (work, _) in self._posted.copy().items()
+            if not work.is_completed()
+        ]
+        return [*self._meeting, *sent, *posted]
+
     def _make_group(self, ranks: Sequence[int], description: str) -> "dist.ProcessGroup | None":
-        # NCCL's own watchdog says less, so it speaks a minute after this transport has spoken.
-        timeout = timedelta(seconds=self._timeout_s + 60)
+        # gloo itself says less, so it speaks a minute after this transport has spoken.
+        timeout = timedelta(seconds=self._timeout_s + 60) if self._waits_block else A_DAY
         made = dist.new_group(list(ranks), timeout=timeout, group_desc=description)
         return made if isinstance(made, dist.ProcessGroup) else None
 
@@ -272,16 +283,19 @@ class Transport:
             if edge not in self._channels:
                 continue
             group, peer = self._channels[edge]
+            self._meeting = [f"rank {self._rank} (device {self.device}): connects to rank {peer}"]
             number = torch.full((1,), self._rank, dtype=torch.int32, device=self._torch_device)
             if self.device == edge.source:
                 dist.send(number, dst=peer, group=group)
-                continue
-            dist.recv(number, src=peer, group=group)
-            if int(number) != peer:
+            else:
+                dist.recv(number, src=peer, group=group)
+            met = int(number)  # on a GPU this waits until the number has arrived, or left
+            if self.device == edge.target and met != peer:
                 raise TransportError(
                     f"rank {self._rank} expected rank {peer} on stream {edge.stream} and met rank "
-                    f"{int(number)}: the ranks do not run the same program"
+                    f"{met}: the ranks do not run the same program"
                 )
+        self._meeting = []
 
     def _channel(self, message: Message) -> tuple[dist.ProcessGroup, int]:
         channel = self._channels.get(Edge(message.stream, message.source, message.target))
@@ -368,16 +382,14 @@ def _recorded_event() -> torch.cuda.Event:
 class _Sent(NamedTuple):
     message: Message
     work: dist.Work
-    tensor: Tensor  # only held, so that its memory lives until the send has ended
+    tensor: Tensor | None  # only held, so that its memory lives until the send has ended
 
 
 class _Sends(Protocol):
     """Keeps what is being sent, and lets go of it when that has ended."""
 
-    @property
-    def pending(self) -> int: ...
-
-    def oldest(self) -> Message | None: ...
+    def left(self) -> list[Message]:
+        """Return what has not left yet, in the order of each channel; any thread may ask."""
 
     def add(self, sent: _Sent) -> None: ...
 
@@ -395,12 +407,9 @@ class _PolledSends:
         self._tell = tell
         self._left: dict[tuple[Stream, int], deque[_Sent]] = {}
 
-    @property
-    def pending(self) -> int:
-        return sum(map(len, self._left.values()))
-
-    def oldest(self) -> Message | None:
-        return None  # the watch knows what a device waits for
+    def left(self) -> list[Message]:
+        kept = [each for queue in self._left.copy().values() for each in queue.copy()]
+        return [each.message for each in kept if not each.work.is_completed()]
 
     def add(self, sent: _Sent) -> None:
         key = (sent.message.stream, sent.message.target)
@@ -414,9 +423,11 @@ class _PolledSends:
     def drain(self) -> None:
         self.poll()
         for left in self._left.values():
-            while left:
-                # Orders the CUDA stream, on which alone the memory can be used again.
-                self._wait(left.popleft())
+            for at, sent in enumerate(left):
+                # Orders the CUDA stream, on which alone the memory can be used again. The watch
+                # still has to see whether the send ends.
+                self._wait(sent)
+                left[at] = sent._replace(tensor=None)
 
     def _wait(self, sent: _Sent) -> None:
         try:
@@ -424,8 +435,7 @@ class _PolledSends:
         except RuntimeError as error:
             raise TransportError(self._tell(sent.message) + _connection_failed(error)) from error
 
-    def close(self) -> None:
-        self._left.clear()
+    def close(self) -> None: ...
 
 
 class _WaitedSends:
@@ -442,13 +452,9 @@ class _WaitedSends:
         self._left: list[Message] = []  # in the order in which they were started
         self._failure: str | None = None
 
-    @property
-    def pending(self) -> int:
-        return len(self._left)
-
-    def oldest(self) -> Message | None:
+    def left(self) -> list[Message]:
         with self._ended:
-            return self._left[0] if self._left else None
+            return self._left.copy()
 
     def add(self, sent: _Sent) -> None:
         key = (sent.message.stream, sent.message.target)
@@ -500,43 +506,60 @@ def _say_and_exit(text: str) -> None:
 
 
 class _Watch:
-    """Ends the process when the device has stood still at a receive for too long (NCCL).
+    """Ends the process when nothing has moved here for too long, and something should (NCCL).
 
-    The host only orders streams and runs ahead, so it does not notice by itself. Events are
-    watched rather than the receives' own handles, which would keep the received tensors alive.
+    The host only orders streams and runs ahead, so it does not notice by itself. What it has
+    ordered to wait is watched by events rather than by the receives' own handles, which would
+    keep the received tensors alive; what it has only posted or sent, `under_way` tells.
     """
 
-    def __init__(self, timeout_s: float, stuck: Callable[[str], None] = _say_and_exit) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        under_way: Callable[[], list[str]],
+        stuck: Callable[[str], None] = _say_and_exit,
+    ) -> None:
         self._timeout_s = timeout_s
+        self._under_way = under_way
         self._stuck = stuck
-        self._ahead: deque[tuple[_Query, str, float]] = deque()
-        self._closed = threading.Event()
+        self._ahead: deque[tuple[_Query, str]] = deque()
+        self._added = 0
+        self._is_closed = False
         threading.Thread(target=self._run, daemon=True).start()
 
     def add(self, event: _Query, text: str) -> None:
         """Watch an event that follows a receive; `text` says what waits for what."""
-        self._ahead.append((event, text, time.monotonic()))
+        self._ahead.append((event, text))
+        self._added += 1
 
     def waits_for(self) -> str | None:
         """Return the text of the first event that the device has not reached, if there is one."""
-        for event, text, _ in tuple(self._ahead):
+        for event, text in self._ahead.copy():
             if not event.query():
                 return text
         return None
 
     def close(self) -> None:
-        """End the watching."""
-        self._closed.set()
+        """End the watching as soon as there is nothing to watch."""
+        self._is_closed = True
 
     def _run(self) -> None:
-        moved = time.monotonic()
-        while not self._closed.wait(min(1.0, self._timeout_s / 4)):
-            while self._ahead and self._ahead[0][0].query():
-                self._ahead.popleft()
-                moved = time.monotonic()
-            if not self._ahead:
-                continue
-            _, text, since = self._ahead[0]
-            if time.monotonic() - max(moved, since) > self._timeout_s:
-                self._stuck(text + _no_progress(self._timeout_s))
+        before: tuple[int, list[str]] | None = None
+        moved_s = time.monotonic()
+        while True:
+            time.sleep(min(1.0, self._timeout_s / 4))
+            waiting = self._waiting()
+            if self._is_closed and not waiting:
                 return
+            now = self._added, waiting  # two steps have the same texts, and not the same number
+            if not waiting or now != before:
+                before, moved_s = now, time.monotonic()
+            elif time.monotonic() - moved_s > self._timeout_s:
+                self._stuck(waiting[0] + _no_progress(self._timeout_s))
+                return
+
+    def _waiting(self) -> list[str]:
+        """Return what the device has yet to reach, then what else has not ended."""
+        while self._ahead and self._ahead[0][0].query():
+            self._ahead.popleft()
+        return [*(text for _, text in self._ahead.copy()), *self._under_way()]

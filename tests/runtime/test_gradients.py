@@ -87,7 +87,7 @@ def run_case(rank: int, case: Case, transport: Transport, pipeline: int) -> dict
         "peak": counter.peak,
         "passes": counter.passes,
         "left": sum(len(each.jobs._buckets) + each.num_alive() for each in stages.values()),
-        "pending": transport.pending_sends,
+        "pending": len(transport._sends.left()),
         "groups": len(dist.distributed_c10d._world.pg_map),
     }
 

@@ -2,10 +2,12 @@
 
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from runtime.plain_pipeline import SHAPE, stages_for
 from runtime.ranks import run_ranks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.lowering import Message, Program, Send, Stream, lower
 from megatron_vshape.core.passes import Kind
+from megatron_vshape.runtime import p2p
 from megatron_vshape.runtime.p2p import (
     Edge,
     Transport,
@@ -48,11 +51,11 @@ def send_to_a_late_receiver(rank: int) -> None:
             tensor.data = torch.empty(1)  # as Megatron's deallocate_output_tensor does
             garbage = torch.full(BIG, -1.0)
             transport.poll()
-        assert transport.pending_sends == 3
+        assert transport._sends.left() == messages
         assert not any(storage.expired() for storage in storages)
         del tensor, garbage
         transport.drain()
-        assert transport.pending_sends == 0
+        assert transport._sends.left() == []
         assert all(storage.expired() for storage in storages)
     else:
         time.sleep(0.5)
@@ -93,7 +96,7 @@ def send_any_length(rank: int) -> None:
         with pytest.raises(TransportError, match=r"is \[2, 3\] of .* expects \[s, b, h\]"):
             transport.send(messages[0], torch.zeros(2, 3))
         transport.drain()
-        assert transport.pending_sends == 0
+        assert transport._sends.left() == []
     else:
         for message in messages:
             transport.post(message)
@@ -200,26 +203,139 @@ class Event:
         return self.reached
 
 
+class Watched:
+    """A watch, what it has said, and what it is told to be under way."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.under_way: list[str] = []
+        self.said: list[str] = []
+        self.told = threading.Event()
+        self.watch = _Watch(timeout_s, lambda: self.under_way.copy(), self._say)
+
+    def _say(self, text: str) -> None:
+        self.said.append(text)
+        self.told.set()
+
+
 def test_the_watch_tells_of_a_device_that_stands_still() -> None:
-    said: list[str] = []
-    told = threading.Event()
-    watch = _Watch(0.2, lambda text: (said.append(text), told.set()))
-    watch.add(Event(True), "F1.0 waits for F0.0")
-    watch.add(Event(False), "F1.1 waits for F0.1")
-    watch.add(Event(False), "F1.2 waits for F0.2")
-    assert told.wait(5)
-    assert said == ["F1.1 waits for F0.1, and nothing has moved for 0.2 s"]
+    watched = Watched(0.2)
+    watched.watch.add(Event(True), "F1.0 waits for F0.0")
+    watched.watch.add(Event(False), "F1.1 waits for F0.1")
+    watched.watch.add(Event(False), "F1.2 waits for F0.2")
+    assert watched.told.wait(5)
+    assert watched.said == ["F1.1 waits for F0.1, and nothing has moved for 0.2 s"]
 
 
-def test_the_watch_is_silent_while_the_device_moves() -> None:
-    said: list[str] = []
-    watch = _Watch(0.4, said.append)
-    events = [Event(False) for _ in range(6)]
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_the_watch_tells_of_what_nobody_takes(is_closed: bool) -> None:
+    watched = Watched(0.2)
+    watched.under_way = ["F0.0 waits to be taken"]
+    if is_closed:
+        watched.watch.close()
+    assert watched.told.wait(5)
+    assert watched.said == ["F0.0 waits to be taken, and nothing has moved for 0.2 s"]
+
+
+def test_the_watch_is_silent_while_anything_moves() -> None:
+    watched = Watched(0.4)
+    events = [Event(False) for _ in range(3)]
     for number, event in enumerate(events):
-        watch.add(event, str(number))
+        watched.watch.add(event, str(number))
+    watched.under_way = ["posted at the start of the step", "a", "b", "c"]
     for event in events:
         time.sleep(0.15)
         event.reached = True
-    time.sleep(0.3)
-    watch.close()
-    assert said == []
+        time.sleep(0.15)
+        watched.under_way.pop()
+    time.sleep(0.2)
+    watched.under_way.clear()
+    time.sleep(0.6)  # nothing to wait for
+    watched.watch.close()
+    assert watched.said == []
+
+
+class OnNccl:
+    """The second of two ranks with a transport that does as on NCCL, where no peer ever answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said: list[str] = []
+        self.told = threading.Event()
+        self.timeouts: list[timedelta] = []
+        monkeypatch.setattr(p2p, "say_and_exit", self._say)
+        monkeypatch.setattr(p2p, "_recorded_event", lambda: Event(False))
+        monkeypatch.setattr(Transport, "_warm_up", lambda *_: None)
+        monkeypatch.setattr(dist, "get_rank", lambda: 1)
+        monkeypatch.setattr(dist, "new_group", self._new_group)
+        monkeypatch.setattr(dist, "isend", lambda *_, **__: Sending())
+        monkeypatch.setattr(dist, "irecv", lambda *_, **__: Sending())
+        program = lower(make("1f1b", 2, 4))
+        self.transport = Transport([[0, 1]], SHAPE, torch.float32, "meta", timeout_s=0.2)
+        self.transport.prepare(program)
+        self.incoming, self.outgoing = sent_by(program, 0)[0], sent_by(program, 1)[0]
+
+    def _say(self, text: str, code: int) -> None:
+        self.said.append(text)
+        self.told.set()
+
+    def _new_group(self, *_: Any, timeout: timedelta, **__: Any) -> dist.ProcessGroup:
+        self.timeouts.append(timeout)
+        return dist.ProcessGroup(1, 2)
+
+    def post(self) -> None:
+        self.transport.post(self.incoming)
+
+    def wait(self) -> None:
+        self.post()
+        self.transport.wait(self.incoming)
+        assert self.transport._under_way() == []  # the handle, and with it the tensor, is let go of
+
+    def send(self) -> None:
+        self.transport.send(self.outgoing, torch.zeros(SHAPE, device="meta"))
+
+    def drain(self) -> None:
+        self.send()
+        self.transport.drain()
+
+
+RECEIVES = "rank 1 (device 1): F1.0 waits for F0.0 from rank 0 (device 0)"
+SENDS = "rank 1 (device 1): B1.0 waits to be taken by rank 0 (device 0) for B0.0"
+
+
+@pytest.mark.parametrize(
+    ("begin", "said"),
+    [
+        (OnNccl.post, RECEIVES),
+        (OnNccl.wait, RECEIVES),
+        (OnNccl.send, SENDS),
+        (OnNccl.drain, SENDS),
+    ],
+)
+def test_on_nccl_the_watch_ends_whatever_its_own_timeout_would_end(
+    begin: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = OnNccl(monkeypatch)
+    assert set(rank.timeouts) == {timedelta(days=1)}  # so that it ends nothing that moves
+    begin(rank)
+    rank.transport.close()
+    assert rank.told.wait(5)
+    assert rank.said == [said + ", and nothing has moved for 0.2 s"]
+
+
+def test_on_nccl_the_watch_ends_a_rank_whose_peer_does_not_connect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warm_up = Transport._warm_up
+    rank = OnNccl(monkeypatch)
+    monkeypatch.setattr(dist, "send", lambda *_, **__: rank.told.wait(5))
+    monkeypatch.setattr(Transport, "_warm_up", warm_up)
+    with pytest.raises(RuntimeError, match="meta"):  # such a tensor has no number
+        rank.transport._warm_up(list(rank.transport._channels))
+    assert rank.said == ["rank 1 (device 1): connects to rank 0, and nothing has moved for 0.2 s"]
+
+
+def test_gloo_ends_a_minute_after_the_transport_has_spoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[timedelta] = []
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "new_group", lambda *_, timeout, **__: found.append(timeout))
+    Transport([[0]], SHAPE, torch.float32, "cpu", timeout_s=40)._make_group([0], "")
+    assert found == [timedelta(seconds=100)]
