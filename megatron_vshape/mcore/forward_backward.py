@@ -188,12 +188,18 @@ class PipelineRunner:
         ahead.random.restore()
 
     def forget_data(self) -> None:
-        """Let go of the last step's data iterators, when no step follows.
+        """Let go of all that the steps have left, when none follows, or the last one has failed.
 
-        A loader tells its processes to end when nothing holds it; with --exit-signal-handler they
-        ignore the signal that would end them otherwise, and the trainer would wait for them.
+        These are the weight jobs of a step that failed, the transport's threads, and the last
+        step's data iterators. A loader tells its processes to end when nothing holds it; with
+        --exit-signal-handler they ignore the signal that would end them otherwise, and the trainer
+        would wait for them.
         """
         self._last, self._ahead, self._replays = None, None, []
+        self._session.jobs.clear()
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
 
     def _evaluate(self, call: Call) -> list[Any]:
         self.drop_ahead()

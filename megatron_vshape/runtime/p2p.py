@@ -461,7 +461,8 @@ class _WaitedSends:
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = SimpleQueue()
-            threading.Thread(target=self._reap, args=(queue,), daemon=True).start()
+            name = f"sends to device {sent.message.target}"
+            threading.Thread(target=self._reap, args=(queue,), name=name, daemon=True).start()
         with self._ended:
             self._left.append(sent.message)
         queue.put(sent)

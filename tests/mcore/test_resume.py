@@ -37,7 +37,7 @@ def test_sigterm_in_mid_step_saves_and_ends_all_ranks(
     assert first.record["losses"] + second.record["losses"] == whole.record["losses"][:5]
 
 
-def test_processes_of_the_data_loaders_end_with_the_trainer(farm: Farm) -> None:
-    # They ignore SIGTERM then, so a trainer that leaves them waits for them and never ends.
+def test_loaders_processes_and_threads_that_send_end_with_the_trainer(farm: Farm) -> None:
+    # The processes ignore SIGTERM then, so a trainer that leaves them waits and never ends.
     flags = ("--pipeline-schedule", "v-half", "--num-workers", "1", "--exit-signal-handler")
-    farm.run(2, *flags, plugin=Path(__file__).parent / "loader_processes.py").check()
+    farm.run(2, *flags, plugin=Path(__file__).parent / "started_for_training.py").check()

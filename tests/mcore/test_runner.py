@@ -1,0 +1,19 @@
+"""What the function that Megatron calls for every step leaves behind."""
+
+import pytest
+
+pytest.importorskip("megatron.training")
+
+from megatron_vshape.mcore.forward_backward import PipelineRunner
+from megatron_vshape.mcore.session import Session
+
+
+def test_weight_jobs_of_a_step_that_failed_are_let_go_of() -> None:
+    session = Session()
+    runner = PipelineRunner.__new__(PipelineRunner)  # the whole of it needs process groups
+    runner._session, runner._transport = session, None
+    with session.jobs.collect((3, 0)):
+        pass
+    runner.forget_data()
+    with session.jobs.collect((3, 0)):  # of the first step of another run
+        pass
