@@ -24,6 +24,7 @@ from megatron_vshape.mcore.session import Pipeline
 from megatron_vshape.runtime.measure import (
     Held,
     PassTimer,
+    clocks_ahead_us,
     gather_slots,
     measure_send_us,
     measured_costs,
@@ -94,7 +95,8 @@ class Profiler:
             return
         gathered = [(each, gather_slots(row, group)) for each, row in self._rows]
         self._rows.clear()
-        timelines = [merge(each.schedule, rows) for each, rows in gathered]
+        ahead_us = _clocks_ahead_us(program, transport, message, group)
+        timelines = [merge(each.schedule, rows, ahead_us) for each, rows in gathered]
         if self._prediction is None:
             send_us = measure_send_us(program, group.rank(), transport, message)
             self._costs = self._agreed_costs(timelines, send_us, held, group)
@@ -162,6 +164,17 @@ class Profiler:
         world: list[Costs] = [own] * dist.get_world_size()
         dist.all_gather_object(world, own)
         return replace(middle_of(world), layers=self._pipeline.stage_map.layers)
+
+
+def _clocks_ahead_us(
+    program: Program, transport: Transport, message: torch.Tensor, group: dist.ProcessGroup
+) -> list[float]:
+    """Return how far the ranks' clocks are ahead of the first one's, by messages of one number."""
+    transport.expect((1, 1, 1), message.dtype)
+    try:
+        return clocks_ahead_us(program, group.rank(), transport, transport.blank(), group)
+    finally:
+        transport.expect(message.shape, message.dtype)
 
 
 def prediction_of(schedule: Schedule, costs: Costs, rest_us: float) -> Prediction:

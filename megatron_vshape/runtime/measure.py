@@ -106,14 +106,21 @@ class _CudaClock:
         return [self._origin_us + 1e3 * self._origin.elapsed_time(event) for event in events]
 
 
-def merge(schedule: Schedule, rows: Sequence[Sequence[Slot]]) -> Timeline:
+def merge(
+    schedule: Schedule, rows: Sequence[Sequence[Slot]], ahead_us: Sequence[float] | None = None
+) -> Timeline:
     """Return the timeline of a step from every device's slots; it begins at zero.
 
-    The devices' clocks are taken to be one, as on one host.
+    `ahead_us` is how far each device's clock is ahead (see `clocks_ahead_us`); by default the
+    clocks are one, as on one host.
     """
-    first = min(row[0].start for row in rows if row)
-    starts = tuple(tuple(slot.start - first for slot in row) for row in rows)
-    ends = tuple(tuple(slot.end - first for slot in row) for row in rows)
+    ahead = (0.0,) * len(rows) if ahead_us is None else ahead_us
+    first = min(row[0].start - by for row, by in zip(rows, ahead, strict=True) if row)
+    zeros = [first + by for by in ahead]
+    starts = tuple(
+        tuple(s.start - zero for s in row) for row, zero in zip(rows, zeros, strict=True)
+    )
+    ends = tuple(tuple(s.end - zero for s in row) for row, zero in zip(rows, zeros, strict=True))
     order = tuple(tuple(slot.work for slot in row) for row in rows)
     ran = Schedule(
         schedule.name, schedule.num_devices, schedule.num_microbatches, schedule.placement, order
@@ -205,6 +212,71 @@ def measure_send_us(
                 mail.send(back, mail.wait(there))
     mail.drain()
     return statistics.median(found) if found else None
+
+
+def clocks_ahead_us(
+    program: Program,
+    device: int,
+    mail: Mail,
+    tensor: torch.Tensor,
+    group: "dist.ProcessGroup",
+    rounds: int = 32,
+) -> list[float]:
+    """Return how far the clock of every device is ahead of the first one's, in us.
+
+    A process's clock counts from the start of its host. Between two neighbours a message goes
+    there and another comes back; the neighbour stamps in between, and in the quickest of `rounds`
+    that was the middle, but for half of what the two ways differ. All ranks of the pipeline call
+    this together, between steps; a small tensor is the most accurate.
+    """
+    stamps: dict[tuple[int, int], list[float]] = {}
+    for there, back in _round_trips(program):
+        own = stamps[there.source, there.target] = []
+        for _ in range(rounds):
+            if device == there.source:
+                mail.post(back)
+                own.append(time.perf_counter() * US)
+                mail.send(there, tensor)
+                own.append(_arrived_us(mail.wait(back)))
+            elif device == there.target:
+                mail.post(there)
+                own.append(_arrived_us(mail.wait(there)))
+                mail.send(back, tensor)
+    mail.drain()
+    everyones: list[dict[tuple[int, int], list[float]]] = [{}] * group.size()
+    dist.all_gather_object(everyones, stamps, group=group)
+    return _ahead_of_first(everyones)
+
+
+def _arrived_us(received: torch.Tensor) -> float:
+    """Return when what this rank has waited for is there, on a GPU too."""
+    if received.is_cuda:
+        # Not the whole device: there a receive that is posted ahead would be waited for as well.
+        torch.cuda.current_stream().synchronize()
+    return time.perf_counter() * US
+
+
+def _ahead_of_first(everyones: Sequence[Mapping[tuple[int, int], list[float]]]) -> list[float]:
+    """Return how far each clock is ahead, from what both ends of every pair have stamped."""
+    apart = {}
+    for source, target in everyones[0]:
+        begun_and_ended = everyones[source][source, target]
+        trips = zip(
+            begun_and_ended[::2],
+            everyones[target][source, target],
+            begun_and_ended[1::2],
+            strict=True,
+        )
+        begun, met, ended = min(trips, key=lambda trip: trip[2] - trip[0])
+        apart[source, target] = met - (begun + ended) / 2
+    ahead = {0: 0.0}
+    for _ in everyones:  # each time at least one device more, by a neighbour that is known
+        for (source, target), by in apart.items():
+            if source in ahead:
+                ahead.setdefault(target, ahead[source] + by)
+            elif target in ahead:
+                ahead[source] = ahead[target] - by
+    return [ahead[device] for device in range(len(everyones))]
 
 
 def _round_trips(program: Program) -> list[tuple[Message, Message]]:

@@ -74,15 +74,21 @@ def test_the_playgrounds_plan_trains_from_its_file(train: Train, tmp_path: Path)
     assert re.search(r"virtual_pipeline_model_parallel_size \.+ 4\n", ours.output[0])
 
 
-def test_profiled_and_planned_anew(train: Train, tmp_path: Path) -> None:
+def test_profiled_and_planned_anew(train: Train, farm: Farm, tmp_path: Path) -> None:
     theirs = train(4, "--pipeline-schedule", "1f1b", *SIX)
     flags = ("--pipeline-profile-iterations", "2:3", "--pipeline-trace", str(tmp_path))
     limit = ("--pipeline-memory-limit", "0.05")
-    ours = train(4, "--pipeline-schedule", "auto", *flags, *limit, *SIX)
+    other_hosts = Path(__file__).parent / "other_hosts.py"
+    ours = farm.run(
+        4, "--pipeline-schedule", "auto", *flags, *limit, *SIX, plugin=other_hosts
+    ).check()
     assert_equal_training(ours, theirs)
     assert "measured costs: v-half step" in ours.output[0]
     assert "-> auto step" in ours.output[0]
     assert "predicted for auto, and measured later: passes " in ours.output[0]
+    ratio = re.search(r"\(measured / predicted ([0-9.]+)\)", ours.output[0])
+    assert ratio is not None
+    assert 0.1 < float(ratio[1]) < 10  # on one clock; the machine may be busy
     table = ours.output[0].partition("tokens/s; peak activation memory")[2].splitlines()[1:]
     assert table[0].split() == ["auto", "predicted", "measured", "ratio"]
     labels = ["step, ms", "  passes, ms", "  gradients, optimizer, ..., ms", "bubble, %"]

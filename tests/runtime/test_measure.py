@@ -1,6 +1,7 @@
 """Measured timelines and costs."""
 
 import time
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.core.placement import stages_of
 from megatron_vshape.core.schedule import Slot
 from megatron_vshape.core.simulate import simulate
+from megatron_vshape.runtime import measure
 from megatron_vshape.runtime.measure import (
     PassTimer,
+    _ahead_of_first,
+    clocks_ahead_us,
     gather_slots,
     measure_send_us,
     measured_costs,
@@ -50,8 +54,30 @@ class Sleeper:
         return self.backward_inputs(microbatch, received)
 
 
-def timed_step(rank: int) -> tuple[list[list[Slot]], float | None, tuple[float, float]]:
-    """Run a step of sleepers on 2 ranks; return all slots, this rank's send time, its totals."""
+OTHER_HOST_US = 1e12
+
+
+class OtherHost:
+    """The clock of a host that was started eleven days earlier."""
+
+    @staticmethod
+    def perf_counter() -> float:
+        return time.perf_counter() + OTHER_HOST_US / 1e6
+
+
+class Step(NamedTuple):
+    """What a rank has measured."""
+
+    rows: list[list[Slot]]
+    ahead_us: list[float]
+    send_us: float | None
+    totals: tuple[float, float]
+
+
+def timed_step(rank: int) -> Step:
+    """Run a step of sleepers on 2 ranks, each with a clock of its own."""
+    if rank == 1:
+        measure.time = OtherHost  # type: ignore[attr-defined]
     program = lower(make("v-half", 2, 6))
     transport = Transport([[0, 1]], SHAPE, torch.float32, "cpu")
     transport.prepare(program)
@@ -61,22 +87,26 @@ def timed_step(rank: int) -> tuple[list[list[Slot]], float | None, tuple[float, 
     run_program(program, rank, {stage: Sleeper(stage) for stage in own}, transport, timer)
     send_us = measure_send_us(program, rank, transport, torch.zeros(SHAPE))
     rows = gather_slots(timer.slots(), dist.group.WORLD)
+    ahead_us = clocks_ahead_us(program, rank, transport, torch.zeros(SHAPE), dist.group.WORLD)
     transport.close()
-    return rows, send_us, timer.busy_and_whole()
+    return Step(rows, ahead_us, send_us, timer.busy_and_whole())
 
 
 def test_costs_of_a_measured_step_predict_it() -> None:
     results = run_ranks(2, timed_step)
-    rows = results[0][0]
-    assert [slot.work for slot in rows[1]] == [slot.work for slot in results[1][0][1]]
+    rows, ahead_us = results[0].rows, results[0].ahead_us
+    assert rows == results[1].rows
+    assert ahead_us == results[1].ahead_us
+    assert ahead_us[0] == 0
+    assert ahead_us[1] == pytest.approx(OTHER_HOST_US, abs=500)
     schedule = make("v-half", 2, 6)
-    timeline = merge(schedule, rows)
+    timeline = merge(schedule, rows, ahead_us)
     assert timeline.schedule.order == schedule.order
     assert min(row[0] for row in timeline.starts) == 0
-    send_us = results[0][1]
+    send_us = results[0].send_us
     assert send_us is not None
     assert 1 < send_us < 50_000
-    assert results[1][1] is None  # each pair is measured once, by its lower end
+    assert results[1].send_us is None  # each pair is measured once, by its lower end
     costs = measured_costs([timeline], send_us, HELD)
     for stage, factor in enumerate((1, 1, 1, 1.5)):
         assert costs.forward_us[stage] == pytest.approx(10_000 * factor, rel=0.25)
@@ -86,10 +116,36 @@ def test_costs_of_a_measured_step_predict_it() -> None:
     predicted = simulate(schedule, costs)
     assert timeline.makespan == pytest.approx(predicted.makespan, rel=0.15)
     # The ranks' totals alone, without a common clock, tell the bubble of the merged timeline.
-    busy_us, whole_us = map(max, zip(*(totals for _, _, totals in results), strict=True))
+    busy_us, whole_us = map(max, zip(*(step.totals for step in results), strict=True))
     assert 1 - busy_us / whole_us == pytest.approx(timeline.bubble, abs=0.02)
     assert timeline.bubble == pytest.approx(predicted.bubble, abs=0.05)
     assert timeline.bubble > 0.01
+
+
+def test_shifted_clocks_give_the_same_timeline() -> None:
+    timeline = simulate(make("v-half", 4, 6))
+    rows = [list(timeline.slots(device)) for device in range(4)]
+    ahead_us = [0.0, 1e12, -3e9, 7.0]
+    shifted = [
+        [Slot(work, start + by, end + by) for work, start, end in row]
+        for row, by in zip(rows, ahead_us, strict=True)
+    ]
+    found = merge(timeline.schedule, shifted, ahead_us)
+    for device in range(4):
+        assert found.starts[device] == pytest.approx(timeline.starts[device], abs=1e-3)
+        assert found.ends[device] == pytest.approx(timeline.ends[device], abs=1e-3)
+
+
+def test_clocks_are_compared_along_neighbours_by_the_quickest_trip() -> None:
+    """The first device is a neighbour of the third alone, which is one of the second."""
+    pairs: list[tuple[int, int]] = [(0, 2), (1, 2)]
+    stamps: list[dict[tuple[int, int], list[float]]] = [
+        {(0, 2): [100.0, 130.0, 200.0, 210.0], (1, 2): []},
+        {(0, 2): [], (1, 2): [5000.0, 5010.0, 6000.0, 6100.0]},
+        {(0, 2): [1129.0, 1205.0], (1, 2): [1015.0, 2000.0]},
+    ]
+    assert all(list(each) == pairs for each in stamps)
+    assert _ahead_of_first(stamps) == [0.0, 4990.0, 1000.0]
 
 
 def _timeline_of(times: dict[Kind, float]):
