@@ -8,6 +8,7 @@ a real transport.
 """
 
 import itertools
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -417,3 +418,43 @@ def _tell(instruction: Instruction) -> str:
     if isinstance(instruction, Await):
         return f"waits for {instruction.message.work} from device {instruction.message.source}"
     return f"stands at {instruction}"
+
+
+def never_sent(program: Program) -> Message | None:
+    """Return a message that is never sent where a receive cannot be posted ahead, or None.
+
+    That is where a message's size is not known before: `lower` proves less then. Here a Receive
+    does nothing, an Await takes all messages of its stream up to its own, and a Send waits until
+    the one before it, of the same stream between the same devices, has been taken.
+    """
+    rows = [deque(_sends_and_takes(row)) for row in program.instructions]
+    untaken: set[tuple[Stream, int, int]] = set()
+    awake = list(range(len(rows)))
+    while awake:
+        row = rows[awake.pop()]
+        while row:
+            sends, message = row[0]
+            edge = message.stream, message.source, message.target
+            if sends is (edge in untaken):
+                break
+            row.popleft()
+            untaken ^= {edge}
+            awake.append(message.target if sends else message.source)
+    return next((row[0][1] for row in rows if row and row[0][0]), None)
+
+
+def _sends_and_takes(row: Sequence[Instruction]) -> Iterator[tuple[bool, Message]]:
+    """Yield what a device sends (True) and takes (False), one after the other."""
+    ahead: dict[tuple[Stream, int, int], deque[Message]] = {}
+    for each in row:
+        if isinstance(each, Run):
+            continue
+        message = each.message
+        posted = ahead.setdefault((message.stream, message.source, message.target), deque())
+        if isinstance(each, Receive):
+            posted.append(message)
+        elif isinstance(each, Send):
+            yield True, message
+        else:
+            while message in posted:
+                yield False, posted.popleft()

@@ -288,6 +288,11 @@ class PipelineRunner:
             if is_early:
                 program, early_ends = self._begun_early(program)
             iterators = self._replayed(iterators)
+        if isinstance(transport, VariableTransport):
+            try:
+                transport.check(program)
+            except ScheduleError as error:
+                raise RefusedError(error) from None
         rank = groups.pp.rank()
         stages = self._stages(step, chunks, iterators, rank)
         run = ProgramRun(program, rank, stages, transport, timer, self._place)

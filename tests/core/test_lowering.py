@@ -18,6 +18,7 @@ from megatron_vshape.core.lowering import (
     forward_wave,
     fuse,
     lower,
+    never_sent,
 )
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
 from megatron_vshape.core.placement import Placement, linear, looping, stages_of, v_shape
@@ -258,3 +259,26 @@ def test_costs_decide_what_is_fused() -> None:
     schedule = make("v-half", 4, 8)
     free = fuse(simulate(schedule, Costs.uniform(4, 8, send=100.0)))
     assert sum(work.kind is Kind.BW for row in free.order for work in row) < 4 * 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "is_sent"),
+    [
+        ("zb-h1", [(8, 8)], False),
+        ("v-two-thirds", [(8, 8), (8, 16)], False),
+        ("grouped-interleaved-1f1b", [(4, 8), (8, 8), (8, 16)], False),
+        ("zb-h1", [(4, 8), (8, 16)], True),
+        *((name, [(4, 8), (8, 8), (8, 16)], True) for name in ("1f1b", "v-min", "v-half", "v-zb")),
+    ],
+)
+def test_which_messages_are_sent_where_none_is_received_ahead(
+    name: str, sizes: list[tuple[int, int]], is_sent: bool
+) -> None:
+    for devices, microbatches in sizes:
+        schedule = make(name, devices, microbatches)
+        for program in (lower(schedule), lower(schedule, simulate(schedule), window=1)):
+            message = never_sent(program)
+            assert (message is None) == is_sent
+            if message is not None:
+                assert Send(message) in program.instructions[message.source]
+        assert never_sent(lower(forwards_only(schedule))) is None

@@ -9,16 +9,28 @@ from typing import Any
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.training import argument_utils, arguments
 
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.runtime.variable_p2p import VariableTransport
+
 LENGTHS = (32, 8, 24, 16)
 
 
 def start(rank: int, given: object) -> None:
-    """Cut the samples of this process, and tell Megatron that they differ."""
+    """Cut the samples of this process, and tell Megatron that they differ.
+
+    With `given`, the order of messages is found to deadlock, as on NCCL, and that is what is said.
+    """
+    if given is not None:
+        VariableTransport.check = functools.partial(_deadlocks, given)  # type: ignore[method-assign]
     MockGPTDataset.__getitem__ = _cut(GPTDataset.__getitem__)  # type: ignore[method-assign]
     name = "core_transformer_config_from_args"
     # Up to 0.17 it is where the flags are.
     holder: Any = argument_utils if hasattr(argument_utils, name) else arguments
     setattr(holder, name, _of_any_length(getattr(holder, name)))
+
+
+def _deadlocks(said: object, program: object) -> None:
+    raise ScheduleError(said)
 
 
 def _cut(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

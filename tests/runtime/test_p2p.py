@@ -1,5 +1,6 @@
 """The transport on gloo ranks: what is sent is safe, and a wait that fails says why."""
 
+import re
 import threading
 import time
 from datetime import timedelta
@@ -14,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.lowering import Message, Program, Send, Stream, lower
-from megatron_vshape.core.passes import Kind
+from megatron_vshape.core.passes import Kind, ScheduleError
 from megatron_vshape.runtime import p2p
 from megatron_vshape.runtime.p2p import (
     Edge,
@@ -105,6 +106,27 @@ def send_any_length(rank: int) -> None:
             assert received.shape == (lengths[place], 2, 3)
             assert (received == lengths[place]).all()
     transport.close()
+
+
+def test_messages_of_any_length_on_nccl_have_an_order_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    ranks = [list(range(8))]
+    on_gloo, on_nccl = (VariableTransport(ranks, SHAPE, torch.float32, t) for t in ("cpu", "meta"))
+    deadlocks, runs = lower(make("zb-h1", 8, 8)), lower(make("v-half", 8, 8))
+    on_gloo.check(deadlocks)
+    for _ in range(2):
+        on_nccl.check(runs)
+        with pytest.raises(ScheduleError) as error:
+            on_nccl.check(deadlocks)
+    assert re.fullmatch(
+        "zb-h1 with 8 microbatches on 8 devices does not work with variable_seq_lengths on GPUs, "
+        r"where device \d could never send [FB]\d\.\d to device \d, which cannot receive ahead: "
+        "choose v-min, v-half or v-zb, or make all microbatches equally long",
+        str(error.value),
+    )
+    on_nccl.close()
 
 
 def test_messages_of_any_length() -> None:
