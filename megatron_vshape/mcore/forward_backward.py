@@ -27,7 +27,7 @@ from megatron_vshape.mcore.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.iteration_log import BubbleMeter
 from megatron_vshape.mcore.loss_reporting import Courier, bring_losses
 from megatron_vshape.mcore.profiling import Profiler
-from megatron_vshape.mcore.refusals import RefusedError, check_config
+from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError, check_config
 from megatron_vshape.mcore.report import RunReport
 from megatron_vshape.mcore.run_ahead import RandomState, Replay
 from megatron_vshape.mcore.session import Pipeline, Session
@@ -260,14 +260,15 @@ class PipelineRunner:
             cp_group=groups.cp,
         )[0]
         transport = self._ready_transport(config, shape, chunks[0], groups.pp)
-        sync = GradientSync(
-            config,
-            chunks,
-            self._pipeline,
-            call.num_microbatches,
-            call.force_all_reduce,
-            call.forward_only,
-        )
+        with _refusing():
+            sync = GradientSync(
+                config,
+                chunks,
+                self._pipeline,
+                call.num_microbatches,
+                call.force_all_reduce,
+                call.forward_only,
+            )
         step = Step(
             config=config,
             forward_step_func=call.forward_step_func,
@@ -284,27 +285,19 @@ class PipelineRunner:
             program = planner.evaluation(call.num_microbatches)
         else:
             sync.gather_parameters()
-            program = self._agreed(planner.training(call.num_microbatches).program)
+            program = planner.training(call.num_microbatches).program
+            with _refusing():
+                self._agreement.check(program)
             if is_early:
                 program, early_ends = self._begun_early(program)
             iterators = self._replayed(iterators)
         if isinstance(transport, VariableTransport):
-            try:
+            with _refusing():
                 transport.check(program)
-            except ScheduleError as error:
-                raise RefusedError(error) from None
         rank = groups.pp.rank()
         stages = self._stages(step, chunks, iterators, rank)
         run = ProgramRun(program, rank, stages, transport, timer, self._place)
         return _Begun(call, chunks, groups, transport, step, program, early_ends, run)
-
-    def _agreed(self, program: Program) -> Program:
-        """Return the program, which all ranks have."""
-        try:
-            self._agreement.check(program)
-        except ScheduleError as error:
-            raise RefusedError(error) from None
-        return program
 
     def _begun_early(self, program: Program) -> tuple[Program, Cut]:
         """Return `begun_early(program)`; most steps run the program of the step before."""
@@ -404,6 +397,15 @@ class PipelineRunner:
         # Megatron takes the last rank's count for the pipeline's; only the loss rank has one.
         dist.all_reduce(step.num_tokens, group=groups.pp)
         finalize(begun.chunks, step.num_tokens, **options)
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """End all ranks with one sentence where what all of them check inside does not hold."""
+    try:
+        yield
+    except (ScheduleError, UnsupportedError) as error:
+        raise RefusedError(error) from None
 
 
 def _of_one_length(config: Any) -> Any:

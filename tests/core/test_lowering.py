@@ -281,4 +281,13 @@ def test_which_messages_are_sent_where_none_is_received_ahead(
             assert (message is None) == is_sent
             if message is not None:
                 assert Send(message) in program.instructions[message.source]
-        assert never_sent(lower(forwards_only(schedule))) is None
+        assert (
+            never_sent(
+                lower(
+                    forward_wave(
+                        schedule.placement, schedule.num_devices, schedule.num_microbatches
+                    )
+                )
+            )
+            is None
+        )
