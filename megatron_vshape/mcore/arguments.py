@@ -72,7 +72,9 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="GIB",
         type=float,
         default=None,
-        help="device memory that a rank may take in all, for auto. Default: 1F1B's activations.",
+        help="device memory that a rank's tensors may take in all, for auto; the CUDA context and "
+        "NCCL's buffers come on top, and unless steps are profiled what passes allocate and free. "
+        "Default: 1F1B's activations.",
     )
     group.add_argument(
         "--pipeline-profile-iterations",

@@ -21,6 +21,7 @@ from megatron_vshape.core.simulate import peak_held, simulate
 from megatron_vshape.mcore.refusals import RefusedError
 from megatron_vshape.mcore.report import Checked, Prediction, RunReport
 from megatron_vshape.mcore.session import Pipeline
+from megatron_vshape.mcore.static_memory import most_of_replicas
 from megatron_vshape.runtime.measure import (
     Held,
     PassTimer,
@@ -101,10 +102,23 @@ class Profiler:
             send_us = measure_send_us(program, group.rank(), transport, message)
             self._costs = self._agreed_costs(timelines, send_us, held, group)
             rest_us = _rest_us([rows for _, rows in gathered], timelines)
+            self._keep_free(group)
             self._prediction = self._predict(program, self._costs, rest_us)
         else:
             self._compare(self._prediction, timelines)
         self._write_trace(timelines[-1])
+
+    def _keep_free(self, group: dist.ProcessGroup) -> None:
+        """Have the plan leave room in the limit for what passes allocate and free again."""
+        planner, own = self._pipeline.planner, self._report.within_passes_bytes
+        if planner.limit_bytes is None:
+            return
+        within = most_of_replicas(own, group, float)
+        static = planner.static_bytes or (0.0,) * len(within)
+        planner.reserve([a + b for a, b in zip(static, within, strict=True)])
+        if any(within):
+            gib = ", ".join(f"{each / GIB:.3f}" for each in within)
+            self._tell("passes allocate and free, kept free of activations, GiB per rank: %s", gib)
 
     def _predict(self, program: Program, costs: Costs, rest_us: float) -> Prediction:
         """Take the costs for the steps to come, plan anew if that is asked for, and say so."""

@@ -31,7 +31,8 @@ class Memory(NamedTuple):
 
     peak_bytes: int
     held: dict[int, tuple[float, float]]  # by stage: after F, after B; per microbatch
-    allocated_bytes: int  # the allocator's peak over the run, all included; 0 without a GPU
+    within_passes: int  # what passes allocate and free, at most; 0 without a GPU
+    allocated_bytes: int = 0  # the allocator's peak over the run, all included; 0 without a GPU
 
 
 class Prediction(NamedTuple):
@@ -86,6 +87,11 @@ class RunReport:
         return {} if self._memory is None else self._memory.held
 
     @property
+    def within_passes_bytes(self) -> int:
+        """Return what this rank's passes allocate and free again, which no plan knows of."""
+        return 0 if self._memory is None else self._memory.within_passes
+
+    @property
     def measures_next(self) -> bool:
         """Return whether the memory of the next training step is measured."""
         return self._memory is None
@@ -112,13 +118,17 @@ class RunReport:
             yield
             return
         self._session.census = census = Census(persistent(model))
+        before = _in_use_bytes()
         try:
             yield
         finally:
             self._session.census = None
         self._num_microbatches = num_microbatches
         held = {stage: census.held_bytes(stage) for stage in self._stages}
-        self._memory = Memory(census.peak_bytes, held, 0)
+        # Before the first step the optimizer has no state yet; a peak while the model was built
+        # that is higher still makes this too much rather than too little.
+        within = max(_allocated_bytes() - before - census.peak_bytes, 0)
+        self._memory = Memory(census.peak_bytes, held, within)
         # The first step also sets caches up; its time says nothing about the others.
         self._started_s = None
 
@@ -229,6 +239,10 @@ def persistent(model: Sequence[nn.Module]) -> Iterator[Tensor]:
 
 def _allocated_bytes() -> int:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+def _in_use_bytes() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def _in_mib(values: Sequence[float]) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.split_te import plain_tensors
+
+T = TypeVar("T")
 
 GIB = 2.0**30
 
@@ -79,7 +81,14 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def gather(own: StaticMemory, pipeline_group: dist.ProcessGroup) -> list[StaticMemory]:
-    """Return what the ranks of a pipeline hold; of those side by side, the one that holds most.
+    """Return what the ranks of a pipeline hold; of those side by side, the one that holds most."""
+    return most_of_replicas(own, pipeline_group, lambda each: each.total)
+
+
+def most_of_replicas(
+    own: T, pipeline_group: dist.ProcessGroup, size: Callable[[T], float]
+) -> list[T]:
+    """Return by pipeline rank what is largest among the ranks side by side.
 
     All ranks of the world call this and get the same. Replicas may differ, as where an optimizer
     shards whole layers, and each would plan an order of its own.
@@ -88,7 +97,7 @@ def gather(own: StaticMemory, pipeline_group: dist.ProcessGroup) -> list[StaticM
     everyones = [(place, own)] * dist.get_world_size()
     dist.all_gather_object(everyones, (place, own))
     return [
-        max((each for at, each in everyones if at == rank), key=lambda each: each.total)
+        max((each for at, each in everyones if at == rank), key=size)
         for rank in range(pipeline_group.size())
     ]
 

@@ -1,6 +1,7 @@
 """What the ranks of a world must have alike before a step runs."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.lowering import lower
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.mcore.agreement import Agreement
+from megatron_vshape.mcore.plans import Planner
+from megatron_vshape.mcore.profiling import Profiler
+from megatron_vshape.mcore.report import RunReport
 from megatron_vshape.mcore.static_memory import StaticMemory, gather, static_memory
 
 
@@ -70,3 +74,21 @@ def test_quantized_parameters_count_as_what_they_hold() -> None:
     optimizer = SimpleNamespace(param_groups=[{"params": [torch.zeros(15)]}])
     found = static_memory([chunk], optimizer, 0, 1)  # type: ignore[list-item]
     assert (found.parameters, found.optimizer) == (30, 15 * 4 + 2 * 15 * 4)
+
+
+def test_what_passes_allocate_and_free_is_kept_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    session: Any = SimpleNamespace(census=None)
+    report = RunReport(session, "auto", [], None)
+    monkeypatch.setattr("megatron_vshape.mcore.report._in_use_bytes", lambda: 1000)
+    monkeypatch.setattr("megatron_vshape.mcore.report._allocated_bytes", lambda: 5000)
+    with report.training_step([], 4, 1):
+        pass
+    assert report.within_passes_bytes == 4000
+    planner = Planner(2, "auto", limit_bytes=1e6)
+    planner.reserve((10, 20))
+    pipeline: Any = SimpleNamespace(planner=planner)
+    module = "megatron_vshape.mcore.profiling"
+    monkeypatch.setattr(f"{module}.most_of_replicas", lambda own, group, size: [own, 2 * own])
+    monkeypatch.setattr(f"{module}.dist.get_rank", lambda: 0)
+    Profiler(pipeline, report)._keep_free(None)  # type: ignore[arg-type]
+    assert planner.static_bytes == (4010, 8020)
