@@ -38,6 +38,8 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
+
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.lowering import Message
 from megatron_vshape.core.passes import Kind, ScheduleError
@@ -466,6 +468,7 @@ def train(ranks: int, backend: str, device: str) -> list[float]:
     processes = []
     for rank in range(ranks):
         environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "RANK": str(rank),
             "LOCAL_RANK": "0",
             "WORLD_SIZE": str(ranks),
@@ -600,5 +603,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     raise SystemExit(main())

@@ -1,6 +1,7 @@
 """scripts/bench_gpu.py: on a GPU with its limits, and with tiny sizes on a CPU so that it works."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,11 @@ from megatron_vshape.core.costs import Costs
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "bench_gpu.py"
 ON_CPU = ("--device", "cpu", "--tiny")
+NOT_INSTALLED = (
+    "import runpy, sys\n"
+    "sys.meta_path[:] = [each for each in sys.meta_path if '__editable__' not in str(each)]\n"
+    "runpy.run_path(sys.argv[1], run_name='imported')\n"
+)
 
 
 def bench(*arguments: str, expected: int | None = 0, timeout_s: float = 900) -> str:
@@ -24,6 +30,12 @@ def bench(*arguments: str, expected: int | None = 0, timeout_s: float = 900) -> 
     )
     assert expected is None or run.returncode == expected, run.stdout + run.stderr[-4000:]
     return run.stdout
+
+
+def test_a_checkout_need_not_be_installed(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", NOT_INSTALLED, str(SCRIPT)]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120)
 
 
 class TestOnCpu:
