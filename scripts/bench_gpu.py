@@ -408,7 +408,9 @@ def costs_of(found: Sequence[Emulated], devices: int) -> Costs | None:
     return Costs(columns[0], columns[1], columns[2], 0.0, columns[3], columns[4])
 
 
-def write_costs(directory: Path, name: str, devices: int, found: Sequence[Emulated]) -> Path | None:
+def write_costs(
+    directory: Path, name: str, devices: int, found: Sequence[Emulated], device: str
+) -> Path | None:
     """Write the costs file and beside it where, when and how it was measured."""
     costs = costs_of(found, devices)
     if costs is None:
@@ -416,14 +418,13 @@ def write_costs(directory: Path, name: str, devices: int, found: Sequence[Emulat
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"{name}-p{devices}.json"
     file.write_text(costs.to_json() + "\n")
-    about = provenance() | {"ranks": [asdict(each) for each in found]}
+    about = provenance(device) | {"ranks": [asdict(each) for each in found]}
     file.with_suffix(".about.json").write_text(json.dumps(about, indent=1) + "\n")
     return file
 
 
-def provenance() -> dict[str, str]:
+def provenance(device: str) -> dict[str, str]:
     """Return the device, the date, the versions and the command."""
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
     versions = {}
     for package in ("torch", "megatron-core", "transformer-engine", "megatron-vshape"):
         try:
@@ -431,7 +432,7 @@ def provenance() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
     return {
-        "device": device,
+        "device": torch.cuda.get_device_name(0) if device == "cuda" else "cpu",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "command": shlex.join(["python", "scripts/bench_gpu.py", *sys.argv[1:]]),
@@ -506,7 +507,7 @@ def run_split(args: argparse.Namespace) -> int:
     for hidden in args.hidden:
         sizes = replace(TINY, hidden_size=hidden) if args.tiny else full_size(args, hidden)
         costs.append(split_cost(replace(sizes, device=args.device), args.layers, args.repeats))
-    print("\n".join(f"{key}: {value}" for key, value in provenance().items()))
+    print("\n".join(f"{key}: {value}" for key, value in provenance(args.device).items()))
     print(split_table(costs))
     decisive = [each for each in costs if each.hidden_size == 4096]
     return int(any(each.ratio > SPLIT_LIMIT for each in decisive))
@@ -523,7 +524,7 @@ def run_numerics(args: argparse.Namespace) -> int:
     model = TINY if args.tiny else full_size(args, 2048)
     errors = gradient_errors(replace(model, device=args.device, dtype=args.dtype), args.layers)
     whole, split = (max(pair[i] for pair in errors.values()) for i in (0, 1))
-    print("\n".join(f"{key}: {value}" for key, value in provenance().items()))
+    print("\n".join(f"{key}: {value}" for key, value in provenance(args.device).items()))
     print(f"largest relative error against fp32: whole {whole:.3e}, split {split:.3e}")
     return int(split > NUMERICS_LIMIT or split > NUMERICS_SLACK * whole + EPSILON)
 
@@ -531,12 +532,12 @@ def run_numerics(args: argparse.Namespace) -> int:
 def run_emulate(args: argparse.Namespace) -> int:
     """Print the table of emulated ranks; 1 where one fails or misses the prediction."""
     model = TINY if args.tiny else load_model(args.model, args.tokens, args.device, args.te)
-    print("\n".join(f"{key}: {value}" for key, value in provenance().items()))
+    print("\n".join(f"{key}: {value}" for key, value in provenance(args.device).items()))
     print(EMULATED_HEAD)
     found = emulate_all(args, replace(model, device=args.device))
     if args.write is not None:
         name = "tiny" if args.tiny else args.model.stem
-        print(f"wrote {write_costs(args.write, name, args.devices, found)}")
+        print(f"wrote {write_costs(args.write, name, args.devices, found, args.device)}")
     expected = len(args.schedules) * len({0, args.devices // 2, args.devices - 1})
     off = [abs(each.peak_bytes / each.predicted_bytes - 1) for each in found]
     return int(len(found) < expected or max(off) > MEMORY_LIMIT)

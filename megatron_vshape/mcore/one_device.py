@@ -79,16 +79,30 @@ class Model:
         return replace(self, head_size=head_size, **parts)
 
 
+def choose(device: str) -> None:
+    """Have Megatron, which is to be imported after this, compute on this device.
+
+    Raises:
+        ScheduleError: there is no such device, or too late to leave the GPU alone.
+    """
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when torch first asks for a GPU
+        if not cpu.install():
+            raise ScheduleError(
+                "--device cpu: this process has looked for a GPU and found one; start it with "
+                "CUDA_VISIBLE_DEVICES= in its environment"
+            )
+    elif not torch.cuda.is_available():
+        raise ScheduleError("torch sees no GPU: run this where there is one, or with --device cpu")
+
+
 def prepare(device: str) -> Any:
     """Make this process one rank that is a whole world; return the session of its linears.
 
     Raises:
-        ScheduleError: there is no such device.
+        ScheduleError: as `choose` does.
     """
-    if device == "cpu":
-        cpu.install()
-    elif not torch.cuda.is_available():
-        raise ScheduleError("torch sees no GPU: run this where there is one, or with --device cpu")
+    choose(device)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers, random
