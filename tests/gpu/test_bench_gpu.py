@@ -1,12 +1,16 @@
 """scripts/bench_gpu.py: on a GPU with its limits, and with tiny sizes on a CPU so that it works."""
 
 import json
+import math
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megatron_vshape.core.costs import Costs
 
@@ -36,6 +40,25 @@ def test_a_checkout_need_not_be_installed(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", NOT_INSTALLED, str(SCRIPT)]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def script() -> dict[str, Any]:
+    """Return what the script defines."""
+    return runpy.run_path(str(SCRIPT), run_name="imported")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_infinitely_wrong(
+    script: dict[str, Any], bad: float
+) -> None:
+    error, right = script["_error"], torch.ones(4)
+    assert error(right, right) == 0
+    assert error(torch.tensor([1, 1, 1, 1.5]), right) == 0.25
+    found = right.clone()
+    found[2] = bad
+    assert error(found, right) == math.inf
+    assert error(right, found) == math.inf
 
 
 class TestOnCpu:
