@@ -30,7 +30,8 @@ import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,19 +44,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.lowering import Message
-from megatron_vshape.core.passes import Kind, ScheduleError
+from megatron_vshape.core.passes import Kind, Pass, ScheduleError
 from megatron_vshape.core.simulate import peak_held
 from megatron_vshape.mcore.one_device import (
+    WARM_UP,
     Model,
     batches,
     build,
     made_up,
     prepare,
     start_step,
-    time_us,
     unwrap,
     zero_gradients,
 )
+from megatron_vshape.runtime.measure import PassTimer
 
 ROOT = Path(__file__).parents[1]
 SCHEDULES = ("1f1b", "v-min", "v-half", "v-zb")
@@ -106,39 +108,52 @@ class SplitCost:
 
 
 def split_cost(model: Model, num_layers: int, repeats: int) -> SplitCost:
-    """Time whole and split backwards of the same layers, in turns."""
+    """Time whole and split backwards of the same layers, in turns and without a wait between.
+
+    So a GPU never starts idle. A W is timed from the end of its B: what lies between counts.
+    """
     session = prepare(model.device)
     chunk = build(model, session, num_layers, False, False)
     zero_gradients([chunk])
-    times: dict[str, list[float]] = {"forward": [], "whole": [], "backward": [], "weight": []}
-    for repeat in range(-3, repeats):
-        for split in (False, True):
-            taken = time_one(model, session, chunk, split)
-            if repeat >= 0:
-                for name, value in taken.items():
-                    times[name].append(value)
-    median = {name: statistics.median(values) for name, values in times.items()}
-    return SplitCost(
-        model.hidden_size,
-        median["forward"],
-        median["whole"],
-        median["backward"],
-        median["weight"],
-    )
+    for _ in range(WARM_UP):
+        run_both(model, session, chunk, None)
+    timer = PassTimer(torch.device(model.device), aligned=False)
+    for _ in range(repeats):
+        run_both(model, session, chunk, timer)
+    times: dict[Kind, list[float]] = {kind: [] for kind in Kind}
+    last_end = 0.0
+    for work, start, end in timer.slots():
+        times[work.kind].append(end - (last_end if work.kind is Kind.W else start))
+        last_end = end
+    kinds = (Kind.F, Kind.BW, Kind.B, Kind.W)
+    return SplitCost(model.hidden_size, *(statistics.median(times[kind]) for kind in kinds))
 
 
-def time_one(model: Model, session: Any, chunk: nn.Module, split: bool) -> dict[str, float]:
-    """Time one microbatch's passes."""
-    received = torch.randn(model.shape, device=model.device, dtype=model.torch_dtype)
-    gradient = torch.randn_like(received)
-    forward_us, output = time_us(model.device, lambda: run_layers(chunk, received.requires_grad_()))
-    if not split:
-        whole_us, _ = time_us(model.device, lambda: output.backward(gradient))
-        return {"forward": forward_us, "whole": whole_us}
-    with session.jobs.collect(0):
-        backward_us, _ = time_us(model.device, lambda: output.backward(gradient))
-    weight_us, _ = time_us(model.device, lambda: session.jobs.run(0))
-    return {"forward": forward_us, "backward": backward_us, "weight": weight_us}
+def run_both(model: Model, session: Any, chunk: nn.Module, timer: PassTimer | None) -> None:
+    """Run a microbatch with a whole backward and one with a split one."""
+    for split in (False, True):
+        received = made_up(model).requires_grad_()
+        gradient = made_up(model)
+        with timed(timer, Kind.F):
+            output = run_layers(chunk, received)
+        if split:
+            with timed(timer, Kind.B), session.jobs.collect(0):
+                output.backward(gradient)
+            with timed(timer, Kind.W):
+                session.jobs.run(0)
+        else:
+            with timed(timer, Kind.BW):
+                output.backward(gradient)
+
+
+@contextmanager
+def timed(timer: PassTimer | None, kind: Kind) -> Iterator[None]:
+    """Stamp a pass's start and its end."""
+    if timer is not None:
+        timer.begins(Pass(kind, 0, 0))
+    yield
+    if timer is not None:
+        timer.ends(Pass(kind, 0, 0))
 
 
 def run_layers(chunk: nn.Module, received: Tensor) -> Tensor:
@@ -316,7 +331,6 @@ def run_step(
 ) -> Any:
     """Run one step of the rank and return its timer, or None where it is not timed."""
     from megatron_vshape.mcore.stage import MegatronStage
-    from megatron_vshape.runtime.measure import PassTimer
     from megatron_vshape.runtime.program_runner import run_program
 
     zero_gradients(chunks)

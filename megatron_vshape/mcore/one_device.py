@@ -213,16 +213,6 @@ def zero_gradients(chunks: Sequence[nn.Module]) -> None:
         chunk.zero_grad_buffer()  # type: ignore[operator]
 
 
-def time_us(device: str, work: Callable[[], Any]) -> tuple[float, Any]:
-    """Return how long `work` takes, and what it returns."""
-    timer = PassTimer(torch.device(device))
-    timer.begins(Pass(Kind.F, 0, 0))
-    result = work()
-    timer.ends(Pass(Kind.F, 0, 0))
-    slot = timer.slots()[0]
-    return slot.end - slot.start, result
-
-
 class NoReduction:
     """What a stage tells of its weight passes, where nobody reduces gradients."""
 
