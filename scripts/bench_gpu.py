@@ -30,8 +30,8 @@ import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,20 +44,27 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.lowering import Message
-from megatron_vshape.core.passes import Kind, Pass, ScheduleError
-from megatron_vshape.core.simulate import peak_held
+from megatron_vshape.core.passes import Kind, ScheduleError
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.simulate import held_curve
 from megatron_vshape.mcore.one_device import (
     WARM_UP,
     Model,
+    StageMemory,
     batches,
     build,
     made_up,
+    observed,
     prepare,
+    stage_memory,
     start_step,
     unwrap,
     zero_gradients,
 )
+from megatron_vshape.runtime.in_use import Allocator, StepPeaks
+from megatron_vshape.runtime.live_bytes import LivePeak
 from megatron_vshape.runtime.measure import PassTimer
+from megatron_vshape.runtime.program_runner import Observer, run_program
 
 ROOT = Path(__file__).parents[1]
 SCHEDULES = ("1f1b", "v-min", "v-half", "v-zb")
@@ -69,7 +76,7 @@ NUMERICS_SLACK, EPSILON = 1.05, 1e-6  # split may be so much worse than whole: s
 GIB = 2**30
 
 
-TINY = Model(14, 32, 4, 64, 16, 1, "cpu", "float32")
+TINY = Model(14, 32, 4, 512, 16, 1, "cpu", "float32")
 
 
 def load_model(file: Path, tokens: int, device: str, use_te: bool) -> Model:
@@ -134,26 +141,16 @@ def run_both(model: Model, session: Any, chunk: nn.Module, timer: PassTimer | No
     for split in (False, True):
         received = made_up(model).requires_grad_()
         gradient = made_up(model)
-        with timed(timer, Kind.F):
+        with observed(timer, Kind.F):
             output = run_layers(chunk, received)
         if split:
-            with timed(timer, Kind.B), session.jobs.collect(0):
+            with observed(timer, Kind.B), session.jobs.collect(0):
                 output.backward(gradient)
-            with timed(timer, Kind.W):
+            with observed(timer, Kind.W):
                 session.jobs.run(0)
         else:
-            with timed(timer, Kind.BW):
+            with observed(timer, Kind.BW):
                 output.backward(gradient)
-
-
-@contextmanager
-def timed(timer: PassTimer | None, kind: Kind) -> Iterator[None]:
-    """Stamp a pass's start and its end."""
-    if timer is not None:
-        timer.begins(Pass(kind, 0, 0))
-    yield
-    if timer is not None:
-        timer.ends(Pass(kind, 0, 0))
 
 
 def run_layers(chunk: nn.Module, received: Tensor) -> Tensor:
@@ -259,54 +256,88 @@ class MadeUpPeers:
 
 @dataclass(frozen=True, slots=True)
 class Emulated:
-    """What one emulated rank showed."""
+    """What one emulated rank showed; bytes are above what lives between steps."""
 
     schedule: str
     rank: int
-    peak_bytes: int  # of activations: allocated above what lives between steps; counted on a CPU
-    reserved_bytes: int  # in all, by the allocator; 0 on a CPU
+    peak_bytes: int  # at any moment
     predicted_bytes: float
+    after_pass_bytes: int  # the most when a pass had ended
+    held_bytes: float  # the same predicted, as plans have it: activations between passes
+    state_bytes: int  # what lives between steps; 0 on a CPU
+    reserved_bytes: int  # in all, by the allocator; 0 on a CPU
     times_us: dict[str, list[float]]  # by stage: median F, B, W
-    held_bytes: dict[str, list[float]]  # by stage: after F, after B
+    microbatch_bytes: dict[str, list[float]]  # by stage: held after F, after B
+    in_use_bytes: dict[str, dict[str, int]]  # by stage and pass: at most, alone
 
 
 def emulate(model: Model, name: str, devices: int, rank: int, microbatches: int) -> Emulated:
-    """Run two steps of a rank's instructions: one counts memory, the other is timed."""
+    """Run two steps of a rank's instructions: one's memory is counted, the other is timed.
+
+    The prediction knows what single microbatches have shown before, and the order.
+    """
     session = prepare(model.device)
-    from megatron_vshape.mcore.census import Census
     from megatron_vshape.mcore.plans import make_planner
-    from megatron_vshape.mcore.report import persistent
 
     plan = make_planner(name, devices).training(microbatches)
     placement = plan.schedule.placement
-    mine = [stage for stage, holder in enumerate(placement) if holder == rank]
     last = len(placement) - 1
-    chunks = [
-        build(model, session, layers_of(model, stage, last), stage == 0, stage == last)
-        for stage in mine
-    ]
-    session.census = census = Census(persistent(chunks))
-    run_step(model, session, plan, rank, mine, chunks, None)
-    session.census = None
-    held = {stage: census.held_bytes(stage) for stage in mine}
-    peak, reserved = census.peak_bytes, 0
-    if model.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    timer = run_step(model, session, plan, rank, mine, chunks, torch.device(model.device))
-    if model.device == "cuda":
-        peak = torch.cuda.max_memory_allocated() - before
-        reserved = torch.cuda.max_memory_reserved()
-    ones = (1.0,) * (last + 1)
-    after_forward, after_backward = zip(
-        *(held.get(stage, (0.0, 0.0)) for stage in range(last + 1)), strict=True
-    )
-    costs = Costs(ones, ones, ones, 0.0, after_forward, after_backward)
-    predicted = peak_held(plan.program.schedule, costs)[rank]
-    times = {str(stage): pass_times(timer, stage) for stage in mine}
+    chunks = {
+        stage: build(model, session, layers_of(model, stage, last), stage == 0, stage == last)
+        for stage, holder in enumerate(placement)
+        if holder == rank
+    }
+    with allocator_of(model.device) as allocator:
+        memory = {
+            stage: stage_memory(model, session, chunk, allocator) for stage, chunk in chunks.items()
+        }
+        if model.device == "cuda":
+            torch.cuda.empty_cache()  # so that what is reserved is what the step needs
+        state_bytes = torch.cuda.memory_allocated()
+        peaks = StepPeaks(allocator)
+        run_step(model, session, plan, rank, chunks, peaks)
+        peak_bytes, reserved_bytes = peaks.peak_bytes, torch.cuda.memory_reserved()
+    timer = PassTimer(torch.device(model.device))
+    run_step(model, session, plan, rank, chunks, timer)
+    predicted, held = predicted_bytes(plan.program.schedule, rank, memory)
     return Emulated(
-        name, rank, peak, reserved, predicted, times, {str(s): list(h) for s, h in held.items()}
+        name,
+        rank,
+        peak_bytes,
+        predicted,
+        peaks.after_pass_bytes,
+        held,
+        state_bytes,
+        reserved_bytes,
+        {str(stage): pass_times(timer, stage) for stage in chunks},
+        {str(stage): list(each.held) for stage, each in memory.items()},
+        {
+            str(stage): {str(kind): size for kind, size in each.in_use.items()}
+            for stage, each in memory.items()
+        },
     )
+
+
+def allocator_of(device: str) -> AbstractContextManager[Allocator]:
+    """Return what counts the device's memory, which it does while it is entered."""
+    return nullcontext(torch.cuda) if device == "cuda" else LivePeak()
+
+
+def predicted_bytes(
+    schedule: Schedule, rank: int, memory: Mapping[int, StageMemory]
+) -> tuple[float, float]:
+    """Return the most that a rank has in use at any moment, and the most it holds between passes.
+
+    A pass has in use what microbatches in flight hold, and on top what it was seen to need alone.
+    """
+    held = [memory[s].held if s in memory else (0.0, 0.0) for s in range(schedule.num_stages)]
+    ones = (1.0,) * len(held)
+    curve = held_curve(schedule, Costs(ones, ones, ones, 0.0, *zip(*held, strict=True)), rank)
+    in_use = []
+    for work, now in zip(schedule.order[rank], curve, strict=True):
+        own = memory[work.stage].held[0] if work.kind is Kind.F else 0.0  # which `now` has already
+        in_use.append(now - own + memory[work.stage].in_use[work.kind])
+    return max(in_use), max(curve)
 
 
 def layers_of(model: Model, stage: int, last: int) -> int:
@@ -325,26 +356,22 @@ def run_step(
     session: Any,
     plan: Any,
     rank: int,
-    stages: Sequence[int],
-    chunks: Sequence[nn.Module],
-    timed_on: torch.device | None,
-) -> Any:
-    """Run one step of the rank and return its timer, or None where it is not timed."""
+    chunks: Mapping[int, nn.Module],
+    observer: Observer,
+) -> None:
+    """Run one step of the rank, whose chunks are given by stage."""
     from megatron_vshape.mcore.stage import MegatronStage
-    from megatron_vshape.runtime.program_runner import run_program
 
-    zero_gradients(chunks)
-    step = start_step(chunks[0], plan.schedule.num_microbatches)
+    zero_gradients(list(chunks.values()))
+    step = start_step(next(iter(chunks.values())), plan.schedule.num_microbatches)
     last = len(plan.schedule.placement) - 1
     running = {
         stage: MegatronStage(
-            session, step, chunks[i], batches(model), i, stage, stage == last, len(stages) > 1
+            session, step, chunk, batches(model), i, stage, stage == last, len(chunks) > 1
         )
-        for i, stage in enumerate(stages)
+        for i, (stage, chunk) in enumerate(chunks.items())
     }
-    timer = PassTimer(timed_on) if timed_on is not None else None
-    run_program(plan.program, rank, running, MadeUpPeers(model), timer)
-    return timer
+    run_program(plan.program, rank, running, MadeUpPeers(model), observer)
 
 
 def pass_times(timer: Any, stage: int) -> list[float]:
@@ -380,8 +407,8 @@ def emulate_all(args: argparse.Namespace, model: Model) -> list[Emulated]:
 
 
 EMULATED_HEAD = (
-    "| schedule | rank | peak GiB | predicted GiB | off by | reserved GiB | "
-    "F / B / W us by stage |\n" + "|---" * 7 + "|"
+    "| schedule | rank | peak GiB | predicted GiB | off by | after passes GiB | held GiB | "
+    "state GiB | reserved GiB | F / B / W us by stage |\n" + "|---" * 10 + "|"
 )
 
 
@@ -392,12 +419,20 @@ def emulated_row(each: Emulated) -> str:
         f"{stage}: {' / '.join(f'{value:.0f}' for value in values)}"
         for stage, values in each.times_us.items()
     )
-    peak, predicted, reserved = (
-        size / GIB for size in (each.peak_bytes, each.predicted_bytes, each.reserved_bytes)
+    peak, predicted, after_pass, held, state, reserved = (
+        f"{size / GIB:.4g}"
+        for size in (
+            each.peak_bytes,
+            each.predicted_bytes,
+            each.after_pass_bytes,
+            each.held_bytes,
+            each.state_bytes,
+            each.reserved_bytes,
+        )
     )
     return (
-        f"| {Path(each.schedule).name} | {each.rank} | {peak:.4f} | {predicted:.4f} | {off:+.1%} | "
-        f"{reserved:.3f} | {times} |"
+        f"| {Path(each.schedule).name} | {each.rank} | {peak} | {predicted} | {off:+.1%} | "
+        f"{after_pass} | {held} | {state} | {reserved} | {times} |"
     )
 
 
@@ -415,7 +450,7 @@ def costs_of(found: Sequence[Emulated], devices: int) -> Costs | None:
         for stage, values in each.times_us.items():
             place = {"0": "first", str(last): "last"}.get(stage, "middle")
             times.setdefault(place, []).append(values)
-            held.setdefault(place, []).append(each.held_bytes[stage])
+            held.setdefault(place, []).append(each.microbatch_bytes[stage])
     if times.keys() != {"first", "middle", "last"}:
         return None
     order = ["first", *["middle"] * (last - 1), "last"]

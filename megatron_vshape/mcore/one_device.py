@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
 from megatron_vshape.mcore import cpu
+from megatron_vshape.runtime.in_use import Allocator, PassNeeds
 from megatron_vshape.runtime.measure import PassTimer
 
 WARM_UP = 2
@@ -331,24 +333,17 @@ def _profile_stage(
     model: Model, session: Any, num_layers: int, is_first: bool, is_last: bool, repeats: int
 ) -> StageCosts:
     """Run F, B and W of one microbatch after another; the first one's memory is counted."""
-    from megatron_vshape.mcore.census import Census
-    from megatron_vshape.mcore.report import persistent
-    from megatron_vshape.mcore.stage import MegatronStage
-
     chunk = build(model, session, num_layers, is_first, is_last)
     zero_gradients([chunk])
     total = 1 + WARM_UP + repeats
-    stage = MegatronStage(
-        session, start_step(chunk, total), chunk, batches(model), 0, 0, is_last, has_chunks=False
-    )
-    session.census = census = Census(persistent([chunk]))
-    _run_microbatch(model, stage, 0, is_first, is_last, None)
-    session.census = None
+    stage = _alone(model, session, chunk, total)
+    with _counted(session, chunk) as census:
+        _run_microbatch(model, stage, 0)
     for microbatch in range(1, 1 + WARM_UP):
-        _run_microbatch(model, stage, microbatch, is_first, is_last, None)
+        _run_microbatch(model, stage, microbatch)
     timer = PassTimer(torch.device(model.device))
     for microbatch in range(1 + WARM_UP, total):
-        _run_microbatch(model, stage, microbatch, is_first, is_last, timer)
+        _run_microbatch(model, stage, microbatch, timer)
     times: dict[Kind, list[float]] = {Kind.F: [], Kind.B: [], Kind.W: []}
     for work, start, end in timer.slots():
         times[work.kind].append(end - start)
@@ -357,19 +352,72 @@ def _profile_stage(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """What one microbatch of a stage needs, in bytes."""
+
+    held: tuple[float, float]  # between passes: after F, after B
+    in_use: Mapping[Kind, int]  # while a pass runs, at most, above what is there before it
+
+
+def stage_memory(model: Model, session: Any, chunk: nn.Module, allocator: Allocator) -> StageMemory:
+    """Measure single microbatches, split and whole; one of each before sets the caches up."""
+    zero_gradients([chunk])
+    stage = _alone(model, session, chunk, 4)
+    _run_microbatch(model, stage, 0)
+    _run_microbatch(model, stage, 1, splits=False)
+    needs = PassNeeds(allocator)
+    with _counted(session, chunk) as census:
+        _run_microbatch(model, stage, 2, needs)
+    _run_microbatch(model, stage, 3, needs, splits=False)
+    return StageMemory(census.held_bytes(0), needs.in_use_bytes)
+
+
+def _alone(model: Model, session: Any, chunk: nn.Module, num_microbatches: int) -> Any:
+    """Return a chunk as the one stage of a step."""
+    from megatron_vshape.mcore.stage import MegatronStage
+
+    is_last = unwrap(chunk).post_process
+    step = start_step(chunk, num_microbatches)
+    return MegatronStage(session, step, chunk, batches(model), 0, 0, is_last, has_chunks=False)
+
+
+@contextmanager
+def _counted(session: Any, chunk: nn.Module) -> Iterator[Any]:
+    """Count meanwhile what activation memory the chunk holds."""
+    from megatron_vshape.mcore.census import Census
+    from megatron_vshape.mcore.report import persistent
+
+    session.census = census = Census(persistent([chunk]))
+    yield census
+    session.census = None
+
+
 def _run_microbatch(
-    model: Model, stage: Any, microbatch: int, is_first: bool, is_last: bool, timer: Any
+    model: Model, stage: Any, microbatch: int, observer: Any = None, splits: bool = True
 ) -> None:
-    """Run F, B and W; what is handed to a pass is held by nobody else, as in a pipeline."""
-    runs = {
-        Kind.F: (not is_first, lambda handed: stage.forward(microbatch, handed.pop())),
-        Kind.B: (not is_last, lambda handed: stage.backward_inputs(microbatch, handed.pop())),
-        Kind.W: (False, lambda handed: stage.backward_weights(microbatch)),
-    }
-    for kind, (receives, run) in runs.items():
+    """Run the passes; what is handed to one is held by nobody else, as in a pipeline."""
+    chunk = unwrap(stage.model)
+    backward = stage.backward_inputs if splits else stage.backward
+    runs = [
+        (Kind.F, not chunk.pre_process, stage.forward),
+        (Kind.B if splits else Kind.BW, not chunk.post_process, backward),
+    ]
+    for kind, receives, run in runs:
         handed = [made_up(model) if receives else None]
-        if timer is not None:
-            timer.begins(Pass(kind, 0, microbatch))
-        run(handed)
-        if timer is not None:
-            timer.ends(Pass(kind, 0, microbatch))
+        with observed(observer, kind, microbatch):
+            run(microbatch, handed.pop())
+    if splits:
+        with observed(observer, Kind.W, microbatch):
+            stage.backward_weights(microbatch)
+
+
+@contextmanager
+def observed(observer: Any, kind: Kind, microbatch: int = 0) -> Iterator[None]:
+    """Tell an observer, if there is one, of a pass that runs inside."""
+    work = Pass(kind, 0, microbatch)
+    if observer is not None:
+        observer.begins(work)
+    yield
+    if observer is not None:
+        observer.ends(work)

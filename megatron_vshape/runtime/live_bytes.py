@@ -49,6 +49,41 @@ class LiveBytes(TorchDispatchMode):
         return sum(size for _, size in self._made.values())
 
 
+class LivePeak(LiveBytes):
+    """Counts as `torch.cuda` does, so that what reads an allocator can run on a CPU.
+
+    What an operation allocates and frees inside itself stays unseen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._peak_bytes = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation and count while its inputs are still there."""
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._peak_bytes = max(self._peak_bytes, self.count())
+        return result
+
+    def memory_allocated(self) -> int:
+        """Return the bytes in use."""
+        return self.count()
+
+    def max_memory_allocated(self) -> int:
+        """Return the most in use since the peak was reset."""
+        return self._peak_bytes
+
+    def reset_peak_memory_stats(self) -> None:
+        """Let the peak be what is in use now."""
+        self._peak_bytes = self.count()
+
+
 class LiveAfterPasses:
     """An observer of the program runner: what is held when each pass has ended."""
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -75,9 +76,17 @@ class TestOnCpu:
         assert "largest relative error" in bench("numerics", *ON_CPU, "--dtype", dtype)
 
     def test_emulate(self, tmp_path: Path) -> None:
-        sizes = ("--devices", "4", "--microbatches", "8", "--schedules", "v-half")
+        sizes = ("--devices", "4", "--microbatches", "8", "--schedules", "v-half", "1f1b")
         text = bench("emulate", *ON_CPU, *sizes, "--write", str(tmp_path))
-        assert text.count("| v-half |") == 3
+        rows = [
+            line.split(" | ") for line in text.splitlines() if re.match(r"\| (v-half|1f1b)", line)
+        ]
+        assert len(rows) == 6
+        for _, _, peak, predicted, _, after_pass, held, *_ in rows:
+            assert float(peak) == pytest.approx(float(predicted), rel=0.05)
+            assert float(after_pass) == pytest.approx(float(held), rel=0.1)
+        # The last stage's logits live inside its passes: what is held does not foretell the peak.
+        assert float(rows[-1][2]) > 1.2 * float(rows[-1][6])
         file = tmp_path / "tiny-p4.json"
         assert Costs.load(file).num_stages == 8
         about = json.loads(file.with_suffix(".about.json").read_text())
