@@ -93,6 +93,10 @@ class TestOnCpu:
         assert about["device"] == "cpu"
         assert {"date", "versions", "command"} <= about.keys()
 
+    def test_what_fails_at_first_is_not_tried_again(self) -> None:
+        text = bench("emulate", *ON_CPU, "--schedules", "nonsense", "v-half", expected=1)
+        assert "v-half |" not in text
+
     @pytest.mark.slow
     def test_several_ranks(self) -> None:
         assert "equal" in bench("nccl", *ON_CPU, "--ranks", "2")
