@@ -3,14 +3,14 @@
     python scripts/bench_gpu.py split                      (B + W) / whole backward, by hidden size
     python scripts/bench_gpu.py numerics                   split and whole against fp32
     python scripts/bench_gpu.py emulate --model configs/models/gpt_9_6b.yaml --devices 8 \\
-        --microbatches 24 [--schedules 1f1b v-min v-half v-zb FILE.json] [--write configs/costs]
+        --microbatches 24 [--schedules 1f1b v-min v-half v-zb v-half+ FILE.json] [--write DIR]
     python scripts/bench_gpu.py nccl --ranks 2             several ranks on one GPU, against gloo
 
 `emulate` runs the real instructions of a pipeline rank with its real layers, each rank in a fresh
 process, and makes up what its neighbours would send. It prints the measured peak beside the
 predicted one, and with --write keeps the pass times as a costs file, with a second file that says
-where, when and how they were measured. An adaptive plan comes as a file, from
-`megatron-vshape plan --export`.
+where, when and how they were measured. A name with a plus is the adaptive plan at the costs that
+the rows before it have measured.
 
 Everything runs with `--device cpu` as well, for which `--tiny` chooses sizes; such figures say
 nothing about a GPU and are not written without --write.
@@ -36,6 +36,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -44,11 +45,14 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
+from megatron_vshape import __version__
+from megatron_vshape.core.adaptive import make_plus
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.lowering import Message
 from megatron_vshape.core.passes import Kind, ScheduleError
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import held_curve
+from megatron_vshape.mcore.arguments import PLUS_NAMES
 from megatron_vshape.mcore.one_device import (
     WARM_UP,
     Model,
@@ -70,7 +74,7 @@ from megatron_vshape.runtime.measure import PassTimer
 from megatron_vshape.runtime.program_runner import Observer, run_program
 
 ROOT = Path(__file__).parents[1]
-SCHEDULES = ("1f1b", "v-min", "v-half", "v-zb")
+SCHEDULES = ("1f1b", "v-min", "v-half", "v-zb", "v-half+")
 HIDDEN_SIZES = (2048, 3072, 4096, 5120, 6144, 8192)
 SPLIT_LIMIT = 1.02  # of (B + W) / whole, at hidden 4096 and 4096 tokens
 MEMORY_LIMIT = 0.05  # how far a measured peak may lie from the predicted one
@@ -85,18 +89,26 @@ TINY = Model(14, 32, 4, 512, 16, 1, "cpu", "float32")
 
 
 def load_model(file: Path, tokens: int, device: str, use_te: bool) -> Model:
-    """Return the model that a file of configs/models describes, with `tokens` per microbatch."""
+    """Return the model that a file of configs/models describes, with `tokens` per microbatch.
+
+    Of hidden states alone is anything dropped: the kernels of attention here have no dropout.
+    """
     data = yaml.safe_load(file.read_text())
     return Model(
-        data["layers"],
-        data["hidden_size"],
-        data["attention_heads"],
-        data["vocabulary_size"],
-        tokens,
-        1,
-        device,
-        "bfloat16" if device == "cuda" else "float32",
-        use_te,
+        layers=data["layers"],
+        hidden_size=data["hidden_size"],
+        attention_heads=data["attention_heads"],
+        vocabulary_size=data["vocabulary_size"],
+        sequence_length=tokens,
+        microbatch_size=1,
+        device=device,
+        dtype="bfloat16" if device == "cuda" else "float32",
+        use_te=use_te,
+        ffn_hidden_size=data.get("ffn_hidden_size"),
+        query_groups=data.get("query_groups"),
+        gated=data.get("gated", False),
+        dropout=0.1 if data.get("dropout") else 0.0,
+        flash_attention=data.get("flash_attention", True),
     )
 
 
@@ -265,6 +277,7 @@ class Emulated:
 
     schedule: str
     rank: int
+    num_stages: int  # of the model
     peak_bytes: int  # at any moment
     predicted_bytes: float
     after_pass_bytes: int  # the most when a pass had ended
@@ -308,6 +321,7 @@ def emulate(model: Model, name: str, devices: int, rank: int, microbatches: int)
     return Emulated(
         name,
         rank,
+        last + 1,
         peak_bytes,
         predicted,
         peaks.after_pass_bytes,
@@ -441,14 +455,17 @@ def end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def emulate_all(args: argparse.Namespace, model: Model) -> list[Emulated]:
+def emulate_all(args: argparse.Namespace, model: Model, output: Output) -> list[Emulated]:
     """Emulate ranks 0, p/2 and p-1 of every schedule, each in a process of its own.
 
     Where the very first fails, so would the others; a later one is left out.
     """
     found: list[Emulated] = []
+    costs = None
     with closing(Fresh(args.device)) as fresh:
         for name in args.schedules:
+            if name in PLUS_NAMES:
+                name = output.plan(name, args, costs)
             for rank in ranks_of(args.devices):
                 order = [asdict(model), name, args.devices, rank, args.microbatches]
                 try:
@@ -457,8 +474,10 @@ def emulate_all(args: argparse.Namespace, model: Model) -> list[Emulated]:
                     print(f"{name}, rank {rank}: {error}", file=sys.stderr, flush=True)
                     if not found:
                         return found
-                else:
-                    print(emulated_row(found[-1]), flush=True)
+                    continue
+                print(emulated_row(found[-1]), flush=True)
+                costs = costs_of(found, model, args.devices)
+                output.write(costs, found)
     return found
 
 
@@ -497,7 +516,7 @@ def emulated_row(each: Emulated) -> str:
     )
 
 
-def costs_of(found: Sequence[Emulated], devices: int) -> Costs | None:
+def costs_of(found: Sequence[Emulated], model: Model, devices: int) -> Costs | None:
     """Return costs of a V's stages, where its first, a middle and its last chunk were measured.
 
     A pass's time depends only on which of the three its chunk is.
@@ -506,7 +525,7 @@ def costs_of(found: Sequence[Emulated], devices: int) -> Costs | None:
     times: dict[str, list[list[float]]] = {}
     held: dict[str, list[list[float]]] = {}
     for each in found:
-        if each.schedule == "1f1b" or Path(each.schedule).suffix:
+        if each.num_stages != last + 1:
             continue
         for stage, values in each.times_us.items():
             place = {"0": "first", str(last): "last"}.get(stage, "middle")
@@ -520,38 +539,71 @@ def costs_of(found: Sequence[Emulated], devices: int) -> Costs | None:
         for table, width in ((times, 3), (held, 2))
         for i in range(width)
     ]
-    return Costs(columns[0], columns[1], columns[2], 0.0, columns[3], columns[4])
+    layers = tuple(layers_of(model, stage, last) for stage in range(last + 1))
+    return Costs(columns[0], columns[1], columns[2], 0.0, columns[3], columns[4], layers)
 
 
-def write_costs(
-    directory: Path, name: str, devices: int, found: Sequence[Emulated], device: str
-) -> Path | None:
-    """Write the costs file and beside it where, when and how it was measured."""
-    costs = costs_of(found, devices)
-    if costs is None:
-        return None
-    directory.mkdir(parents=True, exist_ok=True)
-    file = directory / f"{name}-p{devices}.json"
-    file.write_text(costs.to_json() + "\n")
-    about = provenance(device) | {"ranks": [asdict(each) for each in found]}
-    file.with_suffix(".about.json").write_text(json.dumps(about, indent=1) + "\n")
-    return file
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where figures go: a costs file, and beside it where, when and how they were measured."""
+
+    file: Path
+    about: Mapping[str, str]
+
+    def write(self, costs: Costs | None, found: Sequence[Emulated]) -> None:
+        """Write what is known so far."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        if costs is not None:
+            self.file.write_text(costs.to_json() + "\n")
+        about = {**self.about, "ranks": [asdict(each) for each in found]}
+        self.file.with_suffix(".about.json").write_text(json.dumps(about, indent=1) + "\n")
+
+    def plan(self, name: str, args: argparse.Namespace, costs: Costs | None) -> str:
+        """Write the plan that `name` stands for at measured costs, and return its file."""
+        if costs is None:
+            raise SystemExit(f"bench_gpu: {name} is planned with measured costs: put a V before it")
+        schedule = make_plus(name, args.devices, args.microbatches, costs)
+        file = self.file.with_suffix(f".{name.replace('+', '-plus')}.csv")
+        file.write_text(schedule.to_csv())
+        return str(file)
 
 
-def provenance(device: str) -> dict[str, str]:
-    """Return the device, the date, the versions and the command."""
-    versions = {}
-    for package in ("torch", "megatron-core", "transformer-engine", "megatron-vshape"):
+def provenance(args: argparse.Namespace) -> dict[str, str]:
+    """Return the device, its driver, the date, the versions, the command and what it ran."""
+    on_gpu = args.device == "cuda"
+    versions = {"megatron-vshape": __version__}
+    for package in ("torch", "megatron-core", "transformer-engine"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
+    if on_gpu:
+        versions |= {
+            "CUDA": str(torch.version.cuda),
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+            "driver": driver_version(),
+        }
     return {
-        "device": torch.cuda.get_device_name(0) if device == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(0) if on_gpu else "cpu",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "command": shlex.join(["python", "scripts/bench_gpu.py", *sys.argv[1:]]),
     }
+
+
+def driver_version() -> str:
+    """Return the version of the GPU's driver, as far as nvidia-smi is there to say it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return told.stdout.partition("\n")[0].strip()
+
+
+def show(about: Mapping[str, str]) -> None:
+    """Print a line for each value."""
+    print("\n".join(f"{key}: {value}" for key, value in about.items()), flush=True)
 
 
 # --- several ranks on one GPU -------------------------------------------------------------------
@@ -622,7 +674,7 @@ def run_split(args: argparse.Namespace) -> int:
     for hidden in args.hidden:
         sizes = replace(TINY, hidden_size=hidden) if args.tiny else full_size(args, hidden)
         costs.append(split_cost(replace(sizes, device=args.device), args.layers, args.repeats))
-    print("\n".join(f"{key}: {value}" for key, value in provenance(args.device).items()))
+    show(provenance(args))
     print(split_table(costs))
     decisive = [each for each in costs if each.hidden_size == 4096]
     return int(any(each.ratio > SPLIT_LIMIT for each in decisive))
@@ -640,7 +692,7 @@ def run_numerics(args: argparse.Namespace) -> int:
     errors = gradient_errors(replace(model, device=args.device, dtype=args.dtype), args.layers)
     whole, split = (max(pair[i] for pair in errors.values()) for i in (0, 1))
     worst = max(errors, key=lambda name: errors[name][1])
-    print("\n".join(f"{key}: {value}" for key, value in provenance(args.device).items()))
+    show(provenance(args))
     print(f"largest relative error against fp32: whole {whole:.3e}, split {split:.3e} ({worst})")
     return int(not (split <= NUMERICS_LIMIT and split <= NUMERICS_SLACK * whole + EPSILON))
 
@@ -648,12 +700,16 @@ def run_numerics(args: argparse.Namespace) -> int:
 def run_emulate(args: argparse.Namespace) -> int:
     """Print the table of emulated ranks; 1 where one fails or misses the prediction."""
     model = TINY if args.tiny else load_model(args.model, args.tokens, args.device, args.te)
-    print("\n".join(f"{key}: {value}" for key, value in provenance(args.device).items()))
-    print(EMULATED_HEAD)
-    found = emulate_all(args, replace(model, device=args.device))
-    if args.write is not None:
-        name = "tiny" if args.tiny else args.model.stem
-        print(f"wrote {write_costs(args.write, name, args.devices, found, args.device)}")
+    name = f"{'tiny' if args.tiny else args.model.stem}-p{args.devices}.json"
+    about = provenance(args) | {
+        "model": f"{model.layers} layers, hidden {model.hidden_size}, {model.dtype}, "
+        f"{model.sequence_length} tokens a microbatch, {args.microbatches} microbatches, "
+        f"dropout {model.dropout:g} of hidden states and none in attention"
+    }
+    show(about)
+    print(EMULATED_HEAD, flush=True)
+    with nullcontext(args.write) if args.write else TemporaryDirectory() as directory:
+        found = emulate_all(args, model, Output(Path(directory) / name, about))
     close = [
         each for each in found if abs(each.peak_bytes / each.predicted_bytes - 1) <= MEMORY_LIMIT
     ]
@@ -706,8 +762,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     ranks.add_argument("--model", type=Path, default=ROOT / "configs/models/gpt_9_6b.yaml")
     ranks.add_argument("--devices", type=int, default=8)
     ranks.add_argument("--microbatches", type=int, default=24)
-    ranks.add_argument("--schedules", nargs="+", default=SCHEDULES)
-    ranks.add_argument("--write", type=Path, help="directory for the costs files")
+    ranks.add_argument(
+        "--schedules",
+        nargs="+",
+        default=SCHEDULES,
+        help="names or files; with a plus, as v-half+, planned for the costs measured until then",
+    )
+    ranks.add_argument("--write", type=Path, help="directory for the costs files and the plans")
     ranks.set_defaults(run=run_emulate)
     nccl = commands.add_parser("nccl", parents=[common])
     nccl.add_argument("--ranks", type=int, default=2)

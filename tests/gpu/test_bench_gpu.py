@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import runpy
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.schedule import load_schedule
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "bench_gpu.py"
@@ -62,6 +62,12 @@ def test_a_gradient_that_is_not_finite_is_infinitely_wrong(
     assert error(right, found) == math.inf
 
 
+def test_the_papers_models_drop_out_hidden_states(script: dict[str, Any]) -> None:
+    model = script["load_model"](ROOT / "configs/models/gpt_21b.yaml", 4096, "cuda", False)
+    assert (model.dropout, model.dtype, model.sequence_length) == (0.1, "bfloat16", 4096)
+    assert [script["layers_of"](model, stage, 15) for stage in (0, 1, 15)] == [2, 3, 2]
+
+
 class TestOnCpu:
     """That every command runs; the figures of a CPU mean nothing."""
 
@@ -76,22 +82,26 @@ class TestOnCpu:
         assert "largest relative error" in bench("numerics", *ON_CPU, "--dtype", dtype)
 
     def test_emulate(self, tmp_path: Path) -> None:
-        sizes = ("--devices", "4", "--microbatches", "8", "--schedules", "v-half", "1f1b")
-        text = bench("emulate", *ON_CPU, *sizes, "--write", str(tmp_path))
-        rows = [
-            line.split(" | ") for line in text.splitlines() if re.match(r"\| (v-half|1f1b)", line)
-        ]
-        assert len(rows) == 6
+        sizes = ("--devices", "4", "--microbatches", "8")
+        schedules = ("--schedules", "v-half", "v-half+", "1f1b")
+        text = bench("emulate", *ON_CPU, *sizes, *schedules, "--write", str(tmp_path))
+        rows = [line.split(" | ") for line in text.splitlines() if "% |" in line]
+        assert len(rows) == 9
         for _, _, peak, predicted, _, after_pass, held, *_ in rows:
             assert float(peak) == pytest.approx(float(predicted), rel=0.05)
             assert float(after_pass) == pytest.approx(float(held), rel=0.1)
         # The last stage's logits live inside its passes: what is held does not foretell the peak.
         assert float(rows[-1][2]) > 1.2 * float(rows[-1][6])
         file = tmp_path / "tiny-p4.json"
-        assert Costs.load(file).num_stages == 8
+        assert Costs.load(file).layers == (1, 2, 2, 2, 2, 2, 2, 1)
+        assert load_schedule(tmp_path / "tiny-p4.v-half-plus.csv").num_microbatches == 8
         about = json.loads(file.with_suffix(".about.json").read_text())
         assert about["device"] == "cpu"
-        assert {"date", "versions", "command"} <= about.keys()
+        assert {"date", "versions", "command", "model"} <= about.keys()
+
+    def test_an_adaptive_plan_needs_a_measured_v_before_it(self) -> None:
+        sizes = ("--devices", "4", "--schedules", "v-half+", "v-half")
+        bench("emulate", *ON_CPU, *sizes, expected=1)
 
     def test_what_fails_at_first_is_not_tried_again(self) -> None:
         text = bench("emulate", *ON_CPU, "--schedules", "nonsense", "v-half", expected=1)
