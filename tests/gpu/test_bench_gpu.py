@@ -6,6 +6,7 @@ import os
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,26 @@ def test_the_papers_models_drop_out_hidden_states(script: dict[str, Any]) -> Non
     model = script["load_model"](ROOT / "configs/models/gpt_21b.yaml", 4096, "cuda", False)
     assert (model.dropout, model.dtype, model.sequence_length) == (0.1, "bfloat16", 4096)
     assert [script["layers_of"](model, stage, 15) for stage in (0, 1, 15)] == [2, 3, 2]
+
+
+def test_losses_may_differ_by_rounding(script: dict[str, Any]) -> None:
+    are_close = script["are_close"]
+    assert are_close([4.8, 4.5], [4.8002, 4.5])
+    assert not are_close([4.8, 4.5], [4.81, 4.5])
+    assert not are_close([4.8, math.nan], [4.8, math.nan])
+    assert not are_close([4.8], [4.8, 4.5])
+    assert not are_close([], [])
+
+
+def test_ranks_end_together(script: dict[str, Any]) -> None:
+    codes = ("import time; time.sleep(60)", "raise SystemExit(3)")
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
+    try:
+        assert script["wait_for"](processes, time.monotonic() + 60) == ["the other", 3]
+        assert script["wait_for"](processes[:1], time.monotonic() + 0.5) == ["time"]
+    finally:
+        for process in processes:
+            script["end"](process)
 
 
 class TestOnCpu:
