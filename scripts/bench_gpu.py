@@ -662,7 +662,7 @@ def train(ranks: int, backend: str, device: str) -> list[float]:
     if any(ended):
         ends = zip(said, ended, strict=True)
         raise TrainingError(
-            *(f"{text}rank {rank}: ended by {how}" for rank, (text, how) in enumerate(ends))
+            *(f"{text}rank {rank} ended: {how}" for rank, (text, how) in enumerate(ends))
         )
     return [float(loss) for loss in re.findall(r"lm loss: (\S+)", "".join(said))]
 
@@ -688,16 +688,17 @@ def rank_environment(rank: int, ranks: int, port: str, device: str) -> dict[str,
     return os.environ | given | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
 
 
-def wait_for(
-    processes: Sequence[subprocess.Popen[str]], deadline_s: float
-) -> list[int | str | None]:
-    """Wait until all processes have ended, or one has failed, or it is too late; return how."""
+def wait_for(processes: Sequence[subprocess.Popen[str]], deadline_s: float) -> list[str]:
+    """Wait until all have ended, or one has failed, or it is too late; return what went wrong."""
+    late = "not in time"
     while time.monotonic() < deadline_s:
-        ended = [process.poll() for process in processes]
-        if None not in ended or any(ended):
-            return [0 if code == 0 else code or "the other" for code in ended]
+        codes = [process.poll() for process in processes]
+        if None not in codes or any(codes):
+            late = "not before another failed"
+            break
         time.sleep(0.2)
-    return [process.poll() if process.poll() is not None else "time" for process in processes]
+    codes = [process.poll() for process in processes]
+    return [late if code is None else f"status {code}" if code else "" for code in codes]
 
 
 def train_rank(flags: Sequence[str]) -> int:
@@ -819,7 +820,6 @@ def run_one_rank(args: argparse.Namespace) -> int:
 
     The imports, which take long and leave the GPU alone, come before the question.
     """
-    choose(args.device)
     for name in ("megatron.core.distributed", "megatron.core.models.gpt.gpt_layer_specs"):
         importlib.import_module(name)
     order = sys.stdin.readline()
@@ -874,6 +874,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return train_rank(given[1:])
     args = parse(given)
     try:
+        choose(args.device)
         status: int = args.run(args)
     except ScheduleError as error:
         raise SystemExit(f"bench_gpu: {error}") from None
