@@ -107,10 +107,10 @@ class WeightGradKernel(StrEnum):
     """One GEMM that adds in place; product and sum have the inputs' dtype."""
 
     ADDMM_WIDE = "addmm_wide"
-    """One GEMM of 16-bit inputs that adds to fp32 in place: CUDA, torch 2.8 or later."""
+    """One GEMM of 16-bit inputs that adds to fp32 in place: CUDA, torch 2.10 or later."""
 
     APEX = "apex"
-    """NVIDIA apex's fused_weight_gradient_mlp_cuda: the same for torch before 2.8."""
+    """NVIDIA apex's fused_weight_gradient_mlp_cuda: the same for torch before 2.10."""
 
     TE_GEMM = "te_gemm"
     """Transformer Engine's general_gemm: the same where apex is not installed either."""
@@ -212,6 +212,9 @@ _KERNELS: dict[WeightGradKernel, Callable[[Tensor, Tensor, Tensor], None]] = {
 
 @functools.cache
 def _addmm_has_out_dtype() -> bool:
+    # From 2.8 on there is the overload, which at first refuses a sum wider than what it adds.
+    if torch.__version__ < (2, 10):
+        return False
     return "dtype_out" in torch.ops.aten.addmm.overloads()  # type: ignore[no-untyped-call]
 
 

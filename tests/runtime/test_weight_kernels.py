@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from megatron_vshape.runtime import weight_jobs
 from megatron_vshape.runtime.weight_jobs import (
@@ -70,6 +71,14 @@ def test_the_order_in_which_kernels_are_taken(monkeypatch: pytest.MonkeyPatch) -
     with_module(monkeypatch, APEX, wgrad_gemm_accum_fp32)
     weight_jobs._apex.cache_clear()
     assert taken() is WeightGradKernel.APEX
+
+
+@pytest.mark.parametrize(("version", "has"), [("2.9.1+cu130", False), ("2.10.0", True)])
+def test_addmm_adds_to_wider_sums_from_2_10_on(
+    monkeypatch: pytest.MonkeyPatch, version: str, has: bool
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    assert weight_jobs._addmm_has_out_dtype.__wrapped__() is has
 
 
 def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
