@@ -90,6 +90,46 @@ def test_ranks_end_together(script: dict[str, Any]) -> None:
             script["end"](process)
 
 
+class TestEmulateAll:
+    """Which ranks are emulated, by processes that only fail."""
+
+    @pytest.fixture
+    def asked(self, script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+        """Return what the processes are asked, each of which fails."""
+        asked = []
+
+        class Failing:
+            def __init__(self, device: str) -> None: ...
+
+            def emulate(self, order: str) -> None:
+                asked.append(json.loads(order))
+                raise script["RankError"]("out of memory")
+
+            def close(self) -> None: ...
+
+        monkeypatch.setitem(script["emulate_all"].__globals__, "Fresh", Failing)
+        return asked
+
+    def emulate(self, script: dict[str, Any], *schedules: str) -> int:
+        arguments = ["emulate", *ON_CPU, "--devices", "4", "--schedules", *schedules]
+        status: int = script["run_emulate"](script["parse"](arguments))
+        return status
+
+    def test_nothing_more_once_the_first_has_failed(
+        self, script: dict[str, Any], asked: list[list[Any]], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self.emulate(script, "v-half", "v-min") == 1
+        assert [order[1:] for order in asked] == [["v-half", 4, 0, 24]]
+        assert "v-half, rank 0: out of memory" in capsys.readouterr().err
+
+    def test_an_adaptive_plan_needs_a_measured_v(
+        self, script: dict[str, Any], asked: list[list[Any]]
+    ) -> None:
+        with pytest.raises(SystemExit, match="v-half\\+ is planned with measured costs"):
+            self.emulate(script, "v-half+")
+        assert asked == []
+
+
 class TestOnCpu:
     """That every command runs; the figures of a CPU mean nothing."""
 
@@ -120,14 +160,6 @@ class TestOnCpu:
         about = json.loads(file.with_suffix(".about.json").read_text())
         assert about["device"] == "cpu"
         assert {"date", "versions", "command", "model"} <= about.keys()
-
-    def test_an_adaptive_plan_needs_a_measured_v_before_it(self) -> None:
-        sizes = ("--devices", "4", "--schedules", "v-half+", "v-half")
-        bench("emulate", *ON_CPU, *sizes, expected=1)
-
-    def test_what_fails_at_first_is_not_tried_again(self) -> None:
-        text = bench("emulate", *ON_CPU, "--schedules", "nonsense", "v-half", expected=1)
-        assert "v-half |" not in text
 
     @pytest.mark.slow
     def test_several_ranks(self) -> None:
