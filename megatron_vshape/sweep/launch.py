@@ -7,7 +7,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,6 @@ RETRY_S = 60.0
 
 SPARE_MINUTES = 5
 """The job's own limit is so much later than the run's, which ends it with its log read."""
-
 
 MOST_TIMES_BACK = 5
 """So often a run goes back into the queue; then whatever ends it is taken to be its own fault."""
@@ -323,7 +322,8 @@ def _cancelled(running: Sequence[_Running]) -> Iterator[None]:
         for each in running:
             ours = not isinstance(each.job, _Job)
             if ours or isinstance(error, KeyboardInterrupt):
-                (each.folder / _CANCELLED).touch()
+                with suppress(OSError):
+                    (each.folder / _CANCELLED).touch()
                 each.job.cancel(check=False)
         raise
 
