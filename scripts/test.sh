@@ -74,5 +74,17 @@ if [[ -z $megatron ]]; then
     check mypy mypy
     check import-linter lint-imports
 fi
-check pytest python -m pytest -m "$markers" "${pytest_args[@]}"
+if ((${#pytest_args[@]})); then
+    check pytest python -m pytest -m "$markers" "${pytest_args[@]}"
+else
+    # Tests that start several ranks have the processors to themselves; of the others some run
+    # side by side.
+    with_ranks=(tests/faults tests/gpu tests/mcore tests/runtime) others=()
+    for folder in tests/*/; do
+        [[ " ${with_ranks[*]} " == *" ${folder%/} "* ]] || others+=("${folder%/}")
+    done
+    check 'pytest: side by side' python -m pytest -n auto --maxprocesses 4 --dist loadfile \
+        -m "$markers" "${others[@]}"
+    check 'pytest: several ranks' python -m pytest -m "$markers" "${with_ranks[@]}"
+fi
 ((${#failed[@]} == 0)) || die "failed: ${failed[*]}"
