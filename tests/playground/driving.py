@@ -1,0 +1,84 @@
+"""Drives the page in a browser, and reads what it shows."""
+
+from typing import Any
+
+LEFT, RIGHT, TOP, ROW = 34, 46, 24, 26
+"""Margins and row height of a picture of few devices, in CSS pixels."""
+
+PATIENCE_MS = 300_000.0
+"""For an answer, on a machine whose two cores are busy with other work."""
+
+
+def load(page: Any, server: str, state: str = "") -> None:
+    page.goto("about:blank")
+    page.goto(f"{server}#{state}")
+    settled(page)
+
+
+def settled(page: Any) -> None:
+    """Wait until what was asked for is shown."""
+    page.wait_for_selector('#stage[aria-busy="false"]', timeout=PATIENCE_MS)
+    page.wait_for_selector("#status", state="hidden", timeout=PATIENCE_MS)
+    page.wait_for_timeout(60)
+
+
+def fill(page: Any, field: str, value: str) -> None:
+    page.fill(f"#in-{field}", value)
+    page.press(f"#in-{field}", "Tab")
+    page.wait_for_timeout(150)
+
+
+def numbers(page: Any) -> dict[str, str]:
+    cards = page.query_selector_all("#numbers div")
+    return {
+        card.query_selector("dt").inner_text(): card.query_selector("dd")
+        .inner_text()
+        .split("\n")[0]
+        for card in cards
+    }
+
+
+def url(page: Any) -> str:
+    """Return the address once it no longer changes: it is written a moment after the view moves."""
+    while True:
+        before = page.evaluate("location.hash")
+        page.wait_for_timeout(350)
+        if page.evaluate("location.hash") == before:
+            return before
+
+
+def wait_for_url(page: Any, part: str, there: bool = True) -> None:
+    """Wait until the address has the part, or has it no longer."""
+    test = "([part, there]) => location.hash.includes(part) === there"
+    page.wait_for_function(test, arg=[part, there], timeout=PATIENCE_MS)
+
+
+def wait_for_other_url(page: Any, before: str) -> None:
+    test = "(before) => location.hash !== before"
+    page.wait_for_function(test, arg=before, timeout=PATIENCE_MS)
+
+
+def picture(page: Any) -> str:
+    return page.evaluate("document.querySelector('canvas.track').toDataURL()")
+
+
+def canvas(page: Any, at: int = 0) -> dict[str, float]:
+    return page.query_selector_all("canvas.track")[at].bounding_box()
+
+
+def pixels(page: Any, points: list[tuple[float, float]]) -> list[str]:
+    """Return the colours at places of the first picture."""
+    return page.evaluate(
+        """(points) => {
+          const canvas = document.querySelector("canvas.track");
+          const pen = canvas.getContext("2d");
+          const ratio = canvas.width / canvas.clientWidth;
+          const hex = (level) => level.toString(16).padStart(2, "0");
+          return points.map(([x, y]) => {
+            const place = [Math.round(x * ratio), Math.round(y * ratio)];
+            const [r, g, b] = pen.getImageData(...place, 1, 1).data;
+            return "#" + hex(r) + hex(g) + hex(b);
+          });
+        }""",
+        points,
+    )
