@@ -6,25 +6,25 @@ const KINDS_SHOWN = [[0, "forward"], [1, "input gradient"], [2, "weight gradient
 
 /** Return the tool bar's parts. */
 export function barParts({ state, view, chunkCount, palette, hasPeriod, change }) {
-  const button = (text, title, act, pressed) =>
-    element("button", { type: "button", class: "button", title, "aria-label": title, "aria-pressed": pressed, click: act }, text);
+  const button = (id, text, title, act, pressed) =>
+    element("button", { type: "button", class: "button", id, title, "aria-label": title, "aria-pressed": pressed, click: act }, text);
   const parts = [
     element(
       "span",
       { class: "group" },
-      button("‹", "Earlier", () => view.pan(-view.span * 0.25)),
-      button("−", "Zoom out", () => view.zoom(1 / 1.6)),
-      button("All", "Show all of it", () => view.fit()),
-      button("+", "Zoom in", () => view.zoom(1.6)),
-      button("›", "Later", () => view.pan(view.span * 0.25)),
+      button("earlier", "‹", "Earlier", () => view.pan(-view.span * 0.25)),
+      button("zoom-out", "−", "Zoom out", () => view.zoom(1 / 1.6)),
+      button("zoom-all", "All", "Show all of it", () => view.fit()),
+      button("zoom-in", "+", "Zoom in", () => view.zoom(1.6)),
+      button("later", "›", "Later", () => view.pan(view.span * 0.25)),
     ),
   ];
   if (hasPeriod) {
-    parts.push(button("Block's repeat", "Mark the building block's repeat", () =>
+    parts.push(button("block", "Block's repeat", "Mark the building block's repeat", () =>
       change({ block: !state.block }), String(state.block && state.follow === null)));
   }
   if (state.follow !== null) {
-    parts.push(button(`Following microbatch ${state.follow}  ×`, "Let it go", () => change({ follow: null }), "true"));
+    parts.push(button("let-go", `Following microbatch ${state.follow}  ×`, "Let it go", () => change({ follow: null }), "true"));
   }
   parts.push(legend(chunkCount, palette));
   return parts;

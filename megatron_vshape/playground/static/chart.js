@@ -82,6 +82,7 @@ function drawPoint(point, place, marked, placed, { units, choose }) {
     "g",
     {
       class: "point",
+      id: `point-${name}`,
       tabindex: 0,
       role: "button",
       "aria-label": said,

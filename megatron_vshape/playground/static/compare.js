@@ -3,7 +3,7 @@
 import { Refusal } from "./api.js";
 import { ask, requestOf, timelineRequest } from "./asking.js";
 import { drawChart } from "./chart.js";
-import { byId, element } from "./dom.js";
+import { byId, element, refill } from "./dom.js";
 import { factsTable } from "./numbers.js";
 import { app, change } from "./page.js";
 import { highestOf, setPictures, shared } from "./pictures.js";
@@ -27,7 +27,7 @@ export async function showCompared(signal) {
   if (signal.aborted) return;
   if (!found.length) throw failed[0];
   const units = shared.unitsOf(found[0]);
-  byId("lead").replaceChildren(factsTable(found, units, app.state.gibPerChunk));
+  refill(byId("lead"), factsTable(found, units, app.state.gibPerChunk));
   byId("numbers").replaceChildren();
   const high = Math.max(96, 560 / found.length);
   setPictures(
@@ -40,31 +40,41 @@ export async function showCompared(signal) {
 
 /** Show memory against bubble, and the chosen schedule under it. */
 export async function showFrontier(signal) {
-  const points = [];
-  const host = element("div", {});
+  const host = byId("frontier") ?? element("div", { id: "frontier" });
   const toggle = element(
     "label",
     { class: "check" },
     element("input", { type: "checkbox", id: "plans", checked: app.state.plans, change: (event) => change({ plans: event.target.checked }) }),
     "Add plans within memory limits (takes a while)",
   );
-  byId("lead").replaceChildren(
+  refill(
+    byId("lead"),
     element("p", {}, "Memory against bubble: what lies on the line is beaten by nothing else. Choose a point to see its timeline."),
     toggle,
     host,
   );
-  const redraw = () => host.replaceChildren(frontierChart(points, host.clientWidth));
-  const answer = await ask(requestOf("frontier", { plans: app.state.plans }), signal, ({ point }) => {
-    if (!point || signal.aborted) return;
-    points.push(point);
-    redraw();
-  });
+  await askPoints(signal, (points) => refill(host, frontierChart(points, host.clientWidth)));
   if (signal.aborted) return;
-  points.splice(0, points.length, ...answer.header.points);
-  redraw();
   const entry = app.state.entries[app.state.active];
   const { timelines } = await ask(timelineRequest(entry), signal);
   if (!signal.aborted) showOne(timelines[0], entry);
+}
+
+/** Ask for the points of the frontier and draw what is known of them; none once that fails. */
+async function askPoints(signal, draw) {
+  const points = [];
+  const told = ({ point }) => {
+    if (!point || signal.aborted) return;
+    points.push(point);
+    draw(points);
+  };
+  try {
+    const answer = await ask(requestOf("frontier", { plans: app.state.plans }), signal, told);
+    if (!signal.aborted) draw(answer.header.points);
+  } catch (error) {
+    if (!signal.aborted) draw([]);
+    throw error;
+  }
 }
 
 function frontierChart(points, width) {

@@ -20,6 +20,18 @@ export function byId(id) {
   return document.getElementById(id);
 }
 
+/** Replace what is in an element; the focus stays where it was, told by its id, or close to it. */
+export function refill(host, ...children) {
+  const before = document.activeElement;
+  const inside = host.contains(before);
+  host.replaceChildren(...children);
+  if (!inside) return;
+  const after = byId(before.id) ?? host.querySelector("button, input, select");
+  after?.focus({ preventScroll: true });
+  if (after?.id !== before.id || before.selectionStart == null) return;
+  after.setSelectionRange(before.selectionStart, before.selectionEnd);
+}
+
 const formats = new Map(); // making one takes longer than a frame has
 
 function formatFor(key, options) {

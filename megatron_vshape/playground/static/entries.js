@@ -1,6 +1,6 @@
 // What is shown: the tabs, the schedules that are compared, the files that the reader opens.
 
-import { byId, element } from "./dom.js";
+import { byId, element, refill } from "./dom.js";
 import { clearMarks, fileCosts, markField } from "./form.js";
 import { app, change } from "./page.js";
 import { MOST_ENTRIES } from "./state.js";
@@ -59,9 +59,7 @@ export function drawTabs() {
       title,
     );
   });
-  const focused = document.activeElement?.id;
-  byId("tabs").replaceChildren(...(made.length > 1 ? made : []));
-  if (focused?.startsWith("tab-")) byId(focused)?.focus();
+  refill(byId("tabs"), ...(made.length > 1 ? made : []));
 }
 
 function stepTabs(event) {
@@ -87,17 +85,17 @@ export function entryTitle(entry) {
 /** Draw the schedules that are compared. */
 export function drawEntries() {
   const { state } = app;
-  if (app.embedded || state.tab === "measured") return byId("entries").replaceChildren();
+  if (app.embedded || state.tab === "measured") return refill(byId("entries"));
   const chips = state.entries.map((entry, at) => {
     const title = entryTitle(entry);
-    const parts = [element("button", { type: "button", "aria-pressed": String(at === state.active), click: () => change({ active: at, window: null }) }, title)];
+    const parts = [element("button", { type: "button", id: `entry-${at}`, "aria-pressed": String(at === state.active), click: () => change({ active: at, window: null }) }, title)];
     if (state.entries.length > 1) {
-      parts.push(element("button", { type: "button", "aria-label": `Remove ${title}`, click: () => removeEntry(at) }, "×"));
+      parts.push(element("button", { type: "button", id: `remove-${at}`, "aria-label": `Remove ${title}`, click: () => removeEntry(at) }, "×"));
     }
     return element("span", { class: "entry", "data-active": String(at === state.active) }, ...parts);
   });
-  const more = element("button", { type: "button", class: "plain", click: () => addEntry(nextEntry()) }, "+ Add to compare");
-  byId("entries").replaceChildren(...chips, ...(chips.length < MOST_ENTRIES ? [more] : []));
+  const more = element("button", { type: "button", id: "add-entry", class: "plain", click: () => addEntry(nextEntry()) }, "+ Add to compare");
+  refill(byId("entries"), ...chips, ...(chips.length < MOST_ENTRIES ? [more] : []));
 }
 
 function nextEntry() {

@@ -1,6 +1,6 @@
 // The controls: what is scheduled, how large, at which costs; each change goes into the state.
 
-import { byId, element } from "./dom.js";
+import { element, refill } from "./dom.js";
 
 const PLAN = "plan";
 const EXTRAS = ["forward", "backward", "weight", "held"];
@@ -8,19 +8,17 @@ const EXTRA_NAMES = ["F", "B", "W", "held"];
 
 /** Fill the form from the state. `change(patch)` is called with what the reader changes. */
 export function fillForm(form, state, offers, change) {
-  const focused = document.activeElement?.id;
   const open = form.querySelector("details")?.open ?? window.innerWidth > 860;
   const fold = element(
     "details",
     { class: "fold", open },
-    element("summary", {}, "Schedule, size and costs"),
+    element("summary", { id: "fold" }, "Schedule, size and costs"),
     scheduleFields(state, offers, change),
     sizeFields(state, change),
     costFields(state, offers, change),
     fileFields(change),
   );
-  form.replaceChildren(fold);
-  if (focused && form.querySelector(`#${CSS.escape(focused)}`)) byId(focused).focus();
+  refill(form, fold);
 }
 
 /** Mark the field that is wrong and say why beside it; return whether there is such a field. */

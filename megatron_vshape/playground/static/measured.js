@@ -2,7 +2,7 @@
 
 import { Refusal } from "./api.js";
 import { ask, requestOf } from "./asking.js";
-import { byId, element } from "./dom.js";
+import { byId, element, refill } from "./dom.js";
 import { markField } from "./form.js";
 import { factsTable } from "./numbers.js";
 import { app, change } from "./page.js";
@@ -15,8 +15,9 @@ export async function showMeasured(signal) {
   const load = (event) => change({ files: [...event.target.files] });
   const picker = element("input", { type: "file", id: "trace-file", accept: ".json", "data-field": "trace", change: load });
   const offered = given.map(({ key, name }) =>
-    element("button", { type: "button", class: "button", click: () => change({ trace: { key } }) }, name));
-  byId("lead").replaceChildren(
+    element("button", { type: "button", class: "button", id: `trace-${key}`, click: () => change({ trace: { key } }) }, name));
+  refill(
+    byId("lead"),
     element("p", {}, "A trace that training wrote with --pipeline-trace, beside what was planned. Passes that ran late by more than a tenth of their time, through no fault of what they waited for, are marked."),
     element("label", { class: "field" }, element("span", {}, "Trace file"), picker),
     element("div", { class: "row offered" }, ...offered),

@@ -1,6 +1,7 @@
 // The page's state and what is known besides it: taken from the URL, changed, written back.
 
-import { debounced } from "./dom.js";
+import { byId, debounced } from "./dom.js";
+import { afterPress } from "./press.js";
 import { writeState } from "./state.js";
 import { View } from "./view.js";
 
@@ -40,7 +41,15 @@ export function change(patch) {
   if ("theme" in patch) acts.dress();
   writeUrl();
   if (Object.keys(patch).every((key) => REDRAWN.has(key))) acts.redraw();
-  else acts.render();
+  else renderSoon();
+}
+
+/** Show the changed state once the reader's click or key has had its effect on what is there. */
+function renderSoon() {
+  app.work?.abort();
+  app.work = null;
+  byId("stage").setAttribute("aria-busy", "true");
+  afterPress(acts.render);
 }
 
 /** Show all of the state once more. */

@@ -1,7 +1,7 @@
 // The pictures: timelines one above the other on one time axis, and the tool bar over them.
 
 import { barParts } from "./bar.js";
-import { byId, element } from "./dom.js";
+import { byId, element, refill } from "./dom.js";
 import { playMorph } from "./morph.js";
 import { app, change, view } from "./page.js";
 import { setTheme, themeColours } from "./theme.js";
@@ -69,7 +69,7 @@ export function clearPictures() {
 }
 
 function drawBar() {
-  if (!app.shown.length) return byId("bar").replaceChildren();
+  if (!app.shown.length) return refill(byId("bar"));
   const timelines = app.shown.map(({ timeline }) => timeline);
   const parts = barParts({
     state: app.state,
@@ -79,7 +79,7 @@ function drawBar() {
     hasPeriod: timelines.some((timeline) => timeline.meta.facts.period !== null),
     change,
   });
-  byId("bar").replaceChildren(...parts);
+  refill(byId("bar"), ...parts);
 }
 
 /** Draw what is shown anew, with the same schedules. */

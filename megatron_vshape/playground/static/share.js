@@ -2,7 +2,7 @@
 
 import { makeText } from "./api.js";
 import { requestOf, showStatus } from "./asking.js";
-import { byId, element, saveFile } from "./dom.js";
+import { byId, element, refill, saveFile } from "./dom.js";
 import { pngOf, svgOf } from "./exports.js";
 import { app, writeUrl } from "./page.js";
 
@@ -18,7 +18,7 @@ export function drawShare(timeline, entry) {
     buttons.push(button("Perfetto trace", () => saveMade(entry, "trace-file", ".trace.json"), "save-trace"));
   }
   const commands = timeline ? commandsOf(timeline) : [];
-  byId("share").replaceChildren(element("div", { class: "row" }, ...buttons), ...commands);
+  refill(byId("share"), element("div", { class: "row" }, ...buttons), ...commands);
 }
 
 function commandsOf(timeline) {
@@ -33,7 +33,7 @@ function commandsOf(timeline) {
 }
 
 function commandRow(id, title, text) {
-  const copy = element("button", { type: "button", class: "button", "aria-label": `Copy: ${title}`, click: (event) => copyText(text, event.target) }, "Copy");
+  const copy = element("button", { type: "button", class: "button", id: `copy-${id}`, "aria-label": `Copy: ${title}`, click: (event) => copyText(text, event.target) }, "Copy");
   return element("div", { class: "command" }, element("span", {}, title), element("code", { id: `command-${id}`, tabindex: 0 }, text), copy);
 }
 

@@ -1,7 +1,7 @@
 // One schedule: its timeline, and the four steps that it is made in.
 
 import { ask, requestOf, timelineRequest } from "./asking.js";
-import { byId, element } from "./dom.js";
+import { byId, element, refill } from "./dom.js";
 import { entryTitle } from "./entries.js";
 import { numberCards } from "./numbers.js";
 import { app, change } from "./page.js";
@@ -13,7 +13,7 @@ export async function showTimeline(signal) {
   const entry = app.state.entries[app.state.active];
   const { timelines } = await ask(timelineRequest(entry), signal);
   if (signal.aborted) return;
-  byId("lead").replaceChildren();
+  refill(byId("lead"));
   showOne(timelines[0], entry);
 }
 
@@ -33,10 +33,11 @@ export async function showSteps(signal) {
   const { step } = app.state;
   const names = ["All four", "1 Block", "2 Repeat", "3 Squeeze", "4 Reorder"];
   const buttons = names.map((name, at) =>
-    element("button", { type: "button", class: "button", "aria-pressed": String(at === step), click: () => change({ step: at }) }, name));
+    element("button", { type: "button", class: "button", id: `step-${at}`, "aria-pressed": String(at === step), click: () => change({ step: at }) }, name));
   const text = `${timelines[0].meta.title ? entryTitle(entry) : ""} in the paper's four steps, with passes of equal length.`;
-  const play = element("button", { type: "button", class: "button main", click: () => playSteps() }, "Play");
-  byId("lead").replaceChildren(
+  const play = element("button", { type: "button", class: "button main", id: "play", click: () => playSteps() }, "Play");
+  refill(
+    byId("lead"),
     element("p", {}, text),
     element("div", { class: "row" }, element("span", { class: "group" }, ...buttons), play),
   );

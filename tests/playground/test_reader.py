@@ -1,0 +1,117 @@
+"""The page in a browser, as readers use it: no click, key, focus or word of theirs is lost."""
+
+from typing import Any
+
+import pytest
+from playground.driving import (
+    load,
+    numbers,
+    settled,
+    url,
+    wait_for_url,
+)
+
+pytestmark = pytest.mark.browser
+
+
+def typed(page: Any, field: str, value: str) -> None:
+    """Type into a field and stay in it."""
+    page.focus(f"#in-{field}")
+    page.keyboard.press("Control+a")
+    page.keyboard.type(value)
+
+
+def focused(page: Any) -> str:
+    return page.evaluate("document.activeElement.id")
+
+
+def test_tab_after_a_number_leads_to_the_next(page, server):
+    load(page, server, "d=4&m=8")
+    typed(page, "devices", "5")
+    page.keyboard.press("Tab")
+    settled(page)
+    assert focused(page) == "in-microbatches"
+    page.keyboard.type("15")  # in place of what is there, which Tab has selected
+    page.keyboard.press("Tab")
+    settled(page)
+    wait_for_url(page, "d=5&m=15")
+    assert focused(page) == "in-costs"
+    page.keyboard.press("Shift+Tab")
+    assert focused(page) == "in-microbatches"
+
+
+@pytest.mark.parametrize(
+    ("target", "part"),
+    [
+        ("#tab-compare", "tab=compare"),
+        ("#entry-1", "a=1"),
+        ("#remove-1", "s=v-half"),
+        ("#add-entry", "s=v-half~v-min~1f1b"),
+        ("#block", "b=0"),
+    ],
+)
+def test_a_click_right_after_a_number_counts(page, server, target, part):
+    load(page, server, "d=4&m=8&s=v-half~v-min")
+    typed(page, "devices", "5")
+    page.hover(target)
+    page.mouse.down()
+    page.wait_for_timeout(120)  # as long as a finger needs
+    page.mouse.up()
+    wait_for_url(page, part)
+    settled(page)
+    assert "d=5" in url(page)
+    assert page.input_value("#in-devices") == "5"
+    assert page.inner_text("figcaption p >> nth=0").startswith("5 devices")
+
+
+def test_a_choice_from_a_list_is_shown_at_once(page, server):
+    load(page, server, "d=4&m=8")
+    page.hover("#in-costs")
+    page.mouse.down()  # the list that opens has the release
+    page.evaluate("""() => {
+      const list = document.querySelector("#in-costs");
+      list.value = "zb-1.5b";
+      list.dispatchEvent(new Event("change"));
+    }""")
+    settled(page)
+    wait_for_url(page, "u=ms")
+    assert "ms" in page.inner_text("#numbers")
+    page.mouse.up()
+
+
+def test_the_focus_stays_on_what_was_pressed(page, server):
+    load(page, server, "d=4&m=16&s=v-half~v-min~v-zb")
+    before = numbers(page)
+    for target in ("#entry-1", "#block", "#add-entry", "#zoom-in", "#remove-0", "#tab-steps"):
+        page.focus(target)
+        page.keyboard.press("Enter")
+        settled(page)
+        assert focused(page) == target[1:]
+    assert numbers(page) != before
+    for step in (1, 3):
+        page.focus(f"#step-{step}")
+        page.keyboard.press("Space")
+        wait_for_url(page, f"step={step}")
+        settled(page)
+        assert focused(page) == f"step-{step}"
+
+
+def test_the_focus_stays_on_a_point_of_the_frontier(page, server):
+    load(page, server, "tab=frontier&d=4&m=8")
+    page.focus('.point[data-name="zb-h1"]')
+    page.keyboard.press("Enter")
+    settled(page)
+    assert page.inner_text("figcaption h2") == "ZB-H1"
+    assert focused(page) == "point-ZB-H1"
+
+
+def test_the_focus_goes_to_what_is_left(page, server):
+    load(page, server, "d=4&m=8&s=v-half~v-min&f=3")
+    page.focus("#let-go")
+    page.keyboard.press("Enter")
+    wait_for_url(page, "f=", there=False)
+    assert focused(page) == "earlier"
+    page.focus("#remove-1")
+    page.keyboard.press("Enter")
+    settled(page)
+    assert focused(page) == "entry-0"
