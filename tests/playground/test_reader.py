@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 from playground.driving import (
+    ROW,
+    TOP,
     load,
     numbers,
     settled,
@@ -115,3 +117,23 @@ def test_the_focus_goes_to_what_is_left(page, server):
     page.keyboard.press("Enter")
     settled(page)
     assert focused(page) == "entry-0"
+
+
+LINES = """() => {
+  const { lineTo } = CanvasRenderingContext2D.prototype;
+  window.lines = [];
+  CanvasRenderingContext2D.prototype.lineTo = function (x, y) {
+    window.lines.push([this.strokeStyle, y]);
+    lineTo.call(this, x, y);
+  };
+}"""
+
+
+@pytest.mark.parametrize(("limit", "count"), [(6, 4), (15, 0)])
+def test_the_limit_is_drawn_in_its_own_rows_alone(page, server, limit, count):
+    pytest.importorskip("numba", reason="without numba a plan takes minutes")
+    page.add_init_script(f"({LINES})()")
+    load(page, server, f"d=4&m=8&c=1,1.15,0.85,0.05&s=plan:{limit}:makespan:1&t=light")
+    found = page.evaluate("window.lines.filter(([colour]) => colour === '#b3001b')")
+    assert len({y for _, y in found}) == count
+    assert all(y > TOP + 4 * ROW for _, y in found)

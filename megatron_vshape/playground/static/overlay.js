@@ -51,6 +51,12 @@ function drawHeldFrame(pen, track) {
   drawPeaks(pen, track, peaks, limit);
 }
 
+/** Whether the limit lies within the rows of memory; far above the peaks, only its number is told. */
+export function limitFits({ timeline, geometry }) {
+  const { limit } = timeline.meta.facts;
+  return limit !== null && limit <= geometry.heldMost;
+}
+
 function drawPeaks(pen, track, peaks, limit) {
   const { timeline, geometry, skin } = track;
   const [left, right] = [MARGIN.left, track.width - MARGIN.right];
@@ -67,7 +73,7 @@ function drawPeaks(pen, track, peaks, limit) {
   pen.lineWidth = 1;
   for (let device = 0; device < timeline.devices; device++) {
     if (geometry.heldRow >= 12) line(device, peaks[device], skin.faint, [1, 3]);
-    if (limit !== null) line(device, limit, skin.late, [4, 3]);
+    if (limitFits(track)) line(device, limit, skin.late, [4, 3]);
   }
   pen.setLineDash([]);
 }
