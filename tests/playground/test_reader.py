@@ -8,6 +8,7 @@ from playground.driving import (
     TOP,
     load,
     numbers,
+    picture,
     settled,
     url,
     wait_for_url,
@@ -137,3 +138,15 @@ def test_the_limit_is_drawn_in_its_own_rows_alone(page, server, limit, count):
     found = page.evaluate("window.lines.filter(([colour]) => colour === '#b3001b')")
     assert len({y for _, y in found}) == count
     assert all(y > TOP + 4 * ROW for _, y in found)
+
+
+def test_a_microbatch_that_is_not_there_has_no_path(page, server):
+    load(page, server, "d=4&m=8&f=9&b=0")
+    shown = picture(page)
+    load(page, server, "d=4&m=8&b=0")
+    assert picture(page) == shown
+    load(page, server, "d=4&m=8&f=7")
+    typed(page, "microbatches", "6")
+    page.keyboard.press("Tab")
+    wait_for_url(page, "f=", there=False)
+    assert "Following" not in page.inner_text("#bar")

@@ -110,9 +110,10 @@ export class Timeline {
 
   /** Return the pass that does this part (F, B or W) of a stage and microbatch, or -1. */
   find(part, stage, microbatch) {
+    const { placement, microbatches } = this.meta;
+    if (!(microbatch >= 0 && microbatch < microbatches)) return -1;
     if (this.indexed === null) this.makeIndex();
-    const stages = this.meta.placement.length;
-    return this.indexed[(part * stages + stage) * this.meta.microbatches + microbatch];
+    return this.indexed[(part * placement.length + stage) * microbatches + microbatch];
   }
 
   makeIndex() {

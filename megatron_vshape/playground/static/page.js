@@ -37,7 +37,7 @@ export function change(patch) {
   if (patch.files) return acts.open(patch.files);
   const sameMaterial = Object.keys(patch).every((key) => VIEW_ONLY.has(key));
   Object.assign(app.state, patch);
-  if (!sameMaterial) app.state.window = null;
+  if (!sameMaterial) Object.assign(app.state, { window: null, follow: null });
   if ("theme" in patch) acts.dress();
   writeUrl();
   if (Object.keys(patch).every((key) => REDRAWN.has(key))) acts.redraw();
