@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +60,28 @@ def client(given_files: list[Path]) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def server(given_files: list[Path]) -> Iterator[str]:
     """The address of a server of its own process."""
+    with _serving(given_files) as (_, url):
+        yield url
+
+
+@pytest.fixture
+def mortal_server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server that the test may end, in a process group of its own, and its address."""
+    with _serving([], start_new_session=True, stderr=subprocess.PIPE) as served:
+        yield served
+
+
+@contextmanager
+def _serving(files: list[Path], **how: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
     _need("starlette", "uvicorn")
     code = "import sys; from megatron_vshape.cli.main import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "playground", "--port", "0", *map(str, given_files)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", code, "playground", "--port", "0", *map(str, files)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **how)
     assert process.stdout is not None
     try:
         found = re.search(r"http://\S+", process.stdout.readline())
         assert found, "the server did not say where it is"
-        yield found[0]
+        yield process, found[0]
     finally:
         process.terminate()
         process.wait(20)

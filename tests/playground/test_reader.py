@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from playground.driving import (
+    PATIENCE_MS,
     ROW,
     TOP,
     load,
@@ -150,3 +151,52 @@ def test_a_microbatch_that_is_not_there_has_no_path(page, server):
     page.keyboard.press("Tab")
     wait_for_url(page, "f=", there=False)
     assert "Following" not in page.inner_text("#bar")
+
+
+def said(page: Any) -> str:
+    """Return what the page says went wrong."""
+    page.wait_for_selector('#status[data-wrong="true"]', timeout=PATIENCE_MS)
+    return page.inner_text("#status p")
+
+
+def test_a_server_that_is_too_busy_is_told(page, server):
+    page.route("**/api/make", lambda route: route.fulfill(status=503, body="Service Unavailable"))
+    page.goto(f"{server}#d=4&m=8")
+    assert said(page) == "The server answered 503. Try again in a moment."
+    page.unroute("**/api/make")
+    page.click("#status button")
+    settled(page)
+    assert numbers(page)
+
+
+def test_an_answer_that_breaks_off_is_told(page, mortal_server):
+    pytest.importorskip("numba", reason="without numba a plan takes minutes")
+    process, url = mortal_server
+    page.goto(f"{url}#d=8&m=24&c=1,1.15,0.85,0.05&s=plan:9:makespan:500")
+    page.wait_for_selector("#status progress")
+    process.kill()
+    assert said(page) == "The answer broke off."
+    page.click("#status button")
+    page.wait_for_function("document.querySelector('#status p').innerText.includes('running?')")
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [({"status": 500, "body": "no"}, "The server answered 500"), (None, "does not answer")],
+)
+def test_a_page_that_cannot_begin_says_why(page, server, answer, text):
+    page.route("**/api/offers", lambda route: route.fulfill(**answer) if answer else route.abort())
+    page.goto(server)
+    assert text in said(page)
+
+
+def test_a_fault_of_the_page_is_told_and_stays_in_the_console(browser, server):
+    page = browser.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.route("**/api/make", lambda route: route.fulfill(body=b"R\x02\x00\x00\x00no"))
+    page.goto(f"{server}#d=4&m=8")
+    assert said(page)
+    page.wait_for_timeout(100)
+    assert errors
+    page.close()

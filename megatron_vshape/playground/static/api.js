@@ -3,6 +3,7 @@
 import { readPayload } from "./model.js";
 
 const KEPT = 12;
+const BROKEN_OFF = "The answer broke off.";
 const answered = new Map();
 
 /** What one field of the page says is wrong. */
@@ -15,38 +16,54 @@ export class Refusal extends Error {
 
 /** Return what the page offers to choose from. */
 export async function loadOffers() {
-  const answer = await fetch("/api/offers");
-  return answer.json();
+  return readJson(await askServer("/api/offers"));
 }
 
 /** Return the answer to a request; `onProgress` hears what is known so far. */
 export async function makeAnswer(request, { signal, onProgress } = {}) {
   const body = JSON.stringify(request);
   if (answered.has(body)) return keepAnswer(body, answered.get(body));
-  const answer = await askServer(body, signal);
+  const answer = await askToMake(body, signal);
   const buffer = await readFrames(answer.body.getReader(), onProgress ?? (() => {}));
   return keepAnswer(body, readPayload(buffer));
 }
 
 /** Return a text that the server makes: a schedule file, a trace. */
 export async function makeText(request) {
-  const answer = await askServer(JSON.stringify(request), undefined);
+  const answer = await askToMake(JSON.stringify(request));
   const buffer = await readFrames(answer.body.getReader(), () => {});
   return new TextDecoder().decode(buffer);
 }
 
-async function askServer(body, signal) {
-  let answer;
-  try {
-    const headers = { "content-type": "application/json" };
-    answer = await fetch("/api/make", { method: "POST", headers, body, signal });
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    throw new Refusal("request", "The server does not answer. Is it still running?");
-  }
+function askToMake(body, signal) {
+  const headers = { "content-type": "application/json" };
+  return askServer("/api/make", { method: "POST", headers, body, signal });
+}
+
+async function askServer(path, how) {
+  const silent = "The server does not answer. Is it still running?";
+  const answer = await arrived(fetch(path, how), silent);
   if (answer.ok) return answer;
-  const { field, text } = await answer.json();
+  const { field, text } = await readJson(answer);
   throw new Refusal(field, text);
+}
+
+async function readJson(answer) {
+  const text = await arrived(answer.text(), BROKEN_OFF);
+  try {
+    return JSON.parse(text);
+  } catch {
+    throw new Refusal("request", `The server answered ${answer.status}. Try again in a moment.`);
+  }
+}
+
+/** Return what is on its way; where it fails and was not called off, say so in words. */
+async function arrived(coming, words) {
+  try {
+    return await coming;
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new Refusal("request", words);
+  }
 }
 
 function keepAnswer(body, result) {
@@ -60,8 +77,7 @@ function keepAnswer(body, result) {
 async function readFrames(reader, onProgress) {
   let held = new Uint8Array(0);
   for (;;) {
-    const { done, value } = await reader.read();
-    if (done) throw new Refusal("request", "The answer broke off.");
+    const value = await nextPart(reader);
     held = held.length ? await gather(held, value, reader) : await gather(value, null, reader);
     while (held.length >= 5) {
       const length = frameLength(held);
@@ -74,6 +90,12 @@ async function readFrames(reader, onProgress) {
       onProgress(known);
     }
   }
+}
+
+async function nextPart(reader) {
+  const { done, value } = await arrived(reader.read(), BROKEN_OFF);
+  if (done) throw new Refusal("request", BROKEN_OFF);
+  return value;
 }
 
 function frameLength(bytes) {
@@ -89,8 +111,7 @@ async function gather(first, second, reader) {
   const parts = [held];
   let size = held.length;
   while (size < wanted) {
-    const { done, value } = await reader.read();
-    if (done) throw new Refusal("request", "The answer broke off.");
+    const value = await nextPart(reader);
     parts.push(value);
     size += value.length;
   }

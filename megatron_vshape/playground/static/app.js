@@ -6,7 +6,7 @@ import { showCompared, showFrontier } from "./compare.js";
 import { byId } from "./dom.js";
 import { embeddedPage } from "./embedded.js";
 import { drawEntries, drawTabs, openFiles } from "./entries.js";
-import { clearMarks, fillForm, markField } from "./form.js";
+import { fillForm, markField } from "./form.js";
 import { showMeasured } from "./measured.js";
 import { app, change, connect } from "./page.js";
 import { dressAll, redrawAll, shared } from "./pictures.js";
@@ -41,11 +41,11 @@ async function render() {
   }
 }
 
+/** Say what went wrong; what is no refusal is a fault of the page, whose place the console tells. */
 function showFailure(error) {
-  if (!(error instanceof Refusal)) throw error;
-  clearMarks(byId("controls"));
-  const marked = !app.embedded && markField(byId("controls"), error.field, error.message);
+  const marked = !app.embedded && markField(byId("controls"), error.field ?? "", error.message);
   showStatus(error.message, { wrong: true, again: !marked });
+  if (!(error instanceof Refusal)) throw error;
 }
 
 /** A page without a server has one schedule, whatever the link says. */
@@ -55,12 +55,23 @@ function keepToEmbedded(state) {
   if (!app.embedded.has(state.tab)) state.tab = "timeline";
 }
 
+/** Find out what there is to show; return whether that worked. */
+async function load() {
+  try {
+    app.embedded = await embeddedPage();
+    app.offers = app.embedded?.offers ?? (await loadOffers());
+    return true;
+  } catch (error) {
+    showStatus(error.message, { wrong: true });
+    return false;
+  }
+}
+
 async function start() {
   connect({ render, redraw: redrawAll, dress: dressAll, open: openFiles });
-  app.embedded = await embeddedPage();
+  if (!(await load())) return;
   if (app.embedded) byId("page").classList.add("alone");
   if (app.embedded) byId("controls").remove();
-  app.offers = app.embedded?.offers ?? (await loadOffers());
   app.state = await readState(location.hash.slice(1));
   if (app.embedded) keepToEmbedded(app.state);
   shared.palette = app.offers.palette;
