@@ -54,6 +54,9 @@ class Facts:
     in_us: bool = False
     """Whether times are microseconds; else the reader knows their unit."""
 
+    in_passes: bool = False
+    """Whether times are passes of equal length, whatever the reader's own costs are in."""
+
     limit: float | None = None
     """What a device may hold, in the unit of the costs' memory."""
 

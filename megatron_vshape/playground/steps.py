@@ -42,7 +42,9 @@ def step_pictures(block: BuildingBlock, last: Schedule) -> Iterator[Picture]:
     for at, timeline in enumerate(timelines):
         length = block.interval * slot
         period = Period(0.0, length, 0, alone) if at < 2 else period_of(timeline, alone)
-        facts = Facts(base_peak=base, period=period, title=STEP_TITLES[at], note=notes[at])
+        facts = Facts(
+            in_passes=True, base_peak=base, period=period, title=STEP_TITLES[at], note=notes[at]
+        )
         yield Picture(timeline, costs, facts)
 
 

@@ -1,5 +1,6 @@
 """The page in a browser, as readers use it: no click, key, focus or word of theirs is lost."""
 
+import re
 from typing import Any
 
 import pytest
@@ -200,3 +201,28 @@ def test_a_fault_of_the_page_is_told_and_stays_in_the_console(browser, server):
     page.wait_for_timeout(100)
     assert errors
     page.close()
+
+
+def test_the_steps_are_in_passes_whatever_the_costs_are_in(page, server):
+    load(page, server, "tab=steps&step=4&d=4&m=8&c=9,9,5,0.6&u=ms")
+    assert page.inner_text("#numbers").count("passes; busiest works 48") == 1
+    assert "ms" not in page.inner_text("#numbers")
+
+
+def test_what_a_plan_has_found_has_the_unit_of_its_costs(page, server):
+    pytest.importorskip("numba", reason="without numba a plan takes minutes")
+    key = "!0-measured_costs.json"
+    page.goto(f"{server}#d=4&m=24&costs={key}&s=plan:5GiB:makespan:500")
+    test = "() => / best .* bound /.test(document.querySelector('#status').innerText)"
+    page.wait_for_function(test, timeout=PATIENCE_MS)
+    found = re.search(r"best ([\d.,]+) +bound ([\d.,]+) ms", page.inner_text("#status p"))
+    assert 24 * 2 * 2.7 <= float(found[1]) < 200  # F, B and W of two chunks take 5.4 ms
+    page.click("#status button")
+
+
+def test_what_a_pass_waited_for_has_a_unit(page, server):
+    load(page, server, "d=4&m=8&c=9,9,5,0.6&u=ms")
+    page.focus("canvas.track")
+    for key in ("ArrowRight", "ArrowDown"):
+        page.keyboard.press(key)
+    assert "waited for F0.0 from device 0, there at 9.6 ms" in page.inner_text("#tip")

@@ -1,8 +1,9 @@
 // Asking for what the state stands for: progress while it takes long, and what went wrong.
 
 import { makeAnswer } from "./api.js";
-import { byId, digits, element } from "./dom.js";
+import { byId, element } from "./dom.js";
 import { app, showAgain } from "./page.js";
+import { unitsFor } from "./units.js";
 
 const PATIENCE_MS = 250; // what is there sooner needs no word of progress
 
@@ -14,6 +15,12 @@ export function requestOf(want, more = {}) {
     ? { file: file.key ? { key: file.key } : file }
     : { ...state.cost, embedding: state.embedding, head: state.head };
   return { want, devices: state.devices, microbatches: state.microbatches, costs, ...more };
+}
+
+/** Return the units of what is made at the chosen costs. */
+export function unitsAsked() {
+  const measured = app.state.costsFile !== null;
+  return unitsFor({ in_us: measured, in_bytes: measured }, app.state.unit);
 }
 
 /** Return the request for the timeline of a schedule. */
@@ -43,8 +50,9 @@ export async function ask(request, signal, onProgress = () => {}) {
 
 function showProgress(known, seconds) {
   const status = byId("status");
+  const { time, timeName } = unitsAsked();
   const words = [`${capital(known.doing ?? "working")} …`, `${seconds.toFixed(1)} s`];
-  if (known.value) words.push(`best ${digits(known.value)}`, `bound ${digits(known.bound)}`);
+  if (known.value) words.push(`best ${time(known.value)}`, `bound ${time(known.bound)} ${timeName}`);
   if (known.of) words.push(`${known.done} of ${known.of}`);
   const progress = element("progress", known.of ? { max: known.of, value: known.done } : {});
   if (status.hidden || status.dataset.busy !== "true") {

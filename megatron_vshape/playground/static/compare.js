@@ -1,7 +1,7 @@
 // Several schedules: on one time axis, and as points of memory against bubble.
 
 import { Refusal } from "./api.js";
-import { ask, requestOf, timelineRequest } from "./asking.js";
+import { ask, requestOf, timelineRequest, unitsAsked } from "./asking.js";
 import { drawChart } from "./chart.js";
 import { byId, element, refill } from "./dom.js";
 import { factsTable } from "./numbers.js";
@@ -9,7 +9,6 @@ import { app, change } from "./page.js";
 import { highestOf, setPictures, shared } from "./pictures.js";
 import { drawShare } from "./share.js";
 import { showOne } from "./single.js";
-import { unitsFor } from "./units.js";
 
 /** Show up to six schedules on one time axis. */
 export async function showCompared(signal) {
@@ -82,8 +81,7 @@ function frontierChart(points, width) {
   const chosen = (point) =>
     point.source === active.source &&
     (point.source === "plan" ? isPlanned(point, active) : point.name === active.name);
-  const units = unitsFor({ in_bytes: app.state.costsFile !== null, in_us: false }, "");
-  return drawChart(points, { width, units, chosen, choose: choosePoint });
+  return drawChart(points, { width, units: unitsAsked(), chosen, choose: choosePoint });
 }
 
 /** Whether an entry is what choosing the point of a plan makes of it. */

@@ -1,7 +1,7 @@
 // What lies over the passes: axis, names of devices, the repeat of the block, the followed
 // microbatch, the chosen pass.
 
-import { decimal, digits } from "./dom.js";
+import { decimal } from "./dom.js";
 import { MARGIN, ticksOf } from "./geometry.js";
 import { fontOf } from "./paint.js";
 
@@ -241,9 +241,10 @@ export function describePass(timeline, at, units, kindNames) {
   else if (cause.own) lines.push(`waited for ${timeline.nameOf(cause.maker)} before it`);
   else {
     const where = cause.far ? ` from device ${timeline.deviceOf(cause.maker)}` : "";
-    lines.push(`waited for ${timeline.nameOf(cause.maker)}${where}, there at ${time(cause.ready)}`);
+    const ready = `${time(cause.ready)} ${units.timeName}`;
+    lines.push(`waited for ${timeline.nameOf(cause.maker)}${where}, there at ${ready}`);
   }
   lines.push(`device holds ${units.held(timeline.held[at])} ${units.heldName}`);
-  if (timeline.late[at] > 0) lines.push(`late by ${digits(timeline.late[at] * units.timeScale)}`);
+  if (timeline.late[at] > 0) lines.push(`late by ${units.time(timeline.late[at])} ${units.timeName}`);
   return { name: timeline.nameOf(at), lines };
 }

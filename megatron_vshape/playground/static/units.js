@@ -4,13 +4,13 @@ import { digits } from "./dom.js";
 
 const TIMES = { "": "passes", ms: "ms", us: "µs" };
 
-/** Return the units of a timeline: its own where it is measured, else what the reader chose. */
+/** Return the units of a timeline: its own where it has any, else what the reader chose. */
 export function unitsFor(facts, unit) {
   const timeScale = facts.in_us ? 1e-3 : 1;
   const heldDivisor = facts.in_bytes ? 2 ** 30 : 1;
   return {
     timeScale,
-    timeName: facts.in_us ? "ms" : TIMES[unit],
+    timeName: facts.in_us ? "ms" : TIMES[facts.in_passes ? "" : unit],
     time: (value) => digits(value * timeScale, 5),
     heldDivisor,
     heldName: facts.in_bytes ? "GiB" : "chunks",
