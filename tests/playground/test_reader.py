@@ -1,6 +1,7 @@
 """The page in a browser, as readers use it: no click, key, focus or word of theirs is lost."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from playground.driving import (
     url,
     wait_for_url,
 )
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.schedule import Schedule
 
 pytestmark = pytest.mark.browser
 
@@ -226,3 +230,44 @@ def test_what_a_pass_waited_for_has_a_unit(page, server):
     for key in ("ArrowRight", "ArrowDown"):
         page.keyboard.press(key)
     assert "waited for F0.0 from device 0, there at 9.6 ms" in page.inner_text("#tip")
+
+
+def test_nothing_stays_that_another_state_stood_for(page, server):
+    load(page, server, "tab=compare&d=4&m=8&s=v-half~v-min")
+    typed(page, "devices", "0")
+    page.keyboard.press("Tab")
+    assert said(page) == "V-Half: 0 is outside 1 to 256"
+    assert page.get_attribute("#in-devices", "aria-invalid") == "true"
+    for place in ("lead", "numbers", "bar", "pictures", "share"):
+        assert page.inner_text(f"#{place}") == ""
+    typed(page, "devices", "3")
+    page.keyboard.press("Tab")
+    settled(page)
+    assert len(page.query_selector_all("canvas.track")) == 2
+
+
+def test_what_is_saved_is_what_is_shown(page, server):
+    pytest.importorskip("numba", reason="without numba a plan takes minutes")
+    load(page, server, "d=4&m=8&s=v-min")
+    page.select_option("#in-schedule", "plan")
+    typed(page, "seconds", "500")
+    typed(page, "devices", "8")
+    page.keyboard.press("Tab")
+    page.wait_for_selector("#status progress")
+    page.wait_for_function("getComputedStyle(document.querySelector('#pictures')).opacity < 0.5")
+    with page.expect_download() as download:
+        page.click("#save-json")
+    assert download.value.suggested_filename == "v-min-d4-m8.json"
+    assert Schedule.from_json(Path(download.value.path()).read_text()) == make("v-min", 4, 8)
+    page.click("#status button")
+    assert page.inner_text("#pictures") == ""
+
+
+def test_compare_says_which_schedule_failed_and_shows_the_others(page, server):
+    for active, marked in ((0, 0), (1, 1)):
+        page.goto("about:blank")
+        page.goto(f"{server}#tab=compare&d=4&m=8&s=v-half~interleaved-1f1b:c65&a={active}")
+        assert said(page) == "Interleaved-1F1B: 65 is outside 1 to 64"
+        page.wait_for_selector('#stage[aria-busy="false"]')
+        assert len(page.query_selector_all("[aria-invalid]")) == marked
+        assert len(page.query_selector_all("canvas.track")) == 1

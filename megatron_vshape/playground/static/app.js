@@ -9,7 +9,7 @@ import { drawEntries, drawTabs, openFiles } from "./entries.js";
 import { fillForm, markField } from "./form.js";
 import { showMeasured } from "./measured.js";
 import { app, change, connect } from "./page.js";
-import { dressAll, redrawAll, shared } from "./pictures.js";
+import { clearPictures, dressAll, redrawAll, shared } from "./pictures.js";
 import { showSteps, showTimeline } from "./single.js";
 import { readState } from "./state.js";
 import { nextTheme } from "./theme.js";
@@ -22,6 +22,8 @@ const SHOWS = {
   measured: showMeasured,
 };
 
+const ASKING = new Set(["frontier", "measured"]); // their lead has what to choose anew
+
 /** Show all of the state: the form, the tabs, the pictures. */
 async function render() {
   app.work?.abort();
@@ -32,8 +34,10 @@ async function render() {
   drawEntries();
   byId("stage").setAttribute("aria-busy", "true");
   try {
-    await SHOWS[app.state.tab](work.signal);
-    if (!work.signal.aborted) byId("status").hidden = true;
+    const wrong = await SHOWS[app.state.tab](work.signal);
+    if (work.signal.aborted) return;
+    byId("status").hidden = true;
+    if (wrong) showWrong(wrong);
   } catch (error) {
     if (!work.signal.aborted) showFailure(error);
   } finally {
@@ -41,11 +45,17 @@ async function render() {
   }
 }
 
-/** Say what went wrong; what is no refusal is a fault of the page, whose place the console tells. */
+/** Show nothing that another state stood for, and say what went wrong; a fault goes on as one. */
 function showFailure(error) {
-  const marked = !app.embedded && markField(byId("controls"), error.field ?? "", error.message);
-  showStatus(error.message, { wrong: true, again: !marked });
+  clearPictures();
+  if (!ASKING.has(app.state.tab)) byId("lead").replaceChildren();
+  showWrong(error);
   if (!(error instanceof Refusal)) throw error;
+}
+
+function showWrong({ field = "", message }) {
+  const marked = !app.embedded && markField(byId("controls"), field, message);
+  showStatus(message, { wrong: true, again: !marked });
 }
 
 /** A page without a server has one schedule, whatever the link says. */

@@ -3,6 +3,7 @@
 import { makeAnswer } from "./api.js";
 import { byId, element } from "./dom.js";
 import { app, showAgain } from "./page.js";
+import { clearPictures } from "./pictures.js";
 import { unitsFor } from "./units.js";
 
 const PATIENCE_MS = 250; // what is there sooner needs no word of progress
@@ -72,6 +73,7 @@ function capital(text) {
 
 function cancelWork() {
   app.work?.abort();
+  clearPictures();
   showStatus("Cancelled.", { again: true });
 }
 

@@ -4,26 +4,30 @@ import { Refusal } from "./api.js";
 import { ask, requestOf, timelineRequest, unitsAsked } from "./asking.js";
 import { drawChart } from "./chart.js";
 import { byId, element, refill } from "./dom.js";
+import { entryTitle } from "./entries.js";
 import { factsTable } from "./numbers.js";
 import { app, change } from "./page.js";
 import { highestOf, setPictures, shared } from "./pictures.js";
 import { drawShare } from "./share.js";
 import { showOne } from "./single.js";
 
-/** Show up to six schedules on one time axis. */
+/** Show up to six schedules on one time axis; return what is wrong with those that have none. */
 export async function showCompared(signal) {
+  const { entries, active } = app.state;
   const found = [];
   const failed = [];
-  for (const entry of app.state.entries) {
+  for (const [at, entry] of entries.entries()) {
     try {
       const { timelines } = await ask(timelineRequest(entry), signal);
       found.push(timelines[0]);
     } catch (error) {
-      if (!(error instanceof Refusal) || app.state.entries.length === 1) throw error;
-      failed.push(error);
+      if (!(error instanceof Refusal) || entries.length === 1) throw error;
+      const text = `${entryTitle(entry)}: ${error.message}`;
+      if (at === active) failed.unshift(new Refusal(error.field, text));
+      else failed.push(new Refusal("request", text)); // the form has no field of it
     }
   }
-  if (signal.aborted) return;
+  if (signal.aborted) return null;
   if (!found.length) throw failed[0];
   const units = shared.unitsOf(found[0]);
   refill(byId("lead"), factsTable(found, units, app.state.gibPerChunk));
@@ -34,7 +38,7 @@ export async function showCompared(signal) {
     { withHeld: found.length < 4, high, heldHigh: high * 0.7, heldMost: highestOf(found) },
   );
   drawShare(null, null);
-  if (failed.length) throw failed[0];
+  return failed[0];
 }
 
 /** Show memory against bubble, and the chosen schedule under it. */

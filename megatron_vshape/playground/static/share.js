@@ -6,24 +6,32 @@ import { byId, element, refill, saveFile } from "./dom.js";
 import { pngOf, svgOf } from "./exports.js";
 import { app, writeUrl } from "./page.js";
 
-/** Draw the buttons that take the picture away, and the commands that make it again. */
+/** Draw the buttons that take the pictures away, and the commands that make the one schedule. */
 export function drawShare(timeline, entry) {
+  const stem = fileStem();
+  const made = (want, suffix) => {
+    const request = requestOf(want, { schedule: entry }); // of what is shown, whatever comes next
+    return () => saveMade(request, stem + suffix);
+  };
   const button = (text, act, id) => element("button", { type: "button", class: "button", id, click: act }, text);
-  const buttons = [button("SVG", saveSvg, "save-svg"), button("PNG", savePng, "save-png")];
+  const buttons = [
+    button("SVG", () => saveSvg(stem), "save-svg"),
+    button("PNG", () => savePng(stem), "save-png"),
+  ];
   if (!app.embedded) buttons.unshift(button("Copy link", copyLink, "copy-link"));
   if (timeline && (!app.embedded || app.embedded.hasText("schedule-file"))) {
-    buttons.push(button("Schedule JSON", () => saveMade(entry, "schedule-file", ".json"), "save-json"));
+    buttons.push(button("Schedule JSON", made("schedule-file", ".json"), "save-json"));
   }
   if (timeline && (!app.embedded || app.embedded.hasText("trace-file"))) {
-    buttons.push(button("Perfetto trace", () => saveMade(entry, "trace-file", ".trace.json"), "save-trace"));
+    buttons.push(button("Perfetto trace", made("trace-file", ".trace.json"), "save-trace"));
   }
-  const commands = timeline ? commandsOf(timeline) : [];
+  const commands = timeline ? commandsOf(timeline, stem) : [];
   refill(byId("share"), element("div", { class: "row" }, ...buttons), ...commands);
 }
 
-function commandsOf(timeline) {
+function commandsOf(timeline, stem) {
   const { facts, devices, microbatches } = timeline.meta;
-  const name = facts.train || `${fileStem()}.json`;
+  const name = facts.train || `${stem}.json`;
   const saved = facts.train ? "" : ` --export ${name}`; // trained from the file, proved as it is
   const train = `--pipeline-schedule ${name} --pipeline-model-parallel-size ${devices} --micro-batch-size 1 --global-batch-size ${microbatches}`;
   return [
@@ -57,28 +65,27 @@ async function copyLink(event) {
 }
 
 function fileStem() {
-  const title = app.shown[0]?.timeline.meta.title ?? "schedule";
+  const { title, devices, microbatches } = app.shown[0].timeline.meta;
   const plain = title.toLowerCase().replaceAll(/[^a-z0-9]+/g, "-").replaceAll(/^-|-$/g, "");
-  return `${plain || "schedule"}-d${app.state.devices}-m${app.state.microbatches}`;
+  return `${plain || "schedule"}-d${devices}-m${microbatches}`;
 }
 
 function titlesShown() {
   return app.shown.map(({ timeline, title }) => title || timeline.meta.title);
 }
 
-function saveSvg() {
-  saveFile(`${fileStem()}.svg`, svgOf(app.tracks, titlesShown()), "image/svg+xml");
+function saveSvg(stem) {
+  saveFile(`${stem}.svg`, svgOf(app.tracks, titlesShown()), "image/svg+xml");
 }
 
-async function savePng() {
-  saveFile(`${fileStem()}.png`, await pngOf(app.tracks, titlesShown()));
+async function savePng(stem) {
+  saveFile(`${stem}.png`, await pngOf(app.tracks, titlesShown()));
 }
 
-async function saveMade(entry, want, suffix) {
-  const request = requestOf(want, { schedule: entry });
+async function saveMade(request, name) {
   try {
-    const text = app.embedded ? await app.embedded.text(want) : await makeText(request);
-    saveFile(fileStem() + suffix, text, "application/json");
+    const text = app.embedded ? await app.embedded.text(request.want) : await makeText(request);
+    saveFile(name, text, "application/json");
   } catch (error) {
     showStatus(error.message, { wrong: true });
   }
