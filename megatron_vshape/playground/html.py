@@ -8,12 +8,13 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_vshape.core.catalogue import NAMES, make, make_block
+from megatron_vshape.core.catalogue import make_block
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule, Timeline
 from megatron_vshape.playground.assets import static_files
 from megatron_vshape.playground.build import size_note, trace_text
+from megatron_vshape.playground.making import catalogue_name
 from megatron_vshape.playground.offers import offers
 from megatron_vshape.playground.payload import Facts, Picture, encode
 from megatron_vshape.playground.repeats import period_of
@@ -62,7 +63,7 @@ def plain_facts(
         period=period_of(timeline, microbatches),
         title=display_name(schedule.name),
         note=size_note(schedule),
-        train=schedule.name if schedule.name in NAMES else "",
+        train=catalogue_name(schedule),
         recipe=recipe,
     )
 
@@ -94,14 +95,10 @@ def html_text(timeline: Timeline, costs: Costs, facts: Facts | None = None) -> s
 
 def _steps(schedule: Schedule) -> list[Picture]:
     """Return the four steps if the catalogue's block of this name leads to this very order."""
-    if schedule.name not in NAMES or _size(schedule) > MOST_STEPPED:
+    if _size(schedule) > MOST_STEPPED or not catalogue_name(schedule):
         return []
-    try:
-        block = make_block(schedule.name, schedule.num_devices, schedule.num_microbatches)
-    except ScheduleError:
-        return []
-    made = make(schedule.name, schedule.num_devices, schedule.num_microbatches)
-    return list(step_pictures(block, schedule)) if made == schedule else []
+    block = make_block(schedule.name, schedule.num_devices, schedule.num_microbatches)
+    return list(step_pictures(block, schedule))
 
 
 def _size(schedule: Schedule) -> int:

@@ -71,6 +71,15 @@ def make_named(request: Request, choice: NamedChoice) -> Made:
         raise FieldError("schedule", str(error)) from None
 
 
+def catalogue_name(schedule: Schedule) -> str:
+    """Return the name by which the catalogue makes this very schedule; empty if it makes none."""
+    try:
+        made = make(schedule.name, schedule.num_devices, schedule.num_microbatches)
+    except ScheduleError:
+        return ""
+    return schedule.name if made == schedule else ""
+
+
 def read_schedule(file: FileText) -> Schedule:
     """Return the proved schedule in a file's text.
 

@@ -74,6 +74,20 @@ def test_a_changed_order_has_no_steps():
     assert "steps" not in data_in(html.html_text(simulate(other), unit_costs(other)))["answers"]
 
 
+@pytest.mark.parametrize(
+    ("schedule", "name"),
+    [
+        (make("v-half", 4, 8), "v-half"),
+        (make("interleaved-1f1b", 4, 8), "interleaved-1f1b"),
+        (make("interleaved-1f1b", 4, 8, num_chunks=4), ""),
+        (Schedule("v-half", 2, 2, (0, 1), make("1f1b", 2, 2).order), ""),
+        (Schedule("v-half+", 2, 2, (0, 1), make("1f1b", 2, 2).order), ""),
+    ],
+)
+def test_a_name_is_trained_by_only_if_it_makes_this_very_order(schedule, name):
+    assert html.plain_facts(simulate(schedule)).train == name
+
+
 def test_no_modules_import_one_another_in_a_circle():
     imports = {
         name.removesuffix(".js"): set(html._IMPORT.findall(content.decode()))
