@@ -19,6 +19,7 @@ from playground.driving import (
 
 from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.simulate import simulate
 
 pytestmark = pytest.mark.browser
 
@@ -271,3 +272,61 @@ def test_compare_says_which_schedule_failed_and_shows_the_others(page, server):
         page.wait_for_selector('#stage[aria-busy="false"]')
         assert len(page.query_selector_all("[aria-invalid]")) == marked
         assert len(page.query_selector_all("canvas.track")) == 1
+
+
+def view(page: Any) -> list[float]:
+    return page.evaluate("import('/static/page.js').then(({ view }) => [view.start, view.end])")
+
+
+def test_back_leads_to_the_state_before_a_pasted_address(page, server):
+    load(page, server, "d=5&m=10")
+    page.evaluate("location.hash = 'd=4&m=8'")
+    page.wait_for_selector("figcaption p >> text=4 devices, 8 microbatches")
+    page.go_back()
+    page.wait_for_selector("figcaption p >> text=5 devices, 10 microbatches")
+
+
+def test_the_last_state_is_in_the_address_however_long_an_earlier_one_takes(page, server):
+    load(page, server, "d=4&m=8")
+    page.evaluate("""async () => {
+      const { change } = await import("/static/page.js");
+      const text = Array.from({ length: 300_000 }, Math.random).join();
+      change({ entries: [{ source: "file", file: { name: "long.json", text } }] });
+      change({ entries: [{ source: "name", name: "v-min" }] });
+    }""")
+    wait_for_url(page, "s=v-min")
+    page.wait_for_timeout(1500)
+    assert "s=v-min" in url(page)
+
+
+def test_a_step_shows_the_stretch_that_the_address_says(page, server):
+    load(page, server, "tab=steps&step=1&d=4&m=8&w=6,20")
+    assert view(page) == [6, 20]
+    longest = simulate(make("v-half", 4, 8)).makespan
+    load(page, server, "tab=steps&step=4&d=4&m=8")
+    assert view(page)[1] > longest
+
+
+def test_a_zoom_is_not_that_of_the_next_tab(page, server):
+    load(page, server, "d=4&m=8&s=v-half~v-min")
+    page.evaluate("""() => {
+      document.querySelector("#zoom-in").click();
+      document.querySelector("#tab-compare").click();
+    }""")
+    wait_for_url(page, "tab=compare")
+    assert "w=" not in url(page)
+    page.click("#zoom-in")
+    wait_for_url(page, "w=")
+
+
+def test_files_of_any_name_are_in_the_address(page, server):
+    load(page, server)
+    found = page.evaluate("""async () => {
+      const { firstState, readState, writeState } = await import("/static/state.js");
+      const keys = ["0-a~b%7E%25é.json", "1-100 %.csv"];
+      const entries = keys.map((key) => ({ source: "file", file: { key } }));
+      const given = { ...firstState(), entries, costsFile: { key: keys[0] } };
+      const state = await readState((await writeState(given)).text);
+      return JSON.stringify(state) === JSON.stringify(given);
+    }""")
+    assert found

@@ -8,10 +8,9 @@ import { embeddedPage } from "./embedded.js";
 import { drawEntries, drawTabs, openFiles } from "./entries.js";
 import { fillForm, markField } from "./form.js";
 import { showMeasured } from "./measured.js";
-import { app, change, connect } from "./page.js";
+import { app, change, connect, readUrl } from "./page.js";
 import { clearPictures, dressAll, redrawAll, shared } from "./pictures.js";
 import { showSteps, showTimeline } from "./single.js";
-import { readState } from "./state.js";
 import { nextTheme } from "./theme.js";
 
 const SHOWS = {
@@ -58,6 +57,14 @@ function showWrong({ field = "", message }) {
   showStatus(message, { wrong: true, again: !marked });
 }
 
+/** Show what the address says, if it is news. */
+async function showUrl() {
+  if (!(await readUrl())) return;
+  if (app.embedded) keepToEmbedded(app.state);
+  dressAll();
+  await render();
+}
+
 /** A page without a server has one schedule, whatever the link says. */
 function keepToEmbedded(state) {
   const { devices, microbatches, name } = app.embedded.state;
@@ -82,21 +89,12 @@ async function start() {
   if (!(await load())) return;
   if (app.embedded) byId("page").classList.add("alone");
   if (app.embedded) byId("controls").remove();
-  app.state = await readState(location.hash.slice(1));
-  if (app.embedded) keepToEmbedded(app.state);
   shared.palette = app.offers.palette;
   byId("controls")?.addEventListener("submit", (event) => event.preventDefault());
   byId("theme").addEventListener("click", () => change({ theme: nextTheme(app.state.theme) }));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", dressAll);
-  window.addEventListener("hashchange", async () => {
-    if (location.hash.slice(1) === app.written) return;
-    app.state = await readState(location.hash.slice(1));
-    if (app.embedded) keepToEmbedded(app.state);
-    dressAll();
-    render();
-  });
-  dressAll();
-  await render();
+  window.addEventListener("hashchange", showUrl);
+  await showUrl();
 }
 
 start();

@@ -2,7 +2,7 @@
 
 import { byId, debounced } from "./dom.js";
 import { afterPress } from "./press.js";
-import { writeState } from "./state.js";
+import { readState, writeState } from "./state.js";
 import { View } from "./view.js";
 
 const VIEW_ONLY = new Set(["follow", "block", "window", "theme", "step", "tab", "active"]);
@@ -16,16 +16,17 @@ export const app = {
   shown: [],
   work: null,
   bounds: "",
-  written: "",
+  written: null,
 };
 
-export const view = new View(() => rememberWindow());
-const rememberWindow = debounced(() => {
+export const view = new View(() => {
   app.state.window = view.whole ? null : [view.start, view.end];
-  writeUrl();
-}, 200);
+  writeUrlSoon();
+});
+const writeUrlSoon = debounced(writeUrl, 200);
 
 const acts = {};
+let urlTurn = 0; // of reading and writing the address: both take a moment, and the last one counts
 
 /** Say what follows from a change: `render`, `redraw`, `dress`, and `open` for files. */
 export function connect(given) {
@@ -57,9 +58,23 @@ export function showAgain() {
   return acts.render();
 }
 
+/** Take the state from the address; return whether it is another than was written there. */
+export async function readUrl() {
+  const text = location.hash.slice(1);
+  if (text === app.written) return false;
+  const mine = ++urlTurn;
+  const state = await readState(text);
+  if (mine !== urlTurn) return false;
+  app.written = text;
+  app.state = state;
+  return true;
+}
+
 /** Write the state into the address. */
 export async function writeUrl() {
+  const mine = ++urlTurn;
   const { text, whole } = await writeState(app.state);
+  if (mine !== urlTurn) return;
   app.written = text;
   app.linkWhole = whole;
   history.replaceState(null, "", `#${text}`);

@@ -21,8 +21,8 @@ export const shared = {
   onFollow: (microbatch) => change({ follow: microbatch }),
 };
 
-/** Show timelines one above the other on one axis. */
-export function setPictures(shown, layout = {}) {
+/** Show timelines one above the other on one axis, which is long enough for `all`. */
+export function setPictures(shown, layout = {}, all = shown.map(({ timeline }) => timeline)) {
   const host = byId("pictures");
   while (app.tracks.length > shown.length) {
     app.tracks.pop().close();
@@ -34,7 +34,7 @@ export function setPictures(shown, layout = {}) {
     app.tracks.push(new Track(box, shared));
   }
   app.shown = shown;
-  setBounds(shown.map(({ timeline }) => timeline));
+  setBounds(all);
   shown.forEach(({ timeline, title, note, from }, at) => {
     const caption = title ? [element("h2", {}, title), element("p", {}, note ?? "")] : [];
     host.children[at].firstElementChild.replaceChildren(...caption);
@@ -98,13 +98,4 @@ export function dressAll() {
 /** Return the most that any device of the timelines holds. */
 export function highestOf(timelines) {
   return Math.max(...timelines.map((timeline) => timeline.highest));
-}
-
-/** Give every step the same axis, so that one sees the time fall. */
-export function fitAll(timelines) {
-  const last = Math.max(...timelines.map((timeline) => timeline.last));
-  if (view.last === last) return;
-  view.setBounds(0, last, timelines[0].typical);
-  app.bounds = "";
-  view.show(0, last, false);
 }

@@ -5,7 +5,7 @@ import { byId, element, refill } from "./dom.js";
 import { entryTitle } from "./entries.js";
 import { numberCards } from "./numbers.js";
 import { app, change } from "./page.js";
-import { fitAll, highestOf, setPictures, shared } from "./pictures.js";
+import { highestOf, setPictures, shared } from "./pictures.js";
 import { drawShare } from "./share.js";
 
 /** Show the timeline of the chosen schedule. */
@@ -46,8 +46,8 @@ export async function showSteps(signal) {
   const before = app.shown[0]?.timeline;
   const from = step > 0 && app.shown.length === 1 && timelines.includes(before) ? before : null;
   const chosen = step === 0 ? shown : [{ ...shown[step - 1], from }];
-  setPictures(chosen, step === 0 ? { withHeld: false, high: 210 } : { heldMost: highestOf(timelines) });
-  fitAll(timelines);
+  const layout = step === 0 ? { withHeld: false, high: 210 } : { heldMost: highestOf(timelines) };
+  setPictures(chosen, layout, timelines); // on one axis, so that one sees the time fall
   if (step > 0) byId("numbers").replaceChildren(...numberCards(timelines[step - 1], shared.unitsOf(timelines[0])));
   drawShare(null, null);
 }
