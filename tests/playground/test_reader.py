@@ -330,3 +330,11 @@ def test_files_of_any_name_are_in_the_address(page, server):
       return JSON.stringify(state) === JSON.stringify(given);
     }""")
     assert found
+
+
+def test_a_plan_goes_on_in_chunks_without_its_costs_file(page, server):
+    pytest.importorskip("numba", reason="without numba a plan takes minutes")
+    load(page, server, "d=4&m=8&costs=!0-measured_costs.json&s=plan:5GiB:makespan:1")
+    page.select_option("#in-costs", "own")
+    settled(page)
+    assert page.inner_text(".entry") == "Plan ≤ 6 chunks"

@@ -185,7 +185,7 @@ function costsKey(state, offers) {
 function chosenCosts(value, state, offers) {
   if (value.startsWith("!")) return fileCosts(state, { key: value.slice(1) });
   const preset = offers.presets.find(({ key }) => key === value);
-  if (!preset) return { costsFile: null };
+  if (!preset) return { ...chunkLimits(state), costsFile: null };
   const [forward, backward, weight, send] = preset.cost;
   return {
     ...chunkLimits(state),
