@@ -338,3 +338,28 @@ def test_a_plan_goes_on_in_chunks_without_its_costs_file(page, server):
     page.select_option("#in-costs", "own")
     settled(page)
     assert page.inner_text(".entry") == "Plan ≤ 6 chunks"
+
+
+def test_the_chosen_schedule_stays_chosen(page, server, tmp_path):
+    load(page, server, "d=4&m=8&s=v-half~v-min~v-zb~zb-h1~zb-h2&a=1")
+    page.click("#add-entry")
+    wait_for_url(page, "&a=5")
+    page.click("#entry-2")
+    wait_for_url(page, "&a=2")
+    page.click("#remove-0")
+    wait_for_url(page, "s=v-min~v-zb~zb-h1~zb-h2~1f1b&a=1")
+    settled(page)
+    assert page.inner_text("figcaption h2") == "V-ZB"
+    page.click("#remove-2")
+    wait_for_url(page, "s=v-min~v-zb~zb-h2~1f1b&a=1")
+    for at in (3, 2, 1):
+        page.click(f"#remove-{at}")
+        settled(page)
+    assert page.inner_text("figcaption h2") == "V-Min"
+    for name in ("one.csv", "two.csv"):
+        (tmp_path / name).write_text(make("1f1b", 2, 4).to_csv())
+        page.set_input_files("#file", str(tmp_path / name))
+        settled(page)
+        wait_for_url(page, "x=")
+        chosen = "document.querySelector('#in-schedule').selectedOptions[0].text"
+        assert page.evaluate(chosen) == name

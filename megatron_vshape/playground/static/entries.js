@@ -41,10 +41,9 @@ function sortOf({ name, text }) {
 }
 
 function addEntry(entry) {
-  const entries = [...app.state.entries];
-  if (entries.length < MOST_ENTRIES) entries.push(entry);
-  else entries[app.state.active] = entry;
-  change({ entries, active: entries.length < MOST_ENTRIES ? entries.length - 1 : app.state.active });
+  const { entries, active } = app.state;
+  const at = entries.length < MOST_ENTRIES ? entries.length : active;
+  change({ entries: entries.toSpliced(at, 1, entry), active: at });
 }
 
 /** Draw the tabs. */
@@ -105,6 +104,7 @@ function nextEntry() {
 }
 
 function removeEntry(at) {
-  const entries = app.state.entries.filter((_, place) => place !== at);
-  change({ entries, active: Math.min(app.state.active, entries.length - 1), window: null });
+  const entries = app.state.entries.toSpliced(at, 1);
+  const active = app.state.active - (at < app.state.active);
+  change({ entries, active: Math.min(active, entries.length - 1) });
 }

@@ -53,7 +53,7 @@ function scheduleFields(state, offers, change) {
     optionGroup("Adaptive", [[PLAN, "Plan within a memory limit"]]),
     optionGroup("Files", scheduleFiles(state, offers)),
   ];
-  group.append(picker("schedule", "Order of the passes", options, entryKey(entry), choose));
+  group.append(picker("schedule", "Order of the passes", options, entryKey(entry, state.active), choose));
   const edit = (patch) => change({ entries: replaced(state, { ...entry, ...patch }) });
   if (entry.source === PLAN) group.append(...planFields(entry, offers, edit));
   const known = offers.schedules.find(({ name }) => name === entry.name);
@@ -78,10 +78,10 @@ function scheduleFiles(state, offers) {
   return pairs;
 }
 
-function entryKey(entry) {
+function entryKey(entry, at) {
   if (entry.source === PLAN) return PLAN;
   if (entry.source === "name") return entry.name;
-  return entry.file.key ? `!${entry.file.key}` : "@";
+  return entry.file.key ? `!${entry.file.key}` : `@${at}`;
 }
 
 function chosenEntry(event, state, offers) {
@@ -300,8 +300,6 @@ function bare(field, value, act, label, placeholder) {
 
 function picker(field, title, options, value, act) {
   const select = element("select", { id: `in-${field}`, "data-field": field, change: act }, ...options.filter(Boolean));
-  const wanted = [...select.options].find((option) => option.value === value)
-    ?? [...select.options].find((option) => option.value.startsWith("@"));
-  if (wanted) wanted.selected = true;
+  select.value = value;
   return element("label", { class: "field" }, element("span", {}, title), select);
 }
