@@ -363,3 +363,40 @@ def test_the_chosen_schedule_stays_chosen(page, server, tmp_path):
         wait_for_url(page, "x=")
         chosen = "document.querySelector('#in-schedule').selectedOptions[0].text"
         assert page.evaluate(chosen) == name
+
+
+def test_only_the_first_button_drags(page, server):
+    load(page, server, "d=4&m=8&w=10,30")
+    box = page.locator("canvas.track").bounding_box()
+    for button, moves in (("right", False), ("middle", False), ("left", True)):
+        page.mouse.move(box["x"] + 500, box["y"] + 60)
+        page.mouse.down(button=button)
+        page.mouse.move(box["x"] + 400, box["y"] + 60, steps=4)
+        page.mouse.up(button=button)
+        page.mouse.move(box["x"] + 300, box["y"] + 60, steps=4)
+        assert (view(page) != [10, 30]) == moves
+    seen = view(page)
+    page.mouse.move(box["x"] + 200, box["y"] + 60, steps=4)
+    assert view(page) == seen
+
+
+def test_a_drag_whose_end_was_elsewhere_is_over(page, server):
+    load(page, server, "d=4&m=8&w=10,30")
+    page.evaluate("""() => {
+      const canvas = document.querySelector("canvas.track");
+      const { left, top } = canvas.getBoundingClientRect();
+      const send = (type, x, buttons) => canvas.dispatchEvent(new PointerEvent(type,
+        { pointerType: "mouse", clientX: left + x, clientY: top + 60, buttons, bubbles: true }));
+      send("pointerdown", 500, 1);
+      for (const x of [400, 300]) send("pointermove", x, 0);
+    }""")
+    assert view(page) == [10, 30]
+
+
+def test_the_block_s_repeat_comes_back_from_a_followed_microbatch(page, server):
+    load(page, server, "d=4&m=16&f=3")
+    assert page.get_attribute("#block", "aria-pressed") == "false"
+    page.click("#block")
+    assert page.get_attribute("#block", "aria-pressed") == "true"
+    wait_for_url(page, "f=", there=False)
+    assert "b=0" not in url(page)

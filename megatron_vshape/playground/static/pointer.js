@@ -12,6 +12,7 @@ export function listenTo(track) {
   let spread = 0;
 
   canvas.addEventListener("pointerdown", (event) => {
+    if (event.button !== 0) return; // its menu may take the release
     held.set(event.pointerId, place(event));
     if (event.isTrusted) canvas.setPointerCapture(event.pointerId);
     moved = 0;
@@ -19,6 +20,7 @@ export function listenTo(track) {
   });
   canvas.addEventListener("pointermove", (event) => {
     if (!track.timeline) return;
+    if (event.pointerType === "mouse" && event.buttons === 0) held.clear(); // released elsewhere
     const now = place(event);
     const before = held.get(event.pointerId);
     if (before === undefined) return track.choose(track.passAt(now.x, now.y));
