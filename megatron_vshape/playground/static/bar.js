@@ -20,8 +20,9 @@ export function barParts({ state, view, chunkCount, palette, hasPeriod, change }
     ),
   ];
   if (hasPeriod) {
+    const on = state.block && state.follow === null; // a followed microbatch hides it
     parts.push(button("block", "Block's repeat", "Mark the building block's repeat", () =>
-      change({ block: !state.block }), String(state.block && state.follow === null)));
+      change({ block: !on, follow: null }), String(on)));
   }
   if (state.follow !== null) {
     parts.push(button("let-go", `Following microbatch ${state.follow}  ×`, "Let it go", () => change({ follow: null }), "true"));
