@@ -71,17 +71,19 @@ def run(options: argparse.Namespace) -> int:
         import webbrowser
 
         webbrowser.open(url)
-    _serve(listener, _hosts(host, options.allow_host, port), given)
+    _serve(listener, given, _hosts(host, port), _tunnels(options.allow_host, port))
     return 0
 
 
-def _serve(listener: socket.socket, hosts: Sequence[str], given: "Sequence[Given]") -> None:
+def _serve(
+    listener: socket.socket, given: "Sequence[Given]", hosts: Sequence[str], tunnels: Sequence[str]
+) -> None:
     import uvicorn
 
     from megatron_vshape.playground.server import make_app
 
     config = uvicorn.Config(
-        make_app(hosts, given),
+        make_app(hosts, given, tunnels),
         access_log=False,
         log_level="warning",
         server_header=False,
@@ -93,15 +95,18 @@ def _serve(listener: socket.socket, hosts: Sequence[str], given: "Sequence[Given
     uvicorn.Server(config).run(sockets=[listener])
 
 
-def _hosts(host: str, allowed: Sequence[str], port: int) -> list[str]:
-    from megatron_vshape.playground.server import loopback_hosts
+def _hosts(host: str, port: int) -> Sequence[str]:
+    from megatron_vshape.playground.server import hosts_at, loopback_hosts
 
-    hosts = list(loopback_hosts(port))
-    if host not in _LOOPBACK:
-        hosts.append(f"{_in_url(host)}:{port}")
-    for name in allowed:
-        hosts += [name] if ":" in name.rpartition("]")[2] else [name, f"{name}:{port}"]
-    return hosts
+    return loopback_hosts(port) + hosts_at(port, _in_url(host))
+
+
+def _tunnels(names: Sequence[str], port: int) -> list[str]:
+    """Return what browsers may call a tunnel to the server: at its port, or without one."""
+    found = []
+    for name in names:
+        found += [name] if ":" in name.rpartition("]")[2] else [name, f"{name}:{port}"]
+    return found
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -30,11 +30,18 @@ _READS = ("GET", "HEAD")
 
 
 class Guard:
-    """Refuses foreign hosts, foreign pages, other methods and large bodies."""
+    """Refuses foreign hosts, foreign pages, other methods and large bodies.
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+    `hosts` are what browsers call the server by itself, `tunnels` what they call a tunnel or proxy
+    before it, which may speak HTTPS with them.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str], tunnels: Collection[str] = ()) -> None:
         self.app = app
-        self.hosts = frozenset(each.lower() for each in hosts)
+        tunnels = {each.lower() for each in tunnels}
+        self.hosts = {each.lower() for each in hosts} | tunnels
+        self.origins = {f"http://{host}" for host in self.hosts}
+        self.origins |= {f"https://{host}" for host in tunnels}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -73,7 +80,7 @@ class Guard:
 
     def _foreign(self, headers: Headers, scope: Scope) -> tuple[int, str] | None:
         origin = headers.get("origin")
-        if origin is not None and origin.lower() not in {f"http://{host}" for host in self.hosts}:
+        if origin is not None and origin.lower() not in self.origins:
             return 403, "this request comes from another page"
         site = headers.get("sec-fetch-site")
         if site in (None, "same-origin", "none"):

@@ -25,12 +25,21 @@ class _TooLarge(Exception):
 
 def loopback_hosts(port: int) -> tuple[str, ...]:
     """Return what a browser on this machine may call the server."""
-    names = ("127.0.0.1", "localhost", "[::1]")
+    return hosts_at(port, "127.0.0.1", "localhost", "[::1]")
+
+
+def hosts_at(port: int, *names: str) -> tuple[str, ...]:
+    """Return what a browser sends as Host to a server of these names; it leaves port 80 out."""
     return tuple(f"{name}:{port}" for name in names) + (names if port == 80 else ())
 
 
-def make_app(hosts: Collection[str], given: Sequence[Given] = ()) -> Starlette:
-    """Return the application that answers to `hosts` and offers the files `given`."""
+def make_app(
+    hosts: Collection[str], given: Sequence[Given] = (), tunnels: Collection[str] = ()
+) -> Starlette:
+    """Return the application that offers the files `given` and answers to `hosts` and `tunnels`.
+
+    A tunnel may be called by HTTPS.
+    """
     page = _Page(given)
     routes = [
         Route("/", page.index, methods=["GET"]),
@@ -40,7 +49,7 @@ def make_app(hosts: Collection[str], given: Sequence[Given] = ()) -> Starlette:
     ]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, hosts=hosts)],
+        middleware=[Middleware(Guard, hosts=hosts, tunnels=tunnels)],
         lifespan=page.lifespan,
         exception_handlers={404: _not_found},
     )

@@ -81,7 +81,9 @@ def test_what_is_no_port(capsys, port):
 )
 def test_the_address_that_is_told_is_answered(capsys, monkeypatch, options, url, told):
     served = []
-    monkeypatch.setattr(playground, "_serve", lambda listener, hosts, given: served.extend(hosts))
+    monkeypatch.setattr(
+        playground, "_serve", lambda listener, given, hosts, _: served.extend(hosts)
+    )
     assert main(["playground", "--port", "0", *options]) == 0
     said = capsys.readouterr().out
     address = re.search(r"at (http://\S+)/ ", said)[1]
@@ -90,3 +92,26 @@ def test_the_address_that_is_told_is_answered(capsys, monkeypatch, options, url,
     assert ("machine" in said) == (told is not None)
     assert (told or "") in said
     assert not any(host.startswith("0.0.0.0") for host in served)
+
+
+def test_a_browser_leaves_port_80_out():
+    assert {"desk", "desk:80", "localhost", "127.0.0.1:80"} <= set(playground._hosts("desk", 80))
+    assert "desk" not in playground._hosts("desk", 8080)
+
+
+def test_a_tunnel_may_speak_https():
+    from starlette.testclient import TestClient
+
+    from megatron_vshape.playground.server import loopback_hosts, make_app
+
+    app = make_app(loopback_hosts(8765), tunnels=playground._tunnels(["desk.example"], 8765))
+    with TestClient(app, base_url="http://desk.example") as client:
+        for origin, status in (
+            ("https://desk.example", 422),  # let through, and no request
+            ("http://desk.example:8765", 422),
+            ("https://desk.example:1", 403),
+            ("https://127.0.0.1:8765", 403),
+        ):
+            assert (
+                client.post("/api/make", json={}, headers={"origin": origin}).status_code == status
+            )
