@@ -12,13 +12,13 @@ from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.verify import verify
 from megatron_vshape.playground.pricing import Pricing
 from megatron_vshape.playground.request import (
-    MAX_PASSES,
     FieldError,
     FileChoice,
     FileText,
     NamedChoice,
     PlanChoice,
     Request,
+    check_drawn,
 )
 from megatron_vshape.view.numbers import GIB, enough
 
@@ -92,8 +92,7 @@ def read_schedule(file: FileText) -> Schedule:
             schedule = Schedule.from_csv(file.text, name=path.stem)
         else:
             schedule = Schedule.from_json(file.text)
-        if 3 * schedule.num_stages * schedule.num_microbatches > MAX_PASSES:
-            raise ScheduleError(f"it has more than the {MAX_PASSES:,} passes that the page draws")
+        check_drawn(schedule)
         verify(schedule)
     except ScheduleError as error:
         raise FieldError("schedule", f"{file.name}: {error}") from None

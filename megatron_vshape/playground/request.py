@@ -8,6 +8,7 @@ from enum import StrEnum
 from megatron_vshape.core.catalogue import NAMES, OPTIONS
 from megatron_vshape.core.files import is_number, is_whole
 from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.schedule import Schedule
 
 MAX_DEVICES = 256
 MAX_MICROBATCHES = 16_384
@@ -168,11 +169,11 @@ def parse_request(data: object, files: Files) -> Request:
         _check_size(schedule, devices, microbatches)
     elif want == Want.MEASURED:
         trace = _file(body.get("trace"), files, "trace")
-    elif 6 * devices * microbatches > MAX_PASSES:
-        raise _too_large(devices, microbatches, 6 * devices * microbatches)
     plans = body.get("plans", False)
     if not isinstance(plans, bool):
         raise FieldError("plans", "plans must be true or false")
+    if want == Want.FRONTIER:
+        _check_passes(devices, MOST_CHUNKS if plans else 2, microbatches)
     return Request(Want(want), devices, microbatches, costs, schedule, trace, plans)
 
 
@@ -257,20 +258,30 @@ def _file(data: object, files: Files, field: str) -> FileText:
     return FileText(name, text)
 
 
+def check_drawn(schedule: Schedule) -> None:
+    """Raise ScheduleError if a schedule that a file holds is more than the page draws."""
+    if schedule.num_devices > MAX_DEVICES:
+        raise ScheduleError(
+            f"it is for {schedule.num_devices:,} devices; the page draws up to {MAX_DEVICES}"
+        )
+    if 3 * schedule.num_stages * schedule.num_microbatches > MAX_PASSES:
+        raise ScheduleError(f"it has more than the {MAX_PASSES:,} passes that the page draws")
+
+
 def _check_size(schedule: ScheduleChoice, devices: int, microbatches: int) -> None:
     if isinstance(schedule, FileChoice):
         return
-    passes = 3 * devices * (schedule.chunks or 2) * microbatches
+    _check_passes(devices, schedule.chunks or 2, microbatches)
+
+
+def _check_passes(devices: int, chunks: int, microbatches: int) -> None:
+    passes = 3 * devices * chunks * microbatches
     if passes > MAX_PASSES:
-        raise _too_large(devices, microbatches, passes)
-
-
-def _too_large(devices: int, microbatches: int, passes: int) -> FieldError:
-    return FieldError(
-        "microbatches",
-        f"{devices} devices of {microbatches} microbatches make {passes:,} passes; the page "
-        f"draws up to {MAX_PASSES:,}",
-    )
+        raise FieldError(
+            "microbatches",
+            f"{devices} devices of {microbatches} microbatches make {passes:,} passes; the page "
+            f"draws up to {MAX_PASSES:,}",
+        )
 
 
 def _object(data: object, field: str) -> dict[str, object]:

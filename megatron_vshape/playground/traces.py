@@ -14,7 +14,7 @@ from megatron_vshape.core.simulate import simulate
 from megatron_vshape.core.verify import verify
 from megatron_vshape.playground.payload import Facts, Picture
 from megatron_vshape.playground.pricing import Pricing
-from megatron_vshape.playground.request import MAX_DEVICES, MAX_PASSES, FieldError, FileText
+from megatron_vshape.playground.request import MAX_DEVICES, FieldError, FileText, check_drawn
 from megatron_vshape.view.numbers import base_peak
 
 LATE = 0.1
@@ -191,8 +191,6 @@ def _timeline(run: _Run, name: str) -> Timeline:
     """Return the timeline of a run; a stage is on the device that runs its passes."""
     devices = max(run.rows) + 1
     rows = [sorted(run.rows.get(device, [])) for device in range(devices)]
-    if sum(map(len, rows)) > MAX_PASSES:
-        raise ScheduleError(f"it has more than the {MAX_PASSES:,} passes that the page draws")
     home = {work.stage: device for device, row in enumerate(rows) for _, _, work in row}
     if sorted(home) != list(range(len(home))):
         raise ScheduleError(f"it has passes of the stages {sorted(home)[:8]}, with gaps")
@@ -200,6 +198,7 @@ def _timeline(run: _Run, name: str) -> Timeline:
     microbatches = 1 + max(work.microbatch for row in rows for _, _, work in row)
     order = tuple(tuple(work for _, _, work in row) for row in rows)
     schedule = Schedule(name, devices, microbatches, placement, order)
+    check_drawn(schedule)
     zero = min(row[0][0] for row in rows if row)
     starts = tuple(tuple(start - zero for start, _, _ in row) for row in rows)
     ends = tuple(tuple(end - zero for _, end, _ in row) for row in rows)

@@ -400,3 +400,25 @@ def test_the_block_s_repeat_comes_back_from_a_followed_microbatch(page, server):
     assert page.get_attribute("#block", "aria-pressed") == "true"
     wait_for_url(page, "f=", there=False)
     assert "b=0" not in url(page)
+
+
+def test_answers_are_kept_by_their_size_not_their_number(page, server):
+    load(page, server, "d=2&m=2")
+    asked = page.evaluate("""async () => {
+      const { makeAnswer } = await import("/static/api.js");
+      const { timelineRequest } = await import("/static/asking.js");
+      const request = timelineRequest({ source: "name", name: "1f1b" });
+      const { fetch } = window;
+      let asked = 0;
+      window.fetch = (path, how) => {
+        asked += 1;
+        return fetch(path, how);
+      };
+      for (let round = 0; round < 2; round++) {
+        for (let microbatches = 1; microbatches < 16; microbatches++) {
+          await makeAnswer({ ...request, microbatches });
+        }
+      }
+      return asked;
+    }""")
+    assert asked == 15

@@ -65,6 +65,17 @@ def test_a_request():
             "chunks",
             "0 is outside 1 to 64",
         ),
+        (
+            {
+                "want": "frontier",
+                "schedule": None,
+                "devices": 256,
+                "microbatches": 600,
+                "plans": True,
+            },
+            "microbatches",
+            "1,843,200 passes",
+        ),
         ({"want": "everything"}, "want", "none of timeline"),
         ({"more": 1}, "request", "there is no field 'more'"),
     ],
@@ -74,6 +85,10 @@ def test_what_is_wrong_names_its_field(change, field, text):
         parse_request(request(**change), FILES)
     assert caught.value.field == field
     assert text in str(caught.value)
+
+
+def test_the_frontier_without_plans_is_of_two_stages_a_device():
+    assert parse_request(request("frontier", devices=256, microbatches=600), {}).plans is False
 
 
 def test_a_file_goes_by_its_key():

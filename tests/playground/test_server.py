@@ -100,6 +100,13 @@ def test_a_file_that_deadlocks_says_where(client):
     assert "odd.json: the schedule deadlocks" in wrong["text"]
 
 
+def test_a_file_for_more_devices_than_are_drawn(client):
+    text = make("1f1b", 257, 1).to_csv()
+    file = {"name": "wide.csv", "text": text}
+    wrong = refusal(client, request(schedule={"source": "file", "file": file}))
+    assert wrong["text"] == "wide.csv: it is for 257 devices; the page draws up to 256"
+
+
 def test_the_files_to_take_away(client):
     text = answer(client, request("schedule-file")).decode()
     assert Schedule.from_json(text) == make("v-half", 4, 8)

@@ -107,6 +107,10 @@ def test_planned_and_measured_in_one_file():
             '{"traceEvents": [{"ph": "X", "name": "F0.0", "pid": 0, "ts": 1, "dur": 1}]}',
             "B0.0 runs never",
         ),
+        (
+            '{"traceEvents": [{"ph": "X", "name": "F0.999999", "pid": 0, "ts": 1, "dur": 1}]}',
+            "more than the 1,600,000 passes",
+        ),
     ],
 )
 def test_what_is_no_trace(text, said):

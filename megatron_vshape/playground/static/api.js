@@ -2,7 +2,7 @@
 
 import { readPayload } from "./model.js";
 
-const KEPT = 12;
+const KEPT_BYTES = 192 * 2 ** 20; // of answers: going back to a schedule is immediate
 const BROKEN_OFF = "The answer broke off.";
 const answered = new Map();
 
@@ -22,10 +22,11 @@ export async function loadOffers() {
 /** Return the answer to a request; `onProgress` hears what is known so far. */
 export async function makeAnswer(request, { signal, onProgress } = {}) {
   const body = JSON.stringify(request);
-  if (answered.has(body)) return keepAnswer(body, answered.get(body));
+  if (answered.has(body)) return keepAnswer(body, answered.get(body)).result;
   const answer = await askToMake(body, signal);
   const buffer = await readFrames(answer.body.getReader(), onProgress ?? (() => {}));
-  return keepAnswer(body, readPayload(buffer));
+  const size = body.length + buffer.byteLength;
+  return keepAnswer(body, { result: readPayload(buffer), size }).result;
 }
 
 /** Return a text that the server makes: a schedule file, a trace. */
@@ -66,11 +67,15 @@ async function arrived(coming, words) {
   }
 }
 
-function keepAnswer(body, result) {
+function keepAnswer(body, kept) {
   answered.delete(body);
-  answered.set(body, result);
-  if (answered.size > KEPT) answered.delete(answered.keys().next().value);
-  return result;
+  answered.set(body, kept);
+  let size = 0;
+  for (const [key, each] of [...answered].reverse()) {
+    size += each.size;
+    if (size > KEPT_BYTES) answered.delete(key);
+  }
+  return kept;
 }
 
 /** Read frames (a letter, a length, so many bytes) up to the result; return its bytes. */
