@@ -1,16 +1,11 @@
-"""What the page offers to choose from: schedules, costs, files, colours, limits."""
+"""What the page offers to choose from: schedules, costs, files, colours."""
 
 from collections.abc import Sequence
 
 from megatron_vshape.core.catalogue import NAMES, OPTIONS
 from megatron_vshape.playground.given import Given
 from megatron_vshape.playground.payload import palette
-from megatron_vshape.playground.request import (
-    MAX_DEVICES,
-    MAX_MICROBATCHES,
-    MAX_PASSES,
-    PLAN_CHUNKS,
-)
+from megatron_vshape.playground.request import PLAN_CHUNKS
 from megatron_vshape.view.names import display_name
 
 # F, B, W and communication of one chunk, half of what arXiv 2401.10241 measured per stage; ms.
@@ -51,9 +46,4 @@ def offers(given: Sequence[Given] = ()) -> dict[str, object]:
         ],
         "palette": palette(),
         "plan_chunks": sorted(PLAN_CHUNKS, reverse=True),
-        "most": {
-            "devices": MAX_DEVICES,
-            "microbatches": MAX_MICROBATCHES,
-            "passes": MAX_PASSES,
-        },
     }

@@ -1,6 +1,6 @@
 """A timeline as the page reads it: a header in JSON, then the passes as typed arrays.
 
-393,216 passes are 9 MB that the browser uses as they lie, where JSON would be parsed for a second.
+393,216 passes are 12 MB that the browser uses as they lie, where JSON would be parsed for a second.
 """
 
 import json
@@ -17,7 +17,7 @@ from megatron_vshape.core.schedule import Timeline
 from megatron_vshape.core.simulate import held_curve, peak_held
 from megatron_vshape.view.names import display_name
 from megatron_vshape.view.numbers import messages_per_microbatch
-from megatron_vshape.view.palette import HELD_COLOUR, PASS_COLOURS, ink, shade, tint
+from megatron_vshape.view.palette import ink, shade
 
 KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 """The number of a kind in the arrays is its place here."""
@@ -122,7 +122,6 @@ def _header(picture: Picture) -> dict[str, object]:
     timeline, costs = picture.timeline, picture.costs
     schedule = timeline.schedule
     return {
-        "name": schedule.name,
         "title": picture.facts.title or display_name(schedule.name),
         "devices": schedule.num_devices,
         "microbatches": schedule.num_microbatches,
@@ -132,7 +131,6 @@ def _header(picture: Picture) -> dict[str, object]:
         "needs": need_table(schedule.num_stages),
         "parts": [PARTS_OF[kind] for kind in KINDS],
         "held_after_forward": costs.held_after_forward_bytes,
-        "held_after_backward": costs.held_after_backward_bytes,
         "send": costs.send_us,
         "has_late": picture.late is not None,
         "numbers": _numbers(picture),
@@ -165,6 +163,4 @@ def palette() -> dict[str, object]:
     return {
         "fills": fills,
         "inks": [[[ink(colour) for colour in row] for row in rows] for rows in fills],
-        "held": [[tint(HELD_COLOUR, c, n) for c in range(n)] for n in sizes],
-        "kinds": [PASS_COLOURS[kind] for kind in kinds],
     }

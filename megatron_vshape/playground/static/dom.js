@@ -1,7 +1,7 @@
 // Elements and numbers: what every other module uses to write on the page.
 
 const SVG = "http://www.w3.org/2000/svg";
-const SVG_TAGS = new Set("svg g path rect circle line text title polyline".split(" "));
+const SVG_TAGS = new Set("svg g path rect circle line text title".split(" "));
 
 /** Return a new element; attributes that are functions become listeners. */
 export function element(tag, attributes = {}, ...children) {

@@ -1,7 +1,7 @@
 // Pictures to take away: what is seen, as SVG and as PNG.
 
 import { decimal, element } from "./dom.js";
-import { MARGIN, ticksOf } from "./geometry.js";
+import { MARGIN, numberSize, ticksOf } from "./geometry.js";
 import { fontOf } from "./paint.js";
 
 const TITLE = 30;
@@ -85,8 +85,8 @@ function svgPass(track, at, top, paths, numbers) {
     paths[part * timeline.chunkCount + chunk].push(box);
   }
   const text = String(timeline.microbatch[at]);
-  const size = Math.min(11, Math.floor(high * 0.72));
-  if (size < 7 || across < text.length * size * 0.6 + 3) return;
+  const size = numberSize(text, across, high);
+  if (!size) return;
   const ink = skin.colours.ink(halves[0][0], chunk);
   const [x, y] = [short(left + across / 2), short(top + high / 2 + size * 0.36)];
   numbers.push(
@@ -107,7 +107,7 @@ function* svgHeld(track) {
       path += `V${y(timeline.heldAfter(at))}`;
       if (at + 1 < high) path += `H${short(track.xOf(timeline.start[at + 1]))}`;
     }
-    yield `<path class="held" fill="${skin.colours.held}" d="${path}V${base}z"/>`;
+    yield `<path class="held" fill="${skin.held}" d="${path}V${base}z"/>`;
   }
 }
 

@@ -25,6 +25,12 @@ export function layOut(timeline, { high = 420, heldHigh = 300, withHeld = true, 
   };
 }
 
+/** Return the font size of a number in a box so many pixels wide and high; 0: it does not fit. */
+export function numberSize(text, wide, high) {
+  const size = Math.min(11, Math.floor(high * 0.72));
+  return size >= 7 && wide >= text.length * size * 0.6 + 3 ? size : 0;
+}
+
 /** Return round times for an axis: at most one every `room` pixels. */
 export function ticksOf(start, span, width, room = 84) {
   const wanted = (span * room) / width;

@@ -2,7 +2,7 @@
 // microbatch, the chosen pass.
 
 import { decimal } from "./dom.js";
-import { MARGIN, ticksOf } from "./geometry.js";
+import { MARGIN, numberSize, ticksOf } from "./geometry.js";
 import { fontOf } from "./paint.js";
 
 /** Draw the frame of a picture: device numbers, peaks, headings, the axis. */
@@ -189,8 +189,8 @@ function fillPass(pen, track, at) {
     pen.fillRect(left, top + from * geometry.rowInner, across, share * geometry.rowInner);
   }
   const text = String(timeline.microbatch[at]);
-  const size = Math.min(11, geometry.rowInner * 0.72);
-  if (size < 7 || across < text.length * size * 0.6 + 3) return;
+  const size = numberSize(text, across, geometry.rowInner);
+  if (!size) return;
   pen.fillStyle = skin.colours.ink(halves[0][0], chunk);
   pen.font = fontOf(size);
   pen.textAlign = "center";

@@ -3,7 +3,8 @@
 // Where passes are narrower than a few pixels, a row is one line of pixels, each the mean colour of
 // what runs there; it costs a few additions per pass. Where they are wider, every pass is a box.
 
-const BOX_WIDTH = 3.5; // pixels of a typical pass from which on passes are boxes
+import { numberSize } from "./geometry.js";
+
 const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
 
 /** Return the font of the picture's texts. */
@@ -19,14 +20,18 @@ export function coloursOf(palette, chunkCount) {
   return {
     fill: (kind, chunk) => pick(palette.fills, kind, chunk),
     ink: (kind, chunk) => pick(palette.inks, kind, chunk),
-    held: palette.held[0][0],
   };
+}
+
+/** Whether passes are wide enough to be seen one by one, as boxes. */
+export function isBoxed(timeline, scale) {
+  return timeline.typical * scale >= 3.5;
 }
 
 /** Paint one tile: `geometry` has the rows' places, `time0` and `scale` say which time is where. */
 export function paintTile(context, timeline, geometry, time0, scale, width, skin) {
   paintBubbles(context, timeline, geometry, time0, scale, width, skin);
-  if (timeline.typical * scale >= BOX_WIDTH) {
+  if (isBoxed(timeline, scale)) {
     paintBoxes(context, timeline, geometry, time0, scale, width, skin);
   } else {
     paintLines(context, timeline, geometry, time0, scale, width, skin);
@@ -105,10 +110,10 @@ function paintBoxes(context, timeline, geometry, time0, scale, width, skin) {
 }
 
 function numberBoxes(context, timeline, found, ink, geometry) {
-  const size = Math.min(11, Math.floor(geometry.rowInner * 0.72));
-  if (size < 7) return;
+  const largest = numberSize("", Infinity, geometry.rowInner);
+  if (!largest) return;
   context.fillStyle = ink;
-  context.font = fontOf(size);
+  context.font = fontOf(largest);
   context.textAlign = "center";
   context.textBaseline = "middle";
   const middle = geometry.rowInner / 2 + 0.5;
@@ -116,7 +121,7 @@ function numberBoxes(context, timeline, found, ink, geometry) {
     const at = found[each + 4];
     if (at < 0) continue;
     const text = String(timeline.microbatch[at]);
-    if (found[each + 2] < text.length * size * 0.6 + 3) continue;
+    if (!numberSize(text, found[each + 2], geometry.rowInner)) continue;
     context.fillText(text, found[each] + found[each + 2] / 2, found[each + 1] + middle);
   }
 }
@@ -218,7 +223,7 @@ function paintHeld(context, timeline, geometry, time0, scale, width, skin) {
     most.fill(0);
     mostHeld(timeline, device, time0, scale * ratio, columns, most);
     const base = geometry.heldTop(device) + geometry.heldInner;
-    context.fillStyle = skin.colours.held;
+    context.fillStyle = skin.held;
     fillColumns(context, most, base, geometry.heldInner / geometry.heldMost, ratio);
     if (right > left) {
       context.fillStyle = skin.rule;

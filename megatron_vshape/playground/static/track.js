@@ -4,7 +4,7 @@ import { element } from "./dom.js";
 import { MARGIN, layOut } from "./geometry.js";
 import { KIND_NAMES } from "./model.js";
 import { describePass, drawChosen, drawFollowed, drawFrame, drawPeriod } from "./overlay.js";
-import { coloursOf, makeHatch, mixingTable, paintTile } from "./paint.js";
+import { coloursOf, isBoxed, makeHatch, mixingTable, paintTile } from "./paint.js";
 import { listenTo } from "./pointer.js";
 
 const TILE = 512; // CSS pixels; a multiple of the hatch, so that it meets at the seams
@@ -51,7 +51,7 @@ export class Track {
 
   /** Whether passes are wide enough to be seen one by one. */
   get boxed() {
-    return this.timeline.typical * this.scale >= 3.5;
+    return isBoxed(this.timeline, this.scale);
   }
 
   xOf(time) {
@@ -93,7 +93,7 @@ export class Track {
     const colours = coloursOf(this.shared.palette, this.timeline.chunkCount);
     this.skin = {
       ...theme,
-      colours: { ...colours, held: theme.held },
+      colours,
       ratio: this.ratio,
       hatch: makeHatch(pen, theme.hatchLine, this.ratio),
       mixing: mixingTable(colours, this.timeline.chunkCount),
