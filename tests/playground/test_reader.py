@@ -18,8 +18,9 @@ from playground.driving import (
 )
 
 from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.schedule import Schedule, Timeline
 from megatron_vshape.core.simulate import simulate
+from megatron_vshape.view.chrome_trace import write_trace
 
 pytestmark = pytest.mark.browser
 
@@ -422,3 +423,39 @@ def test_answers_are_kept_by_their_size_not_their_number(page, server):
       return asked;
     }""")
     assert asked == 15
+
+
+def saved_svg(page: Any) -> str:
+    with page.expect_download() as download:
+        page.click("#save-svg")
+    return Path(download.value.path()).read_text()
+
+
+def test_the_svg_has_the_limit_and_what_is_held(page, server):
+    pytest.importorskip("numba", reason="without numba a plan takes minutes")
+    load(page, server, "d=4&m=8&c=1,1.15,0.85,0.05&s=plan:6:makespan:1")
+    svg = saved_svg(page)
+    assert svg.count('class="limit"') == 4
+    assert "Activations held</tspan>  peak 6 chunks, limit 6</text>" in svg
+    assert svg.count(">6</text>") >= 1
+
+
+def test_the_svg_marks_what_was_late(page, server, tmp_path):
+    timeline = simulate(make("1f1b", 2, 4))
+    ends = [list(row) for row in timeline.ends]
+    ends[1][-1] += 3
+    path = tmp_path / "late.json"
+    with path.open("w") as stream:
+        write_trace(Timeline(timeline.schedule, timeline.starts, tuple(map(tuple, ends))), stream)
+    load(page, server, "tab=measured")
+    page.set_input_files("#trace-file", str(path))
+    settled(page)
+    marks = re.findall(r'class="late"[^>]* d="([^"]*)"', saved_svg(page))
+    assert [each.count("M") for each in marks] == [2]
+
+
+def test_a_picture_too_large_for_a_png_is_told(page, server):
+    load(page, server, "d=4&m=8")
+    page.evaluate("() => { HTMLCanvasElement.prototype.toBlob = (done) => done(null); }")
+    page.click("#save-png")
+    assert said(page) == "The picture is too large for a PNG; take the SVG."

@@ -2,11 +2,12 @@
 
 import { decimal, element } from "./dom.js";
 import { MARGIN, numberSize, ticksOf } from "./geometry.js";
+import { heldNote, limitFits } from "./overlay.js";
 import { fontOf } from "./paint.js";
 
 const TITLE = 30;
 
-/** Return the SVG of what the tracks show, one above the other. */
+/** Return the SVG of what the tracks show, one above the other, but for what the reader marked. */
 export function svgOf(tracks, titles) {
   const width = Math.max(...tracks.map((track) => track.width));
   const { skin } = tracks[0];
@@ -50,8 +51,10 @@ function* svgTrack(track, number) {
     yield `<rect ${box} height="${geometry.rowInner}" fill="url(#idle)"/>`;
   }
   yield* svgPasses(track);
+  if (timeline.meta.has_late) yield svgLate(track);
   if (geometry.heldRow) yield* svgHeld(track);
   yield "</g>";
+  if (geometry.heldRow) yield* svgHeldFrame(track);
   yield* svgAxis(track, view);
 }
 
@@ -94,6 +97,44 @@ function svgPass(track, at, top, paths, numbers) {
   );
 }
 
+function svgLate(track) {
+  const { timeline, geometry, view, skin } = track;
+  let path = "";
+  for (let device = 0; device < timeline.devices; device++) {
+    const [low, high] = timeline.range(device, view.start, view.end);
+    for (let at = low; at < high; at++) {
+      if (timeline.late[at] <= 0) continue;
+      const left = track.xOf(timeline.start[at]);
+      const wide = short(Math.max(track.xOf(timeline.end[at]) - left, 1.5));
+      for (const top of [geometry.top(device) - 1, geometry.top(device) + geometry.rowInner - 2]) {
+        path += `M${short(left)} ${top}h${wide}v3h-${wide}z`;
+      }
+    }
+  }
+  return `<path class="late" fill="${skin.late}" d="${path}"/>`;
+}
+
+function* svgHeldFrame(track) {
+  const { timeline, geometry, units, plotWidth, skin } = track;
+  const { numbers, facts } = timeline.meta;
+  const right = MARGIN.left + plotWidth + 6;
+  const heading = `<tspan font-weight="600">Activations held</tspan>  ${escapeText(heldNote(track))}`;
+  yield `<text x="${MARGIN.left}" y="${geometry.heldFrom - 8}">${heading}</text>`;
+  const every = Math.max(1, Math.ceil(12 / geometry.heldRow));
+  for (let device = 0; device < timeline.devices; device++) {
+    const base = geometry.heldTop(device) + geometry.heldInner;
+    if (limitFits(track)) {
+      const y = short(base - (facts.limit / geometry.heldMost) * geometry.heldInner);
+      const dash = `stroke="${skin.late}" stroke-dasharray="4 3"`;
+      yield `<path class="limit" ${dash} d="M${MARGIN.left} ${y}h${plotWidth}"/>`;
+    }
+    if (device % every) continue;
+    const y = base - geometry.heldInner / 2 + 4;
+    yield `<text x="${MARGIN.left - 7}" y="${y}" text-anchor="end">${device}</text>`;
+    yield `<text x="${right}" y="${y}">${units.held(numbers.peaks[device])}</text>`;
+  }
+}
+
 function* svgHeld(track) {
   const { timeline, geometry, view, skin } = track;
   for (let device = 0; device < timeline.devices; device++) {
@@ -132,7 +173,7 @@ function* svgAxis(track, view) {
   yield `<text x="${MARGIN.left + plotWidth + 8}" y="${y + 14}">${escapeText(units.timeName)}</text>`;
 }
 
-/** Return a PNG of what the tracks show, twice as fine as the screen. */
+/** Return a PNG of what the tracks show, twice as fine as the screen; null: it is too large. */
 export function pngOf(tracks, titles) {
   const ratio = 2;
   const width = Math.max(...tracks.map((track) => track.width));

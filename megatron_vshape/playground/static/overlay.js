@@ -21,6 +21,13 @@ export function drawFrame(pen, track) {
   drawAxis(pen, track);
 }
 
+/** Return what stands behind the heading of the rows of memory. */
+export function heldNote({ timeline, units }) {
+  const { numbers, facts } = timeline.meta;
+  const limit = facts.limit === null ? "" : `, limit ${units.held(facts.limit)}`;
+  return `peak ${units.held(Math.max(...numbers.peaks))} ${units.heldName}${limit}`;
+}
+
 function drawHeldFrame(pen, track) {
   const { timeline, geometry, skin, units } = track;
   const peaks = timeline.meta.numbers.peaks;
@@ -34,9 +41,7 @@ function drawHeldFrame(pen, track) {
   const from = MARGIN.left + pen.measureText("Activations held").width + 10;
   pen.font = fontOf(11);
   pen.fillStyle = skin.quiet;
-  const limit = timeline.meta.facts.limit;
-  const stated = limit === null ? "" : `, limit ${units.held(limit)}`;
-  const text = `peak ${units.held(highest)} ${units.heldName}${stated}`;
+  const text = heldNote(track);
   if (from + pen.measureText(text).width < track.width) pen.fillText(text, from, geometry.heldFrom - 11);
   pen.font = fontOf(Math.min(10.5, Math.max(8, geometry.heldRow - 3)));
   for (let device = 0; device < timeline.devices; device += every) {
@@ -48,7 +53,7 @@ function drawHeldFrame(pen, track) {
     pen.fillStyle = peaks[device] >= highest * 0.999999 ? skin.ink : skin.quiet;
     pen.fillText(units.held(peaks[device]), right, middle);
   }
-  drawPeaks(pen, track, peaks, limit);
+  drawPeaks(pen, track, peaks);
 }
 
 /** Whether the limit lies within the rows of memory; far above the peaks, only its number is told. */
@@ -57,8 +62,9 @@ export function limitFits({ timeline, geometry }) {
   return limit !== null && limit <= geometry.heldMost;
 }
 
-function drawPeaks(pen, track, peaks, limit) {
+function drawPeaks(pen, track, peaks) {
   const { timeline, geometry, skin } = track;
+  const { limit } = timeline.meta.facts;
   const [left, right] = [MARGIN.left, track.width - MARGIN.right];
   const line = (device, value, colour, dash) => {
     const base = geometry.heldTop(device) + geometry.heldInner;

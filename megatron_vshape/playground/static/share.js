@@ -79,7 +79,9 @@ function saveSvg(stem) {
 }
 
 async function savePng(stem) {
-  saveFile(`${stem}.png`, await pngOf(app.tracks, titlesShown()));
+  const picture = await pngOf(app.tracks, titlesShown());
+  if (picture) saveFile(`${stem}.png`, picture);
+  else showStatus("The picture is too large for a PNG; take the SVG.", { wrong: true });
 }
 
 async function saveMade(request, name) {
