@@ -216,7 +216,7 @@ def test_files_given_and_opened(page, server, given_files, tmp_path):
     nothing.write_text("{}")
     page.set_input_files("#file", str(nothing))
     page.wait_for_selector("#wrong-file")
-    assert "is no schedule, no costs and no trace" in page.inner_text("#wrong-file")
+    assert page.inner_text("#wrong-file") == "nothing.json: no schedule, no costs and no trace."
 
 
 @pytest.mark.parametrize(

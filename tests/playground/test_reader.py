@@ -459,3 +459,18 @@ def test_a_picture_too_large_for_a_png_is_told(page, server):
     page.evaluate("() => { HTMLCanvasElement.prototype.toBlob = (done) => done(null); }")
     page.click("#save-png")
     assert said(page) == "The picture is too large for a PNG; take the SVG."
+
+
+def test_a_bad_file_among_good_ones_is_told(page, server, tmp_path):
+    bad, good = tmp_path / "bad.json", tmp_path / "good.csv"
+    bad.write_text("{}")
+    good.write_text(make("1f1b", 2, 4).to_csv())
+    load(page, server, "d=4&m=8")
+    page.set_input_files("#file", [str(bad), str(good)])
+    page.wait_for_selector("figcaption p >> text=2 devices, 4 microbatches")
+    settled(page)
+    assert page.inner_text("#wrong-file") == "bad.json: no schedule, no costs and no trace."
+    typed(page, "devices", "5")
+    page.keyboard.press("Tab")
+    settled(page)
+    assert not page.query_selector("#wrong-file")

@@ -29,6 +29,7 @@ async function render() {
   const work = new AbortController();
   app.work = work;
   if (!app.embedded) fillForm(byId("controls"), app.state, app.offers, change);
+  if (app.complaint) markField(byId("controls"), "file", app.complaint);
   drawTabs();
   drawEntries();
   byId("stage").setAttribute("aria-busy", "true");

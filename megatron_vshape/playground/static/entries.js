@@ -1,8 +1,8 @@
 // What is shown: the tabs, the schedules that are compared, the files that the reader opens.
 
 import { byId, element, refill } from "./dom.js";
-import { clearMarks, fileCosts, markField } from "./form.js";
-import { app, change } from "./page.js";
+import { fileCosts } from "./form.js";
+import { app, change, showAgain } from "./page.js";
 import { MOST_ENTRIES } from "./state.js";
 
 const TAB_TITLES = {
@@ -15,17 +15,18 @@ const TAB_TITLES = {
 
 /** Load what the reader opened: told by their keys, they become a schedule, costs or a trace. */
 export async function openFiles(files) {
+  const wrong = [];
   for (const file of files) {
     const opened = { name: file.name, text: await file.text() };
     const sort = sortOf(opened);
     if (sort === "costs") change(fileCosts(app.state, opened));
     else if (sort === "trace") change({ trace: opened, tab: "measured" });
     else if (sort === "schedule") addEntry({ source: "file", file: opened });
-    else {
-      clearMarks(byId("controls"));
-      markField(byId("controls"), "file", `${file.name} is no schedule, no costs and no trace.`);
-    }
+    else wrong.push(file.name);
   }
+  if (!wrong.length) return;
+  app.complaint = `${wrong.join(", ")}: no schedule, no costs and no trace.`;
+  showAgain();
 }
 
 function sortOf({ name, text }) {

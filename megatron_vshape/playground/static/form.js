@@ -35,15 +35,6 @@ export function markField(form, field, text) {
   return true;
 }
 
-/** Take the marks away. */
-export function clearMarks(form) {
-  for (const message of form.querySelectorAll(".wrong")) message.remove();
-  for (const input of form.querySelectorAll("[aria-invalid]")) {
-    input.removeAttribute("aria-invalid");
-    input.removeAttribute("aria-describedby");
-  }
-}
-
 function scheduleFields(state, offers, change) {
   const entry = state.entries[state.active];
   const group = element("fieldset", {}, element("legend", {}, "Schedule"));

@@ -16,6 +16,7 @@ export const app = {
   shown: [],
   work: null,
   bounds: "",
+  complaint: null, // of the files that were opened, until the next change
   written: null,
 };
 
@@ -35,6 +36,7 @@ export function connect(given) {
 
 /** Take a change of the reader's into the state and show what follows from it. */
 export function change(patch) {
+  app.complaint = null;
   if (patch.files) return acts.open(patch.files);
   const sameMaterial = Object.keys(patch).every((key) => VIEW_ONLY.has(key));
   Object.assign(app.state, patch);
@@ -55,7 +57,7 @@ function renderSoon() {
 
 /** Show all of the state once more. */
 export function showAgain() {
-  return acts.render();
+  renderSoon();
 }
 
 /** Take the state from the address; return whether it is another than was written there. */
