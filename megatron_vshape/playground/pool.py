@@ -28,6 +28,7 @@ class Pool:
     """Answers requests in worker processes, and from memory what was answered before."""
 
     def __init__(self, workers: int = WORKERS) -> None:
+        self._workers = workers
         self._free = asyncio.Semaphore(workers)
         self._idle: list[Process] = []
         self._kept: OrderedDict[str, bytes] = OrderedDict()
@@ -63,7 +64,9 @@ class Pool:
             self._free.release()
 
     async def close(self) -> None:
-        """End the idle workers; those at work end with the requests they work for."""
+        """End the workers, those at work once the requests they work for are given up."""
+        for _ in range(self._workers):
+            await self._free.acquire()
         while self._idle:
             self._end(self._idle.pop())
         await asyncio.gather(*self._ending)
@@ -95,7 +98,13 @@ class Pool:
                 return worker
         module = "megatron_vshape.playground.worker"
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, stdin=PIPE, stdout=PIPE, limit=2**20
+            sys.executable,
+            "-m",
+            module,
+            stdin=PIPE,
+            stdout=PIPE,
+            limit=2**20,
+            start_new_session=True,  # Ctrl-C is the server's, which ends its workers itself
         )
 
     def _keep(self, key: str, result: bytes) -> None:

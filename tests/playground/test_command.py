@@ -1,9 +1,14 @@
 """megatron-vshape playground: what it refuses, and that it serves what it was given only."""
 
+import os
 import re
+import signal
 import socket
+import time
+from pathlib import Path
 
 import pytest
+from playground.answers import request
 
 from megatron_vshape.cli import playground
 from megatron_vshape.cli.main import main
@@ -115,3 +120,30 @@ def test_a_tunnel_may_speak_https():
             assert (
                 client.post("/api/make", json={}, headers={"origin": origin}).status_code == status
             )
+
+
+def test_ctrl_c_ends_the_workers_without_a_word(mortal_server):
+    pytest.importorskip("numba", reason="without numba a plan takes minutes")
+    process, url = mortal_server
+    costs = {"backward": 1.15, "weight": 0.85, "send": 0.05}
+    schedule = {"source": "plan", "limit": 9, "seconds": 500}
+    slow = request(devices=8, microbatches=24, costs=costs, schedule=schedule)
+    with httpx.stream("POST", f"{url}api/make", json=slow, timeout=120) as answer:
+        parts = answer.iter_raw()
+        next(parts)
+        httpx.post(f"{url}api/make", json=request(), timeout=120)
+        workers = workers_of(process.pid)
+        assert len(workers) == 2  # one at work and one idle
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    assert "KeyboardInterrupt" not in said
+    assert "Event loop is closed" not in said
+    until = time.monotonic() + 20
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def workers_of(server: int) -> list[int]:
+    tasks = Path(f"/proc/{server}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
