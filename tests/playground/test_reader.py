@@ -474,3 +474,12 @@ def test_a_bad_file_among_good_ones_is_told(page, server, tmp_path):
     page.keyboard.press("Tab")
     settled(page)
     assert not page.query_selector("#wrong-file")
+
+
+def test_the_seconds_that_a_plan_takes_are_not_read_out(page, server):
+    pytest.importorskip("numba", reason="without numba a plan takes minutes")
+    page.goto(f"{server}#d=8&m=24&c=1,1.15,0.85,0.05&s=plan:9:makespan:500")
+    page.wait_for_selector("#status span")
+    assert re.fullmatch(r"[\d.]+ s", page.inner_text('#status span[aria-hidden="true"]'))
+    assert not re.search(r"\d s\b", page.inner_text("#status p"))
+    page.click("#status button")

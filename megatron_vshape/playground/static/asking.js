@@ -52,19 +52,22 @@ export async function ask(request, signal, onProgress = () => {}) {
 function showProgress(known, seconds) {
   const status = byId("status");
   const { time, timeName } = unitsAsked();
-  const words = [`${capital(known.doing ?? "working")} …`, `${seconds.toFixed(1)} s`];
+  const words = [`${capital(known.doing ?? "working")} …`];
   if (known.value) words.push(`best ${time(known.value)}`, `bound ${time(known.bound)} ${timeName}`);
   if (known.of) words.push(`${known.done} of ${known.of}`);
   const progress = element("progress", known.of ? { max: known.of, value: known.done } : {});
   if (status.hidden || status.dataset.busy !== "true") {
     const cancel = element("button", { type: "button", class: "button", click: cancelWork }, "Cancel");
-    status.replaceChildren(progress, element("p", {}), cancel);
+    const clock = element("span", { "aria-hidden": "true" }); // not to be read out at every tick
+    status.replaceChildren(progress, element("p", {}), clock, cancel);
     status.dataset.busy = "true";
     status.dataset.wrong = "false";
     status.hidden = false;
   }
   status.firstChild.replaceWith(progress);
-  status.querySelector("p").textContent = words.join("   ");
+  const [said, text] = [status.querySelector("p"), words.join("   ")];
+  if (said.textContent !== text) said.textContent = text;
+  status.querySelector("span").textContent = `${seconds.toFixed(1)} s`;
 }
 
 function capital(text) {
