@@ -1,7 +1,6 @@
 """From a request to its answer; runs in a worker, so that it can be ended at any moment."""
 
 import io
-import shlex
 from collections.abc import Iterator
 
 from megatron_vshape.core.passes import ScheduleError
@@ -120,13 +119,13 @@ def _recipe(choice: ScheduleChoice, request: Request, pricing: Pricing) -> str:
     times = (costs.forward, costs.backward, costs.weight, costs.send)
     priced = f" --cost {','.join(map(argument, times))}"
     if costs.file is not None:
-        priced = f" --costs {shlex.quote(costs.file.name)}"
+        priced = f" --costs {costs.file.argument}"
     if isinstance(choice, PlanChoice):
         if (costs.embedding, costs.head) != (Extra(), Extra()):
             return ""  # what these add is in no argument, and the order depends on it
         return f"plan {size}{priced}{_plan_options(choice, request, pricing)}"
     if isinstance(choice, FileChoice):
-        return f"schedule {shlex.quote(choice.file.name)}{priced}"
+        return f"schedule {choice.file.argument}{priced}"
     chunks = "" if choice.chunks is None else f" --chunks {choice.chunks}"
     group = "" if choice.group_size is None else f" --group-size {choice.group_size}"
     return f"schedule {choice.name} {size}{priced}{chunks}{group}"

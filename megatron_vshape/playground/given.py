@@ -72,7 +72,7 @@ def _costs_files(folder: Path) -> Iterator[Path]:
 def _read(key: str, path: Path) -> Given:
     if path.is_file() and path.stat().st_size > MAX_TEXT:
         raise ScheduleError(f"the file {path} is larger than {MAX_TEXT // 2**20} MiB")
-    file = FileText(path.name, read_text(path, "the file"))
+    file = FileText(path.name, read_text(path, "the file"), str(path))
     try:
         sort = sort_of(file)
         return Given(key, sort, file, _detail(sort, file))

@@ -1,6 +1,7 @@
 """What the page may ask for, checked field by field before any work is done."""
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -65,6 +66,13 @@ class FileText:
 
     name: str
     text: str
+    path: str = ""
+    """As the command line has it; the page knows none of a file that is loaded on it."""
+
+    @property
+    def argument(self) -> str:
+        """Return what a command is to be given to read it, in the folder of the server."""
+        return shlex.quote(self.path or self.name)
 
 
 @dataclass(frozen=True, slots=True)

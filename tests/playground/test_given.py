@@ -1,15 +1,19 @@
 """The files that the page offers: those of the command line, and the presets of configs/costs."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 from playground.answers import answer, read_payload, request
 
+from megatron_vshape.cli.main import main
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.playground.build import build
 from megatron_vshape.playground.given import Sort, read_given, read_presets
 from megatron_vshape.playground.offers import offers
+from megatron_vshape.playground.request import parse_request
 
 COSTS = Costs((900.0,) * 8, (1000.0,) * 8, (800.0,) * 8, 0.0, (2.0**30,) * 8, (2.0**29,) * 8)
 
@@ -55,6 +59,17 @@ def test_the_command_looks_where_the_presets_are(folder, monkeypatch):
 
     monkeypatch.chdir(folder.parent.parent)
     assert [each.key for each in read_presets(playground.COSTS)] == ["preset-gpt_9_6b-p4.json"]
+
+
+def test_the_command_that_makes_it_again_finds_the_file(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder.parent.parent)
+    (given,) = read_presets(Path("configs/costs"))
+    body = request(costs={"file": {"key": given.key}})
+    asked = parse_request(body, {given.key: given.file})
+    _, (found,) = read_payload(build(asked, lambda _: None))
+    recipe = found["facts"]["recipe"]
+    assert recipe.endswith("--costs configs/costs/gpt_9_6b-p4.json")
+    assert main(shlex.split(recipe)) == 0
 
 
 def test_the_presets_of_this_repository_can_be_read():

@@ -58,7 +58,10 @@ def test_a_schedule_file_given_and_one_loaded(client):
     given = request(schedule={"source": "file", "file": {"key": keys["mine.json"]}})
     text = make("v-min", 4, 8).to_json()
     loaded = request(schedule={"source": "file", "file": {"name": "mine.json", "text": text}})
-    assert answer(client, given) == answer(client, loaded)
+    (_, (one,)), (_, (other,)) = (read_payload(answer(client, each)) for each in (given, loaded))
+    assert one["facts"].pop("recipe").endswith("/mine.json --cost 1,1,1,0")
+    assert other["facts"].pop("recipe") == "schedule mine.json --cost 1,1,1,0"
+    assert str(one) == str(other)
 
 
 def test_costs_from_a_file_are_bytes_and_microseconds(client):
