@@ -68,6 +68,7 @@ def _picture(request: Request, pricing: Pricing, report: Report) -> Picture:
     report({"doing": "simulating"})
     costs = pricing.costs_for(schedule.num_devices, schedule.num_stages)
     timeline = simulate(schedule, costs)
+    no_recipe = _no_recipe(choice, request)
     facts = Facts(
         in_bytes=pricing.in_bytes,
         in_us=pricing.in_bytes,
@@ -78,7 +79,8 @@ def _picture(request: Request, pricing: Pricing, report: Report) -> Picture:
         period=period_of(timeline, made.microbatches),
         title=_title(choice, schedule),
         note=size_note(schedule),
-        recipe=_recipe(choice, request, pricing),
+        recipe="" if no_recipe else _recipe(choice, request, pricing),
+        no_recipe=no_recipe,
         train=_train(choice),
     )
     return Picture(timeline, costs, facts)
@@ -112,8 +114,19 @@ def _train(choice: ScheduleChoice) -> str:
     return ""
 
 
+def _no_recipe(choice: ScheduleChoice, request: Request) -> str:
+    """Return why no command makes this; empty where one does."""
+    extras = request.costs.embedding, request.costs.head
+    if not isinstance(choice, PlanChoice) or extras == (Extra(), Extra()):
+        return ""
+    return (
+        "No command makes this plan: it depends on what the embedding and the head add, which no "
+        "argument says. Save it with Schedule JSON."
+    )
+
+
 def _recipe(choice: ScheduleChoice, request: Request, pricing: Pricing) -> str:
-    """Return the arguments of the command that makes this; empty where no command does."""
+    """Return the arguments of the command that makes this."""
     size = f"--devices {request.devices} --microbatches {request.microbatches}"
     costs = request.costs
     times = (costs.forward, costs.backward, costs.weight, costs.send)
@@ -121,8 +134,6 @@ def _recipe(choice: ScheduleChoice, request: Request, pricing: Pricing) -> str:
     if costs.file is not None:
         priced = f" --costs {costs.file.argument}"
     if isinstance(choice, PlanChoice):
-        if (costs.embedding, costs.head) != (Extra(), Extra()):
-            return ""  # what these add is in no argument, and the order depends on it
         return f"plan {size}{priced}{_plan_options(choice, request, pricing)}"
     if isinstance(choice, FileChoice):
         return f"schedule {choice.file.argument}{priced}"

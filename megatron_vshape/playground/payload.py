@@ -73,6 +73,9 @@ class Facts:
     recipe: str = ""
     """The arguments of `megatron-vshape` that make this schedule again."""
 
+    no_recipe: str = ""
+    """Why no command makes it, where the reader may wonder."""
+
     train: str = ""
     """The training flags that run it; empty where it must be saved as a file first."""
 

@@ -117,7 +117,10 @@ def test_the_command_has_every_digit():
 
 
 def test_extras_that_no_argument_says_leave_no_command():
-    assert shown(costs={**COST, "head": [0.5, 0.5, 0.5, 0]})["facts"]["recipe"] == ""
+    facts = shown(costs={**COST, "head": [0.5, 0.5, 0.5, 0]})["facts"]
+    assert facts["recipe"] == ""
+    assert facts["no_recipe"].endswith("which no argument says. Save it with Schedule JSON.")
+    assert shown()["facts"]["no_recipe"] == ""
 
 
 def test_the_frontier_s_plans_are_those_that_choosing_a_point_makes():

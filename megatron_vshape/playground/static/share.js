@@ -34,10 +34,10 @@ function commandsOf(timeline, stem) {
   const name = facts.train || `${stem}.json`;
   const saved = facts.train ? "" : ` --export ${name}`; // trained from the file, proved as it is
   const train = `--pipeline-schedule ${name} --pipeline-model-parallel-size ${devices} --micro-batch-size 1 --global-batch-size ${microbatches}`;
-  return [
-    commandRow("train", "Train", train),
-    ...(facts.recipe ? [commandRow("recipe", "Make", `megatron-vshape ${facts.recipe}${saved}`)] : []),
-  ];
+  const rows = [commandRow("train", "Train", train)];
+  if (facts.recipe) rows.push(commandRow("recipe", "Make", `megatron-vshape ${facts.recipe}${saved}`));
+  if (facts.no_recipe) rows.push(element("p", { class: "hint" }, facts.no_recipe));
+  return rows;
 }
 
 function commandRow(id, title, text) {
