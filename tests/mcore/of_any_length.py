@@ -24,9 +24,12 @@ def start(rank: int, given: object) -> None:
         VariableTransport.check = functools.partial(_deadlocks, given)  # type: ignore[method-assign]
     MockGPTDataset.__getitem__ = _cut(GPTDataset.__getitem__)  # type: ignore[method-assign]
     name = "core_transformer_config_from_args"
-    # Up to 0.17 it is where the flags are.
-    holder: Any = argument_utils if hasattr(argument_utils, name) else arguments
-    setattr(holder, name, _of_any_length(getattr(holder, name)))
+    # Where the flags are, and in 0.19 where the model's config is made; 0.18 has it in both places
+    # and calls the first.
+    holders: list[Any] = [arguments, argument_utils]
+    for holder in holders:
+        if hasattr(holder, name):
+            setattr(holder, name, _of_any_length(getattr(holder, name)))
 
 
 def _deadlocks(said: object, program: object) -> None:
