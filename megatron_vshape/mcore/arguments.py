@@ -73,8 +73,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         type=float,
         default=None,
         help="device memory that a rank's tensors may take in all, for auto; the CUDA context and "
-        "NCCL's buffers come on top, and unless steps are profiled what passes allocate and free. "
-        "Default: 1F1B's activations.",
+        "NCCL's buffers come on top. Default: 1F1B's activations.",
     )
     group.add_argument(
         "--pipeline-profile-iterations",

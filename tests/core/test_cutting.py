@@ -107,9 +107,11 @@ def test_before_the_forward_cut_are_forwards_before_the_loss(schedule: Schedule)
 
 
 @settings(deadline=None, max_examples=60)
-@given(made(8, 16), st.integers(1, 3))
-def test_begun_early_nothing_is_under_way_at_the_cut(schedule: Schedule, window: int) -> None:
-    program = lower(schedule, window=window)
+@given(made(8, 16), st.integers(1, 3), st.booleans())
+def test_begun_early_nothing_is_under_way_at_the_cut(
+    schedule: Schedule, window: int, kernels: bool
+) -> None:
+    program = lower(schedule, window=window, kernels=kernels)
     early, ends = begun_early(program)
     assert passes_before(early, ends) == passes_before(program, forward_cut(program))
     for row, original in zip(early.instructions, program.instructions, strict=True):
