@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import submitit  # noqa: F401  it sets logging up anew, which would close what is redirected by then
 import yaml
 from faults.conftest import Tally
 from hypothesis import HealthCheck, Phase, given, settings
