@@ -156,6 +156,7 @@ def test_a_microbatch_that_is_not_there_has_no_path(page, server):
     load(page, server, "d=4&m=8&f=7")
     typed(page, "microbatches", "6")
     page.keyboard.press("Tab")
+    settled(page)
     wait_for_url(page, "f=", there=False)
     assert "Following" not in page.inner_text("#bar")
 
@@ -184,7 +185,7 @@ def test_an_answer_that_breaks_off_is_told(page, mortal_server):
     process.kill()
     assert said(page) == "The answer broke off."
     page.click("#status button")
-    page.wait_for_function("document.querySelector('#status p').innerText.includes('running?')")
+    page.wait_for_selector("#status p >> text=The server does not answer. Is it still running?")
 
 
 @pytest.mark.parametrize(
@@ -251,12 +252,10 @@ def test_nothing_stays_that_another_state_stood_for(page, server):
 def test_what_is_saved_is_what_is_shown(page, server):
     pytest.importorskip("numba", reason="without numba a plan takes minutes")
     load(page, server, "d=4&m=8&s=v-min")
-    page.select_option("#in-schedule", "plan")
-    typed(page, "seconds", "500")
-    typed(page, "devices", "8")
-    page.keyboard.press("Tab")
+    page.evaluate("location.hash = 'd=8&m=24&c=1,1.15,0.85,0.05&s=plan:9:makespan:500'")
     page.wait_for_selector("#status progress")
-    page.wait_for_function("getComputedStyle(document.querySelector('#pictures')).opacity < 0.5")
+    dimmed = "() => getComputedStyle(document.querySelector('#pictures')).opacity < 0.5"
+    page.wait_for_function(dimmed, timeout=PATIENCE_MS)
     with page.expect_download() as download:
         page.click("#save-json")
     assert download.value.suggested_filename == "v-min-d4-m8.json"
@@ -280,7 +279,10 @@ def view(page: Any) -> list[float]:
 
 
 def test_back_leads_to_the_state_before_a_pasted_address(page, server):
-    load(page, server, "d=5&m=10")
+    load(page, server, "d=5&m=8")
+    typed(page, "microbatches", "10")
+    page.keyboard.press("Tab")
+    wait_for_url(page, "d=5&m=10")
     page.evaluate("location.hash = 'd=4&m=8'")
     page.wait_for_selector("figcaption p >> text=4 devices, 8 microbatches")
     page.go_back()
