@@ -72,8 +72,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="GIB",
         type=float,
         default=None,
-        help="device memory that a rank's tensors may take in all, for auto; the CUDA context and "
-        "NCCL's buffers come on top. Default: 1F1B's activations.",
+        help="device memory for all of a rank's tensors, for auto. Default: 1F1B's activations.",
     )
     group.add_argument(
         "--pipeline-profile-iterations",
