@@ -107,9 +107,12 @@ class Ended:
 
 
 class Farm:
-    """The process that forks the ranks."""
+    """The process that forks the ranks.
 
-    def __init__(self, directory: Path) -> None:
+    Where `transformer_engine` is the directory of TE's Python, Megatron finds it (te_on_cpu).
+    """
+
+    def __init__(self, directory: Path, transformer_engine: str = "") -> None:
         self._directory = directory
         self._runs = 0
         environment = os.environ | {
@@ -117,7 +120,10 @@ class Farm:
             "CUDA_VISIBLE_DEVICES": "",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "PYTHONWARNINGS": "ignore",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+            ),
+            "FARM_TRANSFORMER_ENGINE": transformer_engine,
         }
         self._log = open(directory / "farm.log", "w")  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -191,6 +197,10 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.argv = [str(SCRIPT)]
+    if os.environ["FARM_TRANSFORMER_ENGINE"]:
+        import te_on_cpu
+
+        te_on_cpu.import_te(os.environ["FARM_TRANSFORMER_ENGINE"])
     source = compile(SCRIPT.read_text(), str(SCRIPT), "exec")
     # Under another name the script imports and defines, and does not start.
     exec(source, {"__name__": "farm_script", "__file__": str(SCRIPT)})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,10 @@ def install() -> None:
     attention: Any = DotProductAttention
     attention.__init__ = _allowing_context_parallelism(attention.__init__)
     attention.forward = _with_gathered_keys(attention.forward)
+    if "transformer_engine" in sys.modules:  # whose attention without a GPU has no ring either
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        TEDotProductAttention.forward = _with_gathered_keys(TEDotProductAttention.forward)
 
 
 def _marked_norm(
