@@ -375,6 +375,7 @@ class PipelineRunner:
                 dtype,
                 _device_of(model),
                 self._pipeline.options.timeout_seconds,
+                like=pipeline_group,
             )
             self._transport.prepare(self._pipeline.planner.smallest())
         self._transport.expect(shape, dtype)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,6 @@ from megatron_vshape.runtime.last_words import say_and_exit
 from megatron_vshape.runtime.program_runner import Place, describe
 
 logger = logging.getLogger(__name__)
-
-NewGroup = Callable[[Sequence[int], str], "dist.ProcessGroup | None"]
-"""Makes a process group of these ranks; all ranks of the world call it. The text describes it."""
 
 A_DAY = timedelta(days=1)
 """NCCL's own timeout, which counts from when a receive is posted, whatever has moved since."""
@@ -59,12 +56,13 @@ class Transport:
         dtype: torch.dtype,
         torch_device: torch.device | str,
         timeout_s: float = 600.0,
-        new_group: NewGroup | None = None,
+        like: "dist.ProcessGroup | None" = None,
     ) -> None:
         """Prepare nothing yet; `prepare` makes what a program needs.
 
         `pipelines` lists, for the whole world and in the same order on every rank, the ranks of
-        every pipeline, device by device: making a group takes all ranks of the world.
+        every pipeline, device by device: making a group takes all ranks of the world. On NCCL the
+        groups have the priority and the communicator's settings of the group `like`.
 
         Raises:
             TransportError: this rank is not in just one of the pipelines, or they differ in length.
@@ -74,7 +72,7 @@ class Transport:
         self._ranks = _own_pipeline(self._pipelines, self._rank)
         self._torch_device = torch.device(torch_device)
         self._timeout_s = timeout_s
-        self._new_group = new_group if new_group is not None else self._make_group
+        self._like = like
         self._lanes: dict[Edge, int] = {}
         self._groups: dict[tuple[Stream, int], dist.ProcessGroup] = {}
         self._channels: dict[Edge, tuple[dist.ProcessGroup, int]] = {}
@@ -253,7 +251,12 @@ class Transport:
     def _make_group(self, ranks: Sequence[int], description: str) -> "dist.ProcessGroup | None":
         # gloo itself says less, so it speaks a minute after this transport has spoken.
         timeout = timedelta(seconds=self._timeout_s + 60) if self._waits_block else A_DAY
-        made = dist.new_group(list(ranks), timeout=timeout, group_desc=description)
+        options = None
+        if self._like is not None and not self._waits_block:
+            options = _nccl_options(self._like, timeout)
+        made = dist.new_group(
+            list(ranks), timeout=timeout, pg_options=options, group_desc=description
+        )
         return made if isinstance(made, dist.ProcessGroup) else None
 
     def _group_of_all(self, key: tuple[Stream, int]) -> dist.ProcessGroup:
@@ -263,7 +266,7 @@ class Transport:
         way = "up" if upward else "down"
         own: dist.ProcessGroup | None = None
         for ranks in self._pipelines:
-            made = self._new_group(ranks, f"pipeline {content} of chunk {chunk}, {way}, {lane}")
+            made = self._make_group(ranks, f"pipeline {content} of chunk {chunk}, {way}, {lane}")
             if ranks == self._ranks:
                 own = made
         if own is None:
@@ -333,6 +336,15 @@ def _connection_failed(error: Exception) -> str:
 
 def _no_progress(timeout_s: float) -> str:
     return f", and nothing has moved for {timeout_s:g} s"
+
+
+def _nccl_options(like: dist.ProcessGroup, timeout: timedelta) -> Any:
+    """Return new options with what `like` was made with, but for the timeout."""
+    theirs = like._get_backend(torch.device("cuda")).options
+    options = dist.ProcessGroupNCCL.Options(theirs.is_high_priority_stream)
+    options.config = theirs.config
+    options._timeout = timeout
+    return options
 
 
 def _own_pipeline(pipelines: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import re
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -361,3 +362,21 @@ def test_gloo_ends_a_minute_after_the_transport_has_spoken(monkeypatch: pytest.M
     monkeypatch.setattr(dist, "new_group", lambda *_, timeout, **__: found.append(timeout))
     Transport([[0]], SHAPE, torch.float32, "cpu", timeout_s=40)._make_group([0], "")
     assert found == [timedelta(seconds=100)]
+
+
+def test_on_nccl_groups_have_the_settings_of_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not dist.is_nccl_available():
+        pytest.skip("this torch has no NCCL, and so no options of it")
+    theirs = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    theirs.config.max_ctas = 7
+    like = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=theirs))
+    found: list[Any] = []
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "new_group", lambda *_, pg_options, **__: found.append(pg_options))
+    for device in ("cpu", "meta"):
+        Transport([[0]], SHAPE, torch.float32, device, like=like)._make_group([0], "")
+    on_gloo, on_nccl = found
+    assert on_gloo is None
+    assert on_nccl.is_high_priority_stream
+    assert on_nccl.config.max_ctas == 7
+    assert on_nccl._timeout == timedelta(days=1)  # torch warns of any other than new_group's
