@@ -26,7 +26,7 @@ class Numbers:
     peak_chunks: tuple[float, ...]
     peak_bytes: tuple[float, ...] | None
     relative_peak: float
-    """Of 1F1B's: in bytes where these are known, else in chunks."""
+    """Of 1F1B's: in bytes where these are known, else in chunks; 1 where 1F1B holds nothing."""
 
     messages: int
     """Boundary tensors that cross devices per microbatch, forward and backward."""
@@ -52,7 +52,9 @@ def numbers_of(timeline: Timeline, costs: Costs | None = None) -> Numbers:
         span_bubble=timeline.span_bubble,
         peak_chunks=peak_chunks,
         peak_bytes=peak_bytes,
-        relative_peak=max(peak_chunks if peak_bytes is None else peak_bytes) / base,
+        relative_peak=max(peak_chunks if peak_bytes is None else peak_bytes) / base
+        if base
+        else 1.0,
         messages=messages,
         relative_messages=messages / least if least else 1.0,
     )

@@ -24,3 +24,9 @@ def test_the_peak_in_bytes_is_compared_with_1f1b_in_bytes(name: str, stages: int
 def test_a_limit_is_rounded_up(held: float, text: str) -> None:
     assert enough(held) == text
     assert float(text) * (1 + 1e-9) >= held
+
+
+def test_what_holds_nothing_holds_no_more_than_1f1b() -> None:
+    ones, nothing = (1.0,) * 4, (0.0,) * 4
+    costs = Costs(ones, ones, ones, 0.0, nothing, nothing)
+    assert numbers_of(simulate(make("1f1b", 4, 8), costs), costs).relative_peak == 1
