@@ -8,6 +8,7 @@ it is asked for: importing costs ten seconds, forking none. Run as a script it i
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -41,6 +42,15 @@ MODEL = (
     "--lr-decay-style constant --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-workers 0"
 ).split()
 """A GPT of eight small layers; what comes later on a command line overrides it."""
+
+LATE_IMPORTS = (
+    "megatron.core.tokenizers.text",
+    "megatron.core.models.mimo",
+    "megatron.core.datasets.helpers",
+    "torch._dynamo",
+    "torch.utils.serialization",
+)
+"""What every run would import by itself, in each of its ranks; more than half of their time."""
 
 
 def _left(flags: Sequence[str], without: Sequence[str]) -> list[str]:
@@ -205,6 +215,13 @@ def _serve() -> None:
     # Under another name the script imports and defines, and does not start.
     exec(source, {"__name__": "farm_script", "__file__": str(SCRIPT)})
     import recorder  # after the script, which must be the first to import Megatron
+
+    for name in LATE_IMPORTS:
+        with contextlib.suppress(ModuleNotFoundError):  # not in every version
+            importlib.import_module(name)
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.size = 2000  # documents; a run takes a few hundred tokens of them
 
     for line in sys.stdin:
         order = json.loads(line)
