@@ -29,6 +29,3 @@ def test_training_equals_megatrons_1f1b(farm: Farm, schedule: str) -> None:
     whole = farm.run(1, *STEPS).check()
     assert whole.record["losses"] != theirs.record["losses"]  # so that the lengths do differ
     assert_equal_training(ours, theirs)
-    # The gradient norm adds up the stages in another order, so the weights differ by a last bit.
-    for mine, yours in zip(ours.record["evaluations"], theirs.record["evaluations"], strict=True):
-        assert mine["lm loss"] == pytest.approx(yours["lm loss"], rel=1e-6)

@@ -93,14 +93,14 @@ def lab(farm: Farm, tmp_path: Path) -> Lab:
 
 
 def test_fp16_with_clipping_at_times_and_infinite_gradients(lab: Lab) -> None:
-    flags = ("--fp16", *SCALED, "--clip-grad", "1.0")
+    flags = ("--fp16", *SCALED, "--clip-grad", "1.25")
     plain, ahead = lab.both(*FIFTY, *flags, infected=(7, 15, 16, 30, 42))
     made, undone = guesses(ahead)
     assert 0 < undone < made
     assert sum(each["skipped"] for each in plain.steps) == 5
     assert len({each["loss scale"] for each in plain.steps}) > 1
     norms = [each["norm"] for each in plain.steps if each["norm"] is not None]
-    assert {norm > 1.0 for norm in norms} == {True, False}
+    assert {norm > 1.25 for norm in norms} == {True, False}
 
 
 def test_bf16_distributed_optimizer_with_dropout_and_per_token_loss(lab: Lab) -> None:
