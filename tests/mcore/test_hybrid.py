@@ -50,8 +50,6 @@ def test_training_equals_megatrons_1f1b(
     ours = train(4, "--pipeline-schedule", schedule, *given)
     assert any("decoder.final_norm" in name for name in ours.merged("parameters"))  # not a GPT
     assert_equal_training(ours, theirs)
-    for mine, yours in zip(ours.record["evaluations"], theirs.record["evaluations"], strict=True):
-        assert mine["lm loss"] == pytest.approx(yours["lm loss"], rel=1e-6)
 
 
 @pytest.mark.slow

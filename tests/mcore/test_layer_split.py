@@ -44,8 +44,6 @@ def test_training_equals_one_rank(train: Train, ranks: int, schedule: str, split
     theirs = train(1, *MODEL)
     ours = train(ranks, "--pipeline-schedule", schedule, "--pipeline-layer-split", split, *MODEL)
     assert_equal_training(ours, theirs)
-    for mine, yours in zip(ours.record["evaluations"], theirs.record["evaluations"], strict=True):
-        assert mine["lm loss"] == pytest.approx(yours["lm loss"], rel=1e-6)
     if split != "auto":
         line = f"layers per stage, in model order: {split}\n"
         assert [text.count(line) for text in ours.output] == [1] + [0] * (ranks - 1)

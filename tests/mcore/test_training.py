@@ -54,13 +54,8 @@ def test_twenty_steps_equal_megatrons_1f1b(
     ours = train(4, "--pipeline-schedule", schedule, *TWENTY, *embeddings)
     assert len(losses(ours)) == 20
     assert losses(ours)[-1] < losses(ours)[0]
+    assert ours.record["evaluations"]
     assert_equal_training(ours, theirs)
-
-
-@pytest.mark.parametrize("schedule", ["v-min", "v-half", "v-zb"])
-def test_evaluation_equals_megatrons_1f1b(train: Train, schedule: str) -> None:
-    theirs = train(4, "--pipeline-schedule", "1f1b", *TWENTY)
-    ours = train(4, "--pipeline-schedule", schedule, *TWENTY)
 
 
 def test_losses_are_in_the_log_and_the_schedule_is_told_once(train: Train) -> None:
