@@ -59,6 +59,15 @@ _UNSUPPORTED_FLAGS = {
 }
 
 
+_NEEDS_0_19 = {
+    "experimental_attention_variant": "--experimental-attention-variant",
+    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
+    "mla_down_proj_fusion": "--mla-down-proj-fusion",
+    "kitchen_config_file": "--kitchen-config-file",
+    "kitchen_recipe_number": "--kitchen-recipe-number",
+}
+
+
 def forward_step(
     data_iterator: Iterator[Batch] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossReport]]:
@@ -167,6 +176,9 @@ def _model_provider(
 ) -> torch.nn.Module:
     """Return one chunk of the model, for the trainers before 0.19, which ask for a function."""
     args = get_args()
+    for name, flag in _NEEDS_0_19.items():
+        if getattr(args, name, None):
+            raise SystemExit(f"{flag} needs megatron-core 0.19 or later in this script")
     _refuse_unsupported(args)  # 0.17 reads the flags where this script cannot see them
     config = options.get("config") or arguments.core_transformer_config_from_args(args)
     chunk: dict[str, Any] = {
@@ -195,18 +207,28 @@ def _model_provider(
 
 
 def _gpt_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
+    """Return what Megatron's own `gpt_builders.py` does before 0.19; it is in no wheel."""
     if args.spec is not None:
         return import_module(args.spec)
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
     on_transformer_engine = args.transformer_impl == "transformer_engine"
+    norms = {"normalization": args.normalization, "qk_l2_norm": args.qk_l2_norm}
     if args.num_experts:
-        return specs.get_gpt_decoder_block_spec(config, on_transformer_engine, vp_stage=vp_stage)
+        return specs.get_gpt_decoder_block_spec(
+            config, on_transformer_engine, vp_stage=vp_stage, **norms
+        )
+    attention = {
+        "qk_layernorm": args.qk_layernorm,
+        "multi_latent_attention": args.multi_latent_attention,
+    }
     if on_transformer_engine:
-        return specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
-    return specs.get_gpt_layer_local_spec(
-        qk_layernorm=args.qk_layernorm, normalization=args.normalization
-    )
+        return specs.get_gpt_layer_with_transformer_engine_spec(
+            **attention,
+            qk_l2_norm=args.qk_l2_norm,
+            use_te_activation_func=config.use_te_activation_func,
+        )
+    return specs.get_gpt_layer_local_spec(**attention, **norms)
 
 
 def _hybrid_spec(args: Namespace) -> Any:
