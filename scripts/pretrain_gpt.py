@@ -177,7 +177,8 @@ def _model_provider(
     """Return one chunk of the model, for the trainers before 0.19, which ask for a function."""
     args = get_args()
     for name, flag in _NEEDS_0_19.items():
-        if getattr(args, name, None):
+        value = getattr(args, name, None)
+        if value is not None and value is not False:
             raise SystemExit(f"{flag} needs megatron-core 0.19 or later in this script")
     _refuse_unsupported(args)  # 0.17 reads the flags where this script cannot see them
     config = options.get("config") or arguments.core_transformer_config_from_args(args)

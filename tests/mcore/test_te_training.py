@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from mcore.conftest import UNTIED
+from mcore.conftest import UNTIED, needs_hybrid
 from mcore.farm import Ended, Farm
 from mcore.test_real_te import HOW, directories
 
@@ -37,6 +37,7 @@ MODELS = {
     "grouped queries": "--group-query-attention --num-query-groups 2",
     "sequence parallel": f"{TWO_BY_TWO} --tensor-model-parallel-size 2 --sequence-parallel",
     "context parallel": f"{TWO_BY_TWO} --context-parallel-size 2",
+    "hybrid": "--hybrid-layer-pattern *-*-*-*-",
     "experts": f"{TWO_BY_TWO} {EXPERTS} --expert-model-parallel-size 2",
     "latent attention": LATENT,
     # Megatron 0.19 never ends a recomputed MLP with a bias, under its own schedules either.
@@ -81,7 +82,10 @@ def assert_gradients_equal(ours: Ended, theirs: Ended) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["v-half", "v-zb"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(name, marks=[needs_hybrid] * (name == "hybrid")) for name in MODELS],
+)
 def test_gradients_equal_1f1b(train: Train, model: str, schedule: str) -> None:
     if schedule == "v-zb" and model == "full recompute":
         pytest.skip("v-half shows it")
