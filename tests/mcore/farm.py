@@ -221,7 +221,7 @@ def _serve() -> None:
             importlib.import_module(name)
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
-    MockGPTLowLevelDataset.size = 2000  # documents; a run takes a few hundred tokens of them
+    MockGPTLowLevelDataset.size = 2000  # documents of 2000 tokens; a run takes a few
 
     for line in sys.stdin:
         order = json.loads(line)

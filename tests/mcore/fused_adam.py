@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core import optimizer as optimizers
 from megatron.core.optimizer import distrib_optimizer
+from te_on_cpu import multi_tensor_adam
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -32,19 +33,20 @@ class FusedAdam(torch.optim.Optimizer):
         """Take one step."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            first, second = group["betas"]
+            lists: list[list[torch.Tensor]] = [[], [], [], []]
             for each in group["params"]:
                 if each.grad is None:
                     continue
                 state = self.state[each]
                 for key in ("exp_avg", "exp_avg_sq"):
                     state.setdefault(key, torch.zeros_like(each))
-                state["exp_avg"].lerp_(each.grad, 1 - first)
-                state["exp_avg_sq"].mul_(second).addcmul_(each.grad, each.grad, value=1 - second)
-                mean = state["exp_avg"] / (1 - first ** group["step"])
-                square = state["exp_avg_sq"] / (1 - second ** group["step"])
-                each.mul_(1 - group["lr"] * group["weight_decay"])
-                each.sub_(group["lr"] * mean / (square.sqrt() + group["eps"]))
+                moments = state["exp_avg"], state["exp_avg_sq"]
+                for tensors, one in zip(lists, (each.grad, each, *moments), strict=True):
+                    tensors.append(one)
+            multi_tensor_adam(
+                *(0, None, lists, group["lr"], *group["betas"], group["eps"], group["step"]),
+                *(1, 1, group["weight_decay"]),
+            )
 
 
 def start(rank: int, given: object) -> None:

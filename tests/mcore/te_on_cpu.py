@@ -186,7 +186,7 @@ def multi_tensor_scale(
 
 def multi_tensor_adam(
     chunk: int,
-    overflowed: Tensor,
+    overflowed: Tensor | None,
     lists: list[list[Tensor]],
     lr: float,
     beta1: float,

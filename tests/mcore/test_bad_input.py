@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from argparse import ArgumentParser, Namespace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -217,3 +218,15 @@ def test_1f1b_with_chunks(farm: Farm) -> None:
 def test_a_timeout_of_nothing(farm: Farm) -> None:
     text = refused(farm, *V_HALF.split(), "--pipeline-timeout", "0")
     assert text == "--pipeline-timeout 0 is not above 0"
+
+
+@pytest.mark.skipif(
+    metadata.version("megatron-core") >= "0.19", reason="from 0.19 on Megatron builds the model"
+)
+def test_what_only_later_megatrons_build_is_refused(farm: Farm) -> None:
+    attention = ("--experimental-attention-variant", "gated_delta_net")
+    run = farm.run(2, "--pipeline-schedule", "v-half", *attention, "--linear-attention-freq", "4")
+    assert run.codes == [1, 1], run.output
+    said = "--experimental-attention-variant needs megatron-core 0.19 or later in this script"
+    assert run.output[0].strip().endswith(said)
+    assert "Traceback" not in run.output[0]
