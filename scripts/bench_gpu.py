@@ -51,7 +51,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 from megatron_vshape import __version__
 from megatron_vshape.core.adaptive import make_plus
 from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.lowering import Message
+from megatron_vshape.core.instructions import Message
 from megatron_vshape.core.passes import Kind, ScheduleError
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import held_curve

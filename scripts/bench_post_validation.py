@@ -22,7 +22,8 @@ from bench_runtime import SleepingStage, on_ranks
 from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.cutting import forward_cut
-from megatron_vshape.core.lowering import Program, lower
+from megatron_vshape.core.instructions import Program
+from megatron_vshape.core.lowering import lower
 from megatron_vshape.core.passes import Pass
 from megatron_vshape.core.placement import stages_of
 from megatron_vshape.core.schedule import Schedule

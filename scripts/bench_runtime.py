@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.lowering import Message, lower
+from megatron_vshape.core.instructions import Message
+from megatron_vshape.core.lowering import lower
 from megatron_vshape.core.placement import stages_of
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import simulate

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.lowering import Program
+from megatron_vshape.core.instructions import Program
 from megatron_vshape.core.simulate import peak_held
 
 ROOT = Path(__file__).parents[1]

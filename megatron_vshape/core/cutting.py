@@ -8,7 +8,16 @@ to be wrong: a prefix of every device's instructions that waits for nothing beyo
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from megatron_vshape.core.lowering import Await, Instruction, Message, Program, Receive, Run, Send
+from megatron_vshape.core.instructions import (
+    Await,
+    Instruction,
+    Message,
+    Program,
+    Receive,
+    Run,
+    Send,
+)
+from megatron_vshape.core.kernels import lower_to_kernels
 from megatron_vshape.core.passes import Kind, Pass
 
 Cut = tuple[int, ...]
@@ -48,6 +57,13 @@ def begun_early(program: Program) -> tuple[Program, Cut]:
     between two steps (its timers do), and so may wait for none that the next step has to end.
     """
     ends = forward_cut(program)
+    if program.planned is not None:
+        passes = [
+            sum(isinstance(each, Run) for each in row[:end])
+            for row, end in zip(program.instructions, ends, strict=True)
+        ]
+        program = lower_to_kernels(program.planned, passes)
+        return program, _after_passes(program, passes)
     wanted = set(map(Receive, _messages(program, ends, Send)))
     rows: list[tuple[Instruction, ...]] = []
     early_ends: list[int] = []
@@ -59,6 +75,31 @@ def begun_early(program: Program) -> tuple[Program, Cut]:
         rows.append((*first, *held_back, *(each for each in late if each not in wanted)))
         early_ends.append(len(first))
     return replace(program, instructions=tuple(rows)), tuple(early_ends)
+
+
+def _after_passes(program: Program, passes: Sequence[int]) -> Cut:
+    """Return the cut after so many passes of every device, what they send and the receives of that.
+
+    Nothing that is sent later is posted before it; `lower_to_kernels` has seen to that.
+    """
+    found = []
+    for row, number in zip(program.instructions, passes, strict=True):
+        runs = [0, *(at + 1 for at, each in enumerate(row) if isinstance(each, Run))]
+        found.append(runs[number])
+    rows = zip(program.instructions, passes, found, strict=True)
+    sent = {
+        each.message
+        for row, number, end in rows
+        for each in row[: end + 1 if number else 0]
+        if isinstance(each, Send)
+    }
+    for device, row in enumerate(program.instructions):
+        while found[device] < len(row):
+            each = row[found[device]]
+            if not isinstance(each, Send | Receive) or each.message not in sent:
+                break
+            found[device] += 1
+    return tuple(found)
 
 
 def drain(program: Program, ends: Cut, device: int) -> tuple[Instruction, ...]:

@@ -6,7 +6,7 @@ import hashlib
 
 import torch.distributed as dist
 
-from megatron_vshape.core.lowering import Program
+from megatron_vshape.core.instructions import Program
 from megatron_vshape.core.passes import ScheduleError
 
 

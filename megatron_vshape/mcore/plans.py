@@ -13,7 +13,8 @@ from megatron_vshape.core import catalogue
 from megatron_vshape.core.adaptive import make_plus, make_within
 from megatron_vshape.core.bounds import least_memory
 from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.lowering import KERNELS_AHEAD, WINDOW, Program, forward_wave, lower
+from megatron_vshape.core.instructions import Program
+from megatron_vshape.core.lowering import forward_wave, lower
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
 from megatron_vshape.core.placement import Placement, looping, stages_of, v_shape
 from megatron_vshape.core.schedule import Schedule, Timeline, load_schedule
@@ -27,6 +28,9 @@ GIB = 2.0**30
 
 START = "v-half"
 """What auto runs until it knows the costs."""
+
+MESSAGES = 9
+"""Messages for which a device is thought to need memory at most, until a plan says it is more."""
 
 
 CHUNKS = (2, 4)
@@ -67,7 +71,10 @@ class Planner:
     estimate: Costs | None = None  # or this, in such units, where stages have unlike layers
     limit_bytes: float | None = None  # of a device, for auto; None: activations as 1F1B holds
     static_bytes: tuple[float, ...] = ()  # of every device: what is there besides activations
-    kernels: bool = False  # a posted receive is a kernel that spins, as on NCCL
+    message_bytes: float = 0.0  # of one message; what waits to be read or taken counts too
+    kernels: bool = False  # messages are kernels, as on NCCL
+    _takes: bool = False  # and their length is known only when they are there
+    _messages: int = MESSAGES
     _training: dict[int, Plan] = field(default_factory=dict)
     _evaluation: dict[int, Program] = field(default_factory=dict)
     _bubbles: dict[tuple[int, Costs], float] = field(default_factory=dict)
@@ -85,11 +92,6 @@ class Planner:
         return schedule.placement
 
     @property
-    def receives_ahead(self) -> int:
-        """Return how many messages of a stream a device has room for before it reads them."""
-        return KERNELS_AHEAD if self.kernels else WINDOW
-
-    @property
     def plans_by_costs(self) -> bool:
         """Return whether the adaptive scheduler makes the order."""
         return self.name == AUTO or self.name in PLUS_NAMES
@@ -99,10 +101,28 @@ class Planner:
         self.costs = costs
         self._training.clear()
 
-    def reserve(self, static_bytes: Sequence[float]) -> None:
-        """Keep so much of the limit free on every device; all ranks pass the same."""
+    def reserve(self, static_bytes: Sequence[float], message_bytes: float | None = None) -> None:
+        """Keep so much of the limit free on every device, and for messages of that size.
+
+        All ranks pass the same.
+        """
         self.static_bytes = tuple(static_bytes)
+        if message_bytes is not None:
+            self.message_bytes = message_bytes
         self._training.clear()
+
+    @property
+    def reserved_bytes(self) -> tuple[float, ...]:
+        """Return what is kept free on every device: what is there, and room for messages."""
+        static = self.static_bytes or (0.0,) * self.num_devices
+        return tuple(each + self._messages * self.message_bytes for each in static)
+
+    def expect_any_length(self) -> None:
+        """Make programs from now on for messages whose length is known only when they are there."""
+        if not self._takes:
+            self._takes = True
+            self._training.clear()
+            self._evaluation.clear()
 
     def training(self, num_microbatches: int) -> Plan:
         """Return the plan of a training step.
@@ -111,22 +131,29 @@ class Planner:
             ScheduleError: the schedule comes from a file and is for another number.
         """
         if num_microbatches not in self._training:
-            schedule = self._schedule(num_microbatches)
-            if self.keeps_backward_whole:
-                schedule = whole_backwards(schedule)
-            timeline = simulate(schedule, self._costs_of(schedule))
-            program = lower(schedule, timeline, kernels=self.kernels)
-            plan = Plan(schedule, timeline, program, self.estimate)
+            plan = self._plan(num_microbatches)
+            most = max(map(plan.program.most_messages, range(self.num_devices)))
+            if self.limit_bytes is not None and most > self._messages:
+                self._messages = most  # this plan has promised memory that its messages take
+                return self.training(num_microbatches)
             self._training[num_microbatches] = plan
             logger.info(
                 "planned %s for %d devices and %d microbatches: bubble %.1f %%, peak %g chunks",
-                schedule.name,
-                schedule.num_devices,
+                plan.schedule.name,
+                plan.schedule.num_devices,
                 num_microbatches,
-                100 * timeline.bubble,
+                100 * plan.timeline.bubble,
                 plan.peak_chunks,
             )
         return self._training[num_microbatches]
+
+    def _plan(self, num_microbatches: int) -> Plan:
+        schedule = self._schedule(num_microbatches)
+        if self.keeps_backward_whole:
+            schedule = whole_backwards(schedule)
+        timeline = simulate(schedule, self._costs_of(schedule))
+        program = lower(schedule, timeline, kernels=self.kernels, takes=self._takes)
+        return Plan(schedule, timeline, program, self.estimate)
 
     def predicted_bubble(self, num_microbatches: int) -> float:
         """Return the bubble of a training step at the costs that are known by now."""
@@ -143,7 +170,9 @@ class Planner:
         """Return the program of forward passes alone."""
         if num_microbatches not in self._evaluation:
             wave = forward_wave(self.placement, self.num_devices, num_microbatches)
-            self._evaluation[num_microbatches] = lower(wave, kernels=self.kernels)
+            self._evaluation[num_microbatches] = lower(
+                wave, kernels=self.kernels, takes=self._takes
+            )
         return self._evaluation[num_microbatches]
 
     def smallest(self) -> Program:
@@ -185,8 +214,7 @@ class Planner:
             return make_within(
                 self.costs, self.num_devices, num_microbatches, limit, self.placement
             )
-        static = self.static_bytes or (0.0,) * self.num_devices
-        left = tuple(self.limit_bytes - each for each in static)
+        left = tuple(self.limit_bytes - each for each in self.reserved_bytes)
         self._check_fits(left)
         return make_within(self.costs, self.num_devices, num_microbatches, left, self.placement)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.lowering import Program
+from megatron_vshape.core.instructions import Program
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.simulate import peak_held, simulate

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.lowering import Message, Program, Send
+from megatron_vshape.core.instructions import Message, Program, Send
 from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.core.schedule import Schedule, Slot, Timeline
 

@@ -5,12 +5,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_vshape.core.lowering import (
+from megatron_vshape.core.instructions import (
     Await,
     Instruction,
     Message,
     Program,
     Receive,
+    Release,
     Run,
     Send,
 )
@@ -30,8 +31,11 @@ class Carrier(Protocol):
     def send(self, message: Message, tensor: Tensor) -> None:
         """Start to send; keeps what it needs of the tensor until that has ended."""
 
+    def release(self, message: Message) -> None:
+        """Let go of what was sent; what is computed from now on waits until it has been taken."""
+
     def poll(self) -> None:
-        """Release what has been sent; does not wait."""
+        """Let go of what has left already; does not wait."""
 
     def drain(self) -> None:
         """Wait until all that was sent has left."""
@@ -149,6 +153,8 @@ class ProgramRun:
                     received = self._transport.wait(message)
                 case Receive(message):
                     self._transport.post(message)
+                case Release(message):
+                    self._transport.release(message)
         self._at = max(self._at, upto)
 
 

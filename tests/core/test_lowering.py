@@ -5,21 +5,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import costs_of, made
 
-from megatron_vshape.core.catalogue import NAMES, make
+from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.lowering import (
-    Await,
-    Message,
-    Program,
-    Receive,
-    Run,
-    Send,
-    Stream,
-    forward_wave,
-    fuse,
-    lower,
-    never_sent,
-)
+from megatron_vshape.core.instructions import Await, Message, Program, Receive, Run, Send, Stream
+from megatron_vshape.core.lowering import forward_wave, fuse, lower
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
 from megatron_vshape.core.placement import Placement, linear, looping, stages_of, v_shape
 from megatron_vshape.core.schedule import Schedule
@@ -63,8 +52,8 @@ def finishes(program: Program) -> bool:
     return all(place == len(row) for place, row in zip(at, program.instructions, strict=True))
 
 
-def check(schedule: Schedule, window: int = 2, kernels: bool = False) -> Program:
-    program = lower(schedule, window=window, kernels=kernels)
+def check(schedule: Schedule, window: int = 2) -> Program:
+    program = lower(schedule, window=window)
     assert [[i.work for i in row if isinstance(i, Run)] for row in program.instructions] == [
         list(row) for row in schedule.order
     ]
@@ -155,7 +144,6 @@ def test_evaluation_runs_every_forward_once_on_any_placement(
     passes = [(each.stage, each.microbatch) for row in wave.order for each in row]
     assert sorted(passes) == [(s, m) for s in range(len(placement)) for m in range(microbatches)]
     check(wave)
-    check(wave, kernels=True)
 
 
 @pytest.mark.parametrize("placement", [linear(4), looping(4, 2), v_shape(4)])
@@ -176,53 +164,6 @@ def test_messages_that_deadlock_are_told() -> None:
         "    device 0 waits for B1.0 from device 1\n"
         "    device 1 waits for F0.1 from device 0"
     )
-
-
-def passes_before(schedule: Schedule) -> dict[Pass, set[Pass]]:
-    """Return all that every pass comes after: what it reads, what stands before it, and theirs."""
-    home = {
-        Pass(kind, work.stage, work.microbatch): work
-        for row in schedule.order
-        for work in row
-        for kind in work.parts()
-    }
-    ahead: dict[Pass, list[Pass]] = {}
-    for row in schedule.order:
-        for at, work in enumerate(row):
-            needs = [home[need] for need in work.needs(schedule.num_stages)]
-            ahead[work] = [need for need in needs if need != work] + list(row[max(at - 1, 0) : at])
-    found: dict[Pass, set[Pass]] = {}
-    while len(found) < len(ahead):
-        for work, needs in ahead.items():
-            if work not in found and all(need in found for need in needs):
-                found[work] = set(needs).union(*(found[need] for need in needs))
-    return {part: found[work] | {work} for part, work in home.items()}
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=HEALTHY)
-@given(schedule=made(max_devices=5, max_microbatches=8))
-def test_kernels_wait_for_no_later_pass_of_their_own_device(schedule: Schedule) -> None:
-    """So that whatever waits for all of a device's kernels ends."""
-    program = check(schedule, kernels=True)
-    before = passes_before(program.schedule)
-    for row in program.instructions:
-        left = {each.work for each in row if isinstance(each, Run)}
-        for each in row:
-            if isinstance(each, Run):
-                left.remove(each.work)
-            elif isinstance(each, Receive):
-                assert not before[each.message.work] & left
-        # and `check` has seen it finish with sends that hold their device until they are received
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_kernels_are_few_at_a_time(name: str) -> None:
-    """A posted receive keeps some of the device's processors busy, and a message's memory."""
-    for devices, microbatches in ((4, 12), (8, 32)):
-        schedule = make(name, devices, microbatches)
-        program = lower(schedule, simulate(schedule), kernels=True)
-        most = [program.most_posted(device) for device in range(devices)]
-        assert max(most) <= (devices if "grouped" in name else 4), most
 
 
 def test_a_stream_from_two_devices_is_posted_for_each_by_itself() -> None:
@@ -259,35 +200,3 @@ def test_costs_decide_what_is_fused() -> None:
     schedule = make("v-half", 4, 8)
     free = fuse(simulate(schedule, Costs.uniform(4, 8, send=100.0)))
     assert sum(work.kind is Kind.BW for row in free.order for work in row) < 4 * 2 * 8
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "is_sent"),
-    [
-        ("zb-h1", [(8, 8)], False),
-        ("v-two-thirds", [(8, 8), (8, 16)], False),
-        ("grouped-interleaved-1f1b", [(4, 8), (8, 8), (8, 16)], False),
-        ("zb-h1", [(4, 8), (8, 16)], True),
-        *((name, [(4, 8), (8, 8), (8, 16)], True) for name in ("1f1b", "v-min", "v-half", "v-zb")),
-    ],
-)
-def test_which_messages_are_sent_where_none_is_received_ahead(
-    name: str, sizes: list[tuple[int, int]], is_sent: bool
-) -> None:
-    for devices, microbatches in sizes:
-        schedule = make(name, devices, microbatches)
-        for program in (lower(schedule), lower(schedule, simulate(schedule), window=1)):
-            message = never_sent(program)
-            assert (message is None) == is_sent
-            if message is not None:
-                assert Send(message) in program.instructions[message.source]
-        assert (
-            never_sent(
-                lower(
-                    forward_wave(
-                        schedule.placement, schedule.num_devices, schedule.num_microbatches
-                    )
-                )
-            )
-            is None
-        )

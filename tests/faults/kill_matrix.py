@@ -22,7 +22,8 @@ import torch.distributed as dist
 from runtime.plain_pipeline import SHAPE, stages_for
 
 from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.lowering import Program, Run, lower
+from megatron_vshape.core.instructions import Program, Run
+from megatron_vshape.core.lowering import lower
 from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.core.simulate import simulate
 from megatron_vshape.runtime.p2p import Transport

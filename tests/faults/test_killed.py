@@ -18,7 +18,7 @@ import torch
 from faults.conftest import INJECTION, Inject, Tally
 from mcore.farm import MODEL, SCRIPT, Ended, Farm
 
-from megatron_vshape.core.lowering import Run
+from megatron_vshape.core.instructions import Run
 from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.mcore.plans import make_planner
 

@@ -10,7 +10,8 @@ from runtime.plain_pipeline import SHAPE, AliveCounter, gradients_of, one_proces
 from runtime.ranks import run_ranks
 
 from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.lowering import Program, forward_wave, lower
+from megatron_vshape.core.instructions import Program
+from megatron_vshape.core.lowering import forward_wave, lower
 from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.core.placement import looping, stages_of
 from megatron_vshape.core.schedule import Schedule

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.lowering import Message, Program, Run, lower
+from megatron_vshape.core.instructions import Message, Program, Run
+from megatron_vshape.core.lowering import lower
 from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.runtime.program_runner import Place, run_program

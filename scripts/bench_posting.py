@@ -1,0 +1,169 @@
+"""Print what posting receives early is worth, and what it risks, where messages are kernels (NCCL).
+
+Three ways to post: right before the reader (late), where no wait for a whole device can hang
+(safe: `core.kernels`, what runs), and one pass before the reader always (early). A program hangs if
+it does not end where every device waits, in every pass, for its own kernels. Step times are
+simulated with messages that start when both ends are there; beside them is what a transport would
+reach that need not post (pushed), such as copies into a neighbour's symmetric memory.
+"""
+
+import argparse
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+from megatron_vshape.core.adaptive import make_within
+from megatron_vshape.core.catalogue import NAMES, make
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.instructions import (
+    Await,
+    Instruction,
+    Message,
+    Program,
+    Receive,
+    Release,
+    Run,
+    Send,
+    source_of,
+)
+from megatron_vshape.core.kernels import share_posted_early, waits_for_ever
+from megatron_vshape.core.lowering import forward_wave, lower
+from megatron_vshape.core.placement import v_shape
+from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.simulate import simulate
+
+CELLS = ((4, 8), (8, 16), (8, 64), (16, 64))
+
+
+def reposted(program: Program, passes_ahead: int) -> Program:
+    """Return the program with every receive so many passes ahead, in the order of its stream."""
+    rows = tuple(tuple(_reposted(row, passes_ahead)) for row in program.instructions)
+    return Program(program.schedule, rows, passes_ahead, program.planned)
+
+
+def _reposted(row: Sequence[Instruction], passes_ahead: int) -> Iterator[Instruction]:
+    rest = [each for each in row if not isinstance(each, Receive | Release)]
+    runs, read = 0, {}
+    for each in rest:
+        runs += isinstance(each, Run)
+        if isinstance(each, Await):
+            read[each.message] = runs
+    posts: dict[int, list[Receive]] = {}
+    first: dict[object, int] = {}  # by stream: where the next one of it is posted
+    for each in reversed([each for each in row if isinstance(each, Receive)]):
+        wanted = max(read[each.message] - passes_ahead, 0)
+        source = source_of(each.message)
+        first[source] = min(first.get(source, wanted), wanted)
+        posts.setdefault(first[source], []).insert(0, each)
+    runs = 0
+    yield from posts.get(0, ())
+    for each in rest:
+        yield each
+        if isinstance(each, Run):
+            runs += 1
+            yield from posts.get(runs, ())
+
+
+def step_us(program: Program, *, is_ideal: bool = False) -> float:
+    """Return what a step takes whose messages start once sent and posted, and take `send_us`."""
+    planned, rows = program.planned, program.instructions
+    took = {
+        slot.work: slot.end - slot.start
+        for device in range(len(rows))
+        for slot in planned.slots(device)
+    }
+    clock, at = [0.0] * len(rows), [0] * len(rows)
+    begun: dict[Message, dict[type, float]] = {}
+    awake = list(range(len(rows)))
+    while awake:
+        device = awake.pop()
+        for each in rows[device][at[device] :]:
+            if isinstance(each, Run):
+                clock[device] += took[each.work]
+            elif isinstance(each, Send | Receive):
+                time = 0.0 if is_ideal and isinstance(each, Receive) else clock[device]
+                begun.setdefault(each.message, {})[type(each)] = time
+                awake += [each.message.source, each.message.target]
+            elif len(begun.get(each.message, ())) < 2:
+                break
+            else:
+                arrives = max(begun[each.message].values()) + planned.send_us
+                clock[device] = max(clock[device], arrives)
+            at[device] += 1
+    return max(clock)
+
+
+def table(send: float) -> None:
+    """Print a line per schedule and size."""
+    print(f"\nF, B, W take 1, 1.15, .85 and a message {send:g}; step times, and how often it hangs")
+    print(
+        f"{'schedule':26}{'d':>3}{'m':>4} {'late':>8} {'safe':>8} {'early':>8} {'pushed':>8} "
+        f"{'safe/pushed':>12} {'posted early':>13} {'posted':>7} {'kept':>5}  hangs: safe, early"
+    )
+    for name in NAMES:
+        for devices, microbatches in CELLS:
+            schedule = make(name, devices, microbatches)
+            costs = Costs.uniform(devices, schedule.num_stages, 1, 1.15, 0.85, send)
+            safe = lower(schedule, simulate(schedule, costs), kernels=True)
+            early = reposted(safe, 1)
+            times = [step_us(reposted(safe, 0)), step_us(safe), step_us(early)]
+            times.append(step_us(safe, is_ideal=True))
+            ratio = times[1] / times[-1]
+            counts = (safe.most_posted, safe.most_kept)
+            posted, kept = (max(map(count, range(devices))) for count in counts)
+            hangs = ", ".join("yes" if waits_for_ever(each) else "no" for each in (safe, early))
+            print(
+                f"{name:26}{devices:>3}{microbatches:>4} "
+                + " ".join(f"{each:8.2f}" for each in times)
+                + f" {ratio:12.4f} {100 * share_posted_early(safe):11.0f} % {posted:>7} {kept:>5}"
+                f"  {hangs}"
+            )
+
+
+def count_hangs(num_plans: int) -> None:
+    """Print how many programs can hang: of the catalogue, of evaluations, and of drawn plans."""
+    found: dict[str, list[bool]] = {"safe": [], "early": []}
+    for schedule, costs in itertools.chain(catalogue_programs(), drawn_plans(num_plans)):
+        timeline = None if costs is None else simulate(schedule, costs)
+        program = lower(schedule, timeline, kernels=True)
+        for how, each in (("safe", program), ("early", reposted(program, 1))):
+            found[how].append(bool(waits_for_ever(each)))
+    for how, hangs in found.items():
+        print(f"{how}: {sum(hangs)} of {len(hangs)} programs can hang")
+
+
+def catalogue_programs() -> Iterator[tuple[Schedule, Costs | None]]:
+    """Yield schedules with their costs; evaluations without."""
+    for name, devices, rounds in itertools.product(NAMES, (2, 3, 4, 6, 8, 12, 16), (1, 2, 4)):
+        schedule = make(name, devices, devices * rounds)
+        for send in (0.0, 0.3):
+            yield schedule, Costs.uniform(devices, schedule.num_stages, 1, 1.15, 0.85, send)
+        yield forward_wave(schedule.placement, devices, devices * rounds), None
+
+
+def drawn_plans(number: int) -> Iterator[tuple[Schedule, Costs]]:
+    """Yield plans for drawn costs of unlike stages and drawn limits."""
+    draw = random.Random(1)
+    for _ in range(number):
+        devices = draw.randint(2, 16)
+        times = [tuple(draw.uniform(0.5, 2) for _ in range(2 * devices)) for _ in range(3)]
+        held = (1.0,) * (2 * devices)
+        costs = Costs(*times, draw.choice((0.0, 0.05, 0.3)), held, held)
+        microbatches = draw.randint(devices, 3 * devices)
+        limit = draw.uniform(devices + 2, 2 * devices)
+        yield make_within(costs, devices, microbatches, limit, v_shape(devices)), costs
+
+
+def main() -> None:
+    """Read the arguments and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--send", type=float, nargs="+", default=[0.05, 0.3, 1.0])
+    parser.add_argument("--plans", type=int, default=200, help="adaptive plans to count hangs of")
+    arguments = parser.parse_args()
+    for send in arguments.send:
+        table(send)
+    count_hangs(arguments.plans)
+
+
+if __name__ == "__main__":
+    main()
