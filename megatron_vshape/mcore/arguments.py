@@ -17,7 +17,8 @@ PLUS_NAMES = tuple(name + PLUS for name in MEMORY_NAMES)
 AUTO = "auto"
 """The adaptive scheduler's plan for the costs and the memory limit."""
 
-TIMEOUT_SECONDS = 600.0
+TIMEOUT_SHARE = 0.9
+"""Of --distributed-timeout-minutes: how long a rank waits for a message unless it is told."""
 
 TRACE_STEPS = (4, 6)
 """Profiled where only a trace is asked for; the first steps still set caches up."""
@@ -57,9 +58,9 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--pipeline-timeout",
         metavar="SECONDS",
         type=float,
-        default=TIMEOUT_SECONDS,
+        default=None,
         help="how long a pipeline rank waits for a message before the run ends with an error. "
-        f"Default: {TIMEOUT_SECONDS:g}.",
+        f"Default: {TIMEOUT_SHARE:g} of --distributed-timeout-minutes, whose end says less.",
     )
     group.add_argument(
         "--pipeline-costs",
@@ -117,6 +118,16 @@ def _step_range(text: str) -> tuple[int, int]:
     return first, last
 
 
+def _timeout_seconds(args: Namespace) -> float:
+    """Return after how long a pipeline rank gives up: before Megatron's own watchdogs do.
+
+    Those of its other groups count from when the host has asked for a collective.
+    """
+    if args.pipeline_timeout is not None:
+        return float(args.pipeline_timeout)
+    return TIMEOUT_SHARE * 60 * args.distributed_timeout_minutes
+
+
 def options_of(args: Namespace) -> PipelineOptions:
     """Return the flags' values in parsed arguments."""
     profile = args.pipeline_profile_iterations
@@ -124,7 +135,7 @@ def options_of(args: Namespace) -> PipelineOptions:
         profile = TRACE_STEPS
     return PipelineOptions(
         args.pipeline_schedule,
-        args.pipeline_timeout,
+        _timeout_seconds(args),
         args.pipeline_costs,
         args.pipeline_memory_limit,
         profile,

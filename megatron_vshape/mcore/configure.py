@@ -46,6 +46,13 @@ def prepare(args: Namespace) -> Pipeline | None:
     options = options_of(args)
     if options.timeout_seconds <= 0:
         raise UnsupportedError(f"--pipeline-timeout {options.timeout_seconds:g} is not above 0")
+    if options.timeout_seconds >= 60 * args.distributed_timeout_minutes:
+        logger.warning(
+            "--pipeline-timeout %g is not below --distributed-timeout-minutes %g: Megatron's own "
+            "watchdogs may end a stalled run first, and say less",
+            options.timeout_seconds,
+            args.distributed_timeout_minutes,
+        )
     name, ranks = options.schedule, args.pipeline_model_parallel_size
     if name is None or name in MEGATRONS_OWN:
         if options.post_validates and ranks > 1:

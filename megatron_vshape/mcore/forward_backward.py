@@ -19,7 +19,7 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from megatron_vshape.core.cutting import Cut, begun_early, drain
-from megatron_vshape.core.lowering import Program
+from megatron_vshape.core.instructions import Program
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.mcore.agreement import Agreement
 from megatron_vshape.mcore.finite import inspected, repeats_a_bad_step
@@ -149,6 +149,16 @@ class PipelineRunner:
         check_config(config, self._pipeline.options.post_validates)
         with _timed(config):
             return self._evaluate(call) if forward_only else self._train(call)
+
+    def connect(self, model: Any) -> str | None:
+        """Make the connections of all ranks, which the first step would make else.
+
+        All ranks of the world call it. Returns what carries the messages in a line, over NCCL.
+        """
+        chunks = _as_list(model)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        config = get_model_config(chunks[0])
+        return self._ready_transport(config, (1, 1, 1), chunks[0], group).summary()
 
     def tell(self) -> str:
         """Return what this rank does or waits for, whatever thread asks."""
@@ -291,9 +301,6 @@ class PipelineRunner:
             if is_early:
                 program, early_ends = self._begun_early(program)
             iterators = self._replayed(iterators)
-        if isinstance(transport, VariableTransport):
-            with _refusing():
-                transport.check(program)
         rank = groups.pp.rank()
         stages = self._stages(step, chunks, iterators, rank)
         run = ProgramRun(program, rank, stages, transport, timer, self._place)
@@ -368,7 +375,10 @@ class PipelineRunner:
     ) -> Transport:
         dtype = config.pipeline_dtype
         if self._transport is None:
-            kind = VariableTransport if config.variable_seq_lengths else Transport
+            kind: type[Transport] = Transport
+            if config.variable_seq_lengths:
+                kind = VariableTransport
+                self._pipeline.planner.expect_any_length()
             self._transport = kind(
                 _all_pipelines(pipeline_group),
                 shape,

@@ -34,7 +34,7 @@ from megatron_vshape.mcore.iteration_log import IterationLog, why_no_mfu
 from megatron_vshape.mcore.metering import MeteredSchedule, count_backward, count_forward
 from megatron_vshape.mcore.post_validation import PostValidation, check_optimizer
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
-from megatron_vshape.mcore.session import Pipeline, Session
+from megatron_vshape.mcore.session import Session
 from megatron_vshape.mcore.split_backward import TorchFusedKernels, make_split_linear
 from megatron_vshape.runtime.last_words import last_words
 
@@ -209,7 +209,7 @@ def train(session: Session, original: Function) -> Function:
         if session.pipeline is not None:
             given = signature.bind(*args, **options).arguments
             try:
-                lines = _opening(session.pipeline, given["model"], given["optimizer"])
+                lines = _opening(session, given["model"], given["optimizer"])
             except ScheduleError as error:
                 raise RefusedError(error) from None
             print_rank_0(lines)
@@ -312,9 +312,14 @@ def _post_validation(session: Session, optimizer: Any) -> PostValidation:
     return PostValidation(runner)
 
 
-def _opening(pipeline: Pipeline, model: Sequence[Any], optimizer: Any) -> str:
-    """Return the schedule's picture, and with a memory limit what is left of that."""
-    planner, lines = pipeline.planner, []
+def _opening(session: Session, model: Sequence[Any], optimizer: Any) -> str:
+    """Return the schedule's picture, what carries messages, and with a limit what is left of it."""
+    runner = _own_runner(session)
+    pipeline, lines = session.pipeline, []
+    planner = pipeline.planner
+    carrier = runner.connect(model)
+    if carrier is not None:
+        lines.append(carrier)
     if planner.limit_bytes is not None:
         config = get_model_config(model[0])
         args = get_args()
@@ -323,15 +328,20 @@ def _opening(pipeline: Pipeline, model: Sequence[Any], optimizer: Any) -> str:
             config.tensor_model_parallel_size if config.sequence_parallel else 1
         )
         message_bytes = shape * config.pipeline_dtype.itemsize // shards
-        own = static_memory.static_memory(
-            model, optimizer, message_bytes, planner.receives_ahead, pipeline.options.post_validates
-        )
+        own = static_memory.static_memory(model, optimizer, pipeline.options.post_validates)
         group = parallel_state.get_pipeline_model_parallel_group()
         everyones = static_memory.gather(own, group)
-        planner.reserve([each.total for each in everyones])
-        lines.append(static_memory.table(everyones, planner.limit_bytes))
+        planner.reserve([each.total for each in everyones], message_bytes)
+        planner.training(get_num_microbatches())  # says how many messages there are at most
+        lines.append(static_memory.table(everyones, planner.reserved_bytes, planner.limit_bytes))
     lines.append(report.opening_lines(pipeline, get_num_microbatches()))
     return "\n".join(lines)
+
+
+def _own_runner(session: Session) -> PipelineRunner:
+    """Return what runs the steps of this package's schedule; made when it is first asked for."""
+    session.runner = session.runner or PipelineRunner(session, session.pipeline)
+    return session.runner
 
 
 def _tell_end(session: Session) -> None:
@@ -416,8 +426,7 @@ def get_forward_backward_func(session: Session, original: Function) -> Function:
     @functools.wraps(original)
     def get(*args: Any, **options: Any) -> Any:
         if session.pipeline is not None:
-            session.runner = session.runner or PipelineRunner(session, session.pipeline)
-            return session.runner
+            return _own_runner(session)
         function = original(*args, **options)
         if session.megatrons_own is None:
             return function

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.split_te import plain_tensors
+from megatron_vshape.runtime import nccl
 
 T = TypeVar("T")
 
@@ -17,9 +18,6 @@ GIB = 2.0**30
 ADAM_STATES = 2
 """Moments that Adam keeps of every parameter it steps, in fp32."""
 
-STREAMS = 4
-"""Streams of messages that a rank inside a V receives."""
-
 
 class StaticMemory(NamedTuple):
     """Bytes of one rank, in the parts that the log shows."""
@@ -27,8 +25,8 @@ class StaticMemory(NamedTuple):
     parameters: int
     gradients: int
     optimizer: int
-    messages: int
     copy: int  # to undo a step with: see optimizer_backup
+    no_tensors: int  # NCCL's buffers, the CUDA context, loaded kernels: see nccl.outside_allocator
 
     @property
     def total(self) -> int:
@@ -37,18 +35,14 @@ class StaticMemory(NamedTuple):
 
 
 def static_memory(
-    model: Sequence[nn.Module],
-    optimizer: Any,
-    message_bytes: int,
-    window: int,
-    post_validates: bool = False,
+    model: Sequence[nn.Module], optimizer: Any, post_validates: bool = False
 ) -> StaticMemory:
-    """Return this rank's bytes before the first step.
+    """Return this rank's bytes before the first step, once its messages have their communicators.
 
     The optimizer's state is what Adam will allocate in its first step: two fp32 moments of every
     parameter it steps, which are this rank's share under the distributed optimizer, and where
-    those are copies in fp32, the copies. Messages are the receives posted ahead in a V, `window`
-    per stream. Where the run `post_validates`, parameters stepped and moments are there twice.
+    those are copies in fp32, the copies. Where the run `post_validates`, parameters stepped and
+    moments are there twice.
     """
     own = [each for chunk in model for each in chunk.parameters()]
     gradients = [each.main_grad for each in own if isinstance(_main_grad(each), Tensor)]
@@ -60,8 +54,8 @@ def static_memory(
         _bytes(own),
         _bytes(gradients),
         _bytes(copies) + moments,
-        STREAMS * window * message_bytes,
         _bytes(stepped) + moments if post_validates else 0,
+        nccl.outside_allocator(own[0].device),
     )
 
 
@@ -102,11 +96,16 @@ def most_of_replicas(
     ]
 
 
-def table(everyones: Sequence[StaticMemory], limit_bytes: float) -> str:
-    """Return the sums that the limit is divided into, a line per rank, in GiB."""
-    names = [*StaticMemory._fields, "activations may take"]
-    lines = ["GiB per rank: " + ", ".join(names)]
-    for rank, each in enumerate(everyones):
-        values = [*each, limit_bytes - each.total]
+def table(
+    everyones: Sequence[StaticMemory], reserved_bytes: Sequence[float], limit_bytes: float
+) -> str:
+    """Return the sums that the limit is divided into, a line per rank, in GiB.
+
+    What is reserved beyond what a rank holds is for messages.
+    """
+    names = [each.replace("_", " ") for each in StaticMemory._fields]
+    lines = ["GiB per rank: " + ", ".join([*names, "messages", "activations may take"])]
+    for rank, (each, reserved) in enumerate(zip(everyones, reserved_bytes, strict=True)):
+        values = [*each, reserved - each.total, limit_bytes - reserved]
         lines.append(f"  rank {rank}: " + ", ".join(f"{value / GIB:.3f}" for value in values))
     return "\n".join(lines)

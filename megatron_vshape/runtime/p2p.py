@@ -1,8 +1,7 @@
 """One transport of messages over torch.distributed, for gloo and for NCCL.
 
-A message of a stream travels in a process group in which every rank has one peer and one
-direction, so that no message queues behind another that it has nothing to do with, and each is
-matched by its order alone.
+A message of a stream travels in a process group of its two ranks and of one direction, so that none
+queues behind another that it has nothing to do with, and each is matched by its order alone.
 """
 
 import logging
@@ -10,20 +9,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vshape.core.lowering import Await, Message, Program, Run, Send, Stream
+from megatron_vshape.core.instructions import Await, Message, Program, Run, Send, Stream
 from megatron_vshape.core.passes import Kind, Pass
-from megatron_vshape.runtime.last_words import say_and_exit
+from megatron_vshape.runtime import nccl
 from megatron_vshape.runtime.program_runner import Place, describe
+from megatron_vshape.runtime.watch import Watch, no_progress
 
 logger = logging.getLogger(__name__)
+
+GIB = 2.0**30
 
 A_DAY = timedelta(days=1)
 """NCCL's own timeout, which counts from when a receive is posted, whatever has moved since."""
@@ -62,7 +66,7 @@ class Transport:
 
         `pipelines` lists, for the whole world and in the same order on every rank, the ranks of
         every pipeline, device by device: making a group takes all ranks of the world. On NCCL the
-        groups have the priority and the communicator's settings of the group `like`.
+        groups have the settings of the group `like`, where its user has given it any.
 
         Raises:
             TransportError: this rank is not in just one of the pipelines, or they differ in length.
@@ -74,8 +78,8 @@ class Transport:
         self._timeout_s = timeout_s
         self._like = like
         self._lanes: dict[Edge, int] = {}
-        self._groups: dict[tuple[Stream, int], dist.ProcessGroup] = {}
         self._channels: dict[Edge, tuple[dist.ProcessGroup, int]] = {}
+        self._took_bytes = 0  # of the device, by communicators
         self._posted: dict[Message, tuple[dist.Work, Tensor]] = {}
         # gloo blocks in wait; NCCL's wait only orders CUDA streams, and must not get a timeout,
         # for then it blocks too.
@@ -86,7 +90,8 @@ class Transport:
             else _PolledSends(self._tell_send)
         )
         self._meeting: list[str] = []  # whom this rank meets for the first time just now
-        self._watch = None if self._waits_block else _Watch(timeout_s, self._under_way)
+        self._last: Message | None = None  # that was posted, sent or waited for
+        self._watch = None if self._waits_block else self._begin_watch()
         self.expect(shape, dtype)
 
     @property
@@ -126,12 +131,26 @@ class Transport:
         fresh = sorted(used - self._lanes.keys())
         for edge in fresh:
             self._lanes[edge] = _free_lane(edge, self._lanes)
-        for key in sorted({(edge.stream, self._lanes[edge]) for edge in fresh}):
-            if key not in self._groups:
-                self._groups[key] = self._group_of_all(key)
-        for edge in fresh:
-            self._connect(edge)
+        # All pairs of a lane connect at once, and not one after the other along the pipeline.
+        fresh.sort(key=lambda edge: (edge.stream, self._lanes[edge], edge))
+        before_bytes = nccl.outside_allocator(self._torch_device)
+        with nullcontext() if self._waits_block else nccl.made_by_pairs():
+            for edge in fresh:
+                self._connect(edge)
         self._warm_up(fresh)
+        self._took_bytes += nccl.outside_allocator(self._torch_device) - before_bytes
+
+    def summary(self) -> str | None:
+        """Return what carries messages over NCCL in a line, or None where they go over gloo."""
+        if self._waits_block or not self._channels:
+            return None
+        name = nccl.class_of(next(iter(self._channels.values()))[0])
+        known = "" if name in nccl.CLASSES else ", which this package has not been tried with"
+        return (
+            f"messages by torch {torch.__version__}'s {name}{known}: {len(self._channels)} "
+            f"communicators of pairs on rank {self._rank}, for which it took "
+            f"{self._took_bytes / GIB:.3f} GiB of the device"
+        )
 
     def post(self, message: Message) -> None:
         """Post the receive of a message; does not wait."""
@@ -139,6 +158,7 @@ class Transport:
 
     def _receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype) -> None:
         group, peer = self._channel(message)
+        self._last = message
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self._torch_device)
         since = time.monotonic()
         try:
@@ -185,6 +205,7 @@ class Transport:
 
     def _start(self, message: Message, alias: Tensor) -> None:
         group, peer = self._channel(message)
+        self._last = message
         since = time.monotonic()
         try:
             work = dist.isend(alias, dst=peer, group=group)
@@ -193,6 +214,13 @@ class Transport:
                 self._tell_send(message) + _why(error, since, self._timeout_s)
             ) from error
         self._sends.add(_Sent(message, _work(work, message), alias))
+
+    def release(self, message: Message) -> None:
+        """Let go of what was sent (NCCL: what is computed from now on waits until it has left).
+
+        So the memory that sends keep is what the program says, however far the host is ahead.
+        """
+        self._sends.release(message)
 
     def poll(self) -> None:
         """Let go of what has been sent; does not wait.
@@ -212,7 +240,8 @@ class Transport:
 
     def tell(self, place: Place) -> str:
         """Return what this rank does or waits for at `place`; any thread may ask."""
-        # The host runs ahead of the device, so what the device waits for tells more.
+        # The host runs ahead of the device, so what the device waits for tells more. It is not
+        # asked here: while a call holds the driver's lock, it would not answer.
         stuck = None if self._watch is None else self._watch.waits_for()
         if stuck is not None:
             return stuck
@@ -226,7 +255,7 @@ class Transport:
                 return doing + "before its first pass"
             case None:
                 return doing + f"after {place.last_pass}, its last pass of a step"
-        unsent = self._sends.left()
+        unsent = self._sends.left() if self._watch is None else []
         return self._tell_send(unsent[0]) if unsent else doing + f"after {place.last_pass}"
 
     def close(self) -> None:
@@ -248,37 +277,41 @@ class Transport:
         ]
         return [*self._meeting, *sent, *posted]
 
+    def _begin_watch(self) -> Watch:
+        name_device = (
+            partial(torch.cuda.set_device, self._torch_device)
+            if self._torch_device.type == "cuda"
+            else lambda: None
+        )
+        return Watch(self._timeout_s, self._under_way, self._tell_last, name_device=name_device)
+
+    def _tell_last(self) -> str:
+        """Return what this rank did last with a message, without asking the device."""
+        last = "before its first message" if self._last is None else f"at {self._last.work}"
+        return f"rank {self._rank} (device {self.device}): {last}, or in a pass after it"
+
     def _make_group(self, ranks: Sequence[int], description: str) -> "dist.ProcessGroup | None":
         # gloo itself says less, so it speaks a minute after this transport has spoken.
         timeout = timedelta(seconds=self._timeout_s + 60) if self._waits_block else A_DAY
-        options = None
-        if self._like is not None and not self._waits_block:
-            options = _nccl_options(self._like, timeout)
+        options = None if self._waits_block else nccl.pair_options(self._like, timeout)
         made = dist.new_group(
             list(ranks), timeout=timeout, pg_options=options, group_desc=description
         )
         return made if isinstance(made, dist.ProcessGroup) else None
 
-    def _group_of_all(self, key: tuple[Stream, int]) -> dist.ProcessGroup:
-        """Make the group of a stream and lane for every pipeline and return this rank's own."""
-        (kind, chunk, upward), lane = key
+    def _connect(self, edge: Edge) -> None:
+        """Make the group of an edge in every pipeline, and keep this rank's own."""
+        (kind, chunk, upward), source, target = edge
         content = "activations" if kind is Kind.F else "gradients"
         way = "up" if upward else "down"
-        own: dist.ProcessGroup | None = None
         for ranks in self._pipelines:
-            made = self._make_group(ranks, f"pipeline {content} of chunk {chunk}, {way}, {lane}")
-            if ranks == self._ranks:
-                own = made
-        if own is None:
-            raise TransportError(f"no process group was made for rank {self._rank}")
-        return own
-
-    def _connect(self, edge: Edge) -> None:
-        device = self.device
-        if device in (edge.source, edge.target):
-            peer = edge.target if device == edge.source else edge.source
-            group = self._groups[edge.stream, self._lanes[edge]]
-            self._channels[edge] = (group, self._ranks[peer])
+            pair = [ranks[source], ranks[target]]
+            made = self._make_group(pair, f"pipeline {content} of chunk {chunk}, {way}, {pair}")
+            if ranks != self._ranks or self._rank not in pair:
+                continue
+            if made is None:
+                raise TransportError(f"no process group of ranks {pair} was made")
+            self._channels[edge] = made, pair[1] if self._rank == pair[0] else pair[0]
 
     def _warm_up(self, edges: Sequence[Edge]) -> None:
         """Send one number along every edge, all ranks in the same order, so that none can wait."""
@@ -326,25 +359,12 @@ class Transport:
 def _why(error: Exception, since: float, timeout_s: float) -> str:
     """Return the end of the sentence that tells of a failed message: late, or the peer is gone."""
     if time.monotonic() - since >= timeout_s:
-        return _no_progress(timeout_s)
+        return no_progress(timeout_s)
     return _connection_failed(error)
 
 
 def _connection_failed(error: Exception) -> str:
     return f", whose connection failed: {error}"
-
-
-def _no_progress(timeout_s: float) -> str:
-    return f", and nothing has moved for {timeout_s:g} s"
-
-
-def _nccl_options(like: dist.ProcessGroup, timeout: timedelta) -> Any:
-    """Return new options with what `like` was made with, but for the timeout."""
-    theirs = like._get_backend(torch.device("cuda")).options
-    options = dist.ProcessGroupNCCL.Options(theirs.is_high_priority_stream)
-    options.config = theirs.config
-    options._timeout = timeout
-    return options
 
 
 def _own_pipeline(pipelines: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:
@@ -360,9 +380,8 @@ def _own_pipeline(pipelines: Sequence[tuple[int, ...]], rank: int) -> tuple[int,
 def _free_lane(edge: Edge, lanes: dict[Edge, int]) -> int:
     """Return the least lane in which neither end has a peer yet on this stream.
 
-    In a linear or V placement two lanes alternate. With one peer per rank and group, NCCL uses
-    one pair of ranks per communicator, in whatever mode: one that was made eagerly runs all it
-    carries one after the other, so a receive posted ahead would hold up another pair's send.
+    Two ranks connect when both are there; the pairs of a lane do so all at once. In a linear or V
+    placement two lanes alternate.
     """
     ends = {edge.source, edge.target}
     taken = {
@@ -405,6 +424,8 @@ class _Sends(Protocol):
 
     def add(self, sent: _Sent) -> None: ...
 
+    def release(self, message: Message) -> None: ...
+
     def poll(self) -> None: ...
 
     def drain(self) -> None: ...
@@ -432,14 +453,23 @@ class _PolledSends:
             while left and left[0].work.is_completed():
                 self._wait(left.popleft())  # one that failed has completed too; this tells
 
+    def release(self, message: Message) -> None:
+        queue = self._left.get((message.stream, message.target), deque())
+        last = max((at for at, sent in enumerate(queue) if sent.message == message), default=-1)
+        self._let_go(queue, last + 1)  # those before it have left before it
+
     def drain(self) -> None:
         self.poll()
-        for left in self._left.values():
-            for at, sent in enumerate(left):
-                # Orders the CUDA stream, on which alone the memory can be used again. The watch
-                # still has to see whether the send ends.
-                self._wait(sent)
-                left[at] = sent._replace(tensor=None)
+        for queue in self._left.values():
+            self._let_go(queue, len(queue))
+
+    def _let_go(self, queue: deque[_Sent], number: int) -> None:
+        for at in range(number):
+            # Orders the CUDA stream, on which alone the memory can be used again. The watch
+            # still has to see whether the send ends.
+            if queue[at].tensor is not None:
+                self._wait(queue[at])
+                queue[at] = queue[at]._replace(tensor=None)
 
     def _wait(self, sent: _Sent) -> None:
         try:
@@ -479,6 +509,8 @@ class _WaitedSends:
             self._left.append(sent.message)
         queue.put(sent)
 
+    def release(self, message: Message) -> None: ...  # each goes by itself, as soon as it has left
+
     def poll(self) -> None:
         if self._failure is not None:
             raise TransportError(self._failure)
@@ -506,73 +538,3 @@ class _WaitedSends:
                 self._left.remove(message)
                 self._failure = self._failure or failure
                 self._ended.notify_all()
-
-
-class _Query(Protocol):
-    def query(self) -> bool:
-        """Return whether the device has come this far."""
-
-
-def _say_and_exit(text: str) -> None:
-    # The main thread stands in a CUDA call that never returns, so no exception can end it.
-    say_and_exit(text, 1)
-
-
-class _Watch:
-    """Ends the process when nothing has moved here for too long, and something should (NCCL).
-
-    The host only orders streams and runs ahead, so it does not notice by itself. What it has
-    ordered to wait is watched by events rather than by the receives' own handles, which would
-    keep the received tensors alive; what it has only posted or sent, `under_way` tells.
-    """
-
-    def __init__(
-        self,
-        timeout_s: float,
-        under_way: Callable[[], list[str]],
-        stuck: Callable[[str], None] = _say_and_exit,
-    ) -> None:
-        self._timeout_s = timeout_s
-        self._under_way = under_way
-        self._stuck = stuck
-        self._ahead: deque[tuple[_Query, str]] = deque()
-        self._added = 0
-        self._is_closed = False
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def add(self, event: _Query, text: str) -> None:
-        """Watch an event that follows a receive; `text` says what waits for what."""
-        self._ahead.append((event, text))
-        self._added += 1
-
-    def waits_for(self) -> str | None:
-        """Return the text of the first event that the device has not reached, if there is one."""
-        for event, text in self._ahead.copy():
-            if not event.query():
-                return text
-        return None
-
-    def close(self) -> None:
-        """End the watching as soon as there is nothing to watch."""
-        self._is_closed = True
-
-    def _run(self) -> None:
-        before: tuple[int, list[str]] | None = None
-        moved_s = time.monotonic()
-        while True:
-            time.sleep(min(1.0, self._timeout_s / 4))
-            waiting = self._waiting()
-            if self._is_closed and not waiting:
-                return
-            now = self._added, waiting  # two steps have the same texts, and not the same number
-            if not waiting or now != before:
-                before, moved_s = now, time.monotonic()
-            elif time.monotonic() - moved_s > self._timeout_s:
-                self._stuck(waiting[0] + _no_progress(self._timeout_s))
-                return
-
-    def _waiting(self) -> list[str]:
-        """Return what the device has yet to reach, then what else has not ended."""
-        while self._ahead and self._ahead[0][0].query():
-            self._ahead.popleft()
-        return [*(text for _, text in self._ahead.copy()), *self._under_way()]

@@ -72,7 +72,7 @@ def test_quantized_parameters_count_as_what_they_hold() -> None:
         parameter.untyped_storage().data_ptr()
     chunk = SimpleNamespace(parameters=lambda: [parameter])
     optimizer = SimpleNamespace(param_groups=[{"params": [torch.zeros(15)]}])
-    found = static_memory([chunk], optimizer, 0, 1)  # type: ignore[list-item]
+    found = static_memory([chunk], optimizer)  # type: ignore[list-item]
     assert (found.parameters, found.optimizer) == (30, 15 * 4 + 2 * 15 * 4)
 
 

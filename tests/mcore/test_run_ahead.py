@@ -54,10 +54,10 @@ def test_the_copy_counts_as_memory() -> None:
     optimizer.step()
     backup = Backup()
     backup.save([optimizer])
-    own = static_memory([model], optimizer, 0, 1, post_validates=True)
+    own = static_memory([model], optimizer, post_validates=True)
     steps = sum(state["step"].nbytes for state in optimizer.state.values())
     assert own.copy == backup.nbytes - steps
-    without = static_memory([model], optimizer, 0, 1)
+    without = static_memory([model], optimizer)
     assert own.total == without.total + own.copy
 
 

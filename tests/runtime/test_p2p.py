@@ -1,6 +1,5 @@
 """The transport on gloo ranks: what is sent is safe, and a wait that fails says why."""
 
-import re
 import threading
 import time
 from datetime import timedelta
@@ -15,9 +14,10 @@ from runtime.ranks import run_ranks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.lowering import Message, Program, Send, Stream, lower
-from megatron_vshape.core.passes import Kind, ScheduleError
-from megatron_vshape.runtime import p2p
+from megatron_vshape.core.instructions import Message, Program, Send, Stream
+from megatron_vshape.core.lowering import lower
+from megatron_vshape.core.passes import Kind
+from megatron_vshape.runtime import nccl, p2p, watch
 from megatron_vshape.runtime.p2p import (
     Edge,
     Transport,
@@ -25,10 +25,10 @@ from megatron_vshape.runtime.p2p import (
     _free_lane,
     _PolledSends,
     _Sent,
-    _Watch,
 )
-from megatron_vshape.runtime.program_runner import run_program
+from megatron_vshape.runtime.program_runner import Place, run_program
 from megatron_vshape.runtime.variable_p2p import VariableTransport
+from megatron_vshape.runtime.watch import Watch
 
 BIG = (64, 4, 1024)  # more than a socket buffers, so that a send ends only when it is received
 
@@ -107,27 +107,6 @@ def send_any_length(rank: int) -> None:
             assert received.shape == (lengths[place], 2, 3)
             assert (received == lengths[place]).all()
     transport.close()
-
-
-def test_messages_of_any_length_on_nccl_have_an_order_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    ranks = [list(range(8))]
-    on_gloo, on_nccl = (VariableTransport(ranks, SHAPE, torch.float32, t) for t in ("cpu", "meta"))
-    deadlocks, runs = lower(make("zb-h1", 8, 8)), lower(make("v-half", 8, 8))
-    on_gloo.check(deadlocks)
-    for _ in range(2):
-        on_nccl.check(runs)
-        with pytest.raises(ScheduleError) as error:
-            on_nccl.check(deadlocks)
-    assert re.fullmatch(
-        "zb-h1 with 8 microbatches on 8 devices does not work with variable_seq_lengths on GPUs, "
-        r"where device \d could never send [FB]\d\.\d to device \d, which cannot receive ahead: "
-        "choose v-min, v-half or v-zb, or make all microbatches equally long",
-        str(error.value),
-    )
-    on_nccl.close()
 
 
 def test_messages_of_any_length() -> None:
@@ -233,7 +212,16 @@ class Watched:
         self.under_way: list[str] = []
         self.said: list[str] = []
         self.told = threading.Event()
-        self.watch = _Watch(timeout_s, lambda: self.under_way.copy(), self._say)
+        self.watch = Watch(
+            timeout_s,
+            lambda: self.under_way.copy(),
+            lambda: "rank 1 (device 1): at F0.1",
+            self._say,
+            self._name_device,
+        )
+
+    def _name_device(self) -> None:
+        self.named_by = threading.current_thread().name
 
     def _say(self, text: str) -> None:
         self.said.append(text)
@@ -284,7 +272,9 @@ class OnNccl:
         self.said: list[str] = []
         self.told = threading.Event()
         self.timeouts: list[timedelta] = []
-        monkeypatch.setattr(p2p, "say_and_exit", self._say)
+        if not dist.is_nccl_available():
+            pytest.skip("this torch has no NCCL, and so no options of it")
+        monkeypatch.setattr(watch, "say_and_exit", self._say)
         monkeypatch.setattr(p2p, "_recorded_event", lambda: Event(False))
         monkeypatch.setattr(Transport, "_warm_up", lambda *_: None)
         monkeypatch.setattr(dist, "get_rank", lambda: 1)
@@ -364,19 +354,176 @@ def test_gloo_ends_a_minute_after_the_transport_has_spoken(monkeypatch: pytest.M
     assert found == [timedelta(seconds=100)]
 
 
-def test_on_nccl_groups_have_the_settings_of_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not dist.is_nccl_available():
-        pytest.skip("this torch has no NCCL, and so no options of it")
-    theirs = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+def test_a_send_is_let_go_of_with_all_that_left_before_it() -> None:
+    works = [Sending() for _ in range(4)]
+    sends = polled_sends(*works)
+    messages = sends.left()
+    for _ in range(2):  # waited for once only
+        sends.release(messages[1])
+    assert [each.waits for each in works] == [1, 1, 0, 0]
+    (queue,) = sends._left.values()
+    assert [each.tensor is None for each in queue] == [True, True, False, False]
+    assert sends.left() == messages  # the watch still sees them
+    sends.release(messages[3]._replace(target=5))  # that nothing was sent to
+    sends.drain()
+    assert [each.waits for each in works] == [1, 1, 1, 1]
+
+
+def test_each_thread_names_its_device_before_it_asks() -> None:
+    watched = Watched(0.2)
+    asked: list[tuple[str, bool]] = []
+
+    class Asked(Event):
+        def query(self) -> bool:
+            name = threading.current_thread().name
+            asked.append((name, getattr(watched, "named_by", None) == name))
+            return super().query()
+
+    watched.watch.add(Asked(False), "F1.0 waits for F0.0")
+    assert watched.told.wait(5)
+    assert asked
+    assert all(is_named for _, is_named in asked)
+
+
+def test_a_driver_that_does_not_answer_ends_the_run_too() -> None:
+    """As where the main thread loads a kernel, which waits for a device that never rests."""
+    watched = Watched(0.2)
+
+    class Locked(Event):
+        def query(self) -> bool:
+            watched.told.wait()
+            return False
+
+    watched.watch.add(Locked(False), "F1.0 waits for F0.0")
+    assert watched.told.wait(5)
+    assert watched.said == [
+        "rank 1 (device 1): at F0.1, and the GPU's driver has not answered for 0.2 s: a call that "
+        "does not end holds its lock, such as the loading of a kernel"
+    ]
+
+
+def test_what_a_rank_does_is_told_without_asking_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    name = threading.main_thread().name
+    monkeypatch.setattr(
+        Sending, "is_completed", lambda self: bool(asked.append(threading.current_thread().name))
+    )
+    rank = OnNccl(monkeypatch)
+    rank.send()
+    assert "before its first pass" in rank.transport.tell(Place())
+    assert rank.transport._tell_last() == "rank 1 (device 1): at B1.0, or in a pass after it"
+    assert rank.told.wait(5)
+    assert asked
+    assert name not in asked
+
+
+def test_on_nccl_a_message_of_any_length_is_taken_when_it_is_posted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    OnNccl(monkeypatch).transport.close()
+    program = lower(make("1f1b", 2, 4))
+    transport = VariableTransport([[0, 1]], SHAPE, torch.float32, "meta", timeout_s=9)
+    transport.prepare(program)
+    taken: list[Message] = []
+    monkeypatch.setattr(transport, "_take", lambda message: taken.append(message) or message)
+    first, second = sent_by(program, 0)[:2]
+    transport.post(first)
+    transport.post(second)
+    assert taken == [first, second]
+    assert transport.wait(second) is second  # type: ignore[comparison-overlap]
+    transport.close()
+
+
+def groups_of(monkeypatch: pytest.MonkeyPatch, ranks: int) -> list[list[int]]:
+    """Return the groups that a transport of rank 1 makes for a V of so many ranks, in order."""
+    made: list[list[int]] = []
+
+    def new_group(pair: list[int], **_: Any) -> dist.ProcessGroup:
+        made.append(pair)
+        return dist.ProcessGroup(0, 2)
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(Transport, "_warm_up", lambda *_: None)
+    pipelines = [list(range(ranks)), list(range(ranks, 2 * ranks))]
+    transport = Transport(pipelines, SHAPE, torch.float32, "cpu")
+    transport.prepare(lower(make("v-half", ranks, 2)))
+    assert len(transport._channels) == (8 if ranks > 2 else 4)  # of this rank
+    transport.close()
+    return made
+
+
+def test_groups_are_pairs_and_connect_by_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = groups_of(monkeypatch, 4)
+    assert len(made) == 2 * 4 * 3  # pipelines, streams, pairs
+    assert all(len(pair) == 2 for pair in made)
+    first = [tuple(sorted(pair)) for pair in made[:6]]
+    # Pairs of a lane share no rank, so that they connect at the same time.
+    assert first == [(0, 1), (4, 5), (2, 3), (6, 7), (1, 2), (5, 6)]
+
+
+needs_nccl = pytest.mark.skipif(
+    not dist.is_nccl_available(), reason="this torch has no NCCL, and so no options of it"
+)
+
+
+def like(options: Any) -> Any:
+    return SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
+
+
+@needs_nccl
+def test_on_nccl_groups_have_the_settings_that_the_user_gave_megatrons(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    theirs = dist.ProcessGroupNCCL.Options(is_high_priority_stream=False)
     theirs.config.max_ctas = 7
-    like = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=theirs))
+    theirs.config.net_name = "socket"
     found: list[Any] = []
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "new_group", lambda *_, pg_options, **__: found.append(pg_options))
     for device in ("cpu", "meta"):
-        Transport([[0]], SHAPE, torch.float32, device, like=like)._make_group([0], "")
+        transport = Transport([[0]], SHAPE, torch.float32, device, like=like(theirs))
+        transport._make_group([0], "")
+        transport.close()
     on_gloo, on_nccl = found
     assert on_gloo is None
-    assert on_nccl.is_high_priority_stream
-    assert on_nccl.config.max_ctas == 7
+    assert not on_nccl.is_high_priority_stream
+    assert (on_nccl.config.max_ctas, on_nccl.config.net_name) == (7, "socket")
     assert on_nccl._timeout == timedelta(days=1)  # torch warns of any other than new_group's
+
+
+@needs_nccl
+@pytest.mark.parametrize("given", [None, "nothing"])
+def test_on_nccl_a_pair_has_few_thread_blocks_and_priority(given: str | None) -> None:
+    plain = None if given is None else like(dist.ProcessGroupNCCL.Options())
+    options = nccl.pair_options(plain, timedelta(seconds=1))
+    assert options.is_high_priority_stream
+    assert options.config.max_ctas == nccl.THREAD_BLOCKS
+    assert options.config.min_ctas == nccl._UNSET
+    assert getattr(options, "lazy_init", True)
+
+
+@needs_nccl
+def test_nccl_names_a_class_that_is_known() -> None:
+    """Whichever class torch makes for "nccl": the contract that the transport relies on."""
+    if not hasattr(dist.Backend, "_ensure_backend_registered"):
+        pytest.skip("this torch makes its one class for NCCL without a table of makers")
+    dist.Backend._ensure_backend_registered("nccl")
+    maker = dist.Backend._plugins["NCCL"].creator_fn
+    assert set(nccl.CLASSES) & set(maker.__code__.co_names), maker
+
+
+def test_an_older_class_is_not_split_off_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to torch 2.14, where a device is bound to the world's group."""
+    world = SimpleNamespace(bound_device_id=torch.device("cuda", 3))
+    monkeypatch.setattr(nccl.dist, "group", SimpleNamespace(WORLD=world))
+    older = SimpleNamespace(Options=SimpleNamespace())
+    monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", older, raising=False)
+    with nccl.made_by_pairs():
+        assert world.bound_device_id is None
+    assert world.bound_device_id == torch.device("cuda", 3)
+    monkeypatch.setattr(older.Options, "lazy_init", False, raising=False)
+    with nccl.made_by_pairs():
+        assert world.bound_device_id == torch.device("cuda", 3)
