@@ -17,6 +17,9 @@ PLUS_NAMES = tuple(name + PLUS for name in MEMORY_NAMES)
 AUTO = "auto"
 """The adaptive scheduler's plan for the costs and the memory limit."""
 
+MEGATRONS_TIMEOUT_MINUTES = 10
+"""What --distributed-timeout-minutes is unless it is given."""
+
 TIMEOUT_SHARE = 0.9
 """Of --distributed-timeout-minutes: how long a rank waits for a message unless it is told."""
 
@@ -125,7 +128,12 @@ def _timeout_seconds(args: Namespace) -> float:
     """
     if args.pipeline_timeout is not None:
         return float(args.pipeline_timeout)
-    return TIMEOUT_SHARE * 60 * args.distributed_timeout_minutes
+    return TIMEOUT_SHARE * watchdog_seconds(args)
+
+
+def watchdog_seconds(args: Namespace) -> float:
+    """Return after how long Megatron's own watchdogs end a run."""
+    return 60.0 * getattr(args, "distributed_timeout_minutes", MEGATRONS_TIMEOUT_MINUTES)
 
 
 def options_of(args: Namespace) -> PipelineOptions:

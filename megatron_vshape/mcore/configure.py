@@ -14,7 +14,13 @@ from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.placement import looping
 from megatron_vshape.mcore import hybrid, layout, split_te, unsplit
-from megatron_vshape.mcore.arguments import AUTO, MEGATRONS_OWN, PipelineOptions, options_of
+from megatron_vshape.mcore.arguments import (
+    AUTO,
+    MEGATRONS_OWN,
+    PipelineOptions,
+    options_of,
+    watchdog_seconds,
+)
 from megatron_vshape.mcore.layer_split import split_layers
 from megatron_vshape.mcore.layout import StageMap
 from megatron_vshape.mcore.plans import Planner, make_planner
@@ -46,12 +52,12 @@ def prepare(args: Namespace) -> Pipeline | None:
     options = options_of(args)
     if options.timeout_seconds <= 0:
         raise UnsupportedError(f"--pipeline-timeout {options.timeout_seconds:g} is not above 0")
-    if options.timeout_seconds >= 60 * args.distributed_timeout_minutes:
+    if options.timeout_seconds >= watchdog_seconds(args):
         logger.warning(
             "--pipeline-timeout %g is not below --distributed-timeout-minutes %g: Megatron's own "
             "watchdogs may end a stalled run first, and say less",
             options.timeout_seconds,
-            args.distributed_timeout_minutes,
+            watchdog_seconds(args) / 60,
         )
     name, ranks = options.schedule, args.pipeline_model_parallel_size
     if name is None or name in MEGATRONS_OWN:

@@ -10,15 +10,6 @@ PLUGIN = Path(__file__).parent / "of_any_length.py"
 STEPS = ("--train-iters", "2", "--eval-interval", "2", "--eval-iters", "1")
 
 
-def test_an_order_that_would_deadlock_on_gpus_is_refused(farm: Farm) -> None:
-    said = "v-half does not work with variable_seq_lengths on GPUs"
-    run = farm.run(4, "--pipeline-schedule", "v-half", *STEPS, plugin=PLUGIN, given=said)
-    assert run.codes == [1] * 4, run.output
-    told = [text.partition("megatron-vshape: ")[2].strip() for text in run.output]
-    assert told == [said, "", "", ""]
-    assert not any("Traceback" in text for text in run.output)
-
-
 @pytest.mark.parametrize(
     "schedule",
     ["v-half", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v-zb", "zb-h1"))],
@@ -28,4 +19,12 @@ def test_training_equals_megatrons_1f1b(farm: Farm, schedule: str) -> None:
     ours = farm.run(4, "--pipeline-schedule", schedule, *STEPS, plugin=PLUGIN).check()
     whole = farm.run(1, *STEPS).check()
     assert whole.record["losses"] != theirs.record["losses"]  # so that the lengths do differ
+    assert_equal_training(ours, theirs)
+
+
+def test_taken_when_they_are_posted_as_on_gpus(farm: Farm) -> None:
+    """An order that no wait could end before messages were taken so."""
+    theirs = farm.run(4, "--pipeline-schedule", "1f1b", *STEPS, plugin=PLUGIN).check()
+    flags = ("--pipeline-schedule", "zb-h1", *STEPS)
+    ours = farm.run(4, *flags, plugin=PLUGIN, given="taken").check()
     assert_equal_training(ours, theirs)
