@@ -42,19 +42,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 import yaml
-from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
-from megatron_vshape import __version__
+# Before torch, which reads the environment that this completes.
+import megatron_vshape.mcore
+
+# isort: split
+import torch
+from torch import Tensor, nn
+
 from megatron_vshape.core.adaptive import make_plus
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.lowering import Message
 from megatron_vshape.core.passes import Kind, ScheduleError
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import held_curve
+from megatron_vshape.environment import ALLOCATOR
 from megatron_vshape.mcore.arguments import PLUS_NAMES
 from megatron_vshape.mcore.one_device import (
     WARM_UP,
@@ -122,13 +127,15 @@ def load_model(file: Path, tokens: int, device: str, use_te: bool) -> Model:
 
 @dataclass(frozen=True, slots=True)
 class SplitCost:
-    """Medians of a layer's passes, in us."""
+    """Medians of the passes of some layers, in us."""
 
     hidden_size: int
     forward_us: float
     whole_us: float
     backward_us: float
     weight_us: float
+    host_us: float  # what Python takes to launch them all, F twice
+    caught_up: int  # repeats in which the GPU had to wait for Python
 
     @property
     def ratio(self) -> float:
@@ -139,27 +146,68 @@ class SplitCost:
 def split_cost(model: Model, num_layers: int, repeats: int) -> SplitCost:
     """Time whole and split backwards of the same layers, in turns and without a wait between.
 
-    So a GPU never starts idle. A W is timed from the end of its B: what lies between counts.
+    A GPU is kept busy before, for longer than Python takes to launch them, or small layers would
+    show Python's time. A W is timed from the end of its B: what lies between counts.
     """
     session = prepare(model.device)
     chunk = build(model, session, num_layers, False, False)
     zero_gradients([chunk])
     for _ in range(WARM_UP):
-        run_both(model, session, chunk, None)
+        launched_us = run_both(model, session, chunk, None)
+    filler = (Filler if model.device == "cuda" else NoFiller)(2 * launched_us)
     timer = PassTimer(torch.device(model.device), aligned=False)
+    host_us = []
     for _ in range(repeats):
-        run_both(model, session, chunk, timer)
+        filler.start()
+        host_us.append(run_both(model, session, chunk, timer))
+        filler.check()
     times: dict[Kind, list[float]] = {kind: [] for kind in Kind}
     last_end = 0.0
     for work, start, end in timer.slots():
         times[work.kind].append(end - (last_end if work.kind is Kind.W else start))
         last_end = end
     kinds = (Kind.F, Kind.BW, Kind.B, Kind.W)
-    return SplitCost(model.hidden_size, *(statistics.median(times[kind]) for kind in kinds))
+    medians = (statistics.median(values) for values in (*(times[k] for k in kinds), host_us))
+    return SplitCost(model.hidden_size, *medians, filler.caught_up)
 
 
-def run_both(model: Model, session: Any, chunk: nn.Module, timer: PassTimer | None) -> None:
-    """Run a microbatch with a whole backward and one with a split one."""
+class NoFiller:
+    """What a CPU needs of a Filler: nothing."""
+
+    def __init__(self, least_us: float) -> None:
+        self.caught_up = 0
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def check(self) -> None:
+        """Do nothing."""
+
+
+class Filler(NoFiller):
+    """Keeps a GPU busy meanwhile, for `least_us` or longer."""
+
+    CYCLES_PER_US = 2000  # no GPU's clock is faster by much
+
+    def __init__(self, least_us: float) -> None:
+        super().__init__(least_us)
+        self._cycles = int(self.CYCLES_PER_US * least_us)
+        self._ended = torch.cuda.Event()
+
+    def start(self) -> None:
+        """Begin, when all that ran before has ended: a full queue would hold Python up."""
+        torch.cuda.synchronize()
+        torch.cuda._sleep(self._cycles)
+        self._ended.record()
+
+    def check(self) -> None:
+        """Count it if the GPU has got to what was launched before all of it was."""
+        self.caught_up += self._ended.query()
+
+
+def run_both(model: Model, session: Any, chunk: nn.Module, timer: PassTimer | None) -> float:
+    """Run a microbatch with a whole and one with a split backward; return the host's time in us."""
+    begun_s = time.perf_counter()
     for split in (False, True):
         received = made_up(model).requires_grad_()
         gradient = made_up(model)
@@ -173,6 +221,7 @@ def run_both(model: Model, session: Any, chunk: nn.Module, timer: PassTimer | No
         else:
             with observed(timer, Kind.BW):
                 output.backward(gradient)
+    return 1e6 * (time.perf_counter() - begun_s)
 
 
 def run_layers(chunk: nn.Module, received: Tensor) -> Tensor:
@@ -184,13 +233,22 @@ def run_layers(chunk: nn.Module, received: Tensor) -> Tensor:
 
 def split_table(costs: Sequence[SplitCost]) -> str:
     """Return the Markdown table of the costs of splitting."""
-    lines = ["| hidden | F us | B us | W us | whole us | (B + W) / whole |", "|---:" * 6 + "|"]
+    columns = "hidden | F us | B us | W us | whole us | (B + W) / whole | host us | caught up"
+    lines = [f"| {columns} |", "|---:" * 8 + "|"]
     for each in costs:
         lines.append(
             f"| {each.hidden_size} | {each.forward_us:.0f} | {each.backward_us:.0f} | "
-            f"{each.weight_us:.0f} | {each.whole_us:.0f} | {each.ratio:.3f} |"
+            f"{each.weight_us:.0f} | {each.whole_us:.0f} | {each.ratio:.3f} | "
+            f"{each.host_us:.0f} | {each.caught_up} |"
         )
+    lines += ["", HOST]
     return "\n".join(lines)
+
+
+HOST = (
+    "host us: what Python takes to launch F, whole, F, B and W. Caught up: in so many repeats the "
+    "GPU had to wait for it, which the times then show."
+)
 
 
 # --- numerics -----------------------------------------------------------------------------------
@@ -251,6 +309,12 @@ def _error(found: Tensor, right: Tensor) -> float:
 
 
 # --- rank emulation -----------------------------------------------------------------------------
+
+
+NOT_EMULATED = (
+    "receives that are posted and wait, messages kept until they have left, NCCL's buffers, the "
+    "thread blocks that waiting kernels hold: a pipeline's rank needs more memory and more time"
+)
 
 
 class MadeUpPeers:
@@ -421,10 +485,7 @@ class Fresh:
         self._waiting = deque(self._start() for _ in range(AHEAD))
 
     def _start(self) -> subprocess.Popen[str]:
-        environment = os.environ | {
-            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-            "OMP_NUM_THREADS": "1",
-        }
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
         return subprocess.Popen(
             self._command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment
@@ -574,9 +635,9 @@ class Output:
 
 
 def provenance(args: argparse.Namespace) -> dict[str, str]:
-    """Return the device, its driver, the date, the versions, the command and what it ran."""
+    """Return the device, the date, the versions, how memory is allocated, and the command."""
     on_gpu = args.device == "cuda"
-    versions = {"megatron-vshape": __version__}
+    versions = {"megatron-vshape": megatron_vshape.__version__}
     for package in ("torch", "megatron-core", "transformer-engine"):
         try:
             versions[package] = importlib.metadata.version(package)
@@ -588,11 +649,13 @@ def provenance(args: argparse.Namespace) -> dict[str, str]:
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
             "driver": driver_version(),
         }
+    allocator = next(filter(None, map(os.environ.get, ALLOCATOR)), None)
     return {
         "device": torch.cuda.get_device_name(0) if on_gpu else "cpu",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "command": shlex.join(["python", "scripts/bench_gpu.py", *sys.argv[1:]]),
+        "allocator": allocator or "as torch has it",
+        "command": shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
     }
 
 
@@ -771,7 +834,8 @@ def run_emulate(args: argparse.Namespace) -> int:
     about = provenance(args) | {
         "model": f"{model.layers} layers, hidden {model.hidden_size}, {model.dtype}, "
         f"{model.sequence_length} tokens a microbatch, {args.microbatches} microbatches, "
-        f"dropout {model.dropout:g} of hidden states and none in attention"
+        f"dropout {model.dropout:g} of hidden states and none in attention",
+        "not seen": NOT_EMULATED,
     }
     show(about)
     print(EMULATED_HEAD, flush=True)

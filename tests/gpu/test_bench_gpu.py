@@ -90,6 +90,29 @@ def test_ranks_end_together(script: dict[str, Any]) -> None:
             script["end"](process)
 
 
+def test_a_gpu_is_busy_before_it_is_timed(
+    script: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    did: list[Any] = []
+
+    class Event:
+        def record(self) -> None:
+            did.append("record")
+
+        def query(self) -> bool:
+            return len(did) > 3  # the second time the GPU is through before Python is
+
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: did.append("wait"))
+    monkeypatch.setattr("torch.cuda._sleep", lambda cycles: did.append(cycles / 2e9), raising=False)
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    filler = script["Filler"](least_us=3000.0)
+    for _ in range(2):
+        filler.start()
+        filler.check()
+    assert did == ["wait", 3e-3, "record"] * 2
+    assert filler.caught_up == 1
+
+
 class TestEmulateAll:
     """Which ranks are emulated, by processes that only fail."""
 
@@ -135,8 +158,11 @@ class TestOnCpu:
 
     def test_split(self) -> None:
         text = bench("split", *ON_CPU, "--hidden", "32", "--repeats", "2", expected=None)
-        assert "| hidden | F us | B us | W us | whole us | (B + W) / whole |" in text
-        assert "\n| 32 |" in text
+        head = "| hidden | F us | B us | W us | whole us | (B + W) / whole | host us | caught up |"
+        assert head in text
+        cells = text.split("\n| 32 | ")[1].split(" | ")
+        host_us = float(cells[5])
+        assert host_us > float(cells[0])  # a CPU's passes take the host's time
         assert "device: cpu" in text
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -159,7 +185,9 @@ class TestOnCpu:
         assert load_schedule(tmp_path / "tiny-p4.v-half-plus.csv").num_microbatches == 8
         about = json.loads(file.with_suffix(".about.json").read_text())
         assert about["device"] == "cpu"
-        assert {"date", "versions", "command", "model"} <= about.keys()
+        assert {"date", "versions", "command", "model", "allocator"} <= about.keys()
+        assert "NCCL's buffers" in about["not seen"]
+        assert f"not seen: {about['not seen']}" in text
 
     @pytest.mark.slow
     def test_several_ranks(self) -> None:
