@@ -4,7 +4,6 @@
     python scripts/bench_gpu.py numerics                   split and whole against fp32
     python scripts/bench_gpu.py emulate --model configs/models/gpt_9_6b.yaml --devices 8 \\
         --microbatches 24 [--schedules 1f1b v-min v-half v-zb v-half+ FILE.json] [--write DIR]
-    python scripts/bench_gpu.py nccl --ranks 2             several ranks on one GPU, against gloo
 
 `emulate` runs the real instructions of a pipeline rank with its real layers, each rank in a fresh
 process, and makes up what its neighbours would send. It prints the measured peak beside the
@@ -25,15 +24,11 @@ import importlib.metadata
 import json
 import math
 import os
-import re
-import runpy
 import shlex
-import socket
 import statistics
 import subprocess
 import sys
 import time
-import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -90,8 +85,6 @@ NUMERICS_LIMIT = 2e-2  # of a split bf16 gradient's relative error against fp32
 NUMERICS_SLACK, EPSILON = 1.05, 1e-6  # split may be so much worse than whole: sums in other order
 AHEAD = 2  # processes that import while one measures
 RANK_TIMEOUT_S = 180.0
-TRAIN_TIMEOUT_S = 120.0
-LOSS_TOLERANCE = 1e-4  # a GPU adds fp32 in another order than a CPU
 GIB = 2**30
 
 
@@ -674,127 +667,6 @@ def show(about: Mapping[str, str]) -> None:
     print("\n".join(f"{key}: {value}" for key, value in about.items()), flush=True)
 
 
-# --- several ranks on one GPU -------------------------------------------------------------------
-
-TRAINED = (
-    "--transformer-impl local --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
-    "--make-vocab-size-divisible-by 64 --num-layers 8 --hidden-size 64 --num-attention-heads 4 "
-    "--seq-length 64 --max-position-embeddings 64 --position-embedding-type rope --no-rope-fusion "
-    "--attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion "
-    "--untie-embeddings-and-output-weights --no-masked-softmax-fusion --no-persist-layer-norm "
-    "--micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-3 --min-lr 1e-3 "
-    "--lr-decay-style constant --eval-iters 0 --eval-interval 1000 --log-interval 1 "
-    "--num-workers 0 --pipeline-schedule v-half --pipeline-timeout 60"
-).split()
-
-
-NCCL_SAYS = re.compile(r".*(?:NCCL WARN|NCCL error|ncclInvalid|ncclUnhandled|ncclSystem).*")
-
-
-class TrainingError(RuntimeError):
-    """A run failed; the arguments are what its ranks said."""
-
-
-def train(ranks: int, backend: str, device: str) -> list[float]:
-    """Train on ranks that share one GPU, or on CPUs, and return the losses.
-
-    NCCL refuses two ranks of one host on one device; NCCL_HOSTID makes hosts of them.
-
-    Raises:
-        TrainingError: a rank failed, or they were not done in time.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, __file__, "train-rank", *TRAINED]
-    command += ["--pipeline-model-parallel-size", str(ranks), "--distributed-backend", backend]
-    with TemporaryDirectory() as folder:
-        logs = [Path(folder) / str(rank) for rank in range(ranks)]
-        processes = []
-        try:
-            for rank, log in enumerate(logs):
-                with log.open("w") as stream:
-                    environment = rank_environment(rank, ranks, port, device)
-                    out = {"stdout": stream, "stderr": subprocess.STDOUT, "text": True}
-                    processes.append(subprocess.Popen(command, env=environment, **out))
-            ended = wait_for(processes, time.monotonic() + TRAIN_TIMEOUT_S)
-        finally:
-            for process in processes:
-                end(process)
-        said = [log.read_text(errors="replace") for log in logs]
-    if any(ended):
-        ends = zip(said, ended, strict=True)
-        raise TrainingError(
-            *(f"{text}rank {rank} ended: {how}" for rank, (text, how) in enumerate(ends))
-        )
-    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", "".join(said))]
-
-
-def rank_environment(rank: int, ranks: int, port: str, device: str) -> dict[str, str]:
-    """Return the environment of one of several ranks that each take themselves for a host."""
-    given = {
-        "RANK": str(rank),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "NCCL_HOSTID": f"rank{rank}",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_DEBUG": "WARN",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "TORCH_COMPILE_DISABLE": "1",  # compiling takes longer than all the steps
-        "OMP_NUM_THREADS": "1",
-    }
-    return os.environ | given | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
-
-
-def wait_for(processes: Sequence[subprocess.Popen[str]], deadline_s: float) -> list[str]:
-    """Wait until all have ended, or one has failed, or it is too late; return what went wrong."""
-    late = "not in time"
-    while time.monotonic() < deadline_s:
-        codes = [process.poll() for process in processes]
-        if None not in codes or any(codes):
-            late = "not before another failed"
-            break
-        time.sleep(0.2)
-    codes = [process.poll() for process in processes]
-    return [late if code is None else f"status {code}" if code else "" for code in codes]
-
-
-def train_rank(flags: Sequence[str]) -> int:
-    """Train as scripts/pretrain_gpt.py does, from weights that follow from their names.
-
-    A GPU draws other random numbers than a CPU, so the initial ones would differ.
-    """
-    script = str(ROOT / "scripts" / "pretrain_gpt.py")
-    sys.argv = [script, *flags]
-    pretrain = runpy.run_path(script, run_name="imported")["main"]
-    from megatron.training import training
-
-    upstream = training.setup_model_and_optimizer
-
-    def setup(*args: Any, **options: Any) -> Any:
-        made = upstream(*args, **options)
-        for at, chunk in enumerate(made[0]):
-            for name, parameter in chunk.named_parameters():
-                if parameter.dim() > 1:
-                    fill(parameter.data, f"{os.environ['RANK']} {at} {name}")
-        return made
-
-    training.setup_model_and_optimizer = setup
-    pretrain()
-    return 0
-
-
-def fill(data: Tensor, name: str) -> None:
-    """Fill with random numbers that depend on nothing but the name."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    data.copy_(torch.randn(data.shape, generator=generator) * 0.02)
-
-
 # --- the command line ---------------------------------------------------------------------------
 
 
@@ -847,38 +719,6 @@ def run_emulate(args: argparse.Namespace) -> int:
     return int(len(close) < len(args.schedules) * len(ranks_of(args.devices)))
 
 
-def run_nccl(args: argparse.Namespace) -> int:
-    """Compare the losses over NCCL on one GPU with gloo's on CPUs; 1 where they differ.
-
-    That NCCL refuses is a result as well, which is printed.
-
-    Raises:
-        SystemExit: a run failed for another reason.
-    """
-    show(provenance(args))
-    backend = "nccl" if args.device == "cuda" else "gloo"
-    try:
-        right = train(args.ranks, "gloo", "cpu")
-        found = train(args.ranks, backend, args.device)
-    except TrainingError as error:
-        sentence = NCCL_SAYS.search("\n".join(error.args))
-        if sentence is None:
-            said = "\n".join(text[-3000:] for text in error.args)
-            raise SystemExit(f"bench_gpu: the ranks did not train\n{said}") from None
-        print(f"NCCL refuses {args.ranks} ranks on one GPU: {sentence[0].strip()}")
-        return 0
-    same = are_close(found, right)
-    print(f"gloo: {right}\n{backend}: {found}\n{'equal' if same else 'different'}")
-    return int(not same)
-
-
-def are_close(found: Sequence[float], right: Sequence[float]) -> bool:
-    """Return whether there are losses, and pairs of them differ by rounding only."""
-    pairs = zip(found, right, strict=False)
-    close = all(math.isclose(*pair, rel_tol=LOSS_TOLERANCE) for pair in pairs)
-    return len(found) == len(right) > 0 and close
-
-
 def run_one_rank(args: argparse.Namespace) -> int:
     """Emulate the rank that standard input asks for and print what it showed, as JSON.
 
@@ -923,9 +763,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     ranks.add_argument("--write", type=Path, help="directory for the costs files and the plans")
     ranks.set_defaults(run=run_emulate)
-    nccl = commands.add_parser("nccl", parents=[common])
-    nccl.add_argument("--ranks", type=int, default=2)
-    nccl.set_defaults(run=run_nccl)
     one = commands.add_parser("one-rank", parents=[common])
     one.set_defaults(run=run_one_rank)
     return parser.parse_args(arguments)
@@ -933,10 +770,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["train-rank"]:
-        return train_rank(given[1:])
-    args = parse(given)
+    args = parse(arguments)
     try:
         choose(args.device)
         status: int = args.run(args)

@@ -21,32 +21,32 @@ names the interpreter; a GPU with less memory takes smaller models, and fails on
 TEXT
 }
 
-# bench SECONDS ARGS...: runs bench_gpu.py for so long at most, into the files of the part.
+# bench SECONDS SCRIPT ARGS...: runs it for so long at most, into the files of the part.
 bench() {
     local seconds=$1
     shift
     printf '\n## %s\n\n' "$*" | tee -a "$folder/part$part.md"
-    timeout --kill-after=10 "$seconds" "${PYTHON:-python3}" scripts/bench_gpu.py "$@" \
+    timeout --kill-after=10 "$seconds" "${PYTHON:-python3}" "scripts/$1" "${@:2}" \
         2> >(tee -a "$folder/part$part.log" >&2) | tee -a "$folder/part$part.md"
     local status=${PIPESTATUS[0]}
     ((status == 0)) || failed+=("part $part, $1: status $status")
 }
 
 emulate() {
-    bench "$1" emulate --model "configs/models/$2.yaml" --devices 8 --microbatches 24 \
+    bench "$1" bench_gpu.py emulate --model "configs/models/$2.yaml" --devices 8 --microbatches 24 \
         --write "$folder"
 }
 
 run_part() {
     case $1 in
         1)
-            bench 120 numerics
-            bench 110 split
+            bench 120 bench_gpu.py numerics
+            bench 110 bench_gpu.py split
             emulate 300 gpt_9_6b
             ;;
         2) emulate 530 gpt_21b ;;
         3) emulate 530 gpt_38_5b ;;
-        4) bench 290 nccl --ranks 2 ;;
+        4) bench 460 bench_nccl.py --ranks 2 ;;
     esac
 }
 
