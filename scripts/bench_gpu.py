@@ -4,7 +4,6 @@
     python scripts/bench_gpu.py numerics                   split and whole against fp32
     python scripts/bench_gpu.py emulate --model configs/models/gpt_9_6b.yaml --devices 8 \\
         --microbatches 24 [--schedules 1f1b v-min v-half v-zb v-half+ FILE.json] [--write DIR]
-    python scripts/bench_gpu.py nccl --ranks 2             several ranks on one GPU, against gloo
 
 `emulate` runs the real instructions of a pipeline rank with its real layers, each rank in a fresh
 process, and makes up what its neighbours would send. It prints the measured peak beside the
@@ -25,15 +24,11 @@ import importlib.metadata
 import json
 import math
 import os
-import re
-import runpy
 import shlex
-import socket
 import statistics
 import subprocess
 import sys
 import time
-import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -42,19 +37,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 import yaml
-from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
-from megatron_vshape import __version__
+# Before torch, which reads the environment that this completes.
+import megatron_vshape.mcore
+
+# isort: split
+import torch
+from torch import Tensor, nn
+
 from megatron_vshape.core.adaptive import make_plus
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.instructions import Message
 from megatron_vshape.core.passes import Kind, ScheduleError
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import held_curve
+from megatron_vshape.environment import ALLOCATOR
 from megatron_vshape.mcore.arguments import PLUS_NAMES
 from megatron_vshape.mcore.one_device import (
     WARM_UP,
@@ -85,8 +85,6 @@ NUMERICS_LIMIT = 2e-2  # of a split bf16 gradient's relative error against fp32
 NUMERICS_SLACK, EPSILON = 1.05, 1e-6  # split may be so much worse than whole: sums in other order
 AHEAD = 2  # processes that import while one measures
 RANK_TIMEOUT_S = 180.0
-TRAIN_TIMEOUT_S = 120.0
-LOSS_TOLERANCE = 1e-4  # a GPU adds fp32 in another order than a CPU
 GIB = 2**30
 
 
@@ -122,13 +120,15 @@ def load_model(file: Path, tokens: int, device: str, use_te: bool) -> Model:
 
 @dataclass(frozen=True, slots=True)
 class SplitCost:
-    """Medians of a layer's passes, in us."""
+    """Medians of the passes of some layers, in us."""
 
     hidden_size: int
     forward_us: float
     whole_us: float
     backward_us: float
     weight_us: float
+    host_us: float  # what Python takes to launch them all, F twice
+    caught_up: int  # repeats in which the GPU had to wait for Python
 
     @property
     def ratio(self) -> float:
@@ -139,27 +139,68 @@ class SplitCost:
 def split_cost(model: Model, num_layers: int, repeats: int) -> SplitCost:
     """Time whole and split backwards of the same layers, in turns and without a wait between.
 
-    So a GPU never starts idle. A W is timed from the end of its B: what lies between counts.
+    A GPU is kept busy before, for longer than Python takes to launch them, or small layers would
+    show Python's time. A W is timed from the end of its B: what lies between counts.
     """
     session = prepare(model.device)
     chunk = build(model, session, num_layers, False, False)
     zero_gradients([chunk])
     for _ in range(WARM_UP):
-        run_both(model, session, chunk, None)
+        launched_us = run_both(model, session, chunk, None)
+    filler = (Filler if model.device == "cuda" else NoFiller)(2 * launched_us)
     timer = PassTimer(torch.device(model.device), aligned=False)
+    host_us = []
     for _ in range(repeats):
-        run_both(model, session, chunk, timer)
+        filler.start()
+        host_us.append(run_both(model, session, chunk, timer))
+        filler.check()
     times: dict[Kind, list[float]] = {kind: [] for kind in Kind}
     last_end = 0.0
     for work, start, end in timer.slots():
         times[work.kind].append(end - (last_end if work.kind is Kind.W else start))
         last_end = end
     kinds = (Kind.F, Kind.BW, Kind.B, Kind.W)
-    return SplitCost(model.hidden_size, *(statistics.median(times[kind]) for kind in kinds))
+    medians = (statistics.median(values) for values in (*(times[k] for k in kinds), host_us))
+    return SplitCost(model.hidden_size, *medians, filler.caught_up)
 
 
-def run_both(model: Model, session: Any, chunk: nn.Module, timer: PassTimer | None) -> None:
-    """Run a microbatch with a whole backward and one with a split one."""
+class NoFiller:
+    """What a CPU needs of a Filler: nothing."""
+
+    def __init__(self, least_us: float) -> None:
+        self.caught_up = 0
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def check(self) -> None:
+        """Do nothing."""
+
+
+class Filler(NoFiller):
+    """Keeps a GPU busy meanwhile, for `least_us` or longer."""
+
+    CYCLES_PER_US = 2000  # no GPU's clock is faster by much
+
+    def __init__(self, least_us: float) -> None:
+        super().__init__(least_us)
+        self._cycles = int(self.CYCLES_PER_US * least_us)
+        self._ended = torch.cuda.Event()
+
+    def start(self) -> None:
+        """Begin, when all that ran before has ended: a full queue would hold Python up."""
+        torch.cuda.synchronize()
+        torch.cuda._sleep(self._cycles)
+        self._ended.record()
+
+    def check(self) -> None:
+        """Count it if the GPU has got to what was launched before all of it was."""
+        self.caught_up += self._ended.query()
+
+
+def run_both(model: Model, session: Any, chunk: nn.Module, timer: PassTimer | None) -> float:
+    """Run a microbatch with a whole and one with a split backward; return the host's time in us."""
+    begun_s = time.perf_counter()
     for split in (False, True):
         received = made_up(model).requires_grad_()
         gradient = made_up(model)
@@ -173,6 +214,7 @@ def run_both(model: Model, session: Any, chunk: nn.Module, timer: PassTimer | No
         else:
             with observed(timer, Kind.BW):
                 output.backward(gradient)
+    return 1e6 * (time.perf_counter() - begun_s)
 
 
 def run_layers(chunk: nn.Module, received: Tensor) -> Tensor:
@@ -184,13 +226,22 @@ def run_layers(chunk: nn.Module, received: Tensor) -> Tensor:
 
 def split_table(costs: Sequence[SplitCost]) -> str:
     """Return the Markdown table of the costs of splitting."""
-    lines = ["| hidden | F us | B us | W us | whole us | (B + W) / whole |", "|---:" * 6 + "|"]
+    columns = "hidden | F us | B us | W us | whole us | (B + W) / whole | host us | caught up"
+    lines = [f"| {columns} |", "|---:" * 8 + "|"]
     for each in costs:
         lines.append(
             f"| {each.hidden_size} | {each.forward_us:.0f} | {each.backward_us:.0f} | "
-            f"{each.weight_us:.0f} | {each.whole_us:.0f} | {each.ratio:.3f} |"
+            f"{each.weight_us:.0f} | {each.whole_us:.0f} | {each.ratio:.3f} | "
+            f"{each.host_us:.0f} | {each.caught_up} |"
         )
+    lines += ["", HOST]
     return "\n".join(lines)
+
+
+HOST = (
+    "host us: what Python takes to launch F, whole, F, B and W. Caught up: in so many repeats the "
+    "GPU had to wait for it, which the times then show."
+)
 
 
 # --- numerics -----------------------------------------------------------------------------------
@@ -251,6 +302,12 @@ def _error(found: Tensor, right: Tensor) -> float:
 
 
 # --- rank emulation -----------------------------------------------------------------------------
+
+
+NOT_EMULATED = (
+    "receives that are posted and wait, messages kept until they have left, NCCL's buffers, the "
+    "thread blocks that waiting kernels hold: a pipeline's rank needs more memory and more time"
+)
 
 
 class MadeUpPeers:
@@ -421,10 +478,7 @@ class Fresh:
         self._waiting = deque(self._start() for _ in range(AHEAD))
 
     def _start(self) -> subprocess.Popen[str]:
-        environment = os.environ | {
-            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-            "OMP_NUM_THREADS": "1",
-        }
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
         return subprocess.Popen(
             self._command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment
@@ -574,9 +628,9 @@ class Output:
 
 
 def provenance(args: argparse.Namespace) -> dict[str, str]:
-    """Return the device, its driver, the date, the versions, the command and what it ran."""
+    """Return the device, the date, the versions, how memory is allocated, and the command."""
     on_gpu = args.device == "cuda"
-    versions = {"megatron-vshape": __version__}
+    versions = {"megatron-vshape": megatron_vshape.__version__}
     for package in ("torch", "megatron-core", "transformer-engine"):
         try:
             versions[package] = importlib.metadata.version(package)
@@ -588,11 +642,13 @@ def provenance(args: argparse.Namespace) -> dict[str, str]:
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
             "driver": driver_version(),
         }
+    allocator = next(filter(None, map(os.environ.get, ALLOCATOR)), None)
     return {
         "device": torch.cuda.get_device_name(0) if on_gpu else "cpu",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "command": shlex.join(["python", "scripts/bench_gpu.py", *sys.argv[1:]]),
+        "allocator": allocator or "as torch has it",
+        "command": shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
     }
 
 
@@ -609,127 +665,6 @@ def driver_version() -> str:
 def show(about: Mapping[str, str]) -> None:
     """Print a line for each value."""
     print("\n".join(f"{key}: {value}" for key, value in about.items()), flush=True)
-
-
-# --- several ranks on one GPU -------------------------------------------------------------------
-
-TRAINED = (
-    "--transformer-impl local --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
-    "--make-vocab-size-divisible-by 64 --num-layers 8 --hidden-size 64 --num-attention-heads 4 "
-    "--seq-length 64 --max-position-embeddings 64 --position-embedding-type rope --no-rope-fusion "
-    "--attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion "
-    "--untie-embeddings-and-output-weights --no-masked-softmax-fusion --no-persist-layer-norm "
-    "--micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-3 --min-lr 1e-3 "
-    "--lr-decay-style constant --eval-iters 0 --eval-interval 1000 --log-interval 1 "
-    "--num-workers 0 --pipeline-schedule v-half --pipeline-timeout 60"
-).split()
-
-
-NCCL_SAYS = re.compile(r".*(?:NCCL WARN|NCCL error|ncclInvalid|ncclUnhandled|ncclSystem).*")
-
-
-class TrainingError(RuntimeError):
-    """A run failed; the arguments are what its ranks said."""
-
-
-def train(ranks: int, backend: str, device: str) -> list[float]:
-    """Train on ranks that share one GPU, or on CPUs, and return the losses.
-
-    NCCL refuses two ranks of one host on one device; NCCL_HOSTID makes hosts of them.
-
-    Raises:
-        TrainingError: a rank failed, or they were not done in time.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, __file__, "train-rank", *TRAINED]
-    command += ["--pipeline-model-parallel-size", str(ranks), "--distributed-backend", backend]
-    with TemporaryDirectory() as folder:
-        logs = [Path(folder) / str(rank) for rank in range(ranks)]
-        processes = []
-        try:
-            for rank, log in enumerate(logs):
-                with log.open("w") as stream:
-                    environment = rank_environment(rank, ranks, port, device)
-                    out = {"stdout": stream, "stderr": subprocess.STDOUT, "text": True}
-                    processes.append(subprocess.Popen(command, env=environment, **out))
-            ended = wait_for(processes, time.monotonic() + TRAIN_TIMEOUT_S)
-        finally:
-            for process in processes:
-                end(process)
-        said = [log.read_text(errors="replace") for log in logs]
-    if any(ended):
-        ends = zip(said, ended, strict=True)
-        raise TrainingError(
-            *(f"{text}rank {rank} ended: {how}" for rank, (text, how) in enumerate(ends))
-        )
-    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", "".join(said))]
-
-
-def rank_environment(rank: int, ranks: int, port: str, device: str) -> dict[str, str]:
-    """Return the environment of one of several ranks that each take themselves for a host."""
-    given = {
-        "RANK": str(rank),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "NCCL_HOSTID": f"rank{rank}",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_DEBUG": "WARN",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "TORCH_COMPILE_DISABLE": "1",  # compiling takes longer than all the steps
-        "OMP_NUM_THREADS": "1",
-    }
-    return os.environ | given | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
-
-
-def wait_for(processes: Sequence[subprocess.Popen[str]], deadline_s: float) -> list[str]:
-    """Wait until all have ended, or one has failed, or it is too late; return what went wrong."""
-    late = "not in time"
-    while time.monotonic() < deadline_s:
-        codes = [process.poll() for process in processes]
-        if None not in codes or any(codes):
-            late = "not before another failed"
-            break
-        time.sleep(0.2)
-    codes = [process.poll() for process in processes]
-    return [late if code is None else f"status {code}" if code else "" for code in codes]
-
-
-def train_rank(flags: Sequence[str]) -> int:
-    """Train as scripts/pretrain_gpt.py does, from weights that follow from their names.
-
-    A GPU draws other random numbers than a CPU, so the initial ones would differ.
-    """
-    script = str(ROOT / "scripts" / "pretrain_gpt.py")
-    sys.argv = [script, *flags]
-    pretrain = runpy.run_path(script, run_name="imported")["main"]
-    from megatron.training import training
-
-    upstream = training.setup_model_and_optimizer
-
-    def setup(*args: Any, **options: Any) -> Any:
-        made = upstream(*args, **options)
-        for at, chunk in enumerate(made[0]):
-            for name, parameter in chunk.named_parameters():
-                if parameter.dim() > 1:
-                    fill(parameter.data, f"{os.environ['RANK']} {at} {name}")
-        return made
-
-    training.setup_model_and_optimizer = setup
-    pretrain()
-    return 0
-
-
-def fill(data: Tensor, name: str) -> None:
-    """Fill with random numbers that depend on nothing but the name."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    data.copy_(torch.randn(data.shape, generator=generator) * 0.02)
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -771,7 +706,8 @@ def run_emulate(args: argparse.Namespace) -> int:
     about = provenance(args) | {
         "model": f"{model.layers} layers, hidden {model.hidden_size}, {model.dtype}, "
         f"{model.sequence_length} tokens a microbatch, {args.microbatches} microbatches, "
-        f"dropout {model.dropout:g} of hidden states and none in attention"
+        f"dropout {model.dropout:g} of hidden states and none in attention",
+        "not seen": NOT_EMULATED,
     }
     show(about)
     print(EMULATED_HEAD, flush=True)
@@ -781,38 +717,6 @@ def run_emulate(args: argparse.Namespace) -> int:
         each for each in found if abs(each.peak_bytes / each.predicted_bytes - 1) <= MEMORY_LIMIT
     ]
     return int(len(close) < len(args.schedules) * len(ranks_of(args.devices)))
-
-
-def run_nccl(args: argparse.Namespace) -> int:
-    """Compare the losses over NCCL on one GPU with gloo's on CPUs; 1 where they differ.
-
-    That NCCL refuses is a result as well, which is printed.
-
-    Raises:
-        SystemExit: a run failed for another reason.
-    """
-    show(provenance(args))
-    backend = "nccl" if args.device == "cuda" else "gloo"
-    try:
-        right = train(args.ranks, "gloo", "cpu")
-        found = train(args.ranks, backend, args.device)
-    except TrainingError as error:
-        sentence = NCCL_SAYS.search("\n".join(error.args))
-        if sentence is None:
-            said = "\n".join(text[-3000:] for text in error.args)
-            raise SystemExit(f"bench_gpu: the ranks did not train\n{said}") from None
-        print(f"NCCL refuses {args.ranks} ranks on one GPU: {sentence[0].strip()}")
-        return 0
-    same = are_close(found, right)
-    print(f"gloo: {right}\n{backend}: {found}\n{'equal' if same else 'different'}")
-    return int(not same)
-
-
-def are_close(found: Sequence[float], right: Sequence[float]) -> bool:
-    """Return whether there are losses, and pairs of them differ by rounding only."""
-    pairs = zip(found, right, strict=False)
-    close = all(math.isclose(*pair, rel_tol=LOSS_TOLERANCE) for pair in pairs)
-    return len(found) == len(right) > 0 and close
 
 
 def run_one_rank(args: argparse.Namespace) -> int:
@@ -859,9 +763,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     ranks.add_argument("--write", type=Path, help="directory for the costs files and the plans")
     ranks.set_defaults(run=run_emulate)
-    nccl = commands.add_parser("nccl", parents=[common])
-    nccl.add_argument("--ranks", type=int, default=2)
-    nccl.set_defaults(run=run_nccl)
     one = commands.add_parser("one-rank", parents=[common])
     one.set_defaults(run=run_one_rank)
     return parser.parse_args(arguments)
@@ -869,10 +770,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["train-rank"]:
-        return train_rank(given[1:])
-    args = parse(given)
+    args = parse(arguments)
     try:
         choose(args.device)
         status: int = args.run(args)

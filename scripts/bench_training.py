@@ -556,7 +556,6 @@ def prepare_imports() -> None:
     os.environ.update(
         OMP_NUM_THREADS="1",
         CUDA_VISIBLE_DEVICES="",
-        CUDA_DEVICE_MAX_CONNECTIONS="1",
         PYTHONWARNINGS="ignore",
     )
     sys.argv = [str(SCRIPT)]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures on one GPU all that configs/costs has a place for, what is worth most first.
+# Measures on one GPU all that configs/costs has a place for, in commands of nine minutes at most.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 # shellcheck source=scripts/lib.sh
@@ -7,63 +7,120 @@ source scripts/lib.sh
 
 usage() {
     cat <<'TEXT'
-usage: bash scripts/gpu_session.sh FOLDER [PART ...]
+usage: bash scripts/gpu_session.sh FOLDER [COMMAND ...]
+       bash scripts/gpu_session.sh --list    what each command measures, and for how long at most
 
-  1    gradients, split against whole; what splitting costs; the ranks of the 9.6B model
-  2    the ranks of the 21B model
-  3    the ranks of the 38.5B model
-  4    two ranks on one GPU over NCCL
-
-A part ends within nine minutes, whatever happens; without PART all are run. Each leaves in FOLDER
-its tables (part1.md), what it said besides (part1.log), and the costs, what they are about and the
-adaptive plan of its model. Ends with 1 where a figure misses its limit or a part fails. PYTHON
-names the interpreter; a GPU with less memory takes smaller models, and fails on those too large.
+Runs the commands, or all of them, what is worth most first. Each leaves in FOLDER its tables
+(COMMAND.md) and what it said besides (COMMAND.log); one that emulates a model's ranks also the
+costs, what they are about and the adaptive plan. Ends with 1 where a figure misses its limit or a
+part fails. PYTHON names the interpreter; a GPU with less memory takes smaller models, and fails on
+those too large.
 TEXT
 }
 
-# bench SECONDS ARGS...: runs bench_gpu.py for so long at most, into the files of the part.
-bench() {
-    local seconds=$1
-    shift
-    printf '\n## %s\n\n' "$*" | tee -a "$folder/part$part.md"
-    timeout --kill-after=10 "$seconds" "${PYTHON:-python3}" scripts/bench_gpu.py "$@" \
-        2> >(tee -a "$folder/part$part.log" >&2) | tee -a "$folder/part$part.md"
-    local status=${PIPESTATUS[0]}
-    ((status == 0)) || failed+=("part $part, $1: status $status")
+commands=(splitting ranks-21b nccl ranks-9.6b ranks-38.5b sizes)
+
+run_command() {
+    case $1 in
+        splitting)
+            about "gradients, split against whole and fp32; what splitting costs at hidden 4096"
+            bench 150 bench_gpu.py numerics
+            bench 150 bench_gpu.py split --hidden 4096
+            ;;
+        ranks-21b) emulate 21b ;;
+        nccl)
+            about "ranks that share the GPU: losses, and what hangs where passes wait for it"
+            bench 460 bench_nccl.py --ranks 2
+            ;;
+        ranks-9.6b) emulate 9_6b ;;
+        ranks-38.5b) emulate 38_5b ;;
+        sizes)
+            about "what splitting costs at other sizes"
+            bench 300 bench_gpu.py split --hidden 2048 3072 5120 6144 8192
+            ;;
+    esac
+}
+
+# about TEXT: says what a command measures.
+about() {
+    if [[ -n $listing ]]; then
+        printf '%s: %s\n' "$command" "$1"
+    else
+        printf '# %s: %s\n' "$command" "$1" | tee "$folder/$command.md"
+        [[ -z $fallback ]] || printf '\n%s\n' "$fallback" | tee -a "$folder/$command.md"
+    fi
 }
 
 emulate() {
-    bench "$1" emulate --model "configs/models/$2.yaml" --devices 8 --microbatches 24 \
-        --write "$folder"
+    about "memory and pass times of ranks 0, 4 and 7 of 8, one by one, with the model gpt_$1"
+    bench 460 bench_gpu.py emulate --model "configs/models/gpt_$1.yaml" --devices 8 \
+        --microbatches 24 --write "$folder"
 }
 
-run_part() {
-    case $1 in
-        1)
-            bench 120 numerics
-            bench 110 split
-            emulate 300 gpt_9_6b
-            ;;
-        2) emulate 530 gpt_21b ;;
-        3) emulate 530 gpt_38_5b ;;
-        4) bench 290 nccl --ranks 2 ;;
-    esac
+# bench SECONDS SCRIPT ARGS...: runs a script for so long at most, into the files of the command.
+bench() {
+    local seconds=$1 script=$2 status
+    shift
+    if [[ -n $listing ]]; then
+        printf '    at most %d s: python scripts/%s\n' "$seconds" "$*"
+        return
+    fi
+    shift
+    printf '\n## %s\n\n' "$script $*" | tee -a "$folder/$command.md"
+    timeout --kill-after=10 "$seconds" "$python" "scripts/$script" "$@" \
+        2> >(tee -a "$folder/$command.log" >&2) | tee -a "$folder/$command.md"
+    status=${PIPESTATUS[0]}
+    ((status == 0)) || failed+=("$command, $script $1: status $status")
+}
+
+# Some machines do not let memory be mapped piece by piece, which expandable segments need. Sets
+# fallback to a sentence where that is so, and does without, unless the user has chosen himself.
+choose_allocator() {
+    fallback=''
+    [[ -z ${PYTORCH_CUDA_ALLOC_CONF+set}${PYTORCH_ALLOC_CONF+set} ]] || return
+    ! allocates || return
+    export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False
+    export PYTORCH_ALLOC_CONF=$PYTORCH_CUDA_ALLOC_CONF
+    if allocates; then
+        fallback="expandable segments do not work here: measured without"
+    else # something else is wrong, which the commands tell
+        unset PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF
+    fi
+}
+
+allocates() {
+    timeout 35 "$python" - 2>/dev/null <<'PYTHON'
+import megatron_vshape.mcore
+import torch
+
+kept = [torch.ones(mib << 20, dtype=torch.uint8, device="cuda") for mib in (1, 64, 1024)]
+torch.cuda.synchronize()
+PYTHON
 }
 
 case ${1-} in
     -h | --help) usage && exit ;;
-    '') usage >&2 && exit 2 ;;
+    --list)
+        listing=yes folder=FOLDER
+        for command in "${commands[@]}"; do
+            run_command "$command"
+        done
+        exit
+        ;;
+    '' | -*) usage >&2 && exit 2 ;;
 esac
-folder=$1
+listing='' folder=$1 python=${PYTHON:-python3}
 shift
-(($#)) || set -- 1 2 3 4
-for part in "$@"; do
-    [[ $part =~ ^[1-4]$ ]] || die "there is no part $part: choose from 1 to 4"
+(($#)) || set -- "${commands[@]}"
+for command in "$@"; do
+    [[ " ${commands[*]} " == *" $command "* ]] ||
+        die "there is no command $command: choose from ${commands[*]}"
 done
 mkdir -p "$folder" || exit
 export PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
+choose_allocator
 failed=()
-for part in "$@"; do
-    run_part "$part"
+for command in "$@"; do
+    run_command "$command"
 done
 ((${#failed[@]} == 0)) || die "failed:" "${failed[@]/%/;}"

@@ -29,6 +29,7 @@ import torch
 from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.instructions import Program
 from megatron_vshape.core.simulate import peak_held
+from megatron_vshape.environment import missing
 
 ROOT = Path(__file__).parents[1]
 BASELINE = "1f1b"
@@ -69,7 +70,7 @@ def measure(schedule: str, ranks: int, microbatches: int) -> Peaks:
         SystemExit: the run failed.
     """
     enough_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
-    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | missing(os.environ) | {"PYTHONWARNINGS": "ignore"}
     if not enough_gpus:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

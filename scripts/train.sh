@@ -90,8 +90,6 @@ runs=runs/$(basename "$schedule" .json)
 say "training $steps steps with --pipeline-schedule $schedule on $ranks ranks," \
     "${device_args[1]}; TensorBoard's files go to $runs"
 
-# Tensor parallelism needs this order of launches on a GPU before Blackwell.
-export CUDA_DEVICE_MAX_CONNECTIONS=1
 exec .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
     scripts/pretrain_gpt.py \
     --pipeline-schedule "$schedule" --pipeline-model-parallel-size "$ranks" \

@@ -105,7 +105,6 @@ def prepare(device: str) -> Any:
         ScheduleError: as `choose` does.
     """
     choose(device)
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers, random
 

@@ -104,9 +104,15 @@ class Assumptions:
         32, "7 inputs and 9 gradients of products, two bytes each: what W reads"
     )
     context_gib: float = _assume(
-        2.0, "estimate: CUDA context 0.5, NCCL's buffers 1, cuBLAS workspaces 0.5"
+        2.0,
+        "estimate: CUDA context 0.5, NCCL's buffers 1, cuBLAS workspaces 0.5; what it adds that "
+        "all modules are loaded at the start (environment.py) is not measured",
     )
-    fragmentation: float = _assume(0.02, "estimate: of activations, with expandable segments")
+    fragmentation: float = _assume(
+        0.02,
+        "estimate: of activations, with expandable segments, which every rank has unless its "
+        "environment says otherwise (environment.py)",
+    )
     receive_window: float = _assume(2, "receives posted ahead per stream: core/lowering.py")
 
     def sources(self) -> Iterator[tuple[str, float, str]]:

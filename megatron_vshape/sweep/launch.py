@@ -249,7 +249,6 @@ class Launcher:
         run, cluster = self.loaded.sweep.run, self.loaded.cluster
         environment = {
             "OMP_NUM_THREADS": str(run.threads),
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             **({"CUDA_VISIBLE_DEVICES": ""} if cluster.backend == "gloo" else {}),
             **run.environment,
         }

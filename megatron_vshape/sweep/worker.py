@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
+from megatron_vshape.environment import missing
 from megatron_vshape.sweep.command import node_flags, torchrun
 from megatron_vshape.sweep.results import Outcome, Status
 
@@ -114,12 +115,13 @@ def _this_node() -> tuple[int, str, int]:
 
 def _run(command: Sequence[str], job: Job, output: int, in_vain: Callable[[], bool]) -> int | None:
     """Return the exit code, or None where time was up or the run has become in vain."""
+    environment = {**os.environ, **job.environment}
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        env={**os.environ, **job.environment},
+        env=environment | missing(environment),
         start_new_session=True,
     )
     end = time.monotonic() + job.timeout_s

@@ -1,0 +1,451 @@
+"""Train on several ranks that share one GPU, over NCCL: as it is, and with waits for the device.
+
+    python scripts/bench_nccl.py --ranks 2
+
+A receive that is posted is a kernel: it occupies its device until the message is there. Much that a
+pass may do waits for the whole device and so for that kernel too: the loading of another kernel,
+memory given back, a number fetched. One rank that waits is safe; two that wait at once, each for
+what the other has yet to compute, wait for ever. The same small GPT is trained with v-half:
+
+    gloo            on the CPU, for the losses that all others must have
+    as-is           over NCCL
+    waiting         likewise, and every pass begins with a wait for the device
+    waiting-early   likewise, every receive posted one pass before the pass that reads it
+
+The last must hang, or the waits are none. A model of the waits (`hangs`) says of the instructions
+of each of the two whether they hang. Ends with 1 where one goes as it must not.
+
+Two contexts on one device take turns: this tests the protocol, and no time or overlap. With
+`--device cpu` all runs over gloo, and every rank waits for what it has posted in a device's stead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import runpy
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from enum import StrEnum
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_gpu import end, provenance, show  # finds the package where it is not installed
+from torch import Tensor
+
+from megatron_vshape.core.lowering import (
+    Await,
+    Instruction,
+    Message,
+    Program,
+    Receive,
+    Run,
+    Send,
+    Stream,
+)
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.mcore.one_device import choose
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 110.0  # of one run; all of them together take less than nine minutes
+STILL_S = 40  # without a message, after which a run says that it stands
+LOSS_TOLERANCE = 1e-4  # a GPU adds fp32 in another order than a CPU
+TRAINED = (
+    "--transformer-impl local --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
+    "--make-vocab-size-divisible-by 64 --num-layers 8 --hidden-size 64 --num-attention-heads 4 "
+    "--seq-length 64 --max-position-embeddings 64 --position-embedding-type rope --no-rope-fusion "
+    "--attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion "
+    "--untie-embeddings-and-output-weights --no-masked-softmax-fusion --no-persist-layer-norm "
+    "--micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-3 --min-lr 1e-3 "
+    "--lr-decay-style constant --eval-iters 0 --eval-interval 1000 --log-interval 1 "
+    f"--num-workers 0 --pipeline-schedule v-half --pipeline-timeout {STILL_S}"
+).split()
+NCCL_SAYS = re.compile(r".*(?:NCCL WARN|NCCL error|ncclInvalid|ncclUnhandled|ncclSystem).*")
+WAITS = "begins to wait for the device"
+STANDS = "nothing has moved for"  # as runtime/p2p.py says it
+HANGS = "the model says that these instructions hang"
+
+
+class Trial(StrEnum):
+    """How the ranks are run."""
+
+    AS_IS = "as-is"
+    WAITING = "waiting"
+    EARLY = "waiting-early"
+
+
+# --- when receives are posted -------------------------------------------------------------------
+
+
+def walk(program: Program, waits: bool) -> Iterator[tuple[int, Instruction]]:
+    """Yield the instructions that run, each with its device.
+
+    If it `waits`, a pass begins when all has ended that its device has posted and sent: a message
+    is through when it has been sent and its receive posted.
+    """
+    rows = [deque(row) for row in program.instructions]
+    under_way: list[set[Message]] = [set() for _ in rows]
+    done: dict[type, set[Message]] = {Receive: set(), Send: set(), Await: set()}
+
+    def stands(device: int, each: Instruction) -> bool:
+        if isinstance(each, Run):
+            under_way[device] -= done[Receive] & done[Send]
+            return waits and bool(under_way[device])
+        return isinstance(each, Await) and each.message not in done[Send]
+
+    moved = True
+    while moved:
+        moved = False
+        for device, row in enumerate(rows):
+            while row and not stands(device, row[0]):
+                each = row.popleft()
+                moved = True
+                if not isinstance(each, Run):
+                    done[type(each)].add(each.message)
+                    under_way[device].add(each.message)
+                yield device, each
+
+
+def hangs(program: Program) -> bool:
+    """Return whether devices wait for each other for ever where every pass waits for its device."""
+    return sum(1 for _ in walk(program, waits=True)) < sum(map(len, program.instructions))
+
+
+def post_early(program: Program) -> Program:
+    """Return the program with every receive posted one pass before the pass that reads it.
+
+    None is posted before a pass of its own device that its message comes after: to wait for that
+    would hang by itself. What one device sends of a stream is received in the order as it was.
+    """
+    after = passes_before(program)
+    rows = tuple(_early(row, after) for row in program.instructions)
+    return replace(program, instructions=rows)
+
+
+def passes_before(program: Program) -> dict[Message, int]:
+    """Return, by message, how many passes of the device that reads it it comes after."""
+    num_devices = len(program.instructions)
+    clocks = [[0] * num_devices for _ in range(num_devices)]  # by device: passes of every device
+    sent: dict[Message, list[int]] = {}
+    for device, each in walk(program, waits=False):
+        if isinstance(each, Run):
+            clocks[device][device] += 1
+        elif isinstance(each, Send):
+            sent[each.message] = clocks[device].copy()
+        elif isinstance(each, Await):
+            clocks[device] = list(map(max, clocks[device], sent[each.message]))
+    return {message: clock[message.target] for message, clock in sent.items()}
+
+
+def _early(row: Sequence[Instruction], after: Mapping[Message, int]) -> tuple[Instruction, ...]:
+    """Return a device's instructions; `after` has the passes that each message comes after."""
+    reader: dict[Message, int] = {}
+    incoming: dict[tuple[Stream, int], list[Message]] = {}
+    passes = 0
+    for each in row:
+        passes += isinstance(each, Run)
+        if isinstance(each, Await):
+            reader[each.message] = passes
+        elif isinstance(each, Receive):
+            message = each.message
+            incoming.setdefault((message.stream, message.source), []).append(message)
+    places: dict[int, list[Instruction]] = {}  # by the number of passes that have run
+    for messages in incoming.values():
+        place = passes
+        for message in reversed(messages):
+            place = max(after[message], min(place, reader[message] - 1))
+            places.setdefault(place, []).insert(0, Receive(message))
+    posted = places.pop(0, [])
+    passes = 0
+    for each in row:
+        if isinstance(each, Receive):
+            continue
+        posted.append(each)
+        if isinstance(each, Run):
+            passes += 1
+            posted += places.pop(passes, [])
+    return tuple(posted)
+
+
+# --- a rank -------------------------------------------------------------------------------------
+
+
+class HostDevice:
+    """Stands for a device on a CPU: to wait for it is to wait for every receive that is posted."""
+
+    def __init__(self, irecv: Callable[..., Any]) -> None:
+        self._irecv = irecv
+        self._posted: list[_Received] = []
+
+    def irecv(self, *args: Any, **options: Any) -> _Received:
+        """Post a receive."""
+        self._posted.append(_Received(self._irecv(*args, **options)))
+        return self._posted[-1]
+
+    def synchronize(self) -> None:
+        """Wait until all that is posted has been received.
+
+        Raises:
+            SystemExit: something has not come for too long.
+        """
+        while self._posted:
+            try:
+                self._posted.pop().wait(timedelta(seconds=STILL_S))
+            except RuntimeError:
+                raise SystemExit(f"{STANDS} {STILL_S} s") from None
+
+
+class _Received:
+    """A receive that may be waited for twice, which gloo's may not."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, *timeout: Any) -> None:
+        """Wait until it has ended."""
+        if self._work is not None:
+            self._work.wait(*timeout)
+            self._work = None
+
+
+def train_rank(trial: Trial, flags: Sequence[str]) -> int:
+    """Train as scripts/pretrain_gpt.py does, from weights that follow from their names.
+
+    A GPU draws other random numbers than a CPU, so the initial ones would differ.
+    """
+    script = str(ROOT / "scripts" / "pretrain_gpt.py")
+    sys.argv = [script, *flags]
+    pretrain = runpy.run_path(script, run_name="imported")["main"]
+    from megatron.training import training
+
+    upstream = training.setup_model_and_optimizer
+
+    def setup(*args: Any, **options: Any) -> Any:
+        made = upstream(*args, **options)
+        for at, chunk in enumerate(made[0]):
+            for name, parameter in chunk.named_parameters():
+                if parameter.dim() > 1:
+                    fill(parameter.data, f"{os.environ['RANK']} {at} {name}")
+        return made
+
+    training.setup_model_and_optimizer = setup
+    if trial is Trial.AS_IS:
+        pretrain()
+        return 0
+    choose_posting(trial)
+    waits = wait_in_passes()
+    pretrain()
+    return 0 if waits() else 1  # a run without a wait shows nothing
+
+
+def choose_posting(trial: Trial) -> None:
+    """Have the rank post its receives as over NCCL, or early, and say what the model says."""
+    from megatron_vshape.mcore import plans
+
+    lower = plans.lower
+
+    def lowered(*args: Any, **options: Any) -> Program:
+        program = lower(*args, **(options | {"kernels": True}))
+        if trial is Trial.EARLY:
+            program = post_early(program)
+        if hangs(program):
+            print(HANGS, flush=True)
+        return program
+
+    plans.lower = lowered
+
+
+def wait_in_passes() -> Callable[[], int]:
+    """Have every pass begin with a wait for the device; return what counts them."""
+    from megatron_vshape.mcore.stage import MegatronStage
+
+    wait = torch.cuda.synchronize
+    if not torch.cuda.is_available():
+        device = HostDevice(dist.irecv)
+        dist.irecv, wait = device.irecv, device.synchronize
+    waited = 0
+
+    def waiting(run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_after(*args: Any, **options: Any) -> Any:
+            nonlocal waited
+            if not waited:
+                print(WAITS, flush=True)
+            waited += 1
+            wait()
+            return run(*args, **options)
+
+        return run_after
+
+    for name in ("forward", "backward_inputs", "backward_weights", "backward"):
+        setattr(MegatronStage, name, waiting(getattr(MegatronStage, name)))
+    return lambda: waited
+
+
+def fill(data: Tensor, name: str) -> None:
+    """Fill with random numbers that depend on nothing but the name."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    data.copy_(torch.randn(data.shape, generator=generator) * 0.02)
+
+
+# --- all ranks ----------------------------------------------------------------------------------
+
+
+class TrainingError(RuntimeError):
+    """A run failed; the arguments are what its ranks said."""
+
+
+def train(trial: Trial, ranks: int, backend: str, device: str) -> tuple[list[float], bool]:
+    """Train on ranks that share one GPU, or on CPUs, and return losses and the model's word.
+
+    There are no losses where it hung; the model's word is whether it would.
+
+    Raises:
+        TrainingError: a rank failed, or they were not done in time for another reason.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, __file__, "train-rank", trial, *TRAINED]
+    command += ["--pipeline-model-parallel-size", str(ranks), "--distributed-backend", backend]
+    with TemporaryDirectory() as folder:
+        logs = [Path(folder) / str(rank) for rank in range(ranks)]
+        processes = []
+        try:
+            for rank, log in enumerate(logs):
+                with log.open("w") as stream:
+                    environment = rank_environment(rank, ranks, port, device)
+                    out = {"stdout": stream, "stderr": subprocess.STDOUT, "text": True}
+                    processes.append(subprocess.Popen(command, env=environment, **out))
+            ended = wait_for(processes, time.monotonic() + LIMIT_S)
+        finally:
+            for process in processes:
+                end(process)
+        said = [log.read_text(errors="replace") for log in logs]
+    if any(ended) and not stood(said, ended):
+        ends = zip(said, ended, strict=True)
+        raise TrainingError(
+            *(f"{text}rank {rank} ended: {how}" for rank, (text, how) in enumerate(ends))
+        )
+    losses = [] if any(ended) else re.findall(r"lm loss: (\S+)", "".join(said))
+    return [float(loss) for loss in losses], any(HANGS in text for text in said)
+
+
+def rank_environment(rank: int, ranks: int, port: str, device: str) -> dict[str, str]:
+    """Return the environment of one of several ranks that each take themselves for a host.
+
+    NCCL refuses two ranks of one host on one device; NCCL_HOSTID makes hosts of them.
+    """
+    given = {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "NCCL_HOSTID": f"rank{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_DEBUG": "WARN",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_COMPILE_DISABLE": "1",  # compiling takes longer than all the steps
+        "OMP_NUM_THREADS": "1",
+    }
+    return os.environ | given | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+
+
+def wait_for(processes: Sequence[subprocess.Popen[str]], deadline_s: float) -> list[str]:
+    """Wait until all have ended, or one has failed, or it is too late; return what went wrong."""
+    late = "not in time"
+    while time.monotonic() < deadline_s:
+        codes = [process.poll() for process in processes]
+        if None not in codes or any(codes):
+            late = "not before another failed"
+            break
+        time.sleep(0.2)
+    codes = [process.poll() for process in processes]
+    return [late if code is None else f"status {code}" if code else "" for code in codes]
+
+
+def stood(said: Sequence[str], ended: Sequence[str]) -> bool:
+    """Return whether all ranks had begun to wait when a message was missed, or time was up."""
+    waited = all(WAITS in text for text in said)
+    return waited and ("not in time" in ended or any(STANDS in text for text in said))
+
+
+def run_all(args: argparse.Namespace) -> int:
+    """Print how every run went; 1 where one went as it must not.
+
+    That NCCL refuses is a result as well, which is printed.
+
+    Raises:
+        SystemExit: a run failed for another reason.
+    """
+    show(provenance(args))
+    backend = "nccl" if args.device == "cuda" else "gloo"
+    try:
+        right, _ = train(Trial.AS_IS, args.ranks, "gloo", "cpu")
+        print(f"gloo: {right}", flush=True)
+        good = True
+        for trial in Trial:
+            losses, would_hang = train(trial, args.ranks, backend, args.device)
+            print(f"{trial}: {verdict(trial, losses, right, would_hang)}", flush=True)
+            good &= not losses if trial is Trial.EARLY else are_close(losses, right)
+    except TrainingError as error:
+        sentence = NCCL_SAYS.search("\n".join(error.args))
+        if sentence is None:
+            said = "\n".join(text[-3000:] for text in error.args)
+            raise SystemExit(f"bench_nccl: the ranks did not train\n{said}") from None
+        print(f"NCCL refuses {args.ranks} ranks on one GPU: {sentence[0].strip()}")
+        return 0
+    return int(not good)
+
+
+def verdict(
+    trial: Trial, losses: Sequence[float], right: Sequence[float], would_hang: bool
+) -> str:
+    """Return how a run ended, and whether the model of the waits says so."""
+    same = "equal" if are_close(losses, right) else "different"
+    found = f"{losses}, {same}" if losses else "hung"
+    if trial is Trial.AS_IS:
+        return found
+    agrees = would_hang is not bool(losses)
+    return f"{found}, {'as' if agrees else 'which is not what'} the model says"
+
+
+def are_close(found: Sequence[float], right: Sequence[float]) -> bool:
+    """Return whether there are losses, and pairs of them differ by rounding only."""
+    pairs = zip(found, right, strict=False)
+    close = all(math.isclose(*pair, rel_tol=LOSS_TOLERANCE) for pair in pairs)
+    return len(found) == len(right) > 0 and close
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all, or a rank of one of the runs, and return the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["train-rank"]:
+        return train_rank(Trial(given[1]), given[2:])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ranks", type=int, default=2)
+    args = parser.parse_args(given)
+    try:
+        choose(args.device)
+    except ScheduleError as error:
+        raise SystemExit(f"bench_nccl: {error}") from None
+    return run_all(args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,110 @@
+"""scripts/gpu_session.sh: its commands fit a lent machine, and its allocator is one that works."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_session.sh"
+COMMANDS = ["splitting", "ranks-21b", "nccl", "ranks-9.6b", "ranks-38.5b", "sizes"]
+WITHOUT = "expandable_segments:False"
+# A probe succeeds with the setting WORKS; what measures tells the one that it was given.
+PYTHON = """#!/bin/bash
+setting=${PYTORCH_CUDA_ALLOC_CONF-unset},${PYTORCH_ALLOC_CONF-unset}
+if [ "$1" = - ]; then
+    echo "$setting" >> "$PROBED"
+    [ "$setting" = "$WORKS" ]
+else
+    echo "$setting measures $*"
+    [ "$1" != "$FAILS" ]
+fi
+"""
+
+
+def session(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    spellings = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    plain = {name: value for name, value in os.environ.items() if name not in spellings}
+    command = ["bash", str(SCRIPT), *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=plain | environment
+    )
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> dict[str, str]:
+    """Return an environment whose interpreter is PYTHON."""
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    probed = tmp_path / "probed"
+    probed.touch()
+    return {"PYTHON": str(python), "PROBED": str(probed), "WORKS": "unset,unset", "FAILS": ""}
+
+
+def test_every_command_ends_within_nine_minutes() -> None:
+    source = SCRIPT.read_text()
+    kill_s, probe_s = (int(re.search(rf"{text}(\d+)", source)[1]) for text in ("after=", "out "))
+    listed = re.split(r"^(\S+): .*\n", session("--list").stdout, flags=re.MULTILINE)[1:]
+    assert listed[::2] == COMMANDS
+    for parts in listed[1::2]:
+        limits = [int(limit) for limit in re.findall(r"at most (\d+) s: python scripts/", parts)]
+        assert limits
+        assert sum(limits) + len(limits) * kill_s + 2 * probe_s <= 540
+
+
+def test_a_command_leaves_two_files(tmp_path: Path, fake: dict[str, str]) -> None:
+    folder = tmp_path / "found"
+    run = session(str(folder), "splitting", **fake)
+    assert run.returncode == 0, run.stderr
+    assert sorted(each.name for each in folder.iterdir()) == ["splitting.log", "splitting.md"]
+    measured = re.findall(r"measures scripts/(.*)", (folder / "splitting.md").read_text())
+    assert measured == ["bench_gpu.py numerics", "bench_gpu.py split --hidden 4096"]
+
+
+def test_all_are_run_where_none_is_named(tmp_path: Path, fake: dict[str, str]) -> None:
+    run = session(str(tmp_path / "found"), **fake)
+    assert run.returncode == 0, run.stderr
+    assert re.findall(r"^# ([^:]*)", run.stdout, flags=re.MULTILINE) == COMMANDS
+    assert Path(fake["PROBED"]).read_text() == "unset,unset\n"
+
+
+@pytest.mark.parametrize(
+    ("works", "users", "measures_with", "probes"),
+    [
+        ("unset,unset", {}, "unset,unset", 1),
+        (f"{WITHOUT},{WITHOUT}", {}, f"{WITHOUT},{WITHOUT}", 2),
+        ("nothing", {}, "unset,unset", 2),
+        ("nothing", {"PYTORCH_ALLOC_CONF": ""}, "unset,", 0),
+    ],
+)
+def test_the_allocator_is_one_that_works(
+    tmp_path: Path,
+    fake: dict[str, str],
+    works: str,
+    users: dict[str, str],
+    measures_with: str,
+    probes: int,
+) -> None:
+    run = session(str(tmp_path), "nccl", **{**fake, **users, "WORKS": works})
+    assert f"{measures_with} measures scripts/bench_nccl.py --ranks 2" in run.stdout
+    assert len(Path(fake["PROBED"]).read_text().splitlines()) == probes
+    table = (tmp_path / "nccl.md").read_text()
+    assert ("expandable segments do not work here: measured without" in table) == (
+        measures_with.startswith(WITHOUT)
+    )
+
+
+def test_what_fails_is_named(tmp_path: Path, fake: dict[str, str]) -> None:
+    fake["FAILS"] = "scripts/bench_nccl.py"
+    run = session(str(tmp_path), "nccl", "sizes", **fake)
+    assert run.returncode == 1
+    assert "gpu_session.sh: failed: nccl, bench_nccl.py --ranks: status 1;" in run.stderr
+    assert "measures scripts/bench_gpu.py split" in run.stdout  # the others are run
+
+
+def test_an_unknown_command_is_one_sentence(tmp_path: Path) -> None:
+    run = session(str(tmp_path), "ranks")
+    assert run.returncode == 1
+    assert run.stderr.startswith("gpu_session.sh: there is no command ranks: choose from splitting")
