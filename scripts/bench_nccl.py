@@ -12,8 +12,8 @@ what the other has yet to compute, wait for ever. The same small GPT is trained 
     waiting         likewise, and every pass begins with a wait for the device
     waiting-early   likewise, every receive posted one pass before the pass that reads it
 
-The last must hang, or the waits are none. A model of the waits (`hangs`) says of the instructions
-of each of the two whether they hang. Ends with 1 where one goes as it must not.
+The last must hang, or the waits are none. The proof that every program has to pass says of the
+instructions of each of the two whether they hang. Ends with 1 where one goes as it must not.
 
 Two contexts on one device take turns: this tests the protocol, and no time or overlap. With
 `--device cpu` all runs over gloo, and every rank waits for what it has posted in a device's stead.
@@ -31,9 +31,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -43,18 +41,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_gpu import end, provenance, show  # finds the package where it is not installed
+from bench_posting import reposted
 from torch import Tensor
 
-from megatron_vshape.core.lowering import (
-    Await,
-    Instruction,
-    Message,
-    Program,
-    Receive,
-    Run,
-    Send,
-    Stream,
-)
+from megatron_vshape.core.instructions import Program
+from megatron_vshape.core.kernels import waits_for_ever
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.mcore.one_device import choose
 
@@ -84,99 +75,6 @@ class Trial(StrEnum):
     AS_IS = "as-is"
     WAITING = "waiting"
     EARLY = "waiting-early"
-
-
-# --- when receives are posted -------------------------------------------------------------------
-
-
-def walk(program: Program, waits: bool) -> Iterator[tuple[int, Instruction]]:
-    """Yield the instructions that run, each with its device.
-
-    If it `waits`, a pass begins when all has ended that its device has posted and sent: a message
-    is through when it has been sent and its receive posted.
-    """
-    rows = [deque(row) for row in program.instructions]
-    under_way: list[set[Message]] = [set() for _ in rows]
-    done: dict[type, set[Message]] = {Receive: set(), Send: set(), Await: set()}
-
-    def stands(device: int, each: Instruction) -> bool:
-        if isinstance(each, Run):
-            under_way[device] -= done[Receive] & done[Send]
-            return waits and bool(under_way[device])
-        return isinstance(each, Await) and each.message not in done[Send]
-
-    moved = True
-    while moved:
-        moved = False
-        for device, row in enumerate(rows):
-            while row and not stands(device, row[0]):
-                each = row.popleft()
-                moved = True
-                if not isinstance(each, Run):
-                    done[type(each)].add(each.message)
-                    under_way[device].add(each.message)
-                yield device, each
-
-
-def hangs(program: Program) -> bool:
-    """Return whether devices wait for each other for ever where every pass waits for its device."""
-    return sum(1 for _ in walk(program, waits=True)) < sum(map(len, program.instructions))
-
-
-def post_early(program: Program) -> Program:
-    """Return the program with every receive posted one pass before the pass that reads it.
-
-    None is posted before a pass of its own device that its message comes after: to wait for that
-    would hang by itself. What one device sends of a stream is received in the order as it was.
-    """
-    after = passes_before(program)
-    rows = tuple(_early(row, after) for row in program.instructions)
-    return replace(program, instructions=rows)
-
-
-def passes_before(program: Program) -> dict[Message, int]:
-    """Return, by message, how many passes of the device that reads it it comes after."""
-    num_devices = len(program.instructions)
-    clocks = [[0] * num_devices for _ in range(num_devices)]  # by device: passes of every device
-    sent: dict[Message, list[int]] = {}
-    for device, each in walk(program, waits=False):
-        if isinstance(each, Run):
-            clocks[device][device] += 1
-        elif isinstance(each, Send):
-            sent[each.message] = clocks[device].copy()
-        elif isinstance(each, Await):
-            clocks[device] = list(map(max, clocks[device], sent[each.message]))
-    return {message: clock[message.target] for message, clock in sent.items()}
-
-
-def _early(row: Sequence[Instruction], after: Mapping[Message, int]) -> tuple[Instruction, ...]:
-    """Return a device's instructions; `after` has the passes that each message comes after."""
-    reader: dict[Message, int] = {}
-    incoming: dict[tuple[Stream, int], list[Message]] = {}
-    passes = 0
-    for each in row:
-        passes += isinstance(each, Run)
-        if isinstance(each, Await):
-            reader[each.message] = passes
-        elif isinstance(each, Receive):
-            message = each.message
-            incoming.setdefault((message.stream, message.source), []).append(message)
-    places: dict[int, list[Instruction]] = {}  # by the number of passes that have run
-    for messages in incoming.values():
-        place = passes
-        for message in reversed(messages):
-            place = max(after[message], min(place, reader[message] - 1))
-            places.setdefault(place, []).insert(0, Receive(message))
-    posted = places.pop(0, [])
-    passes = 0
-    for each in row:
-        if isinstance(each, Receive):
-            continue
-        posted.append(each)
-        if isinstance(each, Run):
-            passes += 1
-            posted += places.pop(passes, [])
-    return tuple(posted)
 
 
 # --- a rank -------------------------------------------------------------------------------------
@@ -259,8 +157,8 @@ def choose_posting(trial: Trial) -> None:
     def lowered(*args: Any, **options: Any) -> Program:
         program = lower(*args, **(options | {"kernels": True}))
         if trial is Trial.EARLY:
-            program = post_early(program)
-        if hangs(program):
+            program = reposted(program, 1)
+        if waits_for_ever(program):
             print(HANGS, flush=True)
         return program
 

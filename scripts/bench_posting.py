@@ -10,7 +10,7 @@ reach that need not post (pushed), such as copies into a neighbour's symmetric m
 import argparse
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_vshape.core.adaptive import make_within
 from megatron_vshape.core.catalogue import NAMES, make
@@ -36,12 +36,41 @@ CELLS = ((4, 8), (8, 16), (8, 64), (16, 64))
 
 
 def reposted(program: Program, passes_ahead: int) -> Program:
-    """Return the program with every receive so many passes ahead, in the order of its stream."""
-    rows = tuple(tuple(_reposted(row, passes_ahead)) for row in program.instructions)
+    """Return the program with every receive so many passes ahead, in the order of its stream.
+
+    None stands before a pass of its own device that its message comes after, which would hang by
+    itself.
+    """
+    after = passes_before(program)
+    rows = tuple(tuple(_reposted(row, passes_ahead, after)) for row in program.instructions)
     return Program(program.schedule, rows, passes_ahead, program.planned)
 
 
-def _reposted(row: Sequence[Instruction], passes_ahead: int) -> Iterator[Instruction]:
+def passes_before(program: Program) -> dict[Message, int]:
+    """Return, by message, how many passes of the device that reads it it comes after."""
+    rows = program.instructions
+    reached = [[0] * len(rows) for _ in rows]  # by device: how many passes of every device
+    sent: dict[Message, list[int]] = {}
+    at, awake = [0] * len(rows), list(range(len(rows)))
+    while awake:
+        device = awake.pop()
+        for each in rows[device][at[device] :]:
+            if isinstance(each, Run):
+                reached[device][device] += 1
+            elif isinstance(each, Send):
+                sent[each.message] = reached[device].copy()
+                awake.append(each.message.target)
+            elif isinstance(each, Await):
+                if each.message not in sent:
+                    break
+                reached[device] = list(map(max, reached[device], sent[each.message]))
+            at[device] += 1
+    return {message: passes[message.target] for message, passes in sent.items()}
+
+
+def _reposted(
+    row: Sequence[Instruction], passes_ahead: int, after: Mapping[Message, int]
+) -> Iterator[Instruction]:
     rest = [each for each in row if not isinstance(each, Receive | Release)]
     runs, read = 0, {}
     for each in rest:
@@ -51,9 +80,8 @@ def _reposted(row: Sequence[Instruction], passes_ahead: int) -> Iterator[Instruc
     posts: dict[int, list[Receive]] = {}
     first: dict[object, int] = {}  # by stream: where the next one of it is posted
     for each in reversed([each for each in row if isinstance(each, Receive)]):
-        wanted = max(read[each.message] - passes_ahead, 0)
-        source = source_of(each.message)
-        first[source] = min(first.get(source, wanted), wanted)
+        source, wanted = source_of(each.message), read[each.message] - passes_ahead
+        first[source] = max(min(first.get(source, wanted), wanted), after[each.message])
         posts.setdefault(first[source], []).insert(0, each)
     runs = 0
     yield from posts.get(0, ())
