@@ -32,7 +32,7 @@ from megatron_vshape.mcore.checkpoints import repair_tracker
 from megatron_vshape.mcore.forward_backward import PipelineRunner
 from megatron_vshape.mcore.iteration_log import IterationLog, why_no_mfu
 from megatron_vshape.mcore.metering import MeteredSchedule, count_backward, count_forward
-from megatron_vshape.mcore.post_validation import PostValidation, check_optimizer
+from megatron_vshape.mcore.post_validation import PostValidation, check_optimizer, why_no_gain
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
 from megatron_vshape.mcore.session import Pipeline, Session
 from megatron_vshape.mcore.split_backward import TorchFusedKernels, make_split_linear
@@ -303,6 +303,9 @@ def _post_validation(session: Session, optimizer: Any) -> PostValidation:
         check_optimizer(optimizer)
     except UnsupportedError as error:
         raise RefusedError(error) from None
+    lost = why_no_gain(get_args())
+    if lost is not None:
+        print_rank_0(lost)
 
     def runner() -> PipelineRunner:
         if isinstance(session.runner, PipelineRunner):
