@@ -97,10 +97,10 @@ class Session:
             for tensor in kept:
                 self.census.add(tensor)
         if self.gradient_sync is None:
-            defer(job)
+            defer(job, weights=parameters)
         else:
             self.gradient_sync.deferred(parameters)
-            defer(partial(self._run_and_tell, job, parameters))
+            defer(partial(self._run_and_tell, job, parameters), weights=parameters)
 
     def _run_and_tell(self, job: Job, parameters: Sequence[Tensor]) -> None:
         job()

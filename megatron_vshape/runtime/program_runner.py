@@ -15,6 +15,7 @@ from megatron_vshape.core.lowering import (
     Send,
 )
 from megatron_vshape.core.passes import Kind, Pass
+from megatron_vshape.runtime.labels import label
 from megatron_vshape.runtime.stage import Stage
 
 
@@ -135,7 +136,8 @@ class ProgramRun:
                     received = result = None
                     place.last_pass = work
                     self._watcher.begins(work)
-                    result = _run_pass(self._stages[work.stage], work, handed, self._device)
+                    with label(str, work):
+                        result = _run_pass(self._stages[work.stage], work, handed, self._device)
                     self._watcher.ends(work)
                     if self._local.keep(work, result):
                         result = None
@@ -146,7 +148,8 @@ class ProgramRun:
                     self._transport.send(message, result)
                     result = None
                 case Await(message):
-                    received = self._transport.wait(message)
+                    with label(_WAIT, message.work):
+                        received = self._transport.wait(message)
                 case Receive(message):
                     self._transport.post(message)
         self._at = max(self._at, upto)
@@ -161,7 +164,8 @@ def run_drain(instructions: Iterable[Instruction], transport: Carrier, blank: Te
             case Send(message):
                 transport.send(message, blank)
             case Await(message):
-                transport.wait(message)
+                with label(_WAIT, message.work):
+                    transport.wait(message)
     transport.drain()
 
 
@@ -169,6 +173,8 @@ def describe(work: Pass) -> str:
     """Return the pass in text and in words."""
     return f"{work}, {_WORDS[work.kind]} of stage {work.stage} for microbatch {work.microbatch}"
 
+
+_WAIT = "wait {}".format
 
 _WORDS = {
     Kind.F: "the forward pass",
