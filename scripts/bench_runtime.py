@@ -4,7 +4,8 @@
 
 Part (a): every pass sleeps (20 / 23 / 17 ms for F / B / W), so that 8 ranks fit on any machine;
 the measured makespan stands beside the simulated one. Part (b): empty passes without
-communication, so that what is left is the runner itself; one rank, time per pass.
+communication, so that what is left is the runner itself; one rank, time per pass. Beside it the
+time of one label (see docs/profiling.md), which the runner's has for each pass and wait.
 Part (c), real training against other implementations, is `scripts/bench_training.py`.
 """
 
@@ -14,6 +15,7 @@ import os
 import statistics
 import tempfile
 import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from megatron_vshape.core.lowering import lower
 from megatron_vshape.core.placement import stages_of
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import simulate
+from megatron_vshape.runtime.labels import label
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import run_program
 
@@ -200,6 +203,13 @@ def print_overhead(rounds: int) -> None:
         run_program(program, 1, stages, NoTransport())
         times.append((time.perf_counter() - start) / passes * 1e6)
     print(f"(b) the runner alone: {statistics.median(times):.2f} us per pass  (goal 60)")
+
+    def labelled() -> None:
+        with label(str, schedule.order[1][0]):
+            pass
+
+    label_us = min(timeit.repeat(labelled, number=1000, repeat=10 * rounds)) * 1e3
+    print(f"    a label where nothing records: {label_us:.2f} us  (goal 1)")
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ from megatron_vshape.mcore.refusals import (
 )
 from megatron_vshape.mcore.session import Pipeline, Session
 from megatron_vshape.mcore.split_backward import mark_gathered
+from megatron_vshape.runtime.labels import name_weights
 
 logger = logging.getLogger(__name__)
 
@@ -260,6 +261,7 @@ def finish_model(session: Session, rank: int, chunks: Sequence[nn.Module]) -> No
     split_te.install(session, chunks)
     for chunk in chunks:
         mark_gathered(chunk)
+        name_weights(chunk)
     replicas = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(with_context_parallel=True),

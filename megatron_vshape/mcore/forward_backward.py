@@ -25,6 +25,7 @@ from megatron_vshape.mcore.agreement import Agreement
 from megatron_vshape.mcore.finite import inspected, repeats_a_bad_step
 from megatron_vshape.mcore.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.iteration_log import BubbleMeter
+from megatron_vshape.mcore.late_checks import checked_late
 from megatron_vshape.mcore.loss_reporting import Courier, bring_losses
 from megatron_vshape.mcore.profiling import Profiler
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError, check_config
@@ -215,7 +216,7 @@ class PipelineRunner:
         self.drop_ahead()
         self.report.interrupt()
         begun = self._begin(call)
-        with begun.step.gradient_sync.session():
+        with begun.step.gradient_sync.session(), checked_late(self._session, self._place):
             begun.run.finish()
         return self._reports(begun)
 
@@ -231,7 +232,8 @@ class PipelineRunner:
             self.report.training_step(begun.chunks, call.num_microbatches, tokens),
             self._reducing(begun.step),
         ):
-            begun.run.finish()
+            with checked_late(self._session, self._place):
+                begun.run.finish()
             self._profiler.end_step(
                 profiled,
                 begun.program,

@@ -225,6 +225,13 @@ HOOKS = (
         replacements.backward_step,
     ),
     Hook(
+        "megatron.core.rerun_state_machine",
+        "RerunStateMachine.validate_result",
+        ("result", "rejection_func", "message", "comparison_func", "tolerance", "fatal"),
+        "checks the losses of a step at its end: each check is a wait of the host for the device",
+        replacements.validate_result,
+    ),
+    Hook(
         _STATE,
         "is_pipeline_first_stage",
         ("ignore_virtual", "vp_stage"),

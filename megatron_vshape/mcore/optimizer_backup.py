@@ -73,5 +73,15 @@ def _values(table: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)
+    """Copy every source to its target, with one call for all that are alike.
+
+    In a list of several devices or dtypes a single tensor that differs, such as the step count that
+    torch's Adam keeps on the host, has torch copy them all one by one.
+    """
+    alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        group = alike.setdefault((target.device, target.dtype), ([], []))
+        group[0].append(target)
+        group[1].append(source)
+    for group in alike.values():
+        torch._foreach_copy_(*group)

@@ -246,6 +246,16 @@ def next_step_follows(args: Namespace) -> bool:
     return done not in others and not any(each and done % each == 0 for each in intervals)
 
 
+def why_no_gain(args: Namespace) -> str | None:
+    """Return why validating late saves no time in a whole run, None if it can save some."""
+    if args.log_interval != 1:
+        return None
+    return (
+        "--optimizer-post-validation gains nothing with --log-interval 1: an iteration that is "
+        "logged is timed from where all ranks begin it, and so none of it runs early"
+    )
+
+
 def check_optimizer(optimizer: Any) -> None:
     """Raise UnsupportedError, on all ranks alike, if an optimizer cannot be undone.
 

@@ -31,8 +31,9 @@ from megatron_vshape.mcore import arguments, configure, hybrid, layout, report, 
 from megatron_vshape.mcore.checkpoints import repair_tracker
 from megatron_vshape.mcore.forward_backward import PipelineRunner
 from megatron_vshape.mcore.iteration_log import IterationLog, why_no_mfu
+from megatron_vshape.mcore.late_checks import can_wait
 from megatron_vshape.mcore.metering import MeteredSchedule, count_backward, count_forward
-from megatron_vshape.mcore.post_validation import PostValidation, check_optimizer
+from megatron_vshape.mcore.post_validation import PostValidation, check_optimizer, why_no_gain
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
 from megatron_vshape.mcore.session import Session
 from megatron_vshape.mcore.split_backward import TorchFusedKernels, make_split_linear
@@ -303,6 +304,9 @@ def _post_validation(session: Session, optimizer: Any) -> PostValidation:
         check_optimizer(optimizer)
     except UnsupportedError as error:
         raise RefusedError(error) from None
+    lost = why_no_gain(get_args())
+    if lost is not None:
+        print_rank_0(lost)
 
     def runner() -> PipelineRunner:
         if isinstance(session.runner, PipelineRunner):
@@ -418,6 +422,34 @@ def save_checkpoint(session: Session, original: Function) -> Function:
         return original(*args, **options)
 
     return save
+
+
+def validate_result(session: Session, original: Function) -> Function:
+    """Check a loss after the passes of its step, and not where the host would wait for it."""
+
+    @functools.wraps(original)
+    def validate(
+        self: Any,
+        result: Any,
+        rejection_func: Any,
+        message: str,
+        comparison_func: Any = None,
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        def check(value: Any) -> None:
+            original(self, value, rejection_func, message, comparison_func, *args, **options)
+
+        checks = session.late_checks
+        if checks is None:
+            check(result)
+        elif can_wait(self, result, rejection_func, comparison_func):
+            checks.add(check, result)
+        else:
+            checks.make()  # first: of several bad results Megatron acts on the first
+            check(result)
+
+    return validate
 
 
 def get_forward_backward_func(session: Session, original: Function) -> Function:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megatron_vshape.mcore.forward_backward import PipelineRunner
     from megatron_vshape.mcore.gradient_sync import GradientSync
     from megatron_vshape.mcore.iteration_log import IterationLog
+    from megatron_vshape.mcore.late_checks import LateChecks
     from megatron_vshape.mcore.layout import StageLayout, StageMap
     from megatron_vshape.mcore.metering import MeteredSchedule
     from megatron_vshape.mcore.plans import Planner
@@ -59,6 +60,7 @@ class Session:
     jobs: WeightJobs = field(default_factory=WeightJobs)
     running_chunk: int | None = None
     census: Census | None = None  # while a step's activation memory is measured
+    late_checks: LateChecks | None = None  # while a step's passes run
     timer: PassTimer | None = None  # while a step of Megatron's own schedules is timed
     iteration_log: IterationLog | None = None  # once Megatron's trainer runs, which logs
     gradient_sync: GradientSync | None = None  # while a step runs whose gradients are reduced in W
@@ -95,10 +97,10 @@ class Session:
             for tensor in kept:
                 self.census.add(tensor)
         if self.gradient_sync is None:
-            defer(job)
+            defer(job, weights=parameters)
         else:
             self.gradient_sync.deferred(parameters)
-            defer(partial(self._run_and_tell, job, parameters))
+            defer(partial(self._run_and_tell, job, parameters), weights=parameters)
 
     def _run_and_tell(self, job: Job, parameters: Sequence[Tensor]) -> None:
         job()

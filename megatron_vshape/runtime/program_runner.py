@@ -16,6 +16,7 @@ from megatron_vshape.core.instructions import (
     Send,
 )
 from megatron_vshape.core.passes import Kind, Pass
+from megatron_vshape.runtime.labels import label
 from megatron_vshape.runtime.stage import Stage
 
 
@@ -139,7 +140,8 @@ class ProgramRun:
                     received = result = None
                     place.last_pass = work
                     self._watcher.begins(work)
-                    result = _run_pass(self._stages[work.stage], work, handed, self._device)
+                    with label(str, work):
+                        result = _run_pass(self._stages[work.stage], work, handed, self._device)
                     self._watcher.ends(work)
                     if self._local.keep(work, result):
                         result = None
@@ -150,7 +152,8 @@ class ProgramRun:
                     self._transport.send(message, result)
                     result = None
                 case Await(message):
-                    received = self._transport.wait(message)
+                    with label(_WAIT, message.work):
+                        received = self._transport.wait(message)
                 case Receive(message):
                     self._transport.post(message)
                 case Release(message):
@@ -167,7 +170,8 @@ def run_drain(instructions: Iterable[Instruction], transport: Carrier, blank: Te
             case Send(message):
                 transport.send(message, blank)
             case Await(message):
-                transport.wait(message)
+                with label(_WAIT, message.work):
+                    transport.wait(message)
     transport.drain()
 
 
@@ -175,6 +179,8 @@ def describe(work: Pass) -> str:
     """Return the pass in text and in words."""
     return f"{work}, {_WORDS[work.kind]} of stage {work.stage} for microbatch {work.microbatch}"
 
+
+_WAIT = "wait {}".format
 
 _WORDS = {
     Kind.F: "the forward pass",

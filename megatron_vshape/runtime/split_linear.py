@@ -50,7 +50,8 @@ class _SplitLinear(torch.autograd.Function):
 def _weight_grad(weight: Tensor, grad_output: Tensor, x: Tensor) -> Tensor | None:
     """Return the weight gradient; None if it is left to W or already accumulated."""
     if weight_jobs.is_open():
-        weight_jobs.defer(functools.partial(accumulate_weight_grad, weight, grad_output, x))
+        job = functools.partial(accumulate_weight_grad, weight, grad_output, x)
+        weight_jobs.defer(job, weights=[weight])
         return None
     if hasattr(weight, "main_grad"):
         accumulate_weight_grad(weight, grad_output, x)

@@ -9,18 +9,27 @@ import functools
 import importlib
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from megatron_vshape.runtime.labels import job_text, label
 
 logger = logging.getLogger(__name__)
 
 Job = Callable[[], None]
 """Computes and accumulates one weight gradient; holds the tensors it needs, and nothing more."""
+
+
+class _Waiting(NamedTuple):
+    """A job in its bucket."""
+
+    job: Job
+    weights: Sequence[Tensor]
 
 
 class _Open:
@@ -32,7 +41,7 @@ class _Open:
     process runs one pass at a time, so one attribute is enough; `collect` refuses a second.
     """
 
-    bucket: deque[Job] | None = None
+    bucket: deque[_Waiting] | None = None
 
 
 def is_open() -> bool:
@@ -40,22 +49,22 @@ def is_open() -> bool:
     return _Open.bucket is not None
 
 
-def defer(job: Job) -> None:
-    """Leave a job in the open bucket.
+def defer(job: Job, *, weights: Sequence[Tensor] = ()) -> None:
+    """Leave a job in the open bucket; traces name it after the first of its `weights`.
 
     Raises:
         RuntimeError: no bucket is open; ask `is_open` first.
     """
     if _Open.bucket is None:
         raise RuntimeError("no B collects weight gradients for later; ask is_open() first")
-    _Open.bucket.append(job)
+    _Open.bucket.append(_Waiting(job, weights))
 
 
 class WeightJobs:
     """The buckets of jobs that wait for their W, by key: stage and microbatch."""
 
     def __init__(self) -> None:
-        self._buckets: dict[Hashable, deque[Job]] = {}
+        self._buckets: dict[Hashable, deque[_Waiting]] = {}
 
     @contextmanager
     def collect(self, key: Hashable) -> Iterator[None]:
@@ -69,7 +78,7 @@ class WeightJobs:
         if _Open.bucket is not None or key in self._buckets:
             why = "another B is running" if _Open.bucket is not None else "its W has not run yet"
             raise RuntimeError(f"the weight jobs of {key} cannot be collected: {why}")
-        bucket: deque[Job] = deque()
+        bucket: deque[_Waiting] = deque()
         _Open.bucket = bucket
         try:
             yield
@@ -90,7 +99,9 @@ class WeightJobs:
         # would otherwise record a graph, or fail on the accumulation in place.
         with torch.no_grad():
             while bucket:
-                bucket.popleft()()
+                waiting = bucket.popleft()
+                with label(job_text, waiting.weights):
+                    waiting.job()
 
     def clear(self) -> None:
         """Drop every job that waits; after a step that failed."""

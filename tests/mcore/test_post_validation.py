@@ -194,6 +194,16 @@ def refused(farm: Farm, *flags: str) -> str:
     return run.output[0].partition("megatron-vshape: ")[2].strip()
 
 
+def test_where_it_gains_nothing_the_run_says_so_once(farm: Farm) -> None:
+    said = "--optimizer-post-validation gains nothing with --log-interval 1: an iteration that is "
+    every, other = (
+        farm.run(4, *V_ZB, POST_VALIDATION, "--log-interval", interval).check()
+        for interval in ("1", "2")
+    )
+    assert [text.count(said) for text in every.output] == [1, 0, 0, 0]
+    assert [text.count(said) for text in other.output] == [0] * 4
+
+
 def test_what_does_not_go_with_it_is_refused(farm: Farm) -> None:
     assert refused(farm, *V_ZB[:2]) == (
         "--optimizer-post-validation does not work with --rerun-mode validate_results: it holds "

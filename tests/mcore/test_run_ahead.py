@@ -61,6 +61,39 @@ def test_the_copy_counts_as_memory() -> None:
     assert own.total == without.total + own.copy
 
 
+def test_tensors_that_are_alike_are_copied_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a mixed list torch copies tensor by tensor, and Adam's step counts stay on the host."""
+    calls: list[set[Any]] = []
+    copy = torch._foreach_copy_
+
+    def counted(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
+        calls.append({(each.device, each.dtype) for each in (*targets, *sources)})
+        return copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
+    parameters = [nn.Parameter(torch.rand(3, 2).to(dtype)) for dtype in dtypes]
+    optimizer = torch.optim.Adam(parameters)
+
+    def step() -> None:
+        sum(each.float().square().sum() for each in parameters).backward()
+        optimizer.step()
+
+    def everything() -> list[torch.Tensor]:
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        return [each.detach().clone() for each in (*parameters, *states)]
+
+    step()
+    before, backup = everything(), Backup()
+    backup.save([optimizer])
+    step()
+    assert not any(map(torch.equal, before, everything()))
+    backup.restore()
+    assert all(map(torch.equal, before, everything()))
+    assert [len(kinds) for kinds in calls] == [1, 1, 1, 1]
+    assert calls[0] | calls[1] == calls[2] | calls[3]
+
+
 class Losses(NamedTuple):
     value: torch.Tensor
     count: int

@@ -1,0 +1,43 @@
+"""Megatron's own flags for a profile show this package's passes, waits and weight jobs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+from mcore.conftest import UNTIED
+from mcore.farm import Farm
+
+from megatron_vshape.core.catalogue import make
+
+LAYER = "decoder.layers.0."
+LINEARS = ["mlp.linear_fc2", "mlp.linear_fc1", "self_attention.linear_proj"]
+LINEARS += ["self_attention.linear_qkv"]
+
+
+def test_a_profile_of_megatrons_shows_every_pass(farm: Farm, tmp_path: Path) -> None:
+    flags = "--profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2".split()
+    folder = ("--tensorboard-dir", str(tmp_path / "board"))
+    run = ("--pipeline-schedule", "v-half", "--train-iters", "3", UNTIED, "--num-layers", "4")
+    farm.run(2, *run, *flags, *folder).check()
+    schedule = make("v-half", 2, 8)
+    for rank in range(2):
+        with gzip.open(tmp_path / "torch_profile" / f"rank-{rank}.json.gz", "rt") as stream:
+            events = json.load(stream)["traceEvents"]
+        events.sort(key=lambda each: each.get("ts", 0))
+        jobs = [each for each in events if each["name"].startswith("job ")]
+        passes = [e for e in events if re.fullmatch(r"(F|B|W|BW)\d+\.\d+", e["name"])]
+        # Where a B has its W right after it, the two run as one pass.
+        apart = [re.sub(r"^BW(.*)", r"B\1 W\1", each["name"]) for each in passes]
+        assert " ".join(apart).split() == [str(work) for work in schedule.order[rank]]
+        split = [each for each in passes if each["name"].startswith("W")]
+        assert split
+        for each in passes:
+            end = each["ts"] + each["dur"]
+            within = [job["name"] for job in jobs if each["ts"] <= job["ts"] < end]
+            head = ["job output_layer"] if each["name"].startswith("W3.") else []
+            whole = [*head, *(f"job {LAYER}{name}" for name in LINEARS)]
+            assert within == (whole if each in split else [])
+        assert any(each["name"].startswith("wait ") for each in events)

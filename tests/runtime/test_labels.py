@@ -1,0 +1,130 @@
+"""A trace shows every pass, wait and weight job by name, and no name is made without one."""
+
+import re
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from runtime.plain_pipeline import SHAPE, module_of, stages_for
+from runtime.ranks import run_ranks
+from runtime.test_program_runner import Everywhere, NoCarrier
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.lowering import Await, Program, Run, lower
+from megatron_vshape.runtime import labels
+from megatron_vshape.runtime.labels import job_text, label, name_weights
+from megatron_vshape.runtime.p2p import Transport
+from megatron_vshape.runtime.program_runner import run_drain, run_program
+
+LABEL = re.compile(r"(wait )?(F|B|W|BW)\d+\.\d+|job .+")
+JOBS = ["job 8x16", "job 16x8"]  # of a stage's two linears, the last first
+
+
+class Shown(NamedTuple):
+    """A label in a trace, with its times in us."""
+
+    name: str
+    start: float
+    end: float
+
+    def holds(self, other: "Shown") -> bool:
+        return self.start <= other.start and other.end <= self.end
+
+
+def shown(trace: profile) -> list[Shown]:
+    """Return the labels of the trace in the order in which they begin."""
+    found = [
+        Shown(event.name, event.time_range.start, event.time_range.end)
+        for event in trace.events()
+        if LABEL.fullmatch(event.name)
+    ]
+    return sorted(found, key=lambda each: (each.start, -each.end))
+
+
+def row_of(program: Program, device: int) -> list[str]:
+    """Return what the labels of a device's row must be, without its weight jobs."""
+    texts = []
+    for each in program.instructions[device]:
+        if isinstance(each, Run):
+            texts.append(str(each.work))
+        elif isinstance(each, Await):
+            texts.append(f"wait {each.message.work}")
+    return texts
+
+
+def recorded(rank: int, name: str) -> list[Shown]:
+    """Run a step on this rank and return the labels of its trace."""
+    program = lower(make(name, 2, 3))
+    transport = Transport([[0, 1]], SHAPE, torch.float32, "cpu", timeout_s=20)
+    transport.prepare(program)
+    stages = stages_for(program.schedule, rank, 0, torch.float32)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        run_program(program, rank, stages, transport)
+    transport.close()
+    return shown(trace)
+
+
+@pytest.mark.parametrize("name", ["v-half", "1f1b"])
+def test_a_trace_shows_the_whole_row(name: str) -> None:
+    program = lower(make(name, 2, 3))
+    for device, found in enumerate(run_ranks(2, recorded, name)):
+        outer = [each for each in found if not each.name.startswith("job ")]
+        jobs = [each for each in found if each.name.startswith("job ")]
+        assert [each.name for each in outer] == row_of(program, device)
+        assert any(each.name.startswith("wait ") for each in outer)
+        for before, after in zip(outer, outer[1:], strict=False):
+            assert before.end <= after.start
+        for each in outer:
+            inside = [job.name for job in jobs if each.holds(job)]
+            assert inside == (JOBS if each.name.startswith("W") else [])
+        num_split = sum(each.name.startswith("W") for each in outer)
+        assert len(jobs) == 2 * num_split
+        assert (num_split > 0) == (name == "v-half")
+
+
+def test_a_drain_shows_its_waits() -> None:
+    row = lower(make("v-half", 2, 3)).instructions[0]
+    waits = [each for each in row if isinstance(each, Await)]
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        run_drain(waits, NoCarrier(), torch.zeros(1))
+    assert [each.name for each in shown(trace)] == [f"wait {each.message.work}" for each in waits]
+
+
+def test_nothing_is_called_where_nothing_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    record_function = labels.record_function
+
+    def counted(name: str) -> Any:
+        made.append(name)
+        return record_function(name)
+
+    def text_of(number: int) -> str:
+        made.append("text")
+        return str(number)
+
+    monkeypatch.setattr(labels, "record_function", counted)
+    program = lower(make("v-half", 2, 3))
+
+    def run() -> None:
+        run_program(program, 0, Everywhere(), NoCarrier())
+        with label(text_of, 7):
+            pass
+
+    run()
+    assert made == []
+    with profile(activities=[ProfilerActivity.CPU]):
+        run()
+    assert made == [*row_of(program, 0), "text", "7"]
+    run()
+    assert len(made) == len(row_of(program, 0)) + 2
+
+
+def test_a_job_is_named_after_its_first_weight() -> None:
+    module = module_of(0, torch.float32)
+    weights = [module[2].weight, module[0].weight]
+    assert job_text(weights) == "job 8x16"
+    name_weights(module)
+    assert job_text(weights) == "job 2"
+    assert job_text([module[0].bias]) == "job 0.bias"
+    assert job_text([]) == "job"
