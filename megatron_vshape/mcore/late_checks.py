@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_vshape.core.lowering import Instruction
+from megatron_vshape.core.instructions import Instruction
 from megatron_vshape.mcore.session import Session
 from megatron_vshape.runtime.program_runner import Place
 

@@ -19,7 +19,7 @@ from mcore.farm import Farm
 from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine
 
-from megatron_vshape.core.lowering import Run
+from megatron_vshape.core.instructions import Run
 from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.mcore.late_checks import checked_late
 from megatron_vshape.mcore.replacements import validate_result
