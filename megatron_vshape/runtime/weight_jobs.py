@@ -7,6 +7,7 @@ open (a whole backward) the linear computes its weight gradient at once.
 
 import functools
 import importlib
+import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
@@ -227,8 +228,14 @@ def _apex() -> Any | None:
 
 
 @functools.cache
-def _te_gemm() -> Any | None:
+def _te_gemm() -> Callable[..., Any] | None:
+    """Return general_gemm, called with TE's own workspace where it wants one: before TE 2.10."""
     try:
-        return importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
+        gemm = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
+        if "workspace" not in inspect.signature(gemm).parameters:
+            return gemm
+        workspace = importlib.import_module("transformer_engine.pytorch.module.base").get_workspace
     except (ImportError, AttributeError):
         return None
+    # Asked for when it is used: the memory is on the GPU, and TE shares it between its layers.
+    return lambda x, dy, **options: gemm(x, dy, workspace=workspace(), **options)
