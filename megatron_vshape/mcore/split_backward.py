@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.session import Session
+from megatron_vshape.runtime.gathering_job import GatheringJob
 from megatron_vshape.runtime.weight_jobs import (
     WeightGradKernel,
     accumulate_weight_grad,
@@ -84,48 +84,24 @@ def _backward_inputs(
     if ctx.use_bias:
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0)
     parameter = ctx.parameter
+    # The gathered input was a buffer that the next layer overwrites, or is large: W gathers anew.
     sources = (ctx.tp_group if ctx.sequence_parallel else None, getattr(parameter, GATHERED, None))
     if sources[1] is not None:  # only this rank's part waits for W; the rest can go now
         grad_output = grad_output.chunk(sources[1].size())[sources[1].rank()].clone()
-    fused = ctx.gradient_accumulation_fusion
-    job = partial(_weight_gradient, layers, parameter, input, grad_output, sources, fused)
+    compute = partial(_weight_gradient, parameter, ctx.gradient_accumulation_fusion)
+    job = GatheringJob(compute, [input, grad_output], sources)
     session.defer(job, [parameter], [input, grad_output])
     nothing = (None,) * (ctx.num_options - 1)
     return grad_input, None, grad_bias, *nothing
 
 
-def _weight_gradient(
-    layers: ModuleType,
-    parameter: Tensor,
-    input: Tensor,
-    grad_output: Tensor,
-    sources: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None],
-    fused: bool,
-) -> None:
-    """Add one weight gradient to the sum: the job that B leaves for W.
-
-    With sequence parallelism `input`, or `grad_output`, is this rank's part of the sequence and is
-    gathered anew: the gathered one was a buffer that the next layer has overwritten, or is large.
-    """
-    input, grad_output = (
-        _gathered(layers, each, group)
-        for each, group in zip((input, grad_output), sources, strict=True)
-    )
+def _weight_gradient(parameter: Tensor, fused: bool, input: Tensor, grad_output: Tensor) -> None:
+    """Add one weight gradient to the sum: what the job that B leaves for W computes."""
     kernel = WeightGradKernel.MATMUL_ADD
     if fused:
         total = getattr(parameter, "main_grad", parameter)
         kernel = fused_kernel(input.device.type, total.dtype, input.dtype)
     accumulate_weight_grad(parameter, grad_output, input, kernel)
-
-
-def _gathered(layers: ModuleType, part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the whole sequence, in Megatron's shared buffer, of which a rank has a part."""
-    if group is None:
-        return part
-    shape = [part.shape[0] * group.size(), *part.shape[1:]]
-    whole: Tensor = get_global_memory_buffer().get_tensor(shape, part.dtype, "mpu")
-    layers.dist_all_gather_func(whole, part, group=group)
-    return whole
 
 
 class TorchFusedKernels:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,13 @@ logger = logging.getLogger(__name__)
 
 Job = Callable[[], None]
 """Computes and accumulates one weight gradient; holds the tensors it needs, and nothing more."""
+
+
+class _Waiting(NamedTuple):
+    """A job in its bucket."""
+
+    job: Job
+    begin: Callable[[], None] | None  # starts what the job waits for; the second time does nothing
 
 
 class _Open:
@@ -33,7 +40,7 @@ class _Open:
     process runs one pass at a time, so one attribute is enough; `collect` refuses a second.
     """
 
-    bucket: deque[Job] | None = None
+    bucket: deque[_Waiting] | None = None
 
 
 def is_open() -> bool:
@@ -41,22 +48,25 @@ def is_open() -> bool:
     return _Open.bucket is not None
 
 
-def defer(job: Job) -> None:
+def defer(job: Job, begin: Callable[[], None] | None = None) -> None:
     """Leave a job in the open bucket.
+
+    `begin` starts what the job waits for itself, a gather from other ranks, and does not wait. It
+    is called before the job, and may be called once more.
 
     Raises:
         RuntimeError: no bucket is open; ask `is_open` first.
     """
     if _Open.bucket is None:
         raise RuntimeError("no B collects weight gradients for later; ask is_open() first")
-    _Open.bucket.append(job)
+    _Open.bucket.append(_Waiting(job, begin))
 
 
 class WeightJobs:
     """The buckets of jobs that wait for their W, by key: stage and microbatch."""
 
     def __init__(self) -> None:
-        self._buckets: dict[Hashable, deque[Job]] = {}
+        self._buckets: dict[Hashable, deque[_Waiting]] = {}
 
     @contextmanager
     def collect(self, key: Hashable) -> Iterator[None]:
@@ -70,7 +80,7 @@ class WeightJobs:
         if _Open.bucket is not None or key in self._buckets:
             why = "another B is running" if _Open.bucket is not None else "its W has not run yet"
             raise RuntimeError(f"the weight jobs of {key} cannot be collected: {why}")
-        bucket: deque[Job] = deque()
+        bucket: deque[_Waiting] = deque()
         _Open.bucket = bucket
         try:
             yield
@@ -80,6 +90,9 @@ class WeightJobs:
 
     def run(self, key: Hashable) -> None:
         """Run the key's jobs in the order in which B left them, letting go of each in turn.
+
+        What a job waits for is started before the job in front of it runs, which hides it. Not
+        earlier: what is gathered takes memory.
 
         Raises:
             RuntimeError: B of the key has not run, or its W has run already.
@@ -91,11 +104,27 @@ class WeightJobs:
         # would otherwise record a graph, or fail on the accumulation in place.
         with torch.no_grad():
             while bucket:
-                bucket.popleft()()
+                _run_first(bucket)
 
     def clear(self) -> None:
         """Drop every job that waits; after a step that failed."""
         self._buckets.clear()
+
+
+def _run_first(bucket: deque[_Waiting]) -> None:
+    """Run the first job of the bucket, and under it what the second one waits for."""
+    first = bucket.popleft()
+    _begin(first)
+    # In front of the job, since with CUDA_DEVICE_MAX_CONNECTIONS=1 what is launched after a GEMM
+    # may start after it.
+    if bucket:
+        _begin(bucket[0])
+    first.job()
+
+
+def _begin(waiting: _Waiting) -> None:
+    if waiting.begin is not None:
+        waiting.begin()
 
 
 class WeightGradKernel(StrEnum):

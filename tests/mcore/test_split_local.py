@@ -10,10 +10,37 @@ from runtime.ranks import run_ranks
 SIZE, TOKENS = 4, 6  # of the sequence, before it is divided
 
 
-def two_layers(rank: int, sequence_parallel: bool, split: bool) -> tuple[list[list[float]], int]:
-    """Return gradients, and how many numbers the jobs kept, of two column-parallel layers.
+def note_calls(module: Any, product: str) -> list[str]:
+    """Return where every later gather, and call of the module's `product`, of this rank is noted.
 
-    Both gather into the same global buffer, so a job that kept it would see the other's input.
+    A gather has ended when it has been started: nothing may stand in the way of its result.
+    """
+    import torch.distributed as dist
+
+    calls: list[str] = []
+    gather, compute = dist.all_gather_into_tensor, getattr(module, product)
+
+    def noted_gather(*args: Any, async_op: bool = False, **options: Any) -> Any:
+        calls.append("gather")
+        work = gather(*args, async_op=True, **options)
+        work.wait()
+        return work if async_op else None
+
+    def noted_product(*args: Any, **options: Any) -> Any:
+        calls.append("product")
+        return compute(*args, **options)
+
+    dist.all_gather_into_tensor = noted_gather
+    setattr(module, product, noted_product)
+    return calls
+
+
+def two_layers(
+    rank: int, sequence_parallel: bool, split: bool
+) -> tuple[list[list[float]], int, list[str]]:
+    """Return gradients of two column-parallel layers, how many numbers the jobs kept, their calls.
+
+    Both gather into the same global buffer in F, so a job that kept it would see the other's input.
     """
     from megatron_vshape.mcore import cpu
 
@@ -23,6 +50,7 @@ def two_layers(rank: int, sequence_parallel: bool, split: bool) -> tuple[list[li
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers
 
+    from megatron_vshape.mcore import split_backward
     from megatron_vshape.mcore.session import Session
     from megatron_vshape.mcore.split_backward import make_split_linear
 
@@ -54,23 +82,27 @@ def two_layers(rank: int, sequence_parallel: bool, split: bool) -> tuple[list[li
                 output.square().sum().backward()
         else:
             output.square().sum().backward()
+    calls = note_calls(split_backward, "accumulate_weight_grad")
     for microbatch in (1, 0) if split else ():
         session.jobs.run(microbatch)
     found = [each.grad.flatten().tolist() for each in (*weights, *inputs)]
-    return found, sum(each.numel() for each in kept)
+    return found, sum(each.numel() for each in kept), calls
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_gradients_equal_upstreams(sequence_parallel: bool) -> None:
     whole = run_ranks(2, two_layers, sequence_parallel, False)
     split = run_ranks(2, two_layers, sequence_parallel, True)
-    for (theirs, none_kept), (mine, kept) in zip(whole, split, strict=True):
+    for (theirs, none_kept, _), (mine, kept, calls) in zip(whole, split, strict=True):
         assert none_kept == 0
         for expected, found in zip(theirs, mine, strict=True):
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
         # Of each input its part, of each output gradient all; the gathered buffer is not kept.
         input_rows = TOKENS // 2 if sequence_parallel else TOKENS
         assert kept == 2 * 2 * SIZE * (input_rows + TOKENS)
+        # The second gather of a W runs under the first product, and must not overwrite its input.
+        gathers = ["gather", "gather"] if sequence_parallel else []
+        assert calls == [*gathers, "product", "product"] * 2
 
 
 def row_parallel_layer(rank: int, split: bool) -> tuple[list[list[float]], list[int]]:

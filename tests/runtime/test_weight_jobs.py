@@ -97,6 +97,32 @@ def test_jobs_run_in_order_and_are_let_go_of_one_by_one() -> None:
     assert not any(each() for each in alive)
 
 
+def test_what_a_job_waits_for_starts_under_the_one_before_it() -> None:
+    jobs, calls = WeightJobs(), []
+
+    class Job:
+        def __init__(self, name: str) -> None:
+            self.name, self.has_begun = name, False
+
+        def begin(self) -> None:
+            assert not torch.is_grad_enabled()
+            if not self.has_begun:
+                calls.append(f"begin {self.name}")
+            self.has_begun = True
+
+        def __call__(self) -> None:
+            assert self.has_begun
+            calls.append(self.name)
+
+    with jobs.collect("key"):
+        for name in "abc":
+            job = Job(name)
+            weight_jobs.defer(job, job.begin)
+        weight_jobs.defer(lambda: calls.append("waits for nothing"))
+    jobs.run("key")
+    assert calls == ["begin a", "begin b", "a", "begin c", "b", "c", "waits for nothing"]
+
+
 def test_a_job_left_from_another_thread_is_found() -> None:
     """As with CUDA, where autograd runs the backward on a thread of its own."""
     jobs, ran = WeightJobs(), []
