@@ -23,6 +23,7 @@ from megatron_vshape.runtime.weight_jobs import (
     accumulate_weight_grad,
     fused_kernel,
     is_open,
+    run_beside,
 )
 
 
@@ -70,14 +71,20 @@ def mark_gathered(model: nn.Module) -> None:
 def _backward_inputs(
     session: Session, layers: ModuleType, ctx: Any, grad_output: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Return upstream's gradients but that of the weight, for which a job is left."""
+    """Return upstream's gradients but that of the weight, for which a job is left.
+
+    Upstream hides the sum over ranks behind that weight gradient; here one of an earlier B does,
+    where the plan has it beside this B (see `core.hiding`).
+    """
     input, weight = ctx.saved_tensors
     grad_input = grad_output.matmul(weight)
+    under_way = None
     if ctx.allreduce_dgrad:
-        dist.all_reduce(grad_input, group=ctx.tp_group)
+        under_way = dist.all_reduce(grad_input, group=ctx.tp_group, async_op=True)
     if ctx.sequence_parallel:
         whole, grad_input = grad_input, torch.empty_like(input, requires_grad=False)
-        layers.dist_reduce_scatter_func(grad_input, whole, group=ctx.tp_group)
+        reduce_scatter = layers.dist_reduce_scatter_func
+        under_way = reduce_scatter(grad_input, whole, group=ctx.tp_group, async_op=True)
     # It can require grad itself: vocabulary-parallel cross entropy makes such gradients.
     grad_output = grad_output.detach()
     grad_bias = None
@@ -91,6 +98,9 @@ def _backward_inputs(
     compute = partial(_weight_gradient, parameter, ctx.gradient_accumulation_fusion)
     job = GatheringJob(compute, [input, grad_output], sources)
     session.defer(job, [parameter], [input, grad_output])
+    if under_way is not None:
+        run_beside()
+        under_way.wait()
     nothing = (None,) * (ctx.num_options - 1)
     return grad_input, None, grad_bias, *nothing
 

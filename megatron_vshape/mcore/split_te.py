@@ -4,6 +4,9 @@ A TE layer asks its `wgrad_store` whether the weight gradient is to wait, and if
 list of tensors and a function of them. `install` puts a store of ours in every layer of a built
 model. TE's own store is one queue per layer, which cannot tell two microbatches apart.
 
+In B a layer waits, inside TE's own backward, for a sum over tensor-parallel ranks. No weight
+gradient can hide that here, as one of an earlier B can in Megatron's local layers.
+
 TE itself is not imported: a layer is known by its attributes, its store by its methods.
 """
 

@@ -41,6 +41,8 @@ class _Open:
     """
 
     bucket: deque[_Waiting] | None = None
+    beside: deque[_Waiting] | None = None  # of a W of which that B may run jobs,
+    may_run: int = 0  # and so many of them
 
 
 def is_open() -> bool:
@@ -62,6 +64,22 @@ def defer(job: Job, begin: Callable[[], None] | None = None) -> None:
     _Open.bucket.append(_Waiting(job, begin))
 
 
+def run_beside() -> None:
+    """Run a job of the W beside the B that runs now, if there is one and B has time for it.
+
+    For whoever has started, inside B, what has to be waited for.
+    """
+    if not _Open.may_run:
+        return
+    _Open.may_run -= 1
+    with torch.no_grad():
+        _run(_Open.beside.popleft())
+        # After the job, unlike in W: in front of it, with CUDA_DEVICE_MAX_CONNECTIONS=1, the job
+        # too would wait for what it is to hide, since the gather has to.
+        if _Open.may_run:
+            _begin(_Open.beside[0])
+
+
 class WeightJobs:
     """The buckets of jobs that wait for their W, by key: stage and microbatch."""
 
@@ -69,13 +87,17 @@ class WeightJobs:
         self._buckets: dict[Hashable, deque[_Waiting]] = {}
 
     @contextmanager
-    def collect(self, key: Hashable) -> Iterator[None]:
+    def collect(
+        self, key: Hashable, beside: Hashable | None = None, share: float = 1.0
+    ) -> Iterator[None]:
         """Open the bucket of `key` around its B.
 
-        If B fails, the bucket is dropped with it.
+        Up to a `share` of the jobs of the key `beside` may run inside (see `run_beside`), in their
+        order; `run` has the others left. If B fails, the bucket is dropped with it.
 
         Raises:
-            RuntimeError: another bucket is open, or the key's jobs have not run yet.
+            RuntimeError: another bucket is open, or the key's jobs have not run yet; or there are
+                none of the key `beside`.
         """
         if _Open.bucket is not None or key in self._buckets:
             why = "another B is running" if _Open.bucket is not None else "its W has not run yet"
@@ -83,10 +105,22 @@ class WeightJobs:
         bucket: deque[_Waiting] = deque()
         _Open.bucket = bucket
         try:
+            if beside is not None:
+                self._open_beside(beside, share)
             yield
             self._buckets[key] = bucket
         finally:
-            _Open.bucket = None
+            _Open.bucket = _Open.beside = None
+            _Open.may_run = 0
+
+    def _open_beside(self, key: Hashable, share: float) -> None:
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            raise RuntimeError(_no_jobs(key))
+        _Open.beside, _Open.may_run = bucket, int(share * len(bucket))
+        if _Open.may_run:
+            with torch.no_grad():
+                _begin(bucket[0])
 
     def run(self, key: Hashable) -> None:
         """Run the key's jobs in the order in which B left them, letting go of each in turn.
@@ -99,7 +133,7 @@ class WeightJobs:
         """
         bucket = self._buckets.pop(key, None)
         if bucket is None:
-            raise RuntimeError(f"no weight jobs of {key}: its B has not run, or its W already has")
+            raise RuntimeError(_no_jobs(key))
         # Gradients that require grad themselves (vocabulary-parallel cross entropy makes such)
         # would otherwise record a graph, or fail on the accumulation in place.
         with torch.no_grad():
@@ -122,9 +156,18 @@ def _run_first(bucket: deque[_Waiting]) -> None:
     first.job()
 
 
+def _run(waiting: _Waiting) -> None:
+    _begin(waiting)
+    waiting.job()
+
+
 def _begin(waiting: _Waiting) -> None:
     if waiting.begin is not None:
         waiting.begin()
+
+
+def _no_jobs(key: Hashable) -> str:
+    return f"no weight jobs of {key}: its B has not run, or its W already has"
 
 
 class WeightGradKernel(StrEnum):

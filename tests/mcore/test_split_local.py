@@ -35,12 +35,29 @@ def note_calls(module: Any, product: str) -> list[str]:
     return calls
 
 
+def note_sums(layers: Any, calls: list[str]) -> None:
+    """Note the sums over ranks that this rank starts in its backwards, and the waits for them."""
+    import torch.distributed as dist
+
+    def noted(start: Any) -> Any:
+        def started(*args: Any, async_op: bool = False, **options: Any) -> Any:
+            calls.append("sum")
+            work = start(*args, async_op=True, **options)
+            return SimpleNamespace(wait=lambda: (calls.append("wait"), work.wait()))
+
+        return started
+
+    dist.all_reduce = noted(dist.all_reduce)
+    layers.dist_reduce_scatter_func = noted(layers.dist_reduce_scatter_func)
+
+
 def two_layers(
-    rank: int, sequence_parallel: bool, split: bool
+    rank: int, sequence_parallel: bool, split: bool, beside: bool = False
 ) -> tuple[list[list[float]], int, list[str]]:
-    """Return gradients of two column-parallel layers, how many numbers the jobs kept, their calls.
+    """Return gradients of two column-parallel layers, how many numbers the jobs kept, and calls.
 
     Both gather into the same global buffer in F, so a job that kept it would see the other's input.
+    With `beside` the second B runs the jobs of the first.
     """
     from megatron_vshape.mcore import cpu
 
@@ -76,13 +93,14 @@ def two_layers(
         part = first.chunk(2)[rank] if sequence_parallel else first
         outputs.append(function.apply(part.contiguous(), weights[1], *options))
         inputs.append(x)
+    calls = note_calls(split_backward, "accumulate_weight_grad")
+    note_sums(layers, calls)
     for microbatch, output in enumerate(outputs):
         if split:
-            with session.jobs.collect(microbatch):
+            with session.jobs.collect(microbatch, 0 if beside and microbatch else None):
                 output.square().sum().backward()
         else:
             output.square().sum().backward()
-    calls = note_calls(split_backward, "accumulate_weight_grad")
     for microbatch in (1, 0) if split else ():
         session.jobs.run(microbatch)
     found = [each.grad.flatten().tolist() for each in (*weights, *inputs)]
@@ -102,7 +120,21 @@ def test_gradients_equal_upstreams(sequence_parallel: bool) -> None:
         assert kept == 2 * 2 * SIZE * (input_rows + TOKENS)
         # The second gather of a W runs under the first product, and must not overwrite its input.
         gathers = ["gather", "gather"] if sequence_parallel else []
-        assert calls == [*gathers, "product", "product"] * 2
+        backwards = ["sum", "wait"] * 4
+        assert calls == [*backwards, *[*gathers, "product", "product"] * 2]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_sum_over_ranks_runs_under_a_job_of_an_earlier_b(sequence_parallel: bool) -> None:
+    apart = run_ranks(2, two_layers, sequence_parallel, True)
+    together = run_ranks(2, two_layers, sequence_parallel, True, True)
+    for (expected, _, _), (found, _, calls) in zip(apart, together, strict=True):
+        assert found == expected  # to the last bit
+        gather = ["gather"] if sequence_parallel else []
+        first = ["sum", "wait", "sum", "wait"]
+        # The gather of the second job must not be in the way of the first one's product.
+        second = [*gather, "sum", "product", *gather, "wait", "sum", "product", "wait"]
+        assert calls == [*first, *second, *gather * 2, "product", "product"]
 
 
 def row_parallel_layer(rank: int, split: bool) -> tuple[list[list[float]], list[int]]:
