@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import torch.distributed as dist
 
+from megatron_vshape.core.hiding import Beside
 from megatron_vshape.core.instructions import Program
-from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.passes import Pass, ScheduleError
 
 
 class Agreement:
@@ -16,11 +18,12 @@ class Agreement:
     def __init__(self) -> None:
         self._agreed: list[Program] = []
 
-    def check(self, program: Program) -> None:
+    def check(self, program: Program, beside: Mapping[Pass, Beside] | None = None) -> None:
         """Return if all ranks run this program in the step; all call this for the same steps.
 
         Replicas that run unlike orders would start their reductions in unlike orders, which hangs
-        or adds up what does not belong together.
+        or adds up what does not belong together. So would tensor-parallel ranks of which not all
+        run the same jobs inside a B: `beside` says which.
 
         Raises:
             ScheduleError: on all ranks, if one has another.
@@ -28,7 +31,7 @@ class Agreement:
         if any(program is each for each in self._agreed):
             return
         schedule = program.schedule
-        text = f"{program.window} {schedule.to_json()}"
+        text = f"{program.window} {schedule.to_json()} {sorted((beside or {}).items())}"
         own = hashlib.sha256(text.encode()).hexdigest()
         everyones = [own] * dist.get_world_size()
         dist.all_gather_object(everyones, own)

@@ -82,8 +82,10 @@ def prepare(args: Namespace) -> Pipeline | None:
     layout.check_ends(stage_map)
     recomputes = getattr(args, "recompute_granularity", None) == "full"
     planner.keeps_backward_whole = recomputes
+    # Transformer Engine's layers wait inside TE's own code, where nothing else can run.
+    planner.hides = args.tensor_model_parallel_size > 1 and args.transformer_impl == "local"
     planner.kernels = args.distributed_backend == "nccl"
-    ties = not args.untie_embeddings_and_output_weights
+    planner.ties_ends = ties = not args.untie_embeddings_and_output_weights
     if ties:
         layout.check_tied_embeddings(stage_map)
     if getattr(args, "hybrid_layer_pattern", None) is None:

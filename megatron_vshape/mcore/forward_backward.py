@@ -226,7 +226,8 @@ class PipelineRunner:
         torch_device = _device_of(_as_list(call.model)[0])
         profiled = self._profiler.begin_step(torch_device)
         timer = self.meter.begin_step(call.num_microbatches, torch_device, profiled)
-        begun = self._take_ahead(call) or self._begin(call, timer)
+        # Costs are those of passes that run apart, so a profiled B runs nothing of a W.
+        begun = self._take_ahead(call) or self._begin(call, timer, hides=profiled is None)
         tokens = call.num_microbatches * call.micro_batch_size * call.seq_length
         with (
             self.report.training_step(begun.chunks, call.num_microbatches, tokens),
@@ -258,7 +259,13 @@ class PipelineRunner:
             replay.forget()
         return None if ahead is None else ahead.begun
 
-    def _begin(self, call: Call, timer: Observer | None = None, is_early: bool = False) -> _Begun:
+    def _begin(
+        self,
+        call: Call,
+        timer: Observer | None = None,
+        is_early: bool = False,
+        hides: bool = True,
+    ) -> _Begun:
         """Return the step with all that it needs, none of its passes run."""
         chunks, iterators = _as_lists(call.model, call.data_iterator)
         config = get_model_config(chunks[0])
@@ -297,9 +304,7 @@ class PipelineRunner:
             program = planner.evaluation(call.num_microbatches)
         else:
             sync.gather_parameters()
-            program = planner.training(call.num_microbatches).program
-            with _refusing():
-                self._agreement.check(program)
+            program = self._training_program(step, hides)
             if is_early:
                 program, early_ends = self._begun_early(program)
             iterators = self._replayed(iterators)
@@ -307,6 +312,15 @@ class PipelineRunner:
         stages = self._stages(step, chunks, iterators, rank)
         run = ProgramRun(program, rank, stages, transport, timer, self._place)
         return _Begun(call, chunks, groups, transport, step, program, early_ends, run)
+
+    def _training_program(self, step: Step, hides: bool) -> Program:
+        """Return what all ranks run in a training step, and tell the step which W's it hides."""
+        plan = self._pipeline.planner.training(step.num_microbatches)
+        with _refusing():
+            self._agreement.check(plan.program, plan.beside)
+        if hides and not repeats_a_bad_step():  # then every pass is looked at by itself
+            step.beside = plan.beside
+        return plan.program
 
     def _begun_early(self, program: Program) -> tuple[Program, Cut]:
         """Return `begun_early(program)`; most steps run the program of the step before."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +13,7 @@ from megatron_vshape.core import catalogue
 from megatron_vshape.core.adaptive import make_plus, make_within
 from megatron_vshape.core.bounds import least_memory
 from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.hiding import Beside, weights_beside
 from megatron_vshape.core.instructions import Program
 from megatron_vshape.core.lowering import forward_wave, lower
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
@@ -45,6 +46,7 @@ class Plan:
     timeline: Timeline  # in us of the costs, or in passes of one of 2 * devices stages
     program: Program
     estimate: Costs | None = None  # in chunks, where stages differ
+    beside: Mapping[Pass, Beside] = field(default_factory=dict)  # by B, what it runs of a W
 
     @property
     def peak_chunks(self) -> float:
@@ -72,6 +74,8 @@ class Planner:
     limit_bytes: float | None = None  # of a device, for auto; None: activations as 1F1B holds
     static_bytes: tuple[float, ...] = ()  # of every device: what is there besides activations
     message_bytes: float = 0.0  # of one message; what waits to be read or taken counts too
+    hides: bool = False  # a B that waits for tensor-parallel ranks runs jobs of the W after it
+    ties_ends: bool = False  # the first and the last stage add to one gradient
     kernels: bool = False  # messages are kernels, as on NCCL
     _takes: bool = False  # and their length is known only when they are there
     _messages: int = MESSAGES
@@ -151,9 +155,10 @@ class Planner:
         schedule = self._schedule(num_microbatches)
         if self.keeps_backward_whole:
             schedule = whole_backwards(schedule)
-        timeline = simulate(schedule, self._costs_of(schedule))
+        costs = self._costs_of(schedule)
+        timeline = simulate(schedule, costs)
         program = lower(schedule, timeline, kernels=self.kernels, takes=self._takes)
-        return Plan(schedule, timeline, program, self.estimate)
+        return Plan(schedule, timeline, program, self.estimate, self._beside(program, costs))
 
     def predicted_bubble(self, num_microbatches: int) -> float:
         """Return the bubble of a training step at the costs that are known by now."""
@@ -182,6 +187,11 @@ class Planner:
         if self.plans_by_costs:
             return lower(one_microbatch(self.placement, self.num_devices))
         return lower(catalogue.make(self.name, self.num_devices, 1))
+
+    def _beside(self, program: Program, costs: Costs | None) -> Mapping[Pass, Beside]:
+        if not self.hides:
+            return {}
+        return weights_beside(simulate(program.schedule, costs), self.ties_ends)
 
     def _costs_of(self, schedule: Schedule) -> Costs | None:
         """Return the costs if they are for this schedule's stages."""

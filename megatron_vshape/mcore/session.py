@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from megatron_vshape.mcore.arguments import PipelineOptions
+from megatron_vshape.runtime.gathering_job import GatheringJob
 from megatron_vshape.runtime.weight_jobs import Job, WeightJobs, defer
 
 if TYPE_CHECKING:
@@ -88,7 +89,9 @@ class Session:
         finally:
             self.gradient_sync = None
 
-    def defer(self, job: Job, parameters: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+    def defer(
+        self, job: GatheringJob, parameters: Sequence[Tensor], kept: Sequence[Tensor]
+    ) -> None:
         """Leave a job for W that adds to the gradients of `parameters` and keeps tensors till then.
 
         The tensors count where memory is being measured.
@@ -97,10 +100,11 @@ class Session:
             for tensor in kept:
                 self.census.add(tensor)
         if self.gradient_sync is None:
-            defer(job, weights=parameters)
+            defer(job, job.begin, weights=parameters)
         else:
             self.gradient_sync.deferred(parameters)
-            defer(partial(self._run_and_tell, job, parameters), weights=parameters)
+            run = partial(self._run_and_tell, job, parameters)
+            defer(run, job.begin, weights=parameters)
 
     def _run_and_tell(self, job: Job, parameters: Sequence[Tensor]) -> None:
         job()

@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.session import Session
+from megatron_vshape.runtime.gathering_job import GatheringJob
 from megatron_vshape.runtime.weight_jobs import (
     WeightGradKernel,
     accumulate_weight_grad,
     fused_kernel,
     is_open,
+    run_beside,
 )
 
 
@@ -70,62 +71,47 @@ def mark_gathered(model: nn.Module) -> None:
 def _backward_inputs(
     session: Session, layers: ModuleType, ctx: Any, grad_output: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Return upstream's gradients but that of the weight, for which a job is left."""
+    """Return upstream's gradients but that of the weight, for which a job is left.
+
+    Upstream hides the sum over ranks behind that weight gradient; here one of an earlier B does,
+    where the plan has it beside this B (see `core.hiding`).
+    """
     input, weight = ctx.saved_tensors
     grad_input = grad_output.matmul(weight)
+    under_way = None
     if ctx.allreduce_dgrad:
-        dist.all_reduce(grad_input, group=ctx.tp_group)
+        under_way = dist.all_reduce(grad_input, group=ctx.tp_group, async_op=True)
     if ctx.sequence_parallel:
         whole, grad_input = grad_input, torch.empty_like(input, requires_grad=False)
-        layers.dist_reduce_scatter_func(grad_input, whole, group=ctx.tp_group)
+        reduce_scatter = layers.dist_reduce_scatter_func
+        under_way = reduce_scatter(grad_input, whole, group=ctx.tp_group, async_op=True)
     # It can require grad itself: vocabulary-parallel cross entropy makes such gradients.
     grad_output = grad_output.detach()
     grad_bias = None
     if ctx.use_bias:
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0)
     parameter = ctx.parameter
+    # The gathered input was a buffer that the next layer overwrites, or is large: W gathers anew.
     sources = (ctx.tp_group if ctx.sequence_parallel else None, getattr(parameter, GATHERED, None))
     if sources[1] is not None:  # only this rank's part waits for W; the rest can go now
         grad_output = grad_output.chunk(sources[1].size())[sources[1].rank()].clone()
-    fused = ctx.gradient_accumulation_fusion
-    job = partial(_weight_gradient, layers, parameter, input, grad_output, sources, fused)
+    compute = partial(_weight_gradient, parameter, ctx.gradient_accumulation_fusion)
+    job = GatheringJob(compute, [input, grad_output], sources)
     session.defer(job, [parameter], [input, grad_output])
+    if under_way is not None:
+        run_beside()
+        under_way.wait()
     nothing = (None,) * (ctx.num_options - 1)
     return grad_input, None, grad_bias, *nothing
 
 
-def _weight_gradient(
-    layers: ModuleType,
-    parameter: Tensor,
-    input: Tensor,
-    grad_output: Tensor,
-    sources: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None],
-    fused: bool,
-) -> None:
-    """Add one weight gradient to the sum: the job that B leaves for W.
-
-    With sequence parallelism `input`, or `grad_output`, is this rank's part of the sequence and is
-    gathered anew: the gathered one was a buffer that the next layer has overwritten, or is large.
-    """
-    input, grad_output = (
-        _gathered(layers, each, group)
-        for each, group in zip((input, grad_output), sources, strict=True)
-    )
+def _weight_gradient(parameter: Tensor, fused: bool, input: Tensor, grad_output: Tensor) -> None:
+    """Add one weight gradient to the sum: what the job that B leaves for W computes."""
     kernel = WeightGradKernel.MATMUL_ADD
     if fused:
         total = getattr(parameter, "main_grad", parameter)
         kernel = fused_kernel(input.device.type, total.dtype, input.dtype)
     accumulate_weight_grad(parameter, grad_output, input, kernel)
-
-
-def _gathered(layers: ModuleType, part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the whole sequence, in Megatron's shared buffer, of which a rank has a part."""
-    if group is None:
-        return part
-    shape = [part.shape[0] * group.size(), *part.shape[1:]]
-    whole: Tensor = get_global_memory_buffer().get_tensor(shape, part.dtype, "mpu")
-    layers.dist_all_gather_func(whole, part, group=group)
-    return whole
 
 
 class TorchFusedKernels:

@@ -4,6 +4,9 @@ A TE layer asks its `wgrad_store` whether the weight gradient is to wait, and if
 list of tensors and a function of them. `install` puts a store of ours in every layer of a built
 model. TE's own store is one queue per layer, which cannot tell two microbatches apart.
 
+In B a layer waits, inside TE's own backward, for a sum over tensor-parallel ranks. No weight
+gradient can hide that here, as one of an earlier B can in Megatron's local layers.
+
 TE itself is not imported: a layer is known by its attributes, its store by its methods.
 """
 
@@ -22,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.session import Session
+from megatron_vshape.runtime.gathering_job import GatheringJob
 from megatron_vshape.runtime.weight_jobs import is_open
 
 logger = logging.getLogger(__name__)
@@ -132,14 +136,15 @@ class JobStore:
         if layer.fuse_wgrad_accumulation:
             func = accumulating(func)
         if _is_grouped(layer):
-            tensors = [tensor_list[0], tensor_list[1]]
+            tensors, sources = [tensor_list[0], tensor_list[1]], (None, None)
             targets = _take_targets(layer, tensor_list[2])
-            job = partial(_run_grouped, *tensors, targets, func, weights, biases)
+            compute = partial(_run_grouped, targets, func, weights, biases)
         else:
             tensors = list(tensor_list)
             sources = _keep_shards(layer, tensors, func, self._notes)
             sums = () if layer.fuse_wgrad_accumulation else weights
-            job = partial(_run, tensors, sources, func, sums, biases)
+            compute = partial(_run, func, sums, biases)
+        job = GatheringJob(compute, tensors, sources)
         self._session.defer(job, [*weights, *biases], list(plain_tensors(tensors)))
 
     def pop(self) -> None:
@@ -178,18 +183,16 @@ def accumulating(func: Gemm) -> Gemm:
 
 
 def _run(
-    tensors: list[Any],
-    sources: Sequence[dist.ProcessGroup | None],
     func: Gemm,
     weights: Sequence[nn.Parameter],
     biases: Sequence[nn.Parameter],
+    *tensors: Any,
 ) -> None:
-    """Compute a layer's weight gradient and add it; the job that B leaves for W.
+    """Compute a layer's weight gradient and add it; what the job that B leaves for W does.
 
     `weights` are those `func` does not add to itself.
     """
-    whole = [_gather(each, group) for each, group in zip(tensors, sources, strict=True)]
-    weight_grad, bias_grad, *_ = func(*whole)
+    weight_grad, bias_grad, *_ = func(*tensors)
     if weights:
         _add_parts(weights, weight_grad)
     if biases and bias_grad is not None and bias_grad.numel():
@@ -210,14 +213,14 @@ def _take_targets(layer: nn.Module, targets: list[Tensor | None]) -> list[Tensor
 
 
 def _run_grouped(
-    inputs: Any,
-    grad_outputs: Any,
     targets: list[Tensor] | torch.dtype,
     func: Gemm,
     weights: Sequence[nn.Parameter],
     biases: Sequence[nn.Parameter],
+    inputs: Any,
+    grad_outputs: Any,
 ) -> None:
-    """Compute a grouped layer's weight gradients and add them; the job that B leaves for W."""
+    """Compute a grouped layer's weight gradients and add them, as `_run` does a plain one's."""
     if not isinstance(targets, torch.dtype):
         _add_biases(biases, func(inputs, grad_outputs, targets)[1])
         return
@@ -329,14 +332,6 @@ def _gathered(layer: nn.Module, func: Gemm) -> int | None:
     if _is_mlp(layer):
         return 0 if _mlp_part(func) == "fc1" else 1
     return {"column": 0, "row": 1}.get(layer.parallel_mode)
-
-
-def _gather(tensor: Any, group: dist.ProcessGroup | None) -> Any:
-    if group is None:
-        return tensor
-    whole = tensor.new_empty(tensor.shape[0] * group.size(), *tensor.shape[1:])
-    dist.all_gather_into_tensor(whole, tensor, group=group)
-    return whole
 
 
 def plain_tensors(value: Any) -> Iterator[Tensor]:

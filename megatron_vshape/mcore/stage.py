@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor, nn
 
+from megatron_vshape.core.hiding import Beside
 from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.mcore.gradient_sync import GradientSync
 from megatron_vshape.mcore.session import Session
@@ -28,6 +29,7 @@ class Step:
     first_val_step: bool | None
     gradient_sync: GradientSync
     num_tokens: Tensor  # of this rank's microbatches; only the last stage counts any
+    beside: Mapping[Pass, Beside] = field(default_factory=dict)  # by B, what it runs of a W
     loss_store: list[Any] = field(default_factory=list)
 
 
@@ -110,8 +112,15 @@ class MegatronStage:
         return sent
 
     def backward_inputs(self, microbatch: int, received: Tensor | None) -> Tensor | None:
-        """Run B; the linears leave their weight gradients as jobs."""
-        with self._session.jobs.collect((self._stage, microbatch)):
+        """Run B; the linears leave their weight gradients as jobs.
+
+        Where the memory of every pass is counted, no W's jobs run inside.
+        """
+        beside: tuple[Any, ...] = ()
+        found = self._step.beside.get(Pass(Kind.B, self._stage, microbatch))
+        if found is not None and self._session.census is None:
+            beside = found.weights[1:], found.share
+        with self._session.jobs.collect((self._stage, microbatch), *beside):
             gradient = self._backward(microbatch, received)
         self._count(Pass(Kind.B, self._stage, microbatch))
         return gradient

@@ -7,6 +7,7 @@ open (a whole backward) the linear computes its weight gradient at once.
 
 import functools
 import importlib
+import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -29,6 +30,7 @@ class _Waiting(NamedTuple):
     """A job in its bucket."""
 
     job: Job
+    begin: Callable[[], None] | None  # starts what the job waits for; the second time does nothing
     weights: Sequence[Tensor]
 
 
@@ -42,6 +44,8 @@ class _Open:
     """
 
     bucket: deque[_Waiting] | None = None
+    beside: deque[_Waiting] | None = None  # of a W of which that B may run jobs,
+    may_run: int = 0  # and so many of them
 
 
 def is_open() -> bool:
@@ -49,15 +53,36 @@ def is_open() -> bool:
     return _Open.bucket is not None
 
 
-def defer(job: Job, *, weights: Sequence[Tensor] = ()) -> None:
+def defer(
+    job: Job, begin: Callable[[], None] | None = None, *, weights: Sequence[Tensor] = ()
+) -> None:
     """Leave a job in the open bucket; traces name it after the first of its `weights`.
+
+    `begin` starts what the job waits for itself, a gather from other ranks, and does not wait. It
+    is called before the job, and may be called once more.
 
     Raises:
         RuntimeError: no bucket is open; ask `is_open` first.
     """
     if _Open.bucket is None:
         raise RuntimeError("no B collects weight gradients for later; ask is_open() first")
-    _Open.bucket.append(_Waiting(job, weights))
+    _Open.bucket.append(_Waiting(job, begin, weights))
+
+
+def run_beside() -> None:
+    """Run a job of the W beside the B that runs now, if there is one and B has time for it.
+
+    For whoever has started, inside B, what has to be waited for.
+    """
+    if not _Open.may_run:
+        return
+    _Open.may_run -= 1
+    with torch.no_grad():
+        _run(_Open.beside.popleft())
+        # After the job, unlike in W: in front of it, with CUDA_DEVICE_MAX_CONNECTIONS=1, the job
+        # too would wait for what it is to hide, since the gather has to.
+        if _Open.may_run:
+            _begin(_Open.beside[0])
 
 
 class WeightJobs:
@@ -67,13 +92,17 @@ class WeightJobs:
         self._buckets: dict[Hashable, deque[_Waiting]] = {}
 
     @contextmanager
-    def collect(self, key: Hashable) -> Iterator[None]:
+    def collect(
+        self, key: Hashable, beside: Hashable | None = None, share: float = 1.0
+    ) -> Iterator[None]:
         """Open the bucket of `key` around its B.
 
-        If B fails, the bucket is dropped with it.
+        Up to a `share` of the jobs of the key `beside` may run inside (see `run_beside`), in their
+        order; `run` has the others left. If B fails, the bucket is dropped with it.
 
         Raises:
-            RuntimeError: another bucket is open, or the key's jobs have not run yet.
+            RuntimeError: another bucket is open, or the key's jobs have not run yet; or there are
+                none of the key `beside`.
         """
         if _Open.bucket is not None or key in self._buckets:
             why = "another B is running" if _Open.bucket is not None else "its W has not run yet"
@@ -81,31 +110,74 @@ class WeightJobs:
         bucket: deque[_Waiting] = deque()
         _Open.bucket = bucket
         try:
+            if beside is not None:
+                self._open_beside(beside, share)
             yield
             self._buckets[key] = bucket
         finally:
-            _Open.bucket = None
+            _Open.bucket = _Open.beside = None
+            _Open.may_run = 0
+
+    def _open_beside(self, key: Hashable, share: float) -> None:
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            raise RuntimeError(_no_jobs(key))
+        _Open.beside, _Open.may_run = bucket, int(share * len(bucket))
+        if _Open.may_run:
+            with torch.no_grad():
+                _begin(bucket[0])
 
     def run(self, key: Hashable) -> None:
         """Run the key's jobs in the order in which B left them, letting go of each in turn.
+
+        What a job waits for is started before the job in front of it runs, which hides it. Not
+        earlier: what is gathered takes memory.
 
         Raises:
             RuntimeError: B of the key has not run, or its W has run already.
         """
         bucket = self._buckets.pop(key, None)
         if bucket is None:
-            raise RuntimeError(f"no weight jobs of {key}: its B has not run, or its W already has")
+            raise RuntimeError(_no_jobs(key))
         # Gradients that require grad themselves (vocabulary-parallel cross entropy makes such)
         # would otherwise record a graph, or fail on the accumulation in place.
         with torch.no_grad():
             while bucket:
-                waiting = bucket.popleft()
-                with label(job_text, waiting.weights):
-                    waiting.job()
+                _run_first(bucket)
 
     def clear(self) -> None:
         """Drop every job that waits; after a step that failed."""
         self._buckets.clear()
+
+
+def _run_first(bucket: deque[_Waiting]) -> None:
+    """Run the first job of the bucket, and under it what the second one waits for."""
+    first = bucket.popleft()
+    _begin(first)
+    # In front of the job, since with CUDA_DEVICE_MAX_CONNECTIONS=1 what is launched after a GEMM
+    # may start after it.
+    if bucket:
+        _begin(bucket[0])
+    _compute(first)
+
+
+def _run(waiting: _Waiting) -> None:
+    _begin(waiting)
+    _compute(waiting)
+
+
+def _compute(waiting: _Waiting) -> None:
+    with label(job_text, waiting.weights):
+        waiting.job()
+
+
+def _begin(waiting: _Waiting) -> None:
+    if waiting.begin is not None:
+        waiting.begin()
+
+
+def _no_jobs(key: Hashable) -> str:
+    return f"no weight jobs of {key}: its B has not run, or its W already has"
 
 
 class WeightGradKernel(StrEnum):
@@ -238,8 +310,14 @@ def _apex() -> Any | None:
 
 
 @functools.cache
-def _te_gemm() -> Any | None:
+def _te_gemm() -> Callable[..., Any] | None:
+    """Return general_gemm, called with TE's own workspace where it wants one: before TE 2.10."""
     try:
-        return importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
+        gemm = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
+        if "workspace" not in inspect.signature(gemm).parameters:
+            return gemm
+        workspace = importlib.import_module("transformer_engine.pytorch.module.base").get_workspace
     except (ImportError, AttributeError):
         return None
+    # Asked for when it is used: the memory is on the GPU, and TE shares it between its layers.
+    return lambda x, dy, **options: gemm(x, dy, workspace=workspace(), **options)

@@ -8,8 +8,9 @@ import torch
 from runtime.ranks import run_ranks
 
 from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.hiding import Beside
 from megatron_vshape.core.lowering import lower
-from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.passes import Pass, ScheduleError
 from megatron_vshape.mcore.agreement import Agreement
 from megatron_vshape.mcore.plans import Planner
 from megatron_vshape.mcore.profiling import Profiler
@@ -35,6 +36,21 @@ def test_ranks_with_unlike_orders_all_know() -> None:
     assert said == [[text]] * 3
     assert text.startswith("rank 2 has planned another order than rank 0 for 4 microbatches: ")
     assert run_ranks(2, compare_programs, ("v-half", "v-half")) == [[], []]
+
+
+def compare_what_b_runs(rank: int, shares: tuple[float, ...]) -> str:
+    beside = {Pass.parse("B0.0"): Beside(Pass.parse("W3.1"), shares[rank])}
+    try:
+        Agreement().check(lower(make("v-zb", 2, 4)), beside)
+    except ScheduleError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_run_unlike_jobs_in_a_b_all_know() -> None:
+    assert run_ranks(2, compare_what_b_runs, (0.5, 0.5)) == ["", ""]
+    said = run_ranks(2, compare_what_b_runs, (0.5, 0.25))
+    assert all("rank 1 has planned another order than rank 0" in text for text in said)
 
 
 def held_by_all(rank: int) -> list[StaticMemory]:

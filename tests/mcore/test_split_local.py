@@ -10,10 +10,54 @@ from runtime.ranks import run_ranks
 SIZE, TOKENS = 4, 6  # of the sequence, before it is divided
 
 
-def two_layers(rank: int, sequence_parallel: bool, split: bool) -> tuple[list[list[float]], int]:
-    """Return gradients, and how many numbers the jobs kept, of two column-parallel layers.
+def note_calls(module: Any, product: str) -> list[str]:
+    """Return where every later gather, and call of the module's `product`, of this rank is noted.
 
-    Both gather into the same global buffer, so a job that kept it would see the other's input.
+    A gather has ended when it has been started: nothing may stand in the way of its result.
+    """
+    import torch.distributed as dist
+
+    calls: list[str] = []
+    gather, compute = dist.all_gather_into_tensor, getattr(module, product)
+
+    def noted_gather(*args: Any, async_op: bool = False, **options: Any) -> Any:
+        calls.append("gather")
+        work = gather(*args, async_op=True, **options)
+        work.wait()
+        return work if async_op else None
+
+    def noted_product(*args: Any, **options: Any) -> Any:
+        calls.append("product")
+        return compute(*args, **options)
+
+    dist.all_gather_into_tensor = noted_gather
+    setattr(module, product, noted_product)
+    return calls
+
+
+def note_sums(layers: Any, calls: list[str]) -> None:
+    """Note the sums over ranks that this rank starts in its backwards, and the waits for them."""
+    import torch.distributed as dist
+
+    def noted(start: Any) -> Any:
+        def started(*args: Any, async_op: bool = False, **options: Any) -> Any:
+            calls.append("sum")
+            work = start(*args, async_op=True, **options)
+            return SimpleNamespace(wait=lambda: (calls.append("wait"), work.wait()))
+
+        return started
+
+    dist.all_reduce = noted(dist.all_reduce)
+    layers.dist_reduce_scatter_func = noted(layers.dist_reduce_scatter_func)
+
+
+def two_layers(
+    rank: int, sequence_parallel: bool, split: bool, beside: bool = False
+) -> tuple[list[list[float]], int, list[str]]:
+    """Return gradients of two column-parallel layers, how many numbers the jobs kept, and calls.
+
+    Both gather into the same global buffer in F, so a job that kept it would see the other's input.
+    With `beside` the second B runs the jobs of the first.
     """
     from megatron_vshape.mcore import cpu
 
@@ -23,6 +67,7 @@ def two_layers(rank: int, sequence_parallel: bool, split: bool) -> tuple[list[li
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers
 
+    from megatron_vshape.mcore import split_backward
     from megatron_vshape.mcore.session import Session
     from megatron_vshape.mcore.split_backward import make_split_linear
 
@@ -48,29 +93,48 @@ def two_layers(rank: int, sequence_parallel: bool, split: bool) -> tuple[list[li
         part = first.chunk(2)[rank] if sequence_parallel else first
         outputs.append(function.apply(part.contiguous(), weights[1], *options))
         inputs.append(x)
+    calls = note_calls(split_backward, "accumulate_weight_grad")
+    note_sums(layers, calls)
     for microbatch, output in enumerate(outputs):
         if split:
-            with session.jobs.collect(microbatch):
+            with session.jobs.collect(microbatch, 0 if beside and microbatch else None):
                 output.square().sum().backward()
         else:
             output.square().sum().backward()
     for microbatch in (1, 0) if split else ():
         session.jobs.run(microbatch)
     found = [each.grad.flatten().tolist() for each in (*weights, *inputs)]
-    return found, sum(each.numel() for each in kept)
+    return found, sum(each.numel() for each in kept), calls
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_gradients_equal_upstreams(sequence_parallel: bool) -> None:
     whole = run_ranks(2, two_layers, sequence_parallel, False)
     split = run_ranks(2, two_layers, sequence_parallel, True)
-    for (theirs, none_kept), (mine, kept) in zip(whole, split, strict=True):
+    for (theirs, none_kept, _), (mine, kept, calls) in zip(whole, split, strict=True):
         assert none_kept == 0
         for expected, found in zip(theirs, mine, strict=True):
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
         # Of each input its part, of each output gradient all; the gathered buffer is not kept.
         input_rows = TOKENS // 2 if sequence_parallel else TOKENS
         assert kept == 2 * 2 * SIZE * (input_rows + TOKENS)
+        # The second gather of a W runs under the first product, and must not overwrite its input.
+        gathers = ["gather", "gather"] if sequence_parallel else []
+        backwards = ["sum", "wait"] * 4
+        assert calls == [*backwards, *[*gathers, "product", "product"] * 2]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_sum_over_ranks_runs_under_a_job_of_an_earlier_b(sequence_parallel: bool) -> None:
+    apart = run_ranks(2, two_layers, sequence_parallel, True)
+    together = run_ranks(2, two_layers, sequence_parallel, True, True)
+    for (expected, _, _), (found, _, calls) in zip(apart, together, strict=True):
+        assert found == expected  # to the last bit
+        gather = ["gather"] if sequence_parallel else []
+        first = ["sum", "wait", "sum", "wait"]
+        # The gather of the second job must not be in the way of the first one's product.
+        second = [*gather, "sum", "product", *gather, "wait", "sum", "product", "wait"]
+        assert calls == [*first, *second, *gather * 2, "product", "product"]
 
 
 def row_parallel_layer(rank: int, split: bool) -> tuple[list[list[float]], list[int]]:

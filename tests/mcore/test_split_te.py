@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mcore import fake_te
+from mcore.test_split_local import note_calls
 from runtime.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -314,3 +315,30 @@ def test_sequence_parallel_keeps_the_part_and_gathers_in_w(mode: str, kept: int)
         assert split_x == whole_x
     # What TE gathers for the product, the input or dy, has twice the rows that are kept.
     assert {held for _, held in results} == {kept}
+
+
+def two_gathering_layers(rank: int, split: bool) -> tuple[list[list[float]], list[str]]:
+    """Return the gradients of a column- and a row-parallel layer, and what their jobs called."""
+    session, group = a_session(), dist.group.WORLD
+    layers = [
+        fake_te.Linear(SIZE, SIZE, bias=False, parallel_mode=mode, group=group)
+        for mode in ("column", "row")
+    ]
+    split_te.install(session, layers if split else [])
+    x = torch.randn(TOKENS, SIZE, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    y = layers[1](layers[0](x).relu())
+    if not split:
+        y.square().sum().backward()
+        return [each.weight_0.grad.flatten().tolist() for each in layers], []
+    with session.jobs.collect(0):
+        y.square().sum().backward()
+    calls = note_calls(fake_te, "general_gemm")
+    session.jobs.run(0)
+    return [each.weight_0.grad.flatten().tolist() for each in layers], calls
+
+
+def test_the_next_gather_of_a_w_runs_under_the_product_before_it() -> None:
+    whole, split = (run_ranks(2, two_gathering_layers, each) for each in (False, True))
+    for (theirs, _), (mine, calls) in zip(whole, split, strict=True):
+        assert mine == theirs
+        assert calls == ["gather", "gather", "product", "product"]

@@ -97,6 +97,82 @@ def test_jobs_run_in_order_and_are_let_go_of_one_by_one() -> None:
     assert not any(each() for each in alive)
 
 
+class Noted:
+    """A job that notes when it begins and when it runs."""
+
+    def __init__(self, calls: list[str], name: str) -> None:
+        self.calls, self.name, self.has_begun = calls, name, False
+
+    def begin(self) -> None:
+        assert not torch.is_grad_enabled()
+        if not self.has_begun:
+            self.calls.append(f"begin {self.name}")
+        self.has_begun = True
+
+    def __call__(self) -> None:
+        assert self.has_begun
+        self.calls.append(self.name)
+
+
+def left_by(jobs: WeightJobs, key: str, names: str) -> list[str]:
+    """Return where jobs of these names, left by a B of the key, note what they do."""
+    calls: list[str] = []
+    with jobs.collect(key):
+        for name in names:
+            job = Noted(calls, name)
+            weight_jobs.defer(job, job.begin)
+    return calls
+
+
+def test_what_a_job_waits_for_starts_under_the_one_before_it() -> None:
+    jobs = WeightJobs()
+    calls = left_by(jobs, "key", "abc")
+    jobs.run("key")
+    assert calls == ["begin a", "begin b", "a", "begin c", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("share", "waits", "inside"),
+    [
+        (1.0, 2, ["begin a", "a", "begin b", "b", "begin c"]),
+        (0.75, 4, ["begin a", "a", "begin b", "b", "begin c", "c"]),
+        (0.5, 4, ["begin a", "a", "begin b", "b"]),
+        (0.2, 4, []),
+        (1.0, 0, ["begin a"]),
+    ],
+)
+def test_a_b_runs_its_share_of_the_jobs_beside_it(
+    share: float, waits: int, inside: list[str]
+) -> None:
+    jobs = WeightJobs()
+    calls = left_by(jobs, "old", "abcd")
+    with torch.enable_grad(), jobs.collect("new", "old", share):
+        weight_jobs.defer(lambda: calls.append("new"))
+        for _ in range(waits):
+            weight_jobs.run_beside()
+    assert calls == inside
+    weight_jobs.run_beside()  # no B runs
+    assert calls == inside
+    jobs.run("old")
+    assert [each for each in calls if len(each) == 1] == ["a", "b", "c", "d"]
+    jobs.run("new")
+    assert calls[-1] == "new"
+
+
+def test_a_b_that_fails_leaves_no_jobs_to_the_next() -> None:
+    jobs = WeightJobs()
+    calls = left_by(jobs, "old", "ab")
+    with pytest.raises(ZeroDivisionError), jobs.collect("fails", "old"):
+        raise ZeroDivisionError
+    with jobs.collect("next"):
+        weight_jobs.run_beside()
+    assert calls == ["begin a"]
+    gone = pytest.raises(RuntimeError, match="no weight jobs of gone: its B has not run")
+    with gone, jobs.collect("another", "gone"):
+        pass
+    assert not weight_jobs.is_open()
+
+
 def test_a_job_left_from_another_thread_is_found() -> None:
     """As with CUDA, where autograd runs the backward on a thread of its own."""
     jobs, ran = WeightJobs(), []

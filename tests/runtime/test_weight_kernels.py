@@ -39,13 +39,33 @@ def general_gemm(
     out.add_(dy.t().to(out.dtype).matmul(x.to(out.dtype)))
 
 
+WORKSPACE = torch.zeros(4, dtype=torch.uint8)
+
+
+def general_gemm_until_2_9(
+    A: Tensor,
+    B: Tensor,
+    workspace: Tensor,
+    out_dtype: torch.dtype | None = None,
+    layout: str = "TN",
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    grad: bool = False,
+) -> None:
+    """Require the workspace, as Transformer Engine's did."""
+    assert workspace is WORKSPACE
+    general_gemm(A, B, out_dtype, layout, out, accumulate, grad)
+
+
 def wgrad_gemm_accum_fp32(x: Tensor, dy: Tensor, out: Tensor) -> None:
     out.add_(dy.t().float().matmul(x.float()))
 
 
-def with_module(monkeypatch: pytest.MonkeyPatch, name: str, function: object) -> None:
+def with_module(
+    monkeypatch: pytest.MonkeyPatch, name: str, function: object, called: str = ""
+) -> None:
     module = ModuleType(name)
-    setattr(module, function.__name__, function)  # type: ignore[attr-defined]
+    setattr(module, called or function.__name__, function)  # type: ignore[attr-defined]
     for parent in ("transformer_engine", "transformer_engine.pytorch"):
         if name.startswith(parent):
             monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
@@ -53,6 +73,7 @@ def with_module(monkeypatch: pytest.MonkeyPatch, name: str, function: object) ->
 
 
 TE = "transformer_engine.pytorch.cpp_extensions"
+TE_BASE = "transformer_engine.pytorch.module.base"
 APEX = "fused_weight_gradient_mlp_cuda"
 
 
@@ -110,6 +131,32 @@ def test_all_kernels_give_equal_sums(dtype: torch.dtype, monkeypatch: pytest.Mon
         torch.testing.assert_close(
             weight.main_grad, expected, rtol=tolerance, atol=tolerance, msg=str(kernel)
         )
+
+
+def test_older_te_gets_its_own_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[None] = []
+
+    def get_workspace() -> Tensor:
+        asked.append(None)
+        return WORKSPACE
+
+    with_module(monkeypatch, TE, general_gemm_until_2_9, called="general_gemm")
+    with_module(monkeypatch, TE_BASE, get_workspace)
+    assert weight_jobs._te_gemm() is not None
+    assert not asked  # memory on the GPU, which a run that only looks does not take
+    weight = torch.nn.Parameter(torch.zeros(3, 5, dtype=BFLOAT))
+    weight.main_grad = torch.ones(3, 5)  # type: ignore[attr-defined]
+    dy, x = torch.ones(2, 3, dtype=BFLOAT), torch.ones(2, 5, dtype=BFLOAT)
+    accumulate_weight_grad(weight, dy, x, WeightGradKernel.TE_GEMM)
+    assert torch.equal(weight.main_grad, torch.full((3, 5), 3.0))
+
+
+def test_te_that_wants_a_workspace_and_has_none_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_module(monkeypatch, TE, general_gemm_until_2_9, called="general_gemm")
+    monkeypatch.setitem(sys.modules, TE_BASE, ModuleType(TE_BASE))
+    assert weight_jobs._te_gemm() is None
 
 
 def test_a_kernel_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,52 @@
+"""Weight jobs that keep a rank's part of the sequence, and gather the rest when they run."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class GatheringJob:
+    """Gathers some of its tensors over their groups, then computes with all of them.
+
+    The gather may begin while the job before it computes (see `WeightJobs.run`). So two gathered
+    tensors live at a time, and each has memory of its own: in one shared buffer, such as Megatron
+    keeps, the later would overwrite what the GEMM of the earlier still reads.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[..., None],
+        tensors: Sequence[Any],
+        groups: Sequence[dist.ProcessGroup | None],
+    ) -> None:
+        """Take the arguments of `compute`, and for each the group to gather it over, if any.
+
+        Of a tensor to gather this rank's part is passed, along its first dimension.
+        """
+        self._compute = compute
+        self._tensors = list(tensors)
+        self._groups = groups
+        self._under_way: list[tuple[dist.Work, Tensor]] | None = None
+
+    def begin(self) -> None:
+        """Start to gather, unless it has been; does not wait. All ranks of the groups do so."""
+        if self._under_way is not None:
+            return
+        self._under_way = []
+        for at, group in enumerate(self._groups):
+            if group is not None:
+                part = self._tensors[at]
+                whole = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
+                work = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
+                self._under_way.append((work, part))  # the part is read until the work has ended
+                self._tensors[at] = whole
+
+    def __call__(self) -> None:
+        """Wait for what is gathered, and compute."""
+        self.begin()
+        for work, _ in self._under_way:
+            work.wait()
+        self._under_way = []
+        self._compute(*self._tensors)

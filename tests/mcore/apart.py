@@ -1,0 +1,25 @@
+"""A plugin of the farm's ranks: has B run no jobs of a W, or tells how many it ran."""
+
+from __future__ import annotations
+
+import functools
+
+from megatron_vshape.mcore import split_backward
+from megatron_vshape.mcore.plans import Planner
+from megatron_vshape.runtime.weight_jobs import _Open
+
+
+def start(rank: int, given: object) -> None:
+    """Keep W's jobs apart from every B where `given` is true, else print each that is not."""
+    if given:
+        Planner._beside = lambda *unused: {}  # type: ignore[method-assign]
+        return
+    run = split_backward.run_beside
+
+    @functools.wraps(run)
+    def counted() -> None:
+        if _Open.may_run:
+            print("a job ran inside a B", flush=True)
+        run()
+
+    split_backward.run_beside = counted

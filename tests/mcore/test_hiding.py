@@ -1,0 +1,73 @@
+"""Weight gradients that B computes while it waits for tensor-parallel ranks: the same bits."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from mcore.conftest import UNTIED
+from mcore.farm import Ended, Farm
+from mcore.test_composition import SEQUENCE, STEPS, TENSOR, Train, assert_equal
+
+from megatron_vshape.core.hiding import Beside
+from megatron_vshape.core.passes import Pass
+from megatron_vshape.mcore.session import Session
+from megatron_vshape.mcore.stage import MegatronStage
+from megatron_vshape.runtime.weight_jobs import defer, run_beside
+
+PLUGIN = Path(__file__).with_name("apart.py")
+LAYOUTS = {
+    "TP, tied": TENSOR,
+    "SP, overlap": f"{SEQUENCE} {UNTIED} --overlap-grad-reduce --ddp-bucket-size 4000",
+}
+
+
+def inside(run: Ended) -> list[int]:
+    """Return how many jobs every rank has run inside a B."""
+    return [text.count("a job ran inside a B") for text in run.output]
+
+
+def assert_same_bits(ours: Ended, theirs: Ended) -> None:
+    assert ours.record["losses"] == theirs.record["losses"]
+    assert ours.record["grad_norms"] == theirs.record["grad_norms"]
+    mine, yours = ours.by_place("parameters"), theirs.by_place("parameters")
+    assert [name for name in yours if not torch.equal(mine[name], yours[name])] == []
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "v-zb"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_parameters_are_the_same_bits(farm: Farm, train: Train, layout: str, schedule: str) -> None:
+    flags = (*STEPS, "--pipeline-model-parallel-size", "2", *layout.split())
+    ours = ("--pipeline-schedule", schedule, *flags)
+    together = farm.run(4, *ours, plugin=PLUGIN, given=False).check()
+    apart = farm.run(4, *ours, plugin=PLUGIN, given=True).check()
+    assert_same_bits(together, apart)
+    assert_equal(together, train(4, "--pipeline-schedule", "1f1b", *flags))
+    counts = inside(together)
+    assert sum(counts) > 0
+    assert counts[::2] == counts[1::2]  # tensor-parallel ranks run the same
+
+
+def test_profiled_passes_run_apart(farm: Farm) -> None:
+    """Memory is counted in the first step, and the second is profiled."""
+    flags = (*STEPS, "--pipeline-model-parallel-size", "2", *LAYOUTS["SP, overlap"].split())
+    flags += ("--pipeline-schedule", "v-zb", "--pipeline-profile-iterations", "2:2")
+    assert sum(inside(farm.run(4, *flags, plugin=PLUGIN, given=False).check())) == 0
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_passes_whose_memory_is_counted_run_apart(counted: bool) -> None:
+    session, ran = Session(), []
+    if counted:
+        session.census = SimpleNamespace(ends=lambda work: None)  # type: ignore[assignment]
+    with session.jobs.collect((2, 0)):
+        defer(lambda: ran.append("job"))
+    step: Any = SimpleNamespace(beside={Pass.parse("B1.3"): Beside(Pass.parse("W2.0"), 1.0)})
+    model: Any = None
+    stage = MegatronStage(session, step, model, None, 0, 1, is_last=False, has_chunks=True)
+    stage._backward = lambda *unused: run_beside()  # type: ignore[method-assign]
+    stage.backward_inputs(2, None)
+    assert not ran  # the plan has nothing beside that B
+    stage.backward_inputs(3, None)
+    assert ran == ([] if counted else ["job"])
