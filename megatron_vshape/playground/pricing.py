@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from megatron_vshape.core.ask import AUTO, Question
 from megatron_vshape.core.costs import Costs, regroup
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.playground.request import CostChoice, FieldError
@@ -45,6 +46,15 @@ class Pricing:
         fitting = [own, *(each for each in _CHUNKS if own % each == 0)]
         chunks = next(each for each in fitting if each <= most_chunks)
         return self.costs_for(num_devices, chunks * num_devices)
+
+    def question(self, devices: int, microbatches: int, most_chunks: int) -> Question:
+        """Return the question for the best order at these costs, or for what it then names."""
+        costs = self.plan_costs(devices, most_chunks)
+
+        def cut(num_stages: int, _: str) -> Costs:
+            return self.costs_for(devices, num_stages)
+
+        return Question(AUTO, devices, microbatches, costs, cut)
 
     def base_peak(self, num_devices: int) -> float | None:
         """Return what 1F1B holds at these costs; None if a costs file does not say."""

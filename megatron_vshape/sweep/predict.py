@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 
-from megatron_vshape.core import catalogue
+from megatron_vshape.core.ask import Question, ask
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.placement import Placement, stages_of
@@ -191,7 +191,7 @@ def _replicas(schedule: Schedule, machine: Machine) -> float:
 
 @lru_cache(maxsize=64)
 def _made(name: str, num_devices: int, num_microbatches: int) -> Schedule:
-    return catalogue.make(name, num_devices, num_microbatches)
+    return ask(Question(name, num_devices, num_microbatches)).schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,4 +268,4 @@ class _Stages:
 
 @lru_cache(maxsize=64)
 def _splits(name: str) -> bool:
-    return name == ADAPTIVE or catalogue.make(name, 2, 2).splits_backward
+    return name == ADAPTIVE or _made(name, 2, 2).splits_backward
