@@ -218,16 +218,9 @@ class _Stages:
         layer, last = layers.layer(layer), layers.last(last)
         counts = layers_of_stages(it, predictor.model, len(placement))
         parts = [layer.times(count) for count in counts]
-        parts[0] += first
-        parts[-1] += last
-        costs = Costs(
-            tuple(max(LEAST_US, part.forward_us) for part in parts),
-            tuple(max(LEAST_US, part.backward_us) for part in parts),
-            tuple(max(LEAST_US, part.weight_us) for part in parts),
-            message_us,
-            tuple(part.kept_after_forward_bytes for part in parts),
-            tuple(part.kept_after_backward_bytes for part in parts),
-        )
+        parts[0] = parts[0].plus(first)
+        parts[-1] = parts[-1].plus(last)
+        costs = Costs.of([part.at_least(LEAST_US) for part in parts], message_us)
         return cls(it, layers, tuple(parts), placement, costs)
 
     def fixed_bytes(self) -> list[float]:
