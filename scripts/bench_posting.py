@@ -12,7 +12,7 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_vshape.core.adaptive import make_within
+from megatron_vshape.core.ask import AUTO, Question, ask
 from megatron_vshape.core.catalogue import NAMES, make
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.instructions import (
@@ -179,7 +179,9 @@ def drawn_plans(number: int) -> Iterator[tuple[Schedule, Costs]]:
         costs = Costs(*times, draw.choice((0.0, 0.05, 0.3)), held, held)
         microbatches = draw.randint(devices, 3 * devices)
         limit = draw.uniform(devices + 2, 2 * devices)
-        yield make_within(costs, devices, microbatches, limit, v_shape(devices)), costs
+        placements = (v_shape(devices),)
+        question = Question(AUTO, devices, microbatches, costs, limit=limit, placements=placements)
+        yield ask(question).schedule, costs
 
 
 def main() -> None:

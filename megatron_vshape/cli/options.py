@@ -3,18 +3,15 @@
 import argparse
 import math
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 
-from megatron_vshape.core.building_block import BuildingBlock
-from megatron_vshape.core.catalogue import NAMES, OPTIONS, make, make_block
+from megatron_vshape.core.ask import PLUS_NAMES, Cut, Question, find
+from megatron_vshape.core.catalogue import NAMES, OPTIONS
 from megatron_vshape.core.costs import Costs, regroup
 from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.schedule import Schedule, load_schedule
-from megatron_vshape.core.verify import verify
+from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.view.names import plain
 
-SCHEDULE_SUFFIXES = (".json", ".csv")
 UNIT_COST = (1.0, 1.0, 1.0, 0.0)
 _COST_NAMES = ("F", "B", "W", "COMM")
 
@@ -73,60 +70,41 @@ def _number(text: str, name: str) -> float:
     return value
 
 
-def read_schedule(
-    name: str, devices: int | None, microbatches: int | None, choices: Mapping[str, int]
-) -> tuple[Schedule, BuildingBlock | None]:
-    """Return the schedule that `name` names, proved, and its block if it is the catalogue's.
+def question_of(
+    name: str, options: argparse.Namespace, measured: Costs | None, choices: Mapping[str, int]
+) -> Question:
+    """Return the question for the schedule that `name` names, at the costs that are given.
 
     `choices` are keyword arguments of `make`; those that the schedule has no use for are left out.
 
     Raises:
-        ScheduleError: there is no such schedule, or a size is missing, impossible or not the
-            file's.
+        ScheduleError: there is no such schedule, or a size is missing or not the file's.
     """
-    if name not in NAMES:
-        path = Path(name)
-        if path.suffix in SCHEDULE_SUFFIXES or path.is_file():
-            return _read_file(path, devices, microbatches), None
-        near = get_close_matches(name, NAMES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "."
-        raise ScheduleError(
-            f"there is no schedule {name!r:.80}{hint} The names are {', '.join(NAMES)}; a schedule "
-            "file ends in .json or .csv"
-        )
-    if devices is None or microbatches is None:
-        missing = "--devices" if devices is None else "--microbatches"
-        raise ScheduleError(f"{name} needs {missing}, as in --devices 4 --microbatches 8")
-    mine = {key: choices[key] for key in choices if key in OPTIONS.get(name, ())}
-    block = make_block(name, devices, microbatches, **mine)
-    return make(name, devices, microbatches, **mine), block
+    found = find(name, (*NAMES, *PLUS_NAMES))
+    sizes = {"--devices": options.devices, "--microbatches": options.microbatches}
+    if isinstance(found, Schedule):
+        own = {"--devices": found.num_devices, "--microbatches": found.num_microbatches}
+        for option, wanted in sizes.items():
+            if wanted not in (None, own[option]):
+                raise ScheduleError(f"{name} is for {option} {own[option]}, not {wanted}")
+        sizes = own
+    for option, size in sizes.items():
+        if size is None:
+            raise ScheduleError(f"{name} needs {option}, as in --devices 4 --microbatches 8")
+    mine = tuple((key, choices[key]) for key in choices if key in OPTIONS.get(name, ()))
+    devices, microbatches = sizes.values()
+    cut = cut_of(devices, options.cost, measured)
+    return Question(found, devices, microbatches, measured, cut, choices=mine)
 
 
-def _read_file(path: Path, devices: int | None, microbatches: int | None) -> Schedule:
-    schedule = load_schedule(path)
-    sizes = (
-        ("--devices", devices, schedule.num_devices),
-        ("--microbatches", microbatches, schedule.num_microbatches),
-    )
-    for option, wanted, found in sizes:
-        if wanted is not None and wanted != found:
-            raise ScheduleError(f"{path} is for {option} {found}, not {wanted}")
-    try:
-        verify(schedule)
-    except ScheduleError as error:
-        raise ScheduleError(f"{path}: {error}") from None
-    return schedule
+def cut_of(
+    devices: int, cost: tuple[float, float, float, float] | None, measured: Costs | None
+) -> Cut:
+    """Return what gives the costs of any number of stages: measured if there are, else equal."""
 
+    def cut(num_stages: int, name: str) -> Costs:
+        if measured is None:
+            return Costs.uniform(devices, num_stages, *(cost or UNIT_COST))
+        return regroup(measured, num_stages, plain(name))
 
-def costs_for(
-    schedule: Schedule, cost: tuple[float, float, float, float] | None, measured: Costs | None
-) -> Costs:
-    """Return the costs of the schedule's stages: measured ones if there are, else equal ones.
-
-    Raises:
-        ScheduleError: the measured costs are for stages that the schedule's are not made of.
-    """
-    if measured is None:
-        sizes = (schedule.num_devices, schedule.num_stages)
-        return Costs.uniform(*sizes, *(UNIT_COST if cost is None else cost))
-    return regroup(measured, schedule.num_stages, plain(schedule.name))
+    return cut

@@ -21,19 +21,20 @@ from megatron_vshape.cli.files import (
     schedule_output,
     write_all,
 )
-from megatron_vshape.cli.options import (
-    SCHEDULE_SUFFIXES,
-    UNIT_COST,
-    add_cost_arguments,
-    add_size_arguments,
-    costs_for,
+from megatron_vshape.cli.options import add_cost_arguments, add_size_arguments, cut_of
+from megatron_vshape.core.ask import (
+    AUTO,
+    SUFFIXES,
+    Planned,
+    Question,
+    best_order,
+    limit_of_1f1b,
 )
 from megatron_vshape.core.bounds import LimitError
 from megatron_vshape.core.costs import Costs, regroup
 from megatron_vshape.core.frontier import Point, frontier, published
 from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.schedule import check_size
-from megatron_vshape.core.search import Objective, Plan, plan
+from megatron_vshape.core.schedule import Objective, Plan, check_size
 from megatron_vshape.core.simulate import simulate
 from megatron_vshape.view.names import placement_text, plain
 from megatron_vshape.view.numbers import GIB, argument, base_peak, enough, percent, table
@@ -46,7 +47,7 @@ PROOF_SECONDS = 10.0
 PROVABLE = (4, 8)
 """Devices and microbatches up to which CP-SAT gets anywhere in seconds."""
 
-_TARGETS = {"export": SCHEDULE_SUFFIXES, "html": (".html",), "frontier": FIGURE_SUFFIXES}
+_TARGETS = {"export": SUFFIXES, "html": (".html",), "frontier": FIGURE_SUFFIXES}
 _UNITS = {"gib": GIB, "mib": 2.0**20}
 
 
@@ -106,18 +107,11 @@ def run(options: argparse.Namespace) -> int:
     costs = _costs(options, measured)
     if options.frontier is not None:
         return _run_frontier(options, costs, measured)
+    question = _question(options, costs, measured)
     limit = _limit(options.memory_limit, options.devices, costs, measured is not None)
     with _limits_told(costs, options.devices, measured is not None):
-        made = plan(
-            costs,
-            options.devices,
-            options.microbatches,
-            limit,
-            options.objective,
-            seconds=options.seconds,
-            progress=_progress(options.seconds),
-        )
-    made = _proved(made, costs, limit, options.proof_seconds)
+        answer = best_order(replace(question, limit=limit, progress=_progress(options.seconds)))
+    made = _proved(answer, limit, options.proof_seconds)
     outputs = []
     if options.export is not None:
         outputs.append(schedule_output("--export", options.export, made.schedule))
@@ -127,6 +121,18 @@ def run(options: argparse.Namespace) -> int:
     write_all(outputs)
     _print(made, limit, costs, measured is not None)
     return 0
+
+
+def _question(options: argparse.Namespace, costs: Costs, measured: Costs | None) -> Question:
+    return Question(
+        AUTO,
+        options.devices,
+        options.microbatches,
+        costs,
+        cut_of(options.devices, options.cost, measured),
+        objective=options.objective,
+        seconds=options.seconds,
+    )
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -158,7 +164,7 @@ def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
     if measured is None:
         chunks = options.chunks or MOST_CHUNKS
         check_size(chunks * devices, options.microbatches)
-        return Costs.uniform(devices, chunks * devices, *(options.cost or UNIT_COST))
+        return cut_of(devices, options.cost, None)(chunks * devices, "a plan")
     if options.chunks is None:
         return measured
     return regroup(measured, options.chunks * devices, f"a plan of --chunks {options.chunks}")
@@ -175,9 +181,9 @@ def _limit(text: str | None, devices: int, costs: Costs, in_bytes: bool) -> floa
     Raises:
         ScheduleError: not a limit, or in GiB where the costs do not say bytes.
     """
-    chunk = _chunk(costs, devices)
     if text is None:
-        return 2 * devices * chunk
+        return limit_of_1f1b(costs)
+    chunk = _chunk(costs, devices)
     lowered = text.lower().strip()
     unit = next((name for name in _UNITS if lowered.endswith(name)), None)
     try:
@@ -284,16 +290,15 @@ def _print(made: Plan, limit: float, costs: Costs, in_bytes: bool) -> None:
         print(f"{label:<16}{value}")
 
 
-def _proved(made: Plan, costs: Costs, limit: float, seconds: float) -> Plan:
+def _proved(answer: Planned, limit: float, seconds: float) -> Plan:
     """Return a small plan with CP-SAT's bound, or CP-SAT's better plan, if OR-tools is there."""
-    schedule = made.schedule
+    made, schedule = answer.plan, answer.schedule
     small = schedule.num_devices <= PROVABLE[0] and schedule.num_microbatches <= PROVABLE[1]
     if not small or made.gap <= 0 or seconds <= 0 or find_spec("ortools") is None:
         return made
     from megatron_vshape.core.exact import prove
 
-    own = regroup(costs, schedule.num_stages, "the plan")
-    return prove(made, own, limit, seconds, workers=os.cpu_count() or 1)
+    return prove(made, answer.costs, limit, seconds, workers=os.cpu_count() or 1)
 
 
 def _time_text(value: float, in_bytes: bool) -> str:
@@ -317,19 +322,13 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
     from megatron_vshape.view.figure import save
     from megatron_vshape.view.frontier import frontier_figure
 
-    devices, microbatches = options.devices, options.microbatches
+    devices = options.devices
     chunk = _chunk(costs, devices)
     limits = [chunk * chunks for chunks in range(2, 2 * devices + 1)]
+    question = _question(options, costs, measured)
     with _limits_told(costs, devices, measured is not None):
-        points = frontier(costs, devices, microbatches, limits, options.objective, options.seconds)
-    others = list(
-        published(
-            lambda schedule: costs_for(schedule, options.cost, measured),
-            devices,
-            microbatches,
-            options.objective,
-        )
-    )
+        points = frontier(question, limits)
+    others = list(published(question))
     rows = _frontier_rows(points, others, chunk)
     label, scale = (
         ("memory limit, chunks", 1 / chunk)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from megatron_vshape.cli.files import Output, check_target, write_all
 from megatron_vshape.cli.options import count
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.costs import Costs, Piece
 from megatron_vshape.core.layers import even_layers, parse_layers
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.placement import v_shape
 
 if TYPE_CHECKING:
-    from megatron_vshape.mcore.one_device import Model, StageCosts
+    from megatron_vshape.mcore.one_device import Model
     from megatron_vshape.sweep.files import Model as ModelFile
 
 NEEDED = {
@@ -209,7 +209,7 @@ def _time(text: str) -> float:
     return value
 
 
-def _tell(what: str, costs: "StageCosts") -> None:
+def _tell(what: str, costs: Piece) -> None:
     times = (costs.forward_us, costs.backward_us, costs.weight_us)
     held = (costs.held_after_forward_bytes, costs.held_after_backward_bytes)
     row = "".join(f"{each / 1000:10.2f}" for each in times)

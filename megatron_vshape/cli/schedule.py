@@ -16,15 +16,12 @@ from megatron_vshape.cli.files import (
     write_all,
 )
 from megatron_vshape.cli.options import (
-    SCHEDULE_SUFFIXES,
-    UNIT_COST,
     add_cost_arguments,
     add_size_arguments,
-    costs_for,
     count,
-    read_schedule,
+    question_of,
 )
-from megatron_vshape.core.adaptive import MEMORY_NAMES, PLUS, make_plus
+from megatron_vshape.core.ask import PLUS_NAMES, SUFFIXES, ask
 from megatron_vshape.core.building_block import BuildingBlock
 from megatron_vshape.core.catalogue import NAMES, OPTIONS
 from megatron_vshape.core.costs import Costs
@@ -47,7 +44,7 @@ from megatron_vshape.view.text import picture, wants_colour
 
 _CHOICES = {"num_chunks": "--chunks", "group_size": "--group-size"}
 _TARGETS = {
-    "export": SCHEDULE_SUFFIXES,
+    "export": SUFFIXES,
     "figure": FIGURE_SUFFIXES,
     "trace": (".json",),
     "html": (".html",),
@@ -75,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name",
         nargs="?",
         metavar="NAME|FILE",
-        help=f"{', '.join((*NAMES, *(each + PLUS for each in MEMORY_NAMES)))}, or a schedule file",
+        help=f"{', '.join((*NAMES, *PLUS_NAMES))}, or a schedule file",
     )
     add_size_arguments(parser)
     add_cost_arguments(parser)
@@ -139,27 +136,10 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _result(name: str, options: argparse.Namespace, measured: Costs | None) -> _Result:
-    sizes = (options.devices, options.microbatches)
-    if name.endswith(PLUS):
-        schedule, block = _planned(name, options, measured), None
-    else:
-        schedule, block = read_schedule(name, *sizes, _choices(options))
-    costs = costs_for(schedule, options.cost, measured)
-    timeline = simulate(schedule, costs)
-    if measured is None:
-        return _Result(block, timeline, costs, numbers_of(timeline), None)
-    return _Result(block, timeline, costs, numbers_of(timeline, costs), measured)
-
-
-def _planned(name: str, options: argparse.Namespace, measured: Costs | None) -> Schedule:
-    """Return the adaptive scheduler's order at the memory of the schedule before the plus."""
-    devices, microbatches = options.devices, options.microbatches
-    if devices is None or microbatches is None:
-        missing = "--devices" if devices is None else "--microbatches"
-        raise ScheduleError(f"{name} needs {missing}, as in --devices 4 --microbatches 8")
-    cost = options.cost or UNIT_COST
-    costs = Costs.uniform(devices, 2 * devices, *cost) if measured is None else measured
-    return make_plus(name, devices, microbatches, costs)
+    answer = ask(question_of(name, options, measured, _choices(options)))
+    timeline = simulate(answer.schedule, answer.costs)
+    numbers = numbers_of(timeline, None if measured is None else answer.costs)
+    return _Result(answer.block, timeline, answer.costs, numbers, measured)
 
 
 def _choices(options: argparse.Namespace) -> dict[str, int]:

@@ -11,7 +11,7 @@ from megatron_vshape.core.filling import fill, refill
 from megatron_vshape.core.modulo import find_steady_orders
 from megatron_vshape.core.passes import PARTS, Pass, ScheduleError
 from megatron_vshape.core.placement import Placement, stages_of
-from megatron_vshape.core.problem import Objective, Plan, Problem, deltas_of, make_shop
+from megatron_vshape.core.problem import Problem, deltas_of, make_shop
 from megatron_vshape.core.rings import (
     Ring,
     is_period,
@@ -20,7 +20,7 @@ from megatron_vshape.core.rings import (
     sequential,
     splice,
 )
-from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.schedule import Objective, Plan, Schedule
 from megatron_vshape.core.simulate import simulate
 
 STARTS = 8

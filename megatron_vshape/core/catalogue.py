@@ -1,7 +1,8 @@
 """The schedules by name, each made from its building block in the paper's four steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from megatron_vshape.core import blocks
 from megatron_vshape.core.building_block import BuildingBlock
@@ -75,6 +76,15 @@ OPTIONS: dict[str, frozenset[str]] = {
 """What may be chosen besides devices and microbatches."""
 
 
+def no_such_schedule(name: str, names: Sequence[str], more: str = "") -> ScheduleError:
+    """Return the error that tells what is nearest among `names`, all of them, and what else is."""
+    near = get_close_matches(name, names, n=1)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    return ScheduleError(
+        f"there is no schedule {name!r:.60}{hint} The names are {', '.join(names)}{more}"
+    )
+
+
 def make_block(
     name: str,
     num_devices: int,
@@ -92,7 +102,7 @@ def make_block(
         ScheduleError: no schedule has this name or this option, or a count is impossible.
     """
     if name not in _BLOCKS:
-        raise ScheduleError(f"there is no schedule {name!r:.60}; choose one of {', '.join(NAMES)}")
+        raise no_such_schedule(name, NAMES)
     given = {"num_chunks": num_chunks, "group_size": group_size}
     for option, value in given.items():
         if value is not None and option not in OPTIONS.get(name, ()):

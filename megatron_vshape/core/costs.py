@@ -2,9 +2,12 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from operator import add
 from pathlib import Path
+from statistics import median
+from typing import Any, Self
 
 from megatron_vshape.core.files import check_keys, is_number, is_whole, parse_object, read_text
 from megatron_vshape.core.passes import Kind, ScheduleError
@@ -14,6 +17,49 @@ LEAST, MOST = 1e-6, 1e15
 
 MAX_RATIO = 1e9
 """Of the longest time to the shortest: the sums of a step's times must not lose the shortest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Times and held memory of a part of the model: a stage, a layer, what an end has beside."""
+
+    forward_us: float
+    backward_us: float
+    weight_us: float
+    held_after_forward_bytes: float
+    held_after_backward_bytes: float
+
+    @property
+    def time_us(self) -> float:
+        """Return the time of all passes of a microbatch."""
+        return self.forward_us + self.backward_us + self.weight_us
+
+    def times(self, factor: float) -> Self:
+        """Return `factor` of this piece."""
+        return type(self)(*(factor * value for value in self._values()))
+
+    def plus(self, other: "Piece") -> Self:
+        """Return both pieces together."""
+        return type(self)(*map(add, self._values(), other._values()))
+
+    def over(self, other: "Piece") -> Self:
+        """Return what this piece has beyond the other, at least nothing."""
+        pairs = zip(self._values(), other._values(), strict=True)
+        return type(self)(*(max(0.0, a - b) for a, b in pairs))
+
+    @classmethod
+    def middle(cls, pieces: Iterable[Self]) -> Self:
+        """Return the medians of several pieces."""
+        return cls(*map(median, zip(*(each._values() for each in pieces), strict=True)))
+
+    def at_least(self, time_us: float) -> Self:
+        """Return the piece with no pass shorter than this: a stage without layers has kernels."""
+        passes = (self.forward_us, self.backward_us, self.weight_us)
+        forward, backward, weight = (max(time_us, each) for each in passes)
+        return replace(self, forward_us=forward, backward_us=backward, weight_us=weight)
+
+    def _values(self) -> Iterator[float]:
+        return (getattr(self, each.name) for each in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +104,18 @@ class Costs:
             return (value * scale,) * num_stages
 
         return cls(alike(forward), alike(backward), alike(weight), send, alike(1.0), alike(1.0))
+
+    @classmethod
+    def of(
+        cls, stages: Sequence[Piece], send_us: float, layers: Sequence[int] | None = None
+    ) -> "Costs":
+        """Return the costs of these stages, in model order."""
+        each = {name: tuple(getattr(stage, name) for stage in stages) for name in _PER_STAGE}
+        return cls(send_us=send_us, layers=None if layers is None else tuple(layers), **each)
+
+    def stages(self) -> list[Piece]:
+        """Return every stage by itself."""
+        return list(map(Piece, *(getattr(self, name) for name in _PER_STAGE)))
 
     @property
     def num_stages(self) -> int:
@@ -157,13 +215,7 @@ def _check_value(name: str, what: str, value: float, may_be_zero: bool = False) 
         raise ScheduleError(f"{what} is {value}; it must be from {LEAST:g} to {MOST:g}")
 
 
-_PER_STAGE = (
-    "forward_us",
-    "backward_us",
-    "weight_us",
-    "held_after_forward_bytes",
-    "held_after_backward_bytes",
-)
+_PER_STAGE = tuple(each.name for each in fields(Piece))
 _FIELDS = (*_PER_STAGE[:3], "send_us", *_PER_STAGE[3:])
 
 
@@ -208,18 +260,12 @@ def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
             f"costs need {num_stages} or a multiple of it, which is then added up"
         )
 
-    def added(values: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(_sums(values, size))
+    def added(name: str) -> tuple[float, ...]:
+        return tuple(_sums(getattr(costs, name), size))
 
-    return replace(
-        costs,
-        forward_us=added(costs.forward_us),
-        backward_us=added(costs.backward_us),
-        weight_us=added(costs.weight_us),
-        held_after_forward_bytes=added(costs.held_after_forward_bytes),
-        held_after_backward_bytes=added(costs.held_after_backward_bytes),
-        layers=None if costs.layers is None else tuple(map(int, added(costs.layers))),
-    )
+    changed: dict[str, Any] = {name: added(name) for name in _PER_STAGE}
+    layers = None if costs.layers is None else tuple(map(int, added("layers")))
+    return replace(costs, layers=layers, **changed)
 
 
 def _sums(values: tuple[float, ...], size: int) -> Iterator[float]:

@@ -15,8 +15,8 @@ from megatron_vshape.core.bounds import each_limit
 from megatron_vshape.core.costs import Costs, held_text
 from megatron_vshape.core.passes import PARTS, Pass, ScheduleError
 from megatron_vshape.core.placement import stages_of
-from megatron_vshape.core.problem import Objective, Plan, scale_to
-from megatron_vshape.core.schedule import Schedule, Timeline
+from megatron_vshape.core.problem import scale_to
+from megatron_vshape.core.schedule import Objective, Plan, Schedule, Timeline
 from megatron_vshape.core.simulate import peak_held, simulate
 
 TICKS = 10_000

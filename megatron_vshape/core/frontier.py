@@ -3,13 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_vshape.core.ask import Question, ask, best_order, judge
 from megatron_vshape.core.bounds import least_limit
-from megatron_vshape.core.catalogue import NAMES, make
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.catalogue import NAMES
 from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.search import Objective, Plan, default_placements, plan
-from megatron_vshape.core.simulate import peak_held, simulate
+from megatron_vshape.core.placement import default_placements
+from megatron_vshape.core.schedule import Plan, Schedule
 
 _SAME = 1 + 1e-9
 
@@ -27,18 +26,14 @@ class Point:
 
 
 def frontier(
-    costs: Costs,
-    num_devices: int,
-    num_microbatches: int,
+    question: Question,
     limits: Sequence[float],
-    objective: Objective = Objective.MAKESPAN,
-    seconds: float | None = None,
     report: Callable[[Point], None] = lambda point: None,
 ) -> list[Point]:
     """Return the best plan found at every limit, from the tightest on.
 
     What fits a limit fits every higher one, so that more memory never costs time here. Limits
-    that nothing fits are left out.
+    that nothing fits are left out. The question's own limit is not looked at.
 
     Raises:
         LimitError: nothing fits the highest limit; it says the least that does.
@@ -47,11 +42,11 @@ def frontier(
     points: list[Point] = []
     if not limits:
         raise ScheduleError("a frontier needs a limit at least; none is given")
-    placements = default_placements(num_devices, costs.num_stages)
-    least = least_limit(costs, num_devices, placements)
-    fitting = [limit for limit in sorted(limits) if limit * _SAME >= least] or [max(limits)]
-    for limit in fitting:
-        made = plan(costs, num_devices, num_microbatches, limit, objective, seconds=seconds)
+    costs = question.whole()
+    placements = default_placements(question.num_devices, costs.num_stages)
+    least = least_limit(costs, question.num_devices, placements)
+    for limit in [each for each in sorted(limits) if each * _SAME >= least] or [max(limits)]:
+        made = best_order(replace(question, limit=limit)).plan
         point = Point(limit, max(made.peak), made.value, made.bubble, made.schedule, made)
         if points and points[-1].value < point.value:
             point = replace(points[-1], limit=limit, plan=_of_both(points[-1].plan, made))
@@ -67,20 +62,14 @@ def _of_both(before: Plan | None, made: Plan) -> Plan | None:
     return replace(before, lower_bound=min(before.lower_bound, made.lower_bound))
 
 
-def published(
-    costs_for: Callable[[Schedule], Costs],
-    num_devices: int,
-    num_microbatches: int,
-    objective: Objective = Objective.MAKESPAN,
-) -> Iterator[Point]:
-    """Yield the catalogue's schedules as points, with the costs that `costs_for` gives each."""
+def published(question: Question) -> Iterator[Point]:
+    """Yield the catalogue's schedules as points, at the costs that the question has for each."""
     for name in NAMES:
         try:
-            schedule = make(name, num_devices, num_microbatches)
-            costs = costs_for(schedule)
+            answer = ask(replace(question, name=name))
         except ScheduleError:  # not for this size, or these costs do not tell its stages
             continue
-        timeline = simulate(schedule, costs)
-        value = objective.of(timeline)
-        peak = max(peak_held(schedule, costs))
+        schedule, _, timeline, peaks = judge(answer.schedule, answer.costs)
+        peak = max(peaks)
+        value = question.objective.of(timeline)
         yield Point(peak, peak, value, 1 - timeline.busy / value, schedule)

@@ -1,10 +1,9 @@
 """How many layers every stage has: given, or balanced against what the model's ends cost."""
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
-from statistics import median
+from dataclasses import dataclass, replace
 
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.costs import Costs, Piece
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.placement import Placement
 
@@ -12,35 +11,6 @@ AUTO_SPLIT = "auto"
 
 LEAST = 1e-3
 """The time of an end without layers where nothing is known of it, in layers: some kernels."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Times and held memory of a part of the model: a layer, or what an end has beside layers."""
-
-    forward_us: float
-    backward_us: float
-    weight_us: float
-    held_after_forward_bytes: float
-    held_after_backward_bytes: float
-
-    @property
-    def time_us(self) -> float:
-        """Return the time of all passes of a microbatch."""
-        return self.forward_us + self.backward_us + self.weight_us
-
-    def times(self, factor: float) -> "Piece":
-        """Return `factor` of this piece."""
-        return Piece(*(factor * value for value in astuple(self)))
-
-    def plus(self, other: "Piece") -> "Piece":
-        """Return both pieces together."""
-        return Piece(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-    def over(self, other: "Piece") -> "Piece":
-        """Return what this piece has beyond the other, at least nothing."""
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return Piece(*(max(0.0, a - b) for a, b in pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +37,7 @@ class Pieces:
                 f"the costs are for {costs.num_stages} stages, and layers are given for "
                 f"{len(layers)}"
             )
-        stages = list(map(Piece, *(getattr(costs, name) for name in Piece.__slots__)))
+        stages = costs.stages()
         pairs = zip(stages, layers, strict=True)
         each = [stage.times(1 / count) if count else None for stage, count in pairs]
         known = [piece for piece in each[1:-1] if piece is not None]
@@ -76,7 +46,7 @@ class Pieces:
             if not ends:
                 raise ScheduleError("the costs are for stages without layers")
             known = [min(ends, key=lambda piece: piece.time_us)]
-        layer = Piece(*map(median, zip(*map(astuple, known), strict=True)))
+        layer = Piece.middle(known)
         return cls(
             layer,
             stages[0].over(layer.times(layers[0])),
@@ -105,18 +75,8 @@ class Pieces:
         stages[-1] = stages[-1].plus(self.last)
         least = LEAST * self.layer.time_us
 
-        def times(name: str) -> tuple[float, ...]:
-            return tuple(max(least, getattr(stage, name)) for stage in stages)
-
-        return Costs(
-            times("forward_us"),
-            times("backward_us"),
-            times("weight_us"),
-            self.send_us,
-            tuple(stage.held_after_forward_bytes for stage in stages),
-            tuple(stage.held_after_backward_bytes for stage in stages),
-            tuple(layers),
-        )
+        stages = [stage.at_least(least) for stage in stages]
+        return Costs.of(stages, self.send_us, layers)
 
     def balanced(self, num_layers: int, placement: Placement) -> tuple[int, ...]:
         """Return how many layers every stage gets so that the busiest device has least to do.

@@ -22,6 +22,22 @@ def v_shape(num_devices: int) -> Placement:
     return (*range(num_devices), *reversed(range(num_devices)))
 
 
+def default_placements(num_devices: int, num_stages: int) -> list[Placement]:
+    """Return the placements that costs of `num_stages` stages are planned for.
+
+    Those of two stages per device are the V and the loop. Four halve the ends and hold memory in
+    halves of a chunk: there the loop, that of interleaved 1F1B, beats every order of a V. Where
+    the costs tell four stages from one another, both are tried.
+    """
+    if not 1 <= num_devices <= num_stages or num_stages % num_devices:
+        raise ScheduleError(f"{num_stages} stages cannot be dealt to {num_devices} devices")
+    chunks = num_stages // num_devices
+    if chunks == 1:
+        return [linear(num_devices)]
+    loop = looping(num_devices, chunks)
+    return [v_shape(num_devices), loop] if chunks % 2 == 0 else [loop]
+
+
 def stages_of(placement: Placement, num_devices: int) -> tuple[tuple[int, ...], ...]:
     """Return the stages of every device, in model order; a stage's index there is its chunk."""
     held: list[list[int]] = [[] for _ in range(num_devices)]

@@ -1,8 +1,7 @@
-"""What the adaptive scheduler is asked, in ticks and units of memory, and what it answers."""
+"""What the adaptive scheduler is asked, in ticks and units of memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 
@@ -10,58 +9,10 @@ from megatron_vshape.core import bounds, improve
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import PARTS, Pass, ScheduleError
 from megatron_vshape.core.placement import Placement, stages_of
-from megatron_vshape.core.schedule import Schedule, Timeline, check_size
+from megatron_vshape.core.schedule import Objective, check_size
 
 MOST_TICKS = 1e18
 """Of all passes of a step and their messages one after the other; times are 64 bits."""
-
-
-class Objective(StrEnum):
-    """What is made small: the time of all devices, or of the longest one (no barrier)."""
-
-    MAKESPAN = "makespan"
-    SPAN = "span"
-
-    def of(self, timeline: Timeline) -> float:
-        """Return what is made small, of this timeline."""
-        return timeline.makespan if self is Objective.MAKESPAN else timeline.span
-
-    @classmethod
-    def _missing_(cls, value: object) -> None:
-        raise ScheduleError(f"there is no objective {value!r:.40}; choose {' or '.join(cls)}")
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A schedule that fits, what it costs, and how far it may be from the best.
-
-    `value` is the makespan or span in the costs' unit; no order of the same placement within the
-    limits is below `lower_bound`. `source` names what the search began from.
-    """
-
-    schedule: Schedule
-    objective: Objective
-    value: float
-    busy: float
-    lower_bound: float
-    peak: tuple[float, ...]
-    source: str
-    steps: int
-
-    @property
-    def overhead(self) -> float:
-        """Return the value beyond the work of the busiest device."""
-        return self.value - self.busy
-
-    @property
-    def bubble(self) -> float:
-        """Return the share of the value in which the busiest device is idle."""
-        return self.overhead / self.value
-
-    @property
-    def gap(self) -> float:
-        """Return how far the value may be above the best, as a share of the lower bound."""
-        return self.value / self.lower_bound - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Schedule: in which order every device runs its passes. Timeline: when it does."""
+"""Schedule: in which order every device runs its passes. Timeline: when it does. Plan: why that."""
 
 import csv
 import io
@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -249,6 +250,54 @@ class Timeline:
             text += kind[-1] * (column(end) - column(middle))
             line = line.ljust(column(start)) + (text if chunks[stage] % 2 == 0 else text.lower())
         return line
+
+
+class Objective(StrEnum):
+    """What is made small: the time of all devices, or of the longest one (no barrier)."""
+
+    MAKESPAN = "makespan"
+    SPAN = "span"
+
+    def of(self, timeline: Timeline) -> float:
+        """Return what is made small, of this timeline."""
+        return timeline.makespan if self is Objective.MAKESPAN else timeline.span
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ScheduleError(f"there is no objective {value!r:.40}; choose {' or '.join(cls)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A schedule that fits, what it costs, and how far it may be from the best.
+
+    `value` is the makespan or span in the costs' unit; no order of the same placement within the
+    limits is below `lower_bound`. `source` names what the search began from.
+    """
+
+    schedule: Schedule
+    objective: Objective
+    value: float
+    busy: float
+    lower_bound: float
+    peak: tuple[float, ...]
+    source: str
+    steps: int
+
+    @property
+    def overhead(self) -> float:
+        """Return the value beyond the work of the busiest device."""
+        return self.value - self.busy
+
+    @property
+    def bubble(self) -> float:
+        """Return the share of the value in which the busiest device is idle."""
+        return self.overhead / self.value
+
+    @property
+    def gap(self) -> float:
+        """Return how far the value may be above the best, as a share of the lower bound."""
+        return self.value / self.lower_bound - 1
 
 
 def _count(name: str, value: object) -> int:

@@ -54,11 +54,11 @@ from dataclasses import replace
 from megatron_vshape.core.bounds import LimitError
 from megatron_vshape.core.candidates import MOST_AT_ONCE, Candidate, Candidates
 from megatron_vshape.core.costs import Costs, regroup
-from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.placement import Placement, linear, looping, v_shape
-from megatron_vshape.core.problem import Objective, Plan, Problem, make_problem
+from megatron_vshape.core.placement import Placement, default_placements
+from megatron_vshape.core.problem import Problem, make_problem
+from megatron_vshape.core.schedule import Objective, Plan
 
-__all__ = ["Objective", "Plan", "default_placements", "plan"]
+__all__ = ["Objective", "Plan", "plan"]
 
 ROUNDS = 4
 """The budget is spent in about so many rounds, each with half as many orders."""
@@ -113,22 +113,6 @@ def plan(
     race = _Race(begun)
     race.run(steps, seconds, progress)
     return race.plan()
-
-
-def default_placements(num_devices: int, num_stages: int) -> list[Placement]:
-    """Return the placements that costs of `num_stages` stages are planned for.
-
-    Those of two stages per device are the V and the loop. Four halve the ends and hold memory in
-    halves of a chunk: there the loop, that of interleaved 1F1B, beats every order of a V. Where
-    the costs tell four stages from one another, both are tried.
-    """
-    if not 1 <= num_devices <= num_stages or num_stages % num_devices:
-        raise ScheduleError(f"{num_stages} stages cannot be dealt to {num_devices} devices")
-    chunks = num_stages // num_devices
-    if chunks == 1:
-        return [linear(num_devices)]
-    loop = looping(num_devices, chunks)
-    return [v_shape(num_devices), loop] if chunks % 2 == 0 else [loop]
 
 
 class _Race:

@@ -6,16 +6,10 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass
 
 from megatron_vshape.core import catalogue
-from megatron_vshape.core.adaptive import MEMORY_NAMES, PLUS
+from megatron_vshape.core.ask import AUTO, PLUS_NAMES
 
 MEGATRONS_OWN = ("1f1b", "interleaved-1f1b")
 """The schedules that Megatron's own functions run."""
-
-PLUS_NAMES = tuple(name + PLUS for name in MEMORY_NAMES)
-"""The plan for the given costs at the memory of the schedule that the name is of."""
-
-AUTO = "auto"
-"""The adaptive scheduler's plan for the costs and the memory limit."""
 
 MEGATRONS_TIMEOUT_MINUTES = 10
 """What --distributed-timeout-minutes is unless it is given."""

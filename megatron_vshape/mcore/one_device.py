@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.costs import Costs, Piece
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
 from megatron_vshape.mcore import cpu
 from megatron_vshape.runtime.in_use import Allocator, PassNeeds
@@ -276,23 +276,12 @@ def made_up(model: Model) -> Tensor:
 # --- what the stages of a pipeline take ---------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StageCosts:
-    """Medians of one stage's passes in us, and what a microbatch holds of it."""
-
-    forward_us: float
-    backward_us: float
-    weight_us: float
-    held_after_forward_bytes: float
-    held_after_backward_bytes: float
-
-
 def profile_stages(
     model: Model,
     layers: Sequence[int],
     repeats: int,
     send_us: float,
-    tell: Callable[[str, StageCosts], None],
+    tell: Callable[[str, Piece], None],
 ) -> Costs:
     """Return the costs of stages with so many layers each, in model order.
 
@@ -301,26 +290,14 @@ def profile_stages(
     """
     session = prepare(model.device)
     last = len(layers) - 1
-    found: dict[tuple[int, bool, bool], StageCosts] = {}
+    found: dict[tuple[int, bool, bool], Piece] = {}
     for stage, count in enumerate(layers):
         key = (count, stage == 0, stage == last)
         if key not in found:
             found[key] = _profile_stage(model, session, *key, repeats)
             tell(_described(*key), found[key])
     stages = [found[count, at == 0, at == last] for at, count in enumerate(layers)]
-
-    def of_all(name: str) -> tuple[float, ...]:
-        return tuple(getattr(each, name) for each in stages)
-
-    return Costs(
-        of_all("forward_us"),
-        of_all("backward_us"),
-        of_all("weight_us"),
-        send_us,
-        of_all("held_after_forward_bytes"),
-        of_all("held_after_backward_bytes"),
-        tuple(layers),
-    )
+    return Costs.of(stages, send_us, layers)
 
 
 def _described(num_layers: int, is_first: bool, is_last: bool) -> str:
@@ -330,7 +307,7 @@ def _described(num_layers: int, is_first: bool, is_last: bool) -> str:
 
 def _profile_stage(
     model: Model, session: Any, num_layers: int, is_first: bool, is_last: bool, repeats: int
-) -> StageCosts:
+) -> Piece:
     """Run F, B and W of one microbatch after another; the first one's memory is counted."""
     chunk = build(model, session, num_layers, is_first, is_last)
     zero_gradients([chunk])
@@ -346,7 +323,7 @@ def _profile_stage(
     times: dict[Kind, list[float]] = {Kind.F: [], Kind.B: [], Kind.W: []}
     for work, start, end in timer.slots():
         times[work.kind].append(end - start)
-    return StageCosts(
+    return Piece(
         median(times[Kind.F]), median(times[Kind.B]), median(times[Kind.W]), *census.held_bytes(0)
     )
 

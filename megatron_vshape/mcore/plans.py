@@ -6,11 +6,8 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from statistics import fmean
 
-from megatron_vshape.core import catalogue
-from megatron_vshape.core.adaptive import make_plus, make_within
+from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, find
 from megatron_vshape.core.bounds import least_memory
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.hiding import Beside, weights_beside
@@ -18,10 +15,9 @@ from megatron_vshape.core.instructions import Program
 from megatron_vshape.core.lowering import forward_wave, lower
 from megatron_vshape.core.passes import Kind, Pass, ScheduleError
 from megatron_vshape.core.placement import Placement, looping, stages_of, v_shape
-from megatron_vshape.core.schedule import Schedule, Timeline, load_schedule
+from megatron_vshape.core.schedule import Schedule, Timeline
 from megatron_vshape.core.simulate import peak_held, simulate
-from megatron_vshape.core.verify import verify
-from megatron_vshape.mcore.arguments import AUTO, PLUS_NAMES, PipelineOptions, schedule_names
+from megatron_vshape.mcore.arguments import PipelineOptions, schedule_names
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +88,7 @@ class Planner:
             if chunks == 2:
                 return v_shape(self.num_devices)
             return looping(self.num_devices, chunks)
-        schedule = self.from_file or catalogue.make(self.name, self.num_devices, 1)
-        return schedule.placement
+        return self._first().placement
 
     @property
     def plans_by_costs(self) -> bool:
@@ -182,11 +177,13 @@ class Planner:
 
     def smallest(self) -> Program:
         """Return a program that uses every stream which any other of this planner's uses."""
-        if self.from_file is not None:
-            return lower(self.from_file)
         if self.plans_by_costs:
             return lower(one_microbatch(self.placement, self.num_devices))
-        return lower(catalogue.make(self.name, self.num_devices, 1))
+        return lower(self._first())
+
+    def _first(self) -> Schedule:
+        """Return the schedule of a file, or the smallest of the name."""
+        return self.from_file or ask(Question(self.name, self.num_devices, 1)).schedule
 
     def _beside(self, program: Program, costs: Costs | None) -> Mapping[Pass, Beside]:
         if not self.hides:
@@ -199,34 +196,29 @@ class Planner:
         return self.costs if fits else self.estimate
 
     def _schedule(self, num_microbatches: int) -> Schedule:
-        if self.name in PLUS_NAMES:
-            return make_plus(
-                self.name, self.num_devices, num_microbatches, self.costs or self.estimate
-            )
-        if self.name == AUTO:
-            return self._automatic(num_microbatches)
-        if self.from_file is None:
-            return catalogue.make(self.name, self.num_devices, num_microbatches)
-        if self.from_file.num_microbatches != num_microbatches:
+        if self.from_file is not None and self.from_file.num_microbatches != num_microbatches:
             raise ScheduleError(
                 f"the schedule file {self.name} is for {self.from_file.num_microbatches} "
                 f"microbatches, this run has {num_microbatches} in a step: make "
                 "--global-batch-size / (--micro-batch-size x data-parallel size) fit"
             )
-        return self.from_file
+        question = Question(self.from_file or self.name, self.num_devices, num_microbatches)
+        if self.name in PLUS_NAMES:
+            question = replace(question, costs=self.costs or self.estimate)
+        if self.name == AUTO:
+            return self._automatic(question)
+        return ask(question).schedule
 
-    def _automatic(self, num_microbatches: int) -> Schedule:
+    def _automatic(self, question: Question) -> Schedule:
         """Return the best order within the limit; while nothing is measured, a known one."""
         if self.costs is None:
-            return catalogue.make(START, self.num_devices, num_microbatches)
-        if self.limit_bytes is None:
-            limit = 2 * self.num_devices * fmean(self.costs.held_after_forward_bytes)
-            return make_within(
-                self.costs, self.num_devices, num_microbatches, limit, self.placement
-            )
-        left = tuple(self.limit_bytes - each for each in self.reserved_bytes)
-        self._check_fits(left)
-        return make_within(self.costs, self.num_devices, num_microbatches, left, self.placement)
+            return ask(replace(question, name=START)).schedule
+        limit = None
+        if self.limit_bytes is not None:
+            limit = tuple(self.limit_bytes - each for each in self.reserved_bytes)
+            self._check_fits(limit)
+        asked = replace(question, costs=self.costs, limit=limit, placements=(self.placement,))
+        return replace(ask(asked).schedule, name=AUTO)
 
     def _check_fits(self, left: Sequence[float]) -> None:
         """Raise ScheduleError, with what each device needs, if one microbatch does not fit."""
@@ -263,21 +255,15 @@ def make_planner(name: str, num_devices: int, options: PipelineOptions | None = 
         raise ScheduleError(
             f"--pipeline-memory-limit is for --pipeline-schedule auto; {name} holds what it holds"
         )
-    if name in catalogue.NAMES:
+    schedule = find(name, schedule_names())
+    if isinstance(schedule, str):
         return Planner(num_devices, name, costs=costs)
-    if not Path(name).suffix and not Path(name).exists():
-        raise ScheduleError(
-            f"there is no schedule {name!r:.60}: choose one of {', '.join(schedule_names())}, or "
-            "name a schedule file"
-        )
-    schedule = load_schedule(name)
     if schedule.num_devices != num_devices:
         raise ScheduleError(
             f"the schedule file {name} is for {schedule.num_devices} devices, this run has "
             f"{num_devices} pipeline ranks: make --pipeline-model-parallel-size fit"
         )
     try:
-        verify(schedule)
         _check_in_turn(schedule)
         lower(schedule)
     except ScheduleError as error:

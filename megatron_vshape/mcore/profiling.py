@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.costs import Costs, Piece
 from megatron_vshape.core.instructions import Program
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule, Slot, Timeline
@@ -240,17 +240,9 @@ def _rest_us(steps: Sequence[Sequence[Sequence[Slot]]], timelines: Sequence[Time
 def middle_of(costs: Sequence[Costs]) -> Costs:
     """Return costs that are the medians of several measurements of the same stages."""
 
-    def middle(name: str) -> tuple[float, ...]:
-        return tuple(map(median, zip(*(getattr(each, name) for each in costs), strict=True)))
-
-    return Costs(
-        middle("forward_us"),
-        middle("backward_us"),
-        middle("weight_us"),
-        median(each.send_us for each in costs),
-        middle("held_after_forward_bytes"),
-        middle("held_after_backward_bytes"),
-    )
+    stages = zip(*(each.stages() for each in costs), strict=True)
+    middle = [Piece.middle(measured) for measured in stages]
+    return Costs.of(middle, median(each.send_us for each in costs))
 
 
 def write_trace_files(folder: Path, planned: Timeline, measured: Timeline, costs: Costs) -> None:

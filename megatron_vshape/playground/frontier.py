@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from megatron_vshape.core.bounds import least_limit
 from megatron_vshape.core.catalogue import NAMES
 from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.frontier import Point, frontier
 from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.placement import default_placements
 from megatron_vshape.core.schedule import Schedule
 from megatron_vshape.core.simulate import peak_held, simulate
 from megatron_vshape.playground.making import Report, make_named
@@ -34,15 +36,13 @@ def points(request: Request, pricing: Pricing, report: Report) -> Iterator[dict[
 
 
 def _planned_points(request: Request, pricing: Pricing, report: Report) -> list[dict[str, object]]:
-    from megatron_vshape.core import frontier  # numba takes a second to load
-
     unit = GIB if pricing.in_bytes else 1.0
-    costs = pricing.plan_costs(request.devices, MOST_CHUNKS)
-    limits = list(_limits(request, pricing, costs))
+    question = pricing.question(request.devices, request.microbatches, MOST_CHUNKS)
+    limits = list(_limits(request, pricing, question.whole()))
     found: dict[float, dict[str, object]] = {}
     asked = 0
 
-    def told(each: frontier.Point) -> None:
+    def told(each: Point) -> None:
         nonlocal asked
         asked += 1
         known: dict[str, object] = {"doing": "planning", "done": asked, "of": len(limits)}
@@ -54,7 +54,7 @@ def _planned_points(request: Request, pricing: Pricing, report: Report) -> list[
 
     report({"doing": "planning", "done": 0, "of": len(limits)})
     try:
-        frontier.frontier(costs, request.devices, request.microbatches, limits, report=told)
+        frontier(question, limits, told)
     except ScheduleError as error:
         raise FieldError("plans", str(error)) from None
     return list(found.values())
@@ -62,8 +62,6 @@ def _planned_points(request: Request, pricing: Pricing, report: Report) -> list[
 
 def _limits(request: Request, pricing: Pricing, costs: Costs) -> Iterator[float]:
     """Yield up to twelve limits from the least that one microbatch needs to what 1F1B holds."""
-    from megatron_vshape.core.search import default_placements
-
     devices = request.devices
     least = least_limit(costs, devices, default_placements(devices, costs.num_stages))
     most = max(pricing.base_peak(devices) or least, least)

@@ -1,14 +1,15 @@
 """From a choice to its schedule: of the catalogue, from a file, or planned."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
+from megatron_vshape.core.ask import Question, ask, best_order
 from megatron_vshape.core.bounds import LimitError
 from megatron_vshape.core.building_block import BuildingBlock
-from megatron_vshape.core.catalogue import make, make_block
+from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.schedule import Objective, Schedule
 from megatron_vshape.core.verify import verify
 from megatron_vshape.playground.pricing import Pricing
 from megatron_vshape.playground.request import (
@@ -62,11 +63,11 @@ def make_choice(request: Request, pricing: Pricing, report: Report) -> Made:
 
 def make_named(request: Request, choice: NamedChoice) -> Made:
     """Return the catalogue's schedule of this name, and its building block."""
-    sizes = choice.name, request.devices, request.microbatches
-    chunks, group = choice.chunks, choice.group_size
+    given = {"num_chunks": choice.chunks, "group_size": choice.group_size}
+    choices = tuple((key, count) for key, count in given.items() if count is not None)
     try:
-        schedule = make(*sizes, num_chunks=chunks, group_size=group)
-        return Made(schedule, make_block(*sizes, num_chunks=chunks, group_size=group))
+        answer = ask(Question(choice.name, request.devices, request.microbatches, choices=choices))
+        return Made(answer.schedule, answer.block)
     except ScheduleError as error:
         raise FieldError("schedule", str(error)) from None
 
@@ -101,29 +102,21 @@ def read_schedule(file: FileText) -> Schedule:
 
 def make_planned(request: Request, choice: PlanChoice, pricing: Pricing, report: Report) -> Made:
     """Return the adaptive scheduler's order, its limit in the costs' unit, and its lower bound."""
-    from megatron_vshape.core import search  # numba takes a second to load
-
     if choice.limit_in_gib and not pricing.in_bytes:
         raise FieldError("limit", "a limit in GiB needs a costs file; enter chunks instead")
     if pricing.in_bytes and not choice.limit_in_gib:
         raise FieldError("limit", "these costs are in bytes; enter the limit in GiB")
-    costs = pricing.plan_costs(request.devices, choice.chunks)
+    question = pricing.question(request.devices, request.microbatches, choice.chunks)
     unit, name = (GIB, "GiB") if choice.limit_in_gib else (1.0, "chunks")
     limit = choice.limit * unit
 
     def progress(steps: int, value: float, bound: float) -> None:
         report({"doing": "planning", "steps": steps, "value": value, "bound": bound})
 
+    objective = Objective(choice.objective)
+    budget = replace(question, seconds=choice.seconds, progress=progress)
     try:
-        plan = search.plan(
-            costs,
-            request.devices,
-            request.microbatches,
-            limit,
-            choice.objective,
-            seconds=choice.seconds,
-            progress=progress,
-        )
+        plan = best_order(replace(budget, limit=limit, objective=objective)).plan
     except LimitError as error:
         text = error.told(lambda held: f"{enough(held / unit)} {name}")
         raise FieldError("limit", text) from None

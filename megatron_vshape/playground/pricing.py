@@ -1,8 +1,7 @@
 """From the costs that the page shows to the costs of a schedule's stages."""
 
-from dataclasses import replace
-
-from megatron_vshape.core.costs import Costs, regroup
+from megatron_vshape.core.ask import AUTO, Question
+from megatron_vshape.core.costs import Costs, Piece, regroup
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.playground.request import CostChoice, FieldError
 from megatron_vshape.view.numbers import base_peak
@@ -46,6 +45,15 @@ class Pricing:
         chunks = next(each for each in fitting if each <= most_chunks)
         return self.costs_for(num_devices, chunks * num_devices)
 
+    def question(self, devices: int, microbatches: int, most_chunks: int) -> Question:
+        """Return the question for the best order at these costs, or for what it then names."""
+        costs = self.plan_costs(devices, most_chunks)
+
+        def cut(num_stages: int, _: str) -> Costs:
+            return self.costs_for(devices, num_stages)
+
+        return Question(AUTO, devices, microbatches, costs, cut)
+
     def base_peak(self, num_devices: int) -> float | None:
         """Return what 1F1B holds at these costs; None if a costs file does not say."""
         try:
@@ -65,23 +73,12 @@ class Pricing:
         costs = Costs.uniform(
             num_devices, num_stages, choice.forward, choice.backward, choice.weight, choice.send
         )
-        ends = ((0, choice.embedding), (num_stages - 1, choice.head))
-        for stage, extra in ends:
-            costs = replace(
-                costs,
-                forward_us=_added(costs.forward_us, stage, extra.forward),
-                backward_us=_added(costs.backward_us, stage, extra.backward),
-                weight_us=_added(costs.weight_us, stage, extra.weight),
-                held_after_forward_bytes=_added(costs.held_after_forward_bytes, stage, extra.held),
-                held_after_backward_bytes=_added(
-                    costs.held_after_backward_bytes, stage, extra.held
-                ),
-            )
-        return costs
-
-
-def _added(values: tuple[float, ...], at: int, more: float) -> tuple[float, ...]:
-    return (*values[:at], values[at] + more, *values[at + 1 :])
+        stages = costs.stages()
+        for at, more in ((0, choice.embedding), (-1, choice.head)):
+            held = more.held
+            added = Piece(more.forward, more.backward, more.weight, held, held)
+            stages[at] = stages[at].plus(added)
+        return Costs.of(stages, costs.send_us)
 
 
 def _regroup(costs: Costs, num_stages: int) -> Costs:

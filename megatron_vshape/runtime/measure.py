@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.costs import Costs, Piece
 from megatron_vshape.core.instructions import Message, Program, Send
 from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.core.schedule import Schedule, Slot, Timeline
@@ -142,10 +142,10 @@ def measured_costs(timelines: Sequence[Timeline], send_us: float, held: Held) ->
     middle = {key: statistics.median(values) for key, values in times.items()}
     stages = range(timelines[0].schedule.num_stages)
     share = _share_of_b(middle)
-    backward, weight = zip(*(_divide(middle, stage, share) for stage in stages), strict=True)
-    after_forward, after_backward = zip(*(held[stage] for stage in stages), strict=True)
-    forward = tuple(middle[Kind.F, stage] for stage in stages)
-    return Costs(forward, backward, weight, send_us, after_forward, after_backward)
+    return Costs.of(
+        [Piece(middle[Kind.F, at], *_divide(middle, at, share), *held[at]) for at in stages],
+        send_us,
+    )
 
 
 def _share_of_b(middle: Mapping[tuple[Kind, int], float]) -> float:

@@ -133,9 +133,7 @@ def expand(loaded: Loaded) -> Expanded:
 def _check_name(name: str, loaded: Loaded) -> None:
     known = (*catalogue.NAMES, ADAPTIVE)
     if name not in known:
-        raise SweepError(
-            f"{loaded.path}: there is no schedule {name!r:.60}; choose among {', '.join(known)}"
-        )
+        raise SweepError(f"{loaded.path}: {catalogue.no_such_schedule(name, known)}")
 
 
 def _check_size(grid: Grid, num_workloads: int, loaded: Loaded) -> None:

@@ -5,42 +5,17 @@ Everything is per microbatch on one device, with tensor, sequence and context pa
 
 from dataclasses import dataclass, replace
 
+from megatron_vshape.core.costs import Piece
 from megatron_vshape.sweep.files import Model, Recompute
 from megatron_vshape.sweep.grid import Combination
 from megatron_vshape.sweep.machine import Machine
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Times and held memory of a piece of a stage."""
+class Part(Piece):
+    """A piece of a stage and how many parameters it has on a device."""
 
-    forward_us: float = 0.0
-    backward_us: float = 0.0
-    weight_us: float = 0.0
-    kept_after_forward_bytes: float = 0.0
-    kept_after_backward_bytes: float = 0.0
     parameters: float = 0.0
-
-    def __add__(self, other: "Part") -> "Part":
-        return Part(
-            self.forward_us + other.forward_us,
-            self.backward_us + other.backward_us,
-            self.weight_us + other.weight_us,
-            self.kept_after_forward_bytes + other.kept_after_forward_bytes,
-            self.kept_after_backward_bytes + other.kept_after_backward_bytes,
-            self.parameters + other.parameters,
-        )
-
-    def times(self, count: float) -> "Part":
-        """Return `count` of this piece."""
-        return Part(
-            self.forward_us * count,
-            self.backward_us * count,
-            self.weight_us * count,
-            self.kept_after_forward_bytes * count,
-            self.kept_after_backward_bytes * count,
-            self.parameters * count,
-        )
 
 
 def model_flops(model: Model, sequence: int, batch: int) -> float:
@@ -118,7 +93,9 @@ class Layers:
 
     def last(self, kernels: Part) -> Part:
         """Return the output layer and the loss of these kernels."""
-        return kernels + Part(self._collective_us(), self._collective_us())
+        collective = self._collective_us()
+        forward, backward = kernels.forward_us + collective, kernels.backward_us + collective
+        return replace(kernels, forward_us=forward, backward_us=backward)
 
     def _communicating(self, kernels: Part) -> Part:
         """Return a layer with what its kernels wait for of tensor and context parallelism."""

@@ -1,9 +1,10 @@
 """Measured costs in place of analytic ones, where a costs file is for the same shapes."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.layers import Pieces
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.sweep.files import Loaded, Measured, SweepError
 from megatron_vshape.sweep.grid import Combination
@@ -14,55 +15,23 @@ Key = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStage:
-    """A costs file taken apart: what a middle stage takes, and the two ends beside it."""
+    """A costs file taken apart: what a layer takes, and the two ends beside theirs."""
 
-    costs: Costs
-    layers_per_stage: int
+    pieces: Pieces
 
     @property
     def send_us(self) -> float:
         """Return the measured time of a message."""
-        return self.costs.send_us
+        return self.pieces.send_us
 
     def parts(self, first: Part, layer: Part, last: Part) -> tuple[Part, Part, Part]:
         """Return the three pieces with measured times and memory; parameters stay.
 
         One device was measured: the pieces are without communication, and nothing is recomputed.
         """
-        middle = self._stage(self.costs.num_stages // 2)
-        measured = middle.times(1 / self.layers_per_stage)
-        return (
-            _over(first, self._stage(0), middle),
-            _with(layer, measured),
-            _over(last, self._stage(self.costs.num_stages - 1), middle),
-        )
-
-    def _stage(self, stage: int) -> Part:
-        costs = self.costs
-        return Part(
-            costs.forward_us[stage],
-            costs.backward_us[stage],
-            costs.weight_us[stage],
-            costs.held_after_forward_bytes[stage],
-            costs.held_after_backward_bytes[stage],
-        )
-
-
-def _with(part: Part, measured: Part) -> Part:
-    return measured + Part(parameters=part.parameters)
-
-
-def _over(part: Part, stage: Part, middle: Part) -> Part:
-    """Return what the end's stage takes beyond a middle one, at least nothing."""
-    more = stage + middle.times(-1.0)
-    return Part(
-        max(0.0, more.forward_us),
-        max(0.0, more.backward_us),
-        max(0.0, more.weight_us),
-        max(0.0, more.kept_after_forward_bytes),
-        max(0.0, more.kept_after_backward_bytes),
-        part.parameters,
-    )
+        pairs = (first, self.pieces.first), (layer, self.pieces.layer), (last, self.pieces.last)
+        first, layer, last = (replace(part, **asdict(piece)) for part, piece in pairs)
+        return first, layer, last
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,4 +71,5 @@ def _read(path: Path, entry: Measured) -> MeasuredStage:
         raise SweepError(
             f"{path} has {costs.num_stages} stages; a first, a middle and a last one are needed"
         )
-    return MeasuredStage(costs, entry.layers_per_stage)
+    even = (entry.layers_per_stage,) * costs.num_stages
+    return MeasuredStage(Pieces.of(costs, costs.layers or even))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 
-from megatron_vshape.core import catalogue
+from megatron_vshape.core.ask import Question, ask
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.placement import Placement, stages_of
@@ -191,7 +191,7 @@ def _replicas(schedule: Schedule, machine: Machine) -> float:
 
 @lru_cache(maxsize=64)
 def _made(name: str, num_devices: int, num_microbatches: int) -> Schedule:
-    return catalogue.make(name, num_devices, num_microbatches)
+    return ask(Question(name, num_devices, num_microbatches)).schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,16 +218,9 @@ class _Stages:
         layer, last = layers.layer(layer), layers.last(last)
         counts = layers_of_stages(it, predictor.model, len(placement))
         parts = [layer.times(count) for count in counts]
-        parts[0] += first
-        parts[-1] += last
-        costs = Costs(
-            tuple(max(LEAST_US, part.forward_us) for part in parts),
-            tuple(max(LEAST_US, part.backward_us) for part in parts),
-            tuple(max(LEAST_US, part.weight_us) for part in parts),
-            message_us,
-            tuple(part.kept_after_forward_bytes for part in parts),
-            tuple(part.kept_after_backward_bytes for part in parts),
-        )
+        parts[0] = parts[0].plus(first)
+        parts[-1] = parts[-1].plus(last)
+        costs = Costs.of([part.at_least(LEAST_US) for part in parts], message_us)
         return cls(it, layers, tuple(parts), placement, costs)
 
     def fixed_bytes(self) -> list[float]:
@@ -268,4 +261,4 @@ class _Stages:
 
 @lru_cache(maxsize=64)
 def _splits(name: str) -> bool:
-    return name == ADAPTIVE or catalogue.make(name, 2, 2).splits_backward
+    return name == ADAPTIVE or _made(name, 2, 2).splits_backward

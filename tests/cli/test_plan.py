@@ -99,7 +99,10 @@ def test_the_least_limit_is_told_in_gib_and_is_enough(
         (["plan", *SIZE, "--seconds", "0"], "'0' is not a number of seconds above 0"),
         (["plan", *SIZE, "--export", "plan.txt"], "--export plan.txt: the file's name must end"),
         (["plan", *SIZE, "--frontier", "f.svg", "--memory-limit", "4"], "plans at every limit"),
-        (["schedule", "1f1b+", *SIZE], "there is no schedule '1f1b+'; with a plus there are"),
+        (
+            ["schedule", "1f1b+", *SIZE],
+            "there is no schedule '1f1b+'; did you mean 1f1b? The names are ",
+        ),
         (["schedule", "v-half+", "--devices", "4"], "v-half+ needs --microbatches"),
     ],
 )

@@ -199,7 +199,7 @@ BAD = [
     (["bad.csv"], "the schedule file bad.csv is not valid: 'F0' is not a pass"),
     (["empty.csv"], "the schedule file empty.csv is not valid"),
     (["gaps.csv"], "the schedule file gaps.csv is not valid: stage 1 has no pass"),
-    (["half.csv"], "half.csv: W0.0 "),
+    (["half.csv"], "the schedule file half.csv cannot run: W0.0 "),
     (["binary.json"], "the schedule file binary.json is not UTF-8 text"),
     (["good.json", "--devices", "3"], "good.json is for --devices 1, not 3"),
     (["good.json", "--microbatches", "3"], "good.json is for --microbatches 1, not 3"),

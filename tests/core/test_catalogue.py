@@ -179,7 +179,11 @@ def test_the_picture(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (("v-third", 4, 4), {}, "there is no schedule 'v-third'; choose one of gpipe, 1f1b, "),
+        (
+            ("v-third", 4, 4),
+            {},
+            "there is no schedule 'v-third'; did you mean v-two-thirds? The names are gpipe, ",
+        ),
         (("v-half", 0, 4), {}, "num_devices of v-half is 0; it must be a whole number of at "),
         (("v-half", 4, -1), {}, "num_microbatches of v-half is -1; it must be a whole number of "),
         (("v-half", 4.0, 4), {}, "num_devices of v-half is 4.0; it must be a whole number of at "),

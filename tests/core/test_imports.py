@@ -5,7 +5,7 @@ import sys
 
 MODULES = (
     "building_block blocks repeating squeezing reordering catalogue verify schedule simulate "
-    "lowering cutting costs analysis"
+    "lowering cutting costs analysis ask"
 )
 CODE = """
 import sys, time

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_vshape.core.costs import Costs, regroup
+from megatron_vshape.core.costs import Costs, Piece, regroup
 from megatron_vshape.core.layers import (
-    Piece,
     Pieces,
     Widths,
     even_layers,

@@ -6,7 +6,8 @@ import pytest
 
 from megatron_vshape.core import frontier as core_frontier
 from megatron_vshape.core import search
-from megatron_vshape.core.adaptive import MEMORY_NAMES, PLUS, make_plus, make_within
+from megatron_vshape.core.adaptive import make_plus
+from megatron_vshape.core.ask import AUTO, MEMORY_NAMES, PLUS, Planned, Question, best_order
 from megatron_vshape.core.bounds import lower_bound
 from megatron_vshape.core.candidates import Candidate, Candidates
 from megatron_vshape.core.catalogue import make
@@ -87,7 +88,7 @@ def test_a_limit_that_nothing_fits_says_the_least_that_does() -> None:
 
 def test_more_memory_never_costs_time() -> None:
     costs = uniform(4, REAL)
-    points = frontier(costs, 4, 8, range(1, 9))
+    points = frontier(Question(AUTO, 4, 8, costs), range(1, 9))
     assert [point.limit for point in points] == list(range(2, 9))
     bubbles = [point.bubble for point in points]
     assert bubbles == sorted(bubbles, reverse=True)
@@ -102,8 +103,13 @@ def test_a_plan_carried_to_a_higher_limit_has_a_bound_that_holds_there(
     tight, ample = plan(costs, 3, 4, 3), plan(costs, 3, 4, 6)
     assert tight.lower_bound > ample.lower_bound
     worse = replace(ample, value=2 * tight.value)
-    monkeypatch.setattr(core_frontier, "plan", lambda *args, **_: tight if args[3] == 3 else worse)
-    first, second = frontier(costs, 3, 4, (3, 6))
+
+    def answered(question: Question) -> Planned:
+        made = tight if question.limit == 3 else worse
+        return Planned(made.schedule, costs, plan=made, limits=(), known=())
+
+    monkeypatch.setattr(core_frontier, "best_order", answered)
+    first, second = frontier(Question(AUTO, 3, 4, costs), (3, 6))
     assert second.schedule is first.schedule
     assert first.plan == tight
     assert second.plan == replace(tight, lower_bound=ample.lower_bound)
@@ -150,10 +156,7 @@ def test_a_name_with_a_plus_takes_costs_of_a_finer_cut() -> None:
 
 def test_published_schedules_are_points() -> None:
     points = {
-        point.schedule.name: point
-        for point in published(
-            lambda each: Costs.uniform(4, each.num_stages, *REAL), 4, 8, Objective.MAKESPAN
-        )
+        point.schedule.name: point for point in published(Question(AUTO, 4, 8, uniform(4, REAL)))
     }
     assert {"1f1b", "v-half", "zb-h2"} <= points.keys()
     assert points["v-half"].peak == pytest.approx(6)
@@ -164,7 +167,7 @@ def test_an_order_within_a_limit_is_proved_to_keep_it(monkeypatch: pytest.Monkey
     costs, ample = uniform(4, REAL), plan(uniform(4, REAL), 4, 8, 8)
     monkeypatch.setattr(search, "plan", lambda *_, **__: ample)
     with pytest.raises(ScheduleError, match="more than the limit of 6"):
-        make_within(costs, 4, 8, (8, 8, 8, 6), ample.schedule.placement)
+        best_order(Question(AUTO, 4, 8, costs, limit=(8, 8, 8, 6)))
 
 
 @pytest.mark.parametrize("name", MEMORY_NAMES)
@@ -177,5 +180,5 @@ def test_a_name_with_a_plus_is_a_plan_at_its_memory(name: str) -> None:
 
 
 def test_only_some_names_have_a_plus() -> None:
-    with pytest.raises(ScheduleError, match=r"there are v-min\+, v-half\+, v-zb\+"):
+    with pytest.raises(ScheduleError, match=r"'1f1b\+'.* The names are v-min\+, v-half\+, v-zb\+"):
         make_plus("1f1b+", 4, 8)

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vshape.core import bounds, search
+from megatron_vshape.core import bounds
+from megatron_vshape.core.ask import AUTO, Question
 from megatron_vshape.core.costs import Costs, regroup
 from megatron_vshape.core.frontier import frontier
 from megatron_vshape.core.passes import PARTS, ScheduleError
-from megatron_vshape.core.placement import linear, looping, v_shape
+from megatron_vshape.core.placement import default_placements, linear, looping, v_shape
 from megatron_vshape.core.search import Objective, Plan, plan
 from megatron_vshape.core.simulate import peak_held, simulate
 from megatron_vshape.core.verify import verify
@@ -52,7 +53,7 @@ def problems(draw: st.DrawFn) -> tuple[Costs, int, int, tuple[float, ...], Objec
     send = draw(st.sampled_from([0.0, 0.05, 0.4]))
     after = tuple(kept * value for value in held)
     costs = Costs(each(times), each(times), each(times), send, held, after)
-    placement = search.default_placements(devices, stages)[0]
+    placement = default_placements(devices, stages)[0]
     own = regroup(costs, len(placement), "the plan")
     least = bounds.least_memory(own, placement, devices)
     limits = tuple(value * draw(st.sampled_from([1.0, 1.5, 4.0])) for value in least)
@@ -117,7 +118,7 @@ def test_limits_and_stages_must_match_the_devices() -> None:
     with pytest.raises(ScheduleError, match="'work'; choose makespan or span"):
         plan(Costs.uniform(4, 8), 4, 8, 4, "work")
     with pytest.raises(ScheduleError, match="a frontier needs a limit at least"):
-        frontier(Costs.uniform(4, 8), 4, 8, [])
+        frontier(Question(AUTO, 4, 8, Costs.uniform(4, 8)), [])
 
 
 @pytest.mark.parametrize("objective", list(Objective))

@@ -35,7 +35,7 @@ def refused(farm: Farm, *arguments: str, without: tuple[str, ...] = ()) -> str:
 
 def test_unknown_schedule(farm: Farm) -> None:
     text = refused(farm, "--pipeline-schedule", "v-quarter")
-    assert text.startswith("there is no schedule 'v-quarter': choose one of 1f1b, interleaved-1f1b")
+    assert text.startswith("there is no schedule 'v-quarter'. The names are 1f1b, interleaved-1f1b")
     assert "v-min, v-half, v-zb" in text
 
 

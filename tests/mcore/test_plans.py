@@ -6,8 +6,10 @@ import pytest
 
 from megatron_vshape.core.adaptive import make_plus
 from megatron_vshape.core.catalogue import NAMES, make
+from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import Pass, ScheduleError
 from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.simulate import peak_held
 from megatron_vshape.mcore.plans import Planner, make_planner
 
 
@@ -34,8 +36,16 @@ def test_a_file_is_for_its_own_microbatches(tmp_path: Path) -> None:
     assert planner.evaluation(8).schedule.num_microbatches == 8
 
 
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_auto_without_a_limit_plans_for_the_memory_of_1f1b(chunks: int) -> None:
+    """However many stages the costs tell apart; V-ZB and its like fill that memory."""
+    costs = Costs.uniform(4, 4 * chunks, 1.0, 1.15, 0.85, 0.05)
+    made = Planner(4, "auto", costs=costs).training(12).schedule
+    assert max(peak_held(made, costs)) == pytest.approx(8)
+
+
 def test_a_name_that_looks_like_no_file() -> None:
-    with pytest.raises(ScheduleError, match="there is no schedule 'v-third': choose one of"):
+    with pytest.raises(ScheduleError, match="there is no schedule 'v-third'; did you mean v-two"):
         make_planner("v-third", 4)
 
 

@@ -57,7 +57,10 @@ def run(**over: Any) -> dict[str, Any]:
             run(slurm={"partition": ["a", "b"]}),
             r"run: slurm\.partition is \['a', 'b'\], but setup, ",
         ),
-        (grid(schedule=["v-third"]), r"there is no schedule 'v-third'; choose among .*v-half"),
+        (
+            grid(schedule=["v-third"]),
+            r"there is no schedule 'v-third'; did you mean .* The names are .*adaptive",
+        ),
     ],
 )
 def test_wrong_sweep(tmp_path: Path, over: dict[str, Any], text: str) -> None:

@@ -1,19 +1,20 @@
 """The predictor against published measurements, none of which it reads."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sweep.samples import ROOT, SWEEP, load_sample
 
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.costs import Costs, Piece
+from megatron_vshape.core.layers import Pieces
 from megatron_vshape.core.placement import looping, v_shape
 from megatron_vshape.sweep import predict
 from megatron_vshape.sweep.adaptive import placements_of, plan_adaptive
 from megatron_vshape.sweep.files import Layout, Loaded, Model, Recompute, load_sweep
 from megatron_vshape.sweep.grid import Combination, expand
-from megatron_vshape.sweep.layer import Layers, model_flops
+from megatron_vshape.sweep.layer import Layers, Part, model_flops
 from megatron_vshape.sweep.machine import Machine
 from megatron_vshape.sweep.measured import MeasuredCosts
 from megatron_vshape.sweep.predict import Prediction, Predictor, Verdict
@@ -154,6 +155,22 @@ def test_measured_costs_replace_the_analytic_ones(tmp_path: Path) -> None:
     passes_s = predictor(one).step_s
     # 1F1B: two stages of 4 layers, the last also has the head's 1000 us: 8 x 5 + 4 ms each for 3.
     assert passes_s == pytest.approx(1.09 * 3 * (8 * 5.0 + 4.0) * 1e-3, rel=0.02)
+
+
+def test_a_costs_file_of_uneven_stages_comes_apart_by_its_layers(tmp_path: Path) -> None:
+    """As `profile` measures where the ends have a layer less: they still cost what they cost."""
+    layer, embedding = Piece(10.0, 20.0, 30.0, 8.0, 4.0), Piece(4.0, 5.0, 6.0, 1.0, 0.0)
+    layers = (1, 2, 2, 1)
+    costs = Pieces(layer, embedding, embedding.times(2.0), 3.0).costs(layers)
+    (tmp_path / "costs.json").write_text(costs.to_json())
+    entry = {"costs": "costs.json", "layers_per_stage": 2, "sequence_length": 64}
+    loaded = load_sample(tmp_path, sweep={"measured_costs": [entry]})
+    found = MeasuredCosts.load(loaded).find(expand(loaded).possible[0])
+    assert found is not None
+    parts = found.parts(*(Part(0.0, 0.0, 0.0, 0.0, 0.0, parameters=count) for count in range(3)))
+    for mine, theirs in zip(parts, (embedding, layer, embedding.times(2.0)), strict=True):
+        assert list(asdict(mine).values())[:5] == pytest.approx(list(asdict(theirs).values()))
+    assert [part.parameters for part in parts] == [0, 1, 2]
 
 
 def predicted(folder: Path, it: Combination, **over: Any) -> Prediction:

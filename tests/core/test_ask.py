@@ -1,0 +1,93 @@
+"""The one question: what it decides for everyone who asks."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_vshape.core import search
+from megatron_vshape.core.ask import AUTO, Planned, Question, ask, best_order, find, limit_of_1f1b
+from megatron_vshape.core.bounds import lower_bound
+from megatron_vshape.core.catalogue import NAMES, make, make_block
+from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.placement import v_shape
+from megatron_vshape.core.schedule import Plan
+from megatron_vshape.core.simulate import peak_held, simulate
+
+REAL = (1.0, 1.15, 0.85, 0.05)
+
+
+def slow(schedule_name: str, devices: int, microbatches: int, costs: Costs) -> Plan:
+    """Return a schedule as if it were the best that the search had found."""
+    schedule = make(schedule_name, devices, microbatches)
+    value = simulate(schedule, costs).makespan
+    placement = schedule.placement
+    busy = costs.busy_us(placement, devices, microbatches)
+    bound = lower_bound(costs, placement, devices, microbatches, (1e9,) * devices)
+    peak = peak_held(schedule, costs)
+    return Plan(schedule, search.Objective.MAKESPAN, value, busy, bound, peak, "slow", 1)
+
+
+@pytest.mark.parametrize(
+    ("limit", "best"), [(4.0, "v-min"), (6.0, "v-half"), (8.0, "v-zb"), (5.9, "v-min")]
+)
+def test_a_plan_gives_way_to_the_best_published_schedule_that_fits(
+    limit: float, best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = Costs.uniform(4, 8, *REAL)
+    worse = slow("v-min", 4, 9, costs)
+    monkeypatch.setattr(search, "plan", lambda *_, **__: worse)
+    answer = best_order(Question(AUTO, 4, 9, costs, limit=limit, placements=(v_shape(4),)))
+    known = make(best, 4, 9)
+    assert answer.schedule.order == known.order
+    assert answer.plan.value == simulate(known, costs).makespan
+    assert answer.plan.lower_bound <= answer.plan.value
+    assert answer.plan.peak == peak_held(known, costs)
+    assert all(each.schedule.placement == v_shape(4) for each in answer.known)
+
+
+def test_what_a_plan_may_not_be_is_no_rival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stage a device is asked for: no V can take the place of a bad plan."""
+    costs = Costs.uniform(4, 4, *REAL)
+    worse = slow("1f1b", 4, 9, costs)
+    monkeypatch.setattr(search, "plan", lambda *_, **__: worse)
+    answer = best_order(Question(AUTO, 4, 9, costs, limit=16))
+    assert answer.schedule.order == make("zb-h2", 4, 9).order
+
+
+def test_a_block_holds_its_peaks_with_twice_as_many_microbatches_as_devices() -> None:
+    """So what they do not fit is not made to find out."""
+    for name in NAMES:
+        for d in (1, 2, 3, 5, 8, 12):
+            for m in (2 * d, 2 * d + 1, 3 * d):
+                schedule, block = make(name, d, m), make_block(name, d, m)
+                scale = 2 * d / schedule.num_stages
+                pairs = zip(peak_held(schedule), block.peaks(), strict=True)
+                assert all(held >= peak * scale for held, peak in pairs), (name, d, m)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_without_a_limit_a_plan_may_hold_what_1f1b_does(chunks: int) -> None:
+    costs = Costs.uniform(4, 4 * chunks, *REAL)
+    answer = ask(Question(AUTO, 4, 8, costs, steps=1000))
+    assert isinstance(answer, Planned)
+    assert answer.limits == (limit_of_1f1b(costs),) * 4 == peak_held(make("1f1b", 4, 8))[:1] * 4
+
+
+def test_a_name_a_file_and_a_plan_are_one_question(tmp_path: Path) -> None:
+    named = ask(Question("v-half", 4, 8))
+    assert named.block == make_block("v-half", 4, 8)
+    assert named.costs == Costs.uniform(4, 8)
+    path = tmp_path / "mine.json"
+    path.write_text(named.schedule.to_json())
+    assert ask(Question(str(path), 4, 8)).schedule == named.schedule == find(str(path))
+    assert find("v-half+") == "v-half+"
+    chosen = ask(Question("interleaved-1f1b", 2, 4, choices=(("num_chunks", 3),)))
+    assert chosen.costs.num_stages == chosen.schedule.num_stages == 6
+
+
+def test_a_file_that_cannot_run_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "twice.json"
+    path.write_text(make("v-half", 2, 3).to_json().replace("F0.1", "F0.0"))
+    with pytest.raises(ScheduleError, match=r"the schedule file .*twice\.json cannot run: F0\.0"):
+        find(str(path))
