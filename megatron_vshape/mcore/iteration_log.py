@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
 
+from megatron_vshape.figures import tell
 from megatron_vshape.mcore.peaks import peak_flops
 from megatron_vshape.mcore.session import Session
 from megatron_vshape.runtime.measure import PassTimer
@@ -132,8 +133,10 @@ class IterationLog:
         step_time = _STEP_TIME.search(line)
         if self.figures is None or step_time is None:
             return line
-        figures = replace(self.figures, mfu=_mfu(get_args(), float(step_time[1]) / 1e3))
+        step_s = float(step_time[1]) / 1e3
+        figures = replace(self.figures, mfu=_mfu(get_args(), step_s))
         self.figures = None
+        tell(step_s=step_s, bubble=figures.bubble)
         _write(figures)
         return line + figures.text()
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.core.costs import Costs
+from megatron_vshape.figures import tell
 from megatron_vshape.mcore.census import Census
 from megatron_vshape.mcore.plans import Plan
 from megatron_vshape.mcore.session import Pipeline, Session
@@ -152,8 +153,11 @@ class RunReport:
         if self._plan_of is not None:
             plan = self._plan_of(self._num_microbatches)
             line += f", predicted {_in_mib(plan.peak_bytes(byte_costs(everyones)))}"
-        if any(each.allocated_bytes for each in everyones):
-            line += f", allocated in all {_in_mib([each.allocated_bytes for each in everyones])}"
+        allocated = [each.allocated_bytes for each in everyones]
+        if any(allocated):
+            line += f", allocated in all {_in_mib(allocated)}"
+            if dist.get_rank() == 0:
+                tell(allocated_bytes=allocated)
         if self.checked is not None and self._step_s:
             peaks = [each.peak_bytes for each in everyones]
             line += "\n" + closing_table(self.checked, median(self._step_s) * 1e6, peaks)

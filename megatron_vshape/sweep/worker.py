@@ -1,4 +1,4 @@
-"""One run, inside its job: start the trainer, read its log, say how it ended."""
+"""One run, inside its job: start the trainer, read what it measured, say how it ended."""
 
 import json
 import os
@@ -8,12 +8,14 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from megatron_vshape import figures
 from megatron_vshape.environment import missing
 from megatron_vshape.sweep.command import node_flags, torchrun
 from megatron_vshape.sweep.results import Outcome, Status
@@ -27,12 +29,10 @@ FIRST_PORT, NUM_PORTS = 20_000, 10_000
 STOPPED = "stopped"
 """In a run's folder: its job was told to end before it had an outcome."""
 
-_STEP = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
-_BUBBLE = re.compile(r"\| bubble: ([0-9.]+) %")
-_ALLOCATED = re.compile(r"allocated in all \[([0-9., ]+)\]")
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
 _FAULT = re.compile(r"(^|\s|\w)(Error|Exception): |\berror: ")
-MIB = 2**20
+Figures = Sequence[Mapping[str, Any]]
+"""What a run has measured: see `megatron_vshape.figures`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,22 @@ def run_job(job: Job) -> Outcome:
     """
     node, host, port = _this_node() if job.num_nodes > 1 else (0, "localhost", FIRST_PORT)
     log = job.folder / f"node{node}.log"
+    measured = job.folder / f"node{node}.jsonl"
+    measured.unlink(missing_ok=True)  # of a run that was ended half way
     flags = node_flags(job.num_nodes, node, host, port)
     command = torchrun(list(job.command), job.devices_per_node, flags)
     with _ending(job.folder) as ending:
         with log.open("w") as output:
+            environment = job.environment | {figures.VARIABLE: str(measured.absolute())}
             code = _run(
-                command, job, output.fileno(), lambda: ending.told or not _alive(job.launcher)
+                command,
+                environment,
+                job.timeout_s,
+                output.fileno(),
+                lambda: ending.told or not _alive(job.launcher),
             )
-        outcome = read_log(log.read_text(errors="replace"), code, job)
+        text = log.read_text(errors="replace")
+        outcome = outcome_of(text, figures.read(measured), code, job)
         if ending.told:
             raise SystemExit(128 + signal.SIGTERM)
         if _alive(job.launcher):  # else the run was ended half way, and will be run again
@@ -113,9 +121,15 @@ def _this_node() -> tuple[int, str, int]:
     return environment.node, environment.hostnames[0], port
 
 
-def _run(command: Sequence[str], job: Job, output: int, in_vain: Callable[[], bool]) -> int | None:
+def _run(
+    command: Sequence[str],
+    given: Mapping[str, str],
+    timeout_s: float,
+    output: int,
+    in_vain: Callable[[], bool],
+) -> int | None:
     """Return the exit code, or None where time was up or the run has become in vain."""
-    environment = {**os.environ, **job.environment}
+    environment = {**os.environ, **given}
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -124,7 +138,7 @@ def _run(command: Sequence[str], job: Job, output: int, in_vain: Callable[[], bo
         env=environment | missing(environment),
         start_new_session=True,
     )
-    end = time.monotonic() + job.timeout_s
+    end = time.monotonic() + timeout_s
     try:
         while process.poll() is None:
             if time.monotonic() > end or in_vain():
@@ -179,21 +193,23 @@ def _descendants(process: int) -> list[int]:
     return found[1:]
 
 
-def read_log(text: str, code: int | None, job: Job) -> Outcome:
-    """Return what the log and the exit code say."""
-    steps = [float(each) * 1e-3 for each in _STEP.findall(text)]
+def outcome_of(text: str, measured: Figures, code: int | None, job: Job) -> Outcome:
+    """Return what the log, the figures and the exit code say."""
+    steps = [each for each in measured if "step_s" in each]
+    peak = _peak_bytes(measured, job)
     if code == 0 and len(steps) >= job.warmup_steps + job.measured_steps:
-        measured = steps[job.warmup_steps :]
-        step_s = min(measured) if job.fastest else statistics.median(measured)
-        return Outcome(Status.OK, step_s, _peak_bytes(text, job), _bubble(text, job))
+        last = steps[job.warmup_steps :]
+        return Outcome(
+            Status.OK, _of_steps(last, "step_s", job), peak, _of_steps(last, "bubble", job)
+        )
     tail = _tail(text)
     if _OUT_OF_MEMORY.search(text) or code == -signal.SIGKILL:
-        return Outcome(Status.OUT_OF_MEMORY, peak_bytes=_peak_bytes(text, job), log_tail=tail)
+        return Outcome(Status.OUT_OF_MEMORY, peak_bytes=peak, log_tail=tail)
     if code == 0:
-        # The last node's log has the steps, the first one's what was allocated.
+        # The last node's ranks tell of the steps, the first one's of what was allocated.
         status = Status.FAILED if job.num_nodes == 1 else Status.OK
         tail += f"\nended after {len(steps)} steps"
-        return Outcome(status, peak_bytes=_peak_bytes(text, job), log_tail=tail)
+        return Outcome(status, peak_bytes=peak, log_tail=tail)
     if code is None:
         tail += f"\nended after {job.timeout_s:.0f} s, the time a run may take"
     elif code < 0:
@@ -210,22 +226,22 @@ def _tail(text: str) -> str:
     return "\n".join(lines[max(0, end - LAST_LINES) : end])
 
 
-def _bubble(text: str, job: Job) -> float | None:
-    """Return the bubble of the measured steps, None where the trainer measured none."""
-    measured = [float(each) / 100 for each in _BUBBLE.findall(text)][job.warmup_steps :]
-    if not measured:
+def _of_steps(steps: Figures, name: str, job: Job) -> float | None:
+    """Return a figure of the measured steps, None where the trainer has not measured it."""
+    found = [each[name] for each in steps if each[name] is not None]
+    if not found:
         return None
-    return min(measured) if job.fastest else statistics.median(measured)
+    return float(min(found) if job.fastest else statistics.median(found))
 
 
-def _peak_bytes(text: str, job: Job) -> float | None:
+def _peak_bytes(measured: Figures, job: Job) -> float | None:
     """Return the most a GPU had allocated, or without GPUs the most a process had resident.
 
-    None where a log, as all but the first node's, does not say what the GPUs had.
+    None where no rank of this node, as of all but the first, says what the GPUs had.
     """
-    found = _ALLOCATED.search(text)
+    found = [each["allocated_bytes"] for each in measured if "allocated_bytes" in each]
     if found:
-        return MIB * max(float(each) for each in found[1].split(","))
+        return float(max(found[-1]))
     if job.on_gpus:
         return None
     return 1024.0 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
@@ -264,6 +280,6 @@ def merge(outcomes: Sequence[Outcome]) -> Outcome:
     steps = [each.step_s for each in outcomes if each.step_s is not None]
     peaks = [each.peak_bytes for each in outcomes if each.peak_bytes is not None]
     if not steps:
-        return Outcome(Status.FAILED, log_tail="no node's log has the time of a step")
+        return Outcome(Status.FAILED, log_tail="no node has told the time of a step")
     bubbles = [each.bubble for each in outcomes if each.bubble is not None]
     return Outcome(Status.OK, max(steps), max(peaks, default=None), max(bubbles, default=None))

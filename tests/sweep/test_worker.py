@@ -1,4 +1,4 @@
-"""Reading how a run ended from its log."""
+"""How a run ended, from its log and its figures."""
 
 import signal
 import subprocess
@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vshape import figures
 from megatron_vshape.sweep import worker
 from megatron_vshape.sweep.results import Outcome, Status
-from megatron_vshape.sweep.worker import Job, merge, read_log, read_outcome, write_outcome
-
-STEP = " iteration 1/ 3 | elapsed time per iteration (ms): {:.1f} | lm loss: 1 |\n"
+from megatron_vshape.sweep.worker import Job, merge, outcome_of, read_outcome, write_outcome
 
 
 def job(**over: object) -> Job:
@@ -30,45 +29,60 @@ def job(**over: object) -> Job:
     return Job(**{**fields, **over})  # type: ignore[arg-type]
 
 
-STEPS = "".join(STEP.format(each) for each in (900, 100, 300, 200))
+def steps(*bubbles: float | None) -> list[dict[str, float | None]]:
+    """Return the records of four steps, of which the first one is slow."""
+    times = (0.9, 0.1, 0.3, 0.2)
+    known = bubbles or (None,) * 4
+    return [{"step_s": t, "bubble": b} for t, b in zip(times, known, strict=True)]
+
+
+ALLOCATED = {"allocated_bytes": [512, 1024]}
 
 
 def test_median_after_the_warm_up() -> None:
-    found = read_log(STEPS, 0, job())
+    found = outcome_of("", steps(), 0, job())
     assert (found.status, found.step_s) == (Status.OK, pytest.approx(0.2))
-    assert read_log(STEPS, 0, job(fastest=True)).step_s == pytest.approx(0.1)
+    assert outcome_of("", steps(), 0, job(fastest=True)).step_s == pytest.approx(0.1)
 
 
 def test_the_bubble_of_the_measured_steps() -> None:
-    steps = zip((900, 100, 300, 200), (60.0, 10.5, 12.5, 11.5), strict=True)
-    text = "".join(
-        STEP.format(ms).rstrip() + f" bubble: {bubble:.1f} % | predicted bubble: 9.9 % |\n"
-        for ms, bubble in steps
-    )
-    assert read_log(text, 0, job()).bubble == pytest.approx(0.115)
-    assert read_log(text, 0, job(fastest=True)).bubble == pytest.approx(0.105)
-    assert read_log(STEPS, 0, job()).bubble is None
+    measured = steps(0.6, 0.105, 0.125, 0.115)
+    assert outcome_of("", measured, 0, job()).bubble == pytest.approx(0.115)
+    assert outcome_of("", measured, 0, job(fastest=True)).bubble == pytest.approx(0.105)
+    assert outcome_of("", steps(), 0, job()).bubble is None
 
 
 def test_peak_that_the_run_reports() -> None:
-    line = "v-half: 9 tokens/s; peak activation memory per rank in MiB: measured [1.00, 2.00], "
-    line += "predicted [1.00, 2.00], allocated in all [512.00, 1024.00]\n"
-    assert read_log(STEPS + line, 0, job()).peak_bytes == 1024 * 2**20
+    assert outcome_of("", [*steps(), ALLOCATED], 0, job()).peak_bytes == 1024
 
 
 def test_peak_of_several_nodes() -> None:
-    """The first node's log has the memory, the last one's the steps."""
+    """The first node tells the memory, the last one the steps."""
     nodes = job(num_nodes=2, on_gpus=True)
-    first = read_log("measured [1.00], allocated in all [512.00, 1024.00]\n", 0, nodes)
-    last = read_log(STEPS, 0, nodes)
+    first = outcome_of("", [ALLOCATED], 0, nodes)
+    last = outcome_of("", steps(), 0, nodes)
     assert last.peak_bytes is None
-    assert merge([first, last]) == Outcome(Status.OK, pytest.approx(0.2), 1024 * 2**20)
+    assert merge([first, last]) == Outcome(Status.OK, pytest.approx(0.2), 1024)
+
+
+def test_figures_are_read_as_they_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "node0.jsonl"
+    assert figures.read(path) == []
+    figures.tell(step_s=1.0)  # to nobody
+    monkeypatch.setenv(figures.VARIABLE, str(path))
+    figures.tell(step_s=1.0, bubble=None)
+    figures.tell(**ALLOCATED)
+    with path.open("a") as stream:
+        stream.write('{"step_s": 2')  # and then it was killed
+    assert figures.read(path) == [{"step_s": 1.0, "bubble": None}, ALLOCATED]
 
 
 def test_memory_of_the_host_is_not_a_gpus() -> None:
     text = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
-    assert read_log(text, 1, job(on_gpus=True)).peak_bytes is None
-    assert read_log(text, 1, job()).peak_bytes is not None
+    assert outcome_of(text, [], 1, job(on_gpus=True)).peak_bytes is None
+    assert outcome_of(text, [], 1, job()).peak_bytes is not None
 
 
 @pytest.mark.parametrize(
@@ -80,30 +94,30 @@ def test_memory_of_the_host_is_not_a_gpus() -> None:
     ],
 )
 def test_out_of_memory(text: str) -> None:
-    found = read_log(text, 1, job())
+    found = outcome_of(text, [], 1, job())
     assert found.status is Status.OUT_OF_MEMORY
     assert found.log_tail == text
 
 
 def test_failure_keeps_the_first_fault() -> None:
     text = "\n".join(["noise"] * 30 + ["ValueError: layers", "RuntimeError: peer closed"])
-    found = read_log(text, 1, job())
+    found = outcome_of(text, [], 1, job())
     assert found.status is Status.FAILED
     assert found.log_tail.splitlines()[-1] == "ValueError: layers"
     assert len(found.log_tail.splitlines()) <= 12
 
 
 def test_time_up_and_too_few_steps() -> None:
-    assert "ended after 60 s" in read_log("noise", None, job()).log_tail
-    few = read_log(STEP.format(1), 0, job())
+    assert "ended after 60 s" in outcome_of("noise", [], None, job()).log_tail
+    few = outcome_of("", steps()[:1], 0, job())
     assert few.status is Status.FAILED
     assert "ended after 1 steps" in few.log_tail
 
 
 def test_a_run_that_said_nothing_has_a_reason() -> None:
-    said = read_log("", -15, job()).log_tail.strip()
+    said = outcome_of("", [], -15, job()).log_tail.strip()
     assert said == "ended by signal 15 (Terminated)"
-    assert read_log("", 3, job()).log_tail == "ended with exit code 3, without a word"
+    assert outcome_of("", [], 3, job()).log_tail == "ended with exit code 3, without a word"
 
 
 def test_nodes_are_merged(tmp_path: Path) -> None:
