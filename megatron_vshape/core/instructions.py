@@ -37,12 +37,18 @@ class Receive:
 
     message: Message
 
+    def __str__(self) -> str:
+        return f"post {self.message.work}"
+
 
 @dataclass(frozen=True, slots=True)
 class Await:
     """Wait until a posted message is there; the next pass reads it."""
 
     message: Message
+
+    def __str__(self) -> str:
+        return f"await {self.message.work}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +57,18 @@ class Run:
 
     work: Pass
 
+    def __str__(self) -> str:
+        return str(self.work)
+
 
 @dataclass(frozen=True, slots=True)
 class Send:
     """Start to send the result of the pass just run; does not wait."""
 
     message: Message
+
+    def __str__(self) -> str:
+        return f"send {self.message.work}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +79,9 @@ class Release:
     """
 
     message: Message
+
+    def __str__(self) -> str:
+        return f"release {self.message.work}"
 
 
 Instruction = Receive | Await | Run | Send | Release
@@ -92,6 +107,10 @@ class Program:
             if isinstance(each, Send)
         }
         return tuple(sorted(sent))
+
+    def text(self) -> str:
+        """Return the instructions, a line for each device."""
+        return "\n".join(", ".join(map(str, row)) for row in self.instructions)
 
     def most_posted(self, device: int) -> int:
         """Return the most receives that a device has posted and not yet read at any time."""

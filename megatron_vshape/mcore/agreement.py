@@ -23,7 +23,8 @@ class Agreement:
 
         Replicas that run unlike orders would start their reductions in unlike orders, which hangs
         or adds up what does not belong together. So would tensor-parallel ranks of which not all
-        run the same jobs inside a B: `beside` says which.
+        run the same jobs inside a B: `beside` says which. Ranks of one pipeline that post receives
+        by unlike programs could wait for each other for ever.
 
         Raises:
             ScheduleError: on all ranks, if one has another.
@@ -31,7 +32,7 @@ class Agreement:
         if any(program is each for each in self._agreed):
             return
         schedule = program.schedule
-        text = f"{program.window} {schedule.to_json()} {sorted((beside or {}).items())}"
+        text = f"{schedule.placement} {program.text()} {sorted((beside or {}).items())}"
         own = hashlib.sha256(text.encode()).hexdigest()
         everyones = [own] * dist.get_world_size()
         dist.all_gather_object(everyones, own)

@@ -224,9 +224,11 @@ def test_most_receives_are_posted_early(name: str, share: float) -> None:
 def test_the_instructions_of_a_small_program() -> None:
     schedule = make("v-half", 2, 1)
     program = lower(schedule, simulate(schedule), kernels=True)
-    first = [type(each).__name__ for each in program.instructions[0]]
-    assert first == (
-        "Run Send Receive Await Run Release Run Send Receive Run Release Await Run".split()
+    assert program.text() == (
+        "F0.0, send F0.0, post F2.0, await F2.0, F3.0, release F0.0, B3.0, send B3.0, post B1.0, "
+        "W3.0, release B3.0, await B1.0, BW0.0\n"
+        "post F0.0, await F0.0, F1.0, F2.0, send F2.0, post B3.0, await B3.0, B2.0, release F2.0, "
+        "B1.0, send B1.0, W1.0, release B1.0, W2.0"
     )
     assert program.planned is not None
     assert program.planned.schedule == program.schedule
