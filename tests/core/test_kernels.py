@@ -1,6 +1,8 @@
 """Where messages are kernels: no wait for a whole device hangs, and receives are posted early."""
 
 import random
+from dataclasses import replace
+from itertools import groupby
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +14,7 @@ from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.cutting import begun_early
 from megatron_vshape.core.instructions import (
     Await,
+    Instruction,
     Message,
     Program,
     Receive,
@@ -197,6 +200,28 @@ def test_a_receive_in_a_gap_after_its_sender_has_waited_hangs() -> None:
     assert not waits_for_ever(program)
     assert waits_for_ever(late)
     assert waits_for_ever(late, takes=True)
+
+
+def with_gaps_by_stream(program: Program) -> Program:
+    """Return the program with the receives of every gap stream by stream."""
+    rows = []
+    for row in program.instructions:
+        new: list[Instruction] = []
+        for kind, gap in groupby(row, type):
+            found = list(gap)
+            if kind is Receive:
+                found.sort(key=lambda each: (each.message.stream, each.message.source))
+            new += found
+        rows.append(tuple(new))
+    return replace(program, instructions=tuple(rows))
+
+
+@pytest.mark.parametrize(("devices", "microbatches"), [(7, 8), (8, 9), (8, 10)])
+def test_a_receive_holds_up_none_that_is_posted_with_it(devices: int, microbatches: int) -> None:
+    """Where all streams share one queue: behind another of its stream it holds up all the rest."""
+    program = lower(make("interleaved-1f1b", devices, microbatches), kernels=True)
+    check(program)
+    assert waits_for_ever(with_gaps_by_stream(program))
 
 
 @pytest.mark.parametrize("name", NAMES)
