@@ -1,12 +1,11 @@
 """Where messages are kernels: no wait for a whole device hangs, and receives are posted early."""
 
 import random
-from dataclasses import replace
-from itertools import groupby
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from posting import one_pass_earlier, with_gaps_by_stream
 from strategies import costs_of, made
 
 from megatron_vshape.core.catalogue import NAMES, make
@@ -14,7 +13,6 @@ from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.cutting import begun_early
 from megatron_vshape.core.instructions import (
     Await,
-    Instruction,
     Message,
     Program,
     Receive,
@@ -160,22 +158,6 @@ def test_nor_in_a_step_that_begins_early(schedule: Schedule) -> None:
     assert runs_to_the_end(tuple(first), 1.0, 0)
 
 
-def one_pass_earlier(program: Program) -> Program:
-    """Return the program with the receive of every message at least one pass before its reader."""
-    rows = []
-    for row in program.instructions:
-        new = list(row)
-        for each in row:
-            if not isinstance(each, Await):
-                continue
-            at, read = new.index(Receive(each.message)), new.index(each)
-            passes = [place for place in range(read) if isinstance(new[place], Run)]
-            if passes and at > passes[-1]:
-                new.insert(passes[-1], new.pop(at))
-        rows.append(tuple(new))
-    return Program(program.schedule, tuple(rows), 1)
-
-
 def test_posting_always_early_hangs() -> None:
     """The check can fail: the smallest program that does, and every V of any size."""
     small = one_pass_earlier(lower(make("v-half", 2, 2), kernels=True))
@@ -200,20 +182,6 @@ def test_a_receive_in_a_gap_after_its_sender_has_waited_hangs() -> None:
     assert not waits_for_ever(program)
     assert waits_for_ever(late)
     assert waits_for_ever(late, takes=True)
-
-
-def with_gaps_by_stream(program: Program) -> Program:
-    """Return the program with the receives of every gap stream by stream."""
-    rows = []
-    for row in program.instructions:
-        new: list[Instruction] = []
-        for kind, gap in groupby(row, type):
-            found = list(gap)
-            if kind is Receive:
-                found.sort(key=lambda each: (each.message.stream, each.message.source))
-            new += found
-        rows.append(tuple(new))
-    return replace(program, instructions=tuple(rows))
 
 
 @pytest.mark.parametrize(("devices", "microbatches"), [(7, 8), (8, 9), (8, 10)])
