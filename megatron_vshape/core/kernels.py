@@ -62,7 +62,7 @@ class _Transfer:
     read: int  # the pass of its target that reads it
     least: int  # the first gap of its target in which it may be posted
     posted: int  # the gap of its target
-    order: int = -1  # its place among all sends, where all devices wait
+    order: int = -1  # its send's place among all sends, where all devices wait
 
 
 def lower_to_kernels(
@@ -91,8 +91,10 @@ def lower_to_kernels(
 def waits_for_ever(program: Program, *, takes: bool = False) -> dict[int, Instruction]:
     """Return who never ends, and where, if every device waits in every pass for its own kernels.
 
-    Those are the receives that it has posted and the sends that it has begun. Empty for a program
-    that may run where messages are kernels. It reads the instructions alone.
+    Those are the receives that it has posted and the sends that it has begun. All streams share one
+    queue of the hardware (CUDA_DEVICE_MAX_CONNECTIONS=1, as tensor parallelism has it): what comes
+    after another of its stream holds up all that is launched later until that has ended. Empty for
+    a program that may run where messages are kernels. It reads the instructions alone.
     """
     at = [0] * len(program.instructions)
     is_open: list[set[Message]] = [set() for _ in at]  # of which a device has reached its end alone
@@ -109,6 +111,8 @@ def waits_for_ever(program: Program, *, takes: bool = False) -> dict[int, Instru
             elif isinstance(each, Send | Receive):
                 if takes and isinstance(each, Receive) and each.message not in sent:
                     break
+                if any(_share_a_stream(each.message, other) for other in is_open[device]):
+                    break
                 sent |= {each.message} if isinstance(each, Send) else set()
                 other = each.message.source + each.message.target - device
                 if each.message in is_open[other]:
@@ -121,6 +125,10 @@ def waits_for_ever(program: Program, *, takes: bool = False) -> dict[int, Instru
             at[device] += 1
     rows = zip(at, program.instructions, strict=True)
     return {device: row[place] for device, (place, row) in enumerate(rows) if place < len(row)}
+
+
+def _share_a_stream(one: Message, other: Message) -> bool:
+    return (one.source, one.target, one.stream) == (other.source, other.target, other.stream)
 
 
 def share_posted_early(program: Program) -> float:
@@ -177,6 +185,8 @@ class _Placed:
                     each.posted = wanted
             moved = len(still) < len(left)
             left = still
+        for each in self._transfers:
+            each.order = order.place_of_send(each)
 
     def _gain_us(self, each: _Transfer) -> float:
         """Return how much of the message's way the pass before its reader would hide."""
@@ -218,8 +228,9 @@ class _Placed:
     ) -> Iterator[Instruction]:
         """Yield the instructions of a device.
 
-        In a gap the send comes first: where all streams share one queue of the hardware, a receive
-        that waits behind another of its stream holds up all that is launched after it.
+        In a gap the send comes first, and the receives in the order in which all is sent where all
+        wait: where all streams share one queue of the hardware, a receive that waits behind another
+        of its stream holds up all that is launched after it.
         """
         passes = self._messages.schedule.order[device]
         for gap in range(len(passes) + 1):
@@ -386,6 +397,10 @@ class _EventOrder:
         for each_wait in posted:
             self._add(*each_wait)  # for an earlier gap than before; it closes no cycle
         return True
+
+    def place_of_send(self, each: _Transfer) -> int:
+        """Return where the message is sent, among all events."""
+        return self._at[self._gap(each.message.source, each.sent)]
 
     def _gap(self, device: int, gap: int) -> int:
         return self._first[device] + 2 * gap

@@ -60,6 +60,7 @@ class VariableTransport(Transport):
                 f"the result of {message.work} is {list(alias.shape)} of {alias.dtype}; the "
                 f"receiver expects [s, b, h] of {self._dtype}"
             )
-        shape = torch.tensor(alias.shape, dtype=torch.int64, device=self._torch_device)
-        self._start(message, shape)
+        # From memory of the host that is not pinned, the copy to a GPU would wait for the stream.
+        shape = torch.tensor(alias.shape, dtype=torch.int64, pin_memory=not self._waits_block)
+        self._start(message, shape.to(self._torch_device, non_blocking=True))
         self._start(message, alias)

@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from posting import one_pass_earlier, with_gaps_by_stream
 from strategies import costs_of, made
 
 from megatron_vshape.core.catalogue import NAMES, make
@@ -157,22 +158,6 @@ def test_nor_in_a_step_that_begins_early(schedule: Schedule) -> None:
     assert runs_to_the_end(tuple(first), 1.0, 0)
 
 
-def one_pass_earlier(program: Program) -> Program:
-    """Return the program with the receive of every message at least one pass before its reader."""
-    rows = []
-    for row in program.instructions:
-        new = list(row)
-        for each in row:
-            if not isinstance(each, Await):
-                continue
-            at, read = new.index(Receive(each.message)), new.index(each)
-            passes = [place for place in range(read) if isinstance(new[place], Run)]
-            if passes and at > passes[-1]:
-                new.insert(passes[-1], new.pop(at))
-        rows.append(tuple(new))
-    return Program(program.schedule, tuple(rows), 1)
-
-
 def test_posting_always_early_hangs() -> None:
     """The check can fail: the smallest program that does, and every V of any size."""
     small = one_pass_earlier(lower(make("v-half", 2, 2), kernels=True))
@@ -197,6 +182,14 @@ def test_a_receive_in_a_gap_after_its_sender_has_waited_hangs() -> None:
     assert not waits_for_ever(program)
     assert waits_for_ever(late)
     assert waits_for_ever(late, takes=True)
+
+
+@pytest.mark.parametrize(("devices", "microbatches"), [(7, 8), (8, 9), (8, 10)])
+def test_a_receive_holds_up_none_that_is_posted_with_it(devices: int, microbatches: int) -> None:
+    """Where all streams share one queue: behind another of its stream it holds up all the rest."""
+    program = lower(make("interleaved-1f1b", devices, microbatches), kernels=True)
+    check(program)
+    assert waits_for_ever(with_gaps_by_stream(program))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,207 @@
+"""The real runtime on devices where messages are kernels: it ends, in bounds and without races."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from operator import gt, le
+
+import pytest
+from posting import (
+    all_at_once,
+    one_pass_earlier,
+    one_receive_moved,
+    with_gaps_by_stream,
+    without_releases,
+)
+from runtime import fake_device
+from runtime.fake_device import Hangs, MessageKernel, World, WrongData
+from runtime.fake_pipeline import (
+    MESSAGE_BYTES,
+    TO_THE_END,
+    WAITS,
+    Train,
+    Waits,
+    always,
+    any_world,
+    at_first_kernels,
+    never,
+    program_of,
+)
+
+from megatron_vshape.core.catalogue import NAMES, make
+from megatron_vshape.core.cutting import begun_early
+from megatron_vshape.core.instructions import Program, Send
+from megatron_vshape.core.kernels import waits_for_ever
+from megatron_vshape.core.lowering import forward_wave, lower
+from megatron_vshape.core.placement import looping, v_shape
+from megatron_vshape.runtime import nccl
+
+SMALL = [(2, 3), (4, 5)]
+LARGE = [(devices, 2 * devices + devices % 3) for devices in range(2, 9)]
+
+
+def blocks_hold(world: World, program: Program) -> bool:
+    """Return whether no device has had more kernels of messages at a time than are planned.
+
+    And no more than it has communicators, each of which runs one after the other.
+    """
+    sent = {each.message for row in program.instructions for each in row if isinstance(each, Send)}
+    ends = {(device, *m[1:]) for m in sent for device in (m.source, m.target)}
+    used = Counter(device for device, *_ in ends)
+    return all(
+        device.most_blocks
+        <= nccl.THREAD_BLOCKS
+        * min(program.most_posted(device.rank) + program.most_kept(device.rank), used[device.rank])
+        < fake_device.MULTIPROCESSORS / 2
+        for device in world.devices
+    )
+
+
+def completes(train: Train, seeds: Iterable[int]) -> None:
+    """Assert that the program ends with every message where it belongs, and holds few blocks."""
+    for seed in seeds:
+        world = any_world(train.program.schedule.num_devices, seed)
+        train.waits = WAITS[seed % len(WAITS)]
+        world.run(train)
+        assert blocks_hold(world, train.program)
+
+
+def check(name: str, devices: int, microbatches: int) -> None:
+    program = program_of(name, devices, microbatches)
+    completes(Train(program, steps=2), range(4))
+    taking = program_of(name, devices, microbatches, takes=True)
+    completes(Train(taking, steps=2, takes=True), range(4, 7))
+    early, ends = begun_early(program)
+    completes(Train(early, steps=2, ends=ends), range(7, 9))
+
+
+@pytest.mark.parametrize("size", SMALL)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_program_ends(name: str, size: tuple[int, int]) -> None:
+    check(name, *size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", LARGE)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_large_program_ends(name: str, size: tuple[int, int]) -> None:
+    check(name, *size)
+
+
+@pytest.mark.parametrize("placement", [looping(3, 2), v_shape(4)])
+def test_every_evaluation_ends(placement: tuple[int, ...]) -> None:
+    devices = max(placement) + 1
+    for takes in (False, True):
+        program = lower(forward_wave(placement, devices, 9), kernels=True, takes=takes)
+        completes(Train(program, steps=2, takes=takes), range(4))
+
+
+def hangs(program: Program, connections: int, waits: Waits) -> bool:
+    world = World(program.schedule.num_devices, 0, connections)
+    try:
+        world.run(Train(program, waits))
+    except Hangs:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", ["v-min", "v-half", "v-zb"])
+@pytest.mark.parametrize("connections", [1, 32])
+def test_what_is_posted_a_pass_early_hangs(name: str, connections: int) -> None:
+    for size in ((2, 2), (4, 8)):
+        assert hangs(one_pass_earlier(program_of(name, *size)), connections, always)
+    if name == "v-min":
+        assert hangs(one_pass_earlier(program_of(name, 4, 8)), connections, at_first_kernels)
+
+
+def test_receives_of_a_gap_in_another_order_hang_where_streams_share_a_queue() -> None:
+    """In the smallest program of the catalogue in which they could wait for each other."""
+    program = lower(make("interleaved-1f1b", 7, 8), kernels=True)
+    assert not hangs(program, 1, always)
+    assert hangs(with_gaps_by_stream(program), 1, always)
+    assert not hangs(with_gaps_by_stream(program), 32, always)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("v-half", (2, 2)), ("1f1b", (3, 3)), ("interleaved-1f1b", (2, 2))]
+)
+def test_the_proof_foretells_where_a_receive_may_be_moved(name: str, size: tuple[int, int]) -> None:
+    """Too early or too late: exactly those programs hang that `waits_for_ever` refuses."""
+    moved = list(one_receive_moved(program_of(name, *size)))
+    refused = [bool(waits_for_ever(each)) for each in moved]
+    assert [hangs(each, 1, always) for each in moved] == refused
+    assert 0 < sum(refused) < len(refused)
+
+
+def test_messages_of_any_length_rely_on_a_buffer_in_one_queue_only() -> None:
+    """That a length leaves before it is received, as `VariableTransport` says of it."""
+    program = program_of("1f1b", 2, 3, takes=True)
+    for connections in (1, 32):
+        world = World(2, 0, connections)
+        world.buffered_bytes = 0
+        if connections == 1:
+            with pytest.raises(Hangs):
+                world.run(Train(program, always, takes=True))
+        else:
+            world.run(Train(program, always, takes=True))
+
+
+def test_posting_all_at_once_holds_more_blocks_than_planned() -> None:
+    program = program_of("v-half", 4, 6)
+    world = World(4, 0)
+    world.run(Train(all_at_once(program)))
+    assert not blocks_hold(world, program)
+
+
+def test_blocks_that_fill_a_device_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why few matter: a pass finds no room beside a message that waits for another's pass."""
+    program = one_pass_earlier(program_of("v-half", 2, 2))
+    assert not hangs(program, 32, never)
+    monkeypatch.setattr(MessageKernel, "thread_blocks", fake_device.MULTIPROCESSORS)
+    assert hangs(program, 32, never)
+
+
+def test_receives_out_of_order_bring_wrong_data() -> None:
+    program = all_at_once(program_of("gpipe", 2, 3))
+    first, (one, other, *rest) = program.instructions
+    swapped = replace(program, instructions=(first, (other, one, *rest)))
+    World(2, 0).run(Train(program))
+    with pytest.raises(WrongData, match=r"F1\.\d was to read"):
+        World(2, 0).run(Train(swapped))
+
+
+@pytest.mark.parametrize("size", SMALL)
+@pytest.mark.parametrize("name", NAMES)
+def test_messages_take_the_memory_that_is_planned(name: str, size: tuple[int, int]) -> None:
+    """However far the host is ahead; and all of it where it is farthest ahead."""
+    program = program_of(name, *size)
+    devices = range(program.schedule.num_devices)
+    kept, posted, most = (
+        [count(device) for device in devices]
+        for count in (program.most_kept, program.most_posted, program.most_messages)
+    )
+    for lead in (0, 1, 2, 5, None, TO_THE_END):
+        world, train = World(program.schedule.num_devices, 0, lead=lead), Train(program, steps=2)
+        world.run(train)
+        sent, received, messages = (
+            [device.most[role] / MESSAGE_BYTES for device in world.devices]
+            for role in ("sent", "received", "messages")
+        )
+        assert all(map(le, sent, kept))
+        assert all(map(le, received, posted))
+        assert all(map(le, messages, most))
+        assert train.transports
+        assert all(device.held["messages"] == 0 for device in world.devices)
+    assert sent == kept
+    assert received == posted
+
+
+def test_without_a_release_a_host_ahead_keeps_more_than_planned() -> None:
+    program = program_of("v-half", 4, 8)
+    kept = []
+    for lead in (2, TO_THE_END):
+        world = World(4, 0, lead=lead)
+        world.run(Train(without_releases(program)))
+        kept.append([device.most["sent"] / MESSAGE_BYTES for device in world.devices])
+    assert all(most > program.most_kept(device) for device, most in enumerate(kept[1]))
+    assert all(map(gt, kept[1], kept[0]))

@@ -1,0 +1,198 @@
+"""torch's sanitizer finds no race in what the runtime launches, and finds each that is put there.
+
+Hosts run ahead to the end, so that it judges what they launch and no kernel has run.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from runtime.fake_device import (
+    Device,
+    DeviceTensor,
+    Distributed,
+    Group,
+    Kernel,
+    Race,
+    World,
+    WrongData,
+)
+from runtime.fake_pipeline import SHAPE, TO_THE_END, Train, program_of
+
+from megatron_vshape.core.catalogue import NAMES
+from megatron_vshape.core.cutting import begun_early
+from megatron_vshape.core.instructions import Message
+from megatron_vshape.runtime.p2p import Transport, _PolledSends, _Sent
+from megatron_vshape.runtime.variable_p2p import DIMENSIONS, VariableTransport
+
+Change = pytest.MonkeyPatch
+
+
+def run(train: Train, lead: float = TO_THE_END) -> None:
+    World(train.program.schedule.num_devices, 0, lead=lead).run(train)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_runtime_has_no_race(name: str) -> None:
+    program = program_of(name, 3, 5)
+    early, ends = begun_early(program)
+    for lead in (TO_THE_END, 1):
+        run(Train(program, steps=2), lead)
+        run(Train(early, steps=2, ends=ends), lead)
+        run(Train(program_of(name, 3, 5, takes=True), steps=2, takes=True), lead)
+
+
+def reads_without_a_wait(changed: Change) -> None:
+    changed.setattr(Transport, "wait", lambda self, message: self._posted.pop(message)[1])
+
+
+def waits_for_another(changed: Change) -> None:
+    def wait(self: Transport, message: Message) -> Any:
+        next(iter(self._posted.values()))[0].wait()  # posted first, and not always read first
+        return self._posted.pop(message)[1]
+
+    changed.setattr(Transport, "wait", wait)
+
+
+def orders_only(changed: Change, *, sent: bool) -> None:
+    """Have streams wait for the compute stream at sends, or at receives, once passes have begun."""
+    order = Distributed.order
+
+    def of_one_kind(self: Distributed, group: Group, *, sends: bool) -> None:
+        if sends == sent or not group.device.lead:
+            order(self, group, sends=sends)
+
+    changed.setattr(Distributed, "order", of_one_kind)
+
+
+def keeps_nothing_sent(changed: Change) -> None:
+    add = _PolledSends.add
+    changed.setattr(_PolledSends, "add", lambda self, sent: add(self, sent._replace(tensor=None)))
+
+
+def keeps_no_length_sent(changed: Change) -> None:
+    add = _PolledSends.add
+
+    def changed_add(self: _PolledSends, sent: _Sent) -> None:
+        is_length = sent.tensor is not None and sent.tensor.shape == (DIMENSIONS,)
+        add(self, sent._replace(tensor=None) if is_length else sent)
+
+    changed.setattr(_PolledSends, "add", changed_add)
+
+
+def releases_without_a_wait(changed: Change) -> None:
+    def release(self: _PolledSends, message: Message) -> None:
+        queue = self._left.get((message.stream, message.target), ())
+        for at, sent in enumerate(queue):
+            if sent.message == message:
+                queue[at] = sent._replace(tensor=None)  # type: ignore[index]
+
+    changed.setattr(_PolledSends, "release", release)
+
+
+def releases_what_is_sent_next_too(changed: Change) -> None:
+    release = _PolledSends.release
+
+    def too_much(self: _PolledSends, message: Message) -> None:
+        release(self, message)
+        for queue in self._left.values():
+            for at, sent in enumerate(queue):
+                queue[at] = sent._replace(tensor=None)
+
+    changed.setattr(_PolledSends, "release", too_much)
+
+
+def polls_without_asking(changed: Change) -> None:
+    changed.setattr(_PolledSends, "poll", lambda self: self._left.clear())
+
+
+def drains_without_a_wait(changed: Change) -> None:
+    changed.setattr(_PolledSends, "drain", lambda self: self._left.clear())
+
+
+def receives_into_one_buffer(changed: Change) -> None:
+    """For each communicator, so that the next message comes before the first has been read."""
+    irecv = Distributed.irecv
+    buffers: dict[Group, DeviceTensor] = {}
+
+    def into(self: Distributed, tensor: DeviceTensor, src: int, group: Group) -> Any:
+        if tensor.shape == SHAPE:
+            tensor.storage = buffers.setdefault(group, tensor.detach()).storage
+        return irecv(self, tensor, src, group)
+
+    changed.setattr(Distributed, "irecv", into)
+
+
+def sends_from_one_buffer(changed: Change) -> None:
+    """For each communicator, so that the next message is written while the first leaves."""
+    isend = Distributed.isend
+    buffers: dict[Group, DeviceTensor] = {}
+
+    def copied(self: Distributed, tensor: DeviceTensor, dst: int, group: Group) -> Any:
+        if tensor.shape != SHAPE:
+            return isend(self, tensor, dst, group)
+        here = group.device
+        if group not in buffers:
+            buffers[group] = here.empty(SHAPE, torch.float32)
+        buffer = buffers[group]
+        reads, writes = {tensor.pointer: "sent"}, {buffer.pointer: "sent"}
+        here.launch(Kernel(here.compute, "copy", reads, writes))
+        return isend(self, buffer, dst, group)
+
+    changed.setattr(Distributed, "isend", copied)
+
+
+def reads_a_length_without_a_wait(changed: Change) -> None:
+    wait = Transport.wait
+
+    def impatient(self: Transport, message: Message) -> Any:
+        work, tensor = self._posted[message]
+        if tensor.shape != (DIMENSIONS,):
+            return wait(self, message)
+        return self._posted.pop(message)[1]
+
+    changed.setattr(Transport, "wait", impatient)
+
+
+def takes_without_a_wait(changed: Change) -> None:
+    def take(self: VariableTransport, message: Message) -> Any:
+        self._receive(message, (DIMENSIONS,), torch.int64)
+        shape = Transport.wait(self, message).tolist()
+        self._receive(message, shape, self._dtype)
+        return self._posted.pop(message)[1]
+
+    changed.setattr(VariableTransport, "_take", take)
+
+
+MUTANTS: dict[str, tuple[Callable[[Change], None], bool]] = {
+    # what is changed, and whether messages are of any length
+    "a receive is read without a wait": (reads_without_a_wait, False),
+    "a receive is read after a wait for another": (waits_for_another, False),
+    "a receive does not wait for the compute stream": (partial(orders_only, sent=True), False),
+    "a send does not wait for the compute stream": (partial(orders_only, sent=False), False),
+    "a sent tensor is not kept": (keeps_nothing_sent, False),
+    "a sent length is not kept": (keeps_no_length_sent, True),
+    "a release does not wait": (releases_without_a_wait, False),
+    "a release lets go of later ones too": (releases_what_is_sent_next_too, False),
+    "a poll does not ask": (polls_without_asking, False),
+    "a drain does not wait": (drains_without_a_wait, False),
+    "receives share a buffer": (receives_into_one_buffer, False),
+    "sends share a buffer": (sends_from_one_buffer, False),
+    "a length is read without a wait": (reads_a_length_without_a_wait, True),
+    "a message of any length is not waited for": (takes_without_a_wait, True),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_every_race_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, takes = MUTANTS[mutant]
+    change(monkeypatch)
+    train = Train(program_of("v-half", 4, 8, takes=takes), steps=2, takes=takes)
+    with pytest.raises(Race, match="is not ordered after"):
+        run(train)
+    # And without the sanitizer a kernel finds wrong data where hosts are as far ahead.
+    monkeypatch.setattr(Device, "tell", lambda *_: None)
+    with pytest.raises(WrongData):
+        run(train)
