@@ -14,7 +14,7 @@ from megatron_vshape.core.catalogue import make
 from megatron_vshape.core.passes import Kind
 from megatron_vshape.core.verify import verify
 from megatron_vshape.mcore import unsplit
-from megatron_vshape.mcore.arguments import add_arguments
+from megatron_vshape.mcore.arguments import add_arguments, options_of
 from megatron_vshape.mcore.configure import _recomputed_inputs, prepare
 from megatron_vshape.mcore.plans import make_planner, whole_backwards
 from megatron_vshape.mcore.refusals import (
@@ -161,3 +161,25 @@ def test_timers_within_passes_are_refused_on_gpus() -> None:
     for level, backend in ((1, "nccl"), (2, "gloo")):
         args.timing_log_level, args.distributed_backend = level, backend
         check_arguments(args, "v-half")
+
+
+def test_a_rank_gives_up_before_megatrons_watchdogs() -> None:
+    parser = add_arguments(ArgumentParser())
+    args = parser.parse_args([])
+    assert options_of(args).timeout_seconds == 0.9 * 600
+    args.distributed_timeout_minutes = 30
+    assert options_of(args).timeout_seconds == 0.9 * 1800
+    args.pipeline_timeout = 7.0
+    assert options_of(args).timeout_seconds == 7
+
+
+def test_a_timeout_that_comes_too_late_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    args = add_arguments(ArgumentParser()).parse_args(["--pipeline-timeout", "600"])
+    args.pipeline_model_parallel_size = 1
+    args.num_virtual_stages_per_pipeline_rank = args.num_layers_per_virtual_pipeline_stage = None
+    args.distributed_timeout_minutes = 10
+    prepare(args)
+    assert [record.message for record in caplog.records] == [
+        "--pipeline-timeout 600 is not below --distributed-timeout-minutes 10: Megatron's own "
+        "watchdogs may end a stalled run first, and say less"
+    ]

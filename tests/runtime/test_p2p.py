@@ -464,6 +464,23 @@ def test_groups_are_pairs_and_connect_by_lane(monkeypatch: pytest.MonkeyPatch) -
     assert first == [(0, 1), (4, 5), (2, 3), (6, 7), (1, 2), (5, 6)]
 
 
+def test_what_carries_messages_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter((1 * 2**30, 3 * 2**29))
+    monkeypatch.setattr(nccl, "outside_allocator", lambda device: next(taken))
+    monkeypatch.setattr(nccl, "class_of", lambda group: "ProcessGroupNCCL2")
+    transport = OnNccl(monkeypatch).transport
+    transport.close()
+    text = (
+        f"messages by torch {torch.__version__}'s ProcessGroupNCCL2: 2 communicators of pairs on "
+        "rank 1, for which it took 0.500 GiB of the device"
+    )
+    assert transport.summary() == text
+    monkeypatch.setattr(nccl, "class_of", lambda group: "ProcessGroupNCCL3")
+    assert "ProcessGroupNCCL3, which this package has not been tried with: 2" in str(
+        transport.summary()
+    )
+
+
 needs_nccl = pytest.mark.skipif(
     not dist.is_nccl_available(), reason="this torch has no NCCL, and so no options of it"
 )
