@@ -142,17 +142,17 @@ def split_cost(model: Model, num_layers: int, repeats: int) -> SplitCost:
     A GPU is kept busy before, for longer than Python takes to launch them, or small layers would
     show Python's time. A W is timed from the end of its B: what lies between counts.
     """
-    session = prepare(model.device)
-    chunk = build(model, session, num_layers, False, False)
+    state = prepare(model.device)
+    chunk = build(model, state, num_layers, False, False)
     zero_gradients([chunk])
     for _ in range(WARM_UP):
-        launched_us = run_both(model, session, chunk, None)
+        launched_us = run_both(model, state, chunk, None)
     filler = (Filler if model.device == "cuda" else NoFiller)(2 * launched_us)
     timer = PassTimer(torch.device(model.device), aligned=False)
     host_us = []
     for _ in range(repeats):
         filler.start()
-        host_us.append(run_both(model, session, chunk, timer))
+        host_us.append(run_both(model, state, chunk, timer))
         filler.check()
     times: dict[Kind, list[float]] = {kind: [] for kind in Kind}
     last_end = 0.0
@@ -198,7 +198,7 @@ class Filler(NoFiller):
         self.caught_up += self._ended.query()
 
 
-def run_both(model: Model, session: Any, chunk: nn.Module, timer: PassTimer | None) -> float:
+def run_both(model: Model, state: Any, chunk: nn.Module, timer: PassTimer | None) -> float:
     """Run a microbatch with a whole and one with a split backward; return the host's time in us."""
     begun_s = time.perf_counter()
     for split in (False, True):
@@ -207,10 +207,10 @@ def run_both(model: Model, session: Any, chunk: nn.Module, timer: PassTimer | No
         with observed(timer, Kind.F):
             output = run_layers(chunk, received)
         if split:
-            with observed(timer, Kind.B), session.jobs.collect(0):
+            with observed(timer, Kind.B), state.jobs.collect(0):
                 output.backward(gradient)
             with observed(timer, Kind.W):
-                session.jobs.run(0)
+                state.jobs.run(0)
         else:
             with observed(timer, Kind.BW):
                 output.backward(gradient)
@@ -252,10 +252,10 @@ def gradient_errors(model: Model, num_layers: int) -> dict[str, tuple[float, flo
 
     Both in the model's dtype, against fp32 layers with the same weights and data.
     """
-    session = prepare(model.device)
+    state = prepare(model.device)
     exact = replace(model, dtype="float32")
-    chunk = build(model, session, num_layers, False, False)
-    reference = build(exact, session, num_layers, False, False)
+    chunk = build(model, state, num_layers, False, False)
+    reference = build(exact, state, num_layers, False, False)
     with torch.no_grad():
         for mine, theirs in zip(reference.parameters(), chunk.parameters(), strict=True):
             mine.copy_(theirs)
@@ -263,7 +263,7 @@ def gradient_errors(model: Model, num_layers: int) -> dict[str, tuple[float, flo
     for each, split in ((reference, False), (chunk, False), (chunk, True)):
         zero_gradients([each])
         dtype = torch.float32 if each is reference else model.torch_dtype
-        of_inputs = run_three(model, session, each, dtype, split)
+        of_inputs = run_three(model, state, each, dtype, split)
         found.append([*(p.main_grad.clone() for p in each.parameters()), *of_inputs])
     names = [name for name, _ in chunk.named_parameters()]
     names += [f"input of microbatch {microbatch}" for microbatch in range(3)]
@@ -274,7 +274,7 @@ def gradient_errors(model: Model, num_layers: int) -> dict[str, tuple[float, flo
 
 
 def run_three(
-    model: Model, session: Any, chunk: nn.Module, dtype: torch.dtype, split: bool
+    model: Model, state: Any, chunk: nn.Module, dtype: torch.dtype, split: bool
 ) -> list[Tensor]:
     """Run three microbatches and return their inputs' gradients; split, W comes out of order."""
     ran = []
@@ -286,12 +286,12 @@ def run_three(
         ran.append((received, run_layers(chunk, received), gradient))
     for microbatch, (_, output, gradient) in enumerate(ran):
         if split:
-            with session.jobs.collect(microbatch):
+            with state.jobs.collect(microbatch):
                 output.backward(gradient)
         else:
             output.backward(gradient)
     for microbatch in (2, 0, 1) if split else ():
-        session.jobs.run(microbatch)
+        state.jobs.run(microbatch)
     return [received.grad for received, _, _ in ran]
 
 
@@ -356,29 +356,29 @@ def emulate(model: Model, name: str, devices: int, rank: int, microbatches: int)
 
     The prediction knows what single microbatches have shown before, and the order.
     """
-    session = prepare(model.device)
+    state = prepare(model.device)
     from megatron_vshape.mcore.plans import make_planner
 
     plan = make_planner(name, devices).training(microbatches)
     placement = plan.schedule.placement
     last = len(placement) - 1
     chunks = {
-        stage: build(model, session, layers_of(model, stage, last), stage == 0, stage == last)
+        stage: build(model, state, layers_of(model, stage, last), stage == 0, stage == last)
         for stage, holder in enumerate(placement)
         if holder == rank
     }
     with allocator_of(model.device) as allocator:
         memory = {
-            stage: stage_memory(model, session, chunk, allocator) for stage, chunk in chunks.items()
+            stage: stage_memory(model, state, chunk, allocator) for stage, chunk in chunks.items()
         }
         if model.device == "cuda":
             torch.cuda.empty_cache()  # so that what is reserved is what the step needs
         state_bytes = torch.cuda.memory_allocated()
         peaks = StepPeaks(allocator)
-        run_step(model, session, plan, rank, chunks, peaks)
+        run_step(model, state, plan, rank, chunks, peaks)
         peak_bytes, reserved_bytes = peaks.peak_bytes, torch.cuda.memory_reserved()
     timer = PassTimer(torch.device(model.device))
-    run_step(model, session, plan, rank, chunks, timer)
+    run_step(model, state, plan, rank, chunks, timer)
     predicted, held = predicted_bytes(plan.program.schedule, rank, memory)
     return Emulated(
         name,
@@ -434,7 +434,7 @@ def layers_of(model: Model, stage: int, last: int) -> int:
 
 def run_step(
     model: Model,
-    session: Any,
+    state: Any,
     plan: Any,
     rank: int,
     chunks: Mapping[int, nn.Module],
@@ -448,7 +448,7 @@ def run_step(
     last = len(plan.schedule.placement) - 1
     running = {
         stage: MegatronStage(
-            session, step, chunk, batches(model), i, stage, stage == last, len(chunks) > 1
+            state, step, chunk, batches(model), i, stage, stage == last, len(chunks) > 1
         )
         for i, (stage, chunk) in enumerate(chunks.items())
     }

@@ -23,6 +23,7 @@ from megatron_vshape.mcore.arguments import (
 )
 from megatron_vshape.mcore.layer_split import split_layers
 from megatron_vshape.mcore.layout import StageMap
+from megatron_vshape.mcore.pipeline import Pipeline
 from megatron_vshape.mcore.plans import Planner, make_planner
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
@@ -31,8 +32,8 @@ from megatron_vshape.mcore.refusals import (
     check_post_validation,
     check_splits_nothing_else,
 )
-from megatron_vshape.mcore.session import Pipeline, Session
 from megatron_vshape.mcore.split_backward import mark_gathered
+from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.labels import name_weights
 
 logger = logging.getLogger(__name__)
@@ -251,16 +252,16 @@ def _num_microbatches(args: Namespace) -> int:
     return max(args.global_batch_size // (args.micro_batch_size * copies), 1)
 
 
-def finish_model(session: Session, rank: int, chunks: Sequence[nn.Module]) -> None:
+def finish_model(
+    pipeline: Pipeline, state: StepState, rank: int, chunks: Sequence[nn.Module]
+) -> None:
     """Prepare this rank's chunks for the schedule, once they are built and not yet wrapped.
 
     Raises:
         StoreError: Transformer Engine's layers are not as this package knows them.
     """
-    if session.pipeline is None:
-        return
-    tie(session.pipeline, rank, chunks)
-    split_te.install(session, chunks)
+    tie(pipeline, rank, chunks)
+    split_te.install(state, chunks)
     for chunk in chunks:
         mark_gathered(chunk)
         name_weights(chunk)

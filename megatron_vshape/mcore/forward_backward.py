@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,13 @@ from megatron_vshape.mcore.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.iteration_log import BubbleMeter
 from megatron_vshape.mcore.late_checks import checked_late
 from megatron_vshape.mcore.loss_reporting import Courier, bring_losses
+from megatron_vshape.mcore.pipeline import Pipeline
 from megatron_vshape.mcore.profiling import Profiler
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError, check_config
 from megatron_vshape.mcore.report import RunReport
 from megatron_vshape.mcore.run_ahead import RandomState, Replay
-from megatron_vshape.mcore.session import Pipeline, Session
 from megatron_vshape.mcore.stage import MegatronStage, Step, zero_tokens
+from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import Observer, Place, ProgramRun, run_drain
 from megatron_vshape.runtime.stage import Stage
@@ -86,20 +87,23 @@ class PipelineRunner:
     takes long, the process groups of the transport, is made at the first step and kept.
     """
 
-    def __init__(self, session: Session, pipeline: Pipeline) -> None:
-        self._session = session
+    def __init__(
+        self, state: StepState, pipeline: Pipeline, logs: Callable[[], bool]
+    ) -> None:
+        """Take what layers share, the schedule, and whether the trainer logs iterations."""
+        self._state = state
         self._pipeline = pipeline
         self._transport: Transport | None = None
         self._place = Place()
         rank = parallel_state.get_pipeline_model_parallel_rank()
         self.report = RunReport(
-            session,
+            state,
             pipeline.planner.name,
             pipeline.stage_map.stages(rank),
             pipeline.planner.training,
         )
         self._profiler = Profiler(pipeline, self.report)
-        self.meter = BubbleMeter(session, pipeline.planner.predicted_bubble)
+        self.meter = BubbleMeter(logs, pipeline.planner.predicted_bubble)
         self._courier = Courier() if pipeline.options.post_validates else None
         self._last: Call | None = None  # of a training step
         self._ahead: _Ahead | None = None
@@ -207,7 +211,7 @@ class PipelineRunner:
         would wait for them.
         """
         self._last, self._ahead, self._replays = None, None, []
-        self._session.jobs.clear()
+        self._state.jobs.clear()
         if self._transport is not None:
             self._transport.close()
             self._transport = None
@@ -216,7 +220,7 @@ class PipelineRunner:
         self.drop_ahead()
         self.report.interrupt()
         begun = self._begin(call)
-        with begun.step.gradient_sync.session(), checked_late(self._session, self._place):
+        with begun.step.gradient_sync.session(), checked_late(self._state, self._place):
             begun.run.finish()
         return self._reports(begun)
 
@@ -233,7 +237,7 @@ class PipelineRunner:
             self.report.training_step(begun.chunks, call.num_microbatches, tokens),
             self._reducing(begun.step),
         ):
-            with checked_late(self._session, self._place):
+            with checked_late(self._state, self._place):
                 begun.run.finish()
             self._profiler.end_step(
                 profiled,
@@ -334,7 +338,7 @@ class PipelineRunner:
         sync = step.gradient_sync
         with (
             sync.session(),
-            self._session.reduce_with(sync if sync.overlaps else None),
+            self._state.reduce_with(sync if sync.overlaps else None),
         ):
             yield
 
@@ -344,7 +348,7 @@ class PipelineRunner:
         stage_map = self._pipeline.stage_map
         stages = {
             stage: MegatronStage(
-                self._session,
+                self._state,
                 step,
                 model[chunk],
                 data_iterator[chunk],

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_vshape.mcore.pipeline import Pipeline
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.session import Pipeline
 
 
 @dataclass(slots=True)

@@ -16,7 +16,6 @@ from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
 from megatron_vshape.figures import tell
 from megatron_vshape.mcore.peaks import peak_flops
-from megatron_vshape.mcore.session import Session
 from megatron_vshape.runtime.measure import PassTimer
 
 PredictBubble = Callable[[int], float]
@@ -59,8 +58,9 @@ class Figures:
 class BubbleMeter:
     """Times the passes of those training steps that Megatron logs, and of no others."""
 
-    def __init__(self, session: Session, predict: PredictBubble | None) -> None:
-        self._session = session
+    def __init__(self, logs: Callable[[], bool], predict: PredictBubble | None) -> None:
+        """Take whether anything is logged, and what predicts the bubble."""
+        self._logs = logs
         self._predict = predict
         self._timer: PassTimer | None = None
         self._torch_device = torch.device("cpu")
@@ -72,7 +72,7 @@ class BubbleMeter:
         """Return what is to observe the step that begins: `profiled` where that does anyway."""
         self._num_microbatches, self._torch_device = num_microbatches, torch_device
         self._timer = None
-        if self._session.iteration_log is None or not _is_logged():
+        if not self._logs() or not _is_logged():
             return profiled
         self._timer = profiled or PassTimer(torch_device, aligned=False)
         return self._timer
@@ -80,7 +80,7 @@ class BubbleMeter:
     @property
     def times_next(self) -> bool:
         """Return whether the passes of the next step are timed."""
-        return self._session.iteration_log is not None and _is_logged(1)
+        return self._logs() and _is_logged(1)
 
     def figures(self, iteration: int, pipeline_group: dist.ProcessGroup) -> Figures:
         """Return the step's bubbles; all ranks of the pipeline call this for the same steps.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_vshape.core.instructions import Instruction
-from megatron_vshape.mcore.session import Session
+from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.program_runner import Place
 
 
@@ -60,13 +60,13 @@ class LateChecks:
 
 
 @contextmanager
-def checked_late(session: Session, place: Place) -> Iterator[None]:
+def checked_late(state: StepState, place: Place) -> Iterator[None]:
     """Have the checks asked for inside made at the end; none where a pass inside has failed."""
-    session.late_checks = checks = LateChecks(place)
+    state.late_checks = checks = LateChecks(place)
     try:
         yield
     finally:
-        session.late_checks = None
+        state.late_checks = None
     checks.make()
 
 

@@ -14,21 +14,27 @@ from megatron_vshape.mcore.census import Census
 from megatron_vshape.mcore.iteration_log import BubbleMeter
 from megatron_vshape.mcore.plans import Planner
 from megatron_vshape.mcore.report import RunReport
-from megatron_vshape.mcore.session import Session
+from megatron_vshape.mcore.step_state import StepState
 
 
 class MeteredSchedule:
     """Runs Megatron's own function as it is and measures the training steps."""
 
-    def __init__(self, session: Session, original: Callable[..., Any], name: str) -> None:
+    def __init__(
+        self,
+        state: StepState,
+        logs: Callable[[], bool],
+        original: Callable[..., Any],
+        name: str,
+    ) -> None:
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
         planner = Planner(ranks, name) if name in catalogue.NAMES and chunks == 1 else None
-        self._session = session
+        self._state = state
         self._original = original
-        self.meter = BubbleMeter(session, None if planner is None else planner.predicted_bubble)
+        self.meter = BubbleMeter(logs, None if planner is None else planner.predicted_bubble)
         self.report = RunReport(
-            session,
+            state,
             f"{name} (Megatron's own)",
             [_stage_of(chunk) for chunk in range(chunks)],
             None if planner is None else planner.training,
@@ -44,11 +50,11 @@ class MeteredSchedule:
         chunks = model if isinstance(model, list) else [model]
         torch_device = next(chunks[0].parameters()).device
         with self.report.training_step(chunks, microbatches, tokens):
-            self._session.timer = self.meter.begin_step(microbatches, torch_device)
+            self._state.timer = self.meter.begin_step(microbatches, torch_device)
             try:
                 return self._original(**arguments)
             finally:
-                self._session.timer = None
+                self._state.timer = None
 
 
 def count_forward(census: Census, chunk: int | None, output: Tensor | list[Tensor]) -> None:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -99,7 +98,7 @@ def choose(device: str) -> None:
 
 
 def prepare(device: str) -> Any:
-    """Make this process one rank that is a whole world; return the session of its linears.
+    """Make this process one rank that is a whole world; return the state of its linears.
 
     Raises:
         ScheduleError: as `choose` does.
@@ -108,8 +107,8 @@ def prepare(device: str) -> Any:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers, random
 
-    from megatron_vshape.mcore.session import Session
     from megatron_vshape.mcore.split_backward import TorchFusedKernels, make_split_linear
+    from megatron_vshape.mcore.step_state import StepState
 
     if not dist.is_initialized():
         store = Path(tempfile.mkdtemp()) / "store"
@@ -117,15 +116,15 @@ def prepare(device: str) -> Any:
         dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
         random.model_parallel_cuda_manual_seed(1)
-    session = Session(pipeline=SimpleNamespace())  # type: ignore[arg-type]
+    state = StepState(splits_backward=True)
     name = "LinearWithGradAccumulationAndAsyncCommunication"
     upstream = getattr(layers, "_one_device_upstream", None) or getattr(layers, name)
     layers._one_device_upstream = upstream
-    setattr(layers, name, make_split_linear(session, layers, upstream))
+    setattr(layers, name, make_split_linear(state, layers, upstream))
     layers._grad_accum_fusion_available = True
     if not hasattr(layers, "fused_weight_gradient_mlp_cuda"):
         layers.fused_weight_gradient_mlp_cuda = TorchFusedKernels
-    return session
+    return state
 
 
 class SdpaAttention(nn.Module):
@@ -144,7 +143,7 @@ class SdpaAttention(nn.Module):
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
 
-def build(model: Model, session: Any, num_layers: int, is_first: bool, is_last: bool) -> nn.Module:
+def build(model: Model, state: Any, num_layers: int, is_first: bool, is_last: bool) -> nn.Module:
     """Return so many layers with the embedding and the loss where asked for, wrapped in DDP."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
@@ -163,7 +162,7 @@ def build(model: Model, session: Any, num_layers: int, is_first: bool, is_last: 
         position_embedding_type="rope",
     )
     chunk = chunk.to(model.device, model.torch_dtype)
-    split_te.install(session, [chunk])
+    split_te.install(state, [chunk])
     options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     return DistributedDataParallel(config, options, chunk)
 
@@ -288,13 +287,13 @@ def profile_stages(
     Only the first stage, the last and one inner stage of every size are built and run, one after
     the other; `tell` hears of each. Messages cannot be measured on one device.
     """
-    session = prepare(model.device)
+    state = prepare(model.device)
     last = len(layers) - 1
     found: dict[tuple[int, bool, bool], Piece] = {}
     for stage, count in enumerate(layers):
         key = (count, stage == 0, stage == last)
         if key not in found:
-            found[key] = _profile_stage(model, session, *key, repeats)
+            found[key] = _profile_stage(model, state, *key, repeats)
             tell(_described(*key), found[key])
     stages = [found[count, at == 0, at == last] for at, count in enumerate(layers)]
     return Costs.of(stages, send_us, layers)
@@ -306,14 +305,14 @@ def _described(num_layers: int, is_first: bool, is_last: bool) -> str:
 
 
 def _profile_stage(
-    model: Model, session: Any, num_layers: int, is_first: bool, is_last: bool, repeats: int
+    model: Model, state: Any, num_layers: int, is_first: bool, is_last: bool, repeats: int
 ) -> Piece:
     """Run F, B and W of one microbatch after another; the first one's memory is counted."""
-    chunk = build(model, session, num_layers, is_first, is_last)
+    chunk = build(model, state, num_layers, is_first, is_last)
     zero_gradients([chunk])
     total = 1 + WARM_UP + repeats
-    stage = _alone(model, session, chunk, total)
-    with _counted(session, chunk) as census:
+    stage = _alone(model, state, chunk, total)
+    with _counted(state, chunk) as census:
         _run_microbatch(model, stage, 0)
     for microbatch in range(1, 1 + WARM_UP):
         _run_microbatch(model, stage, microbatch)
@@ -336,37 +335,37 @@ class StageMemory:
     in_use: Mapping[Kind, int]  # while a pass runs, at most, above what is there before it
 
 
-def stage_memory(model: Model, session: Any, chunk: nn.Module, allocator: Allocator) -> StageMemory:
+def stage_memory(model: Model, state: Any, chunk: nn.Module, allocator: Allocator) -> StageMemory:
     """Measure single microbatches, split and whole; one of each before sets the caches up."""
     zero_gradients([chunk])
-    stage = _alone(model, session, chunk, 4)
+    stage = _alone(model, state, chunk, 4)
     _run_microbatch(model, stage, 0)
     _run_microbatch(model, stage, 1, splits=False)
     needs = PassNeeds(allocator)
-    with _counted(session, chunk) as census:
+    with _counted(state, chunk) as census:
         _run_microbatch(model, stage, 2, needs)
     _run_microbatch(model, stage, 3, needs, splits=False)
     return StageMemory(census.held_bytes(0), needs.in_use_bytes)
 
 
-def _alone(model: Model, session: Any, chunk: nn.Module, num_microbatches: int) -> Any:
+def _alone(model: Model, state: Any, chunk: nn.Module, num_microbatches: int) -> Any:
     """Return a chunk as the one stage of a step."""
     from megatron_vshape.mcore.stage import MegatronStage
 
     is_last = unwrap(chunk).post_process
     step = start_step(chunk, num_microbatches)
-    return MegatronStage(session, step, chunk, batches(model), 0, 0, is_last, has_chunks=False)
+    return MegatronStage(state, step, chunk, batches(model), 0, 0, is_last, has_chunks=False)
 
 
 @contextmanager
-def _counted(session: Any, chunk: nn.Module) -> Iterator[Any]:
+def _counted(state: Any, chunk: nn.Module) -> Iterator[Any]:
     """Count meanwhile what activation memory the chunk holds."""
     from megatron_vshape.mcore.census import Census
     from megatron_vshape.mcore.report import persistent
 
-    session.census = census = Census(persistent([chunk]))
+    state.census = census = Census(persistent([chunk]))
     yield census
-    session.census = None
+    state.census = None
 
 
 def _run_microbatch(

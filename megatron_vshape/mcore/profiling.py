@@ -18,9 +18,9 @@ from megatron_vshape.core.instructions import Program
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.simulate import peak_held, simulate
+from megatron_vshape.mcore.pipeline import Pipeline
 from megatron_vshape.mcore.refusals import RefusedError
 from megatron_vshape.mcore.report import Checked, Prediction, RunReport
-from megatron_vshape.mcore.session import Pipeline
 from megatron_vshape.mcore.static_memory import most_of_replicas
 from megatron_vshape.runtime.measure import (
     Held,

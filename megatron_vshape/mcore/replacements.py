@@ -62,8 +62,7 @@ def validate_args(session: Session, original: Function) -> Function:
     @functools.wraps(original)
     def validate(args: Namespace, *rest: Any, **options: Any) -> Any:
         try:
-            session.pipeline, session.runner = configure.prepare(args), None
-            session.megatrons_own = configure.megatrons_own(args)
+            session.choose(configure.prepare(args), configure.megatrons_own(args))
         except (ScheduleError, UnsupportedError) as error:
             raise RefusedError(error) from None
         validated = original(args, *rest, **options)
@@ -147,7 +146,7 @@ def _model_provider(session: Session, provider: Function) -> Function:
         first, last = session.pipeline.ends(rank, vp_stage)
         built.append(provider(first, last, vp_stage=vp_stage, **options))
         if len(built) == session.pipeline.stage_map.num_chunks:
-            configure.finish_model(session, rank, built)
+            configure.finish_model(session.pipeline, session.step, rank, built)
         return built[-1]
 
     return provide
@@ -173,7 +172,7 @@ def build_virtual_pipeline_stages(session: Session, original: Function) -> Funct
             return build_model_func(groups, pre_process=first, post_process=last, vp_stage=vp_stage)
 
         chunks = original(build_stage, pg_collection, *args, **options)
-        configure.finish_model(session, rank, chunks)
+        configure.finish_model(pipeline, session.step, rank, chunks)
         return chunks
 
     return build
@@ -344,7 +343,8 @@ def _opening(session: Session, model: Sequence[Any], optimizer: Any) -> str:
 
 def _own_runner(session: Session) -> PipelineRunner:
     """Return what runs the steps of this package's schedule; made when it is first asked for."""
-    session.runner = session.runner or PipelineRunner(session, session.pipeline)
+    if session.runner is None:
+        session.runner = PipelineRunner(session.step, session.pipeline, session.logs)
     return session.runner
 
 
@@ -440,7 +440,7 @@ def validate_result(session: Session, original: Function) -> Function:
         def check(value: Any) -> None:
             original(self, value, rejection_func, message, comparison_func, *args, **options)
 
-        checks = session.late_checks
+        checks = session.step.late_checks
         if checks is None:
             check(result)
         elif can_wait(self, result, rejection_func, comparison_func):
@@ -462,7 +462,9 @@ def get_forward_backward_func(session: Session, original: Function) -> Function:
         function = original(*args, **options)
         if session.megatrons_own is None:
             return function
-        session.runner = session.runner or MeteredSchedule(session, function, session.megatrons_own)
+        if session.runner is None:
+            name = session.megatrons_own
+            session.runner = MeteredSchedule(session.step, session.logs, function, name)
         return session.runner
 
     return get
@@ -476,9 +478,9 @@ def forward_step(session: Session, original: Function) -> Function:
     @functools.wraps(original)
     def step(*args: Any, **options: Any) -> Any:
         result = timed(*args, **options)
-        if session.census is not None and session.pipeline is None:
+        if session.step.census is not None and session.pipeline is None:
             chunk = signature.bind(*args, **options).arguments.get("vp_stage")
-            count_forward(session.census, chunk, result[0])
+            count_forward(session.step.census, chunk, result[0])
         return result
 
     return step
@@ -491,8 +493,8 @@ def backward_step(session: Session, original: Function) -> Function:
     @functools.wraps(original)
     def step(*args: Any, **options: Any) -> Any:
         result = timed(*args, **options)
-        if session.census is not None and session.pipeline is None:
-            count_backward(session.census)
+        if session.step.census is not None and session.pipeline is None:
+            count_backward(session.step.census)
         return result
 
     return step
@@ -502,7 +504,7 @@ def _timed(session: Session, original: Function) -> Function:
     """Stamp a pass of Megatron's own schedules, while they are timed; only how long it takes."""
 
     def run(*args: Any, **options: Any) -> Any:
-        timer = session.timer
+        timer = session.step.timer
         if timer is None:
             return original(*args, **options)
         timer.begins(_SOME_PASS)
@@ -533,7 +535,7 @@ def _is_end(session: Session, original: Function, stage: int) -> Function:
     @functools.wraps(original)
     def answer(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
         pipeline = session.pipeline
-        chunk = session.running_chunk if ignore_virtual else vp_stage
+        chunk = session.step.running_chunk if ignore_virtual else vp_stage
         if pipeline is not None and not ignore_virtual and pipeline.stage_map.num_chunks == 1:
             chunk = 0
         if pipeline is None or chunk is None:
@@ -565,7 +567,7 @@ def float16_module_forward(session: Session, original: Function) -> Function:
 
 def linear_function(session: Session, original: type) -> type:
     """Return the linear that can put its weight gradient off."""
-    return make_split_linear(session, layers, original)
+    return make_split_linear(session.step, layers, original)
 
 
 def fused_kernels(session: Session, original: Any) -> Any:

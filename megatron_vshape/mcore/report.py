@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.figures import tell
 from megatron_vshape.mcore.census import Census
+from megatron_vshape.mcore.pipeline import Pipeline
 from megatron_vshape.mcore.plans import Plan
-from megatron_vshape.mcore.session import Pipeline, Session
+from megatron_vshape.mcore.step_state import StepState
 
 COLUMNS = 120
 """How wide the schedule's picture may be."""
@@ -68,10 +69,10 @@ class RunReport:
     """
 
     def __init__(
-        self, session: Session, name: str, stages: Sequence[int], plan_of: PlanOf | None
+        self, state: StepState, name: str, stages: Sequence[int], plan_of: PlanOf | None
     ) -> None:
         """Take this rank's stages, and what predicts the memory of a number of microbatches."""
-        self._session = session
+        self._state = state
         self._name = name
         self._stages = stages
         self._plan_of = plan_of
@@ -118,12 +119,12 @@ class RunReport:
         if self._memory is not None:
             yield
             return
-        self._session.census = census = Census(persistent(model))
+        self._state.census = census = Census(persistent(model))
         before = _in_use_bytes()
         try:
             yield
         finally:
-            self._session.census = None
+            self._state.census = None
         self._num_microbatches = num_microbatches
         held = {stage: census.held_bytes(stage) for stage in self._stages}
         # Before the first step the optimizer has no state yet; a peak while the model was built

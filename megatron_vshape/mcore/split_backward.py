@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from torch import Tensor, nn
 
-from megatron_vshape.mcore.session import Session
+from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.gathering_job import GatheringJob
 from megatron_vshape.runtime.weight_jobs import (
     WeightGradKernel,
@@ -27,7 +27,7 @@ from megatron_vshape.runtime.weight_jobs import (
 )
 
 
-def make_split_linear(session: Session, layers: ModuleType, upstream: type) -> type:
+def make_split_linear(state: StepState, layers: ModuleType, upstream: type) -> type:
     """Return the Function that takes the place of `upstream` in Megatron's module `layers`."""
 
     class SplitLinear(upstream):
@@ -35,7 +35,7 @@ def make_split_linear(session: Session, layers: ModuleType, upstream: type) -> t
 
         @classmethod
         def apply(cls, *args: Any) -> Tensor:
-            return super().apply(*args) if session.splits_backward else upstream.apply(*args)
+            return super().apply(*args) if state.splits_backward else upstream.apply(*args)
 
         @staticmethod
         def forward(ctx: Any, input: Tensor, weight: Tensor, *options: Any) -> Tensor:
@@ -47,7 +47,7 @@ def make_split_linear(session: Session, layers: ModuleType, upstream: type) -> t
         @staticmethod
         def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
             if is_open():
-                return _backward_inputs(session, layers, ctx, grad_output)
+                return _backward_inputs(state, layers, ctx, grad_output)
             return upstream.backward(ctx, grad_output)
 
     return SplitLinear
@@ -69,7 +69,7 @@ def mark_gathered(model: nn.Module) -> None:
 
 
 def _backward_inputs(
-    session: Session, layers: ModuleType, ctx: Any, grad_output: Tensor
+    state: StepState, layers: ModuleType, ctx: Any, grad_output: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Return upstream's gradients but that of the weight, for which a job is left.
 
@@ -97,7 +97,7 @@ def _backward_inputs(
         grad_output = grad_output.chunk(sources[1].size())[sources[1].rank()].clone()
     compute = partial(_weight_gradient, parameter, ctx.gradient_accumulation_fusion)
     job = GatheringJob(compute, [input, grad_output], sources)
-    session.defer(job, [parameter], [input, grad_output])
+    state.defer(job, [parameter], [input, grad_output])
     if under_way is not None:
         run_beside()
         under_way.wait()

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_vshape.mcore.session import Session
+from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.gathering_job import GatheringJob
 from megatron_vshape.runtime.weight_jobs import is_open
 
@@ -41,7 +41,7 @@ class StoreError(RuntimeError):
     """This Transformer Engine is not one the adapter was written for; the text says where."""
 
 
-def install(session: Session, chunks: Iterable[nn.Module]) -> int:
+def install(state: StepState, chunks: Iterable[nn.Module]) -> int:
     """Give every TE linear layer in `chunks` a store whose jobs wait for W; return how many.
 
     Raises:
@@ -54,7 +54,7 @@ def install(session: Session, chunks: Iterable[nn.Module]) -> int:
             if is_splittable(layer):
                 check_protocol(layer.wgrad_store)
                 _forget_first_microbatch(layer)
-                layer.wgrad_store = JobStore(session, layer, notes)
+                layer.wgrad_store = JobStore(state, layer, notes)
                 installed += 1
     return installed
 
@@ -117,8 +117,8 @@ class JobStore:
     context = None
     """TE's queue; its layers look whether there is one before they would pop from it."""
 
-    def __init__(self, session: Session, layer: nn.Module, notes: _Notes) -> None:
-        self._session = session
+    def __init__(self, state: StepState, layer: nn.Module, notes: _Notes) -> None:
+        self._state = state
         self._layer = layer
         self._notes = notes
 
@@ -127,7 +127,7 @@ class JobStore:
 
         In F it must hear yes, since it then keeps the store for B.
         """
-        return is_open() or (self._session.splits_backward and not _runs_backward())
+        return is_open() or (self._state.splits_backward and not _runs_backward())
 
     def put(self, tensor_list: list[Any], func: Gemm) -> None:
         """Leave a job for W; it keeps the very tensors that TE hands over."""
@@ -145,7 +145,7 @@ class JobStore:
             sums = () if layer.fuse_wgrad_accumulation else weights
             compute = partial(_run, func, sums, biases)
         job = GatheringJob(compute, tensors, sources)
-        self._session.defer(job, [*weights, *biases], list(plain_tensors(tensors)))
+        self._state.defer(job, [*weights, *biases], list(plain_tensors(tensors)))
 
     def pop(self) -> None:
         """Refuse: TE's own backward_dw does not know which microbatch it is for."""

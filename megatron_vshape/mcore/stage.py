@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron_vshape.core.hiding import Beside
 from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.mcore.gradient_sync import GradientSync
-from megatron_vshape.mcore.session import Session
+from megatron_vshape.mcore.step_state import StepState
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class MegatronStage:
 
     def __init__(
         self,
-        session: Session,
+        state: StepState,
         step: Step,
         model: nn.Module,
         data_iterator: Any,
@@ -47,7 +47,7 @@ class MegatronStage:
         is_last: bool,
         has_chunks: bool,
     ) -> None:
-        self._session = session
+        self._state = state
         self._step = step
         self._model = model
         self._data_iterator = data_iterator
@@ -82,7 +82,7 @@ class MegatronStage:
             step.first_val_step, step.forward_only, not self._has_run
         )
         self._has_run = True
-        with self._session.run_chunk(self._chunk):
+        with self._state.run_chunk(self._chunk):
             output, num_tokens = schedules.forward_step(
                 step.forward_step_func,
                 self._data_iterator,
@@ -118,9 +118,9 @@ class MegatronStage:
         """
         beside: tuple[Any, ...] = ()
         found = self._step.beside.get(Pass(Kind.B, self._stage, microbatch))
-        if found is not None and self._session.census is None:
+        if found is not None and self._state.census is None:
             beside = found.weights[1:], found.share
-        with self._session.jobs.collect((self._stage, microbatch), *beside):
+        with self._state.jobs.collect((self._stage, microbatch), *beside):
             gradient = self._backward(microbatch, received)
         self._count(Pass(Kind.B, self._stage, microbatch))
         return gradient
@@ -128,7 +128,7 @@ class MegatronStage:
     def backward_weights(self, microbatch: int) -> None:
         """Run W."""
         self._step.gradient_sync.weights_begin(self._chunk)
-        self._session.jobs.run((self._stage, microbatch))
+        self._state.jobs.run((self._stage, microbatch))
         self._count(Pass(Kind.W, self._stage, microbatch))
         self._step.gradient_sync.weights_done(self._chunk)
 
@@ -144,7 +144,7 @@ class MegatronStage:
         return gradient
 
     def _backward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
-        with self._session.run_chunk(self._chunk):
+        with self._state.run_chunk(self._chunk):
             return schedules.backward_step(
                 self._inputs.pop(microbatch),
                 self._outputs.pop(microbatch),
@@ -153,7 +153,7 @@ class MegatronStage:
             )
 
     def _count(self, work: Pass, output: Tensor | None = None) -> None:
-        census = self._session.census
+        census = self._state.census
         if census is None:
             return
         if output is not None:

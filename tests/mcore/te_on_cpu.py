@@ -290,7 +290,7 @@ def layers(te: Any) -> Iterator[tuple[str, Callable[..., nn.Module]]]:
     yield "GroupedLinear", functools.partial(te.GroupedLinear, len(SPLITS), SIZE, SIZE, **options)
 
 
-def run(layer: nn.Module, order: str, session: Any, ddp: bool, first: bool) -> list[Tensor]:
+def run(layer: nn.Module, order: str, state: Any, ddp: bool, first: bool) -> list[Tensor]:
     """Run the passes; return the gradients of the inputs and the parameters."""
     from test_split_te import FakeDdp
 
@@ -313,10 +313,10 @@ def run(layer: nn.Module, order: str, session: Any, ddp: bool, first: bool) -> l
                     y = y[0] + bias
             inputs[microbatch], outputs[microbatch] = x, y
         elif kind == "B":
-            with session.jobs.collect(microbatch):
+            with state.jobs.collect(microbatch):
                 outputs.pop(microbatch).square().sum().backward()
         elif kind == "W":
-            session.jobs.run(microbatch)
+            state.jobs.run(microbatch)
         else:
             outputs.pop(microbatch).square().sum().backward()
     del keep
@@ -326,10 +326,9 @@ def run(layer: nn.Module, order: str, session: Any, ddp: bool, first: bool) -> l
 
 def check(build: Callable[..., nn.Module], bias: str, fused: bool, first: bool) -> list[str]:
     """Return what differs from whole backwards, by order."""
-    from types import SimpleNamespace
 
     from megatron_vshape.mcore import split_te
-    from megatron_vshape.mcore.session import Session
+    from megatron_vshape.mcore.step_state import StepState
 
     expected, wrong = None, []
     for order in (None, *ORDERS):
@@ -341,10 +340,10 @@ def check(build: Callable[..., nn.Module], bias: str, fused: bool, first: bool) 
             for parameter in layer.parameters():
                 generator = torch.Generator().manual_seed(parameter.numel())
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
-        session = Session(pipeline=SimpleNamespace())
-        if order is not None and split_te.install(session, [layer]) != 1:
+        state = StepState(splits_backward=True)
+        if order is not None and split_te.install(state, [layer]) != 1:
             return ["the adapter was not installed"]
-        found = run(layer, order or WHOLE, session, ddp=True, first=first)
+        found = run(layer, order or WHOLE, state, ddp=True, first=first)
         if expected is None:
             expected = found
         for mine, theirs in zip(found, expected, strict=True):

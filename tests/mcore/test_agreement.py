@@ -93,8 +93,8 @@ def test_quantized_parameters_count_as_what_they_hold() -> None:
 
 
 def test_what_passes_allocate_and_free_is_kept_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    session: Any = SimpleNamespace(census=None)
-    report = RunReport(session, "auto", [], None)
+    state: Any = SimpleNamespace(census=None)
+    report = RunReport(state, "auto", [], None)
     monkeypatch.setattr("megatron_vshape.mcore.report._in_use_bytes", lambda: 1000)
     monkeypatch.setattr("megatron_vshape.mcore.report._allocated_bytes", lambda: 5000)
     with report.training_step([], 4, 1):

@@ -12,8 +12,8 @@ from mcore.test_composition import SEQUENCE, STEPS, TENSOR, Train, assert_equal
 
 from megatron_vshape.core.hiding import Beside
 from megatron_vshape.core.passes import Pass
-from megatron_vshape.mcore.session import Session
 from megatron_vshape.mcore.stage import MegatronStage
+from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.weight_jobs import defer, run_beside
 
 PLUGIN = Path(__file__).with_name("apart.py")
@@ -58,14 +58,14 @@ def test_profiled_passes_run_apart(farm: Farm) -> None:
 
 @pytest.mark.parametrize("counted", [False, True])
 def test_passes_whose_memory_is_counted_run_apart(counted: bool) -> None:
-    session, ran = Session(), []
+    state, ran = StepState(), []
     if counted:
-        session.census = SimpleNamespace(ends=lambda work: None)  # type: ignore[assignment]
-    with session.jobs.collect((2, 0)):
+        state.census = SimpleNamespace(ends=lambda work: None)  # type: ignore[assignment]
+    with state.jobs.collect((2, 0)):
         defer(lambda: ran.append("job"))
     step: Any = SimpleNamespace(beside={Pass.parse("B1.3"): Beside(Pass.parse("W2.0"), 1.0)})
     model: Any = None
-    stage = MegatronStage(session, step, model, None, 0, 1, is_last=False, has_chunks=True)
+    stage = MegatronStage(state, step, model, None, 0, 1, is_last=False, has_chunks=True)
     stage._backward = lambda *unused: run_beside()  # type: ignore[method-assign]
     stage.backward_inputs(2, None)
     assert not ran  # the plan has nothing beside that B

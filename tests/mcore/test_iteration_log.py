@@ -90,7 +90,7 @@ def test_the_passes_of_other_steps_are_not_timed(monkeypatch: pytest.MonkeyPatch
     args = SimpleNamespace(curr_iteration=0, log_interval=2)
     monkeypatch.setattr(iteration_log, "get_args", lambda: args)
     session = Session()
-    meter = BubbleMeter(session, predict=lambda num_microbatches: num_microbatches / 100)
+    meter = BubbleMeter(session.logs, predict=lambda num_microbatches: num_microbatches / 100)
     assert meter.begin_step(8, cpu) is None  # no trainer runs, so nothing is logged
     session.iteration_log = IterationLog()
     assert meter.begin_step(8, cpu) is None  # step 1, and every second is logged

@@ -75,7 +75,7 @@ def run(machine: RerunStateMachine, session: Session | None, losses: Losses) -> 
     if session is None:
         passes()
         return
-    with checked_late(session, Place()):
+    with checked_late(session.step, Place()):
         passes()
 
 
@@ -133,7 +133,7 @@ def test_a_check_that_raises_leaves_the_place_where_it_was_asked_for(session: Se
     place, machine = Place(), RerunStateMachine()
 
     def passes(losses: Losses) -> None:
-        with checked_late(session, place):
+        with checked_late(session.step, place):
             for microbatch, loss in enumerate(losses):
                 place.instruction = Run(Pass(Kind.F, 7, microbatch))
                 check(machine, torch.tensor(loss))
@@ -149,7 +149,7 @@ def test_a_check_that_raises_leaves_the_place_where_it_was_asked_for(session: Se
 def test_what_is_checked_is_the_loss_before_megatron_divides_it(
     session: Session, machine: RerunStateMachine
 ) -> None:
-    with checked_late(session, Place()):
+    with checked_late(session.step, Place()):
         loss = torch.tensor(30.0)
         check(machine, loss)
         loss /= 100
@@ -158,13 +158,13 @@ def test_what_is_checked_is_the_loss_before_megatron_divides_it(
 
 def test_after_a_pass_that_failed_nothing_is_checked(session: Session) -> None:
     def fail() -> None:
-        with checked_late(session, Place()):
+        with checked_late(session.step, Place()):
             check(RerunStateMachine(), torch.tensor(NAN))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert session.late_checks is None
+    assert session.step.late_checks is None
 
 
 def _own(seen: list[str], result: Any) -> bool:
@@ -187,7 +187,7 @@ def test_what_may_not_wait_is_checked_at_once_and_in_its_turn(
     machine: RerunStateMachine,
 ) -> None:
     seen: list[str] = []
-    with checked_late(session, Place()):
+    with checked_late(session.step, Place()):
         check(machine, torch.tensor(1.0))
         machine.validate_result(**{"result": torch.tensor(2.0), "message": "own"} | other(seen))
         assert len(seen) == 1
@@ -214,7 +214,7 @@ def test_no_number_is_read_while_passes_run(session: Session, machine: RerunStat
     with Calls() as at_once:
         run(machine, None, [1.0, 2.0])
     assert reads & set(at_once.names)
-    with Calls() as calls, checked_late(session, Place()):
+    with Calls() as calls, checked_late(session.step, Place()):
         for loss in (1.0, 2.0):
             check(machine, torch.tensor(loss))
         assert not reads & set(calls.names)
@@ -226,7 +226,7 @@ def test_no_number_is_read_while_passes_run(session: Session, machine: RerunStat
 @pytest.mark.gpu
 def test_no_check_waits_for_the_device(session: Session, machine: RerunStateMachine) -> None:
     losses = [torch.tensor(loss, device="cuda") for loss in (1.0, NAN, 3.0)]
-    with checked_late(session, Place()):
+    with checked_late(session.step, Place()):
         torch.cuda.set_sync_debug_mode("error")
         try:
             for loss in losses:

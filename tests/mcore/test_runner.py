@@ -5,15 +5,15 @@ import pytest
 pytest.importorskip("megatron.training")
 
 from megatron_vshape.mcore.forward_backward import PipelineRunner
-from megatron_vshape.mcore.session import Session
+from megatron_vshape.mcore.step_state import StepState
 
 
 def test_weight_jobs_of_a_step_that_failed_are_let_go_of() -> None:
-    session = Session()
+    state = StepState()
     runner = PipelineRunner.__new__(PipelineRunner)  # the whole of it needs process groups
-    runner._session, runner._transport = session, None
-    with session.jobs.collect((3, 0)):
+    runner._state, runner._transport = state, None
+    with state.jobs.collect((3, 0)):
         pass
     runner.forget_data()
-    with session.jobs.collect((3, 0)):  # of the first step of another run
+    with state.jobs.collect((3, 0)):  # of the first step of another run
         pass

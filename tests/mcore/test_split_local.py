@@ -68,15 +68,15 @@ def two_layers(
     from megatron.core.tensor_parallel import layers
 
     from megatron_vshape.mcore import split_backward
-    from megatron_vshape.mcore.session import Session
     from megatron_vshape.mcore.split_backward import make_split_linear
+    from megatron_vshape.mcore.step_state import StepState
 
     parallel_state._set_global_memory_buffer()
     upstream = layers.LinearWithGradAccumulationAndAsyncCommunication
-    session = Session(pipeline=SimpleNamespace())  # type: ignore[arg-type]
+    state = StepState(splits_backward=True)
     kept: list[torch.Tensor] = []
-    session.census = SimpleNamespace(add=kept.append)  # type: ignore[assignment]
-    function: Any = make_split_linear(session, layers, upstream)
+    state.census = SimpleNamespace(add=kept.append)  # type: ignore[assignment]
+    function: Any = make_split_linear(state, layers, upstream)
     generator = torch.Generator().manual_seed(rank)
     weights = [torch.nn.Parameter(torch.randn(SIZE, SIZE, generator=generator)) for _ in range(2)]
     rows = TOKENS // 2 if sequence_parallel else TOKENS
@@ -97,12 +97,12 @@ def two_layers(
     note_sums(layers, calls)
     for microbatch, output in enumerate(outputs):
         if split:
-            with session.jobs.collect(microbatch, 0 if beside and microbatch else None):
+            with state.jobs.collect(microbatch, 0 if beside and microbatch else None):
                 output.square().sum().backward()
         else:
             output.square().sum().backward()
     for microbatch in (1, 0) if split else ():
-        session.jobs.run(microbatch)
+        state.jobs.run(microbatch)
     found = [each.grad.flatten().tolist() for each in (*weights, *inputs)]
     return found, sum(each.numel() for each in kept), calls
 
@@ -148,15 +148,15 @@ def row_parallel_layer(rank: int, split: bool) -> tuple[list[list[float]], list[
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_vshape.mcore.session import Session
     from megatron_vshape.mcore.split_backward import make_split_linear, mark_gathered
+    from megatron_vshape.mcore.step_state import StepState
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    session = Session(pipeline=SimpleNamespace())  # type: ignore[arg-type]
+    state = StepState(splits_backward=True)
     kept: list[torch.Tensor] = []
-    session.census = SimpleNamespace(add=kept.append)  # type: ignore[assignment]
+    state.census = SimpleNamespace(add=kept.append)  # type: ignore[assignment]
     name = "LinearWithGradAccumulationAndAsyncCommunication"
-    setattr(layers, name, make_split_linear(session, layers, getattr(layers, name)))
+    setattr(layers, name, make_split_linear(state, layers, getattr(layers, name)))
     config = TransformerConfig(
         num_layers=1,
         hidden_size=SIZE,
@@ -181,9 +181,9 @@ def row_parallel_layer(rank: int, split: bool) -> tuple[list[list[float]], list[
     x.requires_grad_()
     loss = layer(x)[0].square().sum()
     if split:
-        with session.jobs.collect(0):
+        with state.jobs.collect(0):
             loss.backward()
-        session.jobs.run(0)
+        state.jobs.run(0)
     else:
         loss.backward()
     return [layer.weight.grad.flatten().tolist(), x.grad.flatten().tolist()], [

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_vshape.mcore import split_te
-from megatron_vshape.mcore.session import Session
+from megatron_vshape.mcore.step_state import StepState
 
 SIZE, TOKENS = 6, 8
 SPLITS = [3, 0, 5]
@@ -40,9 +40,9 @@ LAYERS: dict[str, Callable[..., fake_te.TeLayer]] = {
 }
 
 
-def a_session() -> Session:
-    """Return a session in which a schedule of this package runs."""
-    return Session(pipeline=SimpleNamespace())  # type: ignore[arg-type]
+def a_state() -> StepState:
+    """Return the state in which a schedule of this package runs."""
+    return StepState(splits_backward=True)
 
 
 def call(layer: nn.Module, x: Tensor) -> Tensor:
@@ -83,9 +83,9 @@ def run(
     install: bool = True,
 ) -> dict[str, Tensor]:
     """Run the passes and return the gradients of the parameters and the inputs by name."""
-    session = a_session()
+    state = a_state()
     if install:
-        assert split_te.install(session, [layer]) == 1
+        assert split_te.install(state, [layer]) == 1
     keep = FakeDdp(layer) if ddp else None
     inputs, outputs = {}, {}
     for text in order.split():
@@ -95,13 +95,13 @@ def run(
             x = torch.randn(TOKENS, SIZE, generator=generator).to(layer.dtype).requires_grad_()
             inputs[microbatch], outputs[microbatch] = x, forward(layer, x)
         elif kind == "B":
-            with session.jobs.collect(microbatch):
+            with state.jobs.collect(microbatch):
                 outputs.pop(microbatch).float().square().sum().backward()
         elif kind == "W":
-            session.jobs.run(microbatch)
+            state.jobs.run(microbatch)
         else:
             outputs.pop(microbatch).float().square().sum().backward()
-    assert not session.jobs._buckets
+    assert not state.jobs._buckets
     del keep
     found = {f"input{m}": x.grad for m, x in inputs.items()}
     for name, parameter in layer.named_parameters():
@@ -170,8 +170,8 @@ def test_bf16_sums_in_main_grad() -> None:
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_job_keeps_the_very_tensors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, layer = a_session(), LAYERS[kind]()
-    split_te.install(session, [layer])
+    state, layer = a_state(), LAYERS[kind]()
+    split_te.install(state, [layer])
     handed, kept = [], []
     put = layer.wgrad_store.put
     monkeypatch.setattr(
@@ -179,8 +179,8 @@ def test_a_job_keeps_the_very_tensors(kind: str, monkeypatch: pytest.MonkeyPatch
         "put",
         lambda tensors, func: (handed.extend(tensors[:2]), put(tensors, func)),
     )
-    monkeypatch.setattr(session, "census", SimpleNamespace(add=kept.append), raising=False)
-    with session.jobs.collect(0):
+    monkeypatch.setattr(state, "census", SimpleNamespace(add=kept.append), raising=False)
+    with state.jobs.collect(0):
         call(layer, torch.randn(TOKENS, SIZE)).sum().backward()
     storages = [each.untyped_storage().data_ptr() for each in split_te.plain_tensors(handed)]
     assert [each.untyped_storage().data_ptr() for each in kept] == storages
@@ -188,23 +188,23 @@ def test_a_job_keeps_the_very_tensors(kind: str, monkeypatch: pytest.MonkeyPatch
     handed.clear()
     kept.clear()
     assert all(reference() is not None for reference in references)  # the job holds them, no copy
-    session.jobs.run(0)
+    state.jobs.run(0)
     assert [reference for reference in references if reference() is not None] == []
 
 
 def test_unfused_grouped_layers_return_no_gradient_from_b() -> None:
-    session, layer = a_session(), LAYERS["grouped"]()
-    split_te.install(session, [layer])
-    with session.jobs.collect(0):
+    state, layer = a_state(), LAYERS["grouped"]()
+    split_te.install(state, [layer])
+    with state.jobs.collect(0):
         call(layer, torch.randn(TOKENS, SIZE)).sum().backward()
     assert all(parameter.grad is None for parameter in layer.parameters())
-    session.jobs.run(0)
+    state.jobs.run(0)
     assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
 
 
 def test_without_a_schedule_te_computes_as_ever() -> None:
-    session, layer = Session(), LAYERS["linear"]()
-    split_te.install(session, [layer])
+    state, layer = StepState(), LAYERS["linear"]()
+    split_te.install(state, [layer])
     call(layer, torch.randn(TOKENS, SIZE)).sum().backward()
     assert layer.weight_0.grad is not None
 
@@ -214,7 +214,7 @@ def test_the_first_microbatch_is_kept_from_layers_that_do_not_quantize() -> None
     for layer, fp8 in zip(layers, (None, "hybrid"), strict=True):
         layer.config = SimpleNamespace(fp8=fp8)
         layer.disable_parameter_transpose_cache = False
-        split_te.install(a_session(), [layer])
+        split_te.install(a_state(), [layer])
     assert [layer.disable_parameter_transpose_cache for layer in layers] == [True, False]
 
 
@@ -238,13 +238,13 @@ def test_an_unknown_protocol_is_refused(store: Any, text: str) -> None:
     layer = LAYERS["linear"]()
     layer.wgrad_store = store
     with pytest.raises(split_te.StoreError, match=text):
-        split_te.install(a_session(), [layer])
+        split_te.install(a_state(), [layer])
 
 
 def test_installing_twice_is_allowed_and_backward_dw_is_not() -> None:
     layer = LAYERS["linear"]()
     for _ in range(2):
-        assert split_te.install(a_session(), [layer]) == 1
+        assert split_te.install(a_state(), [layer]) == 1
     assert layer.wgrad_store.context is None
     with pytest.raises(split_te.StoreError, match="leave --delay-wgrad-compute out"):
         layer.wgrad_store.pop()
@@ -255,14 +255,14 @@ def test_unknown_layers_stay_whole() -> None:
     strange.wgrad_store = fake_te.WeightGradStore()
     packed = LAYERS["grouped"]()
     del packed.weight0
-    assert split_te.install(a_session(), [strange, packed, nn.Linear(2, 2)]) == 0
+    assert split_te.install(a_state(), [strange, packed, nn.Linear(2, 2)]) == 0
     assert "not those of any TE layer" in (split_te.why_whole(strange) or "")
     assert "one grouped tensor" in (split_te.why_whole(packed) or "")
 
 
 def test_an_mlp_with_other_functions_is_refused() -> None:
     layer = LAYERS["mlp"]()
-    split_te.install(a_session(), [layer])
+    split_te.install(a_state(), [layer])
     with pytest.raises(split_te.StoreError, match="neither its fc1_wgrad_gemm"):
         layer.wgrad_store.put([], len)
 
@@ -272,35 +272,35 @@ def test_a_quantized_gathered_tensor_is_kept_with_a_warning(
 ) -> None:
     layer = LAYERS["linear"](bias=False)
     layer.parallel_mode, layer.sequence_parallel, layer.tp_size = "column", True, 2
-    session = a_session()
-    split_te.install(session, [layer])
+    state = a_state()
+    split_te.install(state, [layer])
     quantized = SimpleNamespace(get_data_tensors=lambda: (torch.ones(2), None))
-    with caplog.at_level(logging.WARNING), session.jobs.collect(0):
+    with caplog.at_level(logging.WARNING), state.jobs.collect(0):
         for _ in range(2):
             layer.wgrad_store.put(
                 [quantized, torch.ones(2)], lambda x, dy: (torch.ones(6, 6), None)
             )
     assert len(caplog.records) == 1
     assert "holds more than predicted" in caplog.text
-    session.jobs.run(0)
+    state.jobs.run(0)
 
 
 def sequence_parallel(rank: int, mode: str) -> tuple[list[list[float]], int]:
     """Return the gradients, and the bytes jobs held, of one of two ranks."""
-    session = a_session()
+    state = a_state()
     layer = fake_te.Linear(SIZE, SIZE, bias=False, parallel_mode=mode, group=dist.group.WORLD)
     split = fake_te.Linear(SIZE, SIZE, bias=False, parallel_mode=mode, group=dist.group.WORLD)
-    split_te.install(session, [split])
+    split_te.install(state, [split])
     held: list[Tensor] = []
-    session.census = SimpleNamespace(add=held.append)  # type: ignore[assignment]
+    state.census = SimpleNamespace(add=held.append)  # type: ignore[assignment]
     gradients = []
     for each in (layer, split):
         x = torch.randn(TOKENS, SIZE, generator=torch.Generator().manual_seed(rank))
         y = each(x.requires_grad_())
         if each is split:
-            with session.jobs.collect(0):
+            with state.jobs.collect(0):
                 y.square().sum().backward()
-            session.jobs.run(0)
+            state.jobs.run(0)
         else:
             y.square().sum().backward()
         gradients += [each.weight_0.grad, x.grad]
@@ -319,21 +319,21 @@ def test_sequence_parallel_keeps_the_part_and_gathers_in_w(mode: str, kept: int)
 
 def two_gathering_layers(rank: int, split: bool) -> tuple[list[list[float]], list[str]]:
     """Return the gradients of a column- and a row-parallel layer, and what their jobs called."""
-    session, group = a_session(), dist.group.WORLD
+    state, group = a_state(), dist.group.WORLD
     layers = [
         fake_te.Linear(SIZE, SIZE, bias=False, parallel_mode=mode, group=group)
         for mode in ("column", "row")
     ]
-    split_te.install(session, layers if split else [])
+    split_te.install(state, layers if split else [])
     x = torch.randn(TOKENS, SIZE, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     y = layers[1](layers[0](x).relu())
     if not split:
         y.square().sum().backward()
         return [each.weight_0.grad.flatten().tolist() for each in layers], []
-    with session.jobs.collect(0):
+    with state.jobs.collect(0):
         y.square().sum().backward()
     calls = note_calls(fake_te, "general_gemm")
-    session.jobs.run(0)
+    state.jobs.run(0)
     return [each.weight_0.grad.flatten().tolist() for each in layers], calls
 
 

@@ -1,0 +1,89 @@
+"""What the layers and the stages of a process share while a step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_vshape.mcore.census import Census
+from megatron_vshape.runtime.gathering_job import GatheringJob
+from megatron_vshape.runtime.measure import PassTimer
+from megatron_vshape.runtime.weight_jobs import Job, WeightJobs, defer
+
+
+class Reducer(Protocol):
+    """What reduces gradients from within W; `gradient_sync.GradientSync`."""
+
+    def deferred(self, parameters: Sequence[Tensor]) -> None:
+        """Take note that a job is left for the gradients of these."""
+
+    def added(self, parameters: Sequence[Tensor]) -> None:
+        """Take note that one has run."""
+
+
+class Checks(Protocol):
+    """What keeps checks of losses until the passes have run; `late_checks.LateChecks`."""
+
+    def add(self, check: Callable[[Tensor], None], result: Tensor) -> None:
+        """Keep a check."""
+
+
+@dataclass(slots=True)
+class StepState:
+    """The state that layers deep in a model and Megatron's own functions are replaced with.
+
+    One per process; what a step sets, it takes back.
+    """
+
+    splits_backward: bool = False  # linear layers must be able to put their weight gradient off
+    jobs: WeightJobs = field(default_factory=WeightJobs)
+    running_chunk: int | None = None
+    census: Census | None = None  # while a step's activation memory is measured
+    late_checks: Checks | None = None  # while a step's passes run
+    timer: PassTimer | None = None  # while a step of Megatron's own schedules is timed
+    gradient_sync: Reducer | None = None  # while a step runs whose gradients are reduced in W
+
+    @contextmanager
+    def run_chunk(self, chunk: int) -> Iterator[None]:
+        """Let Megatron's questions about "this stage" mean `chunk` meanwhile."""
+        self.running_chunk = chunk
+        try:
+            yield
+        finally:
+            self.running_chunk = None
+
+    @contextmanager
+    def reduce_with(self, gradient_sync: Reducer | None) -> Iterator[None]:
+        """Tell `gradient_sync` meanwhile of every weight job that is left and that has run."""
+        self.gradient_sync = gradient_sync
+        try:
+            yield
+        finally:
+            self.gradient_sync = None
+
+    def defer(
+        self, job: GatheringJob, parameters: Sequence[Tensor], kept: Sequence[Tensor]
+    ) -> None:
+        """Leave a job for W that adds to the gradients of `parameters` and keeps tensors till then.
+
+        The tensors count where memory is being measured.
+        """
+        if self.census is not None:
+            for tensor in kept:
+                self.census.add(tensor)
+        if self.gradient_sync is None:
+            defer(job, job.begin, weights=parameters)
+        else:
+            self.gradient_sync.deferred(parameters)
+            run = partial(self._run_and_tell, job, parameters)
+            defer(run, job.begin, weights=parameters)
+
+    def _run_and_tell(self, job: Job, parameters: Sequence[Tensor]) -> None:
+        job()
+        if self.gradient_sync is not None:
+            self.gradient_sync.added(parameters)
