@@ -165,7 +165,8 @@ def build(model: Model, session: Any, num_layers: int, is_first: bool, is_last: 
     chunk = chunk.to(model.device, model.torch_dtype)
     split_te.install(session, [chunk])
     options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    return DistributedDataParallel(config, options, chunk)
+    chunk = DistributedDataParallel(config, options, chunk)
+    return chunk
 
 
 def _config(model: Model, num_layers: int) -> Any:
