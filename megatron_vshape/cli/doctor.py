@@ -135,7 +135,7 @@ def _devices() -> Iterator[tuple[str, str]]:
     else:
         yield "CUDA", f"{torch.version.cuda}, no GPU: training on the CPU, over gloo"
     with contextlib.suppress(RuntimeError, AttributeError):
-        yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _extras() -> Iterator[tuple[str, str]]:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from megatron.core import parallel_state
 from torch import nn
 
+from megatron_vshape.core.ask import AUTO
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.placement import looping
 from megatron_vshape.mcore import hybrid, layout, split_te, unsplit
 from megatron_vshape.mcore.arguments import (
-    AUTO,
     MEGATRONS_OWN,
     PipelineOptions,
     options_of,
@@ -249,7 +249,8 @@ def _has_ramp_up(args: Namespace) -> bool:
 
 def _num_microbatches(args: Namespace) -> int:
     copies = args.data_parallel_size * (getattr(args, "gtp_weight_remat_size", None) or 1)
-    return max(args.global_batch_size // (args.micro_batch_size * copies), 1)
+    microbatches: int = args.global_batch_size // (args.micro_batch_size * copies)
+    return max(microbatches, 1)
 
 
 def finish_model(

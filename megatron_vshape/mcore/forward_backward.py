@@ -303,7 +303,8 @@ class PipelineRunner:
             gradient_sync=sync,
             num_tokens=zero_tokens(_device_of(chunks[0])),
         )
-        planner, early_ends = self._pipeline.planner, ()
+        planner = self._pipeline.planner
+        early_ends: Cut = ()
         if call.forward_only:
             program = planner.evaluation(call.num_microbatches)
         else:

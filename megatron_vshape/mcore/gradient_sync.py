@@ -128,7 +128,7 @@ class GradientSync:
 
     def _plan(self, chunk: int, ties: bool) -> None:
         """Line up the reductions of a chunk's bucket groups, those of experts apart."""
-        model = self._model[chunk]
+        model: Any = self._model[chunk]
         if not hasattr(model, "bucket_groups"):
             raise UnsupportedError(
                 "--overlap-grad-reduce needs Megatron's DistributedDataParallel around chunk "
@@ -177,7 +177,7 @@ def _overlap(model: Sequence[nn.Module], is_on: bool) -> Iterator[None]:
     Its hooks insist on a gradient from every backward where it is on, and a B leaves none of the
     weights that wait; its bucket groups reduce asynchronously only where it is on.
     """
-    configs = [each.ddp_config for each in model if hasattr(each, "ddp_config")]
+    configs: list[Any] = [each.ddp_config for each in model if hasattr(each, "ddp_config")]
     before = [each.overlap_grad_reduce for each in configs]
     for each in configs:
         each.overlap_grad_reduce = is_on

@@ -372,7 +372,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Return what is called and what is replaced, as the installed Megatron has it."""
-    return [_examine(record) for record in (*PROBES, *HOOKS)]
+    return [*map(_examine, PROBES), *map(_examine, HOOKS)]
 
 
 def targets() -> Iterator[tuple[Any, str]]:
@@ -429,7 +429,8 @@ def _other_parameters(record: Hook | Probe, original: Any) -> str | None:
     """Return what is wrong with the target's parameters, if anything is."""
     if not record.expects:
         return None
-    function = original.forward if inspect.isclass(original) else original
+    is_class = inspect.isclass(original)
+    function = original.forward if is_class else original
     parameters = inspect.signature(function).parameters
     missing = [name for name in record.expects if name not in parameters]
     if not missing:

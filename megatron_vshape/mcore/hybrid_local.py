@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 
-class LocalHybridStack(HybridStack):
+class LocalHybridStack(HybridStack):  # type: ignore[misc]
     """Megatron's stack, but its last norm is torch's."""
 
     def __init__(

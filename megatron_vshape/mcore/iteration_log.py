@@ -106,8 +106,8 @@ class BubbleMeter:
 def _is_logged(ahead: int = 0) -> bool:
     """Return whether Megatron's trainer is going to log the step `ahead` of the one it runs now."""
     args = get_args()
-    iteration: int = args.curr_iteration + 1 + ahead
-    return iteration % args.log_interval == 0
+    iteration = args.curr_iteration + 1 + ahead
+    return bool(iteration % args.log_interval == 0)
 
 
 @dataclass(slots=True)
@@ -157,7 +157,8 @@ def _mfu(args: Namespace, step_s: float) -> float | None:
     if peak is None or step_s <= 0:
         return None
     flops: float = training.num_floating_point_operations(args, get_current_global_batch_size())
-    return flops / (step_s * peak * args.world_size)
+    most: float = step_s * peak * args.world_size
+    return flops / most
 
 
 def _peak_flops(args: Namespace) -> float | None:

@@ -9,7 +9,6 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from torch import nn
 
 from megatron_vshape.core.passes import ScheduleError
 from megatron_vshape.core.placement import Placement, chunks_of, stages_of
@@ -63,7 +62,7 @@ class StageMap:
         return chunks_of(self.placement)[stage]
 
 
-class StageLayout(PipelineParallelLayerLayout):
+class StageLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
     """Megatron's layer layout for any placement.
 
     Megatron's own form numbers stages by chunk, then rank, so it has no text for a V. It looks
@@ -140,7 +139,7 @@ def embedding_ranks(stage_map: StageMap, pipeline_ranks: Sequence[int]) -> list[
     return sorted(pipeline_ranks[rank] for rank in ends)
 
 
-def tie_embeddings(first: nn.Module, last: nn.Module) -> None:
+def tie_embeddings(first: Any, last: Any) -> None:
     """Make the output layer of `last` use the word embedding of `first`, both on this rank.
 
     One Parameter, owned by `first`: two copies of it under one name could not be saved in

@@ -30,7 +30,8 @@ def bring_losses(
         return store
     parcel = [None]
     dist.recv_object_list(parcel, src=ranks[loss_rank], group=pipeline_group, device=device)
-    return _moved(parcel[0], device)
+    brought: list[Any] = _moved(parcel[0], device)
+    return brought
 
 
 class Courier:
@@ -67,7 +68,8 @@ class Courier:
         parcel = torch.empty(int(size), dtype=torch.uint8, device=device)
         dist.recv(parcel, group=pipeline_group, group_src=loss_rank)
         # Written by another rank of this very run.
-        return _moved(pickle.loads(parcel.cpu().numpy().tobytes()), device)
+        brought: list[Any] = _moved(pickle.loads(parcel.cpu().numpy().tobytes()), device)
+        return brought
 
     def bring_tokens(
         self, tokens: Tensor, loss_rank: int, pipeline_group: dist.ProcessGroup

@@ -70,5 +70,6 @@ def count_backward(census: Census) -> None:
 
 
 def _stage_of(chunk: int) -> int:
-    ranks = parallel_state.get_pipeline_model_parallel_world_size()
-    return chunk * ranks + parallel_state.get_pipeline_model_parallel_rank()
+    ranks: int = parallel_state.get_pipeline_model_parallel_world_size()
+    rank: int = parallel_state.get_pipeline_model_parallel_rank()
+    return chunk * ranks + rank

@@ -164,7 +164,8 @@ def build(model: Model, state: Any, num_layers: int, is_first: bool, is_last: bo
     chunk = chunk.to(model.device, model.torch_dtype)
     split_te.install(state, [chunk])
     options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    return DistributedDataParallel(config, options, chunk)
+    chunk = DistributedDataParallel(config, options, chunk)
+    return chunk
 
 
 def _config(model: Model, num_layers: int) -> Any:

@@ -206,7 +206,9 @@ class _Later(dist.ProcessGroup):
         self._group = group
         self._started = started
 
-    def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> None:
+    def allreduce(  # type: ignore[override]
+        self, tensors: Sequence[Tensor], options: Any = None
+    ) -> None:
         """Start one on a copy."""
         for each in tensors:
             copy = each.clone()
@@ -221,7 +223,9 @@ class _Answer(dist.ProcessGroup):
         super().__init__(0, 1)
         self._answers = answers
 
-    def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> None:
+    def allreduce(  # type: ignore[override]
+        self, tensors: Sequence[Tensor], options: Any = None
+    ) -> None:
         """Write the next results into `tensors`."""
         for each in tensors:
             each.copy_(next(self._answers))

@@ -221,7 +221,7 @@ def _is_no_plain_optimizer(value: Any) -> bool:
     return value not in ("adam", "sgd")
 
 
-def _reruns(value: Any) -> bool:
+def _reruns(value: object) -> bool:
     return value != "disabled"
 
 

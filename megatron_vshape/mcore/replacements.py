@@ -33,6 +33,7 @@ from megatron_vshape.mcore.forward_backward import PipelineRunner
 from megatron_vshape.mcore.iteration_log import IterationLog, why_no_mfu
 from megatron_vshape.mcore.late_checks import can_wait
 from megatron_vshape.mcore.metering import MeteredSchedule, count_backward, count_forward
+from megatron_vshape.mcore.pipeline import Pipeline
 from megatron_vshape.mcore.post_validation import PostValidation, check_optimizer, why_no_gain
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
 from megatron_vshape.mcore.session import Session
@@ -122,7 +123,8 @@ def _embedding_ranks(session: Session, users: Function | None) -> Function:
         if session.pipeline is not None:
             return layout.embedding_ranks(session.pipeline.stage_map, pipeline_ranks)
         chosen = parallel_state.default_embedding_ranks if users is None else users
-        return chosen(pipeline_ranks, *args)
+        ranks_of_ends: list[int] = chosen(pipeline_ranks, *args)
+        return ranks_of_ends
 
     return ranks
 
@@ -209,7 +211,7 @@ def train(session: Session, original: Function) -> Function:
         if session.pipeline is not None:
             given = signature.bind(*args, **options).arguments
             try:
-                lines = _opening(session, given["model"], given["optimizer"])
+                lines = _opening(session, session.pipeline, given["model"], given["optimizer"])
             except ScheduleError as error:
                 raise RefusedError(error) from None
             print_rank_0(lines)
@@ -315,12 +317,10 @@ def _post_validation(session: Session, optimizer: Any) -> PostValidation:
     return PostValidation(runner)
 
 
-def _opening(session: Session, model: Sequence[Any], optimizer: Any) -> str:
+def _opening(session: Session, pipeline: Pipeline, model: Sequence[Any], optimizer: Any) -> str:
     """Return the schedule's picture, what carries messages, and with a limit what is left of it."""
-    runner = _own_runner(session)
-    pipeline, lines = session.pipeline, []
-    planner = pipeline.planner
-    carrier = runner.connect(model)
+    planner, lines = pipeline.planner, []
+    carrier = _own_runner(session, pipeline).connect(model)
     if carrier is not None:
         lines.append(carrier)
     if planner.limit_bytes is not None:
@@ -341,11 +341,13 @@ def _opening(session: Session, model: Sequence[Any], optimizer: Any) -> str:
     return "\n".join(lines)
 
 
-def _own_runner(session: Session) -> PipelineRunner:
+def _own_runner(session: Session, pipeline: Pipeline) -> PipelineRunner:
     """Return what runs the steps of this package's schedule; made when it is first asked for."""
-    if session.runner is None:
-        session.runner = PipelineRunner(session.step, session.pipeline, session.logs)
-    return session.runner
+    runner = session.runner or PipelineRunner(session.step, pipeline, session.logs)
+    if not isinstance(runner, PipelineRunner):
+        raise RuntimeError("a schedule of this package is to run, and one of Megatron's own runs")
+    session.runner = runner
+    return runner
 
 
 def _tell_end(session: Session) -> None:
@@ -458,7 +460,7 @@ def get_forward_backward_func(session: Session, original: Function) -> Function:
     @functools.wraps(original)
     def get(*args: Any, **options: Any) -> Any:
         if session.pipeline is not None:
-            return _own_runner(session)
+            return _own_runner(session, session.pipeline)
         function = original(*args, **options)
         if session.megatrons_own is None:
             return function
@@ -539,7 +541,7 @@ def _is_end(session: Session, original: Function, stage: int) -> Function:
         if pipeline is not None and not ignore_virtual and pipeline.stage_map.num_chunks == 1:
             chunk = 0
         if pipeline is None or chunk is None:
-            return original(ignore_virtual=ignore_virtual, vp_stage=vp_stage)
+            return bool(original(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
         rank = parallel_state.get_pipeline_model_parallel_rank()
         wanted = stage % len(pipeline.stage_map.placement)
         return pipeline.stage_map.stage(rank, chunk) == wanted

@@ -27,25 +27,25 @@ from megatron_vshape.runtime.weight_jobs import (
 )
 
 
-def make_split_linear(state: StepState, layers: ModuleType, upstream: type) -> type:
+def make_split_linear(state: StepState, layers: ModuleType, upstream: Any) -> type:
     """Return the Function that takes the place of `upstream` in Megatron's module `layers`."""
 
-    class SplitLinear(upstream):
+    class SplitLinear(upstream):  # type: ignore[misc]
         """Upstream's linear; inside a B, its weight gradient becomes a job."""
 
         @classmethod
-        def apply(cls, *args: Any) -> Tensor:
+        def apply(cls, *args: Any) -> Any:
             return super().apply(*args) if state.splits_backward else upstream.apply(*args)
 
         @staticmethod
-        def forward(ctx: Any, input: Tensor, weight: Tensor, *options: Any) -> Tensor:
+        def forward(ctx: Any, input: Tensor, weight: Tensor, *options: Any) -> Any:
             # Under recompute ctx.saved_tensors returns another object, without main_grad.
             ctx.parameter = weight
             ctx.num_options = len(options)
             return upstream.forward(ctx, input, weight, *options)
 
         @staticmethod
-        def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        def backward(ctx: Any, grad_output: Tensor) -> Any:
             if is_open():
                 return _backward_inputs(state, layers, ctx, grad_output)
             return upstream.backward(ctx, grad_output)

@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 Gemm = Callable[..., tuple[Any, ...]]
 """What TE hands over: takes the tensors and returns (weight gradient, bias gradient, ...)."""
 
+TELayer = Any
+"""One of TE's linear layers; torch would take each attribute of it for a Tensor or a Module."""
+
 _PROTOCOL = {"delay_wgrad_compute": (), "put": ("tensor_list", "func"), "pop": ()}
 """The methods of a store that TE's layers call, and their parameters."""
 
@@ -49,6 +52,7 @@ def install(state: StepState, chunks: Iterable[nn.Module]) -> int:
     """
     installed = 0
     notes = _Notes()
+    layer: TELayer
     for chunk in chunks:
         for layer in chunk.modules():
             if is_splittable(layer):
@@ -117,7 +121,7 @@ class JobStore:
     context = None
     """TE's queue; its layers look whether there is one before they would pop from it."""
 
-    def __init__(self, state: StepState, layer: nn.Module, notes: _Notes) -> None:
+    def __init__(self, state: StepState, layer: TELayer, notes: _Notes) -> None:
         self._state = state
         self._layer = layer
         self._notes = notes
@@ -135,6 +139,7 @@ class JobStore:
         weights, biases = _parameters(layer, func)
         if layer.fuse_wgrad_accumulation:
             func = accumulating(func)
+        sources: Sequence[dist.ProcessGroup | None]
         if _is_grouped(layer):
             tensors, sources = [tensor_list[0], tensor_list[1]], (None, None)
             targets = _take_targets(layer, tensor_list[2])
@@ -199,7 +204,7 @@ def _run(
         _add_parts(biases, bias_grad)
 
 
-def _take_targets(layer: nn.Module, targets: list[Tensor | None]) -> list[Tensor] | torch.dtype:
+def _take_targets(layer: TELayer, targets: list[Any]) -> list[Tensor] | torch.dtype:
     """Return where a grouped layer's weight gradients go: main_grads, or memory of this dtype.
 
     Unfused, `targets` is memory that TE has just allocated and returns from backward, filled or
@@ -207,7 +212,7 @@ def _take_targets(layer: nn.Module, targets: list[Tensor | None]) -> list[Tensor
     """
     if layer.fuse_wgrad_accumulation:
         return list(targets)
-    dtype = targets[0].dtype
+    dtype: torch.dtype = targets[0].dtype
     targets[:] = [None] * len(targets)
     return dtype
 
@@ -260,7 +265,7 @@ def add_gradient(parameter: nn.Parameter, grad: Tensor) -> None:
 
 
 def _parameters(
-    layer: nn.Module, func: Gemm
+    layer: TELayer, func: Gemm
 ) -> tuple[tuple[nn.Parameter, ...], tuple[nn.Parameter, ...]]:
     """Return the weights, and the biases, that `func` computes the gradients of."""
     if _is_grouped(layer):
@@ -300,7 +305,7 @@ def _mlp_part(func: Gemm) -> str:
 
 
 def _keep_shards(
-    layer: nn.Module, tensors: list[Any], func: Gemm, notes: _Notes
+    layer: TELayer, tensors: list[Any], func: Gemm, notes: _Notes
 ) -> list[dist.ProcessGroup | None]:
     """Put this rank's part in the place of a tensor that TE has gathered for the GEMM.
 
@@ -325,7 +330,7 @@ def _keep_shards(
     return sources
 
 
-def _gathered(layer: nn.Module, func: Gemm) -> int | None:
+def _gathered(layer: TELayer, func: Gemm) -> int | None:
     """Return which of (input, output gradient) TE has gathered over the sequence, if any."""
     if not getattr(layer, "sequence_parallel", False) or layer.tp_size == 1:
         return None
@@ -349,7 +354,7 @@ def _runs_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _forget_first_microbatch(layer: nn.Module) -> None:
+def _forget_first_microbatch(layer: TELayer) -> None:
     """Have Megatron not tell the layer which microbatch is the first, where that has no use.
 
     It saves FP8 weights from being cast again; without FP8 all it does is overwrite main_grad.

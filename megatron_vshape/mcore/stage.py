@@ -107,7 +107,7 @@ class MegatronStage:
         if self._is_last:
             return None
         # Of the output only grad_fn is still needed here; its memory goes with the alias.
-        sent = output.detach()
+        sent: Tensor = output.detach()
         schedules.deallocate_output_tensor(output, step.config.deallocate_pipeline_outputs)
         return sent
 
@@ -145,12 +145,13 @@ class MegatronStage:
 
     def _backward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         with self._state.run_chunk(self._chunk):
-            return schedules.backward_step(
+            gradient: Tensor | None = schedules.backward_step(
                 self._inputs.pop(microbatch),
                 self._outputs.pop(microbatch),
                 received,
                 self._step.config,
             )
+        return gradient
 
     def _count(self, work: Pass, output: Tensor | None = None) -> None:
         census = self._state.census

@@ -45,7 +45,7 @@ def static_memory(
     moments are there twice.
     """
     own = [each for chunk in model for each in chunk.parameters()]
-    gradients = [each.main_grad for each in own if isinstance(_main_grad(each), Tensor)]
+    gradients = [grad for each in own if isinstance(grad := _main_grad(each), Tensor)]
     stepped = [each for group in optimizer.param_groups for each in group["params"]]
     held = {_storage(each) for each in own}
     copies = [each for each in stepped if _storage(each) not in held]

@@ -32,6 +32,9 @@ class Checks(Protocol):
     def add(self, check: Callable[[Tensor], None], result: Tensor) -> None:
         """Keep a check."""
 
+    def make(self) -> None:
+        """Make those that are kept; raises what they raise."""
+
 
 @dataclass(slots=True)
 class StepState:

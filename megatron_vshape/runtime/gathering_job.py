@@ -28,18 +28,21 @@ class GatheringJob:
         self._compute = compute
         self._tensors = list(tensors)
         self._groups = groups
-        self._under_way: list[tuple[dist.Work, Tensor]] | None = None
+        self._has_begun = False
+        self._under_way: list[tuple[dist.Work, Tensor]] = []
 
     def begin(self) -> None:
         """Start to gather, unless it has been; does not wait. All ranks of the groups do so."""
-        if self._under_way is not None:
+        if self._has_begun:
             return
-        self._under_way = []
+        self._has_begun = True
         for at, group in enumerate(self._groups):
             if group is not None:
                 part = self._tensors[at]
                 whole = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
                 work = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
+                if work is None:
+                    raise RuntimeError("a weight job gathers over a group that this rank is not in")
                 self._under_way.append((work, part))  # the part is read until the work has ended
                 self._tensors[at] = whole
 

@@ -7,8 +7,8 @@ A label is torch's `record_function`. Under `torch.autograd.profiler.emit_nvtx`,
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import Tensor, nn
+from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
 _NOTHING = nullcontext()
@@ -21,7 +21,7 @@ def label(text_of: Callable[..., str], *args: object) -> AbstractContextManager[
     The name is made only when something records: a record_function takes microseconds even when
     nothing does, and this well under one.
     """
-    if torch.autograd._profiler_enabled():
+    if _profiler_enabled():
         return record_function(text_of(*args))
     return _NOTHING
 

@@ -65,7 +65,7 @@ class _Handler:
     """
 
     def __init__(self) -> None:
-        self._masks: list[set[signal.Signals]] = []
+        self._masks: list[set[int | signal.Signals]] = []
 
     def __call__(self, number: int, frame: object) -> None:
         """Do nothing: the byte that Python has put into the pipe by now does."""

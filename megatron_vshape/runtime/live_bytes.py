@@ -20,7 +20,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts the storages that are made while it is active, each until it is freed."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(

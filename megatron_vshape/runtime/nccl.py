@@ -72,14 +72,14 @@ def made_by_pairs() -> Iterator[None]:
     """
     world = dist.group.WORLD
     bound = getattr(world, "bound_device_id", None)
-    if bound is None or hasattr(dist.ProcessGroupNCCL.Options, "lazy_init"):
+    if world is None or bound is None or hasattr(dist.ProcessGroupNCCL.Options, "lazy_init"):
         yield
         return
-    world.bound_device_id = None  # type: ignore[union-attr]
+    world.bound_device_id = None
     try:
         yield
     finally:
-        world.bound_device_id = bound  # type: ignore[union-attr]
+        world.bound_device_id = bound
 
 
 def class_of(group: dist.ProcessGroup) -> str:

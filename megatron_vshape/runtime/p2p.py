@@ -405,7 +405,7 @@ def _work(work: "dist.Work | None", message: Message) -> dist.Work:
 
 
 def _recorded_event() -> torch.cuda.Event:
-    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event()
     event.record()
     return event
 

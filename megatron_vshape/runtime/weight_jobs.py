@@ -74,7 +74,7 @@ def run_beside() -> None:
 
     For whoever has started, inside B, what has to be waited for.
     """
-    if not _Open.may_run:
+    if _Open.beside is None or not _Open.may_run:
         return
     _Open.may_run -= 1
     with torch.no_grad():
@@ -296,9 +296,9 @@ _KERNELS: dict[WeightGradKernel, Callable[[Tensor, Tensor, Tensor], None]] = {
 @functools.cache
 def _addmm_has_out_dtype() -> bool:
     # From 2.8 on there is the overload, which at first refuses a sum wider than what it adds.
-    if torch.__version__ < (2, 10):
+    if torch.__version__ < (2, 10):  # type: ignore[operator]
         return False
-    return "dtype_out" in torch.ops.aten.addmm.overloads()  # type: ignore[no-untyped-call]
+    return "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 @functools.cache
@@ -313,7 +313,8 @@ def _apex() -> Any | None:
 def _te_gemm() -> Callable[..., Any] | None:
     """Return general_gemm, called with TE's own workspace where it wants one: before TE 2.10."""
     try:
-        gemm = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
+        extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
+        gemm: Callable[..., Any] = extensions.general_gemm
         if "workspace" not in inspect.signature(gemm).parameters:
             return gemm
         workspace = importlib.import_module("transformer_engine.pytorch.module.base").get_workspace
