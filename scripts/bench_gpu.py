@@ -48,7 +48,7 @@ import megatron_vshape.mcore
 import torch
 from torch import Tensor, nn
 
-from megatron_vshape.core.adaptive import make_plus
+from megatron_vshape.core.ask import Question, ask
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.instructions import Message
 from megatron_vshape.core.passes import Kind, ScheduleError
@@ -621,7 +621,7 @@ class Output:
         """Write the plan that `name` stands for at measured costs, and return its file."""
         if costs is None:
             raise SystemExit(f"bench_gpu: {name} is planned with measured costs: put a V before it")
-        schedule = make_plus(name, args.devices, args.microbatches, costs)
+        schedule = ask(Question(name, args.devices, args.microbatches, costs)).schedule
         file = self.file.with_suffix(f".{name.replace('+', '-plus')}.csv")
         file.write_text(schedule.to_csv())
         return str(file)

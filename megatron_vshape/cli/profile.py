@@ -15,7 +15,7 @@ from megatron_vshape.cli.files import Output, check_target, write_all
 from megatron_vshape.cli.options import count
 from megatron_vshape.core.costs import Costs, Piece
 from megatron_vshape.core.layers import even_layers, parse_layers
-from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.passes import Kind, ScheduleError
 from megatron_vshape.core.placement import v_shape
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ def run(options: argparse.Namespace) -> int:
 
     with _megatron_quiet():
         prepare(device)
-        print(f"{'':26}{'F ms':>10}{'B ms':>10}{'W ms':>10}{'MiB after F':>13}{'after B':>10}")
+        columns = "".join(f"{kind + ' ms':>10}" for kind in Kind)
+        print(f"{'':26}{columns}{'MiB after F':>13}{'after B':>10}")
         try:
             costs = profile_stages(model, layers, options.repeats, options.send_us, _tell)
         except torch.OutOfMemoryError:
@@ -210,7 +211,8 @@ def _time(text: str) -> float:
 
 
 def _tell(what: str, costs: Piece) -> None:
-    times = (costs.forward_us, costs.backward_us, costs.weight_us)
+    whole_us = costs.backward_us + costs.weight_us - costs.saved_us
+    times = (costs.forward_us, costs.backward_us, costs.weight_us, whole_us)
     held = (costs.held_after_forward_bytes, costs.held_after_backward_bytes)
     row = "".join(f"{each / 1000:10.2f}" for each in times)
     print(f"{what:26}{row}{held[0] / MIB:13.2f}{held[1] / MIB:10.2f}", flush=True)

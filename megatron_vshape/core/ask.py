@@ -15,7 +15,8 @@ from megatron_vshape.core.bounds import each_limit, lower_bound
 from megatron_vshape.core.building_block import BuildingBlock
 from megatron_vshape.core.catalogue import NAMES, make, make_block, no_such_schedule
 from megatron_vshape.core.costs import Costs, regroup
-from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.lowering import fuse
+from megatron_vshape.core.passes import Kind, Pass, ScheduleError
 from megatron_vshape.core.placement import Placement, stages_of
 from megatron_vshape.core.schedule import Objective, Plan, Schedule, Timeline, load_schedule
 from megatron_vshape.core.simulate import peak_held, simulate
@@ -203,12 +204,16 @@ def best_order(question: Question, *known: Known) -> Planned:
         seconds=question.seconds,
         progress=question.progress,
     )
-    known = (*known, *_rivals(question, limits, made.value))
-    for each in known:
-        value = made.objective.of(each.timeline)
-        if value < made.value * (1 - _SAME) and _fits(each.peak, limits):
-            made = _plan_of(each, limits, made, value)
     own = question.costs_of(made.schedule.num_stages, "the plan")
+    goal = made.objective
+    if own.whole_backward_us is not None:
+        made = _plan_of(_joined(judge(made.schedule, own), goal), limits, made, made.source)
+    rivals = (*known, *_rivals(question, limits, made.value))
+    known = tuple(_joined(each, goal) for each in rivals)
+    for each in known:
+        better = goal.of(each.timeline) < made.value * (1 - _SAME)
+        if better and _fits(each.peak, limits):
+            made, own = _plan_of(each, limits, made, each.schedule.name), each.costs
     verify(made.schedule, limits, own)
     return Planned(made.schedule, own, plan=made, limits=limits, known=known)
 
@@ -245,6 +250,39 @@ def _may_fit(
     return _fits([peak * min(held[stage] for stage in own) for peak, own in rows], limits)
 
 
+def _joined(known: Known, objective: Objective) -> Known:
+    """Return the schedule with B and W that stand together run as BW where that is not slower.
+
+    Only where BW has a price of its own; else `lower` does it, and it changes no time. First those
+    that delay nobody, then all, and if that is too much, those of one stage after the other.
+    """
+    _, costs, timeline, _ = known
+    if costs.whole_backward_us is None:
+        return known
+    best = judge(fuse(timeline), costs)
+    everywhere = range(best.schedule.num_stages)
+    for stages in (everywhere, *((stage,) for stage in everywhere)):
+        tried = judge(_join(best.schedule, stages), costs)
+        if objective.of(tried.timeline) <= objective.of(best.timeline):
+            best = tried
+    return best
+
+
+def _join(schedule: Schedule, stages: Sequence[int]) -> Schedule:
+    """Return the schedule with every W of these stages that follows its B run with it."""
+    rows = []
+    for own in schedule.order:
+        row: list[Pass] = []
+        for work in own:
+            before = row[-1] if row else None
+            if work.kind is Kind.W and work.stage in stages and before == (Kind.B, *work[1:]):
+                row[-1] = work._replace(kind=Kind.BW)
+            else:
+                row.append(work)
+        rows.append(tuple(row))
+    return replace(schedule, order=tuple(rows))
+
+
 @lru_cache(maxsize=len(NAMES))  # a frontier asks for the same ones at every limit
 def _made(name: str, num_devices: int, num_microbatches: int) -> Schedule:
     return make(name, num_devices, num_microbatches)
@@ -254,17 +292,18 @@ def _fits(peak: Sequence[float], limits: Sequence[float]) -> bool:
     return all(held <= most * (1 + _SAME) for held, most in zip(peak, limits, strict=True))
 
 
-def _plan_of(known: Known, limits: Sequence[float], made: Plan, value: float) -> Plan:
-    """Return a published schedule as the plan in place of the one that was made."""
-    schedule, costs, _, peak = known
+def _plan_of(known: Known, limits: Sequence[float], made: Plan, source: str) -> Plan:
+    """Return a schedule as the plan in place of the one that was made."""
+    schedule, costs, timeline, peak = known
     sizes = schedule.placement, schedule.num_devices, schedule.num_microbatches
     bound = lower_bound(costs, *sizes, limits, span=made.objective is Objective.SPAN)
+    value = made.objective.of(timeline)
     return replace(
         made,
         schedule=replace(schedule, name=made.schedule.name),
         value=value,
-        busy=costs.busy_us(*sizes),
+        busy=timeline.busy,
         lower_bound=min(bound, value),
         peak=peak,
-        source=schedule.name,
+        source=source,
     )

@@ -124,6 +124,7 @@ def lower_bound(
     For the span, each device's own first start is subtracted: when the first microbatch can be
     there, and no order that runs at once what it can starts later.
     """
+    costs = costs.split_no_slower()
     paths = _make_paths(costs, placement)
     best = paths.round_trip[0] + costs.weight_us[0]
     for device, stages in enumerate(stages_of(placement, num_devices)):

@@ -28,10 +28,11 @@ class Piece:
     weight_us: float
     held_after_forward_bytes: float
     held_after_backward_bytes: float
+    saved_us: float = 0.0  # by a whole backward, beside B + W
 
     @property
     def time_us(self) -> float:
-        """Return the time of all passes of a microbatch."""
+        """Return the time of all passes of a microbatch, its backward split."""
         return self.forward_us + self.backward_us + self.weight_us
 
     def times(self, factor: float) -> Self:
@@ -69,7 +70,8 @@ class Costs:
     Times are in microseconds or any other unit used throughout, memory likewise in bytes or in
     chunks. A stage holds `held_after_forward_bytes` per microbatch from the start of F, then
     `held_after_backward_bytes` from the end of B, and nothing from the end of W on. `layers` says
-    how many layers every stage had when that was measured, where it is known.
+    how many layers every stage had when that was measured, where it is known; `whole_backward_us`
+    what a BW takes where that is not B + W, as exchanges hide in it that a split one waits for.
     """
 
     forward_us: tuple[float, ...]
@@ -79,6 +81,7 @@ class Costs:
     held_after_forward_bytes: tuple[float, ...]
     held_after_backward_bytes: tuple[float, ...]
     layers: tuple[int, ...] | None = None
+    whole_backward_us: tuple[float, ...] | None = None  # None: B + W
 
     def __post_init__(self) -> None:
         self._check()
@@ -110,12 +113,22 @@ class Costs:
         cls, stages: Sequence[Piece], send_us: float, layers: Sequence[int] | None = None
     ) -> "Costs":
         """Return the costs of these stages, in model order."""
-        each = {name: tuple(getattr(stage, name) for stage in stages) for name in _PER_STAGE}
-        return cls(send_us=send_us, layers=None if layers is None else tuple(layers), **each)
+        each: dict[str, Any] = {
+            name: tuple(getattr(stage, name) for stage in stages) for name in _PER_STAGE
+        }
+        each["layers"] = None if layers is None else tuple(layers)
+        if any(stage.saved_us > 0 for stage in stages):
+            # Where little is there to measure, noise may say that it saves more than a pass.
+            least = (max(stage.backward_us, stage.weight_us) for stage in stages)
+            whole = (s.backward_us + s.weight_us - s.saved_us for s in stages)
+            each["whole_backward_us"] = tuple(map(max, least, whole))
+        return cls(send_us=send_us, **each)
 
     def stages(self) -> list[Piece]:
         """Return every stage by itself."""
-        return list(map(Piece, *(getattr(self, name) for name in _PER_STAGE)))
+        split = enumerate(map(add, self.backward_us, self.weight_us))
+        saved = (both - self.time_us(Kind.BW, stage) for stage, both in split)
+        return list(map(Piece, *(getattr(self, name) for name in _PER_STAGE), saved))
 
     @property
     def num_stages(self) -> int:
@@ -123,28 +136,53 @@ class Costs:
         return len(self.forward_us)
 
     def time_us(self, kind: Kind, stage: int) -> float:
-        """Return how long a pass of `kind` takes on `stage`; BW takes B + W."""
+        """Return how long a pass of `kind` takes on `stage`; BW takes B + W if nothing is said."""
         if kind is Kind.F:
             return self.forward_us[stage]
         if kind is Kind.B:
             return self.backward_us[stage]
         if kind is Kind.W:
             return self.weight_us[stage]
+        if self.whole_backward_us is not None:
+            return self.whole_backward_us[stage]
         return self.backward_us[stage] + self.weight_us[stage]
 
+    def split_no_slower(self) -> "Costs":
+        """Return costs at which a split backward loses nothing to a whole one, if these differ.
+
+        What runs at these costs runs at those, every BW as B and W, no later and holding no more:
+        so bounds for these hold.
+        """
+        if self.whole_backward_us is None:
+            return self
+        backward, weight = [], []
+        for b, w, whole in zip(
+            self.backward_us, self.weight_us, self.whole_backward_us, strict=True
+        ):
+            weight.append(min(w, max(whole - b, whole / 1000)))  # above 0, as a time is
+            backward.append(min(b, whole - weight[-1]))
+        held = map(min, self.held_after_forward_bytes, self.held_after_backward_bytes)
+        return replace(
+            self,
+            backward_us=tuple(backward),
+            weight_us=tuple(weight),
+            held_after_backward_bytes=tuple(held),
+            whole_backward_us=None,
+        )
+
     def busy_us(self, placement: Sequence[int], num_devices: int, num_microbatches: int) -> float:
-        """Return the work of the busiest device."""
+        """Return the least work of the busiest device, every backward split or whole."""
         work = [0.0] * num_devices
         for stage, device in enumerate(placement):
-            work[device] += self.time_us(Kind.F, stage) + self.time_us(Kind.BW, stage)
+            split = self.backward_us[stage] + self.weight_us[stage]
+            work[device] += self.forward_us[stage] + min(split, self.time_us(Kind.BW, stage))
         return max(work) * num_microbatches
 
     def to_json(self) -> str:
         """Return the costs file's text."""
-        fields = {name: getattr(self, name) for name in _FIELDS}
-        if self.layers is not None:
-            fields["layers"] = self.layers
-        return json.dumps(fields, indent=1)
+        given = {name: getattr(self, name) for name in (*_FIELDS, *_OPTIONAL)}
+        known = {name: value for name, value in given.items() if value is not None}
+        return json.dumps(known, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Costs":
@@ -155,6 +193,8 @@ class Costs:
         """
         data = parse_object(text, "the costs file")
         layers = _whole_numbers("layers", data.pop("layers")) if "layers" in data else None
+        name = "whole_backward_us"
+        whole_us = _numbers(name, data.pop(name)) if name in data else None
         check_keys(data, _FIELDS, "the costs file")
         send_us = _numbers("send_us", [data["send_us"]])[0]
         lists = {name: _numbers(name, data[name]) for name in _PER_STAGE}
@@ -162,7 +202,7 @@ class Costs:
             raise ScheduleError(
                 "held_after_forward_bytes is 0 for every stage; some must hold more"
             )
-        return cls(send_us=send_us, **lists, layers=layers)
+        return cls(send_us=send_us, **lists, layers=layers, whole_backward_us=whole_us)
 
     @classmethod
     def load(cls, path: str | Path) -> "Costs":
@@ -174,7 +214,8 @@ class Costs:
             raise ScheduleError(f"the costs file {path} is not valid: {error}") from None
 
     def _check(self) -> None:
-        for name in _PER_STAGE:
+        whole = () if self.whole_backward_us is None else ("whole_backward_us",)
+        for name in (*_PER_STAGE, *whole):
             values = getattr(self, name)
             if len(values) != len(self.forward_us) or not values:
                 raise ScheduleError(
@@ -186,6 +227,7 @@ class Costs:
         self._check_layers()
         _check_value("send_us", "send_us", self.send_us, may_be_zero=True)
         times = (*self.forward_us, *self.backward_us, *self.weight_us)
+        times += self.whole_backward_us or ()
         longest, shortest = max(*times, self.send_us), min(times)
         if longest > MAX_RATIO * shortest:
             raise ScheduleError(
@@ -215,7 +257,8 @@ def _check_value(name: str, what: str, value: float, may_be_zero: bool = False) 
         raise ScheduleError(f"{what} is {value}; it must be from {LEAST:g} to {MOST:g}")
 
 
-_PER_STAGE = tuple(each.name for each in fields(Piece))
+_PER_STAGE = tuple(each.name for each in fields(Piece) if each.name != "saved_us")
+_OPTIONAL = ("layers", "whole_backward_us")
 _FIELDS = (*_PER_STAGE[:3], "send_us", *_PER_STAGE[3:])
 
 
@@ -264,8 +307,10 @@ def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
         return tuple(_sums(getattr(costs, name), size))
 
     changed: dict[str, Any] = {name: added(name) for name in _PER_STAGE}
-    layers = None if costs.layers is None else tuple(map(int, added("layers")))
-    return replace(costs, layers=layers, **changed)
+    changed |= {name: added(name) for name in _OPTIONAL if getattr(costs, name) is not None}
+    if costs.layers is not None:
+        changed["layers"] = tuple(map(int, changed["layers"]))
+    return replace(costs, **changed)
 
 
 def _sums(values: tuple[float, ...], size: int) -> Iterator[float]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_vshape.core.bounds import each_limit
 from megatron_vshape.core.costs import Costs, held_text
-from megatron_vshape.core.passes import PARTS, Pass, ScheduleError
+from megatron_vshape.core.passes import PARTS, Kind, Pass, ScheduleError
 from megatron_vshape.core.placement import stages_of
 from megatron_vshape.core.problem import scale_to
 from megatron_vshape.core.schedule import Objective, Plan, Schedule, Timeline
@@ -39,8 +39,9 @@ def prove(
 ) -> Plan:
     """Return the plan with the bound that is proven in `seconds`, or a better plan.
 
-    `limits` are those the plan was made for. With one worker the outcome depends on nothing but
-    the time taken; more workers are faster and less repeatable.
+    `limits` are those the plan was made for. The solver splits every backward: a plan with whole
+    ones, or for costs that give these a price of their own, stays as it is. With one worker the
+    outcome depends on nothing but the time taken; more workers are faster and less repeatable.
 
     Raises:
         ScheduleError: OR-tools is not installed, or the plan does not fit the limits.
@@ -52,6 +53,10 @@ def prove(
             "a proof needs OR-tools: pip install 'megatron-vshape[exact]'"
         ) from None
     schedule = plan.schedule
+    if costs.whole_backward_us is not None or any(
+        work.kind is Kind.BW for row in schedule.order for work in row
+    ):
+        return plan
     each = each_limit(limits, schedule.num_devices)
     for device, (held, most) in enumerate(zip(plan.peak, each, strict=True)):
         if held > most * (1 + 1e-9):

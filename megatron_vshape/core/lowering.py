@@ -94,17 +94,21 @@ def forward_wave(placement: Placement, num_devices: int, num_microbatches: int) 
 def fuse(timeline: Timeline) -> Schedule:
     """Return the schedule with B W made BW where B's reader starts late enough for all of BW.
 
-    The times decide, so that fusing delays nobody: a BW hands its gradient on when all is done.
+    The times decide, so that fusing delays nobody: a BW hands its gradient on when all is done,
+    and where it has a price of its own it ends no later than W did.
     """
-    schedule = timeline.schedule
+    schedule, whole_us = timeline.schedule, timeline.whole_backward_us
     deadline = _deadlines(timeline)
     rows = []
     for device in range(schedule.num_devices):
         row: list[Pass] = []
-        for work, _, end in timeline.slots(device):
+        began = 0.0
+        for work, start, end in timeline.slots(device):
             key = work[1:]
             follows = work.kind is Kind.W and row and row[-1] == (Kind.B, *key)
-            if follows and end <= deadline.get(key, end):
+            whole_end = end if whole_us is None else began + whole_us[work.stage]
+            began = start
+            if follows and whole_end <= min(end, deadline.get(key, end)):
                 row[-1] = Pass(Kind.BW, *key)
             else:
                 row.append(work)
@@ -138,7 +142,7 @@ def _fused(timeline: Timeline) -> Timeline:
     rows = list(zip(schedule.order, slots, strict=True))
     starts = (tuple(at[p.parts()[0], *p[1:]].start for p in row) for row, at in rows)
     ends = (tuple(at[p.parts()[-1], *p[1:]].end for p in row) for row, at in rows)
-    return Timeline(schedule, tuple(starts), tuple(ends), timeline.send_us)
+    return replace(timeline, schedule=schedule, starts=tuple(starts), ends=tuple(ends))
 
 
 def _instructions(messages: Messages, device: int, window: int) -> Iterator[Instruction]:

@@ -172,13 +172,15 @@ class Slot(NamedTuple):
 class Timeline:
     """A schedule with the times at which its passes run, simulated or measured.
 
-    `send_us` is what a result took to the next device, where that is known.
+    `send_us` is what a result took to the next device, where that is known, and
+    `whole_backward_us` what a BW takes of every stage, where it is not B + W.
     """
 
     schedule: Schedule
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
     send_us: float = 0.0
+    whole_backward_us: tuple[float, ...] | None = None
 
     def slots(self, device: int) -> Iterable[Slot]:
         """Yield the passes of a device with their times, in order."""

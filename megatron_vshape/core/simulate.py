@@ -53,6 +53,7 @@ class _Simulation:
         self.needs = need_table(stages)
         self.time_us = {kind: [costs.time_us(kind, s) for s in range(stages)] for kind in Kind}
         self.send_us = costs.send_us
+        self.whole_backward_us = costs.whole_backward_us
         self.end: list[list[list[float | None]]] = [
             [[None] * microbatches for _ in range(stages)] for _ in PARTS
         ]
@@ -72,7 +73,7 @@ class _Simulation:
         if stuck:
             raise ScheduleError(explain_deadlock(self.schedule, stuck))
         starts, ends = tuple(map(tuple, self.starts)), tuple(map(tuple, self.ends))
-        return Timeline(self.schedule, starts, ends, self.send_us)
+        return Timeline(self.schedule, starts, ends, self.send_us, self.whole_backward_us)
 
     def _advance(self, device: int, awake: list[int]) -> None:
         """Run the device's passes up to the first whose inputs are not there yet."""

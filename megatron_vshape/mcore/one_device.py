@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -308,24 +309,32 @@ def _described(num_layers: int, is_first: bool, is_last: bool) -> str:
 def _profile_stage(
     model: Model, state: Any, num_layers: int, is_first: bool, is_last: bool, repeats: int
 ) -> Piece:
-    """Run F, B and W of one microbatch after another; the first one's memory is counted."""
+    """Run F, B and W of one microbatch after another, then F and BW of as many.
+
+    The first one's memory is counted.
+    """
     chunk = build(model, state, num_layers, is_first, is_last)
     zero_gradients([chunk])
-    total = 1 + WARM_UP + repeats
+    total = 1 + 2 * (WARM_UP + repeats)
     stage = _alone(model, state, chunk, total)
     with _counted(state, chunk) as census:
         _run_microbatch(model, stage, 0)
-    for microbatch in range(1, 1 + WARM_UP):
-        _run_microbatch(model, stage, microbatch)
-    timer = PassTimer(torch.device(model.device))
-    for microbatch in range(1 + WARM_UP, total):
-        _run_microbatch(model, stage, microbatch, timer)
-    times: dict[Kind, list[float]] = {Kind.F: [], Kind.B: [], Kind.W: []}
-    for work, start, end in timer.slots():
-        times[work.kind].append(end - start)
-    return Piece(
-        median(times[Kind.F]), median(times[Kind.B]), median(times[Kind.W]), *census.held_bytes(0)
-    )
+    times: dict[Kind, list[float]] = {kind: [] for kind in Kind}
+    microbatches = iter(range(1, total))
+    for splits in (True, False):
+        for microbatch in islice(microbatches, WARM_UP):
+            _run_microbatch(model, stage, microbatch, splits=splits)
+        timer = PassTimer(torch.device(model.device))
+        for microbatch in islice(microbatches, repeats):
+            _run_microbatch(model, stage, microbatch, timer, splits)
+        for work, start, end in timer.slots():
+            # A forward is the same before either; as many are enough.
+            if splits or work.kind is Kind.BW:
+                times[work.kind].append(end - start)
+    forward, backward, weight, whole = (median(times[kind]) for kind in Kind)
+    saved = max(backward + weight - whole, 0.0)  # below 0 is noise: it may do both in turn
+    after_forward, after_backward = census.held_bytes(0)
+    return Piece(forward, backward, weight, after_forward, after_backward, saved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,8 +131,9 @@ def merge(
 def measured_costs(timelines: Sequence[Timeline], send_us: float, held: Held) -> Costs:
     """Return each stage's median pass times over measured steps, with its bytes.
 
-    A whole backward is divided as the stage's own split passes are; where it has none, as those
-    of all stages together; where there are none at all, in half.
+    A stage that ran whole backwards beside split ones has a price for either. Where it ran none
+    split, a whole one is divided as those of all stages together are; where there are none at
+    all, in half.
     """
     times: dict[tuple[Kind, int], list[float]] = {}
     for timeline in timelines:
@@ -143,7 +144,10 @@ def measured_costs(timelines: Sequence[Timeline], send_us: float, held: Held) ->
     stages = range(timelines[0].schedule.num_stages)
     share = _share_of_b(middle)
     return Costs.of(
-        [Piece(middle[Kind.F, at], *_divide(middle, at, share), *held[at]) for at in stages],
+        [
+            Piece(middle[Kind.F, at], *_divide(middle, at, share), *held[at], _saved(middle, at))
+            for at in stages
+        ],
         send_us,
     )
 
@@ -158,6 +162,17 @@ def _share_of_b(middle: Mapping[tuple[Kind, int], float]) -> float:
     if not pairs:
         return 0.5
     return sum(b for b, _ in pairs) / sum(b + w for b, w in pairs)
+
+
+def _saved(middle: Mapping[tuple[Kind, int], float], stage: int) -> float:
+    """Return what a whole backward saves of B + W; 0 where not all three have run.
+
+    Below 0 it would be noise: it may do both in turn.
+    """
+    if not all((kind, stage) in middle for kind in (Kind.B, Kind.W, Kind.BW)):
+        return 0.0
+    both = middle[Kind.B, stage] + middle[Kind.W, stage]
+    return max(both - middle[Kind.BW, stage], 0.0)
 
 
 def _divide(

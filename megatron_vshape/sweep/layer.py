@@ -84,7 +84,7 @@ class Layers:
             weight,
             kept,
             unit * assume.kept_after_backward * self._width(),
-            weights,
+            parameters=weights,
         )
 
     def layer(self, kernels: Part) -> Part:
@@ -117,9 +117,9 @@ class Layers:
         """Return the part with its forward run again: its backward then runs whole."""
         if self.combination.recompute is Recompute.NONE:
             return part
-        again = part.forward_us + part.backward_us + part.weight_us
+        again = part.time_us - part.saved_us
         kept = 2 * self._unit() * self._width()
-        return Part(part.forward_us, again, 0.0, kept, 0.0, part.parameters)
+        return Part(part.forward_us, again, 0.0, kept, 0.0, parameters=part.parameters)
 
     def first(self) -> Part:
         """Return the embedding."""
@@ -127,7 +127,7 @@ class Layers:
         look_up = self.machine.traffic_us(4 * unit)
         vocabulary = self.model.vocabulary_size / self.combination.tensor_parallel
         weights = vocabulary * self.model.hidden_size
-        return Part(look_up + 3 * us, 2 * look_up + 3 * us, us, unit, 0.0, weights)
+        return Part(look_up + 3 * us, 2 * look_up + 3 * us, us, unit, 0.0, parameters=weights)
 
     def last_kernels(self) -> Part:
         """Return the output layer and the loss without their communication."""
@@ -145,7 +145,12 @@ class Layers:
         inputs = 2 * self._unit()
         weights = 0.0 if self._shares_weight() else vocabulary * hidden
         return Part(
-            forward, backward, weight, inputs + 6 * logits, inputs + 2 * logits, float(weights)
+            forward,
+            backward,
+            weight,
+            inputs + 6 * logits,
+            inputs + 2 * logits,
+            parameters=float(weights),
         )
 
     def message_us(self) -> float:

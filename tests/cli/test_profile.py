@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from operator import add
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,11 @@ def test_a_model_is_measured_and_planned(
     assert costs.layers == (1, 2, 2, 1)
     assert costs.send_us == 7
     assert costs.forward_us[1] == costs.forward_us[2]
+    assert lines[0].split()[:8] == "F ms B ms W ms BW ms".split()
+    # A whole backward does what both halves do; where it is measured to save nothing, none is told.
+    whole_us = costs.whole_backward_us or map(add, costs.backward_us, costs.weight_us)
+    for whole, b, w in zip(whole_us, costs.backward_us, costs.weight_us, strict=True):
+        assert max(b, w) <= whole <= b + w
     assert costs.held_after_forward_bytes[1] > 1.5 * costs.held_after_forward_bytes[0]
     # Logits of 64 tokens and half of 64 words, kept by the loss beside the layer.
     assert costs.held_after_forward_bytes[3] > costs.held_after_forward_bytes[0]

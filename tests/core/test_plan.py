@@ -6,8 +6,7 @@ import pytest
 
 from megatron_vshape.core import frontier as core_frontier
 from megatron_vshape.core import search
-from megatron_vshape.core.adaptive import make_plus
-from megatron_vshape.core.ask import AUTO, MEMORY_NAMES, PLUS, Planned, Question, best_order
+from megatron_vshape.core.ask import AUTO, MEMORY_NAMES, PLUS, Planned, Question, ask, best_order
 from megatron_vshape.core.bounds import lower_bound
 from megatron_vshape.core.candidates import Candidate, Candidates
 from megatron_vshape.core.catalogue import make
@@ -151,7 +150,8 @@ def test_what_would_fill_the_memory_is_refused() -> None:
 
 def test_a_name_with_a_plus_takes_costs_of_a_finer_cut() -> None:
     fine, coarse = Costs.uniform(2, 8, *REAL), Costs.uniform(2, 4, *REAL)
-    assert make_plus("v-half+", 2, 4, fine) == make_plus("v-half+", 2, 4, coarse)
+    made = [ask(Question("v-half+", 2, 4, each)).schedule for each in (fine, coarse)]
+    assert made[0] == made[1]
 
 
 def test_published_schedules_are_points() -> None:
@@ -173,12 +173,14 @@ def test_an_order_within_a_limit_is_proved_to_keep_it(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", MEMORY_NAMES)
 def test_a_name_with_a_plus_is_a_plan_at_its_memory(name: str) -> None:
     costs = uniform(4, (1, 2, 1, 0.05))
-    made, base = make_plus(name + PLUS, 4, 8, costs), make(name, 4, 8)
+    made, base = ask(Question(name + PLUS, 4, 8, costs)).schedule, make(name, 4, 8)
     assert made.name == name + PLUS
     assert max(peak_held(made, costs)) <= max(peak_held(base, costs))
     assert simulate(made, costs).makespan <= simulate(base, costs).makespan
 
 
 def test_only_some_names_have_a_plus() -> None:
-    with pytest.raises(ScheduleError, match=r"'1f1b\+'.* The names are v-min\+, v-half\+, v-zb\+"):
-        make_plus("1f1b+", 4, 8)
+    with pytest.raises(
+        ScheduleError, match=r"'1f1b\+'; did you mean 1f1b\? .* v-min\+, v-half\+, "
+    ):
+        ask(Question("1f1b+", 4, 8))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vshape.core.adaptive import make_plus
+from megatron_vshape.core.ask import Question, ask
 from megatron_vshape.core.catalogue import NAMES, make
 from megatron_vshape.core.costs import Costs
 from megatron_vshape.core.passes import Pass, ScheduleError
@@ -63,6 +63,6 @@ def test_a_file_whose_microbatches_run_out_of_turn(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [*NAMES, "v-half+"])
 def test_this_packages_own_orders_may_be_files(tmp_path: Path, name: str) -> None:
     file = tmp_path / "own.json"
-    made = make_plus(name, 4, 8) if name.endswith("+") else make(name, 4, 8)
+    made = ask(Question(name, 4, 8)).schedule if name.endswith("+") else make(name, 4, 8)
     file.write_text(made.to_json())
     make_planner(str(file), 4)

@@ -1,6 +1,7 @@
 """Measured timelines and costs."""
 
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -165,6 +166,16 @@ def test_a_whole_backward_is_divided_as_split_ones_are() -> None:
     costs = measured_costs([timeline], 0.0, HELD)
     assert costs.backward_us == pytest.approx((12.0, 12.0))
     assert costs.weight_us == pytest.approx((8.0, 8.0))
+
+
+def test_a_stage_that_ran_both_has_a_price_for_whole_backwards() -> None:
+    timeline = _timeline_of({Kind.F: 10.0, Kind.B: 12.0, Kind.W: 8.0, Kind.BW: 17.0})
+    whole = replace(timeline.schedule, order=((Pass(Kind.BW, 1, 0),),))
+    again = replace(timeline, schedule=whole, starts=((0.0,),), ends=((17.0,),))
+    costs = measured_costs([timeline, again], 0.0, HELD)
+    assert costs.backward_us[1] + costs.weight_us[1] == pytest.approx(20.0)
+    assert costs.whole_backward_us == pytest.approx((17.0, 17.0))
+    assert measured_costs([timeline], 0.0, HELD).whole_backward_us is None
 
 
 def test_whole_backwards_alone_are_divided_in_half() -> None:

@@ -1,0 +1,157 @@
+"""A whole backward with a price of its own: in files, simulated, fused, planned and bounded."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import costs_of, made
+
+from megatron_vshape.core.ask import AUTO, Question, best_order
+from megatron_vshape.core.bounds import lower_bound
+from megatron_vshape.core.catalogue import NAMES, make
+from megatron_vshape.core.costs import Costs, Piece, regroup
+from megatron_vshape.core.layers import Pieces
+from megatron_vshape.core.lowering import fuse, lower
+from megatron_vshape.core.passes import Kind, ScheduleError
+from megatron_vshape.core.schedule import Objective, Schedule
+from megatron_vshape.core.simulate import peak_held, simulate
+from megatron_vshape.core.verify import verify
+
+REAL = (1.0, 1.15, 0.85, 0.05)
+
+
+def priced(costs: Costs, share: float) -> Costs:
+    """Return the costs with whole backwards of this share of B + W."""
+    split = zip(costs.backward_us, costs.weight_us, strict=True)
+    return replace(costs, whole_backward_us=tuple(share * (b + w) for b, w in split))
+
+
+def kinds_of(schedule: Schedule) -> set[Kind]:
+    return {work.kind for row in schedule.order for work in row}
+
+
+def test_the_simulator_takes_the_price() -> None:
+    costs = replace(Costs.uniform(2, 2), whole_backward_us=(3.0, 2.5))
+    # A stage takes 2 for each of F, B and W: F F on the way there, BW BW on the way back.
+    assert simulate(make("gpipe", 2, 1), costs).makespan == 2 + 2 + 2.5 + 3
+    assert [costs.time_us(kind, 1) for kind in Kind] == [2, 2, 2, 2.5]
+
+
+def test_files_may_say_it_and_old_ones_do_not() -> None:
+    costs = Costs.uniform(2, 4, *REAL)
+    assert "whole" not in costs.to_json()
+    assert Costs.from_json(costs.to_json()).whole_backward_us is None
+    more = priced(costs, 0.9)
+    assert Costs.from_json(more.to_json()) == more
+    assert Costs.from_json(more.to_json()).time_us(Kind.BW, 3) == 0.9 * 2.0
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("[1, 1]", "2 values of whole_backward_us and 4 of forward_us"),
+        ("[1, 1, 1, 0]", "whole_backward_us of stage 3 is 0.0; it must be a finite number above"),
+        ("null", "whole_backward_us is None; it must be a list with a number per stage"),
+        ('["x", 1, 1, 1]', "whole_backward_us holds 'x', which is not a number"),
+    ],
+)
+def test_what_is_no_price_is_refused(value: str, said: str) -> None:
+    text = Costs.uniform(2, 4).to_json().rstrip("}") + f', "whole_backward_us": {value}}}'
+    with pytest.raises(ScheduleError, match=said):
+        Costs.from_json(text)
+
+
+def test_it_is_added_up_and_taken_apart_with_the_rest() -> None:
+    layer, end = Piece(10.0, 11.0, 9.0, 4.0, 1.0, 3.0), Piece(1.0, 1.0, 1.0, 1.0, 0.0, 0.5)
+    costs = Pieces(layer, end, end, 0.0).costs((1, 2, 2, 1))
+    assert costs.whole_backward_us == (18.5, 34.0, 34.0, 18.5)
+    assert regroup(costs, 2, "1F1B").whole_backward_us == (52.5, 52.5)
+    assert Pieces.of(costs, (1, 2, 2, 1)).costs((2, 1, 1, 2)).whole_backward_us == pytest.approx(
+        (35.5, 17.0, 17.0, 35.5)
+    )
+    assert Costs.of(costs.stages(), 0.0, costs.layers) == costs
+    # Noise may say of a stage without layers that it saves more than it takes.
+    (least,) = Costs.of([Piece(1.0, 2.0, 3.0, 1.0, 0.0, 9.0)], 0.0).whole_backward_us or ()
+    assert least == 3.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), made(max_devices=5, max_microbatches=9), st.floats(0.3, 1.5))
+def test_fusing_delays_nobody_at_any_price(
+    data: st.DataObject, schedule: Schedule, share: float
+) -> None:
+    costs = priced(data.draw(costs_of(schedule.num_stages)), share)
+    before = simulate(schedule, costs)
+    fused = fuse(before)
+    verify(fused)
+    after = simulate(fused, costs)
+    for device in range(schedule.num_devices):
+        ends = {work: end for work, _, end in after.slots(device)}
+        for work, _, end in before.slots(device):
+            whole = work._replace(kind=Kind.BW)
+            if work in ends:
+                assert ends[work] <= end * (1 + 1e-9)
+            elif work.kind is Kind.W:
+                assert ends[whole] <= end * (1 + 1e-9)
+    if share > 1.0 + 1e-6:
+        assert fused.order == schedule.order
+
+
+def test_lowering_leaves_split_what_is_dearer_whole() -> None:
+    schedule = make("v-half", 3, 6)
+    costs = Costs.uniform(3, 6)
+    joined = lower(schedule, simulate(schedule, costs)).schedule
+    assert Kind.BW in kinds_of(joined)
+    assert lower(schedule, simulate(schedule, priced(costs, 1.0))).schedule == joined
+    assert lower(schedule, simulate(schedule, priced(costs, 1.1))).schedule == schedule
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.data(),
+    st.sampled_from(NAMES),
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.floats(0.01, 1.5),
+    st.sampled_from(list(Objective)),
+)
+def test_no_schedule_is_below_the_bound(
+    data: st.DataObject,
+    name: str,
+    devices: int,
+    microbatches: int,
+    share: float,
+    objective: Objective,
+) -> None:
+    known = make(name, devices, microbatches)
+    costs = priced(data.draw(costs_of(known.num_stages)), share)
+    for schedule in (known, fuse(simulate(known, costs))):
+        limits = peak_held(schedule, costs)
+        spans = objective is Objective.SPAN
+        bound = lower_bound(costs, known.placement, devices, microbatches, limits, span=spans)
+        assert bound <= objective.of(simulate(schedule, costs)) * (1 + 1e-9)
+
+
+def test_a_plan_joins_what_is_cheaper_together_and_nothing_that_is_dearer() -> None:
+    costs = Costs.uniform(4, 8, *REAL)
+    question = Question(AUTO, 4, 8, costs, limit=4, steps=20_000)
+    split = best_order(question)
+    assert Kind.BW not in kinds_of(split.schedule)
+    cheap, dear = (
+        best_order(replace(question, costs=priced(costs, share))) for share in (0.7, 1.2)
+    )
+    assert dear.schedule.order == split.schedule.order
+    assert Kind.BW in kinds_of(cheap.schedule)
+    apart = simulate(split.schedule, costs).makespan
+    assert cheap.plan.value == simulate(cheap.schedule, cheap.costs).makespan < apart
+    assert cheap.plan.lower_bound <= cheap.plan.value
+    assert max(cheap.plan.peak) <= 4
+
+
+def test_where_splitting_is_dear_a_plan_is_whole() -> None:
+    """At half the price 1F1B and its like beat every order that splits."""
+    costs = priced(Costs.uniform(4, 4, *REAL), 0.5)
+    answer = best_order(Question(AUTO, 4, 8, costs, limit=8, steps=20_000))
+    assert kinds_of(answer.schedule) == {Kind.F, Kind.BW}
+    assert answer.plan.value <= simulate(make("1f1b", 4, 8), costs).makespan
