@@ -52,15 +52,7 @@ def prepare(args: Namespace) -> Pipeline | None:
         UnsupportedError: an option does not go with it.
     """
     options = options_of(args)
-    if options.timeout_seconds <= 0:
-        raise UnsupportedError(f"--pipeline-timeout {options.timeout_seconds:g} is not above 0")
-    if options.timeout_seconds >= watchdog_seconds(args):
-        logger.warning(
-            "--pipeline-timeout %g is not below --distributed-timeout-minutes %g: Megatron's own "
-            "watchdogs may end a stalled run first, and say less",
-            options.timeout_seconds,
-            watchdog_seconds(args) / 60,
-        )
+    _check_timeout(args, options)
     name, ranks = options.schedule, args.pipeline_model_parallel_size
     if name is None or name in MEGATRONS_OWN:
         if options.post_validates and ranks > 1:
@@ -105,6 +97,19 @@ def prepare(args: Namespace) -> Pipeline | None:
         recomputes,
         () if recomputes else _recomputed_inputs(args),
     )
+
+
+def _check_timeout(args: Namespace, options: PipelineOptions) -> None:
+    """Raise UnsupportedError for a timeout of nothing, and tell of one that comes too late."""
+    if options.timeout_seconds <= 0:
+        raise UnsupportedError(f"--pipeline-timeout {options.timeout_seconds:g} is not above 0")
+    if options.timeout_seconds >= watchdog_seconds(args):
+        logger.warning(
+            "--pipeline-timeout %g is not below --distributed-timeout-minutes %g: Megatron's own "
+            "watchdogs may end a stalled run first, and say less",
+            options.timeout_seconds,
+            watchdog_seconds(args) / 60,
+        )
 
 
 def _refuse_what_only_ours_have(options: PipelineOptions, ranks: int) -> None:
