@@ -214,8 +214,8 @@ def measure_send_us(
         if device == there.source:
             for at in range(rounds):
                 start = time.perf_counter()
-                mail.post(back)
                 mail.send(there, tensor)
+                mail.post(back)  # after the send: a message of any length is taken here
                 mail.wait(back)
                 if tensor.is_cuda:
                     torch.cuda.synchronize()
@@ -249,9 +249,9 @@ def clocks_ahead_us(
         own = stamps[there.source, there.target] = []
         for _ in range(rounds):
             if device == there.source:
-                mail.post(back)
                 own.append(time.perf_counter() * US)
                 mail.send(there, tensor)
+                mail.post(back)
                 own.append(_arrived_us(mail.wait(back)))
             elif device == there.target:
                 mail.post(there)

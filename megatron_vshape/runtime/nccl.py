@@ -24,6 +24,9 @@ THREAD_BLOCKS = 4
 NCCL's own choice is up to 32, of 132 multiprocessors of an H100. Not measured yet.
 """
 
+_TORCHS = ("blocking", "split_share", "comm_name")
+"""Settings that torch itself writes into a group's options when it makes the communicator."""
+
 _UNSET = -(2**31)
 """NCCL_CONFIG_UNDEF_INT."""
 
@@ -53,8 +56,8 @@ def _options_of(group: dist.ProcessGroup) -> Any:
 
 
 def _set_fields(config: Any) -> dict[str, int | str]:
-    """Return the settings of a communicator that are not left to NCCL."""
-    names = [name for name in dir(config) if not name.startswith("_")]
+    """Return the settings of a communicator that its user has not left to NCCL."""
+    names = [each for each in dir(config) if not each.startswith("_") and each not in _TORCHS]
     values = {name: getattr(config, name) for name in names}
     return {
         name: value

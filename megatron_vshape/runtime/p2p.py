@@ -4,7 +4,6 @@ A message of a stream travels in a process group of its two ranks and of one dir
 queues behind another that it has nothing to do with, and each is matched by its order alone.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -24,8 +23,6 @@ from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.runtime import nccl
 from megatron_vshape.runtime.program_runner import Place, describe
 from megatron_vshape.runtime.watch import Watch, no_progress
-
-logger = logging.getLogger(__name__)
 
 GIB = 2.0**30
 

@@ -113,7 +113,7 @@ class Assumptions:
         "estimate: of activations, with expandable segments, which every rank has unless its "
         "environment says otherwise (environment.py)",
     )
-    receive_window: float = _assume(2, "receives posted ahead per stream: core/lowering.py")
+    receive_window: float = _assume(2, "receives posted ahead per stream; at most so on GPUs")
 
     def sources(self) -> Iterator[tuple[str, float, str]]:
         """Yield every assumption with its value and its source."""

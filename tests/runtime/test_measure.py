@@ -10,6 +10,7 @@ import torch.distributed as dist
 from runtime.ranks import run_ranks
 
 from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.instructions import Message
 from megatron_vshape.core.lowering import lower
 from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.core.placement import stages_of
@@ -27,6 +28,7 @@ from megatron_vshape.runtime.measure import (
 )
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import run_program
+from megatron_vshape.runtime.variable_p2p import VariableTransport
 
 SHAPE = (4, 1, 4)
 SLEEP_S = {Kind.F: 0.010, Kind.B: 0.014, Kind.W: 0.006}
@@ -53,6 +55,28 @@ class Sleeper:
     def backward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         self.backward_weights(microbatch)
         return self.backward_inputs(microbatch, received)
+
+
+class Taking(VariableTransport):
+    """Takes messages of any length when they are posted, as on NCCL."""
+
+    def post(self, message: Message) -> None:
+        self._arrived[message] = self._take(message)
+
+
+def measure_with_any_length(rank: int) -> bool:
+    """Return whether messages are timed where posting waits for them; else it times out."""
+    program = lower(make("v-half", 2, 2))
+    transport = Taking([[0, 1]], SHAPE, torch.float32, "cpu", timeout_s=10)
+    transport.prepare(program)
+    send_us = measure_send_us(program, rank, transport, torch.zeros(SHAPE))
+    clocks_ahead_us(program, rank, transport, torch.zeros(SHAPE), dist.group.WORLD)
+    transport.close()
+    return send_us is not None
+
+
+def test_messages_of_any_length_are_timed_too() -> None:
+    assert run_ranks(2, measure_with_any_length) == [True, False]
 
 
 OTHER_HOST_US = 1e12

@@ -512,10 +512,12 @@ def test_on_nccl_groups_have_the_settings_that_the_user_gave_megatrons(
 
 
 @needs_nccl
-@pytest.mark.parametrize("given", [None, "nothing"])
+@pytest.mark.parametrize("given", [None, "nothing", "what torch writes"])
 def test_on_nccl_a_pair_has_few_thread_blocks_and_priority(given: str | None) -> None:
-    plain = None if given is None else like(dist.ProcessGroupNCCL.Options())
-    options = nccl.pair_options(plain, timedelta(seconds=1))
+    theirs = dist.ProcessGroupNCCL.Options()
+    if given == "what torch writes":  # into the options of a group that has been used
+        theirs.config.blocking = 1
+    options = nccl.pair_options(None if given is None else like(theirs), timedelta(seconds=1))
     assert options.is_high_priority_stream
     assert options.config.max_ctas == nccl.THREAD_BLOCKS
     assert options.config.min_ctas == nccl._UNSET
