@@ -11,13 +11,13 @@ def register() -> None:
     Raises:
         HookError: this Megatron-Core is not one the hooks were written for.
     """
-    from megatron_vshape.mcore import hooks
+    from megatron_vshape.mcore.hooks import registry
 
-    hooks.install()
+    registry.install()
 
 
 def unregister() -> None:
     """Leave every attribute of Megatron that `register` replaced as it was."""
-    from megatron_vshape.mcore import hooks
+    from megatron_vshape.mcore.hooks import registry
 
-    hooks.uninstall()
+    registry.uninstall()

@@ -49,13 +49,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_vshape.core.ask import Question, ask
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.instructions import Message
-from megatron_vshape.core.passes import Kind, ScheduleError
-from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.simulate import held_curve
+from megatron_vshape.core.check.simulate import held_curve
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import Kind, ScheduleError
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.program.instructions import Message
 from megatron_vshape.environment import ALLOCATOR
-from megatron_vshape.mcore.arguments import PLUS_NAMES
 from megatron_vshape.mcore.one_device import (
     WARM_UP,
     Model,
@@ -71,6 +70,7 @@ from megatron_vshape.mcore.one_device import (
     unwrap,
     zero_gradients,
 )
+from megatron_vshape.mcore.setup.arguments import PLUS_NAMES
 from megatron_vshape.runtime.in_use import Allocator, StepPeaks
 from megatron_vshape.runtime.live_bytes import LivePeak
 from megatron_vshape.runtime.measure import PassTimer
@@ -357,7 +357,7 @@ def emulate(model: Model, name: str, devices: int, rank: int, microbatches: int)
     The prediction knows what single microbatches have shown before, and the order.
     """
     state = prepare(model.device)
-    from megatron_vshape.mcore.plans import make_planner
+    from megatron_vshape.mcore.setup.plans import make_planner
 
     plan = make_planner(name, devices).training(microbatches)
     placement = plan.schedule.placement
@@ -441,7 +441,7 @@ def run_step(
     observer: Observer,
 ) -> None:
     """Run one step of the rank, whose chunks are given by stage."""
-    from megatron_vshape.mcore.stage import MegatronStage
+    from megatron_vshape.mcore.step.stage import MegatronStage
 
     zero_gradients(list(chunks.values()))
     step = start_step(next(iter(chunks.values())), plan.schedule.num_microbatches)

@@ -44,9 +44,9 @@ from bench_gpu import end, provenance, show  # finds the package where it is not
 from bench_posting import reposted
 from torch import Tensor
 
-from megatron_vshape.core.instructions import Program
-from megatron_vshape.core.kernels import waits_for_ever
-from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.program.instructions import Program
+from megatron_vshape.core.program.kernels import waits_for_ever
 from megatron_vshape.mcore.one_device import choose
 
 ROOT = Path(__file__).parents[1]
@@ -150,7 +150,7 @@ def train_rank(trial: Trial, flags: Sequence[str]) -> int:
 
 def choose_posting(trial: Trial) -> None:
     """Have the rank post its receives as over NCCL, or early, and say what the model says."""
-    from megatron_vshape.mcore import plans
+    from megatron_vshape.mcore.setup import plans
 
     lower = plans.lower
 
@@ -167,7 +167,7 @@ def choose_posting(trial: Trial) -> None:
 
 def wait_in_passes() -> Callable[[], int]:
     """Have every pass begin with a wait for the device; return what counts them."""
-    from megatron_vshape.mcore.stage import MegatronStage
+    from megatron_vshape.mcore.step.stage import MegatronStage
 
     wait = torch.cuda.synchronize
     if not torch.cuda.is_available():
@@ -310,9 +310,7 @@ def run_all(args: argparse.Namespace) -> int:
     return int(not good)
 
 
-def verdict(
-    trial: Trial, losses: Sequence[float], right: Sequence[float], would_hang: bool
-) -> str:
+def verdict(trial: Trial, losses: Sequence[float], right: Sequence[float], would_hang: bool) -> str:
     """Return how a run ended, and whether the model of the waits says so."""
     same = "equal" if are_close(losses, right) else "different"
     found = f"{losses}, {same}" if losses else "hung"

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.lowering import lower
-from megatron_vshape.core.simulate import simulate
-from megatron_vshape.core.verify import verify
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.lowering import lower
 
 SIZES = ((4, 16), (16, 128), (64, 1024))
 COLUMNS = ("schedule", "devices", "microbatches", "passes", "make", "verify", "simulate", "lower",

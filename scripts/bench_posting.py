@@ -1,8 +1,8 @@
 """Print what posting receives early is worth, and what it risks, where messages are kernels (NCCL).
 
 Three ways to post: right before the reader (late), where no wait for a whole device can hang
-(safe: `core.kernels`, what runs), and one pass before the reader always (early). A program hangs if
-it does not end where every device waits, in every pass, for its own kernels. Step times are
+(safe: `program.kernels`, what runs), and one pass before the reader always (early). A program hangs
+if it does not end where every device waits, in every pass, for its own kernels. Step times are
 simulated with messages that start when both ends are there; beside them is what a transport would
 reach that need not post (pushed), such as copies into a neighbour's symmetric memory.
 """
@@ -13,9 +13,12 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_vshape.core.ask import AUTO, Question, ask
-from megatron_vshape.core.catalogue import NAMES, make
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.instructions import (
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.placement import v_shape
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.program.instructions import (
     Await,
     Instruction,
     Message,
@@ -26,11 +29,8 @@ from megatron_vshape.core.instructions import (
     Send,
     source_of,
 )
-from megatron_vshape.core.kernels import share_posted_early, waits_for_ever
-from megatron_vshape.core.lowering import forward_wave, lower
-from megatron_vshape.core.placement import v_shape
-from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.simulate import simulate
+from megatron_vshape.core.program.kernels import share_posted_early, waits_for_ever
+from megatron_vshape.core.program.lowering import forward_wave, lower
 
 CELLS = ((4, 8), (8, 16), (8, 64), (16, 64))
 

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.instructions import Message
-from megatron_vshape.core.lowering import lower
-from megatron_vshape.core.placement import stages_of
-from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.simulate import simulate
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.placement import stages_of
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.instructions import Message
+from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.runtime.labels import label
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import run_program

@@ -30,12 +30,13 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_vshape.core import catalogue, search
-from megatron_vshape.core.costs import Costs, regroup
-from megatron_vshape.core.exact import prove
-from megatron_vshape.core.passes import Pass
-from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.simulate import peak_held
+from megatron_vshape.core.check.simulate import peak_held
+from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper import catalogue
+from megatron_vshape.core.planner import search
+from megatron_vshape.core.planner.exact import prove
 
 JUDGE = Path(__file__).resolve().parents[2] / "shared" / "judge"
 TRIALS = 20

@@ -17,11 +17,11 @@ from pathlib import Path
 import theory_table
 from matplotlib.figure import Figure
 
-from megatron_vshape.core.analysis import THEORY
-from megatron_vshape.core.catalogue import NAMES, make, make_block
-from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.schedule import Timeline
-from megatron_vshape.core.simulate import simulate
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.schedule import Timeline
+from megatron_vshape.core.paper.analysis import THEORY
+from megatron_vshape.core.paper.catalogue import NAMES, make, make_block
 from megatron_vshape.view.figure import Limit, comparison_figure, save, schedule_figure
 from megatron_vshape.view.names import display_name
 from megatron_vshape.view.numbers import base_peak, comparison_rows, note, numbers_of

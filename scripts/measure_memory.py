@@ -4,7 +4,7 @@
 
 Trains the same small GPT for two steps under every schedule, 1F1B by Megatron's own function, and
 reads the run's closing line: storages that saved tensors and weight jobs keep, counted pass by
-pass (see megatron_vshape.mcore.census).
+pass (see megatron_vshape.runtime.held_bytes).
 
 The second step is counted once more in another way: every storage that any operation makes, until
 it is freed (see megatron_vshape.runtime.live_bytes). Those live bytes stand beside the model's:
@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.instructions import Program
-from megatron_vshape.core.simulate import peak_held
+from megatron_vshape.core.check.simulate import peak_held
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.environment import missing
 
 ROOT = Path(__file__).parents[1]
@@ -103,7 +103,7 @@ def run_rank(arguments: list[str]) -> None:
     source = compile(Path(script).read_text(), script, "exec")
     # Under another name the script imports and defines, and does not start.
     exec(source, {"__name__": "imports", "__file__": script})
-    from megatron_vshape.mcore import forward_backward
+    from megatron_vshape.mcore.step import forward_backward
     from megatron_vshape.runtime.live_bytes import LiveAfterPasses, LiveBytes
 
     steps: list[Program] = []

@@ -25,7 +25,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megatron_vshape.core.passes import Kind
+from megatron_vshape.core.model.passes import Kind
 from megatron_vshape.view.figure import save
 from megatron_vshape.view.palette import HELD_COLOUR, ink, shade, tint
 

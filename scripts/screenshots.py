@@ -23,11 +23,11 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import Pass
-from megatron_vshape.core.schedule import Timeline
-from megatron_vshape.core.simulate import simulate
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.schedule import Timeline
+from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.view.chrome_trace import write_trace
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 
-from megatron_vshape.core.instructions import (
+from megatron_vshape.core.program.instructions import (
     Await,
     Instruction,
     Program,

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from megatron_vshape.core.catalogue import NAMES, OPTIONS, make
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import Kind, Pass
-from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make
 
 
 @st.composite

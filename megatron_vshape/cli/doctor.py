@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vshape import __version__
-from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.model.passes import ScheduleError
 
 if TYPE_CHECKING:
-    from megatron_vshape.mcore.hooks import Finding
+    from megatron_vshape.mcore.hooks.registry import Finding
     from megatron_vshape.mcore.refusals import Refusal
 
 DISTRIBUTION = "megatron-vshape"
@@ -184,10 +184,10 @@ def _examine() -> tuple[str, list["Finding"]]:
         cpu.install()
         import megatron.core
 
-        from megatron_vshape.mcore import hooks
+        from megatron_vshape.mcore.hooks import registry
 
         # Without the commit of whatever checkout this is run in, which Megatron adds.
-        return str(megatron.core.__version__).partition("+")[0], hooks.examine()
+        return str(megatron.core.__version__).partition("+")[0], registry.examine()
 
 
 def _lines_of(finding: "Finding") -> str:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_vshape.core.ask import PLUS_NAMES, Cut, Question, find
-from megatron_vshape.core.catalogue import NAMES, OPTIONS
-from megatron_vshape.core.costs import Costs, regroup
-from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS
 from megatron_vshape.view.names import plain
 
 UNIT_COST = (1.0, 1.0, 1.0, 0.0)

@@ -30,12 +30,12 @@ from megatron_vshape.core.ask import (
     best_order,
     limit_of_1f1b,
 )
-from megatron_vshape.core.bounds import LimitError
-from megatron_vshape.core.costs import Costs, regroup
+from megatron_vshape.core.check.bounds import LimitError
+from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.frontier import Point, frontier, published
-from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.schedule import Objective, Plan, check_size
-from megatron_vshape.core.simulate import simulate
+from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.schedule import Objective, Plan, check_size
 from megatron_vshape.view.names import placement_text, plain
 from megatron_vshape.view.numbers import GIB, argument, base_peak, enough, percent, table
 from megatron_vshape.view.text import picture, wants_colour
@@ -296,7 +296,7 @@ def _proved(answer: Planned, limit: float, seconds: float) -> Plan:
     small = schedule.num_devices <= PROVABLE[0] and schedule.num_microbatches <= PROVABLE[1]
     if not small or made.gap <= 0 or seconds <= 0 or find_spec("ortools") is None:
         return made
-    from megatron_vshape.core.exact import prove
+    from megatron_vshape.core.planner.exact import prove
 
     return prove(made, answer.costs, limit, seconds, workers=os.cpu_count() or 1)
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from megatron_vshape.cli.files import Output, check_target, write_all
 from megatron_vshape.cli.options import count
-from megatron_vshape.core.costs import Costs, Piece
-from megatron_vshape.core.layers import even_layers, parse_layers
-from megatron_vshape.core.passes import Kind, ScheduleError
-from megatron_vshape.core.placement import v_shape
+from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.layers import even_layers, parse_layers
+from megatron_vshape.core.model.passes import Kind, ScheduleError
+from megatron_vshape.core.model.placement import v_shape
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.one_device import Model

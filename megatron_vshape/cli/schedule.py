@@ -22,12 +22,12 @@ from megatron_vshape.cli.options import (
     question_of,
 )
 from megatron_vshape.core.ask import PLUS_NAMES, SUFFIXES, ask
-from megatron_vshape.core.building_block import BuildingBlock
-from megatron_vshape.core.catalogue import NAMES, OPTIONS
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.schedule import Schedule, Timeline
-from megatron_vshape.core.simulate import peak_held, simulate
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.schedule import Schedule, Timeline
+from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS
 from megatron_vshape.view.chrome_trace import write_trace
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import (

@@ -11,16 +11,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_vshape.core.bounds import each_limit, lower_bound
-from megatron_vshape.core.building_block import BuildingBlock
-from megatron_vshape.core.catalogue import NAMES, make, make_block, no_such_schedule
-from megatron_vshape.core.costs import Costs, regroup
-from megatron_vshape.core.lowering import fuse
-from megatron_vshape.core.passes import Kind, Pass, ScheduleError
-from megatron_vshape.core.placement import Placement, stages_of
-from megatron_vshape.core.schedule import Objective, Plan, Schedule, Timeline, load_schedule
-from megatron_vshape.core.simulate import peak_held, simulate
-from megatron_vshape.core.verify import verify
+from megatron_vshape.core.check.bounds import each_limit, lower_bound
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.model.placement import Placement, stages_of
+from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Timeline, load_schedule
+from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.paper.catalogue import NAMES, make, make_block, no_such_schedule
+from megatron_vshape.core.program.lowering import fuse
 
 AUTO = "auto"
 """The best order within a limit."""
@@ -187,7 +187,7 @@ def best_order(question: Question, *known: Known) -> Planned:
         ScheduleError: the counts, the costs and the placements do not match.
     """
     # The search brings numba along, which takes a second to import; the names do not need it.
-    from megatron_vshape.core.search import plan
+    from megatron_vshape.core.planner.search import plan
 
     devices, microbatches = question.num_devices, question.num_microbatches
     costs = question.whole()

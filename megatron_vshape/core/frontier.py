@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_vshape.core.ask import Question, ask, best_order, judge
-from megatron_vshape.core.bounds import least_limit
-from megatron_vshape.core.catalogue import NAMES
-from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.placement import default_placements
-from megatron_vshape.core.schedule import Plan, Schedule
+from megatron_vshape.core.check.bounds import least_limit
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.placement import default_placements
+from megatron_vshape.core.model.schedule import Plan, Schedule
+from megatron_vshape.core.paper.catalogue import NAMES
 
 _SAME = 1 + 1e-9
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_vshape.core.costs import Costs, Piece
-from megatron_vshape.core.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.passes import Kind, Pass, ScheduleError
 from megatron_vshape.mcore import cpu
 from megatron_vshape.runtime.in_use import Allocator, PassNeeds
 from megatron_vshape.runtime.measure import PassTimer
@@ -108,7 +108,7 @@ def prepare(device: str) -> Any:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers, random
 
-    from megatron_vshape.mcore.split_backward import TorchFusedKernels, make_split_linear
+    from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_split_linear
     from megatron_vshape.mcore.step_state import StepState
 
     if not dist.is_initialized():
@@ -149,7 +149,7 @@ def build(model: Model, state: Any, num_layers: int, is_first: bool, is_last: bo
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_vshape.mcore import split_te
+    from megatron_vshape.mcore.split import te_layers
 
     config = _config(model, num_layers)
     chunk: nn.Module = GPTModel(
@@ -163,7 +163,7 @@ def build(model: Model, state: Any, num_layers: int, is_first: bool, is_last: bo
         position_embedding_type="rope",
     )
     chunk = chunk.to(model.device, model.torch_dtype)
-    split_te.install(state, [chunk])
+    te_layers.install(state, [chunk])
     options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     chunk = DistributedDataParallel(config, options, chunk)
     return chunk
@@ -254,7 +254,7 @@ def start_step(chunk: nn.Module, num_microbatches: int) -> Any:
     """Return the step that stages of this device run in, gradients zeroed elsewhere."""
     from megatron.core.utils import get_model_config
 
-    from megatron_vshape.mcore.stage import Step, zero_tokens
+    from megatron_vshape.mcore.step.stage import Step, zero_tokens
 
     return Step(
         config=get_model_config(chunk),
@@ -360,7 +360,7 @@ def stage_memory(model: Model, state: Any, chunk: nn.Module, allocator: Allocato
 
 def _alone(model: Model, state: Any, chunk: nn.Module, num_microbatches: int) -> Any:
     """Return a chunk as the one stage of a step."""
-    from megatron_vshape.mcore.stage import MegatronStage
+    from megatron_vshape.mcore.step.stage import MegatronStage
 
     is_last = unwrap(chunk).post_process
     step = start_step(chunk, num_microbatches)
@@ -370,8 +370,8 @@ def _alone(model: Model, state: Any, chunk: nn.Module, num_microbatches: int) ->
 @contextmanager
 def _counted(state: Any, chunk: nn.Module) -> Iterator[Any]:
     """Count meanwhile what activation memory the chunk holds."""
-    from megatron_vshape.mcore.census import Census
-    from megatron_vshape.mcore.report import persistent
+    from megatron_vshape.mcore.observe.report import persistent
+    from megatron_vshape.runtime.held_bytes import Census
 
     state.census = census = Census(persistent([chunk]))
     yield census

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_vshape.mcore.census import Census
 from megatron_vshape.runtime.gathering_job import GatheringJob
+from megatron_vshape.runtime.held_bytes import Census
 from megatron_vshape.runtime.measure import PassTimer
 from megatron_vshape.runtime.weight_jobs import Job, WeightJobs, defer
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from megatron_vshape.core.bounds import least_limit
-from megatron_vshape.core.catalogue import NAMES
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.check.bounds import least_limit
+from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.frontier import Point, frontier
-from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.placement import default_placements
-from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.simulate import peak_held, simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.placement import default_placements
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.playground.making import Report, make_named
 from megatron_vshape.playground.pricing import Pricing
 from megatron_vshape.playground.request import MOST_CHUNKS, FieldError, NamedChoice, Request

@@ -8,10 +8,10 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_vshape.core.catalogue import make_block
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.schedule import Schedule, Timeline
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.schedule import Schedule, Timeline
+from megatron_vshape.core.paper.catalogue import make_block
 from megatron_vshape.playground.assets import static_files
 from megatron_vshape.playground.build import size_note, trace_text
 from megatron_vshape.playground.making import catalogue_name

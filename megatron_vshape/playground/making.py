@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from megatron_vshape.core.ask import Question, ask, best_order
-from megatron_vshape.core.bounds import LimitError
-from megatron_vshape.core.building_block import BuildingBlock
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.schedule import Objective, Schedule
-from megatron_vshape.core.verify import verify
+from megatron_vshape.core.check.bounds import LimitError
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.schedule import Objective, Schedule
+from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.playground.pricing import Pricing
 from megatron_vshape.playground.request import (
     FieldError,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron_vshape.core.catalogue import NAMES, OPTIONS
+from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS
 from megatron_vshape.playground.given import Given
 from megatron_vshape.playground.payload import palette
 from megatron_vshape.playground.request import PLAN_CHUNKS

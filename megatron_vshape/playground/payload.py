@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import PARTS_OF, Kind, need_table
-from megatron_vshape.core.placement import chunks_of
-from megatron_vshape.core.schedule import Timeline
-from megatron_vshape.core.simulate import held_curve, peak_held
+from megatron_vshape.core.check.simulate import held_curve, peak_held
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import PARTS_OF, Kind, need_table
+from megatron_vshape.core.model.placement import chunks_of
+from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.view.names import display_name
 from megatron_vshape.view.numbers import messages_per_microbatch
 from megatron_vshape.view.palette import ink, shade

@@ -1,8 +1,8 @@
 """From the costs that the page shows to the costs of a schedule's stages."""
 
 from megatron_vshape.core.ask import AUTO, Question
-from megatron_vshape.core.costs import Costs, Piece, regroup
-from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.model.costs import Costs, Piece, regroup
+from megatron_vshape.core.model.passes import ScheduleError
 from megatron_vshape.playground.request import CostChoice, FieldError
 from megatron_vshape.view.numbers import base_peak
 

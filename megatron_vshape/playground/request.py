@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_vshape.core.catalogue import NAMES, OPTIONS
-from megatron_vshape.core.files import is_number, is_whole
-from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.model.files import is_number, is_whole
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS
 
 MAX_DEVICES = 256
 MAX_MICROBATCHES = 16_384

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from megatron_vshape.core.building_block import BuildingBlock
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.repeating import repeat
-from megatron_vshape.core.schedule import Schedule, Timeline
-from megatron_vshape.core.simulate import simulate
-from megatron_vshape.core.squeezing import squeeze
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.schedule import Schedule, Timeline
+from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.paper.repeating import repeat
+from megatron_vshape.core.paper.squeezing import squeeze
 from megatron_vshape.playground.payload import Facts, Period, Picture
 from megatron_vshape.playground.repeats import period_of
 from megatron_vshape.view.numbers import base_peak

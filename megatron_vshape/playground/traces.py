@@ -6,12 +6,19 @@ import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.files import is_number, is_whole, parse_object
-from megatron_vshape.core.passes import PART_OF, PARTS_OF, Kind, Pass, ScheduleError, need_table
-from megatron_vshape.core.schedule import Schedule, Timeline
-from megatron_vshape.core.simulate import simulate
-from megatron_vshape.core.verify import verify
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.files import is_number, is_whole, parse_object
+from megatron_vshape.core.model.passes import (
+    PART_OF,
+    PARTS_OF,
+    Kind,
+    Pass,
+    ScheduleError,
+    need_table,
+)
+from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.playground.payload import Facts, Picture
 from megatron_vshape.playground.pricing import Pricing
 from megatron_vshape.playground.request import MAX_DEVICES, FieldError, FileText, check_drawn

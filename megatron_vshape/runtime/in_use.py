@@ -7,7 +7,7 @@ allocates and frees, not when a GPU computes, so reading them waits for nothing.
 
 from typing import Protocol
 
-from megatron_vshape.core.passes import Kind, Pass
+from megatron_vshape.core.model.passes import Kind, Pass
 
 
 class Allocator(Protocol):

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from megatron_vshape.core.passes import Pass
+from megatron_vshape.core.model.passes import Pass
 
 
 class LiveBytes(TorchDispatchMode):

@@ -12,10 +12,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_vshape.core.costs import Costs, Piece
-from megatron_vshape.core.instructions import Message, Program, Send
-from megatron_vshape.core.passes import Kind, Pass
-from megatron_vshape.core.schedule import Schedule, Slot, Timeline
+from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
+from megatron_vshape.core.program.instructions import Message, Program, Send
 
 US = 1e6
 

@@ -5,7 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_vshape.core.instructions import (
+from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.program.instructions import (
     Await,
     Instruction,
     Message,
@@ -15,7 +16,6 @@ from megatron_vshape.core.instructions import (
     Run,
     Send,
 )
-from megatron_vshape.core.passes import Kind, Pass
 from megatron_vshape.runtime.labels import label
 from megatron_vshape.runtime.stage import Stage
 
@@ -162,7 +162,7 @@ class ProgramRun:
 
 
 def run_drain(instructions: Iterable[Instruction], transport: Carrier, blank: Tensor) -> None:
-    """Bring messages to rest (see `core.cutting.drain`); every Send carries `blank`."""
+    """Bring messages to rest (see `program.early_start.drain`); every Send carries `blank`."""
     for each in instructions:
         match each:
             case Receive(message):

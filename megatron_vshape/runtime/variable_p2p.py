@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vshape.core.instructions import Message
+from megatron_vshape.core.program.instructions import Message
 from megatron_vshape.runtime.p2p import Edge, Transport, TransportError
 
 DIMENSIONS = 3  # [s, b, h]

@@ -5,7 +5,7 @@ Everything is per microbatch on one device, with tensor, sequence and context pa
 
 from dataclasses import dataclass, replace
 
-from megatron_vshape.core.costs import Piece
+from megatron_vshape.core.model.costs import Piece
 from megatron_vshape.sweep.files import Model, Recompute
 from megatron_vshape.sweep.grid import Combination
 from megatron_vshape.sweep.machine import Machine

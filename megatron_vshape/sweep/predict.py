@@ -7,11 +7,11 @@ from enum import StrEnum
 from functools import lru_cache
 
 from megatron_vshape.core.ask import Question, ask
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.placement import Placement, stages_of
-from megatron_vshape.core.schedule import Schedule, Timeline
-from megatron_vshape.core.simulate import peak_held, simulate
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.placement import Placement, stages_of
+from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.sweep.adaptive import placements_of, plan_adaptive
 from megatron_vshape.sweep.files import Model, Recompute, SweepError
 from megatron_vshape.sweep.grid import ADAPTIVE, Combination, layers_of_stages

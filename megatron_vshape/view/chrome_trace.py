@@ -8,11 +8,11 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import TextIO
 
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import Kind, Pass
-from megatron_vshape.core.placement import chunks_of
-from megatron_vshape.core.schedule import Slot, Timeline
-from megatron_vshape.core.simulate import unit_costs
+from megatron_vshape.core.check.simulate import unit_costs
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.placement import chunks_of
+from megatron_vshape.core.model.schedule import Slot, Timeline
 from megatron_vshape.view.memory import held_steps
 
 COMPUTE = 0

@@ -21,12 +21,12 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Rectangle
 from matplotlib.textpath import TextPath
 
-from megatron_vshape.core.building_block import BuildingBlock
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import Kind, ScheduleError
-from megatron_vshape.core.placement import chunks_of
-from megatron_vshape.core.schedule import Timeline
-from megatron_vshape.core.simulate import peak_held, unit_costs
+from megatron_vshape.core.check.simulate import peak_held, unit_costs
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import Kind, ScheduleError
+from megatron_vshape.core.model.placement import chunks_of
+from megatron_vshape.core.model.schedule import Timeline
+from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.view import panels
 from megatron_vshape.view.names import display_name, plain
 from megatron_vshape.view.palette import shade

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import Kind
-from megatron_vshape.core.placement import chunks_of
-from megatron_vshape.core.schedule import Timeline
-from megatron_vshape.core.simulate import held_curve
+from megatron_vshape.core.check.simulate import held_curve
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import Kind
+from megatron_vshape.core.model.placement import chunks_of
+from megatron_vshape.core.model.schedule import Timeline
 
 
 def held_steps(timeline: Timeline, costs: Costs, device: int) -> list[tuple[float, float]]:

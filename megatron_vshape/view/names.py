@@ -1,8 +1,8 @@
 """How schedules are called in pictures."""
 
-from megatron_vshape.core.catalogue import NAMES
-from megatron_vshape.core.placement import linear, looping, v_shape
-from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.model.placement import linear, looping, v_shape
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import NAMES
 
 _WORDS = {"1f1b": "1F1B", "gpipe": "GPipe", "zb": "ZB", "h1": "H1", "h2": "H2"}
 _LONGEST = 60

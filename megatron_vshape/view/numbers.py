@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.costs import Costs, regroup
-from megatron_vshape.core.schedule import Schedule, Timeline
-from megatron_vshape.core.simulate import peak_held
+from megatron_vshape.core.check.simulate import peak_held
+from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.schedule import Schedule, Timeline
+from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.view.names import plain
 
 GIB = 2.0**30

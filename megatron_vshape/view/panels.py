@@ -15,11 +15,11 @@ from matplotlib.axes import Axes
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
 
-from megatron_vshape.core.building_block import BuildingBlock
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import Kind, Pass
-from megatron_vshape.core.placement import chunks_of, stages_of
-from megatron_vshape.core.schedule import Timeline
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.placement import chunks_of, stages_of
+from megatron_vshape.core.model.schedule import Timeline
+from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.view.memory import costs_up_to, held_steps
 from megatron_vshape.view.palette import HELD_COLOUR, ink, shade, tint
 

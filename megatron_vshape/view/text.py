@@ -4,8 +4,8 @@ import itertools
 import os
 from typing import TextIO
 
-from megatron_vshape.core.passes import Kind
-from megatron_vshape.core.schedule import Timeline
+from megatron_vshape.core.model.passes import Kind
+from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.view.palette import TERMINAL_COLOURS
 
 RESET = "\x1b[0m"

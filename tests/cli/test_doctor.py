@@ -37,7 +37,7 @@ def test_without_any_package_it_says_what_is_missing() -> None:
 
 def test_where_everything_fits() -> None:
     core = pytest.importorskip("megatron.core")
-    from megatron_vshape.mcore import hooks
+    from megatron_vshape.mcore.hooks import registry
     from megatron_vshape.mcore.refusals import POST_VALIDATION_REFUSALS, REFUSALS
 
     run = python("-m", "megatron_vshape.cli.main", "doctor")
@@ -46,8 +46,8 @@ def test_where_everything_fits() -> None:
     text = " ".join(run.stdout.split())
     version = core.__version__.partition("+")[0]
     assert f"replaces in megatron-core {version} " in text
-    assert all(f" {record.target}" in text for record in (*hooks.HOOKS, *hooks.PROBES))
-    assert all(record.reason in text for record in (*hooks.HOOKS, *hooks.PROBES))
+    assert all(f" {record.target}" in text for record in (*registry.HOOKS, *registry.PROBES))
+    assert all(record.reason in text for record in (*registry.HOOKS, *registry.PROBES))
     refusals = (*REFUSALS, *POST_VALIDATION_REFUSALS)
     assert all(each.option in text and each.why in text for each in refusals)
     assert "fp32, sums in fp32, on this cpu addmm" in text

@@ -9,9 +9,9 @@ import pytest
 
 from megatron_vshape.cli import plan
 from megatron_vshape.cli.main import main
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.schedule import load_schedule
-from megatron_vshape.core.simulate import peak_held, simulate
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.schedule import load_schedule
 
 SIZE = ["--devices", "4", "--microbatches", "8"]
 COST = ["--cost", "1,1.15,.85,.05"]

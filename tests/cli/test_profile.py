@@ -10,7 +10,7 @@ import pytest
 
 from megatron_vshape.cli.main import main
 from megatron_vshape.cli.profile import stage_layers
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.model.costs import Costs
 
 MODEL = (
     "name: small\nlayers: 6\nhidden_size: 32\nattention_heads: 4\nvocabulary_size: 64\n"

@@ -10,10 +10,10 @@ import pytest
 
 from megatron_vshape.cli import files, schedule
 from megatron_vshape.cli.main import main
-from megatron_vshape.core.catalogue import NAMES, make
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.schedule import load_schedule
-from megatron_vshape.core.simulate import simulate
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.schedule import load_schedule
+from megatron_vshape.core.paper.catalogue import NAMES, make
 
 SIZE = ["--devices", "4", "--microbatches", "8"]
 FIGURE_NEEDS = "figures need the extra [draw]"

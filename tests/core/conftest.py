@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.schedule import Schedule
 
 JUDGE = Path(__file__).parents[2] / ".." / "shared" / "judge" / "replay.py"
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_vshape.core.analysis import THEORY, analyse
-from megatron_vshape.core.passes import ScheduleError
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.paper.analysis import THEORY, analyse
 
 
 def test_the_paper_table() -> None:

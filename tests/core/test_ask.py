@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vshape.core import search
 from megatron_vshape.core.ask import AUTO, Planned, Question, ask, best_order, find, limit_of_1f1b
-from megatron_vshape.core.bounds import lower_bound
-from megatron_vshape.core.catalogue import NAMES, make, make_block
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.placement import v_shape
-from megatron_vshape.core.schedule import Plan
-from megatron_vshape.core.simulate import peak_held, simulate
+from megatron_vshape.core.check.bounds import lower_bound
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.placement import v_shape
+from megatron_vshape.core.model.schedule import Plan
+from megatron_vshape.core.paper.catalogue import NAMES, make, make_block
+from megatron_vshape.core.planner import search
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vshape.core import blocks
-from megatron_vshape.core.building_block import BlockPass, BuildingBlock
-from megatron_vshape.core.catalogue import NAMES, make_block
-from megatron_vshape.core.passes import Kind, Pass, ScheduleError
-from megatron_vshape.core.placement import linear
-from megatron_vshape.core.repeating import repeat
+from megatron_vshape.core.model.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.model.placement import linear
+from megatron_vshape.core.paper import blocks
+from megatron_vshape.core.paper.building_block import BlockPass, BuildingBlock
+from megatron_vshape.core.paper.catalogue import NAMES, make_block
+from megatron_vshape.core.paper.repeating import repeat
 
 
 def starts(block: BuildingBlock) -> dict[str, int]:

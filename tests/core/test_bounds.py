@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron_vshape.core.bounds import least_memory, lower_bound
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.placement import linear, v_shape
+from megatron_vshape.core.check.bounds import least_memory, lower_bound
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.placement import linear, v_shape
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from strategies import made
 
-from megatron_vshape.core.catalogue import NAMES, NOT_REORDERED, make, make_block
-from megatron_vshape.core.passes import Kind, ScheduleError
-from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.simulate import peak_held, simulate
-from megatron_vshape.core.verify import verify
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.passes import Kind, ScheduleError
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import NAMES, NOT_REORDERED, make, make_block
 
 DEVICES = range(2, 17)
 

@@ -4,16 +4,16 @@ import math
 
 import pytest
 
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.search import Objective, plan
-from megatron_vshape.core.simulate import simulate
-from megatron_vshape.core.verify import verify
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.planner.search import Objective, plan
 
 pytest.importorskip("ortools")
 from ortools.sat.python import cp_model
 
-from megatron_vshape.core.exact import _make_model, prove
+from megatron_vshape.core.planner.exact import _make_model, prove
 
 
 def test_a_small_plan_is_proven_best() -> None:

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import costs_of, made
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.schedule import Schedule, load_schedule
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.schedule import Schedule, load_schedule
+from megatron_vshape.core.paper.catalogue import make
 
 GOOD = {
     "format": 1,

@@ -7,13 +7,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import costs_of, made
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.hiding import Beside, weights_beside
-from megatron_vshape.core.lowering import fuse
-from megatron_vshape.core.passes import Kind, Pass
-from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.simulate import simulate
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.hiding import Beside, weights_beside
+from megatron_vshape.core.program.lowering import fuse
 
 
 def starts(

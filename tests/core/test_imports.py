@@ -4,8 +4,9 @@ import subprocess
 import sys
 
 MODULES = (
-    "building_block blocks repeating squeezing reordering catalogue verify schedule simulate "
-    "lowering cutting costs analysis ask"
+    "paper.building_block paper.blocks paper.repeating paper.squeezing paper.reordering "
+    "paper.catalogue paper.analysis check.verify check.simulate model.schedule model.costs "
+    "program.lowering program.early_start ask"
 )
 CODE = """
 import sys, time

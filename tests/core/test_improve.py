@@ -7,18 +7,18 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_vshape.core import filling, improve, problem, rings, search
-from megatron_vshape.core.blocks import v_half, v_min, v_zb
-from megatron_vshape.core.building_block import BuildingBlock
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.placement import v_shape
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.placement import v_shape
+from megatron_vshape.core.paper.blocks import v_half, v_min, v_zb
+from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.planner import cyclic_orders, filling, improve, job_shop, search
 
 DEVICES = 5
 
 
 def make_shop(num_microbatches: int, limit: float, *cost: float) -> improve.Shop:
     costs = Costs.uniform(DEVICES, 2 * DEVICES, *cost)
-    asked = problem.make_problem(
+    asked = job_shop.make_problem(
         costs,
         DEVICES,
         num_microbatches,
@@ -26,11 +26,11 @@ def make_shop(num_microbatches: int, limit: float, *cost: float) -> improve.Shop
         search.Objective.MAKESPAN,
         v_shape(DEVICES),
     )
-    return problem.make_shop(asked, num_microbatches)
+    return job_shop.make_shop(asked, num_microbatches)
 
 
 def make_state(block: BuildingBlock, num_microbatches: int, seed: int = 1) -> improve.State:
-    return improve.new_state(rings.ring_of_block(block).unroll(num_microbatches), seed)
+    return improve.new_state(cyclic_orders.ring_of_block(block).unroll(num_microbatches), seed)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -50,7 +50,7 @@ def test_the_walk_keeps_everything_up_to_date(seed: int) -> None:
 
 def test_the_walk_leaves_the_window_alone() -> None:
     shop = make_shop(20, 10, 1, 1.3, 0.7, 0.1)
-    ring = rings.ring_of_block(v_half(DEVICES))
+    ring = cyclic_orders.ring_of_block(v_half(DEVICES))
     window = ring.window(20)
     assert window is not None
     state = improve.new_state(ring.unroll(20), 3)
@@ -59,7 +59,7 @@ def test_the_walk_leaves_the_window_alone() -> None:
     improve.walk(shop, state, *window, 5000)
     for device, (low, high) in enumerate(zip(*window, strict=True)):
         assert np.array_equal(state.row[device, low:high], before[device, low:high])
-    longer = rings.splice(state.row, *window, 1, 20, 57)
+    longer = cyclic_orders.splice(state.row, *window, 1, 20, 57)
     full = improve.new_state(longer, 1)
     assert improve.settle(make_shop(57, 10, 1, 1.3, 0.7, 0.1), full)
     assert improve.measure(make_shop(57, 10, 1, 1.3, 0.7, 0.1), longer) == improve.objective(
@@ -68,17 +68,19 @@ def test_the_walk_leaves_the_window_alone() -> None:
 
 
 def test_a_splice_of_the_plain_ring_is_the_plain_ring() -> None:
-    ring = rings.ring_of_block(v_min(DEVICES))
+    ring = cyclic_orders.ring_of_block(v_min(DEVICES))
     window = ring.window(16)
     assert window is not None
-    assert np.array_equal(rings.splice(ring.unroll(16), *window, 1, 16, 40), ring.unroll(40))
+    assert np.array_equal(
+        cyclic_orders.splice(ring.unroll(16), *window, 1, 16, 40), ring.unroll(40)
+    )
 
 
 @pytest.mark.parametrize("block", [v_min, v_half, v_zb])
 @pytest.mark.parametrize("cool", [0, DEVICES, 100])
 def test_filled_and_dealt_orders_are_complete_and_fit(block: object, cool: int) -> None:
     shop = make_shop(9, 2 * DEVICES, 1, 1.3, 0.7, 0.1)
-    row = rings.ring_of_block(block(DEVICES)).unroll(9)  # type: ignore[operator]
+    row = cyclic_orders.ring_of_block(block(DEVICES)).unroll(9)  # type: ignore[operator]
     for made in (filling.fill(shop, row, cool), filling.refill(shop, row, 2)):
         assert made is not None
         assert np.array_equal(np.sort(made, axis=1), np.sort(row, axis=1))
@@ -93,8 +95,8 @@ def test_too_little_memory_is_told() -> None:
 def test_without_numba_the_plan_is_the_same() -> None:
     code = (
         "import sys; sys.modules['numba'] = None if {} else sys.modules.get('numba');"
-        "from megatron_vshape.core.search import plan;"
-        "from megatron_vshape.core.costs import Costs;"
+        "from megatron_vshape.core.planner.search import plan;"
+        "from megatron_vshape.core.model.costs import Costs;"
         "made = plan(Costs.uniform(3, 6, 1, 1.3, .7, .1), 3, 5, 4, steps=200);"
         "print(made.schedule.to_csv(), made.value)"
     )

@@ -8,10 +8,14 @@ from hypothesis import strategies as st
 from posting import one_pass_earlier, with_gaps_by_stream
 from strategies import costs_of, made
 
-from megatron_vshape.core.catalogue import NAMES, make
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.cutting import begun_early
-from megatron_vshape.core.instructions import (
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import PARTS, Pass, ScheduleError
+from megatron_vshape.core.model.placement import looping, v_shape
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.program.early_start import begun_early
+from megatron_vshape.core.program.instructions import (
     Await,
     Message,
     Program,
@@ -21,12 +25,8 @@ from megatron_vshape.core.instructions import (
     Run,
     Send,
 )
-from megatron_vshape.core.kernels import share_posted_early, waits_for_ever
-from megatron_vshape.core.lowering import forward_wave, lower
-from megatron_vshape.core.passes import PARTS, Pass, ScheduleError
-from megatron_vshape.core.placement import looping, v_shape
-from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.simulate import simulate
+from megatron_vshape.core.program.kernels import share_posted_early, waits_for_ever
+from megatron_vshape.core.program.lowering import forward_wave, lower
 
 HEALTHY = list(HealthCheck)
 
@@ -128,10 +128,7 @@ def test_nor_in_an_order_that_nobody_has_planned(data: st.DataObject) -> None:
     done: set[Pass] = set()
     num_stages = len(placement)
     left = [
-        Pass(kind, s, m)
-        for kind in PARTS
-        for s in range(num_stages)
-        for m in range(microbatches)
+        Pass(kind, s, m) for kind in PARTS for s in range(num_stages) for m in range(microbatches)
     ]
     while left:
         able = [each for each in left if all(need in done for need in each.needs(num_stages))]

@@ -5,15 +5,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import costs_of, made
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.instructions import Await, Message, Program, Receive, Run, Send, Stream
-from megatron_vshape.core.lowering import forward_wave, fuse, lower
-from megatron_vshape.core.passes import Kind, Pass, ScheduleError
-from megatron_vshape.core.placement import Placement, linear, looping, stages_of, v_shape
-from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.simulate import peak_held, simulate
-from megatron_vshape.core.verify import verify
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.model.placement import Placement, linear, looping, stages_of, v_shape
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.instructions import (
+    Await,
+    Message,
+    Program,
+    Receive,
+    Run,
+    Send,
+    Stream,
+)
+from megatron_vshape.core.program.lowering import forward_wave, fuse, lower
 
 HEALTHY = list(HealthCheck)
 

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vshape.core import modulo
-from megatron_vshape.core.bounds import least_memory
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.modulo import SteadyOrder, find_steady_orders
-from megatron_vshape.core.passes import PARTS, Pass, ScheduleError
-from megatron_vshape.core.placement import linear, looping, v_shape
-from megatron_vshape.core.rings import ring_of_order
-from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.simulate import peak_held, simulate
-from megatron_vshape.core.verify import verify
+from megatron_vshape.core.check.bounds import least_memory
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import PARTS, Pass, ScheduleError
+from megatron_vshape.core.model.placement import linear, looping, v_shape
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.planner import modulo
+from megatron_vshape.core.planner.cyclic_orders import ring_of_order
+from megatron_vshape.core.planner.modulo import SteadyOrder, find_steady_orders
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 STEPS = 20_000
@@ -145,7 +145,7 @@ def test_plain_python_finds_the_same_orders() -> None:
     program = (
         "import sys\n"
         "if sys.argv[1] == 'plain': sys.modules['numba'] = None\n"
-        "from megatron_vshape.core.modulo import *\n"
+        "from megatron_vshape.core.planner.modulo import *\n"
         "costs = Costs.uniform(3, 6, 1, 1.15, .85, .05)\n"
         "print(find_steady_orders(costs, v_shape(3), 3, [4] * 3, 300))"
     )

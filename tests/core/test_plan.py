@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 
 from megatron_vshape.core import frontier as core_frontier
-from megatron_vshape.core import search
 from megatron_vshape.core.ask import AUTO, MEMORY_NAMES, PLUS, Planned, Question, ask, best_order
-from megatron_vshape.core.bounds import lower_bound
-from megatron_vshape.core.candidates import Candidate, Candidates
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.check.bounds import lower_bound
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.frontier import frontier, published
-from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.search import Objective, plan
-from megatron_vshape.core.simulate import peak_held, simulate
-from megatron_vshape.core.verify import verify
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.planner import search
+from megatron_vshape.core.planner.orders import Candidate, Candidates
+from megatron_vshape.core.planner.search import Objective, plan
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 

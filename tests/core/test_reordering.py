@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.reordering import reorder
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.paper.reordering import reorder
 
 
 def test_too_little_memory_names_what_does_not_fit() -> None:

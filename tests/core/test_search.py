@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vshape.core import bounds
 from megatron_vshape.core.ask import AUTO, Question
-from megatron_vshape.core.costs import Costs, regroup
+from megatron_vshape.core.check import bounds
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.frontier import frontier
-from megatron_vshape.core.passes import PARTS, ScheduleError
-from megatron_vshape.core.placement import default_placements, linear, looping, v_shape
-from megatron_vshape.core.search import Objective, Plan, plan
-from megatron_vshape.core.simulate import peak_held, simulate
-from megatron_vshape.core.verify import verify
+from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.passes import PARTS, ScheduleError
+from megatron_vshape.core.model.placement import default_placements, linear, looping, v_shape
+from megatron_vshape.core.planner.search import Objective, Plan, plan
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 STEPS = 3000

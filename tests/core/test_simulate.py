@@ -7,11 +7,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import costs_of, made
 
-from megatron_vshape.core.catalogue import NAMES, make
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import Kind, Pass, ScheduleError
-from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.simulate import held_curve, peak_held, simulate
+from megatron_vshape.core.check.simulate import held_curve, peak_held, simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import NAMES, make
 
 
 def uneven(num_stages: int) -> Costs:

@@ -8,13 +8,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from strategies import made, mutated
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.deadlock import LISTED
-from megatron_vshape.core.passes import Kind, Pass, ScheduleError
-from megatron_vshape.core.placement import looping
-from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.verify import verify
+from megatron_vshape.core.check.deadlock import LISTED
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.model.placement import looping
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import make
 
 
 def parse(placement: tuple[int, ...], *rows: str) -> Schedule:

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from strategies import costs_of, made
 
 from megatron_vshape.core.ask import AUTO, Question, best_order
-from megatron_vshape.core.bounds import lower_bound
-from megatron_vshape.core.catalogue import NAMES, make
-from megatron_vshape.core.costs import Costs, Piece, regroup
-from megatron_vshape.core.layers import Pieces
-from megatron_vshape.core.lowering import fuse, lower
-from megatron_vshape.core.passes import Kind, ScheduleError
-from megatron_vshape.core.schedule import Objective, Schedule
-from megatron_vshape.core.simulate import peak_held, simulate
-from megatron_vshape.core.verify import verify
+from megatron_vshape.core.check.bounds import lower_bound
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import Costs, Piece, regroup
+from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.passes import Kind, ScheduleError
+from megatron_vshape.core.model.schedule import Objective, Schedule
+from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.program.lowering import fuse, lower
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_vshape.mcore.stage import MegatronStage
+from megatron_vshape.mcore.step.stage import MegatronStage
 
 METHODS = {
     "F": "forward",

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from runtime.plain_pipeline import SHAPE, stages_for
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.instructions import Program, Run
-from megatron_vshape.core.lowering import lower
-from megatron_vshape.core.passes import Kind, Pass
-from megatron_vshape.core.simulate import simulate
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.instructions import Program, Run
+from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import Place, run_program
 

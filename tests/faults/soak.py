@@ -10,14 +10,14 @@ import random
 from pathlib import Path
 from typing import Any
 
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.model.costs import Costs
 
 
 def start(rank: int, given: dict[str, Any]) -> None:
     """Measure every `given["every"]` steps into `given["folder"]`, and plan anew if it can be."""
     import megatron.training.training as training
 
-    from megatron_vshape.mcore.forward_backward import PipelineRunner
+    from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 
     runners: list[PipelineRunner] = []
     made = PipelineRunner.__init__

@@ -18,9 +18,9 @@ import torch
 from faults.conftest import INJECTION, Inject, Tally
 from mcore.farm import MODEL, SCRIPT, Ended, Farm
 
-from megatron_vshape.core.instructions import Run
-from megatron_vshape.core.passes import Kind, Pass
-from megatron_vshape.mcore.plans import make_planner
+from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.program.instructions import Run
+from megatron_vshape.mcore.setup.plans import make_planner
 
 V_HALF = ("--pipeline-schedule", "v-half", "--pipeline-timeout", "60")
 FIVE = (*V_HALF, "--train-iters", "5")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.schedule import load_schedule
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.schedule import load_schedule
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "bench_gpu.py"

@@ -10,10 +10,10 @@ from types import ModuleType
 
 import pytest
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.instructions import Await, Receive, Run, Send
-from megatron_vshape.core.kernels import waits_for_ever
-from megatron_vshape.core.lowering import lower
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.instructions import Await, Receive, Run, Send
+from megatron_vshape.core.program.kernels import waits_for_ever
+from megatron_vshape.core.program.lowering import lower
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

@@ -149,9 +149,7 @@ class TestEveryLauncher:
 
 @pytest.mark.parametrize("spelling", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 @pytest.mark.parametrize("value", ["backend:cudaMallocAsync", ""])
-def test_one_spelling_of_the_allocators_variable_speaks_for_both(
-    spelling: str, value: str
-) -> None:
+def test_one_spelling_of_the_allocators_variable_speaks_for_both(spelling: str, value: str) -> None:
     assert missing({spelling: value}).keys() == {
         "CUDA_MODULE_LOADING",
         "CUDA_DEVICE_MAX_CONNECTIONS",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from megatron_vshape.mcore import split_backward
-from megatron_vshape.mcore.plans import Planner
+from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.split import local_layers
 from megatron_vshape.runtime.weight_jobs import _Open
 
 
@@ -14,7 +14,7 @@ def start(rank: int, given: object) -> None:
     if given:
         Planner._beside = lambda *unused: {}  # type: ignore[method-assign]
         return
-    run = split_backward.run_beside
+    run = local_layers.run_beside
 
     @functools.wraps(run)
     def counted() -> None:
@@ -22,4 +22,4 @@ def start(rank: int, given: object) -> None:
             print("a job ran inside a B", flush=True)
         run()
 
-    split_backward.run_beside = counted
+    local_layers.run_beside = counted

@@ -9,8 +9,8 @@ from typing import Any
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.training import argument_utils, arguments
 
-from megatron_vshape.core.instructions import Message
-from megatron_vshape.mcore.plans import Planner
+from megatron_vshape.core.program.instructions import Message
+from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.runtime.variable_p2p import VariableTransport
 
 LENGTHS = (32, 8, 24, 16)

@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-from megatron_vshape.mcore.stage import MegatronStage
+from megatron_vshape.mcore.step.stage import MegatronStage
 
 RANK, STEP, MICROBATCH = 2, 3, 5
 

@@ -327,7 +327,7 @@ def run(layer: nn.Module, order: str, state: Any, ddp: bool, first: bool) -> lis
 def check(build: Callable[..., nn.Module], bias: str, fused: bool, first: bool) -> list[str]:
     """Return what differs from whole backwards, by order."""
 
-    from megatron_vshape.mcore import split_te
+    from megatron_vshape.mcore.split import te_layers
     from megatron_vshape.mcore.step_state import StepState
 
     expected, wrong = None, []
@@ -341,7 +341,7 @@ def check(build: Callable[..., nn.Module], bias: str, fused: bool, first: bool) 
                 generator = torch.Generator().manual_seed(parameter.numel())
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
         state = StepState(splits_backward=True)
-        if order is not None and split_te.install(state, [layer]) != 1:
+        if order is not None and te_layers.install(state, [layer]) != 1:
             return ["the adapter was not installed"]
         found = run(layer, order or WHOLE, state, ddp=True, first=first)
         if expected is None:

@@ -10,8 +10,8 @@ from mcore.farm import Ended, Farm
 from mcore.test_bad_input import refused
 from mcore.test_training import FOUR, assert_equal_training
 
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.schedule import load_schedule
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.schedule import load_schedule
 from megatron_vshape.playground.build import build
 from megatron_vshape.playground.request import parse_request
 

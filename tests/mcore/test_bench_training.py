@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from megatron_vshape.mcore.profiling import comparison, told
-from megatron_vshape.mcore.report import Checked, Prediction, closing_table
+from megatron_vshape.mcore.observe.profiling import comparison, told
+from megatron_vshape.mcore.observe.report import Checked, Prediction, closing_table
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_training.py"
 

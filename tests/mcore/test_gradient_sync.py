@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vshape.mcore.gradient_sync import GradientSync
 from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.step.gradient_sync import GradientSync
 
 
 class Group:

@@ -13,26 +13,26 @@ pytest.importorskip("megatron.training")
 import megatron.core
 
 import megatron_vshape
-from megatron_vshape.mcore import hooks
+from megatron_vshape.mcore.hooks import registry
 
 _ABSENT = object()
 
 
 def current() -> list[Any]:
-    return [vars(owner).get(name, _ABSENT) for owner, name in hooks.targets()]
+    return [vars(owner).get(name, _ABSENT) for owner, name in registry.targets()]
 
 
 @pytest.fixture(autouse=True)
 def uninstalled() -> Iterator[None]:
-    hooks.uninstall()
+    registry.uninstall()
     yield
-    hooks.uninstall()
+    registry.uninstall()
 
 
 def test_every_attribute_is_replaced_and_restored() -> None:
     before = current()
     megatron_vshape.register()
-    names = [f"{owner}.{name}" for owner, name in hooks.targets()]
+    names = [f"{owner}.{name}" for owner, name in registry.targets()]
     during = current()
     # Where apex is installed its kernels stay, and so does Megatron's note of them.
     kept = {"fused_weight_gradient_mlp_cuda", "_grad_accum_fusion_available"}
@@ -71,7 +71,7 @@ def test_nothing_else_of_megatron_is_touched() -> None:
     before = everything()
     megatron_vshape.register()
     changed = changes(before, everything())
-    listed = {hook.target for hook in hooks.HOOKS}
+    listed = {hook.target for hook in registry.HOOKS}
     # Where a target is a class's, or a class itself, its inner attributes have its name in front.
     strangers = {name for name in changed if not any(name.startswith(each) for each in listed)}
     assert len(changed) >= 15
@@ -91,31 +91,31 @@ def test_installing_twice_is_installing_once() -> None:
 
 
 def test_every_hook_says_why() -> None:
-    assert all(hook.reason for hook in hooks.HOOKS)
-    targets = [hook.target for hook in hooks.HOOKS]
+    assert all(hook.reason for hook in registry.HOOKS)
+    targets = [hook.target for hook in registry.HOOKS]
     assert len(targets) == len(set(targets))
 
 
-PRESENT = [each.record for each in hooks.examine() if each.is_there and each.record.expects]
+PRESENT = [each.record for each in registry.examine() if each.is_there and each.record.expects]
 
 
 @pytest.mark.parametrize("record", PRESENT, ids=lambda record: record.target)
 def test_every_target_that_moves_is_named_with_the_version(
-    record: hooks.Hook | hooks.Probe, monkeypatch: pytest.MonkeyPatch
+    record: registry.Hook | registry.Probe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, name = hooks._owner(record), record.attribute.rpartition(".")[2]
+    owner, name = registry._owner(record), record.attribute.rpartition(".")[2]
     version = f"megatron-core {megatron.core.__version__}"
     before = current()
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, lambda everything: None)
-        with pytest.raises(hooks.HookError) as moved:
-            hooks.install()
+        with pytest.raises(registry.HookError) as moved:
+            registry.install()
     text = f"{version} is not supported: {record.target} takes (everything) and this package needs "
     assert str(moved.value) == text + ", ".join(record.expects)
     with monkeypatch.context() as patch:
         patch.delattr(owner, name)
-        with pytest.raises(hooks.HookError) as gone:
-            hooks.install()
+        with pytest.raises(registry.HookError) as gone:
+            registry.install()
     assert str(gone.value).startswith(f"{version} has no {record.target}, which this package ")
     assert all(a is b for a, b in zip(before, current(), strict=True))
 
@@ -123,11 +123,11 @@ def test_every_target_that_moves_is_named_with_the_version(
 def test_a_release_that_never_had_a_target_is_not_missing_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (hook,) = [each for each in hooks.HOOKS if each.attribute == "train"]
+    (hook,) = [each for each in registry.HOOKS if each.attribute == "train"]
     for since, until in (((0, 90), (0, 91)), ((0, 1), (0, 2))):
         gone = replace(hook, attribute="train_all", since=since, until=until)
-        monkeypatch.setattr(hooks, "HOOKS", (gone,))
-        assert [each.fault for each in hooks.examine() if each.fault] == []
+        monkeypatch.setattr(registry, "HOOKS", (gone,))
+        assert [each.fault for each in registry.examine() if each.fault] == []
 
 
 @pytest.fixture
@@ -143,22 +143,22 @@ def moved_upstream() -> Iterator[types.ModuleType]:
 def test_a_changed_signature_is_an_error_that_names_it(
     monkeypatch: pytest.MonkeyPatch, moved_upstream: types.ModuleType
 ) -> None:
-    (hook,) = [each for each in hooks.HOOKS if each.attribute == "train"]
+    (hook,) = [each for each in registry.HOOKS if each.attribute == "train"]
     moved = replace(hook, module="moved_upstream")
-    monkeypatch.setattr(hooks, "HOOKS", (*hooks.HOOKS, moved))
+    monkeypatch.setattr(registry, "HOOKS", (*registry.HOOKS, moved))
     before = current()
     with pytest.raises(
-        hooks.HookError, match=r"megatron-core 0\.\d+.* moved_upstream\.train takes"
+        registry.HookError, match=r"megatron-core 0\.\d+.* moved_upstream\.train takes"
     ):
-        hooks.install()
+        registry.install()
     assert all(a is b for a, b in zip(before, current(), strict=True))
 
 
 def test_a_missing_target_is_an_error_that_names_it(
     monkeypatch: pytest.MonkeyPatch, moved_upstream: types.ModuleType
 ) -> None:
-    (hook,) = [each for each in hooks.HOOKS if each.attribute == "train"]
+    (hook,) = [each for each in registry.HOOKS if each.attribute == "train"]
     gone = replace(hook, module="moved_upstream", attribute="train_all")
-    monkeypatch.setattr(hooks, "HOOKS", (gone,))
-    with pytest.raises(hooks.HookError, match=r"has no moved_upstream\.train_all, which"):
-        hooks.install()
+    monkeypatch.setattr(registry, "HOOKS", (gone,))
+    with pytest.raises(registry.HookError, match=r"has no moved_upstream\.train_all, which"):
+        registry.install()

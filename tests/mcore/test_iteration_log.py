@@ -10,10 +10,15 @@ import pytest
 import torch
 from mcore.farm import Ended
 
-from megatron_vshape.mcore import iteration_log
-from megatron_vshape.mcore.iteration_log import BubbleMeter, Figures, IterationLog, why_no_mfu
-from megatron_vshape.mcore.peaks import peak_flops
-from megatron_vshape.mcore.session import Session
+from megatron_vshape.mcore.hooks.session import Session
+from megatron_vshape.mcore.observe import iteration_log
+from megatron_vshape.mcore.observe.iteration_log import (
+    BubbleMeter,
+    Figures,
+    IterationLog,
+    why_no_mfu,
+)
+from megatron_vshape.mcore.observe.peaks import peak_flops
 from megatron_vshape.runtime.measure import PassTimer
 
 Train = Callable[..., Ended]

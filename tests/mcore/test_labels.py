@@ -10,7 +10,7 @@ from pathlib import Path
 from mcore.conftest import UNTIED
 from mcore.farm import Farm
 
-from megatron_vshape.core.catalogue import make
+from megatron_vshape.core.paper.catalogue import make
 
 LAYER = "decoder.layers.0."
 LINEARS = ["mlp.linear_fc2", "mlp.linear_fc1", "self_attention.linear_proj"]

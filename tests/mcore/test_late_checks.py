@@ -19,11 +19,11 @@ from mcore.farm import Farm
 from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine
 
-from megatron_vshape.core.instructions import Run
-from megatron_vshape.core.passes import Kind, Pass
-from megatron_vshape.mcore.late_checks import checked_late
-from megatron_vshape.mcore.replacements import validate_result
-from megatron_vshape.mcore.session import Session
+from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.program.instructions import Run
+from megatron_vshape.mcore.hooks.replacements import validate_result
+from megatron_vshape.mcore.hooks.session import Session
+from megatron_vshape.mcore.step.late_checks import checked_late
 from megatron_vshape.runtime.program_runner import Place
 
 ORIGINAL = vars(RerunStateMachine)["validate_result"]

@@ -9,10 +9,10 @@ import pytest
 from mcore.farm import Ended
 from mcore.test_training import FOUR, assert_equal_training
 
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.layers import Pieces
-from megatron_vshape.core.placement import linear, looping, v_shape
-from megatron_vshape.mcore.layer_split import split_layers
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.placement import linear, looping, v_shape
+from megatron_vshape.mcore.layout.layer_split import split_layers
 
 Train = Callable[..., Ended]
 

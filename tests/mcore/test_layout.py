@@ -8,11 +8,16 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_vshape.core.layers import even_layers
-from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.placement import Placement, linear, looping, v_shape
-from megatron_vshape.mcore import layout
-from megatron_vshape.mcore.layout import StageLayout, StageMap, embedding_ranks, megatrons_text
+from megatron_vshape.core.model.layers import even_layers
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
+from megatron_vshape.mcore.layout import stages
+from megatron_vshape.mcore.layout.stages import (
+    StageLayout,
+    StageMap,
+    embedding_ranks,
+    megatrons_text,
+)
 
 
 def split_layers(num_layers: int, placement: Placement) -> StageMap:
@@ -81,13 +86,13 @@ def test_embedding_ranks() -> None:
 
 
 def test_one_end_must_be_on_rank_0() -> None:
-    layout.check_ends(split_layers(4, (3, 1, 2, 0)))
+    stages.check_ends(split_layers(4, (3, 1, 2, 0)))
     with pytest.raises(ScheduleError, match="needs one of the two on rank 0"):
-        layout.check_ends(split_layers(4, (3, 0, 1, 2)))
+        stages.check_ends(split_layers(4, (3, 0, 1, 2)))
 
 
 def test_ends_that_megatron_cannot_tie() -> None:
-    layout.check_tied_embeddings(split_layers(4, (0, 1, 2, 3)))
-    layout.check_tied_embeddings(split_layers(4, (1, 0, 0, 1)))
+    stages.check_tied_embeddings(split_layers(4, (0, 1, 2, 3)))
+    stages.check_tied_embeddings(split_layers(4, (1, 0, 0, 1)))
     with pytest.raises(ScheduleError, match="on rank 1 and the last on rank 3"):
-        layout.check_tied_embeddings(split_layers(4, (1, 0, 2, 3)))
+        stages.check_tied_embeddings(split_layers(4, (1, 0, 2, 3)))

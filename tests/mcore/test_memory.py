@@ -7,8 +7,8 @@ import pytest
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.simulate import peak_held
+from megatron_vshape.core.check.simulate import peak_held
+from megatron_vshape.core.paper.catalogue import make
 
 FLAGS = (UNTIED, "--global-batch-size", "16", "--train-iters", "2")
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from megatron_vshape.core.ask import Question, ask
-from megatron_vshape.core.catalogue import NAMES, make
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import Pass, ScheduleError
-from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.simulate import peak_held
-from megatron_vshape.mcore.plans import Planner, make_planner
+from megatron_vshape.core.check.simulate import peak_held
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import Pass, ScheduleError
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.mcore.setup.plans import Planner, make_planner
 
 
 def test_plans_are_kept_and_made_anew_for_other_microbatches() -> None:

@@ -9,11 +9,11 @@ from torch import nn
 
 pytest.importorskip("megatron.training")
 
-from megatron_vshape.mcore import run_ahead
-from megatron_vshape.mcore.loss_reporting import _moved
-from megatron_vshape.mcore.optimizer_backup import Backup
-from megatron_vshape.mcore.run_ahead import RandomState
-from megatron_vshape.mcore.static_memory import static_memory
+from megatron_vshape.mcore.early.optimizer_backup import Backup
+from megatron_vshape.mcore.observe.static_memory import static_memory
+from megatron_vshape.mcore.step import run_ahead
+from megatron_vshape.mcore.step.loss_reporting import _moved
+from megatron_vshape.mcore.step.run_ahead import RandomState
 
 
 class Tracker:

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("megatron.training")
 
-from megatron_vshape.mcore.forward_backward import PipelineRunner
+from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.mcore.step_state import StepState
 
 

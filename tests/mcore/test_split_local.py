@@ -67,8 +67,8 @@ def two_layers(
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers
 
-    from megatron_vshape.mcore import split_backward
-    from megatron_vshape.mcore.split_backward import make_split_linear
+    from megatron_vshape.mcore.split import local_layers
+    from megatron_vshape.mcore.split.local_layers import make_split_linear
     from megatron_vshape.mcore.step_state import StepState
 
     parallel_state._set_global_memory_buffer()
@@ -93,7 +93,7 @@ def two_layers(
         part = first.chunk(2)[rank] if sequence_parallel else first
         outputs.append(function.apply(part.contiguous(), weights[1], *options))
         inputs.append(x)
-    calls = note_calls(split_backward, "accumulate_weight_grad")
+    calls = note_calls(local_layers, "accumulate_weight_grad")
     note_sums(layers, calls)
     for microbatch, output in enumerate(outputs):
         if split:
@@ -148,7 +148,7 @@ def row_parallel_layer(rank: int, split: bool) -> tuple[list[list[float]], list[
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_vshape.mcore.split_backward import make_split_linear, mark_gathered
+    from megatron_vshape.mcore.split.local_layers import make_split_linear, mark_gathered
     from megatron_vshape.mcore.step_state import StepState
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)

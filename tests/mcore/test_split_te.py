@@ -16,7 +16,7 @@ from runtime.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_vshape.mcore import split_te
+from megatron_vshape.mcore.split import te_layers
 from megatron_vshape.mcore.step_state import StepState
 
 SIZE, TOKENS = 6, 8
@@ -85,7 +85,7 @@ def run(
     """Run the passes and return the gradients of the parameters and the inputs by name."""
     state = a_state()
     if install:
-        assert split_te.install(state, [layer]) == 1
+        assert te_layers.install(state, [layer]) == 1
     keep = FakeDdp(layer) if ddp else None
     inputs, outputs = {}, {}
     for text in order.split():
@@ -171,7 +171,7 @@ def test_bf16_sums_in_main_grad() -> None:
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_job_keeps_the_very_tensors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state, layer = a_state(), LAYERS[kind]()
-    split_te.install(state, [layer])
+    te_layers.install(state, [layer])
     handed, kept = [], []
     put = layer.wgrad_store.put
     monkeypatch.setattr(
@@ -182,7 +182,7 @@ def test_a_job_keeps_the_very_tensors(kind: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(state, "census", SimpleNamespace(add=kept.append), raising=False)
     with state.jobs.collect(0):
         call(layer, torch.randn(TOKENS, SIZE)).sum().backward()
-    storages = [each.untyped_storage().data_ptr() for each in split_te.plain_tensors(handed)]
+    storages = [each.untyped_storage().data_ptr() for each in te_layers.plain_tensors(handed)]
     assert [each.untyped_storage().data_ptr() for each in kept] == storages
     references = [weakref.ref(each) for each in kept]
     handed.clear()
@@ -194,7 +194,7 @@ def test_a_job_keeps_the_very_tensors(kind: str, monkeypatch: pytest.MonkeyPatch
 
 def test_unfused_grouped_layers_return_no_gradient_from_b() -> None:
     state, layer = a_state(), LAYERS["grouped"]()
-    split_te.install(state, [layer])
+    te_layers.install(state, [layer])
     with state.jobs.collect(0):
         call(layer, torch.randn(TOKENS, SIZE)).sum().backward()
     assert all(parameter.grad is None for parameter in layer.parameters())
@@ -204,7 +204,7 @@ def test_unfused_grouped_layers_return_no_gradient_from_b() -> None:
 
 def test_without_a_schedule_te_computes_as_ever() -> None:
     state, layer = StepState(), LAYERS["linear"]()
-    split_te.install(state, [layer])
+    te_layers.install(state, [layer])
     call(layer, torch.randn(TOKENS, SIZE)).sum().backward()
     assert layer.weight_0.grad is not None
 
@@ -214,7 +214,7 @@ def test_the_first_microbatch_is_kept_from_layers_that_do_not_quantize() -> None
     for layer, fp8 in zip(layers, (None, "hybrid"), strict=True):
         layer.config = SimpleNamespace(fp8=fp8)
         layer.disable_parameter_transpose_cache = False
-        split_te.install(a_state(), [layer])
+        te_layers.install(a_state(), [layer])
     assert [layer.disable_parameter_transpose_cache for layer in layers] == [True, False]
 
 
@@ -237,16 +237,16 @@ class Without(fake_te.WeightGradStore):
 def test_an_unknown_protocol_is_refused(store: Any, text: str) -> None:
     layer = LAYERS["linear"]()
     layer.wgrad_store = store
-    with pytest.raises(split_te.StoreError, match=text):
-        split_te.install(a_state(), [layer])
+    with pytest.raises(te_layers.StoreError, match=text):
+        te_layers.install(a_state(), [layer])
 
 
 def test_installing_twice_is_allowed_and_backward_dw_is_not() -> None:
     layer = LAYERS["linear"]()
     for _ in range(2):
-        assert split_te.install(a_state(), [layer]) == 1
+        assert te_layers.install(a_state(), [layer]) == 1
     assert layer.wgrad_store.context is None
-    with pytest.raises(split_te.StoreError, match="leave --delay-wgrad-compute out"):
+    with pytest.raises(te_layers.StoreError, match="leave --delay-wgrad-compute out"):
         layer.wgrad_store.pop()
 
 
@@ -255,15 +255,15 @@ def test_unknown_layers_stay_whole() -> None:
     strange.wgrad_store = fake_te.WeightGradStore()
     packed = LAYERS["grouped"]()
     del packed.weight0
-    assert split_te.install(a_state(), [strange, packed, nn.Linear(2, 2)]) == 0
-    assert "not those of any TE layer" in (split_te.why_whole(strange) or "")
-    assert "one grouped tensor" in (split_te.why_whole(packed) or "")
+    assert te_layers.install(a_state(), [strange, packed, nn.Linear(2, 2)]) == 0
+    assert "not those of any TE layer" in (te_layers.why_whole(strange) or "")
+    assert "one grouped tensor" in (te_layers.why_whole(packed) or "")
 
 
 def test_an_mlp_with_other_functions_is_refused() -> None:
     layer = LAYERS["mlp"]()
-    split_te.install(a_state(), [layer])
-    with pytest.raises(split_te.StoreError, match="neither its fc1_wgrad_gemm"):
+    te_layers.install(a_state(), [layer])
+    with pytest.raises(te_layers.StoreError, match="neither its fc1_wgrad_gemm"):
         layer.wgrad_store.put([], len)
 
 
@@ -273,7 +273,7 @@ def test_a_quantized_gathered_tensor_is_kept_with_a_warning(
     layer = LAYERS["linear"](bias=False)
     layer.parallel_mode, layer.sequence_parallel, layer.tp_size = "column", True, 2
     state = a_state()
-    split_te.install(state, [layer])
+    te_layers.install(state, [layer])
     quantized = SimpleNamespace(get_data_tensors=lambda: (torch.ones(2), None))
     with caplog.at_level(logging.WARNING), state.jobs.collect(0):
         for _ in range(2):
@@ -290,7 +290,7 @@ def sequence_parallel(rank: int, mode: str) -> tuple[list[list[float]], int]:
     state = a_state()
     layer = fake_te.Linear(SIZE, SIZE, bias=False, parallel_mode=mode, group=dist.group.WORLD)
     split = fake_te.Linear(SIZE, SIZE, bias=False, parallel_mode=mode, group=dist.group.WORLD)
-    split_te.install(state, [split])
+    te_layers.install(state, [split])
     held: list[Tensor] = []
     state.census = SimpleNamespace(add=held.append)  # type: ignore[assignment]
     gradients = []
@@ -324,7 +324,7 @@ def two_gathering_layers(rank: int, split: bool) -> tuple[list[list[float]], lis
         fake_te.Linear(SIZE, SIZE, bias=False, parallel_mode=mode, group=group)
         for mode in ("column", "row")
     ]
-    split_te.install(state, layers if split else [])
+    te_layers.install(state, layers if split else [])
     x = torch.randn(TOKENS, SIZE, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     y = layers[1](layers[0](x).relu())
     if not split:

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("megatron.training")
 
-from megatron_vshape.mcore.checkpoints import newest_whole, repair_tracker
-from megatron_vshape.mcore.replacements import read_metadata
-from megatron_vshape.mcore.session import Session
+from megatron_vshape.mcore.hooks.checkpoints import newest_whole, repair_tracker
+from megatron_vshape.mcore.hooks.replacements import read_metadata
+from megatron_vshape.mcore.hooks.session import Session
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

@@ -8,11 +8,11 @@ import torch
 from mcore.conftest import UNTIED
 from mcore.farm import Ended
 
-from megatron_vshape.core.catalogue import NAMES, make
-from megatron_vshape.core.passes import Kind, Pass
-from megatron_vshape.core.placement import Placement, looping, stages_of
-from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.mcore.arguments import MEGATRONS_OWN
+from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.placement import Placement, looping, stages_of
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.mcore.setup.arguments import MEGATRONS_OWN
 
 Train = Callable[..., Ended]
 

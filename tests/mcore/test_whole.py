@@ -10,19 +10,19 @@ from mcore import fake_te
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.passes import Kind
-from megatron_vshape.core.verify import verify
-from megatron_vshape.mcore import unsplit
-from megatron_vshape.mcore.arguments import add_arguments, options_of
-from megatron_vshape.mcore.configure import _recomputed_inputs, prepare
-from megatron_vshape.mcore.plans import make_planner, whole_backwards
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.passes import Kind
+from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     check_arguments,
     check_config,
     check_derived,
 )
+from megatron_vshape.mcore.setup.arguments import add_arguments, options_of
+from megatron_vshape.mcore.setup.configure import _recomputed_inputs, prepare
+from megatron_vshape.mcore.setup.plans import make_planner, whole_backwards
+from megatron_vshape.mcore.split import unsplit
 
 
 @pytest.mark.parametrize("name", ["v-min", "v-half", "v-zb", "zb-h1"])

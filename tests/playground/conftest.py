@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.simulate import simulate
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.playground.given import read_given
 from megatron_vshape.view.chrome_trace import write_trace
 

@@ -29,12 +29,12 @@ from playground.driving import (
 )
 
 from megatron_vshape.cli.main import main
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import Kind
-from megatron_vshape.core.placement import chunks_of
-from megatron_vshape.core.schedule import Schedule, Timeline
-from megatron_vshape.core.simulate import simulate, unit_costs
+from megatron_vshape.core.check.simulate import simulate, unit_costs
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import Kind
+from megatron_vshape.core.model.placement import chunks_of
+from megatron_vshape.core.model.schedule import Schedule, Timeline
+from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.playground.html import write_html
 from megatron_vshape.view.chrome_trace import write_trace
 from megatron_vshape.view.palette import shade
@@ -80,7 +80,7 @@ def check_drawn(page: Any, timeline: Timeline) -> None:
 
 def test_a_plan_of_four_stages_a_device_is_drawn(page, server):
     pytest.importorskip("numba", reason="without numba a plan takes minutes")
-    from megatron_vshape.core.search import plan
+    from megatron_vshape.core.planner.search import plan
 
     costs = Costs.uniform(4, 16, 1, 1.15, 0.85, 0.05)
     schedule = plan(costs, 4, 8, 6).schedule

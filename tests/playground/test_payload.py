@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from playground.answers import read_payload
 
-from megatron_vshape.core.catalogue import NAMES, make
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import Kind, Pass
-from megatron_vshape.core.schedule import Timeline
-from megatron_vshape.core.simulate import held_curve, peak_held, simulate
+from megatron_vshape.core.check.simulate import held_curve, peak_held, simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.schedule import Timeline
+from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.playground.payload import KINDS, Facts, Picture, encode, palette
 from megatron_vshape.playground.repeats import period_of, repeating_microbatches
 from megatron_vshape.playground.steps import step_pictures
@@ -111,7 +111,7 @@ def test_one_pass_out_of_step_and_nothing_repeats():
 
 
 def test_the_steps_end_in_the_catalogue_s_schedule():
-    from megatron_vshape.core.catalogue import make_block
+    from megatron_vshape.core.paper.catalogue import make_block
 
     pictures = list(step_pictures(make_block("v-half", 4, 12), make("v-half", 4, 12)))
     assert [picture.facts.title[0] for picture in pictures] == list("1234")

@@ -14,9 +14,9 @@ import pytest
 from playground.answers import read_payload, request
 
 from megatron_vshape.cli.main import main
-from megatron_vshape.core.costs import Costs, regroup
-from megatron_vshape.core.schedule import Schedule, load_schedule
-from megatron_vshape.core.simulate import held_curve, peak_held, simulate
+from megatron_vshape.core.check.simulate import held_curve, peak_held, simulate
+from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.schedule import Schedule, load_schedule
 from megatron_vshape.playground.build import build
 from megatron_vshape.playground.request import parse_request
 
@@ -96,7 +96,7 @@ def test_a_costs_file_says_how_many_stages_are_told_apart(stages, chunks, planne
 
 
 def test_the_command_makes_this_very_plan_and_training_takes_its_file(tmp_path):
-    plans = pytest.importorskip("megatron_vshape.mcore.plans")
+    plans = pytest.importorskip("megatron_vshape.mcore.setup.plans")
     path = tmp_path / "plan.json"
     recipe = shlex.split(shown()["facts"]["recipe"])
     assert main([*recipe, "--export", str(path)]) == 0

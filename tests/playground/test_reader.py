@@ -17,9 +17,9 @@ from playground.driving import (
     wait_for_url,
 )
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.schedule import Schedule, Timeline
-from megatron_vshape.core.simulate import simulate
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.schedule import Schedule, Timeline
+from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.view.chrome_trace import write_trace
 
 pytestmark = pytest.mark.browser

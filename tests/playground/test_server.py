@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from playground.answers import answer, frames, read_payload, refusal, request
 
-from megatron_vshape.core.catalogue import NAMES, make
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.simulate import simulate
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.playground.assets import static_files
 from megatron_vshape.playground.pool import Pool
 from megatron_vshape.playground.request import parse_request

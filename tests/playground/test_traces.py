@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vshape.core.catalogue import NAMES, make
-from megatron_vshape.core.passes import Pass, ScheduleError
-from megatron_vshape.core.schedule import Timeline
-from megatron_vshape.core.simulate import simulate
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.passes import Pass, ScheduleError
+from megatron_vshape.core.model.schedule import Timeline
+from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.playground.pricing import Pricing
 from megatron_vshape.playground.request import CostChoice, FieldError, FileText
 from megatron_vshape.playground.traces import delays, measured_pictures

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from runtime.fake_device import Device, DeviceTensor, Kernel, World
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.cutting import Cut
-from megatron_vshape.core.instructions import Program
-from megatron_vshape.core.lowering import lower
-from megatron_vshape.core.passes import Kind, Pass
-from megatron_vshape.core.placement import Placement
-from megatron_vshape.core.simulate import simulate
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.early_start import Cut
+from megatron_vshape.core.program.instructions import Program
+from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import ProgramRun
 from megatron_vshape.runtime.variable_p2p import VariableTransport

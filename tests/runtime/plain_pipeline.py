@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_vshape.core.passes import Pass
-from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.runtime.split_linear import SplitLinear
 from megatron_vshape.runtime.weight_jobs import WeightJobs
 

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from runtime.plain_pipeline import SHAPE, AliveCounter, gradients_of, one_process, stages_for
 from runtime.ranks import run_ranks
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.instructions import Program
-from megatron_vshape.core.lowering import forward_wave, lower
-from megatron_vshape.core.passes import Kind, Pass
-from megatron_vshape.core.placement import looping, stages_of
-from megatron_vshape.core.schedule import Schedule
-from megatron_vshape.core.simulate import peak_held, simulate, unit_costs
+from megatron_vshape.core.check.simulate import peak_held, simulate, unit_costs
+from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.placement import looping, stages_of
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.instructions import Program
+from megatron_vshape.core.program.lowering import forward_wave, lower
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import run_program
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_vshape.core.passes import Pass
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.runtime.in_use import PassNeeds, StepPeaks
 from megatron_vshape.runtime.live_bytes import LivePeak
 

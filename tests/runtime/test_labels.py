@@ -10,9 +10,9 @@ from runtime.ranks import run_ranks
 from runtime.test_program_runner import Everywhere, NoCarrier
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.instructions import Await, Program, Run
-from megatron_vshape.core.lowering import lower
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.instructions import Await, Program, Run
+from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.runtime import labels
 from megatron_vshape.runtime.labels import job_text, label, name_weights
 from megatron_vshape.runtime.p2p import Transport

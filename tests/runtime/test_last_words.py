@@ -15,8 +15,8 @@ import torch
 from runtime.plain_pipeline import SHAPE, stages_for
 from runtime.ranks import RanksFailed, run_ranks
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.lowering import lower
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.runtime.last_words import ENDED_BY_SIGTERM, last_words
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import Place, run_program

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from runtime.ranks import run_ranks
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.instructions import Message
-from megatron_vshape.core.lowering import lower
-from megatron_vshape.core.passes import Kind, Pass
-from megatron_vshape.core.placement import stages_of
-from megatron_vshape.core.schedule import Slot
-from megatron_vshape.core.simulate import simulate
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.placement import stages_of
+from megatron_vshape.core.model.schedule import Slot
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.instructions import Message
+from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.runtime import measure
 from megatron_vshape.runtime.measure import (
     PassTimer,

@@ -28,12 +28,12 @@ from runtime.fake_pipeline import (
     program_of,
 )
 
-from megatron_vshape.core.catalogue import NAMES, make
-from megatron_vshape.core.cutting import begun_early
-from megatron_vshape.core.instructions import Program, Send
-from megatron_vshape.core.kernels import waits_for_ever
-from megatron_vshape.core.lowering import forward_wave, lower
-from megatron_vshape.core.placement import looping, v_shape
+from megatron_vshape.core.model.placement import looping, v_shape
+from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.program.early_start import begun_early
+from megatron_vshape.core.program.instructions import Program, Send
+from megatron_vshape.core.program.kernels import waits_for_ever
+from megatron_vshape.core.program.lowering import forward_wave, lower
 from megatron_vshape.runtime import nccl
 
 SMALL = [(2, 3), (4, 5)]

@@ -13,10 +13,10 @@ from runtime.plain_pipeline import SHAPE, stages_for
 from runtime.ranks import run_ranks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.instructions import Message, Program, Send, Stream
-from megatron_vshape.core.lowering import lower
-from megatron_vshape.core.passes import Kind
+from megatron_vshape.core.model.passes import Kind
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.instructions import Message, Program, Send, Stream
+from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.runtime import nccl, p2p, watch
 from megatron_vshape.runtime.p2p import (
     Edge,

@@ -10,11 +10,11 @@ from runtime.plain_pipeline import gradients_of, one_process, stages_for
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.instructions import Message, Program, Run
-from megatron_vshape.core.lowering import lower
-from megatron_vshape.core.passes import Kind, Pass
-from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.instructions import Message, Program, Run
+from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.runtime.program_runner import Place, run_program
 
 

@@ -21,9 +21,9 @@ from runtime.fake_device import (
 )
 from runtime.fake_pipeline import SHAPE, TO_THE_END, Train, program_of
 
-from megatron_vshape.core.catalogue import NAMES
-from megatron_vshape.core.cutting import begun_early
-from megatron_vshape.core.instructions import Message
+from megatron_vshape.core.paper.catalogue import NAMES
+from megatron_vshape.core.program.early_start import begun_early
+from megatron_vshape.core.program.instructions import Message
 from megatron_vshape.runtime.p2p import Transport, _PolledSends, _Sent
 from megatron_vshape.runtime.variable_p2p import DIMENSIONS, VariableTransport
 

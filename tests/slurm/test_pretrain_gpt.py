@@ -92,7 +92,7 @@ def test_megatron_and_the_schedule_accept_the_flags(
     import megatron.training.arguments as arguments
 
     import megatron_vshape
-    from megatron_vshape.mcore import configure
+    from megatron_vshape.mcore.setup import configure
 
     step = dry_run(name, "--transformer-impl", "local")[1]
     monkeypatch.setattr(sys, "argv", step[step.index("scripts/pretrain_gpt.py") :])

@@ -13,7 +13,7 @@ import cloudpickle
 import pytest
 from sweep.samples import FAKE, ROOT, SWEEP, load_sample, sweep_command, write_sweep
 
-from megatron_vshape.core.schedule import Schedule
+from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.sweep import launch as launching
 from megatron_vshape.sweep import predict
 from megatron_vshape.sweep.files import SweepError

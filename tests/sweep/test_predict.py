@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from sweep.samples import ROOT, SWEEP, load_sample
 
-from megatron_vshape.core.costs import Costs, Piece
-from megatron_vshape.core.layers import Pieces
-from megatron_vshape.core.placement import looping, v_shape
+from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.sweep import predict
 from megatron_vshape.sweep.adaptive import placements_of, plan_adaptive
 from megatron_vshape.sweep.files import Layout, Loaded, Model, Recompute, load_sweep

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from sweep.samples import CLUSTER, SWEEP, load_sample
 
-from megatron_vshape.core.costs import Costs
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.sweep.files import Layout, Recompute, SweepError
 from megatron_vshape.sweep.grid import Combination, expand
 from megatron_vshape.sweep.measured import MeasuredCosts

@@ -65,9 +65,7 @@ def test_peak_of_several_nodes() -> None:
     assert merge([first, last]) == Outcome(Status.OK, pytest.approx(0.2), 1024)
 
 
-def test_figures_are_read_as_they_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_are_read_as_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "node0.jsonl"
     assert figures.read(path) == []
     figures.tell(step_s=1.0)  # to nobody

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vshape.core.building_block import BuildingBlock
-from megatron_vshape.core.catalogue import NAMES, make, make_block
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.passes import ScheduleError
-from megatron_vshape.core.schedule import Schedule, Timeline
-from megatron_vshape.core.simulate import simulate
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.schedule import Schedule, Timeline
+from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.paper.catalogue import NAMES, make, make_block
 
 pytest.importorskip("matplotlib", reason="figures need the extra [draw]")
 

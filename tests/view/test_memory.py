@@ -2,10 +2,10 @@
 
 import pytest
 
-from megatron_vshape.core.catalogue import NAMES, make
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.schedule import Timeline
-from megatron_vshape.core.simulate import peak_held, simulate, unit_costs
+from megatron_vshape.core.check.simulate import peak_held, simulate, unit_costs
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.schedule import Timeline
+from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.view.memory import costs_up_to, held_steps
 
 

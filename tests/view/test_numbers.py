@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron_vshape.core.catalogue import make
-from megatron_vshape.core.costs import Costs
-from megatron_vshape.core.simulate import simulate
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.view.numbers import GIB, enough, numbers_of
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import megatron_vshape
-from megatron_vshape.core.catalogue import NAMES
+from megatron_vshape.core.paper.catalogue import NAMES
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(megatron_vshape.__file__).parents[1])}

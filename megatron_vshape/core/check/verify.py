@@ -1,0 +1,144 @@
+"""Proofs about a schedule before it runs: complete, rightly placed, within memory, no deadlock."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from megatron_vshape.core.check.bounds import each_limit
+from megatron_vshape.core.check.simulate import held_curve, simulate, unit_costs
+from megatron_vshape.core.model.costs import Costs, held_text
+from megatron_vshape.core.model.passes import PARTS, Pass, ScheduleError
+from megatron_vshape.core.model.placement import check_placement
+from megatron_vshape.core.model.schedule import Schedule
+
+ROWS, COLUMNS = 2, 3
+"""A picture shows so many devices above and below the culprit, and passes before and after it."""
+
+_ROUNDING = 1e-9
+"""Sums of fractions may exceed a limit that they just meet by this share of it."""
+
+
+def verify(
+    schedule: Schedule,
+    max_held: float | Sequence[float] | None = None,
+    costs: Costs | None = None,
+) -> None:
+    """Return if every pass runs once, where its stage is, in an order that can run.
+
+    With `max_held`, one value or one per device, no device may hold more: chunks, or what the
+    memory of `costs` is in.
+
+    Raises:
+        ScheduleError: what is wrong and a picture of where; for a deadlock the cycle of waits.
+    """
+    if len(schedule.order) != schedule.num_devices:
+        raise ScheduleError(
+            f"the schedule has orders for {len(schedule.order)} devices and "
+            f"num_devices {schedule.num_devices}; the two must be equal"
+        )
+    if schedule.num_microbatches < 1:
+        raise ScheduleError(
+            f"num_microbatches is {schedule.num_microbatches}; it must be at least 1"
+        )
+    check_placement(schedule.placement, schedule.num_devices)
+    _check_places(schedule)
+    _check_counts(schedule)
+    simulate(schedule)  # raises if it deadlocks
+    if max_held is not None:
+        limits = each_limit(max_held, schedule.num_devices)
+        _check_memory(schedule, limits, unit_costs(schedule) if costs is None else costs)
+
+
+def _check_places(schedule: Schedule) -> None:
+    """Raise ScheduleError at a pass that does not exist or stands on the wrong device."""
+    stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    for device, passes in enumerate(schedule.order):
+        for at, (_, stage, microbatch) in enumerate(passes):
+            if not 0 <= stage < stages:
+                wrong = f"there are only {stages} stages, counted from 0"
+            elif not 0 <= microbatch < microbatches:
+                wrong = f"there are only {microbatches} microbatches, counted from 0"
+            elif schedule.placement[stage] != device:
+                wrong = f"its stage is on device {schedule.placement[stage]}"
+            else:
+                continue
+            raise ScheduleError(
+                f"{passes[at]} stands on device {device}, but {wrong}\n"
+                + excerpt(schedule, device, at)
+            )
+
+
+def _check_counts(schedule: Schedule) -> None:
+    """Raise ScheduleError unless F, B and W of every stage and microbatch run once."""
+    stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    count = Counter(
+        Pass(kind, work.stage, work.microbatch)
+        for passes in schedule.order
+        for work in passes
+        for kind in work.parts()
+    )
+    if len(count) == 3 * stages * microbatches and max(count.values()) == 1:
+        return
+    wrong = [
+        Pass(kind, stage, microbatch)
+        for microbatch in range(microbatches)
+        for stage in range(stages)
+        for kind in PARTS
+        if count[Pass(kind, stage, microbatch)] != 1
+    ]
+    culprit = wrong[0]
+    device, at = _place_of(schedule, culprit)
+    times = f"{count[culprit]} times" if count[culprit] else "never"
+    more = f" (and {len(wrong) - 1} more passes not once)" if len(wrong) > 1 else ""
+    raise ScheduleError(
+        f"{culprit} runs {times} on device {device}; every pass must run once{more}\n"
+        + excerpt(schedule, device, at)
+    )
+
+
+def _place_of(schedule: Schedule, culprit: Pass) -> tuple[int, int]:
+    """Return the device of a pass and where it stands last, or its microbatch does, or its end."""
+    device = schedule.placement[culprit.stage]
+    passes = schedule.order[device]
+    same = [at for at, work in enumerate(passes) if work[1:] == culprit[1:]]
+    itself = [at for at in same if culprit.kind in passes[at].parts()]
+    return device, (itself or same or [max(len(passes) - 1, 0)])[-1]
+
+
+def _check_memory(schedule: Schedule, limits: Sequence[float], costs: Costs) -> None:
+    for device, limit in enumerate(limits):
+        curve = held_curve(schedule, costs, device)
+        peak, most = max(curve, default=0.0), limit * (1 + _ROUNDING)
+        if not peak <= most:
+            at = next(at for at, held in enumerate(curve) if not held <= most)
+            raise ScheduleError(
+                f"device {device} holds {held_text(peak)} at its peak, more than the limit of "
+                f"{held_text(limit)}; it first exceeds that at {schedule.order[device][at]}\n"
+                + excerpt(schedule, device, at)
+            )
+
+
+def excerpt(schedule: Schedule, device: int, at: int) -> str:
+    """Return a picture of the orders around position `at` of a device, that pass marked."""
+    first, last = max(0, at - COLUMNS), at + COLUMNS + 1
+    devices = range(max(0, device - ROWS), min(schedule.num_devices, device + ROWS + 1))
+    rows = [[str(work) for work in schedule.order[each][first:last]] for each in devices]
+    width = max((len(text) for row in rows for text in row), default=1)
+    return "\n".join(_draw_rows(schedule, devices, rows, (device, at, first, width)))
+
+
+def _draw_rows(
+    schedule: Schedule, devices: range, rows: list[list[str]], where: tuple[int, int, int, int]
+) -> Iterator[str]:
+    device, at, first, width = where
+    label = len(str(devices[-1]))
+    for each, row in zip(devices, rows, strict=True):
+        cells = [
+            f"[{text}]".ljust(width + 2)
+            if (each, place) == (device, at)
+            else f" {text.ljust(width)} "
+            for place, text in enumerate(row, first)
+        ]
+        ahead = "... " if first else ""
+        behind = " ..." if first + len(row) < len(schedule.order[each]) else ""
+        mark = "   <-- here" if each == device else ""
+        yield f"    device {each:>{label}} | {ahead}{''.join(cells).rstrip()}{behind}{mark}"

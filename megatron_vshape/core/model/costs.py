@@ -1,0 +1,324 @@
+"""What the passes of every stage cost: time and memory."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from operator import add
+from pathlib import Path
+from statistics import median
+from typing import Any, Self
+
+from megatron_vshape.core.model.files import (
+    check_keys,
+    is_number,
+    is_whole,
+    parse_object,
+    read_text,
+)
+from megatron_vshape.core.model.passes import Kind, ScheduleError
+
+LEAST, MOST = 1e-6, 1e15
+"""Of a time, and of what is held; times stay far from where floats end."""
+
+MAX_RATIO = 1e9
+"""Of the longest time to the shortest: the sums of a step's times must not lose the shortest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Times and held memory of a part of the model: a stage, a layer, what an end has beside."""
+
+    forward_us: float
+    backward_us: float
+    weight_us: float
+    held_after_forward_bytes: float
+    held_after_backward_bytes: float
+    saved_us: float = 0.0  # by a whole backward, beside B + W
+
+    @property
+    def time_us(self) -> float:
+        """Return the time of all passes of a microbatch, its backward split."""
+        return self.forward_us + self.backward_us + self.weight_us
+
+    def times(self, factor: float) -> Self:
+        """Return `factor` of this piece."""
+        return type(self)(*(factor * value for value in self._values()))
+
+    def plus(self, other: "Piece") -> Self:
+        """Return both pieces together."""
+        return type(self)(*map(add, self._values(), other._values()))
+
+    def over(self, other: "Piece") -> Self:
+        """Return what this piece has beyond the other, at least nothing."""
+        pairs = zip(self._values(), other._values(), strict=True)
+        return type(self)(*(max(0.0, a - b) for a, b in pairs))
+
+    @classmethod
+    def middle(cls, pieces: Iterable[Self]) -> Self:
+        """Return the medians of several pieces."""
+        return cls(*map(median, zip(*(each._values() for each in pieces), strict=True)))
+
+    def at_least(self, time_us: float) -> Self:
+        """Return the piece with no pass shorter than this: a stage without layers has kernels."""
+        passes = (self.forward_us, self.backward_us, self.weight_us)
+        forward, backward, weight = (max(time_us, each) for each in passes)
+        return replace(self, forward_us=forward, backward_us=backward, weight_us=weight)
+
+    def _values(self) -> Iterator[float]:
+        return (getattr(self, each.name) for each in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Times and held memory of every stage, in model order.
+
+    Times are in microseconds or any other unit used throughout, memory likewise in bytes or in
+    chunks. A stage holds `held_after_forward_bytes` per microbatch from the start of F, then
+    `held_after_backward_bytes` from the end of B, and nothing from the end of W on. `layers` says
+    how many layers every stage had when that was measured, where it is known; `whole_backward_us`
+    what a BW takes where that is not B + W, as exchanges hide in it that a split one waits for.
+    """
+
+    forward_us: tuple[float, ...]
+    backward_us: tuple[float, ...]
+    weight_us: tuple[float, ...]
+    send_us: float
+    held_after_forward_bytes: tuple[float, ...]
+    held_after_backward_bytes: tuple[float, ...]
+    layers: tuple[int, ...] | None = None
+    whole_backward_us: tuple[float, ...] | None = None  # None: B + W
+
+    def __post_init__(self) -> None:
+        self._check()
+
+    @classmethod
+    def uniform(
+        cls,
+        num_devices: int,
+        num_stages: int,
+        forward: float = 1.0,
+        backward: float = 1.0,
+        weight: float = 1.0,
+        send: float = 0.0,
+    ) -> "Costs":
+        """Return equal costs, given for one of 2 * num_devices stages and scaled to `num_stages`.
+
+        So every placement does the same work and holds memory in the same unit, the chunk: the
+        activations of one microbatch in 1 / (2 * num_devices) of the model.
+        """
+        scale = 2 * num_devices / num_stages
+
+        def alike(value: float) -> tuple[float, ...]:
+            return (value * scale,) * num_stages
+
+        return cls(alike(forward), alike(backward), alike(weight), send, alike(1.0), alike(1.0))
+
+    @classmethod
+    def of(
+        cls, stages: Sequence[Piece], send_us: float, layers: Sequence[int] | None = None
+    ) -> "Costs":
+        """Return the costs of these stages, in model order."""
+        each: dict[str, Any] = {
+            name: tuple(getattr(stage, name) for stage in stages) for name in _PER_STAGE
+        }
+        each["layers"] = None if layers is None else tuple(layers)
+        if any(stage.saved_us > 0 for stage in stages):
+            # Where little is there to measure, noise may say that it saves more than a pass.
+            least = (max(stage.backward_us, stage.weight_us) for stage in stages)
+            whole = (s.backward_us + s.weight_us - s.saved_us for s in stages)
+            each["whole_backward_us"] = tuple(map(max, least, whole))
+        return cls(send_us=send_us, **each)
+
+    def stages(self) -> list[Piece]:
+        """Return every stage by itself."""
+        split = enumerate(map(add, self.backward_us, self.weight_us))
+        saved = (both - self.time_us(Kind.BW, stage) for stage, both in split)
+        return list(map(Piece, *(getattr(self, name) for name in _PER_STAGE), saved))
+
+    @property
+    def num_stages(self) -> int:
+        """Return how many stages the costs are for."""
+        return len(self.forward_us)
+
+    def time_us(self, kind: Kind, stage: int) -> float:
+        """Return how long a pass of `kind` takes on `stage`; BW takes B + W if nothing is said."""
+        if kind is Kind.F:
+            return self.forward_us[stage]
+        if kind is Kind.B:
+            return self.backward_us[stage]
+        if kind is Kind.W:
+            return self.weight_us[stage]
+        if self.whole_backward_us is not None:
+            return self.whole_backward_us[stage]
+        return self.backward_us[stage] + self.weight_us[stage]
+
+    def split_no_slower(self) -> "Costs":
+        """Return costs at which a split backward loses nothing to a whole one, if these differ.
+
+        What runs at these costs runs at those, every BW as B and W, no later and holding no more:
+        so bounds for these hold.
+        """
+        if self.whole_backward_us is None:
+            return self
+        backward, weight = [], []
+        for b, w, whole in zip(
+            self.backward_us, self.weight_us, self.whole_backward_us, strict=True
+        ):
+            weight.append(min(w, max(whole - b, whole / 1000)))  # above 0, as a time is
+            backward.append(min(b, whole - weight[-1]))
+        held = map(min, self.held_after_forward_bytes, self.held_after_backward_bytes)
+        return replace(
+            self,
+            backward_us=tuple(backward),
+            weight_us=tuple(weight),
+            held_after_backward_bytes=tuple(held),
+            whole_backward_us=None,
+        )
+
+    def busy_us(self, placement: Sequence[int], num_devices: int, num_microbatches: int) -> float:
+        """Return the least work of the busiest device, every backward split or whole."""
+        work = [0.0] * num_devices
+        for stage, device in enumerate(placement):
+            split = self.backward_us[stage] + self.weight_us[stage]
+            work[device] += self.forward_us[stage] + min(split, self.time_us(Kind.BW, stage))
+        return max(work) * num_microbatches
+
+    def to_json(self) -> str:
+        """Return the costs file's text."""
+        given = {name: getattr(self, name) for name in (*_FIELDS, *_OPTIONAL)}
+        known = {name: value for name, value in given.items() if value is not None}
+        return json.dumps(known, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Costs":
+        """Return the costs that a costs file holds.
+
+        Raises:
+            ScheduleError: not JSON, a key is missing or unknown, or a value is not a cost.
+        """
+        data = parse_object(text, "the costs file")
+        layers = _whole_numbers("layers", data.pop("layers")) if "layers" in data else None
+        name = "whole_backward_us"
+        whole_us = _numbers(name, data.pop(name)) if name in data else None
+        check_keys(data, _FIELDS, "the costs file")
+        send_us = _numbers("send_us", [data["send_us"]])[0]
+        lists = {name: _numbers(name, data[name]) for name in _PER_STAGE}
+        if not any(lists["held_after_forward_bytes"]):
+            raise ScheduleError(
+                "held_after_forward_bytes is 0 for every stage; some must hold more"
+            )
+        return cls(send_us=send_us, **lists, layers=layers, whole_backward_us=whole_us)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Costs":
+        """Return the costs in the file at `path`; raises ScheduleError naming the file."""
+        text = read_text(path, "the costs file")
+        try:
+            return cls.from_json(text)
+        except ScheduleError as error:
+            raise ScheduleError(f"the costs file {path} is not valid: {error}") from None
+
+    def _check(self) -> None:
+        whole = () if self.whole_backward_us is None else ("whole_backward_us",)
+        for name in (*_PER_STAGE, *whole):
+            values = getattr(self, name)
+            if len(values) != len(self.forward_us) or not values:
+                raise ScheduleError(
+                    f"the costs have {len(values)} values of {name} and {len(self.forward_us)} of "
+                    "forward_us; there must be one of each per stage"
+                )
+            for stage, value in enumerate(values):
+                _check_value(name, f"{name} of stage {stage}", value)
+        self._check_layers()
+        _check_value("send_us", "send_us", self.send_us, may_be_zero=True)
+        times = (*self.forward_us, *self.backward_us, *self.weight_us)
+        times += self.whole_backward_us or ()
+        longest, shortest = max(*times, self.send_us), min(times)
+        if longest > MAX_RATIO * shortest:
+            raise ScheduleError(
+                f"the times reach from {shortest} to {longest}; none may be more than "
+                f"{MAX_RATIO:g} times another"
+            )
+
+    def _check_layers(self) -> None:
+        if self.layers is None:
+            return
+        if len(self.layers) != len(self.forward_us):
+            raise ScheduleError(
+                f"the costs have {len(self.layers)} values of layers and {len(self.forward_us)} "
+                "of forward_us; there must be one of each per stage"
+            )
+        if min(self.layers) < 0:
+            raise ScheduleError(f"layers holds {min(self.layers)}; no stage has so many")
+
+
+def _check_value(name: str, what: str, value: float, may_be_zero: bool = False) -> None:
+    """Raise ScheduleError unless the value is one that can be reckoned with."""
+    may_be_zero = may_be_zero or not name.endswith("_us")
+    if not math.isfinite(value) or value < 0 or not (value or may_be_zero):
+        wanted = "finite and not below 0" if may_be_zero else "a finite number above 0"
+        raise ScheduleError(f"{what} is {value}; it must be {wanted}")
+    if value > MOST or (value < LEAST and not may_be_zero):
+        raise ScheduleError(f"{what} is {value}; it must be from {LEAST:g} to {MOST:g}")
+
+
+_PER_STAGE = tuple(each.name for each in fields(Piece) if each.name != "saved_us")
+_OPTIONAL = ("layers", "whole_backward_us")
+_FIELDS = (*_PER_STAGE[:3], "send_us", *_PER_STAGE[3:])
+
+
+def _numbers(name: str, values: object) -> tuple[float, ...]:
+    """Return the numbers in a list read from JSON."""
+    if not isinstance(values, list) or not values:
+        raise ScheduleError(f"{name} is {values!r:.60}; it must be a list with a number per stage")
+    for value in values:
+        if not is_number(value):
+            raise ScheduleError(f"{name} holds {value!r:.60}, which is not a number")
+    try:
+        return tuple(map(float, values))
+    except OverflowError:
+        raise ScheduleError(f"{name} holds a number too large for a float") from None
+
+
+def _whole_numbers(name: str, values: object) -> tuple[int, ...]:
+    """Return the whole numbers in a list read from JSON."""
+    for value in values if isinstance(values, list) else [values]:
+        if not isinstance(values, list) or not is_whole(value):
+            raise ScheduleError(f"{name} is {values!r:.60}; it must be a whole number per stage")
+    return tuple(values) if isinstance(values, list) else ()
+
+
+def held_text(held: float) -> str:
+    """Return what is held in 12 digits: a limit read back from them is as good as `held`."""
+    return f"{held:,.12g}"
+
+
+def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
+    """Return the costs of a coarser cut of the same model: neighbouring stages added up.
+
+    So one file of 2 D stages serves every schedule of one or two chunks a device.
+
+    Raises:
+        ScheduleError: the stages do not go evenly into the file's.
+    """
+    size, rest = divmod(costs.num_stages, num_stages)
+    if rest or not size:
+        raise ScheduleError(
+            f"the costs are for {costs.num_stages} stages, {name} has {num_stages}; the "
+            f"costs need {num_stages} or a multiple of it, which is then added up"
+        )
+
+    def added(name: str) -> tuple[float, ...]:
+        return tuple(_sums(getattr(costs, name), size))
+
+    changed: dict[str, Any] = {name: added(name) for name in _PER_STAGE}
+    changed |= {name: added(name) for name in _OPTIONAL if getattr(costs, name) is not None}
+    if costs.layers is not None:
+        changed["layers"] = tuple(map(int, changed["layers"]))
+    return replace(costs, **changed)
+
+
+def _sums(values: tuple[float, ...], size: int) -> Iterator[float]:
+    for first in range(0, len(values), size):
+        yield math.fsum(values[first : first + size])

@@ -1,0 +1,108 @@
+"""Text files from anywhere, read so that whatever is wrong with them is one clear sentence."""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import TypeGuard
+
+from megatron_vshape.core.model.passes import ScheduleError
+
+MAX_FILE_BYTES = 32 * 2**20
+"""A schedule of two million passes is smaller; reading a larger file could fill the memory."""
+
+MAX_BRACKETS = 200_000
+"""Lists and objects in one file: each takes far more memory than its two characters."""
+
+
+def read_text(path: str | Path, what: str, max_bytes: int = MAX_FILE_BYTES) -> str:
+    """Return the text of the file at `path`; `what` names it in the ScheduleError if it fails.
+
+    Only of a regular file, and of no more than `max_bytes`: what else a path may name can have
+    no end, or make the reader wait for ever.
+    """
+    try:
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ScheduleError(f"{what} {path} is not a regular file")
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise ScheduleError(
+                f"{what} {path} is larger than the {max_bytes / 2**20:g} MiB that are read"
+            )
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ScheduleError(
+            f"{what} {path} is not UTF-8 text: byte {error.start} cannot be decoded"
+        ) from None
+    except ScheduleError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ScheduleError(f"{what} {path} cannot be read: {reason}") from None
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file, or a pipe that nobody writes, without waiting."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def parse_object(text: str, what: str) -> dict[str, object]:
+    """Return the JSON object in `text`.
+
+    Raises:
+        ScheduleError: not JSON, not an object, nested too deep, a key twice, NaN or infinity.
+    """
+    if text.count("[") + text.count("{") > MAX_BRACKETS:
+        raise ScheduleError(f"{what} holds more than {MAX_BRACKETS} lists and objects")
+    try:
+        data = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ScheduleError(f"{what} is not valid JSON: it is nested too deep") from None
+    except ScheduleError:
+        raise
+    except ValueError as error:
+        raise ScheduleError(f"{what} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ScheduleError(f"{what} holds a JSON {_name_of(data)}; it must hold an object")
+    return data
+
+
+def check_keys(data: dict[str, object], keys: tuple[str, ...], what: str) -> None:
+    """Raise ScheduleError unless `data` has exactly these keys."""
+    for key in keys:
+        if key not in data:
+            raise ScheduleError(f"the key {key!r} is missing from {what}")
+    for key in data:
+        if key not in keys:
+            raise ScheduleError(
+                f"{what} has the unknown key {key!r:.60}; it may hold {', '.join(keys)}"
+            )
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Return whether a value read from JSON is a whole number; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a value read from JSON is a number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ScheduleError(f"the key {twice!r:.60} stands twice in one JSON object")
+    return data
+
+
+def _refuse_constant(text: str) -> object:
+    raise ScheduleError(f"{text} is not a number that JSON allows; write a finite one")
+
+
+def _name_of(value: object) -> str:
+    names = {list: "list", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")

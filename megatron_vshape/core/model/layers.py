@@ -1,0 +1,205 @@
+"""How many layers every stage has: given, or balanced against what the model's ends cost."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.placement import Placement
+
+AUTO_SPLIT = "auto"
+
+LEAST = 1e-3
+"""The time of an end without layers where nothing is known of it, in layers: some kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What a layer costs, and the embedding and the head beside their stages' layers."""
+
+    layer: Piece
+    first: Piece
+    last: Piece
+    send_us: float
+
+    @classmethod
+    def of(cls, costs: Costs, layers: Sequence[float]) -> "Pieces":
+        """Return the pieces of stages with so many layers each.
+
+        A layer is the median of those in inner stages. Of two stages, the one that takes less
+        for a layer counts as having layers only.
+
+        Raises:
+            ScheduleError: there is another number of stages, or none has layers.
+        """
+        if len(layers) != costs.num_stages:
+            raise ScheduleError(
+                f"the costs are for {costs.num_stages} stages, and layers are given for "
+                f"{len(layers)}"
+            )
+        stages = costs.stages()
+        pairs = zip(stages, layers, strict=True)
+        each = [stage.times(1 / count) if count else None for stage, count in pairs]
+        known = [piece for piece in each[1:-1] if piece is not None]
+        if not known:
+            ends = [piece for piece in each if piece is not None]
+            if not ends:
+                raise ScheduleError("the costs are for stages without layers")
+            known = [min(ends, key=lambda piece: piece.time_us)]
+        layer = Piece.middle(known)
+        return cls(
+            layer,
+            stages[0].over(layer.times(layers[0])),
+            stages[-1].over(layer.times(layers[-1])),
+            costs.send_us,
+        )
+
+    @classmethod
+    def estimated(cls, head_in_layers: float, layers_per_chunk: float) -> "Pieces":
+        """Return pieces in passes and chunks of `layers_per_chunk` layers, F = B = W.
+
+        The embedding takes no products, and next to nothing; the head's logits are not counted
+        as memory, so that a chunk stays the unit that 1F1B holds 2 x devices of.
+        """
+        chunk = Piece(1.0, 1.0, 1.0, 1.0, 1.0)
+        layer = chunk.times(1 / layers_per_chunk)
+        head = replace(
+            layer.times(head_in_layers), held_after_forward_bytes=0.0, held_after_backward_bytes=0.0
+        )
+        return cls(layer, layer.times(0.0), head, 0.0)
+
+    def costs(self, layers: Sequence[int]) -> Costs:
+        """Return the costs of stages with so many layers each."""
+        stages = [self.layer.times(count) for count in layers]
+        stages[0] = stages[0].plus(self.first)
+        stages[-1] = stages[-1].plus(self.last)
+        least = LEAST * self.layer.time_us
+
+        stages = [stage.at_least(least) for stage in stages]
+        return Costs.of(stages, self.send_us, layers)
+
+    def balanced(self, num_layers: int, placement: Placement) -> tuple[int, ...]:
+        """Return how many layers every stage gets so that the busiest device has least to do.
+
+        Layer by layer to the device that then has least, and there to the stage that then has
+        least; for equal layers no other way leaves the busiest device less. Inner stages have
+        at least one.
+
+        Raises:
+            ScheduleError: there are fewer layers than inner stages.
+        """
+        layers = [0, *(1,) * (len(placement) - 2), 0] if len(placement) > 1 else [0]
+        check_stages(num_layers, sum(layers), len(placement))
+        of_layer = self.layer.time_us or 1.0
+        stage_us = [count * of_layer for count in layers]
+        stage_us[0] += max(self.first.time_us, LEAST * of_layer)
+        stage_us[-1] += max(self.last.time_us, LEAST * of_layer)
+        device_us = [0.0] * (max(placement) + 1)
+        for stage, device in enumerate(placement):
+            device_us[device] += stage_us[stage]
+
+        def load(stage: int) -> tuple[float, float, int]:
+            # Of equals the latest: the layers of early stages are held longest.
+            return _rounded(device_us[placement[stage]]), _rounded(stage_us[stage]), -stage
+
+        for _ in range(num_layers - sum(layers)):
+            stage = min(range(len(placement)), key=load)
+            layers[stage] += 1
+            stage_us[stage] += of_layer
+            device_us[placement[stage]] += of_layer
+        return tuple(layers)
+
+
+def _rounded(time_us: float) -> float:
+    """Return the time without the last bits, in which sums of the same terms may differ."""
+    return float(f"{time_us:.9g}")
+
+
+def check_stages(num_layers: int, least: int, num_stages: int) -> None:
+    """Raise ScheduleError if there are too few layers for the inner stages."""
+    if num_layers < max(least, 1):
+        raise ScheduleError(
+            f"{num_layers} layers are too few for {num_stages} stages: only the first and the last "
+            f"may be without, so make --num-layers at least {max(least, 1)}"
+        )
+
+
+def even_layers(num_layers: int, placement: Placement) -> tuple[int, ...]:
+    """Return equally many layers for every stage.
+
+    Raises:
+        ScheduleError: the layers do not divide among the stages.
+    """
+    stages, devices = len(placement), max(placement) + 1
+    below, rest = divmod(num_layers, stages)
+    if rest:
+        near = " or ".join(str(count * stages) for count in (below, below + 1) if count)
+        split = f", or add --pipeline-layer-split {AUTO_SPLIT}" if num_layers >= stages - 2 else ""
+        raise ScheduleError(
+            f"{num_layers} layers do not divide among {stages} stages ({devices} devices "
+            f"with {stages // devices} each): make --num-layers a multiple of "
+            f"{stages}, such as {near}{split}"
+        )
+    return (below,) * stages
+
+
+def parse_layers(text: str, num_layers: int, placement: Placement) -> tuple[int, ...]:
+    """Return the layers of every stage that `--pipeline-layer-split N,N,...` names.
+
+    Raises:
+        ScheduleError: not whole numbers, not one per stage, another sum, or an inner stage
+            without layers, which would have nothing to train.
+    """
+    flag, stages, devices = "--pipeline-layer-split", len(placement), max(placement) + 1
+    try:
+        layers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ScheduleError(
+            f"{flag} {text!r:.80} is neither {AUTO_SPLIT} nor whole numbers with commas, as in "
+            "2,3,3,2"
+        ) from None
+    if len(layers) != stages:
+        raise ScheduleError(
+            f"{flag} {text:.80} has {len(layers)} numbers and the schedule {stages} stages "
+            f"({devices} devices with {stages // devices} each): give one number per stage, in the "
+            "model's order"
+        )
+    if min(layers) < 0:
+        raise ScheduleError(f"{flag} {text:.80} gives a stage {min(layers)} layers")
+    if sum(layers) != num_layers:
+        raise ScheduleError(
+            f"{flag} {text:.80} adds up to {sum(layers)} layers and the model has {num_layers}"
+        )
+    check_layers(f"{flag} {text:.80}", layers)
+    return layers
+
+
+def check_layers(what: str, layers: Sequence[int]) -> None:
+    """Raise ScheduleError, which names `what`, if a stage in the middle has no layers."""
+    for stage, count in enumerate(layers[1:-1], start=1):
+        if not count:
+            raise ScheduleError(
+                f"{what} leaves stage {stage} without layers: only the first and the last stage, "
+                "which have the embedding and the output layer, may be without"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """What the products of a layer and of the head depend on, per token."""
+
+    hidden: int
+    attention: int  # heads x size of a head
+    key_value: int  # keys and values together
+    feed_forward: float  # of the linears that a token goes through; where layers differ, the mean
+    gated: bool
+    sequence: int
+    vocabulary: int
+
+    @property
+    def head_in_layers(self) -> float:
+        """Return how many layers' products the output layer's take; tensor parallel or not."""
+        projections = self.hidden * (2 * self.attention + self.key_value)
+        feed_forward = self.hidden * self.feed_forward * (3 if self.gated else 2)
+        scores = self.sequence * self.attention  # the causal half of two products
+        return self.hidden * self.vocabulary / (projections + feed_forward + scores)

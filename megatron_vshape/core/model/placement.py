@@ -1,0 +1,78 @@
+"""Which device holds which stage: a tuple with the device of every stage, in model order."""
+
+from collections import Counter
+
+from megatron_vshape.core.model.passes import ScheduleError
+
+Placement = tuple[int, ...]
+
+
+def linear(num_devices: int) -> Placement:
+    """Return one stage per device, in order: 1F1B, GPipe, ZB-H1."""
+    return tuple(range(num_devices))
+
+
+def looping(num_devices: int, num_chunks: int) -> Placement:
+    """Return `num_chunks` rounds over the devices: interleaved 1F1B."""
+    return tuple(range(num_devices)) * num_chunks
+
+
+def v_shape(num_devices: int) -> Placement:
+    """Return there and back, so that a long lifespan meets a short one (paper, section 3)."""
+    return (*range(num_devices), *reversed(range(num_devices)))
+
+
+def default_placements(num_devices: int, num_stages: int) -> list[Placement]:
+    """Return the placements that costs of `num_stages` stages are planned for.
+
+    Those of two stages per device are the V and the loop. Four halve the ends and hold memory in
+    halves of a chunk: there the loop, that of interleaved 1F1B, beats every order of a V. Where
+    the costs tell four stages from one another, both are tried.
+    """
+    if not 1 <= num_devices <= num_stages or num_stages % num_devices:
+        raise ScheduleError(f"{num_stages} stages cannot be dealt to {num_devices} devices")
+    chunks = num_stages // num_devices
+    if chunks == 1:
+        return [linear(num_devices)]
+    loop = looping(num_devices, chunks)
+    return [v_shape(num_devices), loop] if chunks % 2 == 0 else [loop]
+
+
+def stages_of(placement: Placement, num_devices: int) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of every device, in model order; a stage's index there is its chunk."""
+    held: list[list[int]] = [[] for _ in range(num_devices)]
+    for stage, device in enumerate(placement):
+        held[device].append(stage)
+    return tuple(map(tuple, held))
+
+
+def chunks_of(placement: Placement) -> tuple[int, ...]:
+    """Return the chunk of every stage: how many earlier stages its device holds."""
+    seen: dict[int, int] = {}
+    chunks = []
+    for device in placement:
+        chunks.append(seen.get(device, 0))
+        seen[device] = chunks[-1] + 1
+    return tuple(chunks)
+
+
+def check_placement(placement: Placement, num_devices: int) -> None:
+    """Raise ScheduleError unless every device of `num_devices` holds the same number of stages."""
+    for stage, device in enumerate(placement):
+        if not 0 <= device < num_devices:
+            raise ScheduleError(
+                f"the placement puts stage {stage} on device {device}; "
+                f"there are {num_devices} devices, counted from 0"
+            )
+    each, left = divmod(len(placement), num_devices)
+    if left or not each:
+        raise ScheduleError(
+            f"the placement has {len(placement)} stages for {num_devices} devices; "
+            "every device must hold equally many"
+        )
+    for device, count in Counter(placement).items():
+        if count != each:
+            raise ScheduleError(
+                f"the placement puts {count} of {len(placement)} stages on device {device}; "
+                f"every one of the {num_devices} devices must hold {each}"
+            )

@@ -1,0 +1,245 @@
+"""The building blocks of the catalogue, each from the few numbers that tell it from the others.
+
+`loop_block` makes every block whose devices all run the stages in the same direction (1F1B, its
+interleaved forms, ZB-H1 and ZB-H2), `v_block` those that go there and back. d stands for the
+number of devices.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
+from megatron_vshape.core.paper.building_block import BlockPass, BuildingBlock
+
+WORK = 3
+"""Slots of work that one stage has per microbatch: F, B and W."""
+
+
+def gpipe(num_devices: int, num_microbatches: int) -> BuildingBlock:
+    """Return GPipe's block: all forwards, then all backwards; it is the whole schedule.
+
+    Lifespans grow with the batch, so that no block of fewer microbatches repeats.
+    """
+    d, m = num_devices, num_microbatches
+    passes = []
+    for stage, microbatch in itertools.product(range(d), range(m)):
+        backward = m + d - 1 + 2 * (d - 1 - stage) + 2 * microbatch
+        passes.append(BlockPass(Pass(Kind.F, stage, microbatch), stage + microbatch))
+        passes.append(BlockPass(Pass(Kind.BW, stage, microbatch), backward, 2))
+    return BuildingBlock("gpipe", d, linear(d), WORK * (m + d - 1), tuple(passes), m)
+
+
+def one_f_one_b(num_devices: int) -> BuildingBlock:
+    """Return 1F1B's block: hops of one slot forward, two backward, the backward whole."""
+    return loop_block("1f1b", num_devices, forward_hop=1, split=False)
+
+
+def eager_one_f_one_b(num_devices: int) -> BuildingBlock:
+    """Return the block of 1F1B with forwards ahead: every message has a slot or more to arrive."""
+    return loop_block("eager-1f1b", num_devices, forward_hop=3, backward_hop=3, split=False)
+
+
+def interleaved(num_devices: int, num_chunks: int) -> BuildingBlock:
+    """Return interleaved 1F1B's block of d microbatches: they pass a chunk, then the next."""
+    return loop_block(
+        "interleaved-1f1b",
+        num_devices,
+        num_chunks,
+        group=num_devices,
+        forward_hop=3,
+        backward_hop=3,
+        split=False,
+    )
+
+
+def grouped_interleaved(num_devices: int, num_chunks: int, group: int) -> BuildingBlock:
+    """Return the interleaved block of lower memory: `group` microbatches, hops as in 1F1B.
+
+    With 2 chunks it holds d + `group` stage activations where interleaved 1F1B holds 3 d - 1.
+    """
+    return loop_block("grouped-interleaved-1f1b", num_devices, num_chunks, group, split=True)
+
+
+def zb_h1(num_devices: int) -> BuildingBlock:
+    """Return ZB-H1's block: that of 1F1B with the backward split."""
+    return loop_block("zb-h1", num_devices, split=True)
+
+
+def zb_h2(num_devices: int) -> BuildingBlock:
+    """Return ZB-H2's block: twice the hops and twice the memory, no idle time but at the ends."""
+    return loop_block("zb-h2", num_devices, forward_hop=3, backward_hop=3, split=True)
+
+
+def loop_block(
+    name: str,
+    num_devices: int,
+    num_chunks: int = 1,
+    group: int = 1,
+    *,
+    forward_hop: int = 1,
+    backward_hop: int = 2,
+    split: bool,
+) -> BuildingBlock:
+    """Return the block of `group` microbatches that loop over the devices `num_chunks` times.
+
+    Each device starts a forward every 3 slots and a backward right after it, so that it is never
+    idle; from one device to the next they move by the hops, in slots. The hops must add up to a
+    multiple of 3, or the passes of two microbatches meet.
+    """
+    d, v = num_devices, num_chunks
+    interval = WORK * v * group
+    forward, backward, lap = _laps(d, v, group, forward_hop, backward_hop)
+    turn = (v - 1) * lap + forward[-1] + 1
+    passes = []
+    for chunk, device, microbatch in itertools.product(range(v), range(d), range(group)):
+        stage = chunk * d + device
+        begin = WORK * microbatch
+        ahead = begin + chunk * lap + forward[device]
+        back = begin + (v - 1 - chunk) * lap + turn + backward[d - 1 - device]
+        passes.append(BlockPass(Pass(Kind.F, stage, microbatch), ahead))
+        if split:
+            passes.append(BlockPass(Pass(Kind.B, stage, microbatch), back))
+            passes.append(BlockPass(Pass(Kind.W, stage, microbatch), back + 1))
+        else:
+            passes.append(BlockPass(Pass(Kind.BW, stage, microbatch), back, 2))
+    return BuildingBlock(name, d, looping(d, v), interval, tuple(passes), group)
+
+
+def _laps(
+    num_devices: int, num_chunks: int, group: int, forward_hop: int, backward_hop: int
+) -> tuple[list[int], list[int], int]:
+    """Return the slots of F after i hops, of B after i hops, and from one chunk to the next.
+
+    A lap is as long as the group's passes of one chunk. Small groups need longer laps, by whole
+    intervals; before that, hops of B are made shorter and as many of F longer.
+    """
+    hops, both = num_devices - 1, forward_hop + backward_hop
+    lap = WORK * group
+    if num_chunks > 1:
+        while both * hops > 2 * (lap - 1):
+            lap += WORK * num_chunks * group
+    shifted = max(0, backward_hop * hops - (lap - 1)) if num_chunks > 1 else 0
+    forward = [min(hop, shifted) + forward_hop * hop for hop in range(num_devices)]
+    last = forward[-1]
+    backward = [both * hop - (last - forward[hops - hop]) for hop in range(num_devices)]
+    return forward, backward, lap
+
+
+def two_thirds(num_devices: int) -> BuildingBlock:
+    """Return the block of 2/3 of 1F1B's memory: hops of 1 both ways, the backward split.
+
+    One microbatch alone would meet its copies; a second one 2 slots later makes an interval of 6
+    in which forwards take even slots after their device's first, and backwards odd ones.
+    """
+    d = num_devices
+    late_forward, late_backward = (3, 3) if d == 1 else (2, 4 if d % 3 == 0 else 2)
+    starts = [
+        BlockPass(Pass(kind, stage, microbatch), slot + late * microbatch)
+        for stage, microbatch in itertools.product(range(d), range(2))
+        for kind, slot, late in (
+            (Kind.F, stage, late_forward),
+            (Kind.B, 2 * d - 1 - stage, late_backward),
+        )
+    ]
+    return _with_weights("v-two-thirds", linear(d), starts, interval=2 * WORK, num_microbatches=2)
+
+
+def one_f_one_b_v(num_devices: int) -> BuildingBlock:
+    """Return the V block of whole backwards, at 2/3 of 1F1B's memory: hops of 1 forward.
+
+    Two whole backwards meet on some device whatever their hop is. So two of three hops wait
+    3 slots, one of chunk 1 and one of chunk 0 in turn: 2, 2, 5 and 2, 5, 2.
+    """
+    turns = {0: (3, 1, 3), 1: (1, 1, 2), 2: (5, 1, 4)}[num_devices % 3]
+    hops = ((1,), (1,), (2, 2, 5), (2, 5, 2))
+    return v_block("1f1b-v", num_devices, hops, turns, split=False)
+
+
+def v_min(num_devices: int) -> BuildingBlock:
+    """Return the block that needs about a third of 1F1B's activation memory: hops of 1."""
+    middle = 3 if num_devices % 3 == 0 else 1
+    return v_block("v-min", num_devices, hops=((1,), (1,), (1,), (1,)), turns=(1, middle, 1))
+
+
+def v_half(num_devices: int) -> BuildingBlock:
+    """Return the block that needs about half of 1F1B's activation memory: hops of 2 and 1."""
+    middle = 4 if num_devices % 2 == 0 else 1
+    return v_block("v-half", num_devices, hops=((2,), (1,), (2,), (1,)), turns=(2, middle, 1))
+
+
+def v_zb(num_devices: int) -> BuildingBlock:
+    """Return the zero-bubble block, at 1F1B's activation memory: hops of 4 and 2."""
+    return v_block("v-zb", num_devices, hops=((4,), (2,), (4,), (2,)), turns=(1, 1, 1))
+
+
+def v_block(
+    name: str,
+    num_devices: int,
+    hops: Sequence[Sequence[int]],
+    turns: Sequence[int],
+    *,
+    split: bool = True,
+) -> BuildingBlock:
+    """Return the V block with these offsets (paper, section 3).
+
+    `hops`: slots from one device to the next for F of chunk 0, F of chunk 1, B of chunk 1 and
+    B of chunk 0, each a cycle that starts between devices 0 and 1; `turns`: slots from F0 to F1
+    on the last device, from F1 to B1 on device 0 and from B1 to B0 on the last device. Each W
+    goes where a slot is free soonest for both chunks; without `split`, into its backward.
+    """
+    d = num_devices
+    backward, length = (Kind.B, 1) if split else (Kind.BW, 2)
+    legs = (
+        (Kind.F, range(d), 1),
+        (Kind.F, range(d, 2 * d), 1),
+        (backward, range(2 * d - 1, d - 1, -1), length),
+        (backward, range(d - 1, -1, -1), length),
+    )
+    placement = v_shape(d)
+    starts: list[BlockPass] = []
+    slot = 0
+    for (kind, stages, length), cycle, turn in zip(legs, hops, (*turns, 0), strict=True):
+        for stage in stages:
+            starts.append(BlockPass(Pass(kind, stage, 0), slot, length))
+            if stage != stages[-1]:
+                slot += cycle[min(placement[stage], placement[stage + stages.step]) % len(cycle)]
+        slot += turn
+    if not split:
+        return BuildingBlock(name, d, placement, 2 * WORK, tuple(starts))
+    return _with_weights(name, placement, starts, interval=2 * WORK)
+
+
+def _with_weights(
+    name: str,
+    placement: Placement,
+    starts: Sequence[BlockPass],
+    interval: int,
+    num_microbatches: int = 1,
+) -> BuildingBlock:
+    """Return the block with each device's W in its free slots, dealt out for the least peak."""
+    num_devices = max(placement) + 1
+    passes = list(starts)
+    for device in range(num_devices):
+        mine = [each for each in starts if placement[each.work.stage] == device]
+        passes.extend(_weights_of(mine, interval))
+    return BuildingBlock(name, num_devices, placement, interval, tuple(passes), num_microbatches)
+
+
+def _weights_of(mine: Sequence[BlockPass], interval: int) -> Iterator[BlockPass]:
+    """Yield the W of one device, whose other passes are `mine`, each as soon as its slot comes."""
+    free = set(range(interval)) - {each.start % interval for each in mine}
+    forwards = {each.work[1:]: each.start for each in mine if each.work.kind is Kind.F}
+    ready = {each.work[1:]: each.end for each in mine if each.work.kind is Kind.B}
+
+    def starts(slots: Sequence[int]) -> list[int]:
+        return [at + (slot - at) % interval for at, slot in zip(ready.values(), slots, strict=True)]
+
+    def cost(slots: Sequence[int]) -> tuple[int, int]:
+        spans = [start + 1 - forwards[key] for key, start in zip(ready, starts(slots), strict=True)]
+        return sum(math.ceil(span / interval) for span in spans), sum(spans)
+
+    best = min(itertools.permutations(sorted(free)), key=cost)
+    for key, start in zip(ready, starts(best), strict=True):
+        yield BlockPass(Pass(Kind.W, *key), start)

@@ -1,0 +1,99 @@
+"""Step 1: the building block, the passes of one or a few microbatches at fixed slots.
+
+A block says in which slot every pass starts; repeated every `interval` slots it is a pipeline.
+Its lifespans alone bound the activation memory (paper, section 2). The blocks of the catalogue
+are in `blocks.py`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_vshape.core.model.passes import Pass, ScheduleError
+from megatron_vshape.core.model.placement import Placement
+
+
+class BlockPass(NamedTuple):
+    """A pass of the block; `work.microbatch` counts within the block. Times are slots."""
+
+    work: Pass
+    start: int
+    length: int = 1
+
+    @property
+    def end(self) -> int:
+        """Return the slot after the pass's last."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class BuildingBlock:
+    """The passes of `num_microbatches` microbatches, repeated every `interval` slots.
+
+    A slot is one F, B or W of one stage; a whole backward takes two.
+    """
+
+    name: str
+    num_devices: int
+    placement: Placement
+    interval: int
+    passes: tuple[BlockPass, ...]
+    num_microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        self._check()
+
+    def lives(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """Return, by stage and microbatch, from which to which slot activations are held."""
+        lives: dict[tuple[int, int], tuple[int, int]] = {}
+        for each in self.passes:
+            key = each.work[1:]
+            start, end = lives.get(key, (each.start, each.end))
+            lives[key] = (min(start, each.start), max(end, each.end))
+        return lives
+
+    def peak_bounds(self) -> tuple[int, ...]:
+        """Return the most stage activations every device can hold: the sum of ceil(l / T).
+
+        A stage's activations of one microbatch count 1, whatever share of the model it is.
+        """
+        return tuple(
+            sum(math.ceil((end - start) / self.interval) for start, end in lives)
+            for lives in self._lives_by_device()
+        )
+
+    def peaks(self) -> tuple[int, ...]:
+        """Return the most stage activations every device holds in the stable phase.
+
+        At most `peak_bounds`, which counts every lifespan at its worst moment, as if all came at
+        once.
+        """
+        return tuple(
+            max(
+                sum(
+                    (slot - start) // self.interval - (slot - end) // self.interval
+                    for start, end in lives
+                )
+                for slot in {start % self.interval for start, _ in lives}
+            )
+            for lives in self._lives_by_device()
+        )
+
+    def _lives_by_device(self) -> list[list[tuple[int, int]]]:
+        held: list[list[tuple[int, int]]] = [[] for _ in range(self.num_devices)]
+        for (stage, _), life in self.lives().items():
+            held[self.placement[stage]].append(life)
+        return held
+
+    def _check(self) -> None:
+        """Raise ScheduleError if two repeated passes of a device would run at once."""
+        taken: dict[tuple[int, int], Pass] = {}
+        for each in self.passes:
+            device = self.placement[each.work.stage]
+            for slot in range(each.start, each.end):
+                other = taken.setdefault((device, slot % self.interval), each.work)
+                if other != each.work:
+                    raise ScheduleError(
+                        f"the block {self.name} does not repeat: on device {device}, {other} and "
+                        f"{each.work} meet in slot {slot % self.interval} of {self.interval}"
+                    )

@@ -1,0 +1,160 @@
+"""The schedules by name, each made from its building block in the paper's four steps."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.files import is_whole
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.schedule import Schedule, check_size
+from megatron_vshape.core.paper import blocks
+from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.paper.reordering import fill_warm_up, reorder
+from megatron_vshape.core.paper.repeating import repeat
+from megatron_vshape.core.paper.squeezing import squeeze
+
+
+def make_schedule(
+    block: BuildingBlock, num_microbatches: int, max_held: int | None = None
+) -> Schedule:
+    """Return the schedule that `block` stands for, in the paper's four steps.
+
+    Without `max_held`, in stage activations, the last step is left out.
+
+    Raises:
+        ScheduleError: the block's schedule cannot run, or does not fit `max_held`.
+    """
+    schedule = squeeze(repeat(block, num_microbatches))
+    if max_held is not None:
+        schedule = reorder(schedule, max_held)
+    verify(schedule)
+    return schedule
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a block is made for; num_chunks and group_size where the schedule has them."""
+
+    num_devices: int
+    num_microbatches: int
+    num_chunks: int
+    group_size: int
+
+
+def _of_devices(block: Callable[[int], BuildingBlock]) -> Callable[[_Shape], BuildingBlock]:
+    return lambda shape: block(shape.num_devices)
+
+
+_BLOCKS: dict[str, Callable[[_Shape], BuildingBlock]] = {
+    "gpipe": lambda shape: blocks.gpipe(shape.num_devices, shape.num_microbatches),
+    "1f1b": _of_devices(blocks.one_f_one_b),
+    "eager-1f1b": _of_devices(blocks.eager_one_f_one_b),
+    "interleaved-1f1b": lambda shape: blocks.interleaved(shape.num_devices, shape.num_chunks),
+    "grouped-interleaved-1f1b": lambda shape: blocks.grouped_interleaved(
+        shape.num_devices, shape.num_chunks, min(shape.group_size, shape.num_microbatches)
+    ),
+    "zb-h1": _of_devices(blocks.zb_h1),
+    "zb-h2": _of_devices(blocks.zb_h2),
+    "1f1b-v": _of_devices(blocks.one_f_one_b_v),
+    "v-two-thirds": _of_devices(blocks.two_thirds),
+    "v-min": _of_devices(blocks.v_min),
+    "v-half": _of_devices(blocks.v_half),
+    "v-zb": _of_devices(blocks.v_zb),
+}
+
+NAMES = tuple(_BLOCKS)
+
+NOT_REORDERED = frozenset({"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b"})
+"""Those that the last step leaves out: without W there is little to fill idle slots with."""
+
+OPTIONS: dict[str, frozenset[str]] = {
+    "interleaved-1f1b": frozenset({"num_chunks"}),
+    "grouped-interleaved-1f1b": frozenset({"num_chunks", "group_size"}),
+}
+"""What may be chosen besides devices and microbatches."""
+
+
+def no_such_schedule(name: str, names: Sequence[str], more: str = "") -> ScheduleError:
+    """Return the error that tells what is nearest among `names`, all of them, and what else is."""
+    near = get_close_matches(name, names, n=1)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    return ScheduleError(
+        f"there is no schedule {name!r:.60}{hint} The names are {', '.join(names)}{more}"
+    )
+
+
+def make_block(
+    name: str,
+    num_devices: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int | None = None,
+    group_size: int | None = None,
+) -> BuildingBlock:
+    """Return the building block of the schedule called `name`.
+
+    `num_chunks` is how many stages every device holds (2), `group_size` how many microbatches
+    pass a chunk before the next (as many as devices); each only where `OPTIONS` has it.
+
+    Raises:
+        ScheduleError: no schedule has this name or this option, or a count is impossible.
+    """
+    if name not in _BLOCKS:
+        raise no_such_schedule(name, NAMES)
+    given = {"num_chunks": num_chunks, "group_size": group_size}
+    for option, value in given.items():
+        if value is not None and option not in OPTIONS.get(name, ()):
+            takers = " and ".join(each for each in OPTIONS if option in OPTIONS[each])
+            raise ScheduleError(f"{name} takes no {option}, an option of {takers}")
+    counts = {"num_devices": num_devices, "num_microbatches": num_microbatches, **given}
+    for what, count in counts.items():
+        if count is not None and (not is_whole(count) or count < 1):
+            raise ScheduleError(
+                f"{what} of {name} is {count!r:.40}; it must be a whole number of at least 1"
+            )
+    shape = _Shape(num_devices, num_microbatches, num_chunks or 2, group_size or num_devices)
+    chunks = shape.num_chunks if name in OPTIONS else 2
+    check_size(chunks * num_devices, num_microbatches)
+    return _BLOCKS[name](shape)
+
+
+def make(
+    name: str,
+    num_devices: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int | None = None,
+    group_size: int | None = None,
+) -> Schedule:
+    """Return the schedule called `name`; the options are those of `make_block`.
+
+    Raises:
+        ScheduleError: no schedule has this name or this option, or a count is impossible.
+    """
+    block = make_block(
+        name, num_devices, num_microbatches, num_chunks=num_chunks, group_size=group_size
+    )
+    if name == "1f1b-v":
+        return _make_one_f_one_b_v(block, num_microbatches)
+    max_held = None if name in NOT_REORDERED else max(block.peaks())
+    return make_schedule(block, num_microbatches, max_held)
+
+
+def _make_one_f_one_b_v(block: BuildingBlock, num_microbatches: int) -> Schedule:
+    """Return the schedule with its warm-up filled, the only idle time that fits its backwards.
+
+    How far forwards may get ahead for the least bubble is about d; a short batch shows it.
+    """
+    d, max_held = block.num_devices, max(block.peaks())
+    short = squeeze(repeat(block, min(num_microbatches, 3 * d)))
+    ahead = min(
+        range(max(1, d - 1), d + 3),
+        key=lambda ahead: simulate(fill_warm_up(short, max_held, ahead)).makespan,
+    )
+    plain = squeeze(repeat(block, num_microbatches))
+    filled = fill_warm_up(plain, max_held, ahead)
+    best = min(plain, filled, key=lambda schedule: simulate(schedule).makespan)
+    verify(best)
+    return best

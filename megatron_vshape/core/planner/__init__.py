@@ -1,0 +1,1 @@
+"""What is best: the adaptive scheduler, for measured costs within a memory limit."""

@@ -1,0 +1,153 @@
+"""Steady orders as arrays: unrolled for any number of microbatches, and grown from the middle.
+
+What a device runs in one period, again and again, is a ring. A schedule of few microbatches with
+a whole period of its ring in the middle stands for any number of them: more periods are spliced
+in there, so that only the two ends have to be searched.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_vshape.core.model.passes import PARTS, Kind
+from megatron_vshape.core.model.placement import Placement, stages_of
+from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.planner.modulo import SteadyOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """A steady order: in period p, a device runs pass (sort, offset) of microbatch p * k + offset.
+
+    `rows[device]` is [sorts, offsets] in order of time, a sort being 3 * stage + place in PARTS.
+    """
+
+    name: str
+    microbatches: int  # k
+    rows: tuple[tuple[np.ndarray, np.ndarray], ...]
+
+    def reach(self) -> tuple[int, int]:
+        """Return the least and the greatest offset."""
+        offsets = np.concatenate([row[1] for row in self.rows])
+        return int(offsets.min()), int(offsets.max())
+
+    def unroll(self, num_microbatches: int) -> np.ndarray:
+        """Return each device's passes, as numbers sort * num_microbatches + microbatch.
+
+        Those of a sort are dealt out in the order of their microbatches: whatever order runs,
+        so does that one, at the same times and in the same memory.
+        """
+        least, most = self.reach()
+        periods = np.arange(-(most // self.microbatches) - 1, self._end(num_microbatches))
+        rows = []
+        for row in self.rows:
+            passes, _ = self._passes(row, periods, num_microbatches)
+            by_sort = np.argsort(passes // num_microbatches, kind="stable")
+            passes[by_sort] = np.sort(passes)
+            rows.append(passes)
+        return np.stack(rows)
+
+    def window(self, num_microbatches: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return where the middle full period begins and ends on each device; None if too few."""
+        least, most = self.reach()
+        first = -(least // self.microbatches)
+        last = (num_microbatches - 1 - most) // self.microbatches
+        if last - first < 2:
+            return None
+        middle = (first + last) // 2
+        periods = np.arange(-(most // self.microbatches) - 1, self._end(num_microbatches))
+        found = [self._passes(row, periods, num_microbatches)[1] for row in self.rows]
+        low = [int(np.searchsorted(each, middle)) for each in found]
+        high = [int(np.searchsorted(each, middle + 1)) for each in found]
+        return np.array(low), np.array(high)
+
+    def _end(self, num_microbatches: int) -> int:
+        return (num_microbatches - self.reach()[0]) // self.microbatches + 1
+
+    def _passes(
+        self, row: tuple[np.ndarray, np.ndarray], periods: np.ndarray, num_microbatches: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        sorts, offsets = row
+        microbatch = periods[:, None] * self.microbatches + offsets
+        inside = (microbatch >= 0) & (microbatch < num_microbatches)
+        passes = (sorts * num_microbatches + microbatch)[inside]
+        return passes, np.broadcast_to(periods[:, None], microbatch.shape)[inside]
+
+
+def ring_of_block(block: BuildingBlock) -> Ring:
+    """Return the steady order of a building block; a whole backward becomes B, then W."""
+    rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(block.num_devices)]
+    for (kind, stage, within), start, _ in block.passes:
+        period, slot = divmod(start, block.interval)
+        parts = (Kind.B, Kind.W) if kind is Kind.BW else (kind,)
+        for at, part in enumerate(parts):
+            sort = 3 * stage + PARTS.index(part)
+            entry = (slot, at, sort, within - period * block.num_microbatches)
+            rows[block.placement[stage]].append(entry)
+    return _ring(block.name, block.num_microbatches, rows)
+
+
+def _ring(name: str, k: int, rows: Iterable[list[tuple[int, int, int, int]]]) -> Ring:
+    arrays = []
+    for row in rows:
+        ordered = sorted(row)
+        sorts = np.array([entry[2] for entry in ordered])
+        arrays.append((sorts, np.array([entry[3] for entry in ordered])))
+    return Ring(name, k, tuple(arrays))
+
+
+def sequential(placement: Placement, num_devices: int) -> Ring:
+    """Return one microbatch after the other: the least memory that anything can run in."""
+    rows: list[list[tuple[int, int, int, int]]] = []
+    for stages in stages_of(placement, num_devices):
+        forwards = [(0, at, 3 * stage, 0) for at, stage in enumerate(stages)]
+        backwards = [
+            (1, 2 * at + part, 3 * stage + 1 + part, 0)
+            for at, stage in enumerate(reversed(stages))
+            for part in (0, 1)
+        ]
+        rows.append(forwards + backwards)
+    return _ring("sequential", 1, rows)
+
+
+def ring_of_order(order: SteadyOrder, name: str) -> Ring:
+    """Return the ring of a steady order."""
+    rows = []
+    for row in order.rows:
+        sorts = np.array([3 * stage + PARTS.index(kind) for kind, stage, _ in row])
+        rows.append((sorts, np.array([offset for _, _, offset in row])))
+    return Ring(name, order.microbatches, tuple(rows))
+
+
+def is_period(
+    row: np.ndarray, low: np.ndarray, high: np.ndarray, num_microbatches: int, period: int
+) -> bool:
+    """Return whether each device runs `period` microbatches of every sort within [low, high)."""
+    for own, begin, end in zip(row, low, high, strict=True):
+        sort, microbatch = np.divmod(own[begin:end], num_microbatches)
+        for each in np.unique(own // num_microbatches):
+            mine = microbatch[sort == each]
+            before = np.count_nonzero(own[:begin] // num_microbatches == each)
+            if not np.array_equal(mine, np.arange(before, before + period)):
+                return False
+    return True
+
+
+def splice(
+    row: np.ndarray, low: np.ndarray, high: np.ndarray, period: int, short: int, full: int
+) -> np.ndarray:
+    """Return the order of `full` microbatches: [low, high) of `short` repeated, the ends kept."""
+    more = (full - short) // period
+    rows = []
+    for own, begin, end in zip(row, low, high, strict=True):
+        sort, microbatch = np.divmod(own, short)
+        copies = np.arange(more + 1)[:, None] * period
+        sorts = (sort[:begin], np.tile(sort[begin:end], more + 1), sort[end:])
+        micro = (
+            microbatch[:begin],
+            (microbatch[begin:end] + copies).ravel(),
+            microbatch[end:] + more * period,
+        )
+        rows.append(np.concatenate(sorts) * full + np.concatenate(micro))
+    return np.stack(rows).astype(np.int32)

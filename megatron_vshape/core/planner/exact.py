@@ -1,0 +1,178 @@
+"""The optimum of small schedules, or a proven gap, by constraint programming.
+
+OR-tools' CP-SAT, started from a plan, proves it the best, finds a better one, or stops with the
+bound it has reached. Up to about 4 devices and 8 microbatches that takes seconds to minutes; the
+number of passes decides. Needs the extra `exact`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from megatron_vshape.core.check.bounds import each_limit
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.model.costs import Costs, held_text
+from megatron_vshape.core.model.passes import PARTS, Kind, Pass, ScheduleError
+from megatron_vshape.core.model.placement import stages_of
+from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Timeline
+from megatron_vshape.core.planner.job_shop import scale_to
+
+TICKS = 10_000
+"""The mean pass takes at least so many ticks; times are rounded down to them for the bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """The solver's model: the start of every pass, and the objective."""
+
+    model: Any
+    start: dict[Pass, Any]
+    ticks: dict[Pass, int]
+    value: Any
+    per_us: float
+
+
+def prove(
+    plan: Plan, costs: Costs, limits: float | Sequence[float], seconds: float, workers: int = 1
+) -> Plan:
+    """Return the plan with the bound that is proven in `seconds`, or a better plan.
+
+    `limits` are those the plan was made for. The solver splits every backward: a plan with whole
+    ones, or for costs that give these a price of their own, stays as it is. With one worker the
+    outcome depends on nothing but the time taken; more workers are faster and less repeatable.
+
+    Raises:
+        ScheduleError: OR-tools is not installed, or the plan does not fit the limits.
+    """
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        raise ScheduleError(
+            "a proof needs OR-tools: pip install 'megatron-vshape[exact]'"
+        ) from None
+    schedule = plan.schedule
+    if costs.whole_backward_us is not None or any(
+        work.kind is Kind.BW for row in schedule.order for work in row
+    ):
+        return plan
+    each = each_limit(limits, schedule.num_devices)
+    for device, (held, most) in enumerate(zip(plan.peak, each, strict=True)):
+        if held > most * (1 + 1e-9):
+            raise ScheduleError(
+                f"the plan holds {held_text(held)} on device {device}, not {held_text(most)} or "
+                "less"
+            )
+    made = _make_model(cp_model.CpModel(), plan, costs, each)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = workers
+    status = solver.solve(made.model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
+        return plan  # rounding has shut the plan itself out, so nothing is proved
+    bound = max(plan.lower_bound, solver.best_objective_bound / made.per_us)
+    if status != cp_model.UNKNOWN:
+        plan = _better(plan, costs, each, {p: solver.value(s) for p, s in made.start.items()})
+    return replace(plan, lower_bound=min(bound, plan.value))
+
+
+def _make_model(model: Any, plan: Plan, costs: Costs, limits: Sequence[float]) -> _Model:
+    schedule = plan.schedule
+    stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    times = (*costs.forward_us, *costs.backward_us, *costs.weight_us)
+    per_us = scale_to(TICKS, fmean(times))
+    timeline = simulate(schedule, costs)
+    spans = plan.objective is Objective.SPAN  # of the device that starts last, too
+    latest = max(row[0] for row in timeline.starts) if spans else 0.0
+    horizon = int((plan.value + latest) * per_us) + TICKS
+    horizon += int(costs.send_us * per_us) * 4 * stages
+    passes = [
+        Pass(kind, s, j) for j in range(microbatches) for s in range(stages) for kind in PARTS
+    ]
+    # rounded down, so that the bound of the model is one of the costs, too
+    ticks = {p: int(costs.time_us(p.kind, p.stage) * per_us + 1e-6) for p in passes}
+    start = {p: model.new_int_var(0, horizon, str(p)) for p in passes}
+    end = {p: start[p] + ticks[p] for p in passes}
+    for work in passes:
+        for need in work.needs(stages):
+            away = schedule.placement[need.stage] != schedule.placement[work.stage]
+            lag = int(costs.send_us * per_us + 1e-6) if away else 0
+            model.add(start[work] >= end[need] + lag)
+        if work.microbatch:
+            # all microbatches are alike, so each sort may keep their order
+            model.add(start[work] >= end[work._replace(microbatch=work.microbatch - 1)])
+    _add_devices(model, schedule, costs, limits, start, end, ticks)
+    value = model.new_int_var(0, horizon, "value")
+    _add_objective(model, plan, timeline, value, end, per_us)
+    for device in range(schedule.num_devices):
+        for work, begin, _ in timeline.slots(device):
+            model.add_hint(start[work], int(begin * per_us))
+    return _Model(model, start, ticks, value, per_us)
+
+
+def _add_devices(
+    model: Any,
+    schedule: Schedule,
+    costs: Costs,
+    limits: Sequence[float],
+    start: dict[Pass, Any],
+    end: dict[Pass, Any],
+    ticks: dict[Pass, int],
+) -> None:
+    """Let a device run one pass at a time and hold no more than its limit."""
+    unit = max(costs.held_after_forward_bytes + costs.held_after_backward_bytes) / 1e6 or 1.0
+    for device, stages in enumerate(stages_of(schedule.placement, schedule.num_devices)):
+        runs, lives, amounts = [], [], []
+        for stage in stages:
+            for j in range(schedule.num_microbatches):
+                f, b, w = (Pass(kind, stage, j) for kind in PARTS)
+                runs += [
+                    model.new_fixed_size_interval_var(start[p], ticks[p], f"run {p}")
+                    for p in (f, b, w)
+                ]
+                for first, last, held in (
+                    (start[f], end[b], costs.held_after_forward_bytes[stage]),
+                    (end[b], end[w], costs.held_after_backward_bytes[stage]),
+                ):
+                    length = model.new_int_var(0, 1 << 40, "")
+                    lives.append(model.new_interval_var(first, length, last, f"hold {f}"))
+                    amounts.append(int(held / unit))
+        model.add_no_overlap(runs)
+        # no more than all at once: the solver counts in 64 bits
+        most = min(limits[device] / unit * (1 + 1e-9), sum(amounts))
+        model.add_cumulative(lives, amounts, int(most) + 1)
+
+
+def _add_objective(
+    model: Any, plan: Plan, timeline: Timeline, value: Any, end: dict[Pass, Any], per_us: float
+) -> None:
+    """Make small the last end, or the last end after a device's first start."""
+    schedule = plan.schedule
+    for work, last in end.items():
+        first = 0.0
+        if plan.objective is Objective.SPAN:
+            first = timeline.starts[schedule.placement[work.stage]][0]
+        model.add(value >= last - math.ceil(first * per_us - 1e-6))
+    model.minimize(value)
+
+
+def _better(plan: Plan, costs: Costs, limits: Sequence[float], start: dict[Pass, int]) -> Plan:
+    """Return the plan in the solver's order if that is better and, unrounded, fits."""
+    old = plan.schedule
+    rows: list[list[tuple[int, Pass]]] = [[] for _ in old.order]
+    for work, at in start.items():
+        rows[old.placement[work.stage]].append((at, work))
+    # Of passes that begin together, as one of no ticks does, the one that others need comes first.
+    rows = [sorted(row, key=lambda each: (each[0], PARTS.index(each[1].kind))) for row in rows]
+    schedule = replace(old, order=tuple(tuple(work for _, work in row) for row in rows))
+    try:
+        timeline = simulate(schedule, costs)
+    except ScheduleError:  # rounding has hidden which of two passes comes first
+        return plan
+    value = plan.objective.of(timeline)
+    peak = peak_held(schedule, costs)
+    fits = all(held <= most * (1 + 1e-9) for held, most in zip(peak, limits, strict=True))
+    if value >= plan.value or not fits:
+        return plan
+    return replace(plan, schedule=schedule, value=value, peak=peak, source="exact")

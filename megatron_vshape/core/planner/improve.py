@@ -1,0 +1,470 @@
+"""Improvement of a given order within the memory: the inner loops of the adaptive scheduler.
+
+An order is a job shop: every pass waits for the pass before it on its device and for the one
+pass whose result it reads (`Shop.before`; every other need is on the same device and follows
+from the order). `heads` are the earliest ends, `tails` the longest work after an end, so
+head + tail > makespan never, and = makespan on a critical path.
+
+The walk moves one pass a few places and takes the move whenever the objective does not grow.
+Times are whole ticks, so that ties are exact: with equal costs most moves are ties, and walking
+along them is what finds the way out. Decisions depend on whole numbers alone: every machine
+makes the same plan. Without numba the same code runs as plain Python, a hundred times slower.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_vshape.core.planner.compiling import compiled
+
+NONE = -1
+REACH = 12
+"""A pass moves at most so many places; farther moves are found as several."""
+MANY = 8
+"""So many microbatches of a sort move at once, at most."""
+SPARED = 16
+"""Of the passes that are on no critical path, one of so many is moved."""
+_MASK = 0xFFFFFFFF
+
+
+class Shop(NamedTuple):
+    """The passes and their costs; a pass is a number, kind by kind, stage by stage.
+
+    All arrays but `delta` and `limit` are per pass. A pass reads `before` and is read by `after`,
+    `lag` ticks later across devices; `weight` is the W of a B.
+    """
+
+    before: np.ndarray
+    after: np.ndarray
+    weight: np.ndarray
+    ticks: np.ndarray
+    lag: np.ndarray
+    device: np.ndarray
+    sort: np.ndarray  # kind and stage: passes of one sort keep the order of their microbatches
+    delta: np.ndarray  # of a sort: what a device holds more after one
+    limit: np.ndarray  # of a device
+    due: np.ndarray  # of a device: added to its last end; minus its first start for the span
+
+
+class State(NamedTuple):
+    """An order and what follows from it; changed in place."""
+
+    row: np.ndarray  # [device, place] -> pass
+    place: np.ndarray
+    head: np.ndarray
+    tail: np.ndarray
+    held: np.ndarray  # [device, place] after the pass there
+    heap_key: np.ndarray
+    heap_pass: np.ndarray
+    moves: np.ndarray  # [done, start and stop]
+    log_pass: np.ndarray
+    log_head: np.ndarray
+    random: np.ndarray
+
+
+@compiled
+def draw(random: np.ndarray) -> int:
+    """Return the next of xorshift32, the same with and without numba."""
+    x = random[0]
+    x ^= (x << 13) & 0xFFFFFFFF
+    x ^= x >> 17
+    x ^= (x << 5) & 0xFFFFFFFF
+    random[0] = x
+    return x
+
+
+@compiled
+def run_rows(shop: Shop, row: np.ndarray, place: np.ndarray, head: np.ndarray) -> np.ndarray:
+    """Set the earliest ends; return the passes in an order that can run, short if it deadlocks."""
+    devices, length = row.shape
+    at = np.zeros(devices, np.int64)
+    clock = np.zeros(devices, np.int64)
+    waiting = np.zeros(devices + 1, np.int64)
+    listed = np.ones(devices, np.int64)
+    order = np.empty(devices * length, np.int32)
+    count = 0
+    for device in range(devices):
+        waiting[device] = devices - 1 - device
+    top = devices
+    while top:
+        top -= 1
+        device = waiting[top]
+        listed[device] = 0
+        while at[device] < length:
+            work = row[device, at[device]]
+            need = shop.before[work]
+            start = clock[device]
+            if need >= 0:
+                if place[need] >= at[shop.device[need]]:
+                    break
+                start = max(start, head[need] + shop.lag[work])
+            clock[device] = start + shop.ticks[work]
+            head[work] = clock[device]
+            order[count] = work
+            count += 1
+            at[device] += 1
+            reader = shop.after[work]
+            if reader >= 0:
+                other = shop.device[reader]
+                if place[reader] == at[other] and other != device and not listed[other]:
+                    listed[other] = 1
+                    waiting[top] = other
+                    top += 1
+    return order[:count]
+
+
+@compiled
+def tail_of(shop: Shop, state: State, work: int) -> int:
+    """Return the longest way from the pass's end to the end of all, from the tails behind it."""
+    device = shop.device[work]
+    place = state.place[work] + 1
+    if place < state.row.shape[1]:
+        following = state.row[device, place]
+        tail = shop.ticks[following] + state.tail[following]
+    else:
+        tail = shop.due[device]
+    reader = shop.after[work]
+    if reader >= 0:
+        tail = max(tail, shop.lag[reader] + shop.ticks[reader] + state.tail[reader])
+    return tail
+
+
+@compiled
+def head_of(shop: Shop, state: State, work: int) -> int:
+    """Return the earliest end of the pass, from the heads before it."""
+    device = shop.device[work]
+    place = state.place[work]
+    start = 0
+    if place > 0:
+        start = state.head[state.row[device, place - 1]]
+    need = shop.before[work]
+    if need >= 0:
+        start = max(start, state.head[need] + shop.lag[work])
+    return start + shop.ticks[work]
+
+
+@compiled
+def objective(shop: Shop, state: State) -> int:
+    """Return the makespan or, if `due` says so, the span."""
+    devices, length = state.row.shape
+    worst = state.head[state.row[0, length - 1]] + shop.due[0]
+    for device in range(1, devices):
+        worst = max(worst, state.head[state.row[device, length - 1]] + shop.due[device])
+    return worst
+
+
+@compiled
+def settle(shop: Shop, state: State) -> bool:
+    """Set all that follows from the rows; return False if they deadlock or hold too much."""
+    devices, length = state.row.shape
+    fits = True
+    for device in range(devices):
+        held = 0
+        for place in range(length):
+            work = state.row[device, place]
+            state.place[work] = place
+            held += shop.delta[shop.sort[work]]
+            state.held[device, place] = held
+            fits = fits and held <= shop.limit[device]
+    order = run_rows(shop, state.row, state.place, state.head)
+    if len(order) < devices * length:
+        return False
+    for at in range(len(order) - 1, -1, -1):
+        state.tail[order[at]] = tail_of(shop, state, order[at])
+    return fits
+
+
+@compiled
+def _push(state: State, size: int, key: int, work: int) -> int:
+    """Add a pass to the heap of those to look at again; return the heap's new size."""
+    at = size
+    while at > 0:
+        parent = (at - 1) // 2
+        if state.heap_key[parent] <= key:
+            break
+        state.heap_key[at] = state.heap_key[parent]
+        state.heap_pass[at] = state.heap_pass[parent]
+        at = parent
+    state.heap_key[at] = key
+    state.heap_pass[at] = work
+    return size + 1
+
+
+@compiled
+def _pop(state: State, size: int) -> int:
+    """Remove the heap's first pass; return the heap's new size."""
+    size -= 1
+    key, work = state.heap_key[size], state.heap_pass[size]
+    at = 0
+    while True:
+        child = 2 * at + 1
+        if child >= size:
+            break
+        if child + 1 < size and state.heap_key[child + 1] < state.heap_key[child]:
+            child += 1
+        if state.heap_key[child] >= key:
+            break
+        state.heap_key[at] = state.heap_key[child]
+        state.heap_pass[at] = state.heap_pass[child]
+        at = child
+    state.heap_key[at] = key
+    state.heap_pass[at] = work
+    return size
+
+
+@compiled
+def _target(shop: Shop, state: State, device: int, start: int, step: int, edge: int) -> int:
+    """Return how far the pass at `start` can go towards `edge`, within need and memory."""
+    work = state.row[device, start]
+    sort = shop.sort[work]
+    delta = shop.delta[sort]
+    # what stands between changes places with it: to the right it loses delta, to the left gains it
+    change = -delta * step
+    stop_one = shop.after[work] if step > 0 else shop.before[work]
+    stop_two = shop.weight[work] if step > 0 else NONE
+    place = start
+    while place != edge:
+        other = state.row[device, place + step]
+        if shop.sort[other] == sort or other == stop_one or other == stop_two:  # noqa: SIM109
+            break
+        passed = place + step
+        if state.held[device, passed] + change > shop.limit[device]:
+            break
+        if step < 0:
+            below = state.held[device, passed - 1] if passed > 0 else 0
+            if below + delta > shop.limit[device]:
+                break
+        place = passed
+    return place
+
+
+@compiled
+def _shift(shop: Shop, state: State, device: int, start: int, stop: int) -> None:
+    """Move the pass at `start` to `stop`; those between close up."""
+    work = state.row[device, start]
+    delta = shop.delta[shop.sort[work]]
+    step = 1 if stop > start else -1
+    for place in range(start, stop, step):
+        other = state.row[device, place + step]
+        state.row[device, place] = other
+        state.place[other] = place
+        # a place's sum is that of the pass now there: moved right, it lacks the one that jumped it
+        if step > 0:
+            state.held[device, place] = state.held[device, place + 1] - delta
+        else:
+            state.held[device, place] = state.held[device, place - 1] + delta
+    if step < 0:
+        below = state.held[device, stop - 1] if stop > 0 else 0
+        state.held[device, stop] = below + delta
+    state.row[device, stop] = work
+    state.place[work] = stop
+
+
+@compiled
+def _promises(shop: Shop, state: State, device: int, low: int, high: int, bar: int) -> bool:
+    """Return whether the ways through the changed places seem no longer than `bar`.
+
+    Heads and tails outside are those of the old order, so it is a guess; it spares most of the
+    exact looks.
+    """
+    head = state.head[state.row[device, low - 1]] if low > 0 else 0
+    for place in range(low, high + 1):
+        work = state.row[device, place]
+        need = shop.before[work]
+        if need >= 0 and shop.device[need] != device:
+            head = max(head, state.head[need] + shop.lag[work])
+        head += shop.ticks[work]
+        state.log_head[place - low] = head
+    if high + 1 < state.row.shape[1]:
+        following = state.row[device, high + 1]
+        tail = shop.ticks[following] + state.tail[following]
+    else:
+        tail = shop.due[device]
+    for place in range(high, low - 1, -1):
+        work = state.row[device, place]
+        reader = shop.after[work]
+        if reader >= 0 and shop.device[reader] != device:
+            tail = max(tail, shop.lag[reader] + shop.ticks[reader] + state.tail[reader])
+        if state.log_head[place - low] + tail > bar:
+            return False
+        tail += shop.ticks[work]
+    return True
+
+
+@compiled
+def _spread_heads(shop: Shop, state: State, device: int, low: int, high: int, bar: int) -> int:
+    """Bring the heads up to date after a change; return how many changed, -1 - them if too long.
+
+    The changed places go first and in their new order; then passes are looked at in the order of
+    their old ends, each again when something before it has moved. An order that deadlocks drives
+    its heads up until they are too long.
+    """
+    size, changed, place = 0, 0, low
+    length = state.row.shape[1]
+    while size or place <= min(high + 1, length - 1):
+        if place <= min(high + 1, length - 1):
+            work = state.row[device, place]
+            place += 1
+        else:
+            work = state.heap_pass[0]
+            size = _pop(state, size)
+        head = head_of(shop, state, work)
+        old = state.head[work]
+        if head == old:
+            continue
+        if changed >= len(state.log_pass):
+            return -1 - changed
+        state.log_pass[changed] = work
+        state.log_head[changed] = old
+        changed += 1
+        state.head[work] = head
+        at, home = state.place[work], shop.device[work]
+        inside = home == device and low <= at <= high
+        # the old tail may lead through the changed places: inside them it says nothing
+        if head > old and (head if inside else head + state.tail[work]) > bar:
+            return -1 - changed
+        if at + 1 < length and not (inside and place <= at + 1):
+            following = state.row[home, at + 1]
+            size = _push(state, size, state.head[following], following)
+        reader = shop.after[work]
+        if reader >= 0 and shop.device[reader] != home:
+            size = _push(state, size, state.head[reader], reader)
+    return changed
+
+
+@compiled
+def _spread_tails(shop: Shop, state: State, device: int, low: int, high: int) -> None:
+    """Bring the tails up to date after a change that was taken; the heads are."""
+    size = 0
+    for place in range(max(low - 1, 0), high + 1):
+        work = state.row[device, place]
+        size = _push(state, size, -state.head[work], work)
+    while size:
+        work = state.heap_pass[0]
+        size = _pop(state, size)
+        tail = tail_of(shop, state, work)
+        if tail == state.tail[work]:
+            continue
+        state.tail[work] = tail
+        place, home = state.place[work], shop.device[work]
+        if place > 0:
+            earlier = state.row[home, place - 1]
+            size = _push(state, size, -state.head[earlier], earlier)
+        need = shop.before[work]
+        if need >= 0 and shop.device[need] != home:
+            size = _push(state, size, -state.head[need], need)
+
+
+@compiled
+def _propose(
+    shop: Shop, state: State, start: int, reach: int, count: int, device: int, first: int, last: int
+) -> int:
+    """Move up to `count` passes of one sort, the first at `start`, `reach` places; return how many.
+
+    Neighbouring microbatches are in like places, and what gains by moving all of them may lose by
+    moving one. `moves` says what was done, so that it can be undone.
+    """
+    step = 1 if reach > 0 else -1
+    work = state.row[device, start]
+    sort, done = shop.sort[work], 0
+    while done < count and 0 <= work < len(shop.sort) and shop.sort[work] == sort:
+        start = state.place[work]
+        if start < first or start > last:
+            break
+        stop = _target(shop, state, device, start, step, max(first, min(last, start + reach)))
+        if stop == start:
+            break
+        _shift(shop, state, device, start, stop)
+        state.moves[done, 0] = start
+        state.moves[done, 1] = stop
+        done += 1
+        work -= step
+    return done
+
+
+@compiled
+def _decide(shop: Shop, state: State, device: int, done: int, bar: int) -> bool:
+    """Keep the last `done` moves if the objective stays within `bar`, else undo them."""
+    low, high = state.moves[0, 0], state.moves[0, 0]
+    for at in range(done):
+        low = min(low, state.moves[at, 0], state.moves[at, 1])
+        high = max(high, state.moves[at, 0], state.moves[at, 1])
+    if _promises(shop, state, device, low, high, bar):
+        changed = _spread_heads(shop, state, device, low, high, bar)
+        if changed >= 0 and objective(shop, state) <= bar:
+            _spread_tails(shop, state, device, low, high)
+            return True
+        changed = changed if changed >= 0 else -1 - changed
+        for at in range(changed - 1, -1, -1):
+            state.head[state.log_pass[at]] = state.log_head[at]
+    for at in range(done - 1, -1, -1):
+        _shift(shop, state, device, state.moves[at, 1], state.moves[at, 0])
+    return False
+
+
+@compiled
+def walk(shop: Shop, state: State, low: np.ndarray, high: np.ndarray, steps: int) -> int:
+    """Draw `steps` passes outside [low, high) of each device, move some; return the objective.
+
+    Only what is on a critical path shortens anything: of the others, one of `SPARED` is moved,
+    to make room.
+    """
+    devices, length = state.row.shape
+    best = objective(shop, state)
+    for _ in range(steps):
+        device = draw(state.random) % devices
+        start = draw(state.random) % length
+        work = state.row[device, start]
+        luck = draw(state.random)
+        near = state.head[work] + state.tail[work] >= best
+        if low[device] <= start < high[device] or (not near and luck % SPARED):
+            continue
+        first, last = 0, low[device] - 1
+        if start >= high[device]:
+            first, last = high[device], length - 1
+        distance = 1 + (luck >> 4) % REACH
+        if (luck >> 12) & 1:
+            distance = 1 + distance % 3
+        if (luck >> 13) & 1:
+            distance = -distance
+        count = 1 + (luck >> 18) % MANY if (luck >> 16) & 3 else 1
+        done = _propose(shop, state, start, distance, count, device, first, last)
+        if done and _decide(shop, state, device, done, best):
+            best = objective(shop, state)
+    return best
+
+
+@compiled
+def measure(shop: Shop, row: np.ndarray) -> int:
+    """Return the objective of an order that fits the memory; NONE if it deadlocks."""
+    devices, length = row.shape
+    place = np.empty(devices * length, np.int32)
+    head = np.empty(devices * length, np.int64)
+    for device in range(devices):
+        for at in range(length):
+            place[row[device, at]] = at
+    if len(run_rows(shop, row, place, head)) < devices * length:
+        return NONE
+    worst = head[row[0, length - 1]] + shop.due[0]
+    for device in range(1, devices):
+        worst = max(worst, head[row[device, length - 1]] + shop.due[device])
+    return worst
+
+
+def new_state(row: np.ndarray, seed: int) -> State:
+    """Return the state of an order before `settle` has filled it."""
+    size = row.size
+    heap = 4 * size + 4 * REACH
+    return State(
+        row=np.array(row, dtype=np.int32, order="C"),
+        place=np.zeros(size, np.int32),
+        head=np.zeros(size, np.int64),
+        tail=np.zeros(size, np.int64),
+        held=np.zeros(row.shape, np.int64),
+        heap_key=np.zeros(heap, np.int64),
+        heap_pass=np.zeros(heap, np.int32),
+        moves=np.zeros((MANY, 2), np.int64),
+        log_pass=np.zeros(2 * size + REACH, np.int32),
+        log_head=np.zeros(2 * size + 2 * REACH, np.int64),
+        random=np.array([(seed * 2654435761 + 88172645) & _MASK or 1], np.int64),
+    )

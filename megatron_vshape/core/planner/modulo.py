@@ -1,0 +1,350 @@
+"""The steady phase for real costs: modulo scheduling under an exact memory limit.
+
+Once warm, every device repeats one cyclic order of its passes, one or two microbatches a period.
+That order alone decides both figures that matter:
+
+* Memory. What a device holds is a running sum over its own order: exact, without any times.
+* Period. It is the largest ratio of time to periods over the cycles of the event graph, whose
+  arcs are the data dependencies and each device's order. At a trial period that is a longest-path
+  problem; a cycle that stays positive has a ratio above the trial, which is the next trial.
+
+For a V with one microbatch a period `modulo_v` finds the least period exactly; elsewhere, and
+with two microbatches a period, `modulo_anneal` searches. Published blocks move in unit slots and
+repeat bubbles when F, B and W differ (paper, section 5); nothing here is tied to slots.
+
+Slack of the period over the work, in per cent, with F/B/W/send 1/1.15/.85/.05 and 1/2/1/.05:
+
+    devices, chunks   published V    one microbatch   two a period
+    4, 4 (V-Min)      18.3   52.5      17.5   26.3     15.8   26.3
+    4, 6 (V-Half)      0     13.8       0      0
+    8, 8 (V-Min)      19.2   53.1      10.8   15.0      9.2   15.0
+    8, 9              19.2   53.1      10.8   13.8      4.2    8.1
+    8, 10 (V-Half)     0     13.8       0      1.3      -      1.3
+    16, 12 (V-Min)    19.7   53.5      19.6   41.3     19.6   41.3
+    16, 17            19.7   53.5      10.8   13.8      5.4    8.4
+    16, 18 (V-Half)    0     13.8       0      1.9      -      1.9
+
+(80,000 steps for two a period, which is no proof; one microbatch is the optimum.)
+CP-SAT, on a grid of time, had found 10.4 at 8 devices and 8 chunks in minutes; the graph of
+patterns with all idle time in one piece finds none there below 17.
+
+What was tried before and gave less:
+
+* A path through patterns whose idle time is one piece, or several of a fixed grain: exact without
+  slack, blind with it. How it is spread decides at the memory of V-Min; the demands of
+  `modulo_v` leave that open.
+* Annealing alone, one microbatch a period: the optimum at 8 devices in 0.1 to 1 s, but at 16
+  devices 53 instead of 41 per cent (1/2/1/.05, 12 chunks), as several slow places must all go
+  before the period moves. It still gives other orders of the same period, for better ends.
+* More periods between the passes of a device than the two choices `modulo_v` tries: no gain.
+* Two microbatches a period begun from slower orders of one, or with much heat: less, see HEATS.
+
+Times are whole numbers inside (the busiest device's work is 2 ** 30 units), and so are the random
+numbers: the same inputs give the same orders on every machine, with numba or, slower, without.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_vshape.core.check.bounds import check_limits, each_limit
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import PARTS, Kind, Pass
+from megatron_vshape.core.model.placement import (
+    Placement,
+    chunks_of,
+    v_shape,
+)
+from megatron_vshape.core.planner.modulo_anneal import anneal, sample
+from megatron_vshape.core.planner.modulo_graph import (
+    NEVER,
+    Graph,
+    Ints,
+    Orders,
+    Scratch,
+    empty_orders,
+    find_latency,
+    find_period,
+    lay,
+    make_scratch,
+)
+from megatron_vshape.core.planner.modulo_v import (
+    PATTERNS,
+    WIDTH,
+    find_chains,
+    make_chain,
+    set_orders,
+)
+
+UNITS = 1 << 30
+"""The work of the busiest device per period, in the whole numbers the search counts in."""
+
+PRECISION = 1 << 13
+"""The least period of a V is found to one part in so many of the busiest device's work."""
+
+ROUNDING = 1e-9
+"""Sums of memory may exceed a limit by so much of it; the verifier allows the same."""
+
+STARTS = 6
+"""So many different starting points are annealed."""
+
+RETURNED = 8
+"""So many orders are returned at most."""
+
+HEATS = ((7, 15), (12, 25))
+"""Annealing begins with periods that rise by up to one part in so many of the work.
+
+In turn, for one and for two microbatches a period. The second begins from orders of the first:
+hotter, it forgets them (10.8 instead of 9.2 per cent at 8 devices and 8 chunks).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyOrder:
+    """The cyclic order in which every device runs its passes once warm.
+
+    Iteration k runs, for each (kind, stage, offset) of a row, microbatch
+    k * `microbatches` + offset. `period_us` is the least time an iteration takes, `latency_us` the
+    time from the start of a microbatch's first pass to the end of its last.
+    """
+
+    placement: Placement
+    microbatches: int
+    rows: tuple[tuple[tuple[Kind, int, int], ...], ...]
+    period_us: float
+    latency_us: float
+
+
+def find_steady_orders(
+    costs: Costs,
+    placement: Placement,
+    num_devices: int,
+    limits: Sequence[float],
+    steps: int,
+    seed: int = 0,
+) -> list[SteadyOrder]:
+    """Return a few different orders that fit the memory, the least period first.
+
+    `limits` is the most each device may hold, in the unit of the costs' memory; `steps` bounds
+    the work: about a microsecond each at 8 devices, more with more devices.
+
+    Raises:
+        ScheduleError: the costs or limits do not match the placement, or a limit is below what
+            any schedule needs.
+    """
+    limits = each_limit(limits, num_devices)
+    check_limits(costs, placement, num_devices, limits)
+    single = _make_problem(costs, placement, num_devices, limits, 1)
+    annealed = _search(single, steps // 4, seed, [])
+    solved = _solve_v(single) if placement == v_shape(num_devices) else []
+    found = sorted(solved + annealed, key=_Found.rank)
+    if found[0].period > single.busy:
+        double = _make_problem(costs, placement, num_devices, limits, 2)
+        half = STARTS // 2
+        starts = [_doubled(each, double) for each in solved[:half] + annealed[:half]]
+        found += _search(double, steps - steps // 4, seed, starts)
+    found = sorted(found, key=_Found.rank)
+    return [each.steady(costs, placement) for each in found[:RETURNED]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    graph: Graph
+    num_stages: int
+    busy: int  # work of the busiest device
+    unit_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    problem: _Problem
+    orders: Orders
+    period: int
+    latency: int
+
+    def rank(self) -> tuple[int, int, int]:
+        """Return what is smaller for the better of two; a period is compared to PRECISION."""
+        slack = self.period - self.problem.busy
+        classes = self.problem.graph.classes
+        return slack * PRECISION // self.problem.busy, classes, self.latency
+
+    def steady(self, costs: Costs, placement: Placement) -> SteadyOrder:
+        classes, stages = self.problem.graph.classes, self.problem.num_stages
+        rows = tuple(
+            tuple(
+                (
+                    Kind(PARTS[node // (classes * stages)]),
+                    node // classes % stages,
+                    int(self.orders.turn[node]) * classes + node % classes,
+                )
+                for node in map(int, row)
+            )
+            for row in self.orders.seq
+        )
+        unit = self.problem.unit_us
+        return SteadyOrder(placement, classes, rows, self.period * unit, self.latency * unit)
+
+
+def _make_problem(
+    costs: Costs,
+    placement: Placement,
+    num_devices: int,
+    limits: Sequence[float],
+    classes: int,
+) -> _Problem:
+    stages, parts = len(placement), len(PARTS)
+    unit_us = costs.busy_us(placement, num_devices, classes) / UNITS
+    size = parts * stages * classes
+    part, stage = np.divmod(np.arange(size) // classes, stages)
+    times = np.array([[costs.time_us(kind, s) for s in range(stages)] for kind in PARTS])
+    forward = np.array(costs.held_after_forward_bytes)[stage]
+    backward = np.array(costs.held_after_backward_bytes)[stage]
+    work = np.maximum(1, np.rint(times / unit_us)).astype(np.int64)[part, stage]
+    home = np.array(placement, np.int64)[stage]
+    own = np.stack([np.flatnonzero(home == device) for device in range(num_devices)])
+    graph = Graph(
+        work,
+        part,
+        home,
+        *_data_arcs(stages, classes, work, home, round(costs.send_us / unit_us)),
+        np.where(part == 0, forward, 0.0),
+        np.select([part == 0, part == 1], [0.0, backward - forward], -backward),
+        np.array(limits, np.float64) * (1 + ROUNDING),
+        own,
+        np.array(chunks_of(placement), np.int64),
+        classes,
+    )
+    return _Problem(graph, stages, int(work[own].sum(axis=1).max()), unit_us)
+
+
+def _data_arcs(stages: int, classes: int, work: Ints, home: Ints, send: int) -> tuple[Ints, Ints]:
+    """Return the nodes that read each node's result, and the time until they may start."""
+    size = len(work)
+    feeds, lag = np.full((size, 2), -1, np.int64), np.zeros((size, 2), np.int64)
+    for node in range(size):
+        place, index = divmod(node, classes)
+        reader = Pass(PARTS[place // stages], place % stages, index)
+        for need in reader.needs(stages):
+            source = (PARTS.index(need.kind) * stages + need.stage) * classes + index
+            way = 0 if feeds[source, 0] < 0 else 1
+            feeds[source, way] = node
+            lag[source, way] = work[source] + (send if home[source] != home[node] else 0)
+    return feeds, lag
+
+
+def _solve_v(problem: _Problem) -> list[_Found]:
+    """Return the orders of a V that have the least period with one microbatch a period.
+
+    Trial periods grow until one can be kept, then the interval is halved; orders found at a
+    trial often allow a lower period, which is the next to beat. None if F and B of one
+    microbatch, each W right after its B, do not fit: `sample` has the order that does.
+    """
+    solve = _ChainSolver(problem)
+    low, high, found = problem.busy, problem.busy, solve(problem.busy)
+    step = problem.busy // 64
+    serial = int(problem.graph.work.sum() + problem.graph.lag.sum())
+    while not found:
+        if high > serial:
+            return []
+        low, high = high, high + step
+        step *= 2
+        found = solve(high)
+    while True:
+        high = min(each.period for each in found)
+        if high - low <= problem.busy // PRECISION:
+            return found
+        middle = (low + high) // 2
+        better = solve(middle)
+        if better:
+            found = better
+        else:
+            low = middle
+
+
+class _ChainSolver:
+    """Holds the working memory of `find_chains` for one problem."""
+
+    def __init__(self, problem: _Problem) -> None:
+        self.problem = problem
+        devices = len(problem.graph.own)
+        width = max(16, WIDTH // devices)
+        self.chain = make_chain(problem.graph)
+        self.demands = np.zeros((devices + 1, width, 4), np.int64)
+        self.origins = np.zeros((devices + 1, width, 5), np.int64)
+        self.ways = np.zeros((RETURNED, devices, 4), np.int64)
+
+    def __call__(self, period: int) -> list[_Found]:
+        """Return orders that keep the period, the fastest first."""
+        count = find_chains(self.chain, PATTERNS, period, self.demands, self.origins, self.ways)
+        found = map(self._found, self.ways[:count])
+        return sorted(found, key=_Found.rank)
+
+    def _found(self, way: Ints) -> _Found:
+        graph = self.problem.graph
+        orders, scratch = empty_orders(graph), make_scratch(graph, 0)
+        set_orders(self.chain, PATTERNS, way, orders)
+        period = int(find_period(graph, orders, scratch, self.problem.busy, NEVER))
+        return _found(self.problem, orders, scratch, period)
+
+
+def _search(problem: _Problem, steps: int, seed: int, starts: list[Orders]) -> list[_Found]:
+    """Return what annealing makes of the starting points, the best first.
+
+    In rounds of equal cost: all of them, then the better half, until one is left.
+    """
+    graph = problem.graph
+    scratch = make_scratch(graph, seed)
+    if not starts:
+        starts = _draw_starts(problem, scratch, max(1, steps // 10))
+    share = steps // len(starts).bit_length()
+    found: list[_Found] = []
+    while starts:
+        made = []
+        for index, orders in enumerate(starts):
+            best = empty_orders(graph)
+            effort = share // len(starts)
+            heat = problem.busy // HEATS[graph.classes - 1][index % 2]
+            period = int(anneal(graph, orders, scratch, problem.busy, effort, heat, best))
+            made.append(_found(problem, best, scratch, period))
+        made.sort(key=_Found.rank)
+        half = len(made) // 2 if made[0].period > problem.busy else 0
+        starts = [each.orders for each in made[:half]]
+        found += made[half:]
+    return sorted(found, key=_Found.rank)
+
+
+def _found(problem: _Problem, orders: Orders, scratch: Scratch, period: int) -> _Found:
+    latency = int(find_latency(problem.graph, orders, scratch, period))
+    return _Found(problem, orders, period, latency)
+
+
+def _draw_starts(problem: _Problem, scratch: Scratch, tries: int) -> list[Orders]:
+    graph = problem.graph
+    periods = np.full(STARTS, NEVER, np.int64)
+    slices = np.zeros(STARTS, np.int64)
+    times = np.zeros((STARTS, len(graph.work)), np.int64)
+    orders = empty_orders(graph)
+    sample(graph, orders, scratch, problem.busy, tries, periods, slices, times)
+    starts = []
+    for period, slice_, start in zip(periods, slices, times, strict=True):
+        if period < NEVER:
+            orders = empty_orders(graph)
+            lay(graph, orders, start, int(slice_))
+            orders.x[:] = start
+            starts.append(orders)
+    return starts
+
+
+def _doubled(found: _Found, problem: _Problem) -> Orders:
+    """Return the order with two of its iterations as one."""
+    orders = empty_orders(problem.graph)
+    length = found.orders.seq.shape[1]
+    for device, row in enumerate(found.orders.seq):
+        for place in range(2 * length):
+            node = row[place % length]
+            block = place // length + int(found.orders.turn[node])
+            orders.seq[device, place] = 2 * node + block % 2
+            orders.at[2 * node + block % 2] = place
+            orders.turn[2 * node + block % 2] = block // 2
+    return orders

@@ -1,0 +1,322 @@
+"""The event graph of a steady phase: its memory, its least period, its changes.
+
+The passes of one period are the nodes. Arcs are the data dependencies and every device's cyclic
+order; an arc that leads into a later period has a height. The least period is the largest ratio
+of time to height over all cycles. Everything here counts in whole numbers, so that it gives the
+same on every machine; it is compiled where numba is installed.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_vshape.core.planner.compiling import compiled
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+NEVER = 1 << 60
+"""A period that no order reaches."""
+
+
+class Graph(NamedTuple):
+    """The passes of one period and their data arcs; a node is (part * stages + stage, class).
+
+    The microbatches of a period are its classes. Arrays are indexed by node.
+    """
+
+    work: Ints  # time of the pass
+    part: Ints  # place in PARTS
+    home: Ints  # device
+    feeds: Ints  # [node, 2] nodes that read its result, -1 for none
+    lag: Ints  # [node, 2] time from its start until they may start
+    before: Floats  # memory taken when it starts
+    after: Floats  # memory taken when it ends
+    limit: Floats  # by device
+    own: Ints  # [device, n] its nodes, the same kinds in the same places on every device
+    chunk: Ints  # by stage
+    classes: int  # how many microbatches a period has
+
+
+class Orders(NamedTuple):
+    """The devices' orders, changed in place, with potentials.
+
+    In iteration k a node runs block k + turn, `classes` microbatches being a block.
+    """
+
+    seq: Ints  # [device, n] nodes
+    at: Ints  # place of every node in its row
+    turn: Ints
+    x: Ints  # start of block 0, in a solution for the current period
+
+
+class Scratch(NamedTuple):
+    """Working memory of the kernels."""
+
+    queue: Ints
+    queued: npt.NDArray[np.bool_]
+    raised: Ints  # how often each node was
+    parent: Ints
+    ring: npt.NDArray[np.bool_]  # whether the arc from the parent is one of a device's order
+    cycle: Ints  # the last positive cycle: its length, then 2 * node + ring, backwards
+    critical: Ints  # the cycle that sets the current period
+    saved: Ints
+    random: npt.NDArray[np.uint64]
+
+
+def empty_orders(graph: Graph) -> Orders:
+    """Return orders of the graph's size, to be filled in."""
+    size = len(graph.work)
+    return Orders(np.zeros_like(graph.own), *(np.zeros(size, np.int64) for _ in range(3)))
+
+
+def make_scratch(graph: Graph, seed: int) -> Scratch:
+    """Return working memory of the graph's size; `seed` begins its random numbers."""
+    size = len(graph.work)
+
+    def ints(extra: int = 0) -> Ints:
+        return np.zeros(size + extra, np.int64)
+
+    def flags() -> npt.NDArray[np.bool_]:
+        return np.zeros(size, np.bool_)
+
+    state = (seed * 0x9E3779B97F4A7C15 + 0x1234567887654321) % (1 << 64) or 1
+    random = np.array([state], np.uint64)
+    return Scratch(ints(1), flags(), ints(), ints(), flags(), ints(1), ints(1), ints(), random)
+
+
+@compiled
+def is_after(orders: Orders, one: int, other: int, blocks: int) -> bool:
+    """Return whether a device runs `one` of a block after `other` of the block `blocks` later."""
+    early, late = orders.turn[one], orders.turn[other] - blocks
+    return bool(early < late or (early == late and orders.at[one] > orders.at[other]))
+
+
+@compiled
+def find_peak(graph: Graph, orders: Orders, device: int) -> float:
+    """Return the most the device holds; infinite if its order breaks its own dependencies.
+
+    Microbatches keep their order within a stage, as the streams of messages need.
+    """
+    row = orders.seq[device]
+    third, classes = len(graph.work) // 3, graph.classes
+    held = 0.0
+    for node in row:
+        if graph.part[node] < 2 and is_after(orders, node, node + third, 0):
+            return np.inf
+        if classes > 1:
+            last = node % classes == classes - 1
+            follower = node + 1 - classes * last
+            if is_after(orders, node, follower, 1 if last else 0):
+                return np.inf
+        # summed over F, B and W of a stage: what lives when an iteration starts
+        held += orders.turn[node] * (graph.before[node] + graph.after[node])
+    top = held
+    for node in row:
+        held += graph.before[node]
+        top = max(top, held)
+        held += graph.after[node]
+    return top
+
+
+@compiled
+def find_forebear(parent: Ints, node: int, wanted: int) -> int:
+    """Return `wanted`, or another node on a cycle, if the line of parents leads there; or -1."""
+    for _ in range(len(parent)):
+        if node < 0 or node == wanted:
+            break
+        node = parent[node]
+    return int(node)
+
+
+@compiled
+def settle(graph: Graph, orders: Orders, scratch: Scratch, period: int, tail: int) -> int:
+    """Raise the potentials until they fit the period; -1, or a node of a positive cycle.
+
+    The first `tail` entries of the queue are the nodes whose arcs may be violated.
+    """
+    queue, queued, raised, parent, ring = scratch[:5]
+    x, seq, at, turn = orders.x, orders.seq, orders.at, orders.turn
+    nodes, length, head, room = len(x), seq.shape[1], 0, len(queue)
+    for node in range(nodes):
+        raised[node] = 0
+        parent[node] = -1
+    while head != tail:
+        node = queue[head]
+        head = head + 1 if head + 1 < room else 0
+        queued[node] = False
+        for way in range(3):
+            if way < 2:
+                other = graph.feeds[node, way]
+                if other < 0:
+                    continue
+                start = x[node] + graph.lag[node, way]
+            else:
+                place = at[node] + 1
+                wraps = 1 if place == length else 0
+                other = seq[graph.home[node], 0 if wraps else place]
+                start = x[node] + graph.work[node] + (turn[node] - turn[other] - wraps) * period
+            if start <= x[other]:
+                continue
+            x[other], parent[other], ring[other] = start, node, way == 2
+            raised[other] += 1
+            # every cycle passes along some device's order; a parent that is its own forebear
+            # has been raised around a positive cycle
+            if way == 2 and raised[other] > 2:
+                forebear = find_forebear(parent, node, other)
+                if forebear >= 0:
+                    queued[:] = False
+                    return forebear
+            if not queued[other]:
+                queued[other] = True
+                queue[tail] = other
+                tail = tail + 1 if tail + 1 < room else 0
+    return -1
+
+
+@compiled
+def data_lag(graph: Graph, source: int, target: int) -> int:
+    """Return the lag of a data arc."""
+    way = 0 if graph.feeds[source, 0] == target else 1
+    return int(graph.lag[source, way])
+
+
+@compiled
+def ring_height(orders: Orders, source: int, target: int) -> int:
+    """Return how many periods lie on the arc from a pass to the next of its device."""
+    return int(orders.turn[target] - orders.turn[source] + (orders.at[target] == 0))
+
+
+@compiled
+def find_ratio(graph: Graph, orders: Orders, scratch: Scratch, node: int) -> int:
+    """Return the least period at which the positive cycle through `node` is not positive."""
+    cycle = scratch.cycle
+    time, height, length = 0, 0, 0
+    target = node
+    while True:
+        source = scratch.parent[target]
+        if scratch.ring[target]:
+            time += graph.work[source]
+            height += ring_height(orders, source, target)
+        else:
+            time += data_lag(graph, source, target)
+        length += 1
+        cycle[length] = 2 * target + scratch.ring[target]
+        target = source
+        if target == node:
+            break
+    cycle[0] = length
+    return NEVER if height <= 0 else (time + height - 1) // height
+
+
+@compiled
+def still_critical(graph: Graph, orders: Orders, scratch: Scratch, period: int) -> bool:
+    """Return whether the critical cycle is still there and as slow as the period."""
+    cycle, seq = scratch.critical, orders.seq
+    length, time, height = cycle[0], 0, 0
+    for k in range(1, length + 1):
+        target, source = cycle[k] >> 1, cycle[k + 1 if k < length else 1] >> 1
+        if cycle[k] & 1:
+            if seq[graph.home[target], orders.at[target] - 1] != source:
+                return False
+            time += graph.work[source]
+            height += ring_height(orders, source, target)
+        else:
+            time += data_lag(graph, source, target)
+    return bool(length > 0 and time > height * (period - 1))
+
+
+@compiled
+def find_period(graph: Graph, orders: Orders, scratch: Scratch, trial: int, most: int) -> int:
+    """Return the least period that is at least `trial`, or NEVER if it is above `most`.
+
+    Newton's iteration from below: the ratio of a positive cycle is the next trial. The
+    potentials fit the period returned, and are as before for NEVER.
+    """
+    nodes = len(orders.x)
+    scratch.saved[:] = orders.x
+    while True:
+        for node in range(nodes):
+            scratch.queue[node] = node
+            scratch.queued[node] = True
+        cycle = settle(graph, orders, scratch, trial, nodes)
+        if cycle < 0:
+            return trial
+        trial = find_ratio(graph, orders, scratch, cycle)
+        scratch.critical[:] = scratch.cycle
+        orders.x[:] = scratch.saved
+        if trial > most:
+            return NEVER
+
+
+@compiled
+def find_latency(graph: Graph, orders: Orders, scratch: Scratch, period: int) -> int:
+    """Return the time from a block's first start to its last end when nothing waits needlessly."""
+    nodes = len(orders.x)
+    orders.x[:] = -NEVER
+    for index in range(graph.classes):
+        orders.x[index] = 0
+        scratch.queue[index] = index
+        scratch.queued[index] = True
+    settle(graph, orders, scratch, period, graph.classes)
+    last = 0
+    for node in range(nodes):
+        last = max(last, orders.x[node] + graph.work[node])
+    return int(last)
+
+
+@compiled
+def slide(orders: Orders, device: int, place: int, distance: int) -> int:
+    """Move a pass by `distance` places along its device's cyclic order; return its new place."""
+    seq, at, turn = orders.seq, orders.at, orders.turn
+    length = seq.shape[1]
+    for _ in range(abs(distance)):
+        if distance > 0:
+            left, mine = place, 0
+        else:
+            left, mine = (place - 1 if place > 0 else length - 1), 1
+        right = left + 1 if left + 1 < length else 0
+        first, second = seq[device, left], seq[device, right]
+        seq[device, left], seq[device, right] = second, first
+        at[second], at[first] = left, right
+        if right == 0:  # the iteration ends between the two, so each now runs in the other's
+            turn[second] += 1
+            turn[first] -= 1
+        place = left if mine else right
+    return int(place)
+
+
+@compiled
+def copy_orders(source: Orders, target: Orders) -> None:
+    """Make `target` equal to `source`."""
+    target.seq[:] = source.seq
+    target.at[:] = source.at
+    target.turn[:] = source.turn
+    target.x[:] = source.x
+
+
+@compiled
+def lay(graph: Graph, orders: Orders, times: Ints, period: int) -> None:
+    """Set the orders to those of blocks that start at `times` and repeat every `period`."""
+    for device in range(len(graph.own)):
+        row = orders.seq[device]
+        for place in range(len(row)):
+            node = graph.own[device, place]
+            phase = times[node] % period
+            while place > 0 and times[row[place - 1]] % period > phase:
+                row[place] = row[place - 1]
+                place -= 1
+            row[place] = node
+            orders.turn[node] = -(times[node] // period)
+        for place in range(len(row)):
+            orders.at[row[place]] = place
+
+
+@compiled
+def all_fit(graph: Graph, orders: Orders) -> bool:
+    """Return whether every device is within its limit."""
+    for device in range(len(orders.seq)):
+        if not find_peak(graph, orders, device) <= graph.limit[device]:
+            return False
+    return True

@@ -1,0 +1,281 @@
+"""Orders for one placement: where they come from, and how each is improved and judged."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_vshape.core.check import bounds
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.passes import PARTS, Pass, ScheduleError
+from megatron_vshape.core.model.placement import Placement, stages_of
+from megatron_vshape.core.model.schedule import Objective, Plan, Schedule
+from megatron_vshape.core.paper import blocks
+from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.planner import improve
+from megatron_vshape.core.planner.cyclic_orders import (
+    Ring,
+    is_period,
+    ring_of_block,
+    ring_of_order,
+    sequential,
+    splice,
+)
+from megatron_vshape.core.planner.filling import fill, refill
+from megatron_vshape.core.planner.job_shop import Problem, deltas_of, make_shop
+from megatron_vshape.core.planner.modulo import find_steady_orders
+
+STARTS = 8
+"""So many orders are improved at first."""
+
+DELAYS = (0, 2, 4)
+"""How much a W may delay what follows, in eighths of its time, when it is dealt out anew."""
+
+MANY_PASSES = 20_000
+"""Orders of so many passes and more are filled, and W dealt out, in fewer ways, to save time."""
+
+DEALT = ", W dealt"
+
+SHARES = (1.0, 0.85)
+"""Steady orders are made for the limit, and for less, which leaves the ends more room."""
+
+MOST_AT_ONCE = 300_000
+"""So many steps at most until progress is shown and W is dealt out anew."""
+
+
+def _groups_of(num_devices: int) -> list[int]:
+    """Return the sizes of the groups of microbatches in which they loop over the devices.
+
+    Smaller groups hold less and are slower to begin; below half of the devices a group is through
+    before its first microbatch is back for the next chunk.
+    """
+    return sorted({-(-part * num_devices // 8) for part in (4, 5, 6, 8)})
+
+
+def published_blocks(placement: Placement, num_devices: int) -> Iterator[BuildingBlock]:
+    """Yield the published building blocks that have this placement."""
+    chunks = len(placement) // num_devices
+    made = [
+        make(num_devices)
+        for make in (
+            *(blocks.v_min, blocks.v_half, blocks.v_zb, blocks.one_f_one_b_v),
+            *(blocks.two_thirds, blocks.one_f_one_b, blocks.zb_h1, blocks.zb_h2),
+        )
+    ]
+    if chunks > 1:
+        made.append(blocks.interleaved(num_devices, chunks))
+        for group in _groups_of(num_devices):
+            made.append(blocks.grouped_interleaved(num_devices, chunks, group))
+    for block in made:
+        if block.placement == placement:
+            yield block
+
+
+@dataclass(slots=True)
+class Candidate:
+    """An order under improvement: of all microbatches, or cut short and spliced when judged."""
+
+    name: str
+    period: int  # microbatches
+    microbatches: int
+    state: improve.State
+    low: np.ndarray
+    high: np.ndarray
+    value: int = 0
+
+
+def _best_of(candidates: list[Candidate], count: int) -> list[Candidate]:
+    """Return the candidates of least value; of equal ones, which are mostly the same, one."""
+    different = {each.value: each for each in reversed(candidates)}
+    return sorted(different.values(), key=lambda each: each.value)[:count]
+
+
+class Candidates:
+    """Holds the candidates and the best order so far."""
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        self.problem = problem
+        self.seed = seed
+        self.shops: dict[int, improve.Shop] = {}
+        self.best: tuple[int, np.ndarray, str] | None = None
+        self.steps = 0
+        self.bound = bounds.lower_bound(
+            problem.costs,
+            problem.placement,
+            problem.num_devices,
+            problem.num_microbatches,
+            problem.limits,
+            span=problem.objective is Objective.SPAN,
+        )
+
+    def begin(self, budget: int) -> list[Candidate]:
+        """Return the orders to improve: of the best rings, with W dealt out anew."""
+        starts = STARTS if self.problem.num_devices <= 8 else STARTS // 2
+        found: list[Candidate] = []
+        for ring in self._rings(budget):
+            found += self._candidates(ring)
+        for each in _best_of(found, 2 * starts):
+            found += [
+                again
+                for delay in self._delays(each)
+                if (again := self._dealt(each, delay)) is not None
+            ]
+        return _best_of(found, starts)
+
+    def value(self) -> float:
+        """Return the least value so far, in whole ticks, in the costs' unit of time.
+
+        Raises:
+            ScheduleError: no order has been found to fit yet.
+        """
+        return self._found()[0] / self.problem.ticks_per_us
+
+    def _found(self) -> tuple[int, np.ndarray, str]:
+        """Return the best order so far; raises ScheduleError where none could be made to fit."""
+        if self.best is None:
+            raise ScheduleError(f"no order was found within the limits {self.problem.limits}")
+        return self.best
+
+    def _rings(self, budget: int) -> Iterator[Ring]:
+        problem = self.problem
+        devices = problem.num_devices
+        yield sequential(problem.placement, devices)
+        for block in published_blocks(problem.placement, devices):
+            yield ring_of_block(block)
+        if len(problem.placement) > 2 * devices:
+            return  # the loops' blocks are near the best; annealed orders only take their turns
+        least = bounds.least_memory(problem.costs, problem.placement, devices)
+        stages = stages_of(problem.placement, devices)
+        # the zero-bubble V holds what 1F1B does; with more, only the ends can gain
+        held = problem.costs.held_after_forward_bytes
+        ample = [devices * sum(held[stage] for stage in own) for own in stages]
+        for share, steps in zip(SHARES, (budget // 48, budget // 96), strict=True):
+            limits = [
+                max(x, min(share * y, most))
+                for x, y, most in zip(least, problem.limits, ample, strict=True)
+            ]
+            orders = find_steady_orders(
+                problem.costs, problem.placement, devices, limits, steps, self.seed
+            )
+            for at, order in enumerate(orders):
+                yield ring_of_order(order, f"steady-{at} at {share:.0%}")
+
+    def _shop(self, num_microbatches: int) -> improve.Shop:
+        if num_microbatches not in self.shops:
+            self.shops[num_microbatches] = make_shop(self.problem, num_microbatches)
+        return self.shops[num_microbatches]
+
+    def _candidates(self, ring: Ring) -> Iterator[Candidate]:
+        """Yield what fits of the ring and of the ring with its idle time filled.
+
+        Both are cut to as few microbatches as show the ends, if a period then stays whole.
+        """
+        m, k = self.problem.num_microbatches, ring.microbatches
+        least, most = ring.reach()
+        full = max(8, self.problem.num_devices // k)
+        short = most - least + (full + 1) * k
+        short += (m - short) % k
+        window = ring.window(short) if short < m else None
+        if window is None:
+            short = m
+        shop = self._shop(short)
+        row = ring.unroll(short)
+        none = np.full(self.problem.num_devices, row.shape[1])
+        for name, own in self._starts(ring.name, shop, row, m):
+            made = self._made(name, k, short, own, *(window or (none, none)))
+            if made is not None:
+                yield made
+
+    def _starts(
+        self, name: str, shop: improve.Shop, row: np.ndarray, m: int
+    ) -> Iterator[tuple[str, np.ndarray | None]]:
+        """Yield an order as it is, filled, and with its W dealt out anew."""
+        yield name, row
+        yield name + ", filled", fill(shop, row, self.problem.num_devices)
+        if row.size < MANY_PASSES:
+            yield name + ", filled throughout", fill(shop, row, m)
+        yield name + DEALT, refill(shop, row, 0)
+
+    def _made(
+        self,
+        name: str,
+        period: int,
+        short: int,
+        row: np.ndarray | None,
+        low: np.ndarray,
+        high: np.ndarray,
+    ) -> Candidate | None:
+        """Return the order as a candidate; None if it does not fit, run or stay periodic."""
+        whole = int(low[0]) == int(high[0])
+        if row is None or not (whole or is_period(row, low, high, short, period)):
+            return None
+        state = improve.new_state(row, self.seed)
+        if not improve.settle(self._shop(short), state):
+            return None
+        made = Candidate(name, period, short, state, low, high)
+        return made if self._judge(made) else None
+
+    def _delays(self, candidate: Candidate) -> tuple[int, ...]:
+        """Return the delays with which the candidate's W are dealt out anew."""
+        return DELAYS if candidate.state.row.size < MANY_PASSES else DELAYS[:1]
+
+    def _dealt(self, candidate: Candidate, delay: int) -> Candidate | None:
+        """Return the candidate with its W dealt out anew."""
+        short = candidate.microbatches
+        row = refill(self._shop(short), candidate.state.row, delay)
+        name = candidate.name.removesuffix(DEALT) + DEALT
+        return self._made(name, candidate.period, short, row, candidate.low, candidate.high)
+
+    def improve(self, candidate: Candidate, steps: int) -> None:
+        """Walk `steps` from the candidate's order, deal its W out anew, and keep what is better."""
+        shop = self._shop(candidate.microbatches)
+        improve.walk(shop, candidate.state, candidate.low, candidate.high, steps)
+        self.steps += steps
+        self._judge(candidate)
+        for delay in self._delays(candidate):
+            again = self._dealt(candidate, delay)
+            if again is not None and again.value <= candidate.value:
+                candidate.state, candidate.value = again.state, again.value
+                candidate.state.random[0] = (self.steps * 40503 + 1) & 0x7FFFFFFF
+
+    def _judge(self, candidate: Candidate) -> bool:
+        """Set the candidate's value at all microbatches, keep the best; return if it can run."""
+        m, short = self.problem.num_microbatches, candidate.microbatches
+        row, shop = candidate.state.row, self._shop(m)
+        if short < m:
+            # what a whole period adds to the memory it takes away: it fits as often as once
+            row = splice(row, candidate.low, candidate.high, candidate.period, short, m)
+            value = int(improve.measure(shop, row))
+            if value == improve.NONE:
+                return False
+            candidate.value = value
+        else:
+            candidate.value = int(improve.objective(shop, candidate.state))
+        if self.best is None or candidate.value < self.best[0]:
+            self.best = (candidate.value, row.copy(), candidate.name)
+        return True
+
+    def plan(self) -> Plan:
+        """Return the best order found, as a plan."""
+        problem = self.problem
+        _, row, source = self._found()
+        m = problem.num_microbatches
+        made = [
+            [Pass(kind, stage, j) for j in range(m)]
+            for stage in range(len(problem.placement))
+            for kind in PARTS
+        ]
+        order = tuple(tuple(made[work // m][work % m] for work in own) for own in row.tolist())
+        schedule = Schedule("plan", problem.num_devices, m, problem.placement, order)
+        value = problem.objective.of(simulate(schedule, problem.costs))
+        held = np.cumsum(deltas_of(problem)[row // m], axis=1).max(axis=1)
+        return Plan(
+            schedule=schedule,
+            objective=problem.objective,
+            value=value,  # simulated: ticks are rounded
+            busy=problem.costs.busy_us(problem.placement, problem.num_devices, m),
+            lower_bound=min(self.bound, value),
+            peak=tuple(float(x) / problem.units_per_byte for x in held),
+            source=source,
+            steps=self.steps,
+        )

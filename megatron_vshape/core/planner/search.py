@@ -1,0 +1,190 @@
+"""The adaptive scheduler: the order of least makespan or span for given costs and memory.
+
+1. Placements: the V and the loop (`default_placements`); where the costs tell four stages of a
+   device apart, a loop of four. What follows is done for each, and the budget is spent on the
+   orders of all together.
+2. Steady orders: `modulo` finds cyclic orders that fit the memory with the least period; the
+   published blocks join them, for a loop in groups of several sizes. Each is cut to the few
+   microbatches that show its two ends (`rings`).
+3. Starts: of each the order as it is, with its idle time filled, and with W dealt out anew as
+   filler (`filling`). All are judged at the full number of microbatches: a whole period in the
+   middle is repeated, which costs nothing to search (`candidates`).
+4. The ends: a walk over orders that moves a pass, alone or with its neighbours in other
+   microbatches, whenever the objective does not grow (`improve`). The worse half of the orders
+   drops out after each turn; W is dealt out anew in between.
+
+What was tried, as overheads in chunk passes (F/B/W/comm, memory in chunks, published best):
+
+* Ties are what matters. Taking only moves that lower (makespan, sum of ends) gives 40.6 from
+  V-Half's order at d=8, m=24, 1/2/1/.05, 10 chunks (59.9); walking along ties as well 33-35 in
+  the same time, from whatever start. The sum of ends, even as a mild preference, makes it worse
+  (34.5 to 35.9), and so do annealing (50), late acceptance (58) and a band above the best (35-37).
+* Steady orders against blocks: d=8, m=64, 1/2/1/.05, 10 chunks: 86 from V-Half's order, whose
+  period no change of the ends can mend, 39-41 from steady orders (103.9); 8 chunks: 270 and 110
+  (286.7).
+* W as filler: at d=16, 1/2/1/.05, 32 chunks the best filled order has 46.0, with W dealt out
+  anew 33.6 (33.65); at 24 chunks, 1/1.15/.85/.05, 57.4 and 49.2, and after the walk 40.5 (45.75).
+* Moving neighbouring microbatches together and mostly passes on a critical path: 5 % less in
+  the same time; moving neighbouring stages together: nothing. Greedy list scheduling with 768
+  settings of caps and priorities: never better than filled orders but once (23.0 against 26.4 at
+  d=8, 12 chunks, before the walk, after which the filled ones lead).
+* Looking again only at what a move touches (heads and tails, as in job-shop search) makes a step
+  about a microsecond at any number of microbatches; recomputing all took 2 to 6.
+* At d=8, m=24, 1/1.15/.85/.05, 10 chunks every start ends at 22.4 (23.7; solver windows 22.5).
+
+* Four stages a device, overheads at d=8, m=24, 1/1.15/.85/.05 and 10, 12, 16 chunks: the V of two
+  has 22.4, 18.7, 9.1; a loop of four 16.4, 12.1, 6.1, from grouped interleaved blocks alone
+  (annealed orders of a loop only take their turns from them). A V walked twice (0..7, 7..0 and
+  again; every steady order of a V of half the stages makes one of the same period) 24.2, 20.5 and
+  21: its ends are those of the V. Both other ways to turn (up up down down, up down down up) 25-30.
+  Only at d=4, 6 chunks, is the double V ahead: 5.7 and 8.2 (1/2/1) against 6.0 and 10.3.
+* Eight stages a device: worth it at V-Half's memory of many devices, which a loop of four exceeds
+  (d=16, 18 chunks: 38.4 against 53.8, and 78.7 against 84.3 for 1/2/1); else like four.
+* Groups of 4, 5, 6 or 8 eighths of the devices: below half, a group is through before its first
+  microbatch is back, and nothing fits the period.
+
+Open: below V-Half's memory the period bounds the gain; at the memory of V-ZB d - 1 hops are all
+that is left; between them (24 of 32 chunks at d=16) ten times the steps still gain a fifth.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megatron_vshape.core.check.bounds import LimitError
+from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.placement import Placement, default_placements
+from megatron_vshape.core.model.schedule import Objective, Plan
+from megatron_vshape.core.planner.job_shop import Problem, make_problem
+from megatron_vshape.core.planner.orders import MOST_AT_ONCE, Candidate, Candidates
+
+__all__ = ["Objective", "Plan", "plan"]
+
+ROUNDS = 4
+"""The budget is spent in about so many rounds, each with half as many orders."""
+
+
+Progress = Callable[[int, float, float], None]
+"""Called with the steps taken, the best value so far and the lower bound."""
+
+
+def plan(
+    costs: Costs,
+    num_devices: int,
+    num_microbatches: int,
+    limit: float | Sequence[float],
+    objective: Objective | str = Objective.MAKESPAN,
+    *,
+    placements: Sequence[Placement] = (),
+    steps: int | None = None,
+    seconds: float | None = None,
+    progress: Progress | None = None,
+    seed: int = 1,
+) -> Plan:
+    """Return the best schedule found whose devices hold at most `limit` each.
+
+    `limit` is in the unit of the costs' memory, one value or one per device; infinity is none.
+    With `steps` (by default what takes about a second at 8 devices) the same call gives the same
+    plan everywhere; with `seconds` the search goes on until they are over, and Ctrl-C ends it with
+    the best so far.
+    `placements` are those allowed, by default `default_placements`; costs of more stages than a
+    placement has are added up. The first run compiles the inner loops, which numba keeps for later
+    ones.
+
+    Raises:
+        LimitError: nothing fits the limit; it says the least that does, on any placement.
+        ScheduleError: the counts, the costs and the placements do not match, or there is no such
+            objective.
+    """
+    allowed = list(placements) or default_placements(num_devices, costs.num_stages)
+    goal = Objective(objective)
+    begun: list[Candidates] = []
+    refused: list[LimitError] = []
+    for placement in allowed:
+        own = regroup(costs, len(placement), f"a placement of {len(placement)} stages")
+        try:
+            problem = make_problem(own, num_devices, num_microbatches, limit, goal, placement)
+        except LimitError as error:
+            refused.append(error)
+        else:
+            begun.append(Candidates(problem, seed))
+    if not begun:
+        raise min(refused, key=lambda error: error.least)
+    race = _Race(begun)
+    race.run(steps, seconds, progress)
+    return race.plan()
+
+
+class _Race:
+    """Spends the budget on the orders of all placements together; the better half goes on."""
+
+    def __init__(self, searches: list[Candidates]) -> None:
+        self.searches = searches
+        self.bound = min(search.bound for search in searches)
+
+    @property
+    def best(self) -> Candidates:
+        """Return the search with the best order so far; raises ScheduleError if none has one."""
+        # Ctrl-C may have come before the last of them had any.
+        begun = [search for search in self.searches if search.best is not None]
+        return min(begun or self.searches, key=Candidates.value)
+
+    def run(self, steps: int | None, seconds: float | None, progress: Progress | None) -> None:
+        """Search with the budget; with `seconds` again, other and twice as long, until they end."""
+        ends = None if seconds is None else time.monotonic() + seconds
+        budget = default_steps(self.searches[0].problem) if steps is None else steps
+        try:
+            while True:
+                self._round(budget, ends, progress)
+                if self._closed() or ends is None or time.monotonic() >= ends:
+                    return
+                for search in self.searches:
+                    search.seed += 1
+                budget *= 2
+        except KeyboardInterrupt:
+            if all(search.best is None for search in self.searches):
+                raise
+
+    def _round(self, budget: int, ends: float | None, progress: Progress | None) -> None:
+        """Improve the candidates in turns; half of them stay after each."""
+        live = [(search, each) for search in self.searches for each in search.begin(budget)]
+        left = budget
+        while live and left > 0 and not self._closed():
+            share = min(max(budget // (ROUNDS * len(live)), 1000), MOST_AT_ONCE)
+            for search, each in live:
+                search.improve(each, min(share, left))
+                left -= min(share, left)
+                if progress is not None:
+                    steps = sum(search.steps for search in self.searches)
+                    progress(steps, self.best.value(), self.bound)
+                if ends is not None and time.monotonic() >= ends:
+                    return
+            live = _best_pairs(live, max(len(live) // 2, 1))
+
+    def _closed(self) -> bool:
+        return self.best.value() <= self.bound * (1 + 1e-9)
+
+    def plan(self) -> Plan:
+        """Return the best order found, as a plan."""
+        made = self.best.plan()
+        return replace(made, steps=sum(search.steps for search in self.searches))
+
+
+def _best_pairs(
+    live: list[tuple[Candidates, Candidate]], count: int
+) -> list[tuple[Candidates, Candidate]]:
+    """Return the orders of least value; of equal ones, which are mostly the same, one."""
+    different = {
+        each.value / search.problem.ticks_per_us: (search, each) for search, each in reversed(live)
+    }
+    return [different[value] for value in sorted(different)][:count]
+
+
+def default_steps(problem: Problem) -> int:
+    """Return the steps of the default budget.
+
+    More devices make a step dearer, and more microbatches what is done beside the steps.
+    """
+    if problem.num_devices <= 8:
+        return 700_000 if problem.num_devices * problem.num_microbatches <= 256 else 540_000
+    return 500_000 if problem.num_devices <= 16 else 160_000

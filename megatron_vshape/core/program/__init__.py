@@ -1,0 +1,1 @@
+"""What every device does: a schedule with the messages between its passes, and their proofs."""

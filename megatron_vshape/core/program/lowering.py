@@ -1,0 +1,198 @@
+"""Schedule -> Program: the passes of every device with the messages between them.
+
+Every stream of messages has process groups of its own at run time; what one device sends another
+of it is first in, first out. Receives are posted in the order in which the sender sends, ahead of
+their use but within a window. The order is proved under rendezvous semantics, with sends that
+block their device until the receive is posted: what finishes then finishes under any progress of
+a real transport. Where messages are kernels, as on NCCL, `program.kernels` says when to post.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.core.model.schedule import Schedule, Timeline
+from megatron_vshape.core.program.instructions import (
+    Await,
+    Instruction,
+    Messages,
+    Program,
+    Receive,
+    Rows,
+    Run,
+    Send,
+    Source,
+    source_of,
+)
+from megatron_vshape.core.program.kernels import lower_to_kernels
+from megatron_vshape.core.program.stuck import explain_stuck_messages
+
+WINDOW = 2
+"""Receives posted ahead per stream and sender.
+
+Two hide the latency, each costs one activation's memory.
+"""
+
+
+def lower(
+    schedule: Schedule,
+    timeline: Timeline | None = None,
+    window: int = WINDOW,
+    *,
+    kernels: bool = False,
+    takes: bool = False,
+) -> Program:
+    """Return the program of `schedule`, its message order proved.
+
+    With a `timeline`, a B and the W right after it become one BW wherever nothing waits for B
+    in the meantime: the split costs nothing then, and a whole backward hides collectives.
+    `window` receives per stream and sender are posted ahead; more where the proof needs more.
+    With `kernels` they are posted as `program.kernels` has it; of messages whose length is not
+    known before they are there it `takes` each when it has been sent.
+
+    Raises:
+        ScheduleError: the messages deadlock however far ahead the receives are posted.
+    """
+    if kernels:
+        planned = simulate(schedule) if timeline is None else _fused(timeline)
+        return lower_to_kernels(planned, takes=takes)
+    if timeline is not None:
+        schedule = fuse(timeline)
+    if window < 1:
+        raise ScheduleError(f"the window is {window} receives; it must be at least 1")
+    messages = Messages(schedule)
+    while True:
+        rows = tuple(
+            tuple(_instructions(messages, device, window)) for device in range(schedule.num_devices)
+        )
+        stuck = _stuck(rows)
+        if not stuck:
+            return Program(schedule, rows, window)
+        if window > 2 * schedule.num_microbatches:
+            raise ScheduleError(explain_stuck_messages(stuck))
+        window *= 2
+
+
+def forward_wave(placement: Placement, num_devices: int, num_microbatches: int) -> Schedule:
+    """Return what an evaluation runs: forwards alone, on each device as they can arrive.
+
+    A device with c stages takes c passes per microbatch, so microbatch m reaches stage s at
+    about c * m + s. A pass and what it reads stand in this order too, so it cannot deadlock.
+    """
+    chunks = len(placement) // num_devices
+    passes = sorted(
+        (Pass(Kind.F, s, m) for s in range(len(placement)) for m in range(num_microbatches)),
+        key=lambda work: (chunks * work.microbatch + work.stage, work.stage),
+    )
+    rows = [[work for work in passes if placement[work.stage] == d] for d in range(num_devices)]
+    return Schedule("evaluation", num_devices, num_microbatches, placement, tuple(map(tuple, rows)))
+
+
+def fuse(timeline: Timeline) -> Schedule:
+    """Return the schedule with B W made BW where B's reader starts late enough for all of BW.
+
+    The times decide, so that fusing delays nobody: a BW hands its gradient on when all is done,
+    and where it has a price of its own it ends no later than W did.
+    """
+    schedule, whole_us = timeline.schedule, timeline.whole_backward_us
+    deadline = _deadlines(timeline)
+    rows = []
+    for device in range(schedule.num_devices):
+        row: list[Pass] = []
+        began = 0.0
+        for work, start, end in timeline.slots(device):
+            key = work[1:]
+            follows = work.kind is Kind.W and row and row[-1] == (Kind.B, *key)
+            whole_end = end if whole_us is None else began + whole_us[work.stage]
+            began = start
+            if follows and whole_end <= min(end, deadline.get(key, end)):
+                row[-1] = Pass(Kind.BW, *key)
+            else:
+                row.append(work)
+        rows.append(tuple(row))
+    return replace(schedule, order=tuple(rows))
+
+
+def _deadlines(timeline: Timeline) -> dict[tuple[int, int], float]:
+    """Return, by stage and microbatch, until when a gradient may be sent to be there in time."""
+    placement = timeline.schedule.placement
+    deadlines = {}
+    for device in range(timeline.schedule.num_devices):
+        for (kind, stage, microbatch), start, _ in timeline.slots(device):
+            writer = stage + 1
+            if kind in (Kind.B, Kind.BW) and writer < len(placement):
+                send = 0.0 if placement[writer] == device else timeline.send_us
+                deadlines[writer, microbatch] = start - send
+    return deadlines
+
+
+def _fused(timeline: Timeline) -> Timeline:
+    """Return the timeline of the fused schedule: a BW begins where its B did, and ends with its W.
+
+    That is later than it could end, and nobody waits for it.
+    """
+    schedule = fuse(timeline)
+    slots = [
+        {(part, *slot.work[1:]): slot for slot in timeline.slots(d) for part in slot.work.parts()}
+        for d in range(schedule.num_devices)
+    ]
+    rows = list(zip(schedule.order, slots, strict=True))
+    starts = (tuple(at[p.parts()[0], *p[1:]].start for p in row) for row, at in rows)
+    ends = (tuple(at[p.parts()[-1], *p[1:]].end for p in row) for row, at in rows)
+    return replace(timeline, schedule=schedule, starts=tuple(starts), ends=tuple(ends))
+
+
+def _instructions(messages: Messages, device: int, window: int) -> Iterator[Instruction]:
+    """Yield the instructions of one device, with `window` receives posted ahead per source.
+
+    Receives are posted in the sender's order; a pass that reads a later message than the
+    window reaches has all the messages before it posted too.
+    """
+    incoming = dict(sorted(messages.sent[device].items()))
+    position = {each.work: at for stream in incoming.values() for at, each in enumerate(stream)}
+    posted = dict.fromkeys(incoming, 0)
+
+    def post(source: Source, upto: int) -> Iterator[Receive]:
+        for message in incoming[source][posted[source] : upto]:
+            posted[source] += 1
+            yield Receive(message)
+
+    for source in incoming:
+        yield from post(source, window)
+    for work in messages.schedule.order[device]:
+        message = messages.read_by.get(work)
+        if message is not None:
+            source, at = source_of(message), position[message.work]
+            yield from post(source, at + 1)
+            yield Await(message)
+            yield from post(source, at + 1 + window)
+        yield Run(work)
+        result = messages.sent_after(work)
+        if result is not None:
+            yield Send(result)
+
+
+def _stuck(rows: Rows) -> dict[int, Instruction]:
+    """Return the devices that cannot go on, and at what, where sends wait for their receive."""
+    at = [0] * len(rows)
+    posted: set[Pass] = set()
+    sent: set[Pass] = set()
+    awake = list(range(len(rows)))
+    while awake:
+        device = awake.pop()
+        for each in rows[device][at[device] :]:
+            if isinstance(each, Receive):
+                posted.add(each.message.work)
+                awake.append(each.message.source)
+            elif isinstance(each, Send):
+                if each.message.work not in posted:
+                    break
+                sent.add(each.message.work)
+                awake.append(each.message.target)
+            elif isinstance(each, Await) and each.message.work not in sent:
+                break
+            at[device] += 1
+    rest = ((device, row[at[device] :]) for device, row in enumerate(rows))
+    return {device: left[0] for device, left in rest if left}

@@ -1,0 +1,1 @@
+"""Where this package takes the place of Megatron's own, and how that is undone."""

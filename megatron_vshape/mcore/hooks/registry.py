@@ -1,0 +1,455 @@
+"""Every attribute of Megatron that this package replaces, why, and how to undo it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import megatron.core
+
+from megatron_vshape.mcore.hooks import replacements
+from megatron_vshape.mcore.hooks.session import Session
+from megatron_vshape.mcore.layout import hybrid
+
+
+class HookError(RuntimeError):
+    """This Megatron-Core is not one the hooks were written for; the text says where it differs."""
+
+
+Release = tuple[int, int]
+"""Major and minor version of megatron-core."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One attribute that is replaced: `attribute` of `module`, dotted where it is a class's.
+
+    `expects` are parameters that the original must have, or, where it is a class, its `forward`.
+    `replacement` gets the session and the original.
+    """
+
+    module: str
+    attribute: str
+    expects: tuple[str, ...]
+    reason: str
+    replacement: Callable[[Session, Any], Any]
+    # The releases that have it; elsewhere it is replaced if it is there, and not missed if not.
+    since: Release = (0, 0)
+    until: Release = (999, 0)
+    optional: bool = False  # it depends on another package
+
+    @property
+    def target(self) -> str:
+        """Return the attribute's full name."""
+        return f"{self.module}.{self.attribute}"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A function of Megatron that is called, not replaced, and the parameters it is called with."""
+
+    module: str
+    attribute: str
+    expects: tuple[str, ...]
+    reason: str
+
+    @property
+    def target(self) -> str:
+        """Return the function's full name."""
+        return f"{self.module}.{self.attribute}"
+
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_STATE = "megatron.core.parallel_state"
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_ARGUMENTS = "megatron.training.arguments"
+_TRAINING = "megatron.training.training"
+
+HOOKS = (
+    Hook(
+        _ARGUMENTS,
+        "add_megatron_arguments",
+        ("parser",),
+        "adds --pipeline-schedule and its companions to Megatron's parser",
+        replacements.add_megatron_arguments,
+    ),
+    *(
+        Hook(
+            module,
+            "validate_args",
+            ("args", "defaults"),
+            "sets the number of chunks per rank, refuses what the schedule cannot have",
+            replacements.validate_args,
+            until=until,
+        )
+        # 0.17 calls a copy that it has imported.
+        for module, until in ((_ARGUMENTS, (999, 0)), ("megatron.training.initialize", (0, 17)))
+    ),
+    *(
+        Hook(
+            module,
+            "core_transformer_config_from_args",
+            ("args",),
+            "puts the layers of every stage on the config, where Megatron asks for them",
+            replacements.core_transformer_config_from_args,
+            since=since,
+        )
+        # It moved in 0.18, and the old module kept the name.
+        for module, since in ((_ARGUMENTS, (0, 0)), ("megatron.training.argument_utils", (0, 18)))
+    ),
+    *(
+        Hook(
+            module,
+            "pretrain",
+            ("forward_step_func", "get_embedding_ranks"),
+            "embedding group of the ranks that hold the model's ends; model chunks before 0.19",
+            replacements.pretrain,
+        )
+        for module in (_TRAINING, "megatron.training")
+    ),
+    *(
+        Hook(
+            module,
+            "select_pipeline_segment",
+            ("main_pattern", "pp_group", "vp_stage"),
+            "gives a stage its part of a hybrid model's pattern of layers, wherever the stage is",
+            replacements.select_pipeline_segment,
+            since=since,
+            until=until,
+        )
+        for module, since, until in hybrid.PLACES
+    ),
+    Hook(
+        _TRAINING,
+        "train",
+        ("forward_step_func", "model", "config"),
+        "shows the schedule before the first step, speed and memory after the last",
+        replacements.train,
+    ),
+    Hook(
+        "megatron.training.checkpointing",
+        "read_metadata",
+        ("tracker_filename",),
+        "makes good the file that names the last checkpoint, where a full disk left it empty",
+        replacements.read_metadata,
+    ),
+    Hook(
+        _TRAINING,
+        "training_log",
+        ("iteration",),
+        "measures the bubble of the iteration that is logged",
+        replacements.training_log,
+    ),
+    Hook(
+        _TRAINING,
+        "print_rank_last",
+        ("message",),
+        "adds bubble and MFU to an iteration's line, to TensorBoard and to W&B",
+        replacements.print_rank_last,
+    ),
+    Hook(
+        "megatron.core.optimizer.optimizer",
+        "ChainedOptimizer.step",
+        ("self",),
+        "steps before the gradient norm of all ranks is known (--optimizer-post-validation)",
+        replacements.optimizer_step,
+    ),
+    Hook(
+        _TRAINING,
+        "logical_and_across_model_parallel_group",
+        ("input",),
+        "puts no barrier after a step that is validated (--optimizer-post-validation)",
+        replacements.logical_and_across_model_parallel_group,
+    ),
+    Hook(
+        _TRAINING,
+        "reduce_max_stat_across_model_parallel_group",
+        ("stat",),
+        "puts no barrier after a step that is validated (--optimizer-post-validation)",
+        replacements.reduce_max_stat_across_model_parallel_group,
+    ),
+    Hook(
+        _TRAINING,
+        "save_checkpoint",
+        ("iteration", "model", "optimizer"),
+        "saves no trace of a step that has begun early (--optimizer-post-validation)",
+        replacements.save_checkpoint,
+    ),
+    Hook(
+        "megatron.training.models.dist_utils",
+        "build_virtual_pipeline_stages",
+        ("build_model_func", "pg_collection", "vp_size"),
+        "embedding and loss where the first and the last stage are; one tied weight (from 0.19 on)",
+        replacements.build_virtual_pipeline_stages,
+        since=(0, 18),
+    ),
+    *(
+        Hook(
+            module,
+            "get_forward_backward_func",
+            (),
+            "hands the trainer this package's function instead of Megatron's",
+            replacements.get_forward_backward_func,
+        )
+        for module in (_SCHEDULES, "megatron.core.pipeline_parallel", _TRAINING)
+    ),
+    Hook(
+        _SCHEDULES,
+        "forward_step",
+        (
+            "forward_step_func",
+            "data_iterator",
+            "model",
+            "num_microbatches",
+            "input_tensor",
+            "forward_data_store",
+            "config",
+            "cp_group_size",
+            "collect_non_loss_data",
+            "checkpoint_activations_microbatch",
+            "is_first_microbatch",
+            "current_microbatch",
+            "vp_stage",
+            "is_last_stage",
+        ),
+        "measures Megatron's own schedules, to compare; this package calls it too",
+        replacements.forward_step,
+    ),
+    Hook(
+        _SCHEDULES,
+        "backward_step",
+        ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
+        "measures Megatron's own schedules, to compare; this package calls it too",
+        replacements.backward_step,
+    ),
+    Hook(
+        "megatron.core.rerun_state_machine",
+        "RerunStateMachine.validate_result",
+        ("result", "rejection_func", "message", "comparison_func", "tolerance", "fatal"),
+        "checks the losses of a step at its end: each check is a wait of the host for the device",
+        replacements.validate_result,
+    ),
+    Hook(
+        _STATE,
+        "is_pipeline_first_stage",
+        ("ignore_virtual", "vp_stage"),
+        "the stage with the embedding may be any chunk of any rank",
+        replacements.is_pipeline_first_stage,
+    ),
+    Hook(
+        _STATE,
+        "is_pipeline_last_stage",
+        ("ignore_virtual", "vp_stage"),
+        "the stage with the loss may be any chunk of any rank",
+        replacements.is_pipeline_last_stage,
+    ),
+    Hook(
+        "megatron.core.transformer.module",
+        "Float16Module.forward",
+        ("inputs", "fp32_output", "kwargs"),
+        "it asks for the last rank, and would send fp32 from there and compute a 16-bit loss",
+        replacements.float16_module_forward,
+    ),
+    Hook(
+        _LAYERS,
+        "LinearWithGradAccumulationAndAsyncCommunication",
+        (
+            "input",
+            "weight",
+            "bias",
+            "gradient_accumulation_fusion",
+            "allreduce_dgrad",
+            "sequence_parallel",
+            "tp_group",
+        ),
+        "lets W run later than B",
+        replacements.linear_function,
+    ),
+    Hook(
+        _LAYERS,
+        "fused_weight_gradient_mlp_cuda",
+        (),
+        "gradient accumulation fusion by torch where apex is missing, under any schedule",
+        replacements.fused_kernels,
+        optional=True,
+    ),
+    Hook(
+        _LAYERS,
+        "_grad_accum_fusion_available",
+        (),
+        "gradient accumulation fusion by torch where apex is missing, under any schedule",
+        replacements.fusion_available,
+    ),
+)
+
+PROBES = (
+    Probe(
+        _SCHEDULES,
+        "deallocate_output_tensor",
+        ("out", "deallocate_pipeline_outputs"),
+        "lets go of an output that has been sent",
+    ),
+    Probe(
+        _SCHEDULES,
+        "check_first_val_step",
+        ("first_val_step", "forward_only", "cond"),
+        "tells whether a pass is the first of its step",
+    ),
+    Probe(
+        _SCHEDULES,
+        "get_tensor_shapes",
+        (
+            "seq_length",
+            "micro_batch_size",
+            "decoder_seq_length",
+            "config",
+            "tp_group",
+            "cp_group",
+        ),
+        "says which shape the messages have",
+    ),
+    Probe(
+        _TRAINING,
+        "num_floating_point_operations",
+        ("args", "batch_size"),
+        "counts a step's operations for the MFU",
+    ),
+)
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _Replaced:
+    """What `owner.name` was, for `uninstall`."""
+
+    owner: Any
+    name: str
+    original: Any
+
+
+# Megatron's modules belong to the process, and so does the record of what to put back.
+_replaced: list[_Replaced] = []
+
+
+def install() -> None:
+    """Replace what `HOOKS` lists; does nothing where that has been done.
+
+    Raises:
+        HookError: a target is missing or has another signature; nothing is replaced then.
+    """
+    if _replaced:
+        return
+    faults = [each.fault for each in examine() if each.fault is not None]
+    if faults:
+        raise HookError(faults[0])
+    session = Session()
+    made: dict[int, Any] = {}  # names of one object get one replacement
+    for hook in HOOKS:
+        _install(hook, session, made)
+
+
+def uninstall() -> None:
+    """Put back every attribute that `install` replaced."""
+    while _replaced:
+        owner, name, original = _unpack(_replaced.pop())
+        if original is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """How one target is found in the installed Megatron."""
+
+    record: Hook | Probe
+    is_there: bool
+    fault: str | None  # the sentence that `install` fails with
+
+
+def examine() -> list[Finding]:
+    """Return what is called and what is replaced, as the installed Megatron has it."""
+    return [*map(_examine, PROBES), *map(_examine, HOOKS)]
+
+
+def targets() -> Iterator[tuple[Any, str]]:
+    """Yield the owner and the name of every attribute of this Megatron that is replaced."""
+    for hook in HOOKS:
+        owner, name = _owner(hook), hook.attribute.rpartition(".")[2]
+        # An attribute that may be absent and has no parameters is put there where it is.
+        if owner is not None and (name in vars(owner) or not hook.expects):
+            yield owner, name
+
+
+def _install(hook: Hook, session: Session, made: dict[int, Any]) -> None:
+    owner = _owner(hook)
+    name = hook.attribute.rpartition(".")[2]
+    original = vars(owner).get(name, _ABSENT) if owner is not None else _ABSENT
+    if owner is None or (original is _ABSENT and hook.expects):
+        return
+    if id(original) not in made:
+        made[id(original)] = hook.replacement(session, None if original is _ABSENT else original)
+    replacement = made[id(original)] if hook.expects else hook.replacement(session, original)
+    _replaced.append(_Replaced(owner, name, original))
+    setattr(owner, name, replacement)
+
+
+def _owner(record: Hook | Probe) -> Any:
+    """Return the module or class that holds the attribute, or None where it is not there."""
+    try:
+        owner: Any = importlib.import_module(record.module)
+    except ModuleNotFoundError:
+        return None
+    for part in record.attribute.split(".")[:-1]:
+        owner = getattr(owner, part, None)
+    return owner
+
+
+def _examine(record: Hook | Probe) -> Finding:
+    owner, name = _owner(record), record.attribute.rpartition(".")[2]
+    found = _ABSENT if owner is None else vars(owner).get(name, _ABSENT)
+    if found is _ABSENT:
+        return Finding(record, False, _absence(record))
+    return Finding(record, True, _other_parameters(record, found))
+
+
+def _absence(record: Hook | Probe) -> str | None:
+    """Return what is wrong with a target that is not there, if anything is."""
+    if isinstance(record, Probe):
+        return f"{_version()} has no {record.target}, which this package calls: it {record.reason}"
+    if record.optional or not record.since <= _release() <= record.until:
+        return None
+    return f"{_version()} has no {record.target}, which this package hooks: it {record.reason}"
+
+
+def _other_parameters(record: Hook | Probe, original: Any) -> str | None:
+    """Return what is wrong with the target's parameters, if anything is."""
+    if not record.expects:
+        return None
+    is_class = inspect.isclass(original)
+    function = original.forward if is_class else original
+    parameters = inspect.signature(function).parameters
+    missing = [name for name in record.expects if name not in parameters]
+    if not missing:
+        return None
+    return (
+        f"{_version()} is not supported: {record.target} takes ({', '.join(parameters)}) and "
+        f"this package needs {', '.join(missing)}"
+    )
+
+
+def _unpack(record: _Replaced) -> tuple[Any, str, Any]:
+    return record.owner, record.name, record.original
+
+
+def _version() -> str:
+    return f"megatron-core {megatron.core.__version__}"
+
+
+def _release() -> Release:
+    major, minor, *_ = megatron.core.__version__.split(".")
+    return int(major), int(minor)

@@ -1,0 +1,1 @@
+"""Which stage is where, and which layers it has."""

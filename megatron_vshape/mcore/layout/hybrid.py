@@ -1,0 +1,110 @@
+"""HybridModel: its layers are a pattern of symbols, in which `|` begins the next stage."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from megatron_vshape.core.model.layers import AUTO_SPLIT, check_layers, even_layers, parse_layers
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.mcore.refusals import UnsupportedError
+
+FLAG = "--hybrid-layer-pattern"
+BEGINS_STAGE, BEGINS_MTP = "|", "/"
+
+PLACES = (
+    ("megatron.core.models.hybrid.hybrid_layer_allocation", (0, 18), (999, 0)),
+    ("megatron.core.ssm.mamba_hybrid_layer_allocation", (0, 0), (0, 19)),  # from 0.18 on a copy
+)
+"""Where Megatron decides which part of the pattern a stage has, and from which release to which."""
+
+
+def layers_of_stages(pattern: str, placement: Placement, split: str | None) -> tuple[int, ...]:
+    """Return how many of the pattern's layers every stage has.
+
+    Where the pattern has no `|`, `split` says, as `--pipeline-layer-split`, or all have equally
+    many. What a layer takes depends on its symbol, so auto has nothing to balance by.
+
+    Raises:
+        ScheduleError: the pattern does not fit the stages.
+        UnsupportedError: it has multi-token prediction, or the flags contradict it.
+    """
+    if BEGINS_MTP in pattern:
+        raise UnsupportedError(
+            f"{FLAG} {pattern:.80} has multi-token prediction, which needs its own stage: leave "
+            f"{BEGINS_MTP} and what follows out"
+        )
+    segments = pattern.split(BEGINS_STAGE)
+    num_layers = sum(map(len, segments))
+    if len(segments) > 1:
+        _check_segments(pattern, segments, placement, split)
+        return tuple(map(len, segments))
+    if split == AUTO_SPLIT:
+        raise UnsupportedError(
+            f"--pipeline-layer-split {AUTO_SPLIT} takes all layers for alike, and those of {FLAG} "
+            f"are not: put a {BEGINS_STAGE} into the pattern wherever a stage begins"
+        )
+    if split is not None:
+        return parse_layers(split, num_layers, placement)
+    return even_layers(num_layers, placement)
+
+
+def _check_segments(
+    pattern: str, segments: Sequence[str], placement: Placement, split: str | None
+) -> None:
+    if split is not None:
+        raise UnsupportedError(
+            f"{FLAG} {pattern:.80} says with {BEGINS_STAGE} which stage has which layers, and so "
+            "does --pipeline-layer-split: leave one of them out"
+        )
+    if len(segments) != len(placement):
+        raise ScheduleError(
+            f"{FLAG} {pattern:.80} has {len(segments)} parts and the schedule {len(placement)} "
+            f"stages: put {len(placement) - 1} times {BEGINS_STAGE} into it, or none"
+        )
+    check_layers(f"{FLAG} {pattern:.80}", [len(segment) for segment in segments])
+
+
+def cut(pattern: str, layers: Sequence[int]) -> str:
+    """Return the pattern with `|` between stages of so many layers."""
+    symbols = pattern.replace(BEGINS_STAGE, "")
+    ends = accumulate(layers, initial=0)
+    return BEGINS_STAGE.join(symbols[first:end] for first, end in pairwise(ends))
+
+
+EXPERT_LOSSES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""What Megatron's log calls the losses of `--moe-router-load-balancing-type`."""
+
+
+def size_expert_losses(args: Namespace) -> None:
+    """Have a rank without expert layers log losses of the size that the others log.
+
+    Megatron makes room for one value per expert layer there, and where experts are for one value
+    per layer; the sum over the pipeline of the two crashes under gloo and is undefined elsewhere.
+    """
+    if getattr(args, "hybrid_layer_pattern", None) is None or args.num_experts is None:
+        return
+    import torch
+    from megatron.core.transformer.moe import moe_utils
+
+    kinds = args.moe_router_load_balancing_type
+    names = [EXPERT_LOSSES[kind] for kind in EXPERT_LOSSES if kind in kinds]
+    if args.moe_z_loss_coeff is not None:
+        names.append("z_loss")
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:  # up to 0.17 the tracker is a dictionary
+        kept = moe_utils.get_moe_layer_wise_logging_tracker()
+        groups = {"reduce_group": None, "avg_group": None, "reduce_group_has_dp": False}
+        for name in names:
+            values = torch.zeros(args.num_layers, device=torch.cuda.current_device())
+            kept.setdefault(name, {"values": values, **groups})
+        return
+    for name in names:
+        get_moe_metrics_tracker().ensure_initialized(name, args.num_layers)

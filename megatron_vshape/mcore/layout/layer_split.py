@@ -1,0 +1,116 @@
+"""`--pipeline-layer-split`: the layers of every stage, and what stages of such layers cost."""
+
+from __future__ import annotations
+
+import logging
+import os
+from argparse import Namespace
+from typing import NamedTuple
+
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.layers import (
+    AUTO_SPLIT,
+    Pieces,
+    Widths,
+    even_layers,
+    parse_layers,
+)
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.placement import Placement
+
+logger = logging.getLogger(__name__)
+
+
+class Split(NamedTuple):
+    """The layers of every stage, in model order, and the costs of such stages."""
+
+    layers: tuple[int, ...]
+    costs: Costs | None  # measured, if any were given
+    estimate: Costs | None  # in chunks and their passes; None where all stages are alike
+
+
+def split_layers(
+    args: Namespace, placement: Placement, text: str | None, costs: Costs | None
+) -> Split:
+    """Return the split that `text` asks for, or the even one.
+
+    `costs` are those of a file. If it says of how many layers they are, or `text` is auto, they
+    are taken apart and put together anew; else they are taken for this run's own stages.
+
+    Raises:
+        ScheduleError: the layers do not fit the stages, or the costs do not.
+    """
+    measured = None if costs is None else _pieces_of(args.num_layers, costs)
+    if text == AUTO_SPLIT:
+        if measured is None and _vocabulary(args) is None:
+            raise ScheduleError(
+                "--pipeline-layer-split auto needs the size of the vocabulary before the tokenizer "
+                "is there: add --vocab-size"
+            )
+        pieces = measured or _estimated(args, len(placement))
+        layers = pieces.balanced(args.num_layers, placement)
+    elif text is not None:
+        layers = parse_layers(text, args.num_layers, placement)
+    else:
+        layers = even_layers(args.num_layers, placement)
+    if text is not None and os.environ.get("RANK", "0") == "0":
+        told = ",".join(map(str, layers))
+        logger.info("layers per stage, in model order: %s", told)
+    uneven = len(set(layers)) > 1
+    estimate = _estimated(args, len(placement)).costs(layers) if uneven else None
+    if costs is None or measured is None or costs.layers == layers:
+        return Split(layers, costs, estimate)
+    if costs.layers is None and text != AUTO_SPLIT:
+        return Split(layers, costs, estimate)
+    return Split(layers, measured.costs(layers), estimate)
+
+
+def _pieces_of(num_layers: int, costs: Costs) -> Pieces:
+    """Return the pieces of costs whose stages are alike where they do not say otherwise."""
+    even = (num_layers / costs.num_stages,) * costs.num_stages
+    return Pieces.of(costs, costs.layers or even)
+
+
+def _estimated(args: Namespace, num_stages: int) -> Pieces:
+    """Return what the products of the layers and of the head say; a unit is an even stage's.
+
+    A head of unknown size takes nothing.
+    """
+    head_in_layers = _widths(args, _vocabulary(args) or 0).head_in_layers
+    return Pieces.estimated(head_in_layers, args.num_layers / num_stages)
+
+
+def _vocabulary(args: Namespace) -> int | None:
+    size: int | None = getattr(args, "padded_vocab_size", None) or args.vocab_size
+    return size
+
+
+def _widths(args: Namespace, vocabulary: int) -> Widths:
+    channels = args.kv_channels or args.hidden_size // args.num_attention_heads
+    groups = args.num_attention_heads
+    if args.group_query_attention:
+        groups = args.num_query_groups
+    return Widths(
+        hidden=args.hidden_size,
+        attention=args.num_attention_heads * channels,
+        key_value=2 * groups * channels,
+        feed_forward=_feed_forward(args),
+        gated=args.swiglu,
+        sequence=args.seq_length,
+        vocabulary=vocabulary,
+    )
+
+
+def _feed_forward(args: Namespace) -> float:
+    """Return how wide the feed-forward is that a token goes through, over all layers."""
+    dense = args.ffn_hidden_size
+    if dense is None:
+        dense = args.hidden_size * (8 / 3 if args.swiglu else 4)  # as Megatron will set it
+    if not args.num_experts:
+        return float(dense)
+    each = getattr(args, "moe_ffn_hidden_size", None) or dense
+    shared = getattr(args, "moe_shared_expert_intermediate_size", None) or 0
+    experts = args.moe_router_topk * each + shared
+    every = getattr(args, "moe_layer_freq", 1)
+    share = 1 / every if isinstance(every, int) else sum(every) / len(every)
+    return float(share * experts + (1 - share) * dense)

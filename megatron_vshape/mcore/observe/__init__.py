@@ -1,0 +1,1 @@
+"""What is measured, logged and counted of a run."""

@@ -1,0 +1,275 @@
+"""Profile a run's own steps, plan anew from them, and show planned beside measured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
+from megatron_vshape.core.program.instructions import Program
+from megatron_vshape.mcore.observe.report import Checked, Prediction, RunReport
+from megatron_vshape.mcore.observe.static_memory import most_of_replicas
+from megatron_vshape.mcore.refusals import RefusedError
+from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.runtime.measure import (
+    Held,
+    PassTimer,
+    clocks_ahead_us,
+    gather_slots,
+    measure_send_us,
+    measured_costs,
+    merge,
+)
+from megatron_vshape.runtime.p2p import Transport
+
+logger = logging.getLogger(__name__)
+
+GIB = 2.0**30
+
+
+class Profiler:
+    """Follows the training steps of this process and acts when the last profiled one is over.
+
+    All ranks of the world call it for the same steps; each then computes the same costs, and
+    from these the same plan, by itself. As many steps again are timed then, one step later, to
+    be held against the prediction: none of its numbers comes from them.
+    """
+
+    def __init__(self, pipeline: Pipeline, report: RunReport) -> None:
+        self._pipeline = pipeline
+        self._report = report
+        self._steps = 0
+        self._rows: list[tuple[Program, list[Slot]]] = []
+        self._prediction: Prediction | None = None
+        self._costs: Costs | None = None
+
+    @property
+    def profiles_next(self) -> bool:
+        """Return whether the next training step's passes are timed."""
+        return self._times(self._steps + 1)
+
+    def begin_step(self, torch_device: torch.device) -> PassTimer | None:
+        """Count a training step and return what is to observe it, if it is profiled."""
+        self._steps += 1
+        return PassTimer(torch_device) if self._times(self._steps) else None
+
+    def _times(self, step: int) -> bool:
+        ranges = self._profiled(), self._checked()
+        return any(first <= step <= last for first, last in ranges)
+
+    def _profiled(self) -> tuple[int, int]:
+        return self._pipeline.options.profile_steps or (0, -1)
+
+    def _checked(self) -> tuple[int, int]:
+        """Return the steps that are held against the prediction.
+
+        The step in between counts the new order's memory, and pays for what it needs first.
+        """
+        first, last = self._profiled()
+        return last + 2, last + 2 + (last - first)
+
+    def end_step(
+        self,
+        timer: PassTimer | None,
+        program: Program,
+        transport: Transport,
+        message: torch.Tensor,
+        held: Held,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Keep the step's times; after the last one, work out the costs and use them."""
+        if timer is None:
+            return
+        self._rows.append((program, timer.slots()))
+        if self._steps not in (self._profiled()[1], self._checked()[1]):
+            return
+        gathered = [(each, gather_slots(row, group)) for each, row in self._rows]
+        self._rows.clear()
+        ahead_us = _clocks_ahead_us(program, transport, message, group)
+        timelines = [merge(each.schedule, rows, ahead_us) for each, rows in gathered]
+        if self._prediction is None:
+            send_us = measure_send_us(program, group.rank(), transport, message)
+            self._costs = self._agreed_costs(timelines, send_us, held, group)
+            rest_us = _rest_us([rows for _, rows in gathered], timelines)
+            self._keep_free(group)
+            self._prediction = self._predict(program, self._costs, rest_us)
+        else:
+            self._compare(self._prediction, timelines)
+        self._write_trace(timelines[-1])
+
+    def _keep_free(self, group: dist.ProcessGroup) -> None:
+        """Have the plan leave room in the limit for what passes allocate and free again."""
+        planner, own = self._pipeline.planner, self._report.within_passes_bytes
+        if planner.limit_bytes is None:
+            return
+        within = most_of_replicas(own, group, float)
+        static = planner.static_bytes or (0.0,) * len(within)
+        planner.reserve([a + b for a, b in zip(static, within, strict=True)])
+        if any(within):
+            gib = ", ".join(f"{each / GIB:.3f}" for each in within)
+            self._tell("passes allocate and free, kept free of activations, GiB per rank: %s", gib)
+
+    def _predict(self, program: Program, costs: Costs, rest_us: float) -> Prediction:
+        """Take the costs for the steps to come, plan anew if that is asked for, and say so."""
+        planner = self._pipeline.planner
+        now = prediction_of(program.schedule, costs, rest_us)
+        if not planner.plans_by_costs:
+            planner.costs = costs
+            self._tell("measured costs: %s", told(now))
+            return now
+        planner.adopt(costs)
+        try:
+            plan = planner.training(program.schedule.num_microbatches)
+        except ScheduleError as error:
+            raise RefusedError(error) from None
+        self._report.remeasure()
+        after = prediction_of(plan.program.schedule, costs, rest_us)
+        self._tell("measured costs: %s -> %s, from the next step on", told(now), told(after))
+        return after
+
+    def _compare(self, prediction: Prediction, timelines: Sequence[Timeline]) -> None:
+        wanted = prediction.num_microbatches
+        timelines = [each for each in timelines if each.schedule.num_microbatches == wanted]
+        if not timelines:  # the batch has grown since
+            return
+        makespan_us = median(each.makespan for each in timelines)
+        bubble = median(each.bubble for each in timelines)
+        checked = Checked(prediction, makespan_us, bubble)
+        self._report.checked = checked
+        self._tell("%s, in %d steps", comparison(checked), len(timelines))
+
+    @staticmethod
+    def _tell(text: str, *values: object) -> None:
+        if dist.get_rank() == 0:
+            logger.warning(text, *values)
+
+    def _write_trace(self, measured: Timeline) -> None:
+        """Write the trace of a measured step beside its plan, on the first rank, if asked to."""
+        folder = self._pipeline.options.trace_folder
+        if folder is not None and self._costs is not None and dist.get_rank() == 0:
+            planned = simulate(measured.schedule, self._costs)
+            write_trace_files(Path(folder), planned, measured, self._costs)
+
+    def _agreed_costs(
+        self,
+        timelines: Sequence[Timeline],
+        send_us: float | None,
+        held: Held,
+        group: dist.ProcessGroup,
+    ) -> Costs:
+        """Return the costs that all pipelines of the world measured, their medians."""
+        mine = (send_us, dict(held))
+        everyones: list[Any] = [mine] * group.size()
+        dist.all_gather_object(everyones, mine, group=group)
+        sends = [each for each, _ in everyones if each is not None]
+        all_held = {stage: pair for _, one in everyones for stage, pair in one.items()}
+        own = measured_costs(timelines, fmean(sends) if sends else 0.0, all_held)
+        world: list[Costs] = [own] * dist.get_world_size()
+        dist.all_gather_object(world, own)
+        return replace(middle_of(world), layers=self._pipeline.stage_map.layers)
+
+
+def _clocks_ahead_us(
+    program: Program, transport: Transport, message: torch.Tensor, group: dist.ProcessGroup
+) -> list[float]:
+    """Return how far the ranks' clocks are ahead of the first one's, by messages of one number."""
+    transport.expect((1, 1, 1), message.dtype)
+    try:
+        return clocks_ahead_us(program, group.rank(), transport, transport.blank(), group)
+    finally:
+        transport.expect(message.shape, message.dtype)
+
+
+def prediction_of(schedule: Schedule, costs: Costs, rest_us: float) -> Prediction:
+    """Return what a step of this order is expected to take."""
+    timeline = simulate(schedule, costs)
+    peaks = peak_held(schedule, costs)
+    return Prediction(
+        schedule.name,
+        schedule.num_microbatches,
+        timeline.makespan,
+        rest_us,
+        timeline.bubble,
+        peaks,
+    )
+
+
+def told(prediction: Prediction) -> str:
+    """Return the prediction in a line."""
+    return (
+        f"{prediction.name} step {prediction.step_us / 1e3:.1f} ms (passes "
+        f"{prediction.makespan_us / 1e3:.1f} ms), bubble {100 * prediction.bubble:.1f} %, "
+        f"peak {max(prediction.peak_bytes) / GIB:.3f} GiB"
+    )
+
+
+def comparison(checked: Checked) -> str:
+    """Return predicted beside measured in a line."""
+    predicted = checked.prediction
+    return (
+        f"predicted for {predicted.name}, and measured later: "
+        f"passes {predicted.makespan_us / 1e3:.2f} ms, {checked.makespan_us / 1e3:.2f} ms "
+        f"(measured / predicted {checked.makespan_us / predicted.makespan_us:.3f}); "
+        f"bubble {100 * predicted.bubble:.2f} %, {100 * checked.bubble:.2f} %"
+    )
+
+
+def _rest_us(steps: Sequence[Sequence[Sequence[Slot]]], timelines: Sequence[Timeline]) -> float:
+    """Return the time of a step in which no pass runs anywhere; 0 where one step is all there is.
+
+    That is the gradients' end, the optimizer, the log. `steps` are the slots by step and device.
+    An evaluation between two steps makes one of the medians' values useless, not the median.
+    """
+    starts = [rows[0][0].start for rows in steps]
+    periods = [after - before for before, after in pairwise(starts)]
+    rests = [period - each.makespan for period, each in zip(periods, timelines, strict=False)]
+    return max(median(rests), 0.0) if rests else 0.0
+
+
+def middle_of(costs: Sequence[Costs]) -> Costs:
+    """Return costs that are the medians of several measurements of the same stages."""
+
+    stages = zip(*(each.stages() for each in costs), strict=True)
+    middle = [Piece.middle(measured) for measured in stages]
+    return Costs.of(middle, median(each.send_us for each in costs))
+
+
+def write_trace_files(folder: Path, planned: Timeline, measured: Timeline, costs: Costs) -> None:
+    """Write trace.json (Perfetto), costs.json and, where matplotlib is, timeline.svg.
+
+    What cannot be written is logged and not fatal: a run does not end for a picture.
+    """
+    from megatron_vshape.view.chrome_trace import write_planned_and_measured
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "trace.json").open("w", encoding="utf-8") as stream:
+            write_planned_and_measured(planned, measured, stream, costs)
+        (folder / "costs.json").write_text(costs.to_json(), encoding="utf-8")
+        _draw(folder / "timeline.svg", {"planned": planned, "measured": measured})
+    except OSError as error:
+        logger.warning("--pipeline-trace %s: %s", folder, error)
+
+
+def _draw(path: Path, timelines: Mapping[str, Timeline]) -> None:
+    try:
+        from megatron_vshape.view import figure
+    except ImportError:
+        logger.warning("no picture in %s: matplotlib is not installed", path.parent)
+        return
+    notes = [f"bubble {100 * each.bubble:.1f} %" for each in timelines.values()]
+    units = figure.MILLISECONDS_AND_GIB
+    figure.save(
+        figure.comparison_figure(list(timelines.values()), list(timelines), notes, units), path
+    )

@@ -1,0 +1,254 @@
+"""What a run tells of itself: the schedule before it starts, speed and memory when it is over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.figures import tell
+from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.mcore.setup.plans import Plan
+from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.runtime.held_bytes import Census
+
+COLUMNS = 120
+"""How wide the schedule's picture may be."""
+
+MIB = 2**20
+
+PlanOf = Callable[[int], Plan]
+"""Returns the plan of a number of microbatches."""
+
+
+class Memory(NamedTuple):
+    """What one rank measured in its first training step."""
+
+    peak_bytes: int
+    held: dict[int, tuple[float, float]]  # by stage: after F, after B; per microbatch
+    within_passes: int  # what passes allocate and free, at most; 0 without a GPU
+    allocated_bytes: int = 0  # the allocator's peak over the run, all included; 0 without a GPU
+
+
+class Prediction(NamedTuple):
+    """What a training step is expected to take."""
+
+    name: str  # of the schedule
+    num_microbatches: int
+    makespan_us: float  # of the passes
+    rest_us: float  # between one step's last pass and the next one's first, as measured
+    bubble: float
+    peak_bytes: tuple[float, ...]  # of activations, by rank
+
+    @property
+    def step_us(self) -> float:
+        """Return the time from one step's start to the next one's."""
+        return self.makespan_us + self.rest_us
+
+
+class Checked(NamedTuple):
+    """A prediction, and what the steps after it have shown."""
+
+    prediction: Prediction
+    makespan_us: float
+    bubble: float
+
+
+class RunReport:
+    """Measures the training steps of a run.
+
+    Memory is counted in the first one (see `census`); the speed is that of the median step, from
+    one step's start to the next one's where no evaluation came between.
+    """
+
+    def __init__(
+        self, state: StepState, name: str, stages: Sequence[int], plan_of: PlanOf | None
+    ) -> None:
+        """Take this rank's stages, and what predicts the memory of a number of microbatches."""
+        self._state = state
+        self._name = name
+        self._stages = stages
+        self._plan_of = plan_of
+        self._num_microbatches = 0
+        self._memory: Memory | None = None
+        self._started_s: float | None = None
+        self._step_s: list[float] = []
+        self._tokens = 0
+        self.checked: Checked | None = None  # where costs were measured in this run
+
+    @property
+    def held(self) -> dict[int, tuple[float, float]]:
+        """Return what a microbatch holds of each of this rank's stages, after F and after B."""
+        return {} if self._memory is None else self._memory.held
+
+    @property
+    def within_passes_bytes(self) -> int:
+        """Return what this rank's passes allocate and free again, which no plan knows of."""
+        return 0 if self._memory is None else self._memory.within_passes
+
+    @property
+    def measures_next(self) -> bool:
+        """Return whether the memory of the next training step is measured."""
+        return self._memory is None
+
+    def remeasure(self) -> None:
+        """Measure the next training step's memory and the speed from then on: the order is new."""
+        self._memory = None
+        self._step_s.clear()
+
+    def interrupt(self) -> None:
+        """Do not count the time until the next training step: something else runs between."""
+        self._started_s = None
+
+    @contextmanager
+    def training_step(
+        self, model: Sequence[nn.Module], num_microbatches: int, tokens: int
+    ) -> Iterator[None]:
+        """Run a training step of this rank's pipeline inside, with `tokens` tokens."""
+        now = time.perf_counter()
+        if self._started_s is not None and tokens == self._tokens:
+            self._step_s.append(now - self._started_s)
+        self._started_s, self._tokens = now, tokens
+        if self._memory is not None:
+            yield
+            return
+        self._state.census = census = Census(persistent(model))
+        before = _in_use_bytes()
+        try:
+            yield
+        finally:
+            self._state.census = None
+        self._num_microbatches = num_microbatches
+        held = {stage: census.held_bytes(stage) for stage in self._stages}
+        # Before the first step the optimizer has no state yet; a peak while the model was built
+        # that is higher still makes this too much rather than too little.
+        within = max(_allocated_bytes() - before - census.peak_bytes, 0)
+        self._memory = Memory(census.peak_bytes, held, within)
+        # The first step also sets caches up; its time says nothing about the others.
+        self._started_s = None
+
+    def closing_line(self, pipeline_group: dist.ProcessGroup, copies: int) -> str | None:
+        """Return the run's figures, or None where no step ran; all its ranks call this.
+
+        `copies` is how many pipelines train side by side on different data.
+        """
+        if self._memory is None:
+            return None
+        own = self._memory._replace(allocated_bytes=_allocated_bytes())
+        everyones: list[Memory] = [own] * pipeline_group.size()
+        dist.all_gather_object(everyones, own, group=pipeline_group)
+        speed = "speed unknown (too few steps)"
+        if self._step_s:
+            speed = f"{self._tokens * copies / median(self._step_s):,.0f} tokens/s"
+        line = (
+            f"{self._name}: {speed}; peak activation memory per rank in MiB: "
+            f"measured {_in_mib([each.peak_bytes for each in everyones])}"
+        )
+        if self._plan_of is not None:
+            plan = self._plan_of(self._num_microbatches)
+            line += f", predicted {_in_mib(plan.peak_bytes(byte_costs(everyones)))}"
+        allocated = [each.allocated_bytes for each in everyones]
+        if any(allocated):
+            line += f", allocated in all {_in_mib(allocated)}"
+            if dist.get_rank() == 0:
+                tell(allocated_bytes=allocated)
+        if self.checked is not None and self._step_s:
+            peaks = [each.peak_bytes for each in everyones]
+            line += "\n" + closing_table(self.checked, median(self._step_s) * 1e6, peaks)
+        return line
+
+
+def closing_table(checked: Checked, step_us: float, peak_bytes: Sequence[float]) -> str:
+    """Return predicted beside measured: a step's time, its parts, the bubble, the peaks."""
+    predicted = checked.prediction
+    rest_us = step_us - checked.makespan_us
+    rows = [
+        ("step, ms", predicted.step_us / 1e3, step_us / 1e3),
+        ("  passes, ms", predicted.makespan_us / 1e3, checked.makespan_us / 1e3),
+        ("  gradients, optimizer, ..., ms", predicted.rest_us / 1e3, rest_us / 1e3),
+        ("bubble, %", 100 * predicted.bubble, 100 * checked.bubble),
+        *(
+            (f"activations of rank {rank}, MiB", expected / MIB, found / MIB)
+            for rank, (expected, found) in enumerate(
+                zip(predicted.peak_bytes, peak_bytes, strict=True)
+            )
+        ),
+    ]
+    lines = [f"{predicted.name:33}{'predicted':>12}{'measured':>12}{'ratio':>8}"]
+    for label, expected, found in rows:
+        ratio = f"{found / expected:8.3f}" if expected > 0 else ""
+        lines.append(f"{label:33}{expected:12.2f}{found:12.2f}{ratio}")
+    return "\n".join(lines)
+
+
+def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
+    """Return the schedule's picture with its bubble and its peak."""
+    plan = pipeline.planner.training(num_microbatches)
+    schedule, chunks = plan.schedule, plan.peak_chunks
+    relative = chunks / (2 * schedule.num_devices)
+    whole = ""
+    if pipeline.recomputes_layers:
+        whole = (
+            "\nbackward passes run whole (BW): with --recompute-granularity full, a backward that "
+            "is split would keep all that it recomputes"
+        )
+    if pipeline.recomputed_inputs:
+        whole = (
+            "\nwhat B recomputes of "
+            f"{', '.join(pipeline.recomputed_inputs)} (--recompute-modules) is held until its W: "
+            "the peak may be above the predicted one"
+        )
+    return (
+        f"pipeline schedule {schedule.name}, {schedule.num_devices} ranks, {num_microbatches} "
+        "microbatches (upper case: even chunks; one row per rank):\n"
+        f"{plan.timeline.draw(COLUMNS)}\n"
+        f"{_at(pipeline)}: bubble {100 * plan.timeline.bubble:.1f} %, peak {chunks:g} chunks of "
+        f"1/{2 * schedule.num_devices} of the model, {100 * relative:.0f} % of 1F1B's{whole}"
+    )
+
+
+def _at(pipeline: Pipeline) -> str:
+    if pipeline.planner.costs is None and pipeline.planner.estimate is None:
+        return "at F = B = W"
+    if pipeline.planner.costs is None:
+        return "at F = B = W of every layer, the output layer by its products"
+    return "with the given costs"
+
+
+def byte_costs(memories: Sequence[Memory]) -> Costs:
+    """Return costs that hold the bytes the ranks measured; the times in them mean nothing."""
+    held = {stage: pair for memory in memories for stage, pair in memory.held.items()}
+    ones = (1.0,) * len(held)
+    after_forward, after_backward = zip(*(held[stage] for stage in sorted(held)), strict=True)
+    return Costs(ones, ones, ones, 0.0, after_forward, after_backward)
+
+
+def persistent(model: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Yield what lives as long as the model: parameters, their gradient buffers, buffers."""
+    for chunk in model:
+        # Not chunk.buffers(): Megatron's DDP has a list by that name.
+        yield from nn.Module.buffers(chunk)
+        for parameter in chunk.parameters():
+            yield parameter
+            main_grad = getattr(parameter, "main_grad", None)
+            if isinstance(main_grad, Tensor):
+                yield main_grad
+
+
+def _allocated_bytes() -> int:
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+def _in_use_bytes() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def _in_mib(values: Sequence[float]) -> str:
+    return "[" + ", ".join(f"{value / MIB:.2f}" for value in values) + "]"

@@ -1,0 +1,111 @@
+"""What a rank holds besides activations, so that a memory limit can mean the whole device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_vshape.mcore.split.te_layers import plain_tensors
+from megatron_vshape.runtime import nccl
+
+T = TypeVar("T")
+
+GIB = 2.0**30
+
+ADAM_STATES = 2
+"""Moments that Adam keeps of every parameter it steps, in fp32."""
+
+
+class StaticMemory(NamedTuple):
+    """Bytes of one rank, in the parts that the log shows."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    copy: int  # to undo a step with: see optimizer_backup
+    no_tensors: int  # NCCL's buffers, the CUDA context, loaded kernels: see nccl.outside_allocator
+
+    @property
+    def total(self) -> int:
+        """Return all of it."""
+        return sum(self)
+
+
+def static_memory(
+    model: Sequence[nn.Module], optimizer: Any, post_validates: bool = False
+) -> StaticMemory:
+    """Return this rank's bytes before the first step, once its messages have their communicators.
+
+    The optimizer's state is what Adam will allocate in its first step: two fp32 moments of every
+    parameter it steps, which are this rank's share under the distributed optimizer, and where
+    those are copies in fp32, the copies. Where the run `post_validates`, parameters stepped and
+    moments are there twice.
+    """
+    own = [each for chunk in model for each in chunk.parameters()]
+    gradients = [grad for each in own if isinstance(grad := _main_grad(each), Tensor)]
+    stepped = [each for group in optimizer.param_groups for each in group["params"]]
+    held = {_storage(each) for each in own}
+    copies = [each for each in stepped if _storage(each) not in held]
+    moments = ADAM_STATES * 4 * sum(each.numel() for each in stepped)
+    return StaticMemory(
+        _bytes(own),
+        _bytes(gradients),
+        _bytes(copies) + moments,
+        _bytes(stepped) + moments if post_validates else 0,
+        nccl.outside_allocator(own[0].device),
+    )
+
+
+def _main_grad(parameter: Tensor) -> Any:
+    return getattr(parameter, "main_grad", None)
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return the name of the tensor's storage; a quantized one has no address of its own."""
+    name: int = tensor.untyped_storage()._cdata
+    return name
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    plain = [part for each in tensors for part in plain_tensors(each)]
+    return sum(each.numel() * each.element_size() for each in plain)
+
+
+def gather(own: StaticMemory, pipeline_group: dist.ProcessGroup) -> list[StaticMemory]:
+    """Return what the ranks of a pipeline hold; of those side by side, the one that holds most."""
+    return most_of_replicas(own, pipeline_group, lambda each: each.total)
+
+
+def most_of_replicas(
+    own: T, pipeline_group: dist.ProcessGroup, size: Callable[[T], float]
+) -> list[T]:
+    """Return by pipeline rank what is largest among the ranks side by side.
+
+    All ranks of the world call this and get the same. Replicas may differ, as where an optimizer
+    shards whole layers, and each would plan an order of its own.
+    """
+    place = pipeline_group.rank()
+    everyones = [(place, own)] * dist.get_world_size()
+    dist.all_gather_object(everyones, (place, own))
+    return [
+        max((each for at, each in everyones if at == rank), key=size)
+        for rank in range(pipeline_group.size())
+    ]
+
+
+def table(
+    everyones: Sequence[StaticMemory], reserved_bytes: Sequence[float], limit_bytes: float
+) -> str:
+    """Return the sums that the limit is divided into, a line per rank, in GiB.
+
+    What is reserved beyond what a rank holds is for messages.
+    """
+    names = [each.replace("_", " ") for each in StaticMemory._fields]
+    lines = ["GiB per rank: " + ", ".join([*names, "messages", "activations may take"])]
+    for rank, (each, reserved) in enumerate(zip(everyones, reserved_bytes, strict=True)):
+        values = [*each, reserved - each.total, limit_bytes - reserved]
+        lines.append(f"  rank {rank}: " + ", ".join(f"{value / GIB:.3f}" for value in values))
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""From the flags to the pipeline that runs: what is asked, refused, planned."""

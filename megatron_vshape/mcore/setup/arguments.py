@@ -1,0 +1,147 @@
+"""The flags this package adds to Megatron's parser, and what they ask for."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from dataclasses import dataclass
+
+from megatron_vshape.core.ask import AUTO, PLUS_NAMES
+from megatron_vshape.core.paper import catalogue
+
+MEGATRONS_OWN = ("1f1b", "interleaved-1f1b")
+"""The schedules that Megatron's own functions run."""
+
+MEGATRONS_TIMEOUT_MINUTES = 10
+"""What --distributed-timeout-minutes is unless it is given."""
+
+TIMEOUT_SHARE = 0.9
+"""Of --distributed-timeout-minutes: how long a rank waits for a message unless it is told."""
+
+TRACE_STEPS = (4, 6)
+"""Profiled where only a trace is asked for; the first steps still set caches up."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOptions:
+    """The flags' values."""
+
+    schedule: str | None  # a name, the path of a schedule file, or None: as Megatron decides
+    timeout_seconds: float  # how long a rank waits for a message before it gives up
+    costs_file: str | None = None
+    memory_limit_gib: float | None = None  # of a device, everything included; for auto
+    profile_steps: tuple[int, int] | None = None  # first and last training step of this process
+    trace_folder: str | None = None
+    layer_split: str | None = None  # auto, or the layers of every stage with commas
+    post_validates: bool = False  # step before the gradient norm is known, and undo if it has to be
+
+
+def schedule_names() -> tuple[str, ...]:
+    """Return every name that `--pipeline-schedule` knows."""
+    own = (name for name in catalogue.NAMES if name not in MEGATRONS_OWN)
+    return (*MEGATRONS_OWN, *own, *PLUS_NAMES, AUTO)
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add the flags to `parser` and return it."""
+    group = parser.add_argument_group("pipeline schedules (megatron-vshape)")
+    group.add_argument(
+        "--pipeline-schedule",
+        metavar="NAME|FILE",
+        default=None,
+        help=f"order of the passes: {', '.join(schedule_names())}, or a schedule file (JSON). "
+        "Default: as Megatron decides.",
+    )
+    group.add_argument(
+        "--pipeline-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=None,
+        help="how long a pipeline rank waits for a message before the run ends with an error. "
+        f"Default: {TIMEOUT_SHARE:g} of --distributed-timeout-minutes, whose end says less.",
+    )
+    group.add_argument(
+        "--pipeline-costs",
+        metavar="FILE",
+        default=None,
+        help="costs of every stage (JSON), for auto and for the times that the log predicts",
+    )
+    group.add_argument(
+        "--pipeline-memory-limit",
+        metavar="GIB",
+        type=float,
+        default=None,
+        help="device memory for all of a rank's tensors, for auto. Default: 1F1B's activations.",
+    )
+    group.add_argument(
+        "--pipeline-profile-iterations",
+        metavar="A:B",
+        type=_step_range,
+        default=None,
+        help="measure the passes of this process's training steps A to B; auto then plans anew",
+    )
+    group.add_argument(
+        "--pipeline-layer-split",
+        metavar="auto|N,N,...",
+        default=None,
+        help="how many layers every stage has, in the model's order; auto gives fewer to the first "
+        "and the last, by the costs or by the sizes of the model. Default: equally many.",
+    )
+    group.add_argument(
+        "--pipeline-trace",
+        metavar="DIR",
+        default=None,
+        help="write the planned and the measured timeline of the last profiled step to DIR. "
+        f"Default steps: {TRACE_STEPS[0]}:{TRACE_STEPS[1]}.",
+    )
+    group.add_argument(
+        "--optimizer-post-validation",
+        action="store_true",
+        help="step before the global gradient norm and inf check are known, begin the next "
+        "iteration, and undo both where they would have clipped or skipped: the same numbers, "
+        "without a barrier between iterations. Takes one more copy of parameters and moments.",
+    )
+    return parser
+
+
+def _step_range(text: str) -> tuple[int, int]:
+    try:
+        first, last = map(int, text.split(":"))
+    except ValueError:
+        first, last = 0, 0
+    if not 2 <= first <= last:
+        raise ArgumentTypeError(
+            f"{text!r:.40} is not A:B with whole numbers 2 <= A <= B; the first step counts memory"
+        )
+    return first, last
+
+
+def _timeout_seconds(args: Namespace) -> float:
+    """Return after how long a pipeline rank gives up: before Megatron's own watchdogs do.
+
+    Those of its other groups count from when the host has asked for a collective.
+    """
+    if args.pipeline_timeout is not None:
+        return float(args.pipeline_timeout)
+    return TIMEOUT_SHARE * watchdog_seconds(args)
+
+
+def watchdog_seconds(args: Namespace) -> float:
+    """Return after how long Megatron's own watchdogs end a run."""
+    return 60.0 * getattr(args, "distributed_timeout_minutes", MEGATRONS_TIMEOUT_MINUTES)
+
+
+def options_of(args: Namespace) -> PipelineOptions:
+    """Return the flags' values in parsed arguments."""
+    profile = args.pipeline_profile_iterations
+    if profile is None and args.pipeline_trace is not None:
+        profile = TRACE_STEPS
+    return PipelineOptions(
+        args.pipeline_schedule,
+        _timeout_seconds(args),
+        args.pipeline_costs,
+        args.pipeline_memory_limit,
+        profile,
+        args.pipeline_trace,
+        args.pipeline_layer_split,
+        args.optimizer_post_validation,
+    )

@@ -1,0 +1,289 @@
+"""From Megatron's arguments to the pipeline that runs: set up, checked and completed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+
+from megatron.core import parallel_state
+from torch import nn
+
+from megatron_vshape.core.ask import AUTO
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.placement import looping
+from megatron_vshape.mcore.layout import hybrid, stages
+from megatron_vshape.mcore.layout.layer_split import split_layers
+from megatron_vshape.mcore.layout.stages import StageMap
+from megatron_vshape.mcore.refusals import (
+    UnsupportedError,
+    check_arguments,
+    check_derived,
+    check_post_validation,
+    check_splits_nothing_else,
+)
+from megatron_vshape.mcore.setup.arguments import (
+    MEGATRONS_OWN,
+    PipelineOptions,
+    options_of,
+    watchdog_seconds,
+)
+from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.mcore.setup.plans import Planner, make_planner
+from megatron_vshape.mcore.split import te_layers, unsplit
+from megatron_vshape.mcore.split.local_layers import mark_gathered
+from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.runtime.labels import name_weights
+
+logger = logging.getLogger(__name__)
+
+INTERLEAVED_CHUNKS = 2
+"""Chunks per rank of interleaved-1f1b where the user gives no number."""
+
+
+def prepare(args: Namespace) -> Pipeline | None:
+    """Return the pipeline the flags ask for, or None where Megatron runs its own schedule.
+
+    Called before Megatron validates its arguments; tells it how many chunks a rank has.
+
+    Raises:
+        ScheduleError: there is no such schedule, or it does not fit this run.
+        UnsupportedError: an option does not go with it.
+    """
+    options = options_of(args)
+    _check_timeout(args, options)
+    name, ranks = options.schedule, args.pipeline_model_parallel_size
+    if name is None or name in MEGATRONS_OWN:
+        if options.post_validates and ranks > 1:
+            raise UnsupportedError(
+                "--optimizer-post-validation needs a schedule of this package: add "
+                "--pipeline-schedule, v-zb for example"
+            )
+        _refuse_what_only_ours_have(options, ranks)
+        _prepare_megatrons_own(args, name)
+        _split_megatrons_own(args, options)
+        return None
+    planner = make_planner(name, ranks, options)
+    if ranks == 1:  # one device has nothing to schedule
+        _tell_what_does_nothing(options)
+        return None
+    check_arguments(args, name)
+    if options.post_validates:
+        check_post_validation(args)
+    stage_map = _split(args, planner, options)
+    stages.check_ends(stage_map)
+    recomputes = getattr(args, "recompute_granularity", None) == "full"
+    planner.keeps_backward_whole = recomputes
+    # Transformer Engine's layers wait inside TE's own code, where nothing else can run.
+    planner.hides = args.tensor_model_parallel_size > 1 and args.transformer_impl == "local"
+    planner.kernels = args.distributed_backend == "nccl"
+    planner.ties_ends = ties = not args.untie_embeddings_and_output_weights
+    if ties:
+        stages.check_tied_embeddings(stage_map)
+    if getattr(args, "hybrid_layer_pattern", None) is None:
+        # Even of one chunk: Megatron then leaves the number of layers to the layout.
+        args.num_virtual_stages_per_pipeline_rank = stage_map.num_chunks
+    if stage_map.num_chunks > 1:
+        # Megatron allows chunks on two ranks only with this; the messages are ours either way.
+        args.overlap_p2p_comm = True
+    return Pipeline(
+        options,
+        planner,
+        stage_map,
+        stages.StageLayout(stage_map),
+        ties,
+        args.overlap_grad_reduce,
+        recomputes,
+        () if recomputes else _recomputed_inputs(args),
+    )
+
+
+def _check_timeout(args: Namespace, options: PipelineOptions) -> None:
+    """Raise UnsupportedError for a timeout of nothing, and tell of one that comes too late."""
+    if options.timeout_seconds <= 0:
+        raise UnsupportedError(f"--pipeline-timeout {options.timeout_seconds:g} is not above 0")
+    if options.timeout_seconds >= watchdog_seconds(args):
+        logger.warning(
+            "--pipeline-timeout %g is not below --distributed-timeout-minutes %g: Megatron's own "
+            "watchdogs may end a stalled run first, and say less",
+            options.timeout_seconds,
+            watchdog_seconds(args) / 60,
+        )
+
+
+def _refuse_what_only_ours_have(options: PipelineOptions, ranks: int) -> None:
+    """Raise UnsupportedError for the first flag that would do nothing, if there is a pipeline."""
+    splits = options.layer_split is not None
+    for flag in _given_for_ours(options):
+        if ranks > 1 and not (flag == "--pipeline-costs" and splits):
+            what = "Megatron's own schedule" if options.schedule is None else options.schedule
+            raise UnsupportedError(
+                f"{flag} does nothing with {what}: leave it out, or choose a schedule of this "
+                "package with --pipeline-schedule, such as v-half"
+            )
+
+
+def _recomputed_inputs(args: Namespace) -> tuple[str, ...]:
+    """Return the modules whose recomputed results are inputs of linear layers.
+
+    B computes them anew, and W needs them too. Attention's core has no linear layer after it
+    that would keep what only it recomputes.
+    """
+    if getattr(args, "recompute_granularity", None) != "selective":
+        return ()
+    modules = getattr(args, "recompute_modules", None) or ()
+    return tuple(module for module in modules if module != "core_attn")
+
+
+def _given_for_ours(options: PipelineOptions) -> list[str]:
+    """Return the flags given that only a schedule of this package uses."""
+    given = {
+        "--pipeline-memory-limit": options.memory_limit_gib is not None,
+        "--pipeline-trace": options.trace_folder is not None,
+        # a trace asks for some by itself
+        "--pipeline-profile-iterations": (
+            options.profile_steps is not None and options.trace_folder is None
+        ),
+        "--pipeline-costs": options.costs_file is not None,
+    }
+    return [flag for flag, is_given in given.items() if is_given]
+
+
+def _tell_what_does_nothing(options: PipelineOptions) -> None:
+    """Say which flags have no effect where the pipeline has one rank."""
+    flags = _given_for_ours(options)
+    if options.post_validates:
+        flags.append("--optimizer-post-validation")
+    if flags and int(os.environ.get("RANK", "0")) == 0:
+        logger.warning("one pipeline rank has nothing to schedule: %s unused", ", ".join(flags))
+
+
+def megatrons_own(args: Namespace) -> str | None:
+    """Return the schedule of Megatron's own that the flags name for a pipeline, if they do."""
+    name = options_of(args).schedule
+    return name if name in MEGATRONS_OWN and args.pipeline_model_parallel_size > 1 else None
+
+
+def _prepare_megatrons_own(args: Namespace, name: str | None) -> None:
+    has_chunks = (
+        args.num_virtual_stages_per_pipeline_rank is not None
+        or args.num_layers_per_virtual_pipeline_stage is not None
+    )
+    if name == "1f1b" and has_chunks:
+        raise UnsupportedError(
+            "--pipeline-schedule 1f1b has one chunk per rank: leave Megatron's option for virtual "
+            "stages out, or ask for interleaved-1f1b"
+        )
+    alone = args.pipeline_model_parallel_size == 1
+    if name == "interleaved-1f1b" and not has_chunks and not alone:
+        args.num_virtual_stages_per_pipeline_rank = INTERLEAVED_CHUNKS
+
+
+def _split(args: Namespace, planner: Planner, options: PipelineOptions) -> StageMap:
+    """Return the stages with their layers, and tell the planner what they cost."""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern is not None:
+        layers = hybrid.layers_of_stages(pattern, planner.placement, options.layer_split)
+        # Megatron counts the layers and the chunks of a rank by the pattern.
+        args.hybrid_layer_pattern = hybrid.cut(pattern, layers)
+        return StageMap(planner.placement, layers)
+    split = split_layers(args, planner.placement, options.layer_split, planner.costs)
+    planner.costs, planner.estimate = split.costs, split.estimate
+    return StageMap(planner.placement, split.layers)
+
+
+def _split_megatrons_own(args: Namespace, options: PipelineOptions) -> None:
+    """Hand a split on to Megatron in its own form."""
+    text, ranks = options.layer_split, args.pipeline_model_parallel_size
+    if ranks > 1 and options.schedule and getattr(args, "hybrid_layer_pattern", None) is not None:
+        _split_megatrons_own_hybrid(args, text)
+        return
+    if text is None or ranks == 1:
+        return
+    if options.schedule is None:
+        raise UnsupportedError(
+            f"--pipeline-layer-split {text:.80} needs --pipeline-schedule, such as 1f1b or v-half"
+        )
+    check_splits_nothing_else(args, options.schedule)
+    chunks = args.num_virtual_stages_per_pipeline_rank or 1
+    costs = None if options.costs_file is None else Costs.load(options.costs_file)
+    split = split_layers(args, looping(ranks, chunks), text, costs)
+    args.pipeline_model_parallel_layout = stages.megatrons_text(split.layers)
+    args.num_virtual_stages_per_pipeline_rank = None  # the text says how many
+
+
+def _split_megatrons_own_hybrid(args: Namespace, text: str | None) -> None:
+    """Mark the stages in the pattern of layers, where Megatron reads them."""
+    pattern = args.hybrid_layer_pattern
+    chunks = args.num_virtual_stages_per_pipeline_rank or 1
+    args.num_virtual_stages_per_pipeline_rank = None  # the pattern says how many
+    if hybrid.BEGINS_STAGE in pattern and text is None:
+        return
+    placement = looping(args.pipeline_model_parallel_size, chunks)
+    args.hybrid_layer_pattern = hybrid.cut(
+        pattern, hybrid.layers_of_stages(pattern, placement, text)
+    )
+
+
+def complete(pipeline: Pipeline | None, args: Namespace) -> None:
+    """Check what is known only after Megatron has validated its arguments.
+
+    Raises:
+        ScheduleError: a schedule file is for another number of microbatches.
+        UnsupportedError: what several options amount to does not go with the schedule.
+    """
+    if pipeline is None:
+        return
+    check_derived(args, pipeline.planner.name)
+    chunks = pipeline.stage_map.num_chunks
+    args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+    if pipeline.planner.from_file is not None and _has_ramp_up(args):
+        raise ScheduleError(
+            f"the schedule file {pipeline.planner.name} is for one number of microbatches, and "
+            "this run changes it: leave --rampup-batch-size out"
+        )
+    if pipeline.planner.name != AUTO:  # that plan waits for the model's own memory
+        pipeline.planner.training(_num_microbatches(args))
+
+
+def _has_ramp_up(args: Namespace) -> bool:
+    names = ("rampup_batch_size", "step_batch_size_schedule")
+    return any(getattr(args, name, None) is not None for name in names)
+
+
+def _num_microbatches(args: Namespace) -> int:
+    copies = args.data_parallel_size * (getattr(args, "gtp_weight_remat_size", None) or 1)
+    microbatches: int = args.global_batch_size // (args.micro_batch_size * copies)
+    return max(microbatches, 1)
+
+
+def finish_model(
+    pipeline: Pipeline, state: StepState, rank: int, chunks: Sequence[nn.Module]
+) -> None:
+    """Prepare this rank's chunks for the schedule, once they are built and not yet wrapped.
+
+    Raises:
+        StoreError: Transformer Engine's layers are not as this package knows them.
+    """
+    tie(pipeline, rank, chunks)
+    te_layers.install(state, chunks)
+    for chunk in chunks:
+        mark_gathered(chunk)
+        name_weights(chunk)
+    replicas = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    if replicas == (0, 0):
+        unsplit.tell(chunks)
+
+
+def tie(pipeline: Pipeline, rank: int, chunks: Sequence[nn.Module]) -> None:
+    """Make the two embedding ends one weight where this rank holds both and they are tied."""
+    stage_map = pipeline.stage_map
+    both_here = stage_map.ends_meet and rank == stage_map.loss_rank
+    if pipeline.ties_embeddings and both_here:
+        last = stage_map.chunk(stage_map.last_stage)
+        stages.tie_embeddings(chunks[stage_map.chunk(0)], chunks[last])

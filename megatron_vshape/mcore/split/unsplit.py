@@ -1,0 +1,70 @@
+"""Which weight gradients stay in B, and why; told once when the model has been built."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from torch import nn
+
+from megatron_vshape.mcore.split import te_layers
+
+logger = logging.getLogger(__name__)
+
+SHOWN = 3
+"""So many layers are named for each reason; the others are counted."""
+
+_EXPECTED = "as it should"
+
+
+def whole_layers(chunks: Iterable[nn.Module]) -> dict[tuple[str, str], list[str]]:
+    """Return the names of layers whose weight gradients run in B, by their class and the reason.
+
+    Only matrices count: the gradients of norms and biases are sums, and cheap.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for number, chunk in enumerate(chunks):
+        for name, layer in chunk.named_modules():
+            reason = _why_whole(layer)
+            if reason is not None:
+                key = (type(layer).__name__, reason)
+                found.setdefault(key, []).append(f"chunk {number} {name}".rstrip())
+    return found
+
+
+def tell(chunks: Iterable[nn.Module]) -> None:
+    """Log, once, which linear layers are not split and why; a warning where one might be."""
+    for (kind, reason), names in whole_layers(chunks).items():
+        shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+        level = logging.INFO if reason.startswith(_EXPECTED) else logging.WARNING
+        logger.log(
+            level,
+            "the weight gradients of %d %s stay in B, %s: %s",
+            len(names),
+            kind,
+            reason,
+            shown,
+        )
+
+
+def _why_whole(layer: nn.Module) -> str | None:
+    """Return why the layer's own weight gradients stay in B; None where they wait for W."""
+    if not _has_matrix(layer) or isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+        return None
+    if te_layers.is_te_layer(layer):
+        return te_layers.why_whole(layer)
+    if isinstance(layer, VocabParallelEmbedding | nn.Embedding):
+        return f"{_EXPECTED}: a lookup has no product to put off"
+    if "Router" in type(layer).__name__:
+        return f"{_EXPECTED}: a router's product is small"
+    return "because it is not computed by one of Megatron's or Transformer Engine's linear layers"
+
+
+def _has_matrix(layer: nn.Module) -> bool:
+    parameters = layer.parameters(recurse=False)
+    return any(each.requires_grad and each.dim() > 1 for each in parameters)

@@ -1,0 +1,1 @@
+"""One training step: the passes of this rank's stages, and their gradients."""

@@ -1,0 +1,499 @@
+"""The function that takes the place of Megatron's forward_backward_func."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+from torch import nn
+
+from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.program.early_start import Cut, begun_early, drain
+from megatron_vshape.core.program.instructions import Program
+from megatron_vshape.mcore.observe.iteration_log import BubbleMeter
+from megatron_vshape.mcore.observe.profiling import Profiler
+from megatron_vshape.mcore.observe.report import RunReport
+from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError, check_config
+from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.mcore.step.finite import inspected, repeats_a_bad_step
+from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
+from megatron_vshape.mcore.step.late_checks import checked_late
+from megatron_vshape.mcore.step.loss_reporting import Courier, bring_losses
+from megatron_vshape.mcore.step.run_ahead import RandomState, Replay
+from megatron_vshape.mcore.step.same_plan import Agreement
+from megatron_vshape.mcore.step.stage import MegatronStage, Step, zero_tokens
+from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.runtime.p2p import Transport
+from megatron_vshape.runtime.program_runner import Observer, Place, ProgramRun, run_drain
+from megatron_vshape.runtime.stage import Stage
+from megatron_vshape.runtime.variable_p2p import VariableTransport
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What the trainer passes for one step; the same for every step of a run's training."""
+
+    forward_step_func: Any
+    data_iterator: Any
+    model: Any
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    pg_collection: Any
+    force_all_reduce: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step under way, of which nothing or its first forwards have run."""
+
+    call: Call
+    chunks: list[nn.Module]
+    groups: Any  # Megatron's ProcessGroupCollection
+    transport: Transport
+    step: Step
+    program: Program
+    early_ends: Cut  # how far it runs early, where it does
+    run: ProgramRun
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """The next step, begun early, and what it takes to undo that."""
+
+    begun: _Begun
+    random: RandomState
+
+
+class PipelineRunner:
+    """Runs training and evaluation steps of one schedule; what Megatron's trainer calls.
+
+    Made when the trainer asks for its function, that is when all process groups exist. What
+    takes long, the process groups of the transport, is made at the first step and kept.
+    """
+
+    def __init__(self, state: StepState, pipeline: Pipeline, logs: Callable[[], bool]) -> None:
+        """Take what layers share, the schedule, and whether the trainer logs iterations."""
+        self._state = state
+        self._pipeline = pipeline
+        self._transport: Transport | None = None
+        self._place = Place()
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        self.report = RunReport(
+            state,
+            pipeline.planner.name,
+            pipeline.stage_map.stages(rank),
+            pipeline.planner.training,
+        )
+        self._profiler = Profiler(pipeline, self.report)
+        self.meter = BubbleMeter(logs, pipeline.planner.predicted_bubble)
+        self._courier = Courier() if pipeline.options.post_validates else None
+        self._last: Call | None = None  # of a training step
+        self._ahead: _Ahead | None = None
+        self._early: tuple[Program, tuple[Program, Cut]] | None = None
+        self._replays: list[Replay] = []
+        self._agreement = Agreement()
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Any = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """Run one step and return what the loss function reported, one entry per microbatch.
+
+        The parameters are those of Megatron's own function. The reports come back on the last
+        pipeline rank, where the trainer reads them, and on the rank of the last stage.
+        """
+        if adjust_tensor_shapes_fn is not None:
+            raise ValueError("adjust_tensor_shapes_fn is not supported by --pipeline-schedule")
+        call = Call(
+            forward_step_func,
+            data_iterator,
+            model,
+            num_microbatches,
+            seq_length,
+            micro_batch_size,
+            decoder_seq_length,
+            forward_only,
+            collect_non_loss_data,
+            first_val_step,
+            pg_collection,
+            force_all_reduce,
+        )
+        config = get_model_config(_as_list(model)[0])
+        check_config(config, self._pipeline.options.post_validates)
+        with _timed(config):
+            return self._evaluate(call) if forward_only else self._train(call)
+
+    def connect(self, model: Any) -> str | None:
+        """Make the connections of all ranks, which the first step would make else.
+
+        All ranks of the world call it. Returns what carries the messages in a line, over NCCL.
+        """
+        chunks = _as_list(model)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        config = get_model_config(chunks[0])
+        return self._ready_transport(config, (1, 1, 1), chunks[0], group).summary()
+
+    def tell(self) -> str:
+        """Return what this rank does or waits for, whatever thread asks."""
+        if self._transport is None:
+            return f"rank {dist.get_rank()}: before its first pass"
+        return self._transport.tell(self._place)
+
+    def run_ahead(self) -> None:
+        """Begin the training step that follows the one just run, as far as it can be undone.
+
+        Does nothing where the next step is measured from its start, and before the first step.
+        """
+        call = self._last
+        observers = (self.report.measures_next, self._profiler.profiles_next, self.meter.times_next)
+        if call is None or any(observers):
+            return
+        for replay in self._replays:
+            replay.mark()
+        random = RandomState.now()
+        begun = self._begin(call, is_early=True)
+        self._ahead = _Ahead(begun, random)
+        begun.run.advance(begun.early_ends[begun.groups.pp.rank()])
+
+    def drop_ahead(self) -> None:
+        """Undo what of the next step has run early; all ranks of the pipeline call this together.
+
+        Does nothing where nothing has.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return
+        begun = ahead.begun
+        instructions = drain(begun.program, begun.early_ends, begun.groups.pp.rank())
+        run_drain(instructions, begun.transport, begun.transport.blank())
+        for replay in self._replays:
+            replay.rewind()
+        ahead.random.restore()
+
+    def forget_data(self) -> None:
+        """Let go of all that the steps have left, when none follows, or the last one has failed.
+
+        These are the weight jobs of a step that failed, the transport's threads, and the last
+        step's data iterators. A loader tells its processes to end when nothing holds it; with
+        --exit-signal-handler they ignore the signal that would end them otherwise, and the trainer
+        would wait for them.
+        """
+        self._last, self._ahead, self._replays = None, None, []
+        self._state.jobs.clear()
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    def _evaluate(self, call: Call) -> list[Any]:
+        self.drop_ahead()
+        self.report.interrupt()
+        begun = self._begin(call)
+        with begun.step.gradient_sync.session(), checked_late(self._state, self._place):
+            begun.run.finish()
+        return self._reports(begun)
+
+    def _train(self, call: Call) -> list[Any]:
+        if self._courier is not None:
+            self._courier.forget()
+        torch_device = _device_of(_as_list(call.model)[0])
+        profiled = self._profiler.begin_step(torch_device)
+        timer = self.meter.begin_step(call.num_microbatches, torch_device, profiled)
+        # Costs are those of passes that run apart, so a profiled B runs nothing of a W.
+        begun = self._take_ahead(call) or self._begin(call, timer, hides=profiled is None)
+        tokens = call.num_microbatches * call.micro_batch_size * call.seq_length
+        with (
+            self.report.training_step(begun.chunks, call.num_microbatches, tokens),
+            self._reducing(begun.step),
+        ):
+            with checked_late(self._state, self._place):
+                begun.run.finish()
+            self._profiler.end_step(
+                profiled,
+                begun.program,
+                begun.transport,
+                begun.transport.blank(),
+                self.report.held,
+                begun.groups.pp,
+            )
+        if begun.step.config.finalize_model_grads_func is not None:
+            self._finalize(begun)
+        self._last = call
+        return self._reports(begun)
+
+    def _take_ahead(self, call: Call) -> _Begun | None:
+        """Return this step if it was begun early and is the one that is asked for now."""
+        ahead = self._ahead
+        if ahead is not None and ahead.begun.call != call:
+            self.drop_ahead()
+            return None
+        self._ahead = None
+        for replay in self._replays:
+            replay.forget()
+        return None if ahead is None else ahead.begun
+
+    def _begin(
+        self,
+        call: Call,
+        timer: Observer | None = None,
+        is_early: bool = False,
+        hides: bool = True,
+    ) -> _Begun:
+        """Return the step with all that it needs, none of its passes run."""
+        chunks, iterators = _as_lists(call.model, call.data_iterator)
+        config = get_model_config(chunks[0])
+        groups = _default_groups() if call.pg_collection is None else call.pg_collection
+        shape = schedules.get_tensor_shapes(
+            seq_length=call.seq_length,
+            micro_batch_size=call.micro_batch_size,
+            decoder_seq_length=call.decoder_seq_length,
+            config=_of_one_length(config),
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )[0]
+        transport = self._ready_transport(config, shape, chunks[0], groups.pp)
+        with _refusing():
+            sync = GradientSync(
+                config,
+                chunks,
+                self._pipeline,
+                call.num_microbatches,
+                call.force_all_reduce,
+                call.forward_only,
+            )
+        step = Step(
+            config=config,
+            forward_step_func=call.forward_step_func,
+            num_microbatches=call.num_microbatches,
+            context_parallel_size=groups.cp.size(),
+            forward_only=call.forward_only,
+            collect_non_loss_data=call.collect_non_loss_data,
+            first_val_step=call.first_val_step,
+            gradient_sync=sync,
+            num_tokens=zero_tokens(_device_of(chunks[0])),
+        )
+        planner = self._pipeline.planner
+        early_ends: Cut = ()
+        if call.forward_only:
+            program = planner.evaluation(call.num_microbatches)
+        else:
+            sync.gather_parameters()
+            program = self._training_program(step, hides)
+            if is_early:
+                program, early_ends = self._begun_early(program)
+            iterators = self._replayed(iterators)
+        rank = groups.pp.rank()
+        stages = self._stages(step, chunks, iterators, rank)
+        run = ProgramRun(program, rank, stages, transport, timer, self._place)
+        return _Begun(call, chunks, groups, transport, step, program, early_ends, run)
+
+    def _training_program(self, step: Step, hides: bool) -> Program:
+        """Return what all ranks run in a training step, and tell the step which W's it hides."""
+        plan = self._pipeline.planner.training(step.num_microbatches)
+        with _refusing():
+            self._agreement.check(plan.program, plan.beside)
+        if hides and not repeats_a_bad_step():  # then every pass is looked at by itself
+            step.beside = plan.beside
+        return plan.program
+
+    def _begun_early(self, program: Program) -> tuple[Program, Cut]:
+        """Return `begun_early(program)`; most steps run the program of the step before."""
+        if self._early is None or self._early[0] is not program:
+            self._early = program, begun_early(program)
+        return self._early[1]
+
+    @contextlib.contextmanager
+    def _reducing(self, step: Step) -> Iterator[None]:
+        """Hold DDP's own reductions back inside, and start them from W where they overlap."""
+        sync = step.gradient_sync
+        with (
+            sync.session(),
+            self._state.reduce_with(sync if sync.overlaps else None),
+        ):
+            yield
+
+    def _stages(
+        self, step: Step, model: Sequence[nn.Module], data_iterator: Sequence[Any], rank: int
+    ) -> Mapping[int, Stage]:
+        stage_map = self._pipeline.stage_map
+        stages = {
+            stage: MegatronStage(
+                self._state,
+                step,
+                model[chunk],
+                data_iterator[chunk],
+                chunk,
+                stage,
+                is_last=stage == stage_map.last_stage,
+                has_chunks=stage_map.num_chunks > 1,
+            )
+            for chunk, stage in enumerate(stage_map.stages(rank))
+        }
+        if step.forward_only or not repeats_a_bad_step():
+            return stages
+        return inspected(
+            stages, f"rank {dist.get_rank()} (device {rank})", step.gradient_sync.overlaps
+        )
+
+    def _replayed(self, iterators: Sequence[Any]) -> list[Any]:
+        """Return iterators that can give microbatches again, where a step may have to be undone."""
+        if not self._pipeline.options.post_validates:
+            return list(iterators)
+        known = {id(each.source): each for each in self._replays}
+        for each in iterators:
+            if each is not None and id(each) not in known:
+                known[id(each)] = Replay(each)
+        self._replays = list(known.values())
+        return [each if each is None else known[id(each)] for each in iterators]
+
+    def _reports(self, begun: _Begun) -> list[Any]:
+        """Return the losses, on the ranks that the trainer reads them on."""
+        bring = bring_losses if self._courier is None else self._courier.bring_losses
+        return bring(
+            begun.step.loss_store,
+            self._pipeline.stage_map.loss_rank,
+            begun.groups.pp,
+            _device_of(begun.chunks[0]),
+        )
+
+    def _ready_transport(
+        self,
+        config: Any,
+        shape: Sequence[int],
+        model: nn.Module,
+        pipeline_group: dist.ProcessGroup,
+    ) -> Transport:
+        dtype = config.pipeline_dtype
+        if self._transport is None:
+            kind: type[Transport] = Transport
+            if config.variable_seq_lengths:
+                kind = VariableTransport
+                self._pipeline.planner.expect_any_length()
+            self._transport = kind(
+                _all_pipelines(pipeline_group),
+                shape,
+                dtype,
+                _device_of(model),
+                self._pipeline.options.timeout_seconds,
+                like=pipeline_group,
+            )
+            self._transport.prepare(self._pipeline.planner.smallest())
+        self._transport.expect(shape, dtype)
+        return self._transport
+
+    def _finalize(self, begun: _Begun) -> None:
+        """Have Megatron finish the gradients, as its own schedules do at their end."""
+        step, groups = begun.step, begun.groups
+        finalize = step.config.finalize_model_grads_func
+        options = {"pg_collection": groups, "force_all_reduce": begun.call.force_all_reduce}
+        if not step.config.calculate_per_token_loss:
+            finalize(begun.chunks, None, **options)
+            return
+        if self._courier is not None and inspect.unwrap(finalize) is finalize_model_grads:
+            loss_rank = self._pipeline.stage_map.loss_rank
+            tokens = self._courier.bring_tokens(step.num_tokens, loss_rank, groups.pp)
+            finalize(begun.chunks, None, **options)
+            divide_by_tokens(begun.chunks, tokens, groups)
+            return
+        # Megatron takes the last rank's count for the pipeline's; only the loss rank has one.
+        dist.all_reduce(step.num_tokens, group=groups.pp)
+        finalize(begun.chunks, step.num_tokens, **options)
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """End all ranks with one sentence where what all of them check inside does not hold."""
+    try:
+        yield
+    except (ScheduleError, UnsupportedError) as error:
+        raise RefusedError(error) from None
+
+
+def _of_one_length(config: Any) -> Any:
+    """Return a config for which Megatron tells the shape of messages, those of full length."""
+    if not config.variable_seq_lengths:
+        return config
+    whole = copy.copy(config)
+    whole.variable_seq_lengths = False
+    return whole
+
+
+@contextlib.contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """Run Megatron's timer of a step meanwhile; evaluation has none."""
+    if config.timers is None:
+        yield
+        return
+    timer = config.timers("forward-backward", log_level=1)
+    timer.start(barrier=config.barrier_with_L1_time)
+    yield
+    timer.stop()
+
+
+def _as_list(model: Any) -> list[nn.Module]:
+    return model if isinstance(model, list) else [model]
+
+
+def _as_lists(model: Any, data_iterator: Any) -> tuple[list[nn.Module], list[Any]]:
+    """Return the chunks and their iterators; with one chunk Megatron may pass the bare things."""
+    chunks = _as_list(model)
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    if len(chunks) != len(iterators):
+        raise ValueError(f"{len(chunks)} model chunks have {len(iterators)} data iterators")
+    return chunks, iterators
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _all_pipelines(pipeline_group: dist.ProcessGroup) -> list[list[int]]:
+    """Return the ranks of every pipeline of the world, in the same order on every rank."""
+    own = dist.get_process_group_ranks(pipeline_group)
+    everyones: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyones, own)
+    return [list(ranks) for ranks in sorted(set(map(tuple, everyones)))]
+
+
+def _default_groups() -> ProcessGroupCollection:
+    """Return the process groups that Megatron's own schedules take when none are passed."""
+    state = parallel_state
+    groups = ProcessGroupCollection()
+    groups.tp = state.get_tensor_model_parallel_group()
+    groups.cp = state.get_context_parallel_group()
+    groups.pp = state.get_pipeline_model_parallel_group()
+    groups.embd = state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = state.get_position_embedding_group(check_initialized=False)
+    groups.dp = state.get_data_parallel_group()
+    groups.dp_cp = state.get_data_parallel_group(with_context_parallel=True)
+    groups.tp_dp_cp = state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return groups

@@ -1,0 +1,188 @@
+"""When data-parallel gradients are reduced during a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.setup.pipeline import Pipeline
+
+
+@dataclass(slots=True)
+class _Reduction:
+    """The reduction of one bucket group, and what it waits for."""
+
+    start: Callable[[], None]
+    chunks: frozenset[int]  # all their backwards must have run
+    jobs: int = 0  # weight jobs of its parameters that wait for their W
+
+
+class GradientSync:
+    """Starts the reduction of every bucket in the W that completes it.
+
+    DDP would start a bucket when autograd has come through its parameters for the last time,
+    which with weight gradients put off is too early; so the whole step runs under `no_sync` and
+    the buckets are started here: the first when the last W of their chunk begins, the others as
+    its jobs add the gradients they lack. All data-parallel ranks run the same program, and the
+    buckets of a chunk start in their order, so the reductions match.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        model: Sequence[nn.Module],
+        pipeline: Pipeline,
+        num_microbatches: int,
+        force_all_reduce: bool | None,
+        forward_only: bool = False,
+    ) -> None:
+        """Plan the reductions of one step.
+
+        Raises:
+            UnsupportedError: they are to overlap, and a chunk is not in Megatron's DDP.
+        """
+        self._config = config
+        self._model = model
+        self.overlaps = pipeline.overlaps_grad_reduce and not forward_only
+        self._splits_last = not pipeline.recomputes_layers
+        self._left = [num_microbatches] * len(model)
+        self._closed: set[int] = set()
+        self._force_all_reduce = bool(force_all_reduce)
+        self._queues: list[deque[_Reduction]] = []
+        self._reduction_of: dict[Tensor, _Reduction] = {}
+        if self.overlaps:
+            # A tied weight belongs to the first chunk and gets gradients from the last one too.
+            ties = pipeline.ties_embeddings and pipeline.stage_map.ends_meet
+            for chunk in range(len(model)):
+                self._plan(chunk, ties)
+
+    def gather_parameters(self) -> None:
+        """Start to gather the parameters of all chunks, where Megatron leaves that to the step."""
+        param_sync = self._config.param_sync_func
+        if param_sync is not None:
+            for chunk, sync in zip(self._model, self._per_chunk(param_sync), strict=True):
+                sync(chunk.parameters())
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Run a step inside: hold DDP's own reductions back."""
+        with contextlib.ExitStack() as stack:
+            no_sync = self._config.no_sync_func
+            if no_sync is not None:
+                for enter in self._per_chunk(no_sync) if isinstance(no_sync, list) else [no_sync]:
+                    stack.enter_context(enter())
+            if self.overlaps:
+                stack.enter_context(_overlap(self._model, False))
+            yield
+
+    def deferred(self, parameters: Sequence[Tensor]) -> None:
+        """Note that a job for W adds to the gradients of `parameters`."""
+        for parameter in parameters:
+            if parameter in self._reduction_of:
+                self._reduction_of[parameter].jobs += 1
+
+    def added(self, parameters: Sequence[Tensor]) -> None:
+        """Note that such a job has run."""
+        for parameter in parameters:
+            if parameter in self._reduction_of:
+                self._reduction_of[parameter].jobs -= 1
+        self._start_ready()
+
+    def splits(self, chunk: int) -> bool:
+        """Return whether a whole backward of the chunk is to run as B, then W.
+
+        The last one is, so that its buckets start one by one. Not where layers are recomputed:
+        between B and W all their activations would be there at once.
+        """
+        return self.overlaps and self._splits_last and self._left[chunk] == 1
+
+    def weights_begin(self, chunk: int) -> None:
+        """Note that a W of the chunk is going to run, whose B has."""
+        if self._left[chunk] == 1:
+            self._close(chunk)
+
+    def weights_done(self, chunk: int) -> None:
+        """Note that a chunk has one microbatch's weight gradients more."""
+        self._left[chunk] -= 1
+        if not self._left[chunk]:
+            self._close(chunk)
+
+    def _close(self, chunk: int) -> None:
+        self._closed.add(chunk)
+        self._start_ready()
+
+    def _start_ready(self) -> None:
+        for queue in self._queues:
+            while queue and not queue[0].jobs and queue[0].chunks <= self._closed:
+                with _overlap(self._model, True):
+                    queue.popleft().start()
+
+    def _plan(self, chunk: int, ties: bool) -> None:
+        """Line up the reductions of a chunk's bucket groups, those of experts apart."""
+        model: Any = self._model[chunk]
+        if not hasattr(model, "bucket_groups"):
+            raise UnsupportedError(
+                "--overlap-grad-reduce needs Megatron's DistributedDataParallel around chunk "
+                f"{chunk}, which is a {type(model).__name__}: leave it out"
+            )
+        for groups in (model.bucket_groups, model.expert_parallel_bucket_groups):
+            reductions, members = [], []
+            for group in groups:
+                parameters = [each for bucket in group.buckets for each in bucket.params_list]
+                tied = ties and any(getattr(each, "zero_out_wgrad", False) for each in parameters)
+                chunks = range(len(self._model)) if tied else [chunk]
+                start = partial(self._start_group, group)
+                reductions.append(_Reduction(start, frozenset(chunks)))
+                members.append(parameters)
+            self._line_up(reductions, members)
+
+    def _line_up(self, reductions: list[_Reduction], members: list[list[Tensor]]) -> None:
+        self._queues.append(deque(reductions))
+        for reduction, parameters in zip(reductions, members, strict=True):
+            self._reduction_of.update(dict.fromkeys(parameters, reduction))
+
+    def _start_group(self, group: Any) -> None:
+        # DDP would start its "first batch" once more at the end of the step.
+        group.is_first_batch = False
+        group.start_grad_sync(force_all_reduce=self._force_all_reduce)
+
+    def _per_chunk(self, function: Any) -> list[Any]:
+        return function if isinstance(function, list) else [function] * len(self._model)
+
+
+def divide_by_tokens(model: Sequence[Any], tokens: Tensor, groups: Any) -> None:
+    """Divide the gradients by the number of tokens, as Megatron does when it is given that.
+
+    `tokens` is this pipeline's number; the data-parallel ranks' are added to it.
+    """
+    dist.all_reduce(tokens, group=getattr(groups, "dp_cp_gtp_remat", None) or groups.dp_cp)
+    scaling = 1.0 / torch.clamp(tokens, min=1)
+    for chunk in model:
+        chunk.scale_gradients(scaling)
+
+
+@contextlib.contextmanager
+def _overlap(model: Sequence[nn.Module], is_on: bool) -> Iterator[None]:
+    """Let DDP take overlap_grad_reduce for on, or off, meanwhile.
+
+    Its hooks insist on a gradient from every backward where it is on, and a B leaves none of the
+    weights that wait; its bucket groups reduce asynchronously only where it is on.
+    """
+    configs: list[Any] = [each.ddp_config for each in model if hasattr(each, "ddp_config")]
+    before = [each.overlap_grad_reduce for each in configs]
+    for each in configs:
+        each.overlap_grad_reduce = is_on
+    try:
+        yield
+    finally:
+        for each, value in zip(reversed(configs), reversed(before), strict=True):
+            each.overlap_grad_reduce = value

@@ -1,0 +1,81 @@
+"""Checks of losses that wait until the passes of their step have been run.
+
+A script has Megatron validate the loss of every microbatch where it computes it. Whether a number
+on a device is NaN the host can tell only by waiting for it, so it would wait in every F of the last
+stage and order no work meanwhile; in a V that is on rank 0, whose row has no gap to lose.
+
+Megatron acts on what a check finds after the step, so nothing is lost by asking then: the calls are
+kept with the numbers that they are about, and made in their order when the numbers have come to
+the host, all with one copy. With --rerun-mode disabled a bad loss is an exception, which then comes
+after the step's last pass, and still tells the pass that the loss was computed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_vshape.core.program.instructions import Instruction
+from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.runtime.program_runner import Place
+
+
+class _Kept(NamedTuple):
+    check: Callable[[Tensor], None]  # Megatron's, of everything but the result
+    result: Tensor
+    instruction: Instruction | None  # that ran when the check was asked for
+
+
+class LateChecks:
+    """The checks asked for since the step began, or since the last were made."""
+
+    def __init__(self, place: Place) -> None:
+        """Take where the program stands, which a check that raises must tell."""
+        self._place = place
+        self._kept: list[_Kept] = []
+
+    def add(self, check: Callable[[Tensor], None], result: Tensor) -> None:
+        """Keep a check, with the result as it is now: Megatron goes on to divide it in place."""
+        self._kept.append(_Kept(check, result.detach().clone(), self._place.instruction))
+
+    def make(self) -> None:
+        """Make the checks kept, as if the program stood where each was asked for.
+
+        Raises what the checks raise.
+        """
+        kept, self._kept = self._kept, []
+        now = self._place.instruction
+        for _, alike in groupby(kept, key=lambda each: (each.result.device, each.result.dtype)):
+            group = list(alike)
+            values = torch.stack([each.result for each in group]).cpu()
+            for each, value in zip(group, values, strict=True):
+                self._place.instruction = each.instruction
+                each.check(value)
+        self._place.instruction = now
+
+
+@contextmanager
+def checked_late(state: StepState, place: Place) -> Iterator[None]:
+    """Have the checks asked for inside made at the end; none where a pass inside has failed."""
+    state.late_checks = checks = LateChecks(place)
+    try:
+        yield
+    finally:
+        state.late_checks = None
+    checks.make()
+
+
+def can_wait(machine: Any, result: Any, rejection_func: Any, comparison_func: Any) -> bool:
+    """Return whether a check finds the same later, in a copy of the result on the host.
+
+    It does with the functions of Megatron's own scripts, which look at the number and nothing else.
+    `machine` is Megatron's RerunStateMachine.
+    """
+    function = getattr(rejection_func, "func", rejection_func)  # of a partial
+    known = function in (torch.isnan, torch.isinf, machine.is_unexpectedly_large)
+    return known and comparison_func is None and isinstance(result, Tensor) and not result.dim()

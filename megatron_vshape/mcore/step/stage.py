@@ -1,0 +1,167 @@
+"""One chunk of a Megatron model during one step, as the program runner wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from torch import Tensor, nn
+
+from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.program.hiding import Beside
+from megatron_vshape.mcore.step.gradient_sync import GradientSync
+from megatron_vshape.mcore.step_state import StepState
+
+
+@dataclass(slots=True)
+class Step:
+    """What the trainer passed in for this step, and what the stages put into it."""
+
+    config: Any  # Megatron's TransformerConfig
+    forward_step_func: Callable[..., Any]
+    num_microbatches: int
+    context_parallel_size: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    gradient_sync: GradientSync
+    num_tokens: Tensor  # of this rank's microbatches; only the last stage counts any
+    beside: Mapping[Pass, Beside] = field(default_factory=dict)  # by B, what it runs of a W
+    loss_store: list[Any] = field(default_factory=list)
+
+
+class MegatronStage:
+    """Runs the passes of one chunk with Megatron's own forward_step and backward_step."""
+
+    def __init__(
+        self,
+        state: StepState,
+        step: Step,
+        model: nn.Module,
+        data_iterator: Any,
+        chunk: int,
+        stage: int,
+        is_last: bool,
+        has_chunks: bool,
+    ) -> None:
+        self._state = state
+        self._step = step
+        self._model = model
+        self._data_iterator = data_iterator
+        self._chunk = chunk
+        self._stage = stage
+        self._is_last = is_last
+        self._vp_stage = chunk if has_chunks else None
+        self._has_run = False
+        self._inputs: dict[int, Tensor | None] = {}
+        self._outputs: dict[int, Tensor] = {}
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the chunk."""
+        return self._model
+
+    @property
+    def num_microbatches(self) -> int:
+        """Return how many microbatches the step has."""
+        return self._step.num_microbatches
+
+    def loss(self, microbatch: int) -> Tensor | None:
+        """Return the loss of a microbatch whose B has not run; None where the stage makes none."""
+        return self._outputs.get(microbatch) if self._is_last else None
+
+    def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
+        """Run F; the output's memory belongs to the caller alone afterwards."""
+        step = self._step
+        if received is not None and not step.forward_only:
+            received.requires_grad_()
+        is_first = schedules.check_first_val_step(
+            step.first_val_step, step.forward_only, not self._has_run
+        )
+        self._has_run = True
+        with self._state.run_chunk(self._chunk):
+            output, num_tokens = schedules.forward_step(
+                step.forward_step_func,
+                self._data_iterator,
+                self._model,
+                step.num_microbatches,
+                received,
+                step.loss_store,
+                step.config,
+                step.context_parallel_size,
+                step.collect_non_loss_data,
+                None,
+                is_first,
+                microbatch,
+                self._vp_stage,
+                self._is_last,
+            )
+        step.num_tokens += num_tokens
+        if step.forward_only:
+            return None if self._is_last else output.detach()
+        self._inputs[microbatch], self._outputs[microbatch] = received, output
+        self._count(Pass(Kind.F, self._stage, microbatch), output)
+        if self._is_last:
+            return None
+        # Of the output only grad_fn is still needed here; its memory goes with the alias.
+        sent: Tensor = output.detach()
+        schedules.deallocate_output_tensor(output, step.config.deallocate_pipeline_outputs)
+        return sent
+
+    def backward_inputs(self, microbatch: int, received: Tensor | None) -> Tensor | None:
+        """Run B; the linears leave their weight gradients as jobs.
+
+        Where the memory of every pass is counted, no W's jobs run inside.
+        """
+        beside: tuple[Any, ...] = ()
+        found = self._step.beside.get(Pass(Kind.B, self._stage, microbatch))
+        if found is not None and self._state.census is None:
+            beside = found.weights[1:], found.share
+        with self._state.jobs.collect((self._stage, microbatch), *beside):
+            gradient = self._backward(microbatch, received)
+        self._count(Pass(Kind.B, self._stage, microbatch))
+        return gradient
+
+    def backward_weights(self, microbatch: int) -> None:
+        """Run W."""
+        self._step.gradient_sync.weights_begin(self._chunk)
+        self._state.jobs.run((self._stage, microbatch))
+        self._count(Pass(Kind.W, self._stage, microbatch))
+        self._step.gradient_sync.weights_done(self._chunk)
+
+    def backward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
+        """Run B and W at once, which is upstream's backward."""
+        if self._step.gradient_sync.splits(self._chunk):
+            gradient = self.backward_inputs(microbatch, received)
+            self.backward_weights(microbatch)
+            return gradient
+        gradient = self._backward(microbatch, received)
+        self._count(Pass(Kind.BW, self._stage, microbatch))
+        self._step.gradient_sync.weights_done(self._chunk)
+        return gradient
+
+    def _backward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
+        with self._state.run_chunk(self._chunk):
+            gradient: Tensor | None = schedules.backward_step(
+                self._inputs.pop(microbatch),
+                self._outputs.pop(microbatch),
+                received,
+                self._step.config,
+            )
+        return gradient
+
+    def _count(self, work: Pass, output: Tensor | None = None) -> None:
+        census = self._state.census
+        if census is None:
+            return
+        if output is not None:
+            census.add_graph(output)
+        census.ends(work)
+
+
+def zero_tokens(device: torch.device) -> Tensor:
+    """Return the start of a step's count of tokens."""
+    return torch.zeros([], dtype=torch.int, device=device)

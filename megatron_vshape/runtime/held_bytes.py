@@ -1,0 +1,95 @@
+"""What activation memory a rank really holds, counted without an allocator's help.
+
+Counted are the storages of tensors that autograd saved for a backward to come or that a weight
+job keeps: each storage once, with its full size, from the pass that made it known until it is
+freed. Parameters and gradient buffers do not count; neither do messages in flight, nor what a
+pass allocates and frees again while it runs. The graph is read, not hooked: saved-tensor hooks
+would hand custom Functions other weight objects than Megatron put in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cache
+from statistics import median
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_vshape.core.model.passes import Kind, Pass
+
+
+class Census:
+    """Follows the storages of saved tensors through one step, and what each pass adds to them."""
+
+    def __init__(self, not_counted: Iterable[Tensor]) -> None:
+        self._excluded = {tensor.untyped_storage()._cdata for tensor in not_counted}
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._held = 0
+        self._added: dict[tuple[Kind, int], list[int]] = {}
+        self.peak_bytes = 0
+
+    def add(self, tensor: Tensor) -> None:
+        """Count the tensor's storage as long as it lives."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._excluded and key not in self._known and storage.nbytes():
+            self._known[key] = (StorageWeakRef(storage), storage.nbytes())
+
+    def add_graph(self, output: Tensor) -> None:
+        """Count all that the graph behind `output` saves."""
+        if output.grad_fn is not None:
+            for tensor in _saved_tensors(output.grad_fn):
+                self.add(tensor)
+
+    def ends(self, work: Pass) -> None:
+        """Take stock after a pass."""
+        dead = [key for key, (reference, _) in self._known.items() if reference.expired()]
+        for key in dead:
+            del self._known[key]
+        held = sum(size for _, size in self._known.values())
+        self._added.setdefault((work.kind, work.stage), []).append(held - self._held)
+        self._held = held
+        self.peak_bytes = max(self.peak_bytes, held)
+
+    def held_bytes(self, stage: int) -> tuple[float, float]:
+        """Return what a microbatch holds of the stage after F, and what remains of it after B.
+
+        Medians over the microbatches. Where no B stands alone, all is counted as remaining.
+        """
+        after_forward = median(self._added.get((Kind.F, stage), [0]))
+        change = median(self._added.get((Kind.B, stage), [0]))
+        return float(after_forward), float(max(after_forward + change, 0))
+
+
+def _saved_tensors(root: Node) -> Iterator[Tensor]:
+    """Yield what every node of the graph saves; a tensor can come more than once."""
+    seen, ahead = {root}, [root]
+    while ahead:
+        node = ahead.pop()
+        for name in _saving_attributes(type(node)):
+            yield from _tensors_in(getattr(node, name))
+        # A custom Function may keep tensors on its context beside the saved ones.
+        for value in getattr(node, "__dict__", {}).values():
+            yield from _tensors_in(value)
+        for follower, _ in node.next_functions:
+            if follower is not None and follower not in seen:
+                seen.add(follower)
+                ahead.append(follower)
+
+
+@cache
+def _saving_attributes(kind: type) -> tuple[str, ...]:
+    return tuple(
+        name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors"
+    )
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_in(each)

@@ -1,0 +1,110 @@
+"""What the ranks of a world must have alike before a step runs."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from runtime.ranks import run_ranks
+
+from megatron_vshape.core.model.passes import Pass, ScheduleError
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.hiding import Beside
+from megatron_vshape.core.program.lowering import lower
+from megatron_vshape.mcore.observe.profiling import Profiler
+from megatron_vshape.mcore.observe.report import RunReport
+from megatron_vshape.mcore.observe.static_memory import StaticMemory, gather, static_memory
+from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.step.same_plan import Agreement
+
+
+def compare_programs(rank: int, names: tuple[str, ...]) -> list[str]:
+    agreement, said = Agreement(), []
+    for name in (names[0], names[rank]):
+        program = lower(make(name, 2, 4))
+        try:
+            agreement.check(program)
+            agreement.check(program)
+        except ScheduleError as error:
+            said.append(str(error))
+    return said
+
+
+def test_ranks_with_unlike_orders_all_know() -> None:
+    said = run_ranks(3, compare_programs, ("v-half", "v-half", "v-zb"))
+    (text,) = said[0]
+    assert said == [[text]] * 3
+    assert text.startswith("rank 2 has planned another order than rank 0 for 4 microbatches: ")
+    assert run_ranks(2, compare_programs, ("v-half", "v-half")) == [[], []]
+
+
+def compare_what_b_runs(rank: int, shares: tuple[float, ...]) -> str:
+    beside = {Pass.parse("B0.0"): Beside(Pass.parse("W3.1"), shares[rank])}
+    try:
+        Agreement().check(lower(make("v-zb", 2, 4)), beside)
+    except ScheduleError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_run_unlike_jobs_in_a_b_all_know() -> None:
+    assert run_ranks(2, compare_what_b_runs, (0.5, 0.5)) == ["", ""]
+    said = run_ranks(2, compare_what_b_runs, (0.5, 0.25))
+    assert all("rank 1 has planned another order than rank 0" in text for text in said)
+
+
+def held_by_all(rank: int) -> list[StaticMemory]:
+    group = SimpleNamespace(rank=lambda: rank // 2, size=lambda: 2)
+    return gather(StaticMemory(10, 10, 100 if rank == 2 else rank, 0, 0), group)  # type: ignore[arg-type]
+
+
+def test_of_replicas_the_one_that_holds_most_counts() -> None:
+    expected = [StaticMemory(10, 10, 1, 0, 0), StaticMemory(10, 10, 100, 0, 0)]
+    assert run_ranks(4, held_by_all) == [expected] * 4
+
+
+class Quantized(torch.Tensor):
+    """A parameter whose bytes are those of a tensor within, as Transformer Engine's in FP8."""
+
+    data_: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor) -> "Quantized":
+        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.bfloat16)
+        made.data_ = data
+        return made
+
+    def get_data_tensors(self) -> list[torch.Tensor]:
+        return [self.data_]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        raise NotImplementedError(func)
+
+
+def test_quantized_parameters_count_as_what_they_hold() -> None:
+    parameter = Quantized(torch.zeros(30, dtype=torch.uint8))
+    with pytest.raises(RuntimeError):
+        parameter.untyped_storage().data_ptr()
+    chunk = SimpleNamespace(parameters=lambda: [parameter])
+    optimizer = SimpleNamespace(param_groups=[{"params": [torch.zeros(15)]}])
+    found = static_memory([chunk], optimizer)  # type: ignore[list-item]
+    assert (found.parameters, found.optimizer) == (30, 15 * 4 + 2 * 15 * 4)
+
+
+def test_what_passes_allocate_and_free_is_kept_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    state: Any = SimpleNamespace(census=None)
+    report = RunReport(state, "auto", [], None)
+    monkeypatch.setattr("megatron_vshape.mcore.observe.report._in_use_bytes", lambda: 1000)
+    monkeypatch.setattr("megatron_vshape.mcore.observe.report._allocated_bytes", lambda: 5000)
+    with report.training_step([], 4, 1):
+        pass
+    assert report.within_passes_bytes == 4000
+    planner = Planner(2, "auto", limit_bytes=1e6)
+    planner.reserve((10, 20))
+    pipeline: Any = SimpleNamespace(planner=planner)
+    module = "megatron_vshape.mcore.observe.profiling"
+    monkeypatch.setattr(f"{module}.most_of_replicas", lambda own, group, size: [own, 2 * own])
+    monkeypatch.setattr(f"{module}.dist.get_rank", lambda: 0)
+    Profiler(pipeline, report)._keep_free(None)  # type: ignore[arg-type]
+    assert planner.static_bytes == (4010, 8020)
