@@ -51,7 +51,7 @@ from torch import Tensor, nn
 from megatron_vshape.core.ask import Question, ask
 from megatron_vshape.core.check.simulate import held_curve
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import Kind, ScheduleError
+from megatron_vshape.core.model.kinds import KINDS, Kind, ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.program.instructions import Message
 from megatron_vshape.environment import ALLOCATOR
@@ -154,7 +154,7 @@ def split_cost(model: Model, num_layers: int, repeats: int) -> SplitCost:
         filler.start()
         host_us.append(run_both(model, state, chunk, timer))
         filler.check()
-    times: dict[Kind, list[float]] = {kind: [] for kind in Kind}
+    times: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
     last_end = 0.0
     for work, start, end in timer.slots():
         times[work.kind].append(end - (last_end if work.kind is Kind.W else start))

@@ -44,7 +44,7 @@ from bench_gpu import end, provenance, show  # finds the package where it is not
 from bench_posting import reposted
 from torch import Tensor
 
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.kernels import waits_for_ever
 from megatron_vshape.mcore.one_device import choose

@@ -18,7 +18,7 @@ import theory_table
 from matplotlib.figure import Figure
 
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.paper.analysis import THEORY
 from megatron_vshape.core.paper.catalogue import NAMES, make, make_block

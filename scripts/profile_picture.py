@@ -25,7 +25,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megatron_vshape.core.model.passes import Kind
+from megatron_vshape.core.model.kinds import Kind, find_kind
 from megatron_vshape.view.figure import save
 from megatron_vshape.view.palette import HELD_COLOUR, ink, shade, tint
 
@@ -107,7 +107,7 @@ def colour(span: Span) -> str:
     """Return the colour of a span: a pass has that of its kind and chunk."""
     match = PASS.fullmatch(span.name)
     if match:
-        kind = Kind.B if match[1] == "BW" else Kind(match[1])
+        kind = Kind.B if match[1] == "BW" else find_kind(match[1])
         return shade(kind, int(match[2]) // RANKS, 2)
     if span.row == 1:
         return tint(shade(Kind.W, 0, 2), 1, 2)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from fractions import Fraction
 
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.analysis import ATTEMPTS, THEORY, Analysis, analyse
 from megatron_vshape.view.names import display_name
 

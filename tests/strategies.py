@@ -5,7 +5,8 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import KINDS, Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make
 
@@ -90,7 +91,7 @@ def _rename(draw: st.DrawFn, rows: list[list[Pass]], device: int) -> None:
     row = rows[device]
     at = _index(draw, row)
     row[at] = Pass(
-        draw(st.sampled_from(Kind)),
+        draw(st.sampled_from(list(KINDS))),
         max(0, row[at].stage + draw(st.integers(-1, 1))),
         max(0, row[at].microbatch + draw(st.integers(-1, 1))),
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vshape import __version__
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.hooks.registry import Finding

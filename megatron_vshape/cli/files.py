@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 
 FIGURE_SUFFIXES = (".svg", ".png", ".pdf")

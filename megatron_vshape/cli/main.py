@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from megatron_vshape import __version__
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 
 PROGRAM = "megatron-vshape"
 FAILED = 2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_vshape.core.ask import PLUS_NAMES, Cut, Question, find
 from megatron_vshape.core.model.costs import Costs, regroup
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS
 from megatron_vshape.view.names import plain

@@ -34,7 +34,7 @@ from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.frontier import Point, frontier, published
 from megatron_vshape.core.model.costs import Costs, regroup
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Objective, Plan, check_size
 from megatron_vshape.view.names import placement_text, plain
 from megatron_vshape.view.numbers import GIB, argument, base_peak, enough, percent, table

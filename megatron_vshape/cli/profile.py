@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from megatron_vshape.cli.files import Output, check_target, write_all
 from megatron_vshape.cli.options import count
 from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.layers import even_layers, parse_layers
-from megatron_vshape.core.model.passes import Kind, ScheduleError
 from megatron_vshape.core.model.placement import v_shape
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
 
     with _megatron_quiet():
         prepare(device)
-        columns = "".join(f"{kind + ' ms':>10}" for kind in Kind)
+        columns = "".join(f"{kind + ' ms':>10}" for kind in (*PARTS, Kind.BW))
         print(f"{'':26}{columns}{'MiB after F':>13}{'after B':>10}")
         try:
             costs = profile_stages(model, layers, options.repeats, options.send_us, _tell)

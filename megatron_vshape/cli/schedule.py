@@ -24,7 +24,7 @@ from megatron_vshape.cli.options import (
 from megatron_vshape.core.ask import PLUS_NAMES, SUFFIXES, ask
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS

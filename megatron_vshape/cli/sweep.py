@@ -14,7 +14,7 @@ from megatron_vshape.cli.files import (
     check_can_draw,
     check_targets,
 )
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,7 +15,8 @@ from megatron_vshape.core.check.bounds import each_limit, lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, regroup
-from megatron_vshape.core.model.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Timeline, load_schedule
 from megatron_vshape.core.paper.building_block import BuildingBlock

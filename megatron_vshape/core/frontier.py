@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from megatron_vshape.core.ask import Question, ask, best_order, judge
 from megatron_vshape.core.check.bounds import least_limit
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import default_placements
 from megatron_vshape.core.model.schedule import Plan, Schedule
 from megatron_vshape.core.paper.catalogue import NAMES

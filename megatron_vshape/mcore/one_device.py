@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.core.model.costs import Costs, Piece
-from megatron_vshape.core.model.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.model.kinds import KINDS, PARTS, Kind, ScheduleError
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore import cpu
 from megatron_vshape.runtime.in_use import Allocator, PassNeeds
 from megatron_vshape.runtime.measure import PassTimer
@@ -319,7 +320,7 @@ def _profile_stage(
     stage = _alone(model, state, chunk, total)
     with _counted(state, chunk) as census:
         _run_microbatch(model, stage, 0)
-    times: dict[Kind, list[float]] = {kind: [] for kind in Kind}
+    times: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
     microbatches = iter(range(1, total))
     for splits in (True, False):
         for microbatch in islice(microbatches, WARM_UP):
@@ -331,7 +332,7 @@ def _profile_stage(
             # A forward is the same before either; as many are enough.
             if splits or work.kind is Kind.BW:
                 times[work.kind].append(end - start)
-    forward, backward, weight, whole = (median(times[kind]) for kind in Kind)
+    forward, backward, weight, whole = (median(times[kind]) for kind in (*PARTS, Kind.BW))
     saved = max(backward + weight - whole, 0.0)  # below 0 is noise: it may do both in turn
     after_forward, after_backward = census.held_bytes(0)
     return Piece(forward, backward, weight, after_forward, after_backward, saved)

@@ -4,7 +4,7 @@ import io
 from collections.abc import Iterator
 
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.playground.frontier import points
 from megatron_vshape.playground.making import Report, make_choice, make_named

@@ -6,7 +6,7 @@ from megatron_vshape.core.check.bounds import least_limit
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.frontier import Point, frontier
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import default_placements
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.files import parse_object, read_text
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.playground.request import MAX_TEXT, FileText
 from megatron_vshape.playground.traces import events_of

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make_block
 from megatron_vshape.playground.assets import static_files

@@ -7,7 +7,7 @@ from pathlib import PurePath
 from megatron_vshape.core.ask import Question, ask, best_order
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.catalogue import make

@@ -12,7 +12,8 @@ import numpy as np
 
 from megatron_vshape.core.check.simulate import held_curve, peak_held
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import PARTS_OF, Kind, need_table
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import NeedTable
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.view.names import display_name
@@ -124,6 +125,7 @@ def _flat(rows: Sequence[Sequence[float]]) -> np.ndarray:
 def _header(picture: Picture) -> dict[str, object]:
     timeline, costs = picture.timeline, picture.costs
     schedule = timeline.schedule
+    table = NeedTable(schedule.num_stages)
     return {
         "title": picture.facts.title or display_name(schedule.name),
         "devices": schedule.num_devices,
@@ -131,8 +133,8 @@ def _header(picture: Picture) -> dict[str, object]:
         "placement": schedule.placement,
         "chunks": chunks_of(schedule.placement),
         "counts": [len(row) for row in schedule.order],
-        "needs": need_table(schedule.num_stages),
-        "parts": [PARTS_OF[kind] for kind in KINDS],
+        "needs": [table.needs[part] for part in table.parts],
+        "parts": [table.parts_of[kind] for kind in KINDS],
         "held_after_forward": costs.held_after_forward_bytes,
         "send": costs.send_us,
         "has_late": picture.late is not None,

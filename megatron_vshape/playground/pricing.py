@@ -2,7 +2,7 @@
 
 from megatron_vshape.core.ask import AUTO, Question
 from megatron_vshape.core.model.costs import Costs, Piece, regroup
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.playground.request import CostChoice, FieldError
 from megatron_vshape.view.numbers import base_peak
 

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.playground.payload import Period
 

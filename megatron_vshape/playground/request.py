@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_vshape.core.model.files import is_number, is_whole
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS
 

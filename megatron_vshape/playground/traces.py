@@ -10,14 +10,8 @@ from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.files import is_number, is_whole, parse_object
-from megatron_vshape.core.model.passes import (
-    PART_OF,
-    PARTS_OF,
-    Kind,
-    Pass,
-    ScheduleError,
-    need_table,
-)
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.playground.payload import Facts, Picture
 from megatron_vshape.playground.pricing import Pricing
@@ -83,18 +77,18 @@ def delays(planned: Timeline, measured: Timeline) -> tuple[tuple[float, ...], ..
     greatest of these is its own. Both timelines start at 0 and have the same order.
     """
     schedule = planned.schedule
-    needs = need_table(schedule.num_stages)
+    table = NeedTable(schedule.num_stages, schedule.kinds)
     behind: dict[tuple[int, int, int], float] = {}
     for device in range(schedule.num_devices):
         for plan, real in zip(planned.slots(device), measured.slots(device), strict=True):
-            for part in PARTS_OF[plan.work.kind]:
+            for part in table.parts_of[plan.work.kind]:
                 behind[part, plan.work.stage, plan.work.microbatch] = real.end - plan.end
     late = []
     for device in range(schedule.num_devices):
         own, before = [], 0.0
         for plan, real in zip(planned.slots(device), measured.slots(device), strict=True):
             kind, stage, microbatch = plan.work
-            read = [behind[part, other, microbatch] for part, other in needs[PART_OF[kind]][stage]]
+            read = [behind[part, other, microbatch] for part, other in table.needs[kind][stage]]
             added = real.end - plan.end - max(before, 0.0, *read)
             own.append(added if added > LATE * (plan.end - plan.start) else 0.0)
             before = real.end - plan.end

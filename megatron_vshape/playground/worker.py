@@ -13,7 +13,7 @@ import sys
 import time
 from typing import BinaryIO
 
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.playground.build import build
 from megatron_vshape.playground.frames import Frame, error_frame, frame
 from megatron_vshape.playground.request import FieldError, Request

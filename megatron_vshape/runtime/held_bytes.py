@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 
 
 class Census:

@@ -7,7 +7,8 @@ allocates and frees, not when a GPU computes, so reading them waits for nothing.
 
 from typing import Protocol
 
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 
 
 class Allocator(Protocol):

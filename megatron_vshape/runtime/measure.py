@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_vshape.core.model.costs import Costs, Piece
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.program.instructions import Message, Program, Send
 

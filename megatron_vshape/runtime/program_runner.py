@@ -5,7 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import (
     Await,
     Instruction,

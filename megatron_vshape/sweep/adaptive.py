@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megatron_vshape.core.ask import AUTO, Question, best_order
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.model.schedule import Objective, Timeline
 from megatron_vshape.sweep.files import SweepError

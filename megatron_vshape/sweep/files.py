@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron_vshape.core.model.files import read_text
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 
 MAX_FILE_BYTES = 2**16
 """No sweep, model or cluster needs more; PyYAML reads some 50 kB a second."""

@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces
-from megatron_vshape.core.model.passes import ScheduleError
 from megatron_vshape.sweep.files import Loaded, Measured, SweepError
 from megatron_vshape.sweep.grid import Combination
 from megatron_vshape.sweep.layer import Part

@@ -9,7 +9,7 @@ from functools import lru_cache
 from megatron_vshape.core.ask import Question, ask
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.sweep.adaptive import placements_of, plan_adaptive

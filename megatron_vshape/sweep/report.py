@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_vshape.core.model.files import read_text
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.sweep.files import MAX_FILE_BYTES, Recompute, SweepError
 from megatron_vshape.sweep.grid import Combination

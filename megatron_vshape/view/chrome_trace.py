@@ -10,7 +10,8 @@ from typing import TextIO
 
 from megatron_vshape.core.check.simulate import unit_costs
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Slot, Timeline
 from megatron_vshape.view.memory import held_steps

@@ -23,7 +23,7 @@ from matplotlib.textpath import TextPath
 
 from megatron_vshape.core.check.simulate import peak_held, unit_costs
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import Kind, ScheduleError
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock

@@ -7,7 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_vshape.core.frontier import Point
-from megatron_vshape.core.model.passes import Kind
+from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.view.names import display_name
 from megatron_vshape.view.palette import HELD_COLOUR, PASS_COLOURS
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megatron_vshape.core.check.simulate import held_curve
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import Kind
+from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Timeline
 

@@ -1,6 +1,6 @@
 """The colours of the passes, the same on a terminal, in a figure and in its legend."""
 
-from megatron_vshape.core.model.passes import Kind
+from megatron_vshape.core.model.kinds import Kind
 
 PASS_COLOURS = {Kind.F: "#1f5fa8", Kind.B: "#c4540a", Kind.W: "#16806a"}
 """Chunk 0's; told apart by people who see red and green alike, and dark enough for white text."""

@@ -16,7 +16,8 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
 
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import chunks_of, stages_of
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock

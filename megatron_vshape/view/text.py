@@ -4,7 +4,7 @@ import itertools
 import os
 from typing import TextIO
 
-from megatron_vshape.core.model.passes import Kind
+from megatron_vshape.core.model.kinds import find_kind
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.view.palette import TERMINAL_COLOURS
 
@@ -64,5 +64,5 @@ def _paint(line: str) -> str:
 
 
 def _start(letter: str) -> str:
-    dark, light = TERMINAL_COLOURS[Kind(letter.upper())]
+    dark, light = TERMINAL_COLOURS[find_kind(letter.upper())]
     return f"\x1b[97;48;5;{dark}m" if letter.isupper() else f"\x1b[30;48;5;{light}m"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.analysis import THEORY, analyse
 
 

@@ -8,7 +8,7 @@ from megatron_vshape.core.ask import AUTO, Planned, Question, ask, best_order, f
 from megatron_vshape.core.check.bounds import lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Plan
 from megatron_vshape.core.paper.catalogue import NAMES, make, make_block

@@ -8,7 +8,7 @@ from strategies import made
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.passes import Kind, ScheduleError
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, NOT_REORDERED, make, make_block
 

@@ -7,7 +7,7 @@ import pytest
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.planner.search import Objective, plan
 
 pytest.importorskip("ortools")

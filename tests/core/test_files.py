@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import costs_of, made
 
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, load_schedule
 from megatron_vshape.core.paper.catalogue import make
 

@@ -8,7 +8,8 @@ from strategies import costs_of, made
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, linear, looping, stages_of, v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make

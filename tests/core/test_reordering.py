@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.paper.reordering import reorder
 

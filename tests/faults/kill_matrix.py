@@ -22,7 +22,8 @@ import torch.distributed as dist
 from runtime.plain_pipeline import SHAPE, stages_for
 
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.instructions import Program, Run
 from megatron_vshape.core.program.lowering import lower

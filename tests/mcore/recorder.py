@@ -22,7 +22,8 @@ from megatron.core import parallel_state
 from megatron.training import get_tensorboard_writer
 from torch import Tensor, nn
 
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.step import forward_backward
 from megatron_vshape.mcore.step.stage import MegatronStage
 from megatron_vshape.runtime.live_bytes import LiveAfterPasses, LiveBytes

@@ -8,7 +8,7 @@ from mcore.conftest import UNTIED, needs_hybrid
 from mcore.farm import Ended, Farm
 from mcore.test_training import assert_equal_training
 
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import linear, v_shape
 from megatron_vshape.mcore.layout.hybrid import cut, layers_of_stages
 from megatron_vshape.mcore.refusals import UnsupportedError

@@ -19,7 +19,8 @@ from mcore.farm import Farm
 from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine
 
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Run
 from megatron_vshape.mcore.hooks.replacements import validate_result
 from megatron_vshape.mcore.hooks.session import Session

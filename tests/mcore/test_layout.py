@@ -8,8 +8,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers
-from megatron_vshape.core.model.passes import ScheduleError
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
 from megatron_vshape.mcore.layout import stages
 from megatron_vshape.mcore.layout.stages import (

@@ -7,7 +7,8 @@ import pytest
 from megatron_vshape.core.ask import Question, ask
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import Pass, ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.mcore.setup.plans import Planner, make_planner

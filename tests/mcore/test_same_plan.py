@@ -7,7 +7,8 @@ import pytest
 import torch
 from runtime.ranks import run_ranks
 
-from megatron_vshape.core.model.passes import Pass, ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.core.program.lowering import lower

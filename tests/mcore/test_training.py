@@ -8,7 +8,8 @@ import torch
 from mcore.conftest import UNTIED
 from mcore.farm import Ended
 
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, looping, stages_of
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make

@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.passes import Kind
+from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,

@@ -31,7 +31,7 @@ from playground.driving import (
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.check.simulate import simulate, unit_costs
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import Kind
+from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make

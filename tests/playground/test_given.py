@@ -9,7 +9,7 @@ from playground.answers import answer, read_payload, request
 
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.playground.build import build
 from megatron_vshape.playground.given import Sort, read_given, read_presets
 from megatron_vshape.playground.offers import offers

@@ -11,7 +11,7 @@ from playground.answers import read_payload
 
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.check.simulate import simulate, unit_costs
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.playground import html

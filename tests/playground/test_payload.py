@@ -10,7 +10,8 @@ from playground.answers import read_payload
 
 from megatron_vshape.core.check.simulate import held_curve, peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.playground.payload import KINDS, Facts, Picture, encode, palette

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.passes import Pass, ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.playground.pricing import Pricing

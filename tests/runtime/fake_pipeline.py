@@ -10,7 +10,8 @@ from runtime.fake_device import Device, DeviceTensor, Kernel, World
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.early_start import Cut

@@ -10,7 +10,8 @@ from runtime.plain_pipeline import SHAPE, AliveCounter, gradients_of, one_proces
 from runtime.ranks import run_ranks
 
 from megatron_vshape.core.check.simulate import peak_held, simulate, unit_costs
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import looping, stages_of
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make

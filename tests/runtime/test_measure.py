@@ -10,7 +10,8 @@ import torch.distributed as dist
 from runtime.ranks import run_ranks
 
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Slot
 from megatron_vshape.core.paper.catalogue import make

@@ -13,7 +13,7 @@ from runtime.plain_pipeline import SHAPE, stages_for
 from runtime.ranks import run_ranks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_vshape.core.model.passes import Kind
+from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.instructions import Message, Program, Send, Stream
 from megatron_vshape.core.program.lowering import lower

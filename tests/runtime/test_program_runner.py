@@ -10,7 +10,8 @@ from runtime.plain_pipeline import gradients_of, one_process, stages_for
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.instructions import Message, Program, Run

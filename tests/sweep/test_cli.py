@@ -11,7 +11,7 @@ import pytest
 from sweep.samples import ROOT, SWEEP, write_sweep
 
 from megatron_vshape.cli import sweep
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.sweep.results import open_results
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron_vshape.core.model.costs import Costs, held_text, regroup
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement, check_placement, stages_of
 
 _ROUNDING = 1e-9

@@ -1,27 +1,20 @@
 """The event simulator: a schedule and costs become a timeline."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron_vshape.core.check.deadlock import explain_deadlock
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import (
-    PART_OF,
-    PARTS,
-    PARTS_OF,
-    Kind,
-    Pass,
-    ScheduleError,
-    need_table,
-)
-from megatron_vshape.core.model.schedule import Schedule, Timeline
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.passes import NeedTable, Pass
+from megatron_vshape.core.model.schedule import Lane, Schedule, Timeline
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Return when every pass runs if each starts as soon as its device and its inputs allow.
 
-    A device runs its passes in order, one at a time. A result that crosses devices arrives
-    `send_us` after its pass has ended; sending occupies no device. Without `costs` every chunk
-    pass takes one unit and messages take none.
+    A resource of a device runs its passes in order, one at a time. A result that crosses devices
+    arrives `send_us` after its pass has ended; sending occupies no device. Without `costs` every
+    chunk pass takes one unit and messages take none.
 
     Raises:
         ScheduleError: the costs are for another number of stages, or the order deadlocks.
@@ -32,8 +25,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def unit_costs(schedule: Schedule) -> Costs:
-    """Return costs of one unit for a pass of one of 2 * num_devices stages, as the paper has it."""
-    return Costs.uniform(schedule.num_devices, schedule.num_stages)
+    """Return costs of one unit for a pass of one of 2 * num_devices stages, as the paper has it.
+
+    What passes of other kinds than the paper's take and hold is one unit, too.
+    """
+    return Costs.uniform(schedule.num_devices, schedule.num_stages, kinds=schedule.kinds)
 
 
 def check_costs(costs: Costs, num_stages: int) -> None:
@@ -45,49 +41,63 @@ def check_costs(costs: Costs, num_stages: int) -> None:
 
 
 class _Simulation:
-    """Runs every device until it must wait, and wakes it when what it waits for is there."""
+    """Runs every lane until it must wait, and wakes it when what it waits for is there."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         stages, microbatches = schedule.num_stages, schedule.num_microbatches
         self.schedule = schedule
-        self.needs = need_table(stages)
-        self.time_us = {kind: [costs.time_us(kind, s) for s in range(stages)] for kind in Kind}
+        self.costs = costs
+        self.lanes = schedule.lanes()
+        kinds = schedule.kinds
+        self.table = NeedTable(stages, kinds)
+        self.needs, self.parts_of = self.table.needs, self.table.parts_of
         self.send_us = costs.send_us
-        self.whole_backward_us = costs.whole_backward_us
+        self.time_us = {kind: [costs.time_us(kind, s) for s in range(stages)] for kind in kinds}
         self.end: list[list[list[float | None]]] = [
-            [[None] * microbatches for _ in range(stages)] for _ in PARTS
+            [[None] * microbatches for _ in range(stages)] for _ in self.table.parts
         ]
-        self.starts: list[list[float]] = [[] for _ in schedule.order]
-        self.ends: list[list[float]] = [[] for _ in schedule.order]
+        self._end_what_is_not_there()
+        self.starts: list[list[float]] = [[] for _ in self.lanes]
+        self.ends: list[list[float]] = [[] for _ in self.lanes]
         self.waiting: dict[tuple[int, int, int], list[int]] = {}
 
+    def _end_what_is_not_there(self) -> None:
+        """Let nobody wait for passes that a microbatch may do without, and does."""
+        at_will = {self.table.parts[at]: self.end[at] for at in self.table.at_will}
+        for ends in at_will.values():
+            for row in ends:
+                row[:] = [0.0] * len(row)
+        for kind, stage, microbatch in (w for row in self.schedule.order for w in row if at_will):
+            if kind in at_will:
+                at_will[kind][stage][microbatch] = None
+
     def run(self) -> Timeline:
-        awake = list(range(self.schedule.num_devices))
+        awake = list(range(len(self.lanes)))
         while awake:
             self._advance(awake.pop(), awake)
         stuck = {
-            device: len(self.ends[device])
-            for device, passes in enumerate(self.schedule.order)
-            if len(self.ends[device]) < len(passes)
+            at: len(self.ends[at])
+            for at, lane in enumerate(self.lanes)
+            if len(self.ends[at]) < len(lane.passes)
         }
         if stuck:
-            raise ScheduleError(explain_deadlock(self.schedule, stuck))
-        starts, ends = tuple(map(tuple, self.starts)), tuple(map(tuple, self.ends))
-        return Timeline(self.schedule, starts, ends, self.send_us, self.whole_backward_us)
+            raise ScheduleError(explain_deadlock(self.lanes, self.table, stuck))
+        starts, ends = (_by_device(self.schedule, self.lanes, x) for x in (self.starts, self.ends))
+        return Timeline(self.schedule, starts, ends, self.send_us, self.costs.whole_backward_us)
 
-    def _advance(self, device: int, awake: list[int]) -> None:
-        """Run the device's passes up to the first whose inputs are not there yet."""
+    def _advance(self, at: int, awake: list[int]) -> None:
+        """Run the lane's passes up to the first whose inputs are not there yet."""
         placement = self.schedule.placement
-        starts, ends = self.starts[device], self.ends[device]
+        device, _, passes, _ = self.lanes[at]
+        starts, ends = self.starts[at], self.ends[at]
         clock = ends[-1] if ends else 0.0
-        passes = self.schedule.order[device]
-        for at in range(len(ends), len(passes)):
-            kind, stage, microbatch = work = passes[at]
+        for place in range(len(ends), len(passes)):
+            kind, stage, microbatch = work = passes[place]
             start = clock
-            for part, other in self.needs[PART_OF[kind]][stage]:
+            for part, other in self.needs[kind][stage]:
                 done = self.end[part][other][microbatch]
                 if done is None:
-                    self.waiting.setdefault((part, other, microbatch), []).append(device)
+                    self.waiting.setdefault((part, other, microbatch), []).append(at)
                     return
                 if placement[other] != device:
                     done += self.send_us
@@ -98,35 +108,45 @@ class _Simulation:
             self._finish(work, clock, awake)
 
     def _finish(self, work: Pass, clock: float, awake: list[int]) -> None:
-        for part in PARTS_OF[work.kind]:
+        for part in self.parts_of[work.kind]:
             self.end[part][work.stage][work.microbatch] = clock
             if self.waiting:
                 awake.extend(self.waiting.pop((part, work.stage, work.microbatch), ()))
 
 
+def _by_device(
+    schedule: Schedule, lanes: Sequence[Lane], times: Iterable[Sequence[float]]
+) -> tuple[tuple[float, ...], ...]:
+    """Return the times of all lanes in the order of the devices' passes."""
+    if len(lanes) == len(schedule.order):  # every device has its processor's alone
+        return tuple(map(tuple, times))
+    rows = [[0.0] * len(passes) for passes in schedule.order]
+    for lane, own in zip(lanes, times, strict=True):
+        for at, time in zip(lane.places, own, strict=True):
+            rows[lane.device][at] = time
+    return tuple(map(tuple, rows))
+
+
 def held_curve(schedule: Schedule, costs: Costs, device: int) -> list[float]:
     """Return what the device holds while each of its passes runs, in the unit of the costs."""
-    return _held(schedule.order[device], costs)
+    passes = schedule.order[device]
+    return _held(passes, costs, {work.kind for work in passes})
 
 
 def peak_held(schedule: Schedule, costs: Costs | None = None) -> tuple[float, ...]:
     """Return the most that each device holds, in chunks or in the unit of the costs' memory."""
     costs = unit_costs(schedule) if costs is None else costs
     check_costs(costs, schedule.num_stages)
-    return tuple(max(_held(passes, costs), default=0.0) for passes in schedule.order)
+    kinds = schedule.kinds
+    return tuple(max(_held(passes, costs, kinds), default=0.0) for passes in schedule.order)
 
 
-def _held(passes: Sequence[Pass], costs: Costs) -> list[float]:
-    after_forward, after_backward = costs.held_after_forward_bytes, costs.held_after_backward_bytes
+def _held(passes: Sequence[Pass], costs: Costs, kinds: Iterable[Kind]) -> list[float]:
+    changes = {kind: costs.changes(kind) for kind in kinds}
     held, curve = 0.0, []
     for kind, stage, _ in passes:
-        if kind is Kind.F:
-            held += after_forward[stage]
+        at_start, at_end = changes[kind]
+        held += at_start[stage]
         curve.append(held)
-        if kind is Kind.B:
-            held += after_backward[stage] - after_forward[stage]
-        elif kind is Kind.W:
-            held -= after_backward[stage]
-        elif kind is Kind.BW:
-            held -= after_forward[stage]
+        held += at_end[stage]
     return curve

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from megatron_vshape.core.check.bounds import each_limit
 from megatron_vshape.core.check.simulate import held_curve, simulate, unit_costs
 from megatron_vshape.core.model.costs import Costs, held_text
-from megatron_vshape.core.model.passes import PARTS, Pass, ScheduleError
+from megatron_vshape.core.model.kinds import PARTS, ScheduleError
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import check_placement
 from megatron_vshape.core.model.schedule import Schedule
 
@@ -68,7 +69,7 @@ def _check_places(schedule: Schedule) -> None:
 
 
 def _check_counts(schedule: Schedule) -> None:
-    """Raise ScheduleError unless F, B and W of every stage and microbatch run once."""
+    """Raise ScheduleError unless every stage and microbatch has every pass it needs, once."""
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     count = Counter(
         Pass(kind, work.stage, work.microbatch)
@@ -76,15 +77,19 @@ def _check_counts(schedule: Schedule) -> None:
         for work in passes
         for kind in work.parts()
     )
-    if len(count) == 3 * stages * microbatches and max(count.values()) == 1:
+    if len(count) == len(PARTS) * stages * microbatches and max(count.values()) == 1:
         return
     wrong = [
-        Pass(kind, stage, microbatch)
+        work
         for microbatch in range(microbatches)
         for stage in range(stages)
         for kind in PARTS
-        if count[Pass(kind, stage, microbatch)] != 1
+        if count[work := Pass(kind, stage, microbatch)] != 1
     ]
+    wrong += [work for work, times in count.items() if times > 1 and not work.kind.everywhere]
+    if not wrong:
+        _check_reads(schedule, count)
+        return
     culprit = wrong[0]
     device, at = _place_of(schedule, culprit)
     times = f"{count[culprit]} times" if count[culprit] else "never"
@@ -93,6 +98,18 @@ def _check_counts(schedule: Schedule) -> None:
         f"{culprit} runs {times} on device {device}; every pass must run once{more}\n"
         + excerpt(schedule, device, at)
     )
+
+
+def _check_reads(schedule: Schedule, count: Counter[Pass]) -> None:
+    """Raise ScheduleError where a pass reads one that a microbatch may do without, and does."""
+    for device, passes in enumerate(schedule.order):
+        for at, work in enumerate(passes):
+            for need in work.needs(schedule.num_stages):
+                if not count[need]:
+                    raise ScheduleError(
+                        f"{work} on device {device} reads {need}, which no device runs\n"
+                        + excerpt(schedule, device, at)
+                    )
 
 
 def _place_of(schedule: Schedule, culprit: Pass) -> tuple[int, int]:

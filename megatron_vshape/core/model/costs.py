@@ -16,7 +16,7 @@ from megatron_vshape.core.model.files import (
     parse_object,
     read_text,
 )
-from megatron_vshape.core.model.passes import Kind, ScheduleError
+from megatron_vshape.core.model.kinds import KINDS, Kind, ScheduleError
 
 LEAST, MOST = 1e-6, 1e15
 """Of a time, and of what is held; times stay far from where floats end."""
@@ -88,6 +88,7 @@ class Costs:
     held_after_backward_bytes: tuple[float, ...]
     layers: tuple[int, ...] | None = None
     whole_backward_us: tuple[float, ...] | None = None  # None: B + W
+    others: tuple[tuple[str, tuple[float, ...]], ...] = ()  # what other kinds take or hold, by name
 
     def __post_init__(self) -> None:
         self._check()
@@ -101,18 +102,22 @@ class Costs:
         backward: float = 1.0,
         weight: float = 1.0,
         send: float = 0.0,
+        kinds: Iterable[Kind] = (),
     ) -> "Costs":
         """Return equal costs, given for one of 2 * num_devices stages and scaled to `num_stages`.
 
         So every placement does the same work and holds memory in the same unit, the chunk: the
-        activations of one microbatch in 1 / (2 * num_devices) of the model.
+        activations of one microbatch in 1 / (2 * num_devices) of the model. What other `kinds`
+        than F, B and W take and hold is 1.
         """
         scale = 2 * num_devices / num_stages
 
         def alike(value: float) -> tuple[float, ...]:
             return (value * scale,) * num_stages
 
-        return cls(alike(forward), alike(backward), alike(weight), send, alike(1.0), alike(1.0))
+        one = alike(1.0)
+        others = tuple((name, one) for name in _names_of_others(kinds))
+        return cls(alike(forward), alike(backward), alike(weight), send, one, one, others=others)
 
     @classmethod
     def of(
@@ -143,15 +148,32 @@ class Costs:
 
     def time_us(self, kind: Kind, stage: int) -> float:
         """Return how long a pass of `kind` takes on `stage`; BW takes B + W if nothing is said."""
-        if kind is Kind.F:
-            return self.forward_us[stage]
-        if kind is Kind.B:
-            return self.backward_us[stage]
-        if kind is Kind.W:
-            return self.weight_us[stage]
-        if self.whole_backward_us is not None:
-            return self.whole_backward_us[stage]
-        return self.backward_us[stage] + self.weight_us[stage]
+        times = self._named(kind.time)
+        if times is not None:
+            return times[stage]
+        return sum(self.time_us(part, stage) for part in kind.does if part is not kind)
+
+    def changes(self, kind: Kind) -> tuple[Sequence[float], Sequence[float]]:
+        """Return, by stage, how much more is held when such a pass starts, and when it ends."""
+        nothing = (0.0,) * self.num_stages
+        takes, keeps, frees = (
+            self._named(name) or nothing for name in (kind.takes, kind.keeps, kind.frees)
+        )
+        return takes, [more - less for more, less in zip(keeps, frees, strict=True)]
+
+    def _named(self, name: str) -> tuple[float, ...] | None:
+        """Return the amounts of this name, one per stage; None if they follow from others.
+
+        Raises:
+            ScheduleError: a kind of pass has such amounts, and these costs do not.
+        """
+        if not name or name in _OPTIONAL or name in _FIELDS:
+            found: tuple[float, ...] | None = getattr(self, name) if name else None
+            return found
+        for known, amounts in self.others:
+            if known == name:
+                return amounts
+        raise ScheduleError(f"the costs have no {name}, which a pass of this schedule has")
 
     def split_no_slower(self) -> "Costs":
         """Return costs at which a split backward loses nothing to a whole one, if these differ.
@@ -188,7 +210,7 @@ class Costs:
         """Return the costs file's text."""
         given = {name: getattr(self, name) for name in (*_FIELDS, *_OPTIONAL)}
         known = {name: value for name, value in given.items() if value is not None}
-        return json.dumps(known, indent=1)
+        return json.dumps(known | dict(self.others), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Costs":
@@ -201,6 +223,11 @@ class Costs:
         layers = _whole_numbers("layers", data.pop("layers")) if "layers" in data else None
         name = "whole_backward_us"
         whole_us = _numbers(name, data.pop(name)) if name in data else None
+        others = tuple(
+            (each, _numbers(each, data.pop(each)))
+            for each in _names_of_others(KINDS)
+            if each in data
+        )
         check_keys(data, _FIELDS, "the costs file")
         send_us = _numbers("send_us", [data["send_us"]])[0]
         lists = {name: _numbers(name, data[name]) for name in _PER_STAGE}
@@ -208,7 +235,9 @@ class Costs:
             raise ScheduleError(
                 "held_after_forward_bytes is 0 for every stage; some must hold more"
             )
-        return cls(send_us=send_us, **lists, layers=layers, whole_backward_us=whole_us)
+        return cls(
+            send_us=send_us, **lists, layers=layers, whole_backward_us=whole_us, others=others
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> "Costs":
@@ -220,9 +249,10 @@ class Costs:
             raise ScheduleError(f"the costs file {path} is not valid: {error}") from None
 
     def _check(self) -> None:
-        whole = () if self.whole_backward_us is None else ("whole_backward_us",)
-        for name in (*_PER_STAGE, *whole):
-            values = getattr(self, name)
+        values_of = {name: getattr(self, name) for name in _PER_STAGE} | dict(self.others)
+        if self.whole_backward_us is not None:
+            values_of["whole_backward_us"] = self.whole_backward_us
+        for name, values in values_of.items():
             if len(values) != len(self.forward_us) or not values:
                 raise ScheduleError(
                     f"the costs have {len(values)} values of {name} and {len(self.forward_us)} of "
@@ -232,8 +262,7 @@ class Costs:
                 _check_value(name, f"{name} of stage {stage}", value)
         self._check_layers()
         _check_value("send_us", "send_us", self.send_us, may_be_zero=True)
-        times = (*self.forward_us, *self.backward_us, *self.weight_us)
-        times += self.whole_backward_us or ()
+        times = [time for name in values_of if name.endswith("_us") for time in values_of[name]]
         longest, shortest = max(*times, self.send_us), min(times)
         if longest > MAX_RATIO * shortest:
             raise ScheduleError(
@@ -266,6 +295,12 @@ def _check_value(name: str, what: str, value: float, may_be_zero: bool = False) 
 _PER_STAGE = tuple(each.name for each in fields(Piece) if each.name != "saved_us")
 _OPTIONAL = ("layers", "whole_backward_us")
 _FIELDS = (*_PER_STAGE[:3], "send_us", *_PER_STAGE[3:])
+
+
+def _names_of_others(kinds: Iterable[Kind]) -> list[str]:
+    """Return what passes of these kinds take and hold, by the table, that no costs must have."""
+    names = (name for kind in kinds for name in (kind.time, kind.takes, kind.keeps, kind.frees))
+    return [name for name in dict.fromkeys(names) if name and name not in (*_FIELDS, *_OPTIONAL)]
 
 
 def _numbers(name: str, values: object) -> tuple[float, ...]:
@@ -309,11 +344,9 @@ def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
             f"costs need {num_stages} or a multiple of it, which is then added up"
         )
 
-    def added(name: str) -> tuple[float, ...]:
-        return tuple(_sums(getattr(costs, name), size))
-
-    changed: dict[str, Any] = {name: added(name) for name in _PER_STAGE}
-    changed |= {name: added(name) for name in _OPTIONAL if getattr(costs, name) is not None}
+    names = [name for name in (*_PER_STAGE, *_OPTIONAL) if getattr(costs, name) is not None]
+    changed: dict[str, Any] = {name: tuple(_sums(getattr(costs, name), size)) for name in names}
+    changed["others"] = tuple((name, tuple(_sums(each, size))) for name, each in costs.others)
     if costs.layers is not None:
         changed["layers"] = tuple(map(int, changed["layers"]))
     return replace(costs, **changed)

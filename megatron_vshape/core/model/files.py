@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 from typing import TypeGuard
 
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 
 MAX_FILE_BYTES = 32 * 2**20
 """A schedule of two million passes is smaller; reading a larger file could fill the memory."""

@@ -1,27 +1,12 @@
 """The passes of a pipeline and the one statement of their data dependencies."""
 
 import re
-from collections.abc import Iterator
-from enum import StrEnum
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from megatron_vshape.core.model.kinds import KINDS, PARTS, Kind, ScheduleError, find_kind
 
-class ScheduleError(ValueError):
-    """A schedule, or what it is asked to be made from, cannot stand; the text says why."""
-
-
-class Kind(StrEnum):
-    """What a pass computes: outputs (F), input gradients (B), weight gradients (W), or B and W."""
-
-    F = "F"
-    B = "B"
-    W = "W"
-    BW = "BW"
-
-    __hash__ = str.__hash__  # Enum's is written in Python, and schedules hash 10^6 passes
-
-
-_TEXT = re.compile(r"(BW|F|B|W)([0-9]{1,9})\.([0-9]{1,9})", re.ASCII)
+_TEXT = re.compile(r"([A-Z]+)([0-9]{1,9})\.([0-9]{1,9})", re.ASCII)
 
 
 class Pass(NamedTuple):
@@ -42,59 +27,66 @@ class Pass(NamedTuple):
             ScheduleError: `text` is not KIND STAGE.MICROBATCH.
         """
         match = _TEXT.fullmatch(text) if isinstance(text, str) else None
-        if match is None:
+        if match is None or match[1] not in KINDS:
+            *first, last = KINDS
             raise ScheduleError(
-                f"{text!r:.80} is not a pass: expected F, B, W or BW, a stage, a dot and a "
-                "microbatch, as in F3.12"
+                f"{text!r:.80} is not a pass: expected {', '.join(first)} or {last}, a stage, a "
+                "dot and a microbatch, as in F3.12"
             )
-        return cls(Kind(match[1]), int(match[2]), int(match[3]))
+        return cls(find_kind(match[1]), int(match[2]), int(match[3]))
 
     def parts(self) -> tuple[Kind, ...]:
         """Return the simple kinds this pass does: B and W for a whole backward, else its own."""
-        return (Kind.B, Kind.W) if self.kind is Kind.BW else (self.kind,)
+        return self.kind.does
 
     def needs(self, num_stages: int) -> Iterator["Pass"]:
-        """Yield the passes whose results this one reads; nothing else states the dependencies.
+        """Yield the passes whose results this one reads; only the table of kinds says which.
 
-        A need is always a simple pass (F, B or W); a whole backward satisfies the need for its B.
+        A need is always a simple pass; a whole backward satisfies the need for its B. What a pass
+        waits for only where it is there, `NeedTable` adds.
         """
-        kind, stage, microbatch = self
-        if kind is Kind.W:
-            yield Pass(Kind.B, stage, microbatch)
-        elif kind is Kind.F:
-            if stage > 0:
-                yield Pass(Kind.F, stage - 1, microbatch)
-        else:
-            yield Pass(Kind.F, stage, microbatch)
-            if stage < num_stages - 1:
-                yield Pass(Kind.B, stage + 1, microbatch)
+        for name, step in self.kind.reads:
+            stage = self.stage + step
+            if 0 <= stage < num_stages:
+                yield Pass(find_kind(name), stage, self.microbatch)
 
 
-PARTS = (Kind.F, Kind.B, Kind.W)
-"""The simple kinds; a result is looked up by its place here, its stage and its microbatch."""
+class NeedTable:
+    """What the passes of some kinds read, by number, for loops over 10^5 passes.
 
-PARTS_OF = {kind: tuple(PARTS.index(Kind(part)) for part in kind.value) for kind in Kind}
-"""The places in PARTS of what a pass of this kind does: two for a whole backward."""
-
-PART_OF = {kind: parts[0] for kind, parts in PARTS_OF.items()}
-"""The place in PARTS whose needs a pass of this kind has; a whole backward reads what B reads."""
-
-NeedTable = tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
-
-
-def need_table(num_stages: int) -> NeedTable:
-    """Return `table[part][stage]`: the (part, stage) pairs read; `part` counts along `PARTS`.
-
-    Every microbatch has the same needs, so that loops over 10^5 passes look them up here
-    instead of making `Pass.needs` anew.
+    `parts` are the simple kinds, and a part is a place there: `needs[kind][stage]` are the
+    (part, stage) pairs that a pass reads, of its own microbatch. Of the parts `at_will` not every
+    microbatch has a pass, and where it has none, nobody waits for it.
     """
-    return tuple(
-        tuple(
-            tuple(
-                (PARTS.index(need.kind), need.stage)
-                for need in Pass(kind, stage, 0).needs(num_stages)
-            )
-            for stage in range(num_stages)
-        )
-        for kind in PARTS
-    )
+
+    def __init__(self, num_stages: int, kinds: Iterable[Kind] = PARTS) -> None:
+        """Take all kinds that a schedule has; those of PARTS are always among them."""
+        simple = {part for kind in kinds for part in kind.does}.union(PARTS)
+        self.parts = tuple(kind for kind in KINDS if kind in simple)
+        self.parts_of = {
+            kind: tuple(map(self.parts.index, kind.does))
+            for kind in KINDS
+            if simple.issuperset(kind.does)
+        }
+        self.at_will = [at for at, part in enumerate(self.parts) if not part.everywhere]
+        self.needs = {
+            kind: [self._needs(kind, stage, num_stages) for stage in range(num_stages)]
+            for kind in self.parts_of
+        }
+
+    def _needs(self, kind: Kind, stage: int, num_stages: int) -> tuple[tuple[int, int], ...]:
+        always = [
+            (self.parts.index(need.kind), need.stage)
+            for need in Pass(kind, stage, 0).needs(num_stages)
+        ]
+        where_there = [
+            (at, stage)
+            for at in self.at_will
+            if not set(self.parts[at].before).isdisjoint(kind.does)
+        ]
+        return (*always, *where_there)
+
+    def needs_of(self, work: Pass) -> Iterator[Pass]:
+        """Yield the passes that this one reads, or would wait for if they are there."""
+        for part, stage in self.needs[work.kind][work.stage]:
+            yield Pass(self.parts[part], stage, work.microbatch)

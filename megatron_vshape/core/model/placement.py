@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 
 Placement = tuple[int, ...]
 

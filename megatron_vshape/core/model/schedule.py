@@ -5,13 +5,16 @@ import io
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_vshape.core.model.files import check_keys, is_whole, parse_object, read_text
-from megatron_vshape.core.model.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.model.kinds import KINDS, PARTS, PROCESSOR, Kind, ScheduleError
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, check_placement, chunks_of
 
 FORMAT = 1
@@ -27,7 +30,21 @@ MAX_COLUMNS = 100_000
 _ROUNDING = 1e-6
 """A pass may miss the middle of a character by this share of one, as sums of times do."""
 
+_KIND = attrgetter("kind")
+
 _KEYS = ("name", "num_devices", "num_microbatches", "placement", "order")
+
+
+class Lane(NamedTuple):
+    """The passes of a device that share a resource, which runs them in this order.
+
+    `places[at]` is where `passes[at]` stands in the device's order.
+    """
+
+    device: int
+    resource: str
+    passes: Sequence[Pass]
+    places: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +59,9 @@ class Schedule:
     num_microbatches: int
     placement: Placement
     order: tuple[tuple[Pass, ...], ...]
+    _kinds: list[frozenset[Kind]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     @property
     def num_stages(self) -> int:
@@ -54,9 +74,31 @@ class Schedule:
         return len(self.placement) // self.num_devices
 
     @property
+    def kinds(self) -> frozenset[Kind]:
+        """Return the kinds of its passes."""
+        if not self._kinds:  # looked for once: that is a look at every pass
+            self._kinds.append(frozenset(map(_KIND, chain.from_iterable(self.order))))
+        return self._kinds[0]
+
+    @property
     def splits_backward(self) -> bool:
         """Return whether any weight gradient is a pass of its own."""
-        return any(each.kind is Kind.W for passes in self.order for each in passes)
+        return Kind.W in self.kinds
+
+    def lanes(self) -> list[Lane]:
+        """Return every device's passes by resource: the processors', device by device, first."""
+        if all(kind.resource == PROCESSOR for kind in self.kinds):
+            return [Lane(d, PROCESSOR, row, range(len(row))) for d, row in enumerate(self.order)]
+        places: dict[tuple[int, str], list[int]] = {
+            (device, PROCESSOR): [] for device in range(self.num_devices)
+        }
+        for device, row in enumerate(self.order):
+            for at, work in enumerate(row):
+                places.setdefault((device, work.kind.resource), []).append(at)
+        return [
+            Lane(device, resource, [self.order[device][at] for at in own], own)
+            for (device, resource), own in places.items()
+        ]
 
     def to_json(self) -> str:
         """Return the schedule file's text; `from_json` reads it back."""
@@ -106,7 +148,8 @@ class Schedule:
             )
         check_placement(tuple(placement), devices)
         check_size(len(placement), microbatches)
-        _check_lengths(order, 3 * len(placement) // devices * microbatches)
+        simple = sum(kind.does == (kind,) for kind in KINDS)
+        _check_lengths(order, simple * len(placement) // devices * microbatches)
         return cls(name, devices, microbatches, tuple(placement), _parse_rows(order))
 
     @classmethod
@@ -138,7 +181,7 @@ class Schedule:
 
 def check_size(num_stages: int, num_microbatches: int) -> None:
     """Raise ScheduleError if a schedule of this size would fill the memory."""
-    if num_stages * num_microbatches * 3 > MAX_PASSES:
+    if num_stages * num_microbatches * len(PARTS) > MAX_PASSES:
         raise ScheduleError(
             f"{num_stages} stages and {num_microbatches} microbatches are more than the "
             f"{MAX_PASSES} passes that a schedule may have"
@@ -190,7 +233,12 @@ class Timeline:
     @property
     def makespan(self) -> float:
         """Return the time from the first start to the last end over all devices."""
-        return max(max(row) for row in self.ends if row) - min(row[0] for row in self.starts if row)
+        return max(map(max, filter(None, self.ends))) - self.first_start
+
+    @property
+    def first_start(self) -> float:
+        """Return when the first pass of all starts."""
+        return min(map(min, filter(None, self.starts)))
 
     @property
     def span(self) -> float:
@@ -198,13 +246,17 @@ class Timeline:
 
         What an iteration costs when consecutive iterations need no barrier between them.
         """
-        return max(e[-1] - s[0] for s, e in zip(self.starts, self.ends, strict=True) if s)
+        return max(max(e) - min(s) for s, e in zip(self.starts, self.ends, strict=True) if s)
 
     @property
     def busy(self) -> float:
-        """Return the work of the busiest device."""
-        rows = zip(self.starts, self.ends, strict=True)
-        return max(sum(e) - sum(s) for s, e in rows)
+        """Return the work of the busiest processor."""
+        return max(
+            sum(self.ends[lane.device][at] for at in lane.places)
+            - sum(self.starts[lane.device][at] for at in lane.places)
+            for lane in self.schedule.lanes()
+            if lane.resource == PROCESSOR
+        )
 
     @property
     def overhead(self) -> float:
@@ -225,28 +277,30 @@ class Timeline:
         """Return one line per device: F, B, W in upper case for even chunks, lower for odd.
 
         A character is the shortest pass, or a share of the makespan where that would be wider
-        than `columns` (MAX_COLUMNS at most); it shows what runs at its middle.
+        than `columns` (MAX_COLUMNS at most); it shows what runs at its middle. What runs beside a
+        device's processor has a line of its own below it.
         """
         columns = min(columns or MAX_COLUMNS, MAX_COLUMNS)
-        shortest = min(
+        lengths = (
             end - start
             for starts, ends in zip(self.starts, self.ends, strict=True)
             for start, end in zip(starts, ends, strict=True)
         )
-        unit = max(shortest, self.makespan / columns)
-        first = min(row[0] for row in self.starts if row)
-        return "\n".join(
-            self._draw_device(device, first, unit) for device in range(self.schedule.num_devices)
-        )
+        unit = max(min(filter(None, lengths)), self.makespan / columns)
+        lanes = sorted(self.schedule.lanes(), key=lambda lane: lane.device)
+        return "\n".join(self._draw_lane(lane, unit) for lane in lanes)
 
-    def _draw_device(self, device: int, first: float, unit: float) -> str:
+    def _draw_lane(self, lane: Lane, unit: float) -> str:
         chunks = chunks_of(self.schedule.placement)
+        starts, ends = self.starts[lane.device], self.ends[lane.device]
+        first = self.first_start
         line = ""
 
         def column(time: float) -> int:
             return math.ceil((time - first) / unit - 0.5 - _ROUNDING)
 
-        for (kind, stage, _), start, end in self.slots(device):
+        for (kind, stage, _), at in zip(lane.passes, lane.places, strict=True):
+            start, end = starts[at], ends[at]
             middle = (start + end) / 2
             text = kind[0] * (column(middle) - column(start))
             text += kind[-1] * (column(end) - column(middle))

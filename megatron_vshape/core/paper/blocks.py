@@ -9,7 +9,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
 from megatron_vshape.core.paper.building_block import BlockPass, BuildingBlock
 

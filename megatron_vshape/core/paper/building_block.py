@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_vshape.core.model.passes import Pass, ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement
 
 

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.files import is_whole
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, check_size
 from megatron_vshape.core.paper import blocks
 from megatron_vshape.core.paper.building_block import BuildingBlock

@@ -5,15 +5,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_vshape.core.check.simulate import simulate, unit_costs
-from megatron_vshape.core.model.passes import (
-    PART_OF,
-    PARTS,
-    PARTS_OF,
-    Kind,
-    Pass,
-    ScheduleError,
-    need_table,
-)
+from megatron_vshape.core.model.kinds import KINDS, PARTS, Kind, ScheduleError
+from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Schedule
 
 _CHANGE = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
@@ -117,8 +110,8 @@ class _Reordering:
         self.ahead = ahead
         self.schedule = schedule
         self.max_held = max_held
-        self.needs = need_table(stages)
-        self.time = {kind: [costs.time_us(kind, s) for s in range(stages)] for kind in Kind}
+        self.table = NeedTable(stages)
+        self.time = {kind: [costs.time_us(kind, s) for s in range(stages)] for kind in KINDS}
         self.end: list[list[list[float | None]]] = [
             [[None] * schedule.num_microbatches for _ in range(stages)] for _ in PARTS
         ]
@@ -172,7 +165,7 @@ class _Reordering:
     def _finish(self, device: int, work: Pass, start: float) -> None:
         clock = start + self.time[work.kind][work.stage]
         self.devices[device].clock = clock
-        for part in PARTS_OF[work.kind]:
+        for part in self.table.parts_of[work.kind]:
             self.end[part][work.stage][work.microbatch] = clock
 
     def _readers(self, work: Pass) -> Iterator[int]:
@@ -184,7 +177,7 @@ class _Reordering:
     def _ready(self, device: int, work: Pass) -> float | None:
         """Return when the pass's inputs are there; None while a pass before it has not run."""
         ready = self.devices[device].clock
-        for part, stage in self.needs[PART_OF[work.kind]][work.stage]:
+        for part, stage in self.table.needs[work.kind][work.stage]:
             done = self.end[part][stage][work.microbatch]
             if done is None:
                 return None

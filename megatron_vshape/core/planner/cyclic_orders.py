@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_vshape.core.model.passes import PARTS, Kind
+from megatron_vshape.core.model.kinds import PARTS, Kind
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.planner.modulo import SteadyOrder

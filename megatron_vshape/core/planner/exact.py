@@ -14,7 +14,8 @@ from typing import Any
 from megatron_vshape.core.check.bounds import each_limit
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, held_text
-from megatron_vshape.core.model.passes import PARTS, Kind, Pass, ScheduleError
+from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Timeline
 from megatron_vshape.core.planner.job_shop import scale_to

@@ -50,7 +50,8 @@ import numpy as np
 
 from megatron_vshape.core.check.bounds import check_limits, each_limit
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import PARTS, Kind, Pass
+from megatron_vshape.core.model.kinds import PARTS, Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import (
     Placement,
     chunks_of,
@@ -174,7 +175,7 @@ class _Found:
         rows = tuple(
             tuple(
                 (
-                    Kind(PARTS[node // (classes * stages)]),
+                    PARTS[node // (classes * stages)],
                     node // classes % stages,
                     int(self.orders.turn[node]) * classes + node % classes,
                 )

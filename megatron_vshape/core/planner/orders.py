@@ -7,7 +7,8 @@ import numpy as np
 
 from megatron_vshape.core.check import bounds
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.passes import PARTS, Pass, ScheduleError
+from megatron_vshape.core.model.kinds import PARTS, ScheduleError
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule
 from megatron_vshape.core.paper import blocks

@@ -8,7 +8,8 @@ to be wrong: a prefix of every device's instructions that waits for nothing beyo
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import (
     Await,
     Instruction,

@@ -4,7 +4,8 @@ import itertools
 import math
 from typing import NamedTuple
 
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Timeline
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.program.instructions import (

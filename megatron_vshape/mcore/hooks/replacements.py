@@ -26,7 +26,8 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
-from megatron_vshape.core.model.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.early.post_validation import PostValidation, check_optimizer, why_no_gain
 from megatron_vshape.mcore.hooks.checkpoints import repair_tracker
 from megatron_vshape.mcore.hooks.session import Session

@@ -6,8 +6,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT, check_layers, even_layers, parse_layers
-from megatron_vshape.core.model.passes import ScheduleError
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.mcore.refusals import UnsupportedError
 

@@ -8,6 +8,7 @@ from argparse import Namespace
 from typing import NamedTuple
 
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import (
     AUTO_SPLIT,
     Pieces,
@@ -15,7 +16,6 @@ from megatron_vshape.core.model.layers import (
     even_layers,
     parse_layers,
 )
-from megatron_vshape.core.model.passes import ScheduleError
 from megatron_vshape.core.model.placement import Placement
 
 logger = logging.getLogger(__name__)

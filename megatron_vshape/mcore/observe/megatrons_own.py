@@ -8,7 +8,8 @@ from typing import Any
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.mcore.observe.iteration_log import BubbleMeter
 from megatron_vshape.mcore.observe.report import RunReport

@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron_vshape.core.ask import AUTO
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.mcore.layout import hybrid, stages
 from megatron_vshape.mcore.layout.layer_split import split_layers

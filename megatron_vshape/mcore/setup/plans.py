@@ -11,7 +11,8 @@ from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, find
 from megatron_vshape.core.check.bounds import least_memory
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import Kind, Pass, ScheduleError
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, looping, stages_of, v_shape
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.program.hiding import Beside, weights_beside

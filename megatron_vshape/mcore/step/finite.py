@@ -14,7 +14,8 @@ import torch
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
 from torch import Tensor, nn
 
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.step.stage import MegatronStage
 from megatron_vshape.runtime.program_runner import describe
 

@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import nn
 
-from megatron_vshape.core.model.passes import ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.program.early_start import Cut, begun_early, drain
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.observe.iteration_log import BubbleMeter

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from megatron_vshape.core.model.passes import Pass, ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.core.program.instructions import Program
 

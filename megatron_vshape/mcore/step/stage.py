@@ -10,7 +10,8 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor, nn
 
-from megatron_vshape.core.model.passes import Kind, Pass
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.mcore.step.gradient_sync import GradientSync
 from megatron_vshape.mcore.step_state import StepState

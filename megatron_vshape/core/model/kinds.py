@@ -1,0 +1,195 @@
+"""The table of kinds: all that the package knows of what passes do, a row for each kind.
+
+F, B, W and BW are its first rows, and nothing else lists kinds: the simulator, the proofs, the
+planner, the lowering, the runner, pictures, traces and files read this table. `define` adds a row.
+
+A device has several resources. Passes of one resource run one at a time, in the order in which
+they stand in the device's row; those of two resources run side by side, and wait for each other
+only where one reads what the other makes. What a device holds follows from its processor's passes
+alone, so that it does not depend on how fast a copy is: a kind of another resource holds nothing,
+and a pass of the processor that reads it, which may take no time, lets go of what was copied.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, NamedTuple
+
+
+class ScheduleError(ValueError):
+    """A schedule, or what it is asked to be made from, cannot stand; the text says why."""
+
+
+PROCESSOR = "processor"
+"""The resource that computes. Others have whatever name their kinds give them."""
+
+
+class Read(NamedTuple):
+    """A result that a pass reads: of the same microbatch, of the stage `step` after its own.
+
+    Where there is no such stage, there is nothing to read.
+    """
+
+    kind: str
+    step: int = 0
+
+
+class Kind(str):
+    """What a pass does: its name, `F` in `F3.12`, and its row of the table.
+
+    `reads` are in the order in which the results come to be, so that the last is the latest. A
+    kind of which others read results of another stage sends them there. A kind that `does` others
+    does what one pass of each does, one after the other, and is waited for as they are.
+
+    Amounts are named by what `Costs` call them, one value per stage: a pass lasts `time`, by
+    default no time, or as long as what it `does`; it holds `takes` from its start on and `keeps`
+    from its end on, and lets go of `frees` at its end.
+    """
+
+    F: ClassVar["Kind"]
+    B: ClassVar["Kind"]
+    W: ClassVar["Kind"]
+    BW: ClassVar["Kind"]
+
+    label: str  # in a legend: "input gradient"
+    words: str  # in a sentence: "the backward pass for the inputs"
+    method: str  # of a stage of the model, which the runner calls
+    reads: tuple[Read, ...]
+    does: tuple["Kind", ...]  # simple kinds; of a simple kind itself
+    before: tuple[str, ...]  # kinds of its stage and microbatch that wait for it where it is
+    everywhere: bool  # whether every stage and microbatch must have it
+    resource: str
+    time: str
+    takes: str
+    keeps: str
+    frees: str
+    colour: str  # of chunk 0, `#rrggbb`
+    terminal: tuple[int, int]  # the like among a terminal's 256 colours, upper and lower case
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        """Return how another process finds the same row, which is then compared by identity."""
+        return find_kind, (str(self),)
+
+    @property
+    def sends(self) -> bool:
+        """Return whether a pass of another stage reads the result."""
+        return any(read.kind in self.does and read.step for kind in KINDS for read in kind.reads)
+
+    @property
+    def receives(self) -> bool:
+        """Return whether it reads a result of another stage."""
+        return any(read.step for read in self.reads)
+
+
+_ROWS: dict[str, Kind] = {}
+
+KINDS = _ROWS.values()
+"""All rows, in the order in which they were defined."""
+
+
+def define(
+    name: str,
+    *,
+    label: str,
+    method: str,
+    words: str = "",
+    reads: Iterable[Read] = (),
+    does: Sequence[Kind] = (),
+    before: Iterable[str] = (),
+    everywhere: bool = False,
+    resource: str = PROCESSOR,
+    time: str = "",
+    takes: str = "",
+    keeps: str = "",
+    frees: str = "",
+    colour: str = "#6b6b6b",
+    terminal: tuple[int, int] = (241, 250),
+) -> Kind:
+    """Add a row to the table and return its kind; `Kind` says what each entry means.
+
+    Raises:
+        ScheduleError: the name is taken or is no capital letters, a kind it names is none, or one
+            of another resource holds something.
+    """
+    kind = Kind(name)
+    if name in _ROWS or not (name.isascii() and name.isalpha() and name.isupper()):
+        raise ScheduleError(f"a kind cannot be called {name!r:.40}: new capital letters are wanted")
+    kind.reads, kind.before = tuple(reads), tuple(before)
+    for other in (*(read.kind for read in kind.reads), *kind.before):
+        if other != name and other not in _ROWS:
+            raise ScheduleError(f"{name} names {other!r:.40}, which is no kind: {', '.join(_ROWS)}")
+    if resource != PROCESSOR and (takes or keeps or frees):
+        raise ScheduleError(
+            f"{name} runs on {resource} and holds {takes or keeps or frees}; only a kind that runs "
+            f"on the {PROCESSOR} may hold something or let go of it"
+        )
+    kind.label, kind.words, kind.method = label, words or f"the {label}", method
+    kind.does = tuple(does) or (kind,)
+    kind.everywhere, kind.resource = everywhere, resource
+    kind.time, kind.takes, kind.keeps, kind.frees = time, takes, keeps, frees
+    kind.colour, kind.terminal = colour, terminal
+    _ROWS[name] = kind
+    return kind
+
+
+def remove(kind: Kind) -> None:
+    """Take a row that was added out of the table; no schedule may have it any more."""
+    del _ROWS[kind]
+
+
+def find_kind(name: str) -> Kind:
+    """Return the kind of this name; raises ScheduleError where there is none."""
+    if name not in _ROWS:
+        raise ScheduleError(f"there is no kind {name!r:.40}; the kinds are {', '.join(_ROWS)}")
+    return _ROWS[name]
+
+
+# Colours are told apart by people who see red and green alike, and dark enough for white text.
+Kind.F = define(
+    "F",
+    label="forward",
+    words="the forward pass",
+    method="forward",
+    reads=[Read("F", -1)],
+    everywhere=True,
+    time="forward_us",
+    takes="held_after_forward_bytes",
+    colour="#1f5fa8",
+    terminal=(25, 111),
+)
+Kind.B = define(
+    "B",
+    label="input gradient",
+    words="the backward pass for the inputs",
+    method="backward_inputs",
+    reads=[Read("F"), Read("B", +1)],
+    everywhere=True,
+    time="backward_us",
+    keeps="held_after_backward_bytes",
+    frees="held_after_forward_bytes",
+    colour="#c4540a",
+    terminal=(166, 216),
+)
+Kind.W = define(
+    "W",
+    label="weight gradient",
+    words="the backward pass for the weights",
+    method="backward_weights",
+    reads=[Read("B")],
+    everywhere=True,
+    time="weight_us",
+    frees="held_after_backward_bytes",
+    colour="#16806a",
+    terminal=(29, 115),
+)
+Kind.BW = define(
+    "BW",
+    label="input and weight gradient",
+    words="the whole backward pass",
+    method="backward",
+    reads=Kind.B.reads,
+    does=(Kind.B, Kind.W),
+    time="whole_backward_us",
+    frees="held_after_forward_bytes",
+)
+
+PARTS = (Kind.F, Kind.B, Kind.W)
+"""The simple kinds of which every stage and microbatch has one pass, whatever else it has."""
