@@ -10,24 +10,16 @@ from typing import TextIO
 
 from megatron_vshape.core.check.simulate import unit_costs
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Slot, Timeline
 from megatron_vshape.view.memory import held_steps
 
 COMPUTE = 0
-"""The thread of the passes."""
+"""The thread of the passes on a processor; what runs beside it has those after it."""
 
 _INSIDE = 0.01
 """Arrows begin and end by this share of a pass inside it, so that they belong to no neighbour."""
-
-_NAMES = {
-    Kind.F: "forward",
-    Kind.B: "input gradient",
-    Kind.W: "weight gradient",
-    Kind.BW: "input and weight gradient",
-}
 
 _compact = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -85,16 +77,24 @@ def events(
     """Yield the trace's events, device by device, then the arrows."""
     costs = unit_costs(timeline.schedule) if costs is None else costs
     for device in range(timeline.schedule.num_devices):
-        yield from _names(device)
+        yield from _names(timeline, device)
         yield from _passes(timeline, device)
         yield from _held(timeline, costs, device, held_unit)
     yield from _arrows(timeline)
 
 
-def _names(device: int) -> Iterator[Event]:
+def _resources(timeline: Timeline, device: int) -> list[str]:
+    """Return the device's resources; a resource's place is the number of its thread."""
+    return [lane.resource for lane in timeline.schedule.lanes() if lane.device == device]
+
+
+def _names(timeline: Timeline, device: int) -> Iterator[Event]:
     yield _meta(device, "process_name", {"name": f"device {device}"})
     yield _meta(device, "process_sort_index", {"sort_index": device})
     yield _meta(device, "thread_name", {"name": "passes"})
+    for thread, resource in enumerate(_resources(timeline, device)):
+        if thread != COMPUTE:
+            yield {**_meta(device, "thread_name", {"name": resource}), "tid": thread}
 
 
 def _meta(device: int, name: str, args: dict[str, str | int | float]) -> Event:
@@ -103,13 +103,14 @@ def _meta(device: int, name: str, args: dict[str, str | int | float]) -> Event:
 
 def _passes(timeline: Timeline, device: int) -> Iterator[Event]:
     chunks = chunks_of(timeline.schedule.placement)
+    threads = _resources(timeline, device)
     for work, start, end in timeline.slots(device):
         yield {
             "ph": "X",
             "name": str(work),
-            "cat": _NAMES[work.kind],
+            "cat": work.kind.label,
             "pid": device,
-            "tid": COMPUTE,
+            "tid": threads.index(work.kind.resource),
             "ts": start,
             "dur": end - start,
             "args": {
@@ -157,9 +158,8 @@ def _arrow(phase: str, number: int, device: int, time: float) -> Event:
 
 
 def _makers(timeline: Timeline) -> Iterator[tuple[Pass, Slot]]:
-    """Yield every result that a message may carry with the pass that makes it."""
+    """Yield every result with the pass that makes it."""
     for device in range(timeline.schedule.num_devices):
         for slot in timeline.slots(device):
             for kind in slot.work.parts():
-                if kind is not Kind.W:
-                    yield Pass(kind, slot.work.stage, slot.work.microbatch), slot
+                yield slot.work._replace(kind=kind), slot

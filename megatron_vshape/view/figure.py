@@ -23,7 +23,7 @@ from matplotlib.textpath import TextPath
 
 from megatron_vshape.core.check.simulate import peak_held, unit_costs
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError, simple_kinds
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
@@ -68,7 +68,6 @@ _LOWEST_NOTED = 7.0  # rows lower than this have no room for a note
 _HELD_ROW = 1.4  # of a device's memory, in rows of passes
 
 
-_KIND_NAMES = {Kind.F: "forward", Kind.B: "input gradient", Kind.W: "weight gradient"}
 _LIFESPANS = "lifespans / T bound the chunks held"
 
 
@@ -187,7 +186,9 @@ class _Page:
             for timeline in timelines
             for starts, stops in zip(timeline.starts, timeline.ends, strict=True)
             for start, stop in zip(starts, stops, strict=True)
+            if stop > start
         ]
+        self.kinds = simple_kinds(kind for each in timelines for kind in each.schedule.kinds)
         wanted = _PASS_WIDTH * end / panels.typical_length(lengths)
         self.width = min(max(wanted, _NARROWEST), _WIDEST)
         devices = max(timeline.schedule.num_devices for timeline in timelines)
@@ -220,15 +221,15 @@ class _Page:
         """
         note = f"chunk 0 dark to chunk {num_chunks - 1} light:" if num_chunks > 1 else ""
         swatches = 8 * num_chunks + 3 + 12
-        length = sum(_text_width(name, 7) + swatches for name in _KIND_NAMES.values())
+        length = sum(_text_width(kind.label, 7) + swatches for kind in self.kinds)
         length += _text_width(note, 7)
         fits = _text_width(beside, 11, bold=True) + 30 + length < self.width + _LEFT + _RIGHT
         overlap = bool(beside) and fits
         axes = self._panel(self.width, 12.0, (0, self.width), 12.0, overlap=overlap)
         at = self.width + _RIGHT - 8
-        for kind in (Kind.W, Kind.B, Kind.F):
-            at -= _text_width(_KIND_NAMES[kind], 7)
-            axes.text(at, 6, _KIND_NAMES[kind], size=7, va="center_baseline", color=panels.LINE)
+        for kind in reversed(self.kinds):
+            at -= _text_width(kind.label, 7)
+            axes.text(at, 6, kind.label, size=7, va="center_baseline", color=panels.LINE)
             at -= 3
             for chunk in reversed(range(num_chunks)):
                 at -= 8

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from megatron_vshape.core.frontier import Point
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.view.names import display_name
-from megatron_vshape.view.palette import HELD_COLOUR, PASS_COLOURS
+from megatron_vshape.view.palette import HELD_COLOUR
 
 _REACH = 2.0  # schedules that hold more than so many times the highest limit are left out
 _LINE = 7.5  # points from one name's line to the next
@@ -26,7 +26,7 @@ def frontier_figure(
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    colour = PASS_COLOURS[Kind.F]
+    colour = Kind.F.colour
     limits = [point.limit * scale for point in planned]
     bubbles = [100 * point.bubble for point in planned]
     axes.step(limits, bubbles, where="post", color=colour, label="adaptive plan at this limit")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megatron_vshape.core.check.simulate import held_curve
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.kinds import PROCESSOR
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Timeline
 
@@ -15,8 +15,13 @@ def held_steps(timeline: Timeline, costs: Costs, device: int) -> list[tuple[floa
     A simulated and a measured timeline have the same steps at other times: what a pass holds and
     lets go follows from the order. The last step is to zero.
     """
-    slots = list(timeline.slots(device))
-    during = held_curve(timeline.schedule, costs, device)
+    curve = held_curve(timeline.schedule, costs, device)
+    pairs = [
+        (slot, held)
+        for slot, held in zip(timeline.slots(device), curve, strict=True)
+        if slot.work.kind.resource == PROCESSOR
+    ]
+    slots, during = [slot for slot, _ in pairs], [held for _, held in pairs]
     steps: list[tuple[float, float]] = []
 
     def step(time: float, held: float) -> None:
@@ -32,7 +37,7 @@ def held_steps(timeline: Timeline, costs: Costs, device: int) -> list[tuple[floa
             break
         # until the next pass starts, all that it will hold is there but its own new activations
         work = slots[at + 1].work
-        new = costs.held_after_forward_bytes[work.stage] if work.kind is Kind.F else 0.0
+        new = costs.changes(work.kind)[0][work.stage]
         step(slot.end, during[at + 1] - new)
     return steps
 

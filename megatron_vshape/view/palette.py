@@ -1,9 +1,6 @@
-"""The colours of the passes, the same on a terminal, in a figure and in its legend."""
+"""Shades of the kinds' colours, the same in a figure and in its legend."""
 
 from megatron_vshape.core.model.kinds import Kind
-
-PASS_COLOURS = {Kind.F: "#1f5fa8", Kind.B: "#c4540a", Kind.W: "#16806a"}
-"""Chunk 0's; told apart by people who see red and green alike, and dark enough for white text."""
 
 HELD_COLOUR = "#6a6699"
 """Of the memory that chunk 0 holds; grey enough to be none of the passes'."""
@@ -11,15 +8,12 @@ HELD_COLOUR = "#6a6699"
 LIGHTEST = 0.62
 """The share of white in the last chunk's shade; dark text reads well on it."""
 
-TERMINAL_COLOURS = {Kind.F: (25, 111), Kind.B: (166, 216), Kind.W: (29, 115)}
-"""The like among a terminal's 256 colours, for upper and lower case."""
-
 _WHITE = 255
 
 
 def shade(kind: Kind, chunk: int, num_chunks: int) -> str:
     """Return the colour `#rrggbb` of a simple pass; later chunks are lighter."""
-    return tint(PASS_COLOURS[kind], chunk, num_chunks)
+    return tint(kind.colour, chunk, num_chunks)
 
 
 def tint(colour: str, chunk: int, num_chunks: int) -> str:

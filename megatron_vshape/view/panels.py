@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
 
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.kinds import PROCESSOR, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import chunks_of, stages_of
 from megatron_vshape.core.model.schedule import Timeline
@@ -47,6 +48,13 @@ class Bar(NamedTuple):
     row: int
     start: float
     end: float
+    top: float = _TOP  # within its row
+    bottom: float = _BOTTOM
+
+    @property
+    def middle(self) -> float:
+        """Return the middle of its height."""
+        return self.row + (self.top + self.bottom) / 2
 
 
 class Box(NamedTuple):
@@ -68,12 +76,38 @@ class Scale:
 
 def bars_of(timeline: Timeline, time_scale: float = 1.0) -> list[Bar]:
     """Return the timeline's passes with the first start at 0 and times times `time_scale`."""
-    first = min(row[0] for row in timeline.starts if row)
-    return [
-        Bar(work, device, (start - first) * time_scale, (end - first) * time_scale)
+    first = timeline.first_start
+    lanes = timeline.schedule.lanes()
+    heights = {
+        device: _heights([lane.resource for lane in lanes if lane.device == device])
         for device in range(timeline.schedule.num_devices)
+    }
+    return [
+        Bar(
+            work,
+            device,
+            (start - first) * time_scale,
+            (end - first) * time_scale,
+            *heights[device][work.kind.resource],
+        )
+        for device in heights
         for work, start, end in timeline.slots(device)
+        if end > start
     ]
+
+
+def _heights(resources: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Return from where to where in its row a device draws what each of its resources runs.
+
+    The processor has it all, or two thirds if others share the rest.
+    """
+    upper = _BOTTOM if len(resources) == 1 else _TOP + (_BOTTOM - _TOP) * 2 / 3
+    heights = {PROCESSOR: (_TOP, upper)}
+    others = [resource for resource in resources if resource != PROCESSOR]
+    each = (_BOTTOM - upper) / max(len(others), 1)
+    for at, resource in enumerate(others):
+        heights[resource] = (upper + at * each, upper + (at + 1) * each)
+    return heights
 
 
 def draw_idle(axes: Axes, num_devices: int, end: float, row_points: float) -> None:
@@ -104,7 +138,7 @@ def number_rows(axes: Axes, num_devices: int, row_points: float) -> None:
 def draw_passes(
     axes: Axes, bars: Iterable[Bar], chunks: Sequence[int], scale: Scale, faint: bool = False
 ) -> None:
-    """Draw the bars in their colours; a whole backward is B's above W's over its whole time.
+    """Draw the bars in their colours; a pass that does several has one above the other.
 
     `chunks[stage]` decides the shade. Passes wide enough are told apart by a white edge.
     """
@@ -115,17 +149,18 @@ def draw_passes(
     edge = min(0.6, 0.12 * typical)
     split: dict[tuple[Kind, int], list[Box]] = {}
     whole: dict[tuple[Kind, int], list[Box]] = {}
-    for (kind, stage, _), row, start, end in bars:
+    for (kind, stage, _), row, start, end, top, bottom in bars:
         chunk = chunks[stage]
-        if kind is not Kind.BW:
-            split.setdefault((kind, chunk), []).append(Box(start, end, row + _TOP, row + _BOTTOM))
+        if len(kind.does) == 1:
+            split.setdefault((kind, chunk), []).append(Box(start, end, row + top, row + bottom))
             continue
         # no edge of its own, which would cut the number in two; so it is that much smaller
         x, y = edge / 2 / scale.x, edge / 2 / scale.row
-        upper = Box(start + x, end - x, row + _TOP + y, row + _MIDDLE)
-        lower = Box(start + x, end - x, row + _MIDDLE, row + _BOTTOM - y)
-        whole.setdefault((Kind.B, chunk), []).append(upper)
-        whole.setdefault((Kind.W, chunk), []).append(lower)
+        levels = [top + (bottom - top) * at / len(kind.does) for at in range(len(kind.does) + 1)]
+        levels[0], levels[-1] = top + y, bottom - y
+        for part, (above, below) in zip(kind.does, pairwise(levels), strict=True):
+            box = Box(start + x, end - x, row + above, row + below)
+            whole.setdefault((part, chunk), []).append(box)
     for group, boxes, width in (("passes", split, edge), ("whole", whole, 0.0)):
         for (kind, chunk), mine in sorted(boxes.items()):
             patch = PathPatch(_outline(mine), edgecolor="white", linewidth=width)
@@ -137,7 +172,11 @@ def draw_passes(
 
 
 def number_passes(axes: Axes, bars: Sequence[Bar], chunks: Sequence[int], scale: Scale) -> None:
-    """Write the microbatch into every pass wide enough, or nowhere if most are too small."""
+    """Write the microbatch into every pass wide enough, or nowhere if most are too small.
+
+    Only a processor's passes are high enough.
+    """
+    bars = [bar for bar in bars if bar.work.kind.resource == PROCESSOR]
     largest = max(bar.work.microbatch for bar in bars)
     typical = typical_length(bar.end - bar.start for bar in bars) * scale.x
     size = text_size(typical, scale.row, len(str(largest)))
@@ -240,7 +279,7 @@ def draw_held(
     The limit is a broken line through every row.
     """
     num_chunks = timeline.schedule.num_chunks
-    first = min(row[0] for row in timeline.starts if row)
+    first = timeline.first_start
     room = (_BOTTOM - _TOP) / top
     for chunk in reversed(range(num_chunks)):
         upto = costs_up_to(timeline, costs, chunk)
@@ -275,7 +314,7 @@ def _write(axes: Axes, bar: Bar, text: str, size: float, chunks: Sequence[int]) 
     kind = bar.work.parts()[0]
     axes.text(
         (bar.start + bar.end) / 2,
-        bar.row + _MIDDLE,
+        bar.middle,
         text,
         size=size,
         ha="center",

@@ -2,11 +2,11 @@
 
 import itertools
 import os
+from collections.abc import Iterable
 from typing import TextIO
 
-from megatron_vshape.core.model.kinds import find_kind
+from megatron_vshape.core.model.kinds import KINDS, PARTS, Kind, find_kind, simple_kinds
 from megatron_vshape.core.model.schedule import Timeline
-from megatron_vshape.view.palette import TERMINAL_COLOURS
 
 RESET = "\x1b[0m"
 CUT = " … "
@@ -31,15 +31,19 @@ def picture(timeline: Timeline, columns: int | None = None, colour: bool = False
         lines = _cut(lines, max(columns, _LEAST_COLUMNS))
     if colour:
         lines = [_paint(line) for line in lines]
-    return "\n".join([*lines, "", legend(timeline.schedule.num_chunks, colour)])
+    return "\n".join(
+        [*lines, "", legend(timeline.schedule.num_chunks, colour, timeline.schedule.kinds)]
+    )
 
 
-def legend(num_chunks: int, colour: bool = False) -> str:
-    """Return one line that says what the letters mean."""
-    upper, lower = "F B W", "f b w"
+def legend(num_chunks: int, colour: bool = False, kinds: Iterable[Kind] = ()) -> str:
+    """Return one line that says what the letters mean; those of F, B and W always."""
+    parts = simple_kinds((*PARTS, *kinds))
+    upper = " ".join(kind[0] for kind in parts)
+    lower = upper.lower()
     if colour:
         upper, lower = (" ".join(map(_paint, text.split())) for text in (upper, lower))
-    meaning = "forward, input gradient, weight gradient"
+    meaning = ", ".join(kind.label for kind in parts)
     if num_chunks == 1:
         return f"{upper}  {meaning}"
     even, odd = ("chunk 0", "chunk 1") if num_chunks == 2 else ("even chunks", "odd chunks")
@@ -58,11 +62,11 @@ def _cut(lines: list[str], columns: int) -> list[str]:
 def _paint(line: str) -> str:
     """Return the line with each run of one letter on its pass's colour."""
     return "".join(
-        _start(letter) + "".join(run) + RESET if letter in "FBWfbw" else "".join(run)
+        _start(letter) + "".join(run) + RESET if letter.upper() in KINDS else "".join(run)
         for letter, run in itertools.groupby(line)
     )
 
 
 def _start(letter: str) -> str:
-    dark, light = TERMINAL_COLOURS[find_kind(letter.upper())]
+    dark, light = find_kind(letter.upper()).terminal
     return f"\x1b[97;48;5;{dark}m" if letter.isupper() else f"\x1b[30;48;5;{light}m"

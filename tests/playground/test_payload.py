@@ -10,7 +10,7 @@ from playground.answers import read_payload
 
 from megatron_vshape.core.check.simulate import held_curve, peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.kinds import PARTS, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.paper.catalogue import NAMES, make
@@ -18,7 +18,6 @@ from megatron_vshape.playground.payload import KINDS, Facts, Picture, encode, pa
 from megatron_vshape.playground.repeats import period_of, repeating_microbatches
 from megatron_vshape.playground.steps import step_pictures
 from megatron_vshape.view.memory import held_steps
-from megatron_vshape.view.palette import PASS_COLOURS
 
 TIMES = st.floats(0.125, 8)
 
@@ -124,7 +123,7 @@ def test_the_steps_end_in_the_catalogue_s_schedule():
 
 def test_the_palette_is_that_of_figures():
     found = palette()
-    assert [row[0] for row in found["fills"][1]] == list(PASS_COLOURS.values())
+    assert [row[0] for row in found["fills"][1]] == [kind.colour for kind in PARTS]
 
 
 def test_facts_go_along():

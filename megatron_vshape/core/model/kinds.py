@@ -191,5 +191,12 @@ Kind.BW = define(
     frees="held_after_forward_bytes",
 )
 
+
+def simple_kinds(kinds: Iterable[Kind]) -> tuple[Kind, ...]:
+    """Return the simple kinds among these and in what they do, in the table's order."""
+    simple = {part for kind in kinds for part in kind.does}
+    return tuple(kind for kind in KINDS if kind in simple)
+
+
 PARTS = (Kind.F, Kind.B, Kind.W)
 """The simple kinds of which every stage and microbatch has one pass, whatever else it has."""

@@ -4,7 +4,14 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from megatron_vshape.core.model.kinds import KINDS, PARTS, Kind, ScheduleError, find_kind
+from megatron_vshape.core.model.kinds import (
+    KINDS,
+    PARTS,
+    Kind,
+    ScheduleError,
+    find_kind,
+    simple_kinds,
+)
 
 _TEXT = re.compile(r"([A-Z]+)([0-9]{1,9})\.([0-9]{1,9})", re.ASCII)
 
@@ -61,12 +68,11 @@ class NeedTable:
 
     def __init__(self, num_stages: int, kinds: Iterable[Kind] = PARTS) -> None:
         """Take all kinds that a schedule has; those of PARTS are always among them."""
-        simple = {part for kind in kinds for part in kind.does}.union(PARTS)
-        self.parts = tuple(kind for kind in KINDS if kind in simple)
+        self.parts = simple_kinds((*PARTS, *kinds))
         self.parts_of = {
             kind: tuple(map(self.parts.index, kind.does))
             for kind in KINDS
-            if simple.issuperset(kind.does)
+            if set(kind.does).issubset(self.parts)
         }
         self.at_will = [at for at, part in enumerate(self.parts) if not part.everywhere]
         self.needs = {
