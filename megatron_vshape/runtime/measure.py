@@ -7,13 +7,14 @@ CUDA stream on a GPU), which are read when the step is over.
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from threading import get_ident
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_vshape.core.model.costs import Costs, Piece
-from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.kinds import PROCESSOR, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.program.instructions import Message, Program, Send
@@ -45,31 +46,33 @@ class PassTimer:
         on_gpu = torch_device.type == "cuda"
         self._clock: _Clock = _CudaClock(aligned) if on_gpu else _HostClock()
         self._passes: list[Pass] = []
-        self._stamps: list[object] = []
+        self._starts: list[object] = []
+        self._ends: list[object] = []
+        self._open: dict[int, int] = {}  # by thread: which of its passes runs
         self._made = self._clock.stamp()
 
     def begins(self, work: Pass) -> None:
         """Stamp the start."""
+        self._open[get_ident()] = len(self._passes)
         self._passes.append(work)
-        self._stamps.append(self._clock.stamp())
+        self._ends.append(None)
+        self._starts.append(self._clock.stamp())
 
     def ends(self, work: Pass) -> None:
         """Stamp the end."""
-        self._stamps.append(self._clock.stamp())
+        self._ends[self._open[get_ident()]] = self._clock.stamp()
 
     def busy_and_whole(self) -> tuple[float, float]:
-        """Return the time in passes, and from making this to the last one's end, in us."""
-        made, *times = self._clock.read([self._made, *self._stamps])
-        busy = sum(end - start for start, end in zip(times[::2], times[1::2], strict=True))
-        return busy, times[-1] - made if times else 0.0
+        """Return the processor's time, and from making this to the last pass's end, in us."""
+        slots = self.slots()
+        busy = sum(slot.end - slot.start for slot in slots if slot.work.kind.resource == PROCESSOR)
+        (made,) = self._clock.read([self._made])
+        return busy, max(slot.end for slot in slots) - made if slots else 0.0
 
     def slots(self) -> list[Slot]:
         """Return every pass with its times, in us on this process's clock; waits for a GPU."""
-        times = self._clock.read(self._stamps)
-        return [
-            Slot(work, start, end)
-            for work, start, end in zip(self._passes, times[::2], times[1::2], strict=True)
-        ]
+        starts, ends = self._clock.read(self._starts), self._clock.read(self._ends)
+        return list(map(Slot, self._passes, starts, ends))
 
 
 class _HostClock:

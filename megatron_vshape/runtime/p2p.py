@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.kinds import KINDS, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Await, Message, Program, Run, Send, Stream
 from megatron_vshape.runtime import nccl
@@ -393,7 +393,12 @@ def _free_lane(edge: Edge, lanes: dict[Edge, int]) -> int:
 def _reader(message: Message) -> Pass:
     """Return the pass that reads the message."""
     kind, stage, microbatch = message.work
-    return Pass(kind, stage + 1 if kind is Kind.F else stage - 1, microbatch)
+    return next(
+        Pass(reader, stage - read.step, microbatch)
+        for reader in KINDS
+        for read in reader.reads
+        if read.kind == kind and read.step
+    )
 
 
 def _work(work: "dist.Work | None", message: Message) -> dist.Work:

@@ -1,12 +1,16 @@
 """Run a Program on this rank: one match over its instructions, and nothing else."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from megatron_vshape.core.model.kinds import Kind
-from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.kinds import PROCESSOR, Kind
+from megatron_vshape.core.model.passes import NeedTable, Pass
+from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.program.instructions import (
     Await,
     Instruction,
@@ -16,6 +20,7 @@ from megatron_vshape.core.program.instructions import (
     Release,
     Run,
     Send,
+    result_of,
 )
 from megatron_vshape.runtime.labels import label
 from megatron_vshape.runtime.stage import Stage
@@ -44,7 +49,7 @@ class Carrier(Protocol):
 
 
 class Observer(Protocol):
-    """Is told of every pass, to measure or to trace it."""
+    """Is told of every pass, to measure or to trace it; from the thread that runs it."""
 
     def begins(self, work: Pass) -> None:
         """Called when the pass's input is there, right before it runs."""
@@ -115,12 +120,14 @@ class ProgramRun:
         self._transport = transport
         self._watcher = observer if observer is not None else _Silent()
         self._place = Place() if place is None else place
-        self._local = _Local(program, device)
+        self._local = _Local(program.schedule, device)
+        self._beside = _Beside(program.schedule)
         self._at = 0
 
     def finish(self) -> None:
         """Run on to the end, and until all has been sent. Raises what `run_program` raises."""
         self.advance(len(self._row))
+        self._beside.finish()
         self._transport.drain()
         self._place.instruction = None
 
@@ -140,10 +147,7 @@ class ProgramRun:
                     handed = [self._local.take(work) if received is None else received]
                     received = result = None
                     place.last_pass = work
-                    self._watcher.begins(work)
-                    with label(str, work):
-                        result = _run_pass(self._stages[work.stage], work, handed, self._device)
-                    self._watcher.ends(work)
+                    result = self._beside.run(work, partial(self._run, work, handed))
                     if self._local.keep(work, result):
                         result = None
                     self._transport.poll()
@@ -160,6 +164,18 @@ class ProgramRun:
                 case Release(message):
                     self._transport.release(message)
         self._at = max(self._at, upto)
+
+    def _run(self, work: Pass, handed: list[Tensor | None]) -> Tensor | None:
+        """Run one pass and return its result; takes its input out of `handed`."""
+        self._watcher.begins(work)
+        try:
+            with label(str, work):
+                result = _call_stage(self._stages[work.stage], work, handed)
+        except Exception as error:
+            error.add_note(f"device {self._device} raised this in {describe(work)}")
+            raise
+        self._watcher.ends(work)
+        return result
 
 
 def run_drain(instructions: Iterable[Instruction], transport: Carrier, blank: Tensor) -> None:
@@ -178,38 +194,17 @@ def run_drain(instructions: Iterable[Instruction], transport: Carrier, blank: Te
 
 def describe(work: Pass) -> str:
     """Return the pass in text and in words."""
-    return f"{work}, {_WORDS[work.kind]} of stage {work.stage} for microbatch {work.microbatch}"
+    return f"{work}, {work.kind.words} of stage {work.stage} for microbatch {work.microbatch}"
 
 
 _WAIT = "wait {}".format
 
-_WORDS = {
-    Kind.F: "the forward pass",
-    Kind.B: "the backward pass for the inputs",
-    Kind.W: "the backward pass for the weights",
-    Kind.BW: "the whole backward pass",
-}
-
-
-def _run_pass(stage: Stage, work: Pass, handed: list[Tensor | None], device: int) -> Tensor | None:
-    """Run one pass and return its result; takes its input out of `handed`."""
-    try:
-        return _call_stage(stage, work, handed)
-    except Exception as error:
-        error.add_note(f"device {device} raised this in {describe(work)}")
-        raise
-
 
 def _call_stage(stage: Stage, work: Pass, handed: list[Tensor | None]) -> Tensor | None:
-    kind, _, microbatch = work
-    if kind is Kind.F:
-        return stage.forward(microbatch, handed.pop())
-    if kind is Kind.B:
-        return stage.backward_inputs(microbatch, handed.pop())
-    if kind is Kind.BW:
-        return stage.backward(microbatch, handed.pop())
-    stage.backward_weights(microbatch)
-    return None
+    method = getattr(stage, work.kind.method)
+    arguments = [handed.pop()] if work.kind.receives else []
+    result: Tensor | None = method(work.microbatch, *arguments)
+    return result
 
 
 def _no_result(work: Pass) -> str:
@@ -222,20 +217,23 @@ def _no_result(work: Pass) -> str:
 class _Local:
     """Results whose reader is on the same device: the turn of a V, or a single device."""
 
-    def __init__(self, program: Program, device: int) -> None:
-        placement = program.schedule.placement
-        self._stays = {
-            (kind, stage)
+    def __init__(self, schedule: Schedule, device: int) -> None:
+        placement = schedule.placement
+        self._reads = {
+            (kind, stage): need[:2]
             for stage, holder in enumerate(placement)
-            for kind, reader in ((Kind.F, stage + 1), (Kind.B, stage - 1))
-            if holder == device and 0 <= reader < len(placement) and placement[reader] == device
+            for kind in schedule.kinds
+            for need in Pass(kind, stage, 0).needs(len(placement))
+            if need.stage != stage and holder == device == placement[need.stage]
         }
+        self._stays = set(self._reads.values())
         self._left: dict[tuple[Kind, int, int], Tensor] = {}
 
     def keep(self, work: Pass, result: Tensor | None) -> bool:
         """Keep the result if its reader is on this device; return whether it is."""
-        kind, stage, microbatch = work
-        kind = Kind.B if kind is Kind.BW else kind
+        if not self._stays:
+            return False
+        kind, stage, microbatch = result_of(work)
         if (kind, stage) not in self._stays:
             return False
         if result is None:
@@ -245,11 +243,51 @@ class _Local:
 
     def take(self, work: Pass) -> Tensor | None:
         """Return the pass's input and forget it; None if it did not stay on this device."""
-        if not self._stays:
-            return None
-        kind, stage, microbatch = work
-        if kind is Kind.W:
-            return None
-        if kind is Kind.F:
-            return self._left.pop((Kind.F, stage - 1, microbatch), None)
-        return self._left.pop((Kind.B, stage + 1, microbatch), None)
+        read = self._reads.get(work[:2])
+        return None if read is None else self._left.pop((*read, work.microbatch), None)
+
+
+class _Beside:
+    """What other resources than the processor run: a thread for each, in the program's order."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._needs = NeedTable(schedule.num_stages, schedule.kinds)
+        self._threads = {
+            kind.resource: ThreadPoolExecutor(1, initializer=_use_device(), thread_name_prefix=kind)
+            for kind in schedule.kinds
+            if kind.resource != PROCESSOR
+        }
+        self._under_way: dict[Pass, Future[Tensor | None]] = {}
+
+    def run(self, work: Pass, run: Callable[[], Tensor | None]) -> Tensor | None:
+        """Run a pass once what it reads from other resources is there, or begin to beside us."""
+        if not self._threads:
+            return run()
+        reads = [
+            self._under_way[need] for need in self._needs.needs_of(work) if need in self._under_way
+        ]
+
+        def run_in_turn() -> Tensor | None:
+            for each in reads:
+                each.result()
+            return run()
+
+        if work.kind.resource == PROCESSOR:
+            return run_in_turn()
+        self._under_way[work] = self._threads[work.kind.resource].submit(run_in_turn)
+        return None
+
+    def finish(self) -> None:
+        """Wait for all of them, and raise what one has raised."""
+        for each in self._under_way.values():
+            each.result()
+        self._under_way.clear()
+        for thread in self._threads.values():
+            thread.shutdown()
+
+
+def _use_device() -> Callable[[], None]:
+    """Return what makes a new thread use this one's GPU: it begins with the first."""
+    if not torch.cuda.is_initialized():
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())

@@ -55,4 +55,5 @@ def costs_up_to(timeline: Timeline, costs: Costs, chunk: int) -> Costs:
         costs,
         held_after_forward_bytes=early(costs.held_after_forward_bytes),
         held_after_backward_bytes=early(costs.held_after_backward_bytes),
+        others=tuple((name, early(values)) for name, values in costs.others),
     )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_vshape.core.check.simulate import simulate, unit_costs
-from megatron_vshape.core.model.kinds import KINDS, PARTS, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Schedule
 
@@ -111,7 +111,9 @@ class _Reordering:
         self.schedule = schedule
         self.max_held = max_held
         self.table = NeedTable(stages)
-        self.time = {kind: [costs.time_us(kind, s) for s in range(stages)] for kind in KINDS}
+        self.time = {
+            kind: [costs.time_us(kind, s) for s in range(stages)] for kind in schedule.kinds
+        }
         self.end: list[list[list[float | None]]] = [
             [[None] * schedule.num_microbatches for _ in range(stages)] for _ in PARTS
         ]

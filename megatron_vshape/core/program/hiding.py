@@ -7,6 +7,7 @@ from typing import NamedTuple
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Timeline
+from megatron_vshape.core.program.lowering import needed_us
 
 
 class Beside(NamedTuple):
@@ -32,7 +33,7 @@ def weights_beside(timeline: Timeline, ties_ends: bool = False) -> dict[Pass, Be
     """
     schedule = timeline.schedule
     ends = (0, schedule.num_stages - 1)
-    needed = _needed_us(timeline)
+    needed = needed_us(timeline)
     found: dict[Pass, Beside] = {}
     for device in range(schedule.num_devices):
         slots = list(timeline.slots(device))
@@ -42,22 +43,9 @@ def weights_beside(timeline: Timeline, ties_ends: bool = False) -> dict[Pass, Be
                 continue
             if ties_ends and (work.stage, after.stage) == ends:
                 continue
-            slack_us = needed.get(work[1:], math.inf) - one.end
+            slack_us = needed.get(work, math.inf) - one.end
             length_us = other.end - other.start
             if slack_us > 0:
                 share = 1.0 if slack_us >= length_us else slack_us / length_us
                 found[work] = Beside(after, share)
     return found
-
-
-def _needed_us(timeline: Timeline) -> dict[tuple[int, int], float]:
-    """Return, by stage and microbatch, when a gradient must be made to be there for its reader."""
-    placement = timeline.schedule.placement
-    needed = {}
-    for device in range(timeline.schedule.num_devices):
-        for work, start, _ in timeline.slots(device):
-            maker = work.stage + 1
-            if work.kind in (Kind.B, Kind.BW) and maker < len(placement):
-                send_us = 0.0 if placement[maker] == device else timeline.send_us
-                needed[maker, work.microbatch] = start - send_us
-    return needed

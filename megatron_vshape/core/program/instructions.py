@@ -149,8 +149,11 @@ def source_of(message: Message) -> Source:
 
 
 def result_of(work: Pass) -> Pass:
-    """Return the simple pass whose result others read: of a whole backward, its B."""
-    return Pass(Kind.B, work.stage, work.microbatch) if work.kind is Kind.BW else work
+    """Return the simple pass whose result other stages read: of a whole backward, its B."""
+    parts = work.kind.does
+    if len(parts) == 1:
+        return work
+    return work._replace(kind=next((part for part in parts if part.sends), work.kind))
 
 
 class Messages:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.kinds import KINDS, PROCESSOR, Kind, ScheduleError, find_kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Schedule, Timeline
@@ -58,7 +58,7 @@ def lower(
     """
     if kernels:
         planned = simulate(schedule) if timeline is None else _fused(timeline)
-        return lower_to_kernels(planned, takes=takes)
+        return lower_to_kernels(_launched(planned), takes=takes)
     if timeline is not None:
         schedule = fuse(timeline)
     if window < 1:
@@ -98,35 +98,40 @@ def fuse(timeline: Timeline) -> Schedule:
     and where it has a price of its own it ends no later than W did.
     """
     schedule, whole_us = timeline.schedule, timeline.whole_backward_us
-    deadline = _deadlines(timeline)
+    deadline = needed_us(timeline)
+    joint = {kind.does: kind for kind in KINDS if len(kind.does) > 1}
     rows = []
     for device in range(schedule.num_devices):
         row: list[Pass] = []
         began = 0.0
         for work, start, end in timeline.slots(device):
-            key = work[1:]
-            follows = work.kind is Kind.W and row and row[-1] == (Kind.B, *key)
+            whole = joint.get((row[-1].kind, work.kind)) if row else None
             whole_end = end if whole_us is None else began + whole_us[work.stage]
             began = start
-            if follows and whole_end <= min(end, deadline.get(key, end)):
-                row[-1] = Pass(Kind.BW, *key)
+            if (
+                whole
+                and row[-1][1:] == work[1:]
+                and whole_end <= min(end, deadline.get(row[-1], end))
+            ):
+                row[-1] = work._replace(kind=whole)
             else:
                 row.append(work)
         rows.append(tuple(row))
     return replace(schedule, order=tuple(rows))
 
 
-def _deadlines(timeline: Timeline) -> dict[tuple[int, int], float]:
-    """Return, by stage and microbatch, until when a gradient may be sent to be there in time."""
+def needed_us(timeline: Timeline) -> dict[Pass, float]:
+    """Return, by result that another stage reads, until when it must be made to be there."""
     placement = timeline.schedule.placement
-    deadlines = {}
+    needed = {}
     for device in range(timeline.schedule.num_devices):
         for (kind, stage, microbatch), start, _ in timeline.slots(device):
-            writer = stage + 1
-            if kind in (Kind.B, Kind.BW) and writer < len(placement):
-                send = 0.0 if placement[writer] == device else timeline.send_us
-                deadlines[writer, microbatch] = start - send
-    return deadlines
+            for name, step in kind.reads:
+                maker = stage + step
+                if step and 0 <= maker < len(placement):
+                    send_us = 0.0 if placement[maker] == device else timeline.send_us
+                    needed[Pass(find_kind(name), maker, microbatch)] = start - send_us
+    return needed
 
 
 def _fused(timeline: Timeline) -> Timeline:
@@ -143,6 +148,21 @@ def _fused(timeline: Timeline) -> Timeline:
     starts = (tuple(at[p.parts()[0], *p[1:]].start for p in row) for row, at in rows)
     ends = (tuple(at[p.parts()[-1], *p[1:]].end for p in row) for row, at in rows)
     return replace(timeline, schedule=schedule, starts=tuple(starts), ends=tuple(ends))
+
+
+def _launched(timeline: Timeline) -> Timeline:
+    """Return the timeline in which what runs beside the processor is over when it is launched."""
+    if all(kind.resource == PROCESSOR for kind in timeline.schedule.kinds):
+        return timeline
+    starts, ends = [], []
+    for device in range(timeline.schedule.num_devices):
+        own, clock = [], 0.0
+        for work, start, end in timeline.slots(device):
+            own.append((start, end) if work.kind.resource == PROCESSOR else (clock, clock))
+            clock = own[-1][1]
+        starts.append(tuple(start for start, _ in own))
+        ends.append(tuple(end for _, end in own))
+    return replace(timeline, starts=tuple(starts), ends=tuple(ends))
 
 
 def _instructions(messages: Messages, device: int, window: int) -> Iterator[Instruction]:
