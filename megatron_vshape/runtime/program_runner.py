@@ -89,6 +89,28 @@ def run_program(
 
     `place` follows what runs, and stays where something was raised.
 
+    On every rank, for example of one device:
+
+    >>> import torch
+    >>> from megatron_vshape import Transport, lower, make, run_program
+    >>> class Squares:
+    ...     weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    ...     losses = {}
+    ...     def forward(self, microbatch, received):
+    ...         self.losses[microbatch] = self.weight.square().sum()
+    ...     def backward(self, microbatch, received):
+    ...         self.losses.pop(microbatch).backward()
+    >>> torch.distributed.init_process_group(
+    ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    ... )
+    >>> program = lower(make("1f1b", num_devices=1, num_microbatches=3))
+    >>> transport = Transport([[0]], shape=(2,), dtype=torch.float32, torch_device="cpu")
+    >>> transport.prepare(program)
+    >>> run_program(program, 0, {0: Squares()}, transport)
+    >>> Squares.weight.grad
+    tensor([ 6., 12.])
+    >>> torch.distributed.destroy_process_group()
+
     Raises:
         KeyError: `stages` lacks a stage that the program runs on the device.
         RuntimeError: a stage returned nothing where another waits for its result.

@@ -33,6 +33,14 @@ def write_trace(
     """Write the trace to `stream`, an event a line; one unit of time is a microsecond.
 
     `costs` say what a pass holds, in `held_unit`; without them every chunk counts one.
+
+    >>> import io, json
+    >>> from megatron_vshape import make, simulate, write_trace
+    >>> written = io.StringIO()
+    >>> write_trace(simulate(make("1f1b", 2, 2)), written)
+    >>> events = json.loads(written.getvalue())["traceEvents"]
+    >>> [event["name"] for event in events if event["ph"] == "X" and event["pid"] == 1]
+    ['F1.0', 'BW1.0', 'F1.1', 'BW1.1']
     """
     _write(stream, timeline.schedule.name, events(timeline, costs, held_unit))
 

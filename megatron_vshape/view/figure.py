@@ -103,7 +103,12 @@ def schedule_figure(
     limit: Limit | None = None,
     units: Units = CHUNKS,
 ) -> Figure:
-    """Return the building block if given, the whole schedule, and under it what devices hold."""
+    """Return the building block if given, the whole schedule, and under it what devices hold.
+
+    >>> from megatron_vshape import make, schedule_figure, simulate
+    >>> schedule_figure(simulate(make("v-half", 4, 8)))
+    <Figure size ...>
+    """
     costs = unit_costs(timeline.schedule) if costs is None else costs
     with _style():
         page = _Page(timeline.makespan * units.time_scale, [timeline], units)
@@ -137,6 +142,14 @@ def comparison_figure(
 
 def save(figure: Figure, path: str | Path) -> None:
     """Write the figure in the format that the path's suffix, one of FORMATS, says.
+
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from megatron_vshape import make, save, schedule_figure, simulate
+    >>> with TemporaryDirectory() as folder:
+    ...     save(schedule_figure(simulate(make("1f1b", 2, 2))), f"{folder}/mine.svg")
+    ...     [path.name for path in Path(folder).iterdir()]
+    ['mine.svg']
 
     Raises:
         ScheduleError: the suffix is another.

@@ -16,6 +16,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     arrives `send_us` after its pass has ended; sending occupies no device. Without `costs` every
     chunk pass takes one unit and messages take none.
 
+    >>> from megatron_vshape import Costs, make, simulate
+    >>> timeline = simulate(make("1f1b", 4, 8), Costs.uniform(4, 4, forward=1, backward=1, weight=1))
+    >>> timeline.makespan, f"{timeline.bubble:.0%}"
+    (66.0, '27%')
+
     Raises:
         ScheduleError: the costs are for another number of stages, or the order deadlocks.
     """
@@ -134,7 +139,14 @@ def held_curve(schedule: Schedule, costs: Costs, device: int) -> list[float]:
 
 
 def peak_held(schedule: Schedule, costs: Costs | None = None) -> tuple[float, ...]:
-    """Return the most that each device holds, in chunks or in the unit of the costs' memory."""
+    """Return the most that each device holds, in chunks or in the unit of the costs' memory.
+
+    A chunk is 1 / (2 * num_devices) of the model's activations of one microbatch.
+
+    >>> from megatron_vshape import make, peak_held
+    >>> peak_held(make("1f1b", 4, 8)), peak_held(make("v-half", 4, 8))
+    ((8.0, 6.0, 4.0, 2.0), (6.0, 6.0, 6.0, 6.0))
+    """
     costs = unit_costs(schedule) if costs is None else costs
     check_costs(costs, schedule.num_stages)
     kinds = schedule.kinds

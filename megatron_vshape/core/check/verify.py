@@ -28,6 +28,11 @@ def verify(
     With `max_held`, one value or one per device, no device may hold more: chunks, or what the
     memory of `costs` is in.
 
+    >>> from megatron_vshape import make, verify
+    >>> verify(make("1f1b", 4, 8), max_held=6)
+    Traceback (most recent call last):
+    megatron_vshape.core.model.kinds.ScheduleError: device 0 holds 8 at its peak, more than the ...
+
     Raises:
         ScheduleError: what is wrong and a picture of where; for a deadlock the cycle of waits.
     """

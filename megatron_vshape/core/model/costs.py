@@ -78,6 +78,11 @@ class Costs:
     `held_after_backward_bytes` from the end of B, and nothing from the end of W on. `layers` says
     how many layers every stage had when that was measured, where it is known; `whole_backward_us`
     what a BW takes where that is not B + W, as exchanges hide in it that a split one waits for.
+
+    >>> from megatron_vshape import Costs
+    >>> costs = Costs.uniform(num_devices=2, num_stages=4, forward=1, backward=1.2, weight=0.8)
+    >>> costs.backward_us, costs.held_after_forward_bytes
+    ((1.2, 1.2, 1.2, 1.2), (1.0, 1.0, 1.0, 1.0))
     """
 
     forward_us: tuple[float, ...]

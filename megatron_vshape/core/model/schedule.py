@@ -52,6 +52,14 @@ class Schedule:
     """The order in which every device runs its passes; it holds no times.
 
     `placement[stage]` is the device of a stage, `order[device]` the passes of a device.
+
+    >>> from megatron_vshape import Schedule, make
+    >>> schedule = make("1f1b", 2, 2)
+    >>> print(schedule.to_csv(), end="")
+    F0.0,F0.1,BW0.0,BW0.1
+    F1.0,BW1.0,F1.1,BW1.1
+    >>> Schedule.from_json(schedule.to_json()) == schedule
+    True
     """
 
     name: str
@@ -191,6 +199,15 @@ def check_size(num_stages: int, num_microbatches: int) -> None:
 def load_schedule(path: str | Path) -> Schedule:
     """Return the schedule in the JSON file at `path`, or in the CSV file if it ends in .csv.
 
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from megatron_vshape import load_schedule, make
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder, "mine.json")
+    ...     _ = path.write_text(make("v-half", 2, 4).to_json())
+    ...     load_schedule(path).name
+    'v-half'
+
     Raises:
         ScheduleError: the file cannot be read or is no schedule file; the text names it.
     """
@@ -279,6 +296,11 @@ class Timeline:
         A character is the shortest pass, or a share of the makespan where that would be wider
         than `columns` (MAX_COLUMNS at most); it shows what runs at its middle. What runs beside a
         device's processor has a line of its own below it.
+
+        >>> from megatron_vshape import make, simulate
+        >>> print(simulate(make("zb-h1", 2, 3)).draw())
+        FF BWFBWBW
+         FBFBWFBWW
         """
         columns = min(columns or MAX_COLUMNS, MAX_COLUMNS)
         lengths = (

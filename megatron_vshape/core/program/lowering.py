@@ -53,6 +53,11 @@ def lower(
     With `kernels` they are posted as `program.kernels` has it; of messages whose length is not
     known before they are there it `takes` each when it has been sent.
 
+    >>> from megatron_vshape import lower, make
+    >>> print(lower(make("1f1b", 2, 1)).text())
+    post B1.0, F0.0, send F0.0, await B1.0, BW0.0
+    post F0.0, await F0.0, F1.0, BW1.0, send B1.0
+
     Raises:
         ScheduleError: the messages deadlock however far ahead the receives are posted.
     """
