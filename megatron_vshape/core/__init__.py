@@ -1,1 +1,1 @@
-"""The paper in plain Python; imports neither torch nor Megatron."""
+"""Schedules in plain Python (arXiv 2405.15362); imports neither torch nor Megatron."""

@@ -17,7 +17,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     chunk pass takes one unit and messages take none.
 
     >>> from megatron_vshape import Costs, make, simulate
-    >>> timeline = simulate(make("1f1b", 4, 8), Costs.uniform(4, 4, forward=1, backward=1, weight=1))
+    >>> timeline = simulate(make("1f1b", 4, 8), Costs.uniform(4, 4, backward=1.2, weight=0.8))
     >>> timeline.makespan, f"{timeline.bubble:.0%}"
     (66.0, '27%')
 

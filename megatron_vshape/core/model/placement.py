@@ -18,7 +18,7 @@ def looping(num_devices: int, num_chunks: int) -> Placement:
 
 
 def v_shape(num_devices: int) -> Placement:
-    """Return there and back, so that a long lifespan meets a short one (paper, section 3)."""
+    """Return there and back: a long lifespan meets a short one (arXiv 2405.15362, section 3)."""
     return (*range(num_devices), *reversed(range(num_devices)))
 
 

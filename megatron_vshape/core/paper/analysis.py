@@ -1,8 +1,8 @@
 """The theory table: peak memory and bubble of schedules, made or from their building blocks.
 
-Besides the catalogue it has the earlier attempts that the paper compares with and that do not
-run here: GEMS and Chimera, which hold the model twice, in opposite directions, and BPipe, which
-moves activations between devices. All figures are for equal passes and free messages.
+Besides the catalogue it has the earlier attempts that the paper (arXiv 2405.15362) compares with
+and that do not run here: GEMS and Chimera, which hold the model twice, in opposite directions, and
+BPipe, which moves activations between devices. All figures are for equal passes, free messages.
 """
 
 import itertools

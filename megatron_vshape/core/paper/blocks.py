@@ -2,7 +2,8 @@
 
 `loop_block` makes every block whose devices all run the stages in the same direction (1F1B, its
 interleaved forms, ZB-H1 and ZB-H2), `v_block` those that go there and back. d stands for the
-number of devices.
+number of devices. The V blocks are those of arXiv 2405.15362, ZB-H1 and ZB-H2 of 2401.10241,
+interleaved 1F1B is that of 2104.04473, GPipe of 1811.06965.
 """
 
 import itertools
@@ -183,7 +184,7 @@ def v_block(
     *,
     split: bool = True,
 ) -> BuildingBlock:
-    """Return the V block with these offsets (paper, section 3).
+    """Return the V block with these offsets (arXiv 2405.15362, section 3).
 
     `hops`: slots from one device to the next for F of chunk 0, F of chunk 1, B of chunk 1 and
     B of chunk 0, each a cycle that starts between devices 0 and 1; `turns`: slots from F0 to F1

@@ -1,8 +1,8 @@
 """Step 1: the building block, the passes of one or a few microbatches at fixed slots.
 
 A block says in which slot every pass starts; repeated every `interval` slots it is a pipeline.
-Its lifespans alone bound the activation memory (paper, section 2). The blocks of the catalogue
-are in `blocks.py`.
+Its lifespans alone bound the activation memory (arXiv 2405.15362, section 2). The blocks of the
+catalogue are in `blocks.py`.
 """
 
 import math

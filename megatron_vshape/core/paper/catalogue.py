@@ -1,4 +1,4 @@
-"""The schedules by name, each made from its building block in the paper's four steps."""
+"""The schedules by name, each made from its block in the four steps of arXiv 2405.15362."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

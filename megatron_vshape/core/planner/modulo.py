@@ -10,7 +10,7 @@ That order alone decides both figures that matter:
 
 For a V with one microbatch a period `modulo_v` finds the least period exactly; elsewhere, and
 with two microbatches a period, `modulo_anneal` searches. Published blocks move in unit slots and
-repeat bubbles when F, B and W differ (paper, section 5); nothing here is tied to slots.
+repeat bubbles when F, B and W differ (arXiv 2405.15362, section 5); nothing here is tied to slots.
 
 Slack of the period over the work, in per cent, with F/B/W/send 1/1.15/.85/.05 and 1/2/1/.05:
 

@@ -9,6 +9,9 @@ import pytest
 
 import megatron_vshape
 
+pytest.importorskip("matplotlib", reason="figures need the extra [draw]")
+pytest.importorskip("torch", reason="programs need torch to run")
+
 NOT_SHOWN = {"register", "unregister"}
 """These put hooks into Megatron; tests/mcore has them."""
 
