@@ -380,9 +380,10 @@ def emulate(model: Model, name: str, devices: int, rank: int, microbatches: int)
     The prediction knows what single microbatches have shown before, and the order.
     """
     state = prepare(model.device)
-    from megatron_vshape.mcore.setup.plans import make_planner
+    from megatron_vshape.mcore.setup.choice import choice_of
+    from megatron_vshape.mcore.setup.plans import Planner
 
-    plan = make_planner(name, devices).training(microbatches)
+    plan = Planner(choice_of(name, devices)).training(microbatches)
     placement = plan.schedule.placement
     last = len(placement) - 1
     chunks = {

@@ -14,6 +14,7 @@ from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.report import RunReport
 from megatron_vshape.mcore.observe.static_memory import StaticMemory, gather, static_memory
+from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step.same_plan import Agreement
 
@@ -100,7 +101,7 @@ def test_what_passes_allocate_and_free_is_kept_free(monkeypatch: pytest.MonkeyPa
     with report.training_step([], 4, 1):
         pass
     assert report.within_passes_bytes == 4000
-    planner = Planner(2, "auto", limit_bytes=1e6)
+    planner = Planner(Choice(2, "auto", limit_bytes=1e6))
     planner.reserve((10, 20))
     pipeline: Any = SimpleNamespace(planner=planner)
     module = "megatron_vshape.mcore.observe.profiling"

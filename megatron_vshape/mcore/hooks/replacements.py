@@ -325,11 +325,11 @@ def _post_validation(session: Session, optimizer: Any) -> PostValidation:
 
 def _opening(session: Session, pipeline: Pipeline, model: Sequence[Any], optimizer: Any) -> str:
     """Return the schedule's picture, what carries messages, and with a limit what is left of it."""
-    planner, lines = pipeline.planner, []
+    planner, limit, lines = pipeline.planner, pipeline.choice.limit_bytes, []
     carrier = _own_runner(session, pipeline).connect(model)
     if carrier is not None:
         lines.append(carrier)
-    if planner.limit_bytes is not None:
+    if limit is not None:
         config = get_model_config(model[0])
         args = get_args()
         shape = args.seq_length * args.micro_batch_size * config.hidden_size
@@ -342,7 +342,7 @@ def _opening(session: Session, pipeline: Pipeline, model: Sequence[Any], optimiz
         everyones = static_memory.gather(own, group)
         planner.reserve([each.total for each in everyones], message_bytes)
         planner.training(get_num_microbatches())  # says how many messages there are at most
-        lines.append(static_memory.table(everyones, planner.reserved_bytes, planner.limit_bytes))
+        lines.append(static_memory.table(everyones, planner.reserved_bytes, limit))
     lines.append(report.opening_lines(pipeline, get_num_microbatches()))
     return "\n".join(lines)
 

@@ -26,7 +26,7 @@ class Split(NamedTuple):
 
     layers: tuple[int, ...]
     costs: Costs | None  # measured, if any were given
-    estimate: Costs | None  # in chunks and their passes; None where all stages are alike
+    estimate: Costs | None = None  # in chunks and their passes; None where all stages are alike
 
 
 def split_layers(

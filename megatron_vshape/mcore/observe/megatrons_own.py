@@ -12,6 +12,7 @@ from megatron_vshape.core.model.passes import Kind, Pass
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.mcore.observe.iteration_log import BubbleMeter
 from megatron_vshape.mcore.observe.report import RunReport
+from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.held_bytes import Census
@@ -29,7 +30,7 @@ class MeteredSchedule:
     ) -> None:
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-        planner = Planner(ranks, name) if name in catalogue.NAMES and chunks == 1 else None
+        planner = Planner(Choice(ranks, name)) if name in catalogue.NAMES and chunks == 1 else None
         self._state = state
         self._original = original
         self.meter = BubbleMeter(logs, None if planner is None else planner.predicted_bubble)

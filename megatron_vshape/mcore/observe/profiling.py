@@ -111,11 +111,10 @@ class Profiler:
     def _keep_free(self, group: dist.ProcessGroup) -> None:
         """Have the plan leave room in the limit for what passes allocate and free again."""
         planner, own = self._pipeline.planner, self._report.within_passes_bytes
-        if planner.limit_bytes is None:
+        if planner.choice.limit_bytes is None:
             return
         within = most_of_replicas(own, group, float)
-        static = planner.static_bytes or (0.0,) * len(within)
-        planner.reserve([a + b for a, b in zip(static, within, strict=True)])
+        planner.reserve([a + b for a, b in zip(planner.static_bytes, within, strict=True)])
         if any(within):
             gib = ", ".join(f"{each / GIB:.3f}" for each in within)
             self._tell("passes allocate and free, kept free of activations, GiB per rank: %s", gib)
@@ -124,11 +123,10 @@ class Profiler:
         """Take the costs for the steps to come, plan anew if that is asked for, and say so."""
         planner = self._pipeline.planner
         now = prediction_of(program.schedule, costs, rest_us)
-        if not planner.plans_by_costs:
-            planner.costs = costs
+        planner.adopt(costs)
+        if not planner.choice.plans_by_costs:
             self._tell("measured costs: %s", told(now))
             return now
-        planner.adopt(costs)
         try:
             plan = planner.training(program.schedule.num_microbatches)
         except ScheduleError as error:

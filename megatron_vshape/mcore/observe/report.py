@@ -194,7 +194,7 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
     schedule, chunks = plan.schedule, plan.peak_chunks
     relative = chunks / (2 * schedule.num_devices)
     whole = ""
-    if pipeline.recomputes_layers:
+    if pipeline.choice.keeps_backward_whole:
         whole = (
             "\nbackward passes run whole (BW): with --recompute-granularity full, a backward that "
             "is split would keep all that it recomputes"
@@ -215,7 +215,7 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
 
 
 def _at(pipeline: Pipeline) -> str:
-    if pipeline.planner.costs is None and pipeline.planner.estimate is None:
+    if pipeline.planner.costs is None and pipeline.choice.estimate is None:
         return "at F = B = W"
     if pipeline.planner.costs is None:
         return "at F = B = W of every layer, the output layer by its products"

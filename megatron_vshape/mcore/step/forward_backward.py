@@ -96,7 +96,7 @@ class PipelineRunner:
         rank = parallel_state.get_pipeline_model_parallel_rank()
         self.report = RunReport(
             state,
-            pipeline.planner.name,
+            pipeline.choice.name,
             pipeline.stage_map.stages(rank),
             pipeline.planner.training,
         )

@@ -53,7 +53,7 @@ class GradientSync:
         self._config = config
         self._model = model
         self.overlaps = pipeline.overlaps_grad_reduce and not forward_only
-        self._splits_last = not pipeline.recomputes_layers
+        self._splits_last = not pipeline.choice.keeps_backward_whole
         self._left = [num_microbatches] * len(model)
         self._closed: set[int] = set()
         self._force_all_reduce = bool(force_all_reduce)
@@ -61,7 +61,7 @@ class GradientSync:
         self._reduction_of: dict[Tensor, _Reduction] = {}
         if self.overlaps:
             # A tied weight belongs to the first chunk and gets gradients from the last one too.
-            ties = pipeline.ties_embeddings and pipeline.stage_map.ends_meet
+            ties = pipeline.choice.ties_ends and pipeline.stage_map.ends_meet
             for chunk in range(len(model)):
                 self._plan(chunk, ties)
 
