@@ -351,9 +351,9 @@ def counted(state: Any, chunk: nn.Module) -> Iterator[Any]:
     from megatron_vshape.mcore.observe.report import persistent
     from megatron_vshape.runtime.held_bytes import Census
 
-    state.census = census = Census(persistent([chunk]))
-    yield census
-    state.census = None
+    census = Census(persistent([chunk]))
+    with state.count_with(census):
+        yield census
 
 
 def run_microbatch(

@@ -51,11 +51,9 @@ class MeteredSchedule:
         chunks = model if isinstance(model, list) else [model]
         torch_device = next(chunks[0].parameters()).device
         with self.report.training_step(chunks, microbatches, tokens):
-            self._state.timer = self.meter.begin_step(microbatches, torch_device)
-            try:
+            timer = self.meter.begin_step(microbatches, torch_device)
+            with self._state.time_with(timer):
                 return self._original(**arguments)
-            finally:
-                self._state.timer = None
 
 
 def count_forward(census: Census, chunk: int | None, output: Tensor | list[Tensor]) -> None:

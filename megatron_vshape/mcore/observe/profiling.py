@@ -15,12 +15,11 @@ import torch.distributed as dist
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, Piece
-from megatron_vshape.core.model.passes import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.observe.report import Checked, Prediction, RunReport
 from megatron_vshape.mcore.observe.static_memory import most_of_replicas
-from megatron_vshape.mcore.refusals import RefusedError
+from megatron_vshape.mcore.refusals import refusing
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.runtime.measure import (
     Held,
@@ -127,10 +126,8 @@ class Profiler:
         if not planner.choice.plans_by_costs:
             self._tell("measured costs: %s", told(now))
             return now
-        try:
+        with refusing():
             plan = planner.training(program.schedule.num_microbatches)
-        except ScheduleError as error:
-            raise RefusedError(error) from None
         self._report.remeasure()
         after = prediction_of(plan.program.schedule, costs, rest_us)
         self._tell("measured costs: %s -> %s, from the next step on", told(now), told(after))
@@ -144,7 +141,7 @@ class Profiler:
         makespan_us = median(each.makespan for each in timelines)
         bubble = median(each.bubble for each in timelines)
         checked = Checked(prediction, makespan_us, bubble)
-        self._report.checked = checked
+        self._report.compare(checked)
         self._tell("%s, in %d steps", comparison(checked), len(timelines))
 
     @staticmethod

@@ -81,7 +81,7 @@ class RunReport:
         self._started_s: float | None = None
         self._step_s: list[float] = []
         self._tokens = 0
-        self.checked: Checked | None = None  # where costs were measured in this run
+        self._checked: Checked | None = None  # where costs were measured in this run
 
     @property
     def held(self) -> dict[int, tuple[float, float]]:
@@ -103,6 +103,10 @@ class RunReport:
         self._memory = None
         self._step_s.clear()
 
+    def compare(self, checked: Checked) -> None:
+        """Take what the end of the run is to show beside its own figures."""
+        self._checked = checked
+
     def interrupt(self) -> None:
         """Do not count the time until the next training step: something else runs between."""
         self._started_s = None
@@ -119,12 +123,9 @@ class RunReport:
         if self._memory is not None:
             yield
             return
-        self._state.census = census = Census(persistent(model))
-        before = _in_use_bytes()
-        try:
+        census, before = Census(persistent(model)), _in_use_bytes()
+        with self._state.count_with(census):
             yield
-        finally:
-            self._state.census = None
         self._num_microbatches = num_microbatches
         held = {stage: census.held_bytes(stage) for stage in self._stages}
         # Before the first step the optimizer has no state yet; a peak while the model was built
@@ -159,9 +160,9 @@ class RunReport:
             line += f", allocated in all {_in_mib(allocated)}"
             if dist.get_rank() == 0:
                 tell(allocated_bytes=allocated)
-        if self.checked is not None and self._step_s:
+        if self._checked is not None and self._step_s:
             peaks = [each.peak_bytes for each in everyones]
-            line += "\n" + closing_table(self.checked, median(self._step_s) * 1e6, peaks)
+            line += "\n" + closing_table(self._checked, median(self._step_s) * 1e6, peaks)
         return line
 
 
