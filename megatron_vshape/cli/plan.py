@@ -21,7 +21,7 @@ from megatron_vshape.cli.files import (
     schedule_output,
     write_all,
 )
-from megatron_vshape.cli.options import add_cost_arguments, add_size_arguments, cut_of
+from megatron_vshape.cli.options import add_cost_arguments, add_size_arguments, cut_of, float_or_nan
 from megatron_vshape.core.ask import (
     AUTO,
     SUFFIXES,
@@ -149,10 +149,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value = float_or_nan(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return value
@@ -186,10 +183,7 @@ def _limit(text: str | None, devices: int, costs: Costs, in_bytes: bool) -> floa
     chunk = _chunk(costs, devices)
     lowered = text.lower().strip()
     unit = next((name for name in _UNITS if lowered.endswith(name)), None)
-    try:
-        value = float(lowered.removesuffix(unit or ""))
-    except ValueError:
-        value = 0.0
+    value = float_or_nan(lowered.removesuffix(unit or ""))
     if not 0 < value < float("inf"):
         raise ScheduleError(
             f"--memory-limit {text!r:.40} is neither chunks, as in {devices + 2}, nor GiB, as in "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vshape.cli.files import Output, check_target, write_all
-from megatron_vshape.cli.options import count
+from megatron_vshape.cli.options import count, float_or_nan
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.layers import even_layers, parse_layers
 from megatron_vshape.core.model.passes import Kind, ScheduleError
@@ -201,10 +201,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _time(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
+    value = float_or_nan(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a time of at least 0")
     return value

@@ -36,7 +36,6 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -74,14 +73,6 @@ class Verdict(NamedTuple):
     stands: bool  # whether a step without clipping is the right one
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How often guesses were made, and how often they held."""
-
-    guessed: int = 0
-    undone: int = 0
-
-
 class PostValidation:
     """Makes the optimizer steps of a run; takes the place of `ChainedOptimizer.step`."""
 
@@ -90,12 +81,7 @@ class PostValidation:
         self._runner_of = runner_of
         self._backup = Backup()
         self._calm = 0  # steps in a row that an unclipped step would have been right for
-        self.outcome = Outcome()
-
-    @property
-    def backup_bytes(self) -> int:
-        """Return how much memory undoing takes on this rank."""
-        return self._backup.nbytes
+        self._guessed = self._undone = 0
 
     def step(self, optimizer: Any, original: Step) -> tuple[bool, Any, Any]:
         """Make one step and return what `original` returns for it; the state is validated then."""
@@ -113,9 +99,9 @@ class PostValidation:
     def closing_line(self) -> str:
         """Return how the guesses of this run went."""
         return (
-            f"post-validation: {self.outcome.guessed} steps made before they were validated, "
-            f"{self.outcome.undone} of them undone; "
-            f"{self.backup_bytes / 2**20:.2f} MiB on this rank to undo one"
+            f"post-validation: {self._guessed} steps made before they were validated, "
+            f"{self._undone} of them undone; "
+            f"{self._backup.nbytes / 2**20:.2f} MiB on this rank to undo one"
         )
 
     def _guess(self, optimizer: Any, original: Step) -> tuple[bool, Any, Any]:
@@ -128,8 +114,8 @@ class PostValidation:
         if not verdict.stands:
             self._undo(optimizer)
         self._note(verdict.stands)
-        guessed, undone = self.outcome.guessed + 1, self.outcome.undone + (not verdict.stands)
-        self.outcome = Outcome(guessed, undone)
+        self._guessed += 1
+        self._undone += not verdict.stands
         with _validated(optimizer, verdict):
             return original(optimizer)
 

@@ -300,7 +300,7 @@ def _opening(session: Session, pipeline: Pipeline, model: Sequence[Any], optimiz
         message_bytes = shape * config.pipeline_dtype.itemsize // shards
         own = static_memory.static_memory(model, optimizer, pipeline.options.post_validates)
         group = parallel_state.get_pipeline_model_parallel_group()
-        everyones = static_memory.gather(own, group)
+        everyones = static_memory.most_of_replicas(own, group, lambda each: each.total)
         planner.reserve([each.total for each in everyones], message_bytes)
         planner.training(get_num_microbatches())  # says how many messages there are at most
         lines.append(static_memory.table(everyones, planner.reserved_bytes, limit))

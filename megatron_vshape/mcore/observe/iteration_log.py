@@ -36,14 +36,13 @@ class Figures:
 
     def text(self) -> str:
         """Return what goes to the end of Megatron's line."""
-        text = ""
-        if self.bubble is not None:
-            text += f" bubble: {100 * self.bubble:.1f} % |"
-        if self.predicted_bubble is not None:
-            text += f" predicted bubble: {100 * self.predicted_bubble:.1f} % |"
-        if self.mfu is not None:
-            text += f" MFU: {100 * self.mfu:.1f} % |"
-        return text
+        shares = {
+            "bubble": self.bubble,
+            "predicted bubble": self.predicted_bubble,
+            "MFU": self.mfu,
+        }
+        known = {name: share for name, share in shares.items() if share is not None}
+        return "".join(f" {name}: {100 * share:.1f} % |" for name, share in known.items())
 
     def scalars(self) -> dict[str, float]:
         """Return the values by their names in TensorBoard and W&B."""

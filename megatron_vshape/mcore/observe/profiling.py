@@ -20,6 +20,7 @@ from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.observe.report import Checked, Prediction, RunReport
 from megatron_vshape.mcore.observe.static_memory import most_of_replicas
 from megatron_vshape.mcore.refusals import refusing
+from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.runtime.measure import (
     Held,
@@ -33,8 +34,6 @@ from megatron_vshape.runtime.measure import (
 from megatron_vshape.runtime.p2p import Transport
 
 logger = logging.getLogger(__name__)
-
-GIB = 2.0**30
 
 
 class Profiler:

@@ -123,14 +123,14 @@ class RunReport:
         if self._memory is not None:
             yield
             return
-        census, before = Census(persistent(model)), _in_use_bytes()
+        census, before = Census(persistent(model)), torch.cuda.memory_allocated()
         with self._state.count_with(census):
             yield
         self._num_microbatches = num_microbatches
         held = {stage: census.held_bytes(stage) for stage in self._stages}
         # Before the first step the optimizer has no state yet; a peak while the model was built
         # that is higher still makes this too much rather than too little.
-        within = max(_allocated_bytes() - before - census.peak_bytes, 0)
+        within = max(torch.cuda.max_memory_allocated() - before - census.peak_bytes, 0)
         self._memory = Memory(census.peak_bytes, held, within)
         # The first step also sets caches up; its time says nothing about the others.
         self._started_s = None
@@ -142,7 +142,7 @@ class RunReport:
         """
         if self._memory is None:
             return None
-        own = self._memory._replace(allocated_bytes=_allocated_bytes())
+        own = self._memory._replace(allocated_bytes=torch.cuda.max_memory_allocated())
         everyones: list[Memory] = [own] * pipeline_group.size()
         dist.all_gather_object(everyones, own, group=pipeline_group)
         speed = "speed unknown (too few steps)"
@@ -241,14 +241,6 @@ def persistent(model: Sequence[nn.Module]) -> Iterator[Tensor]:
             main_grad = getattr(parameter, "main_grad", None)
             if isinstance(main_grad, Tensor):
                 yield main_grad
-
-
-def _allocated_bytes() -> int:
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-
-
-def _in_use_bytes() -> int:
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def _in_mib(values: Sequence[float]) -> str:

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.split.te_layers import plain_tensors
 from megatron_vshape.runtime import nccl
 
 T = TypeVar("T")
-
-GIB = 2.0**30
 
 ADAM_STATES = 2
 """Moments that Adam keeps of every parameter it steps, in fp32."""
@@ -72,11 +71,6 @@ def _storage(tensor: Tensor) -> int:
 def _bytes(tensors: Iterable[Tensor]) -> int:
     plain = [part for each in tensors for part in plain_tensors(each)]
     return sum(each.numel() * each.element_size() for each in plain)
-
-
-def gather(own: StaticMemory, pipeline_group: dist.ProcessGroup) -> list[StaticMemory]:
-    """Return what the ranks of a pipeline hold; of those side by side, the one that holds most."""
-    return most_of_replicas(own, pipeline_group, lambda each: each.total)
 
 
 def most_of_replicas(

@@ -27,7 +27,7 @@ from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.report import RunReport
 from megatron_vshape.mcore.refusals import check_config, refusing
 from megatron_vshape.mcore.setup.pipeline import Pipeline
-from megatron_vshape.mcore.step.finite import inspected, repeats_a_bad_step
+from megatron_vshape.mcore.step.finite import InspectedStage, repeats_a_bad_step
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.late_checks import checked_late
 from megatron_vshape.mcore.step.loss_reporting import Courier, bring_losses
@@ -326,9 +326,8 @@ class PipelineRunner:
         }
         if step.forward_only or not repeats_a_bad_step():
             return stages
-        return inspected(
-            stages, f"rank {dist.get_rank()} (device {rank})", step.gradient_sync.overlaps
-        )
+        who, reduces_in_w = f"rank {dist.get_rank()} (device {rank})", step.gradient_sync.overlaps
+        return {at: InspectedStage(each, at, who, reduces_in_w) for at, each in stages.items()}
 
     def _replayed(self, iterators: Sequence[Any]) -> list[Any]:
         """Return iterators that can give microbatches again, where a step may have to be undone."""
