@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_vshape.cli.files import (
@@ -18,6 +17,7 @@ from megatron_vshape.cli.files import (
     Output,
     check_can_draw,
     check_targets,
+    is_installed,
     schedule_output,
     write_all,
 )
@@ -288,7 +288,7 @@ def _proved(answer: Planned, limit: float, seconds: float) -> Plan:
     """Return a small plan with CP-SAT's bound, or CP-SAT's better plan, if OR-tools is there."""
     made, schedule = answer.plan, answer.schedule
     small = schedule.num_devices <= PROVABLE[0] and schedule.num_microbatches <= PROVABLE[1]
-    if not small or made.gap <= 0 or seconds <= 0 or find_spec("ortools") is None:
+    if not small or made.gap <= 0 or seconds <= 0 or not is_installed("ortools"):
         return made
     from megatron_vshape.core.planner.exact import prove
 

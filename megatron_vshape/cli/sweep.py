@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from megatron_vshape.cli.files import (
     FIGURE_SUFFIXES,
-    can_draw,
     check_can_draw,
     check_targets,
+    is_installed,
 )
 from megatron_vshape.core.model.passes import ScheduleError
 
@@ -264,7 +264,7 @@ def _launch(
     _show(console, loaded, rows)
     csv, figure = options.csv or path.parent / "results.csv", options.figure
     some = any(row.best_mfu for row in rows)
-    if figure is None and some and can_draw():
+    if figure is None and some and is_installed("matplotlib"):
         figure = path.parent / "pareto.svg"
     _write_files(rows, loaded, csv, figure)
     without = NO_PICTURE if some else "no picture, as no run ended well"

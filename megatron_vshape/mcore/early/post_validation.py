@@ -76,9 +76,9 @@ class Verdict(NamedTuple):
 class PostValidation:
     """Makes the optimizer steps of a run; takes the place of `ChainedOptimizer.step`."""
 
-    def __init__(self, runner_of: Callable[[], PipelineRunner]) -> None:
-        """Take what returns the function that runs the steps' passes, once that is made."""
-        self._runner_of = runner_of
+    def __init__(self, runner: PipelineRunner) -> None:
+        """Take what runs the steps' passes."""
+        self._runner = runner
         self._backup = Backup()
         self._calm = 0  # steps in a row that an unclipped step would have been right for
         self._guessed = self._undone = 0
@@ -94,7 +94,7 @@ class PostValidation:
 
     def end(self) -> None:
         """Leave nothing of a next step behind; all ranks call this when the run is over."""
-        self._runner_of().drop_ahead()
+        self._runner.drop_ahead()
 
     def closing_line(self) -> str:
         """Return how the guesses of this run went."""
@@ -109,7 +109,7 @@ class PostValidation:
         self._backup.save([each.optimizer for each in _working(optimizer)])
         with nullcontext() if pending.own_part_stands else _without_updates(optimizer):
             optimizer.step_with_ready_grads()
-        self._runner_of().run_ahead()
+        self._runner.run_ahead()
         verdict = pending.wait()
         if not verdict.stands:
             self._undo(optimizer)
@@ -121,7 +121,7 @@ class PostValidation:
 
     def _undo(self, optimizer: Any) -> None:
         """Bring the model and the optimizer back to where the step began."""
-        self._runner_of().drop_ahead()
+        self._runner.drop_ahead()
         _finish_gathering(optimizer)
         self._backup.restore()
         with _without_updates(optimizer):

@@ -213,7 +213,7 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
         with refusing():
             print_rank_0(_opening(session, pipeline, given["model"], given["optimizer"]))
             if pipeline.options.post_validates:
-                session.validate_late(given["optimizer"])
+                session.validate_late(pipeline, given["optimizer"])
                 _print_if_any(why_no_gain(get_args()))
     elif session.megatrons_own is None:
         _refuse_what_was_not_seen(get_args())

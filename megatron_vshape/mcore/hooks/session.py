@@ -54,14 +54,14 @@ class Session:
         """Have iterations logged from now on, with this package's figures."""
         self.iteration_log = IterationLog()
 
-    def validate_late(self, optimizer: Any) -> None:
+    def validate_late(self, pipeline: Pipeline, optimizer: Any) -> None:
         """Have optimizer steps made before they are validated, until `end_validation`.
 
         Raises:
             UnsupportedError: steps of this optimizer cannot be undone.
         """
         check_optimizer(optimizer)
-        self.post_validation = PostValidation(self._running)
+        self.post_validation = PostValidation(self.own_runner(pipeline))
 
     def end_validation(self) -> str | None:
         """Validate at once from now on; return how it went, or None where that was so all along."""
@@ -70,11 +70,6 @@ class Session:
             return None
         post_validation.end()
         return post_validation.closing_line()
-
-    def _running(self) -> PipelineRunner:
-        if isinstance(self.runner, PipelineRunner):
-            return self.runner
-        raise RuntimeError("post-validation has no schedule of this package to begin steps of")
 
     def logs(self) -> bool:
         """Return whether Megatron's trainer runs, which logs iterations."""

@@ -74,6 +74,11 @@ def prepare(args: Namespace) -> Pipeline | None:
     check_arguments(args, name)
     if options.post_validates:
         check_post_validation(args)
+    return _pipeline(args, choice, options)
+
+
+def _pipeline(args: Namespace, choice: Choice, options: PipelineOptions) -> Pipeline:
+    """Return the pipeline with its stages and all that it is planned by; tell Megatron of them."""
     split = _split(args, choice, options)
     stage_map = StageMap(choice.placement, split.layers)
     stages.check_ends(stage_map)

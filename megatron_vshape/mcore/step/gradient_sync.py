@@ -135,20 +135,15 @@ class GradientSync:
                 f"{chunk}, which is a {type(model).__name__}: leave it out"
             )
         for groups in (model.bucket_groups, model.expert_parallel_bucket_groups):
-            reductions, members = [], []
+            queue: deque[_Reduction] = deque()
             for group in groups:
                 parameters = [each for bucket in group.buckets for each in bucket.params_list]
                 tied = ties and any(getattr(each, "zero_out_wgrad", False) for each in parameters)
                 chunks = range(len(self._model)) if tied else [chunk]
-                start = partial(self._start_group, group)
-                reductions.append(_Reduction(start, frozenset(chunks)))
-                members.append(parameters)
-            self._line_up(reductions, members)
-
-    def _line_up(self, reductions: list[_Reduction], members: list[list[Tensor]]) -> None:
-        self._queues.append(deque(reductions))
-        for reduction, parameters in zip(reductions, members, strict=True):
-            self._reduction_of.update(dict.fromkeys(parameters, reduction))
+                reduction = _Reduction(partial(self._start_group, group), frozenset(chunks))
+                self._reduction_of.update(dict.fromkeys(parameters, reduction))
+                queue.append(reduction)
+            self._queues.append(queue)
 
     def _start_group(self, group: Any) -> None:
         # DDP would start its "first batch" once more at the end of the step.
