@@ -324,15 +324,8 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
         points = frontier(question, limits)
     others = list(published(question))
     rows = _frontier_rows(points, others, chunk)
-    label, scale = (
-        ("memory limit, chunks", 1 / chunk)
-        if measured is None
-        else (
-            "memory limit, GiB",
-            1 / GIB,
-        )
-    )
-    drawn = frontier_figure(points, others, label, scale)
+    unit, size = ("chunks", chunk) if measured is None else ("GiB", GIB)
+    drawn = frontier_figure(points, others, f"memory limit, {unit}", 1 / size)
     write_all(
         [
             Output("--frontier", options.frontier, partial(save, drawn)),

@@ -36,22 +36,19 @@ class Figures:
 
     def text(self) -> str:
         """Return what goes to the end of Megatron's line."""
+        return "".join(f" {name}: {100 * share:.1f} % |" for name, share in self._known().items())
+
+    def scalars(self) -> dict[str, float]:
+        """Return the values by their names in TensorBoard and W&B."""
+        return {name.lower().replace(" ", "-"): share for name, share in self._known().items()}
+
+    def _known(self) -> dict[str, float]:
         shares = {
             "bubble": self.bubble,
             "predicted bubble": self.predicted_bubble,
             "MFU": self.mfu,
         }
-        known = {name: share for name, share in shares.items() if share is not None}
-        return "".join(f" {name}: {100 * share:.1f} % |" for name, share in known.items())
-
-    def scalars(self) -> dict[str, float]:
-        """Return the values by their names in TensorBoard and W&B."""
-        named = {
-            "bubble": self.bubble,
-            "predicted-bubble": self.predicted_bubble,
-            "mfu": self.mfu,
-        }
-        return {name: value for name, value in named.items() if value is not None}
+        return {name: share for name, share in shares.items() if share is not None}
 
 
 class BubbleMeter:

@@ -44,7 +44,8 @@ def static_memory(
     moments are there twice.
     """
     own = [each for chunk in model for each in chunk.parameters()]
-    gradients = [grad for each in own if isinstance(grad := _main_grad(each), Tensor)]
+    main_grads = [getattr(each, "main_grad", None) for each in own]
+    gradients = [each for each in main_grads if isinstance(each, Tensor)]
     stepped = [each for group in optimizer.param_groups for each in group["params"]]
     held = {_storage(each) for each in own}
     copies = [each for each in stepped if _storage(each) not in held]
@@ -56,10 +57,6 @@ def static_memory(
         _bytes(stepped) + moments if post_validates else 0,
         nccl.outside_allocator(own[0].device),
     )
-
-
-def _main_grad(parameter: Tensor) -> Any:
-    return getattr(parameter, "main_grad", None)
 
 
 def _storage(tensor: Tensor) -> int:
