@@ -40,12 +40,15 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
+sys.path.insert(0, str(Path(__file__).parent))  # nor this be the file that Python starts with
 
 # Before torch, which reads the environment that this completes.
 import megatron_vshape.mcore
 
 # isort: split
 import torch
+from in_use import Allocator, PassNeeds, StepPeaks
+from live_bytes import LivePeak
 from torch import Tensor, nn
 
 from megatron_vshape.core.ask import Question, ask
@@ -58,21 +61,20 @@ from megatron_vshape.environment import ALLOCATOR
 from megatron_vshape.mcore.one_device import (
     WARM_UP,
     Model,
-    StageMemory,
+    alone,
     batches,
     build,
     choose,
+    counted,
     made_up,
     observed,
     prepare,
-    stage_memory,
+    run_microbatch,
     start_step,
     unwrap,
     zero_gradients,
 )
 from megatron_vshape.mcore.setup.arguments import PLUS_NAMES
-from megatron_vshape.runtime.in_use import Allocator, StepPeaks
-from megatron_vshape.runtime.live_bytes import LivePeak
 from megatron_vshape.runtime.measure import PassTimer
 from megatron_vshape.runtime.program_runner import Observer, run_program
 
@@ -334,6 +336,27 @@ class MadeUpPeers:
 
 
 @dataclass(frozen=True, slots=True)
+class StageMemory:
+    """What one microbatch of a stage needs, in bytes."""
+
+    held: tuple[float, float]  # between passes: after F, after B
+    in_use: Mapping[Kind, int]  # while a pass runs, at most, above what is there before it
+
+
+def stage_memory(model: Model, state: Any, chunk: nn.Module, allocator: Allocator) -> StageMemory:
+    """Measure single microbatches, split and whole; one of each before sets the caches up."""
+    zero_gradients([chunk])
+    stage = alone(model, state, chunk, 4)
+    run_microbatch(model, stage, 0)
+    run_microbatch(model, stage, 1, splits=False)
+    needs = PassNeeds(allocator)
+    with counted(state, chunk) as census:
+        run_microbatch(model, stage, 2, needs)
+    run_microbatch(model, stage, 3, needs, splits=False)
+    return StageMemory(census.held_bytes(0), needs.in_use_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Emulated:
     """What one emulated rank showed; bytes are above what lives between steps."""
 
@@ -357,9 +380,10 @@ def emulate(model: Model, name: str, devices: int, rank: int, microbatches: int)
     The prediction knows what single microbatches have shown before, and the order.
     """
     state = prepare(model.device)
-    from megatron_vshape.mcore.setup.plans import make_planner
+    from megatron_vshape.mcore.setup.choice import choice_of
+    from megatron_vshape.mcore.setup.plans import Planner
 
-    plan = make_planner(name, devices).training(microbatches)
+    plan = Planner(choice_of(name, devices)).training(microbatches)
     placement = plan.schedule.placement
     last = len(placement) - 1
     chunks = {

@@ -7,8 +7,8 @@ reads the run's closing line: storages that saved tensors and weight jobs keep, 
 pass (see megatron_vshape.runtime.held_bytes).
 
 The second step is counted once more in another way: every storage that any operation makes, until
-it is freed (see megatron_vshape.runtime.live_bytes). Those live bytes stand beside the model's:
-the predicted activations, the receives posted ahead and one result.
+it is freed (see live_bytes.py). Those live bytes stand beside the model's: the predicted
+activations, the receives posted ahead and one result.
 
 Ends with 1 where a ratio to 1F1B misses the predicted one by more than a tenth, or live bytes the
 model by more than a twentieth.
@@ -103,8 +103,9 @@ def run_rank(arguments: list[str]) -> None:
     source = compile(Path(script).read_text(), script, "exec")
     # Under another name the script imports and defines, and does not start.
     exec(source, {"__name__": "imports", "__file__": script})
+    from live_bytes import LiveAfterPasses, LiveBytes
+
     from megatron_vshape.mcore.step import forward_backward
-    from megatron_vshape.runtime.live_bytes import LiveAfterPasses, LiveBytes
 
     steps: list[Program] = []
 

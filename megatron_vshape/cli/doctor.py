@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import importlib.metadata
-import importlib.util
 import io
 import platform
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vshape import __version__
+from megatron_vshape.cli.files import is_installed
 from megatron_vshape.core.model.kinds import ScheduleError
 
 if TYPE_CHECKING:
@@ -50,12 +50,14 @@ def run(options: argparse.Namespace) -> int:
     faults = _print_hooks()
     print(_section("refused with a schedule of this package", _refused()))
     print(_section("refused with --optimizer-post-validation too", _refused_ahead()))
-    if _has("torch"):
+    if is_installed("torch"):
         print(_section("weight gradients are added up by", _two_columns(list(_kernels()))))
     if faults:
         print(f"\ndoes not fit: {faults[0]}")
         return DOES_NOT_FIT
-    fits = "everything fits" if _has("megatron.core") else "schedules can be planned and drawn"
+    fits = (
+        "everything fits" if is_installed("megatron.core") else "schedules can be planned and drawn"
+    )
     print(f"\n{fits}")
     return 0
 
@@ -85,13 +87,6 @@ def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
     return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _has(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that it is in
-        return False
-
-
 def _version(*distributions: str) -> str:
     """Return the version of the first of these that is installed."""
     for each in distributions:
@@ -104,10 +99,10 @@ def _versions() -> Iterator[tuple[str, str]]:
     """Yield what a training run stands on."""
     yield "python", platform.python_version()
     yield "torch", _version("torch")
-    if _has("torch"):
+    if is_installed("torch"):
         yield from _devices()
     megatron = _version("megatron-core")
-    if megatron == MISSING and _has("megatron.core"):
+    if megatron == MISSING and is_installed("megatron.core"):
         megatron = "from a checkout"
     if megatron == MISSING:
         megatron += ": no training here; pip install 'megatron-vshape[megatron]'"
@@ -156,7 +151,7 @@ def _extras() -> Iterator[tuple[str, str]]:
 
 def _print_hooks() -> list[str]:
     """Print what Megatron is asked for, and return what of it does not fit."""
-    if not _has("megatron.core"):
+    if not is_installed("megatron.core"):
         print(_section("hooks", "not checked: megatron-core is not installed"))
         return []
     try:

@@ -37,16 +37,19 @@ def check_target(option: str, path: Path, suffixes: Sequence[str]) -> None:
 
 def check_can_draw(option: str) -> None:
     """Raise ScheduleError unless matplotlib is there, without which no picture is drawn."""
-    if not can_draw():
+    if not is_installed("matplotlib"):
         raise ScheduleError(
             f"{option} needs matplotlib, which is not installed; install the extra: "
             "pip install 'megatron-vshape[draw]'"
         )
 
 
-def can_draw() -> bool:
-    """Return whether matplotlib is there."""
-    return importlib.util.find_spec("matplotlib") is not None
+def is_installed(module: str) -> bool:
+    """Return whether a module can be found; does not import it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
 
 
 def check_targets(options: Namespace, suffixes: Mapping[str, tuple[str, ...]]) -> None:

@@ -54,15 +54,20 @@ def cost(text: str) -> tuple[float, float, float, float]:
         raise argparse.ArgumentTypeError(
             f"{text!r} has {len(parts)} values; it needs four, F,B,W,COMM, as in 1,1.15,0.85,0.05"
         )
-    forward, backward, weight, send = map(_number, parts, _COST_NAMES)
+    forward, backward, weight, send = map(_time, parts, _COST_NAMES)
     return forward, backward, weight, send
 
 
-def _number(text: str, name: str) -> float:
+def float_or_nan(text: str) -> float:
+    """Return the number that the text is, NaN where it is none."""
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = math.nan
+        return math.nan
+
+
+def _time(text: str, name: str) -> float:
+    value = float_or_nan(text)
     least_excluded = name != "COMM"
     if not math.isfinite(value) or value < 0 or (least_excluded and value == 0):
         wanted = "above 0" if least_excluded else "of at least 0"

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_vshape.cli.files import (
@@ -18,10 +17,11 @@ from megatron_vshape.cli.files import (
     Output,
     check_can_draw,
     check_targets,
+    is_installed,
     schedule_output,
     write_all,
 )
-from megatron_vshape.cli.options import add_cost_arguments, add_size_arguments, cut_of
+from megatron_vshape.cli.options import add_cost_arguments, add_size_arguments, cut_of, float_or_nan
 from megatron_vshape.core.ask import (
     AUTO,
     SUFFIXES,
@@ -149,10 +149,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value = float_or_nan(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return value
@@ -186,10 +183,7 @@ def _limit(text: str | None, devices: int, costs: Costs, in_bytes: bool) -> floa
     chunk = _chunk(costs, devices)
     lowered = text.lower().strip()
     unit = next((name for name in _UNITS if lowered.endswith(name)), None)
-    try:
-        value = float(lowered.removesuffix(unit or ""))
-    except ValueError:
-        value = 0.0
+    value = float_or_nan(lowered.removesuffix(unit or ""))
     if not 0 < value < float("inf"):
         raise ScheduleError(
             f"--memory-limit {text!r:.40} is neither chunks, as in {devices + 2}, nor GiB, as in "
@@ -294,7 +288,7 @@ def _proved(answer: Planned, limit: float, seconds: float) -> Plan:
     """Return a small plan with CP-SAT's bound, or CP-SAT's better plan, if OR-tools is there."""
     made, schedule = answer.plan, answer.schedule
     small = schedule.num_devices <= PROVABLE[0] and schedule.num_microbatches <= PROVABLE[1]
-    if not small or made.gap <= 0 or seconds <= 0 or find_spec("ortools") is None:
+    if not small or made.gap <= 0 or seconds <= 0 or not is_installed("ortools"):
         return made
     from megatron_vshape.core.planner.exact import prove
 
@@ -330,15 +324,8 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
         points = frontier(question, limits)
     others = list(published(question))
     rows = _frontier_rows(points, others, chunk)
-    label, scale = (
-        ("memory limit, chunks", 1 / chunk)
-        if measured is None
-        else (
-            "memory limit, GiB",
-            1 / GIB,
-        )
-    )
-    drawn = frontier_figure(points, others, label, scale)
+    unit, size = ("chunks", chunk) if measured is None else ("GiB", GIB)
+    drawn = frontier_figure(points, others, f"memory limit, {unit}", 1 / size)
     write_all(
         [
             Output("--frontier", options.frontier, partial(save, drawn)),

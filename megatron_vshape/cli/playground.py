@@ -1,12 +1,12 @@
 """megatron-vshape playground: serve the page on this machine."""
 
 import argparse
-import importlib.util
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_vshape.cli.files import is_installed
 from megatron_vshape.core.model.kinds import ScheduleError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C and return 0."""
     for module in _NEEDED:
-        if importlib.util.find_spec(module) is None:
+        if not is_installed(module):
             raise ScheduleError(
                 f"the playground needs {module}, which is not installed; install the extra: "
                 "pip install 'megatron-vshape[playground]'"

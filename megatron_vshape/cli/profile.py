@@ -1,7 +1,6 @@
 """megatron-vshape profile: the costs of a model's stages, measured on one device."""
 
 import argparse
-import importlib.util
 import logging
 import os
 import warnings
@@ -11,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_vshape.cli.files import Output, check_target, write_all
-from megatron_vshape.cli.options import count
+from megatron_vshape.cli.files import Output, check_target, is_installed, write_all
+from megatron_vshape.cli.options import count, float_or_nan
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.layers import even_layers, parse_layers
@@ -181,30 +180,20 @@ def _model(options: argparse.Namespace, sizes: "ModelFile", device: str) -> "Mod
 
 
 def _check_installed(transformer_engine: bool) -> None:
-    if transformer_engine and not _is_installed("transformer_engine"):
+    if transformer_engine and not is_installed("transformer_engine"):
         raise ScheduleError(
             "--transformer-engine: it is not installed; leave it out to measure Megatron's layers"
         )
     for name, extra in NEEDED.items():
-        if not _is_installed(name):
+        if not is_installed(name):
             raise ScheduleError(
                 f"profile needs {name}, which is not installed: "
                 f"pip install 'megatron-vshape[{extra}]'"
             )
 
 
-def _is_installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package around it
-        return False
-
-
 def _time(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
+    value = float_or_nan(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a time of at least 0")
     return value

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from megatron_vshape.cli.files import (
     FIGURE_SUFFIXES,
-    can_draw,
     check_can_draw,
     check_targets,
+    is_installed,
 )
 from megatron_vshape.core.model.kinds import ScheduleError
 
@@ -216,7 +216,7 @@ def _report_predictions(
     rows = rows_of(predictions)
     title = f"{loaded.model.name} on {loaded.cluster.name}: the best predicted of each schedule"
     console.print(result_table(best_rows(rows), title))
-    _write_files(rows, loaded, options)
+    _write_files(rows, loaded, options.csv, options.figure)
     if published is not None:
         table, same = comparison_table(best_rows(rows), published)
         console.print(table)
@@ -225,13 +225,15 @@ def _report_predictions(
     return 0
 
 
-def _write_files(rows: "Sequence[Row]", loaded: "Loaded", options: argparse.Namespace) -> None:
+def _write_files(
+    rows: "Sequence[Row]", loaded: "Loaded", csv: Path | None, figure: Path | None
+) -> None:
     from megatron_vshape.sweep.report import draw_pareto, write_csv
 
-    if options.csv is not None:
-        write_csv(rows, options.csv)
-    if options.figure is not None:
-        draw_pareto(rows, options.figure, f"{loaded.model.name} on {loaded.cluster.name}")
+    if csv is not None:
+        write_csv(rows, csv)
+    if figure is not None:
+        draw_pareto(rows, figure, f"{loaded.model.name} on {loaded.cluster.name}")
 
 
 def _launch(
@@ -260,13 +262,13 @@ def _launch(
     shown = {each.combination for each in chosen.run} | {each.combination for each in found}
     rows = rows_of([each for each in predictions if each.combination in shown], found)
     _show(console, loaded, rows)
-    options.csv = options.csv or path.parent / "results.csv"
+    csv, figure = options.csv or path.parent / "results.csv", options.figure
     some = any(row.best_mfu for row in rows)
-    if some and can_draw():
-        options.figure = options.figure or path.parent / "pareto.svg"
-    _write_files(rows, loaded, options)
+    if figure is None and some and is_installed("matplotlib"):
+        figure = path.parent / "pareto.svg"
+    _write_files(rows, loaded, csv, figure)
     without = NO_PICTURE if some else "no picture, as no run ended well"
-    _say(console, f"results: {path}, {options.csv}, {options.figure or without}")
+    _say(console, f"results: {path}, {csv}, {figure or without}")
     return 0
 
 
@@ -282,7 +284,7 @@ def _report(loaded: "Loaded", console: "Console", options: argparse.Namespace) -
         found, in_flight = results.read(keys), results.num_in_flight(keys)
     rows = rows_of([prediction_of(each, predictor) for each in found], found)
     _show(console, loaded, rows)
-    _write_files(rows, loaded, options)
+    _write_files(rows, loaded, options.csv, options.figure)
     _say(console, f"{len(found)} runs have ended, {in_flight} are in flight: {path}")
     return 0
 

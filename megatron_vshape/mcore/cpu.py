@@ -30,6 +30,8 @@ import torch.cuda.random
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from megatron_vshape.mcore.replaced import Replaced
+
 # A TorchFunctionMode would be one hook instead of these thirty, but torch pops it while
 # backward() runs, and a device="cuda" inside a custom autograd.Function would then escape it.
 _FACTORIES = (
@@ -53,19 +55,8 @@ class _Replacement(NamedTuple):
     value: Any
 
 
-class _Original(NamedTuple):
-    """What `owner.name` was; `_INHERITED` where `owner` had no such attribute of its own."""
-
-    owner: Any
-    name: str
-    value: Any
-
-
-_INHERITED = object()
-
-# The mode changes the process-wide torch module, so its record of what to put back is process-
-# wide too.
-_originals: list[_Original] = []
+# The mode changes the process-wide torch module, so what to put back is process-wide too.
+replaced = Replaced()
 
 
 def install() -> bool:
@@ -74,25 +65,14 @@ def install() -> bool:
     Call it before Megatron is imported, because Megatron copies some of torch's functions when it
     is. Raises RuntimeError when that is too late.
     """
-    if _originals:
+    if replaced:
         return True
     if torch.cuda.is_available():
         return False
     _refuse_if_megatron_came_first()
-    for owner, name, value in _replacements():
-        _originals.append(_Original(owner, name, vars(owner).get(name, _INHERITED)))
-        setattr(owner, name, value)
+    for each in _replacements():
+        replaced.put(*each)
     return True
-
-
-def uninstall() -> None:
-    """Put every replaced attribute of torch back, but not the copies Megatron has made of some."""
-    while _originals:
-        owner, name, value = _originals.pop()
-        if value is _INHERITED:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, value)
 
 
 def _refuse_if_megatron_came_first() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -20,7 +20,6 @@ from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.kinds import KINDS, PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore import cpu
-from megatron_vshape.runtime.in_use import Allocator, PassNeeds
 from megatron_vshape.runtime.measure import PassTimer
 
 WARM_UP = 2
@@ -317,17 +316,17 @@ def _profile_stage(
     chunk = build(model, state, num_layers, is_first, is_last)
     zero_gradients([chunk])
     total = 1 + 2 * (WARM_UP + repeats)
-    stage = _alone(model, state, chunk, total)
-    with _counted(state, chunk) as census:
-        _run_microbatch(model, stage, 0)
+    stage = alone(model, state, chunk, total)
+    with counted(state, chunk) as census:
+        run_microbatch(model, stage, 0)
     times: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
     microbatches = iter(range(1, total))
     for splits in (True, False):
         for microbatch in islice(microbatches, WARM_UP):
-            _run_microbatch(model, stage, microbatch, splits=splits)
+            run_microbatch(model, stage, microbatch, splits=splits)
         timer = PassTimer(torch.device(model.device))
         for microbatch in islice(microbatches, repeats):
-            _run_microbatch(model, stage, microbatch, timer, splits)
+            run_microbatch(model, stage, microbatch, timer, splits)
         for work, start, end in timer.slots():
             # A forward is the same before either; as many are enough.
             if splits or work.kind is Kind.BW:
@@ -338,28 +337,7 @@ def _profile_stage(
     return Piece(forward, backward, weight, after_forward, after_backward, saved)
 
 
-@dataclass(frozen=True, slots=True)
-class StageMemory:
-    """What one microbatch of a stage needs, in bytes."""
-
-    held: tuple[float, float]  # between passes: after F, after B
-    in_use: Mapping[Kind, int]  # while a pass runs, at most, above what is there before it
-
-
-def stage_memory(model: Model, state: Any, chunk: nn.Module, allocator: Allocator) -> StageMemory:
-    """Measure single microbatches, split and whole; one of each before sets the caches up."""
-    zero_gradients([chunk])
-    stage = _alone(model, state, chunk, 4)
-    _run_microbatch(model, stage, 0)
-    _run_microbatch(model, stage, 1, splits=False)
-    needs = PassNeeds(allocator)
-    with _counted(state, chunk) as census:
-        _run_microbatch(model, stage, 2, needs)
-    _run_microbatch(model, stage, 3, needs, splits=False)
-    return StageMemory(census.held_bytes(0), needs.in_use_bytes)
-
-
-def _alone(model: Model, state: Any, chunk: nn.Module, num_microbatches: int) -> Any:
+def alone(model: Model, state: Any, chunk: nn.Module, num_microbatches: int) -> Any:
     """Return a chunk as the one stage of a step."""
     from megatron_vshape.mcore.step.stage import MegatronStage
 
@@ -369,17 +347,17 @@ def _alone(model: Model, state: Any, chunk: nn.Module, num_microbatches: int) ->
 
 
 @contextmanager
-def _counted(state: Any, chunk: nn.Module) -> Iterator[Any]:
+def counted(state: Any, chunk: nn.Module) -> Iterator[Any]:
     """Count meanwhile what activation memory the chunk holds."""
     from megatron_vshape.mcore.observe.report import persistent
     from megatron_vshape.runtime.held_bytes import Census
 
-    state.census = census = Census(persistent([chunk]))
-    yield census
-    state.census = None
+    census = Census(persistent([chunk]))
+    with state.count_with(census):
+        yield census
 
 
-def _run_microbatch(
+def run_microbatch(
     model: Model, stage: Any, microbatch: int, observer: Any = None, splits: bool = True
 ) -> None:
     """Run the passes; what is handed to one is held by nobody else, as in a pipeline."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+
+from megatron_vshape.core.model.kinds import ScheduleError
 
 
 class UnsupportedError(ValueError):
@@ -22,24 +25,37 @@ class RefusedError(SystemExit):
         super().__init__(f"megatron-vshape: {why}" if is_first else 1)
 
 
+@contextmanager
+def refusing() -> Iterator[None]:
+    """End all ranks with one sentence where what all of them check inside does not hold."""
+    try:
+        yield
+    except (ScheduleError, UnsupportedError) as error:
+        raise RefusedError(error) from None
+
+
 class Refusal(NamedTuple):
     """An option that is refused while `is_set(value)`."""
 
     name: str  # of the attribute of Megatron's arguments or config
-    option: str  # as the user knows it
     why: str
+    flag: str | None = None  # as the user knows it, where that is not the name with dashes
     is_set: Callable[[Any], bool] = bool
     in_config: bool = True  # a script may set it in the TransformerConfig alone, by the same name
     shows_value: bool = False  # only some of the option's values are refused
     is_derived: bool = False  # known once Megatron has validated its arguments, not before
 
+    @property
+    def option(self) -> str:
+        """Return the option as the user knows it."""
+        return self.flag or f"--{self.name.replace('_', '-')}"
 
-def _is_given(value: Any) -> bool:
-    return value is not None
+
+def _other_than(*fine: object) -> Callable[[Any], bool]:
+    return lambda value: value not in fine
 
 
-def _is_other_implementation(value: Any) -> bool:
-    return value not in ("local", "transformer_engine")
+_is_given = _other_than(None)
 
 
 def _above_one(value: Any) -> bool:
@@ -52,156 +68,93 @@ _OWN_ORDER = "it assumes the order of Megatron's own schedules: leave it out"
 _UNSPLIT = "its weight gradients cannot be put off yet: leave it out"
 
 REFUSALS = (
-    Refusal("mtp_num_layers", "--mtp-num-layers", "multi-token prediction needs its own stage"),
+    Refusal("mtp_num_layers", "multi-token prediction needs its own stage"),
     Refusal(
         "cuda_graph_impl",
-        "--cuda-graph-impl (CUDA graphs)",
         _OWN_ORDER,
-        lambda value: value not in (None, "none"),
+        flag="--cuda-graph-impl (CUDA graphs)",
+        is_set=_other_than(None, "none"),
     ),
-    Refusal("enable_cuda_graph", "--enable-cuda-graph", _OWN_ORDER),
-    Refusal("external_cuda_graph", "--external-cuda-graph", _OWN_ORDER),
-    Refusal(
-        "fine_grained_activation_offloading", "--fine-grained-activation-offloading", _OWN_ORDER
-    ),
-    Refusal("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", _OWN_ORDER),
-    Refusal("delay_wgrad_compute", "--delay-wgrad-compute", _OWN_ORDER),
-    Refusal("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", _OWN_ORDER),
-    Refusal(
-        "use_megatron_fsdp",
-        "--use-megatron-fsdp",
-        "use DDP, with or without --use-distributed-optimizer",
-    ),
-    Refusal(
-        "use_torch_fsdp2",
-        "--use-torch-fsdp2",
-        "use DDP, with or without --use-distributed-optimizer",
-    ),
-    Refusal("tp_comm_overlap", "--tp-comm-overlap (userbuffers)", _UNSPLIT),
+    Refusal("enable_cuda_graph", _OWN_ORDER),
+    Refusal("external_cuda_graph", _OWN_ORDER),
+    Refusal("fine_grained_activation_offloading", _OWN_ORDER),
+    Refusal("overlap_moe_expert_parallel_comm", _OWN_ORDER),
+    Refusal("delay_wgrad_compute", _OWN_ORDER),
+    Refusal("defer_embedding_wgrad_compute", _OWN_ORDER),
+    Refusal("use_megatron_fsdp", "use DDP, with or without --use-distributed-optimizer"),
+    Refusal("use_torch_fsdp2", "use DDP, with or without --use-distributed-optimizer"),
+    Refusal("tp_comm_overlap", _UNSPLIT, flag="--tp-comm-overlap (userbuffers)"),
     Refusal(
         "num_microbatches_with_partial_activation_checkpoints",
-        "num_microbatches_with_partial_activation_checkpoints",
         _OWN_ORDER,
-        _is_given,
+        flag="num_microbatches_with_partial_activation_checkpoints",
+        is_set=_is_given,
     ),
-    Refusal(
-        "account_for_embedding_in_pipeline_split",
-        "--account-for-embedding-in-pipeline-split",
-        _DECIDES_LAYERS,
-    ),
-    Refusal(
-        "account_for_loss_in_pipeline_split",
-        "--account-for-loss-in-pipeline-split",
-        _DECIDES_LAYERS,
-    ),
-    Refusal(
-        "decoder_first_pipeline_num_layers",
-        "--decoder-first-pipeline-num-layers",
-        _DECIDES_LAYERS,
-        _is_given,
-    ),
-    Refusal(
-        "decoder_last_pipeline_num_layers",
-        "--decoder-last-pipeline-num-layers",
-        _DECIDES_LAYERS,
-        _is_given,
-    ),
-    Refusal(
-        "num_layers_per_virtual_pipeline_stage",
-        "--num-layers-per-virtual-pipeline-stage",
-        _DECIDES_CHUNKS,
-        _is_given,
-    ),
-    Refusal(
-        "num_virtual_stages_per_pipeline_rank",
-        "--num-virtual-stages-per-pipeline-rank",
-        _DECIDES_CHUNKS,
-        _is_given,
-    ),
+    Refusal("account_for_embedding_in_pipeline_split", _DECIDES_LAYERS),
+    Refusal("account_for_loss_in_pipeline_split", _DECIDES_LAYERS),
+    Refusal("decoder_first_pipeline_num_layers", _DECIDES_LAYERS, is_set=_is_given),
+    Refusal("decoder_last_pipeline_num_layers", _DECIDES_LAYERS, is_set=_is_given),
+    Refusal("num_layers_per_virtual_pipeline_stage", _DECIDES_CHUNKS, is_set=_is_given),
+    Refusal("num_virtual_stages_per_pipeline_rank", _DECIDES_CHUNKS, is_set=_is_given),
     Refusal(
         "inprocess_restart",
-        "--inprocess-restart",
         "the messages and weight jobs of a step that failed would stay in the process: leave it "
         "out, and have the launcher start the ranks again",
         in_config=False,
     ),
-    Refusal("hybrid_context_parallel", "--hybrid-context-parallel", _OWN_ORDER),
+    Refusal("hybrid_context_parallel", _OWN_ORDER),
     Refusal(
-        "hybrid_override_pattern",
-        "--hybrid-override-pattern",
-        "give the pattern as --hybrid-layer-pattern",
-        _is_given,
+        "hybrid_override_pattern", "give the pattern as --hybrid-layer-pattern", is_set=_is_given
     ),
-    Refusal("use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser", _UNSPLIT),
+    Refusal("use_transformer_engine_op_fuser", _UNSPLIT),
     Refusal(
         "moe_shared_expert_overlap",
-        "--moe-shared-expert-overlap",
         "its stream would use memory anew that a W still reads: leave it out",
     ),
-    Refusal(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        "--overlap-dispatch-backward-with-experts-wgrad",
-        _OWN_ORDER,
-    ),
-    Refusal(
-        "moe_expert_rank_capacity_factor",
-        "--moe-expert-rank-capacity-factor",
-        _OWN_ORDER,
-        _is_given,
-    ),
+    Refusal("overlap_dispatch_backward_with_experts_wgrad", _OWN_ORDER),
+    Refusal("moe_expert_rank_capacity_factor", _OWN_ORDER, is_set=_is_given),
     Refusal(
         "gtp_weight_remat_size",
-        "--tensor-parallel-num-weight-shards above --tensor-model-parallel-size",
         _UNSPLIT,
-        _above_one,
+        flag="--tensor-parallel-num-weight-shards above --tensor-model-parallel-size",
+        is_set=_above_one,
         is_derived=True,
     ),
     Refusal(
         "expert_gtp_weight_remat_size",
-        "--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size",
         _UNSPLIT,
-        _above_one,
+        flag="--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size",
+        is_set=_above_one,
         is_derived=True,
     ),
     Refusal(
         "microbatch_group_size_per_vp_stage",
-        "--microbatch-group-size-per-virtual-pipeline-stage",
         _OWN_ORDER,
-        _is_given,
+        flag="--microbatch-group-size-per-virtual-pipeline-stage",
+        is_set=_is_given,
         in_config=False,  # there Megatron gives it a value of its own
     ),
     Refusal(
-        "overlap_p2p_comm_warmup_flush", "--overlap-p2p-communication-warmup-flush", _OWN_ORDER
+        "overlap_p2p_comm_warmup_flush", _OWN_ORDER, flag="--overlap-p2p-communication-warmup-flush"
     ),
     Refusal(
         "pipeline_model_parallel_comm_backend",
-        "--pipeline-model-parallel-comm-backend",
         "messages go over --distributed-backend: leave it out, or make it nccl",
-        lambda value: value not in (None, "nccl"),
+        is_set=_other_than(None, "nccl"),
         shows_value=True,
     ),
-    Refusal(
-        "perform_rl_step",
-        "--perform-rl-step",
-        "it takes weights from a rank's first chunk only: leave it out",
-    ),
-    Refusal(
-        "overlap_param_gather_with_optimizer_step",
-        "--overlap-param-gather-with-optimizer-step",
-        _OWN_ORDER,
-    ),
+    Refusal("perform_rl_step", "it takes weights from a rank's first chunk only: leave it out"),
+    Refusal("overlap_param_gather_with_optimizer_step", _OWN_ORDER),
     Refusal(
         "pipeline_model_parallel_layout",
-        "--pipeline-model-parallel-layout",
         _DECIDES_LAYERS,
-        _is_given,
+        is_set=_is_given,
         in_config=False,  # there it is this package's own
     ),
     Refusal(
         "transformer_impl",
-        "--transformer-impl",
         "use local or transformer_engine",
-        _is_other_implementation,
+        is_set=_other_than("local", "transformer_engine"),
         in_config=False,
         shows_value=True,
     ),
@@ -212,73 +165,54 @@ _REDOES = "an iteration begun early would be run, and counted, twice: leave it o
 _NO_COPY = "a step of this optimizer cannot be undone yet: leave it out"
 _NEW_SIZE = "the next iteration begins before its size is decided: leave it out"
 
-
-def _is_given_and_not_none(value: Any) -> bool:
-    return value not in (None, "none")
-
-
-def _is_no_plain_optimizer(value: Any) -> bool:
-    return value not in ("adam", "sgd")
-
-
-def _reruns(value: object) -> bool:
-    return value != "disabled"
-
-
 POST_VALIDATION_REFUSALS = (
     Refusal(
         "rerun_mode",
-        "--rerun-mode",
         "it holds all ranks up at the end of every iteration: set --rerun-mode disabled",
-        _reruns,
+        is_set=_other_than("disabled"),
         in_config=False,
         shows_value=True,
     ),
     Refusal(
         "variable_seq_lengths",
-        "variable_seq_lengths (microbatches of unlike length)",
         "a message whose length is not known yet would be under way between two iterations",
+        flag="variable_seq_lengths (microbatches of unlike length)",
     ),
-    Refusal("num_experts", "--num-experts", _REDOES, _is_given),
-    Refusal("fp8", "--fp8-format", _REDOES, _is_given_and_not_none),
-    Refusal("fp4", "--fp4-format", _REDOES, _is_given_and_not_none),
-    Refusal("qk_clip", "--qk-clip", _REDOES),
-    Refusal("log_max_attention_logit", "--log-max-attention-logit", _REDOES),
-    Refusal("save_activations_interval", "--save-activations-interval", _REDOES, _is_given),
-    Refusal("save_wgrads_interval", "--save-wgrads-interval", _REDOES, _is_given),
-    Refusal("save_dgrads_interval", "--save-dgrads-interval", _REDOES, _is_given),
-    Refusal("rampup_batch_size", "--rampup-batch-size", _NEW_SIZE, _is_given),
-    Refusal("step_batch_size_schedule", "--step-batch-size-schedule", _NEW_SIZE, _is_given),
+    Refusal("num_experts", _REDOES, is_set=_is_given),
+    Refusal("fp8", _REDOES, flag="--fp8-format", is_set=_other_than(None, "none")),
+    Refusal("fp4", _REDOES, flag="--fp4-format", is_set=_other_than(None, "none")),
+    Refusal("qk_clip", _REDOES),
+    Refusal("log_max_attention_logit", _REDOES),
+    Refusal("save_activations_interval", _REDOES, is_set=_is_given),
+    Refusal("save_wgrads_interval", _REDOES, is_set=_is_given),
+    Refusal("save_dgrads_interval", _REDOES, is_set=_is_given),
+    Refusal("rampup_batch_size", _NEW_SIZE, is_set=_is_given),
+    Refusal("step_batch_size_schedule", _NEW_SIZE, is_set=_is_given),
     Refusal(
         "optimizer",
-        "--optimizer",
         "use adam or sgd",
-        _is_no_plain_optimizer,
+        is_set=_other_than("adam", "sgd"),
         in_config=False,
         shows_value=True,
     ),
-    Refusal("use_precision_aware_optimizer", "--use-precision-aware-optimizer", _NO_COPY),
-    Refusal("optimizer_cpu_offload", "--optimizer-cpu-offload", _NO_COPY),
-    Refusal("optimizer_cuda_graph", "--optimizer-cuda-graph", _NO_COPY),
-    Refusal(
-        "use_layer_wise_distributed_optimizer", "--use-layer-wise-distributed-optimizer", _NO_COPY
-    ),
-    Refusal("reuse_grad_buf_for_mxfp8_param_ag", "--reuse-grad-buf-for-mxfp8-param-ag", _NO_COPY),
+    Refusal("use_precision_aware_optimizer", _NO_COPY),
+    Refusal("optimizer_cpu_offload", _NO_COPY),
+    Refusal("optimizer_cuda_graph", _NO_COPY),
+    Refusal("use_layer_wise_distributed_optimizer", _NO_COPY),
+    Refusal("reuse_grad_buf_for_mxfp8_param_ag", _NO_COPY),
 )
 """Every option of Megatron that --optimizer-post-validation does not go with."""
 
 
 def check_post_validation(args: Namespace) -> None:
     """Raise UnsupportedError for the first option that post-validation cannot have."""
-    for refusal in POST_VALIDATION_REFUSALS:
-        _check(refusal, args, "--optimizer-post-validation")
+    _check(POST_VALIDATION_REFUSALS, args, "--optimizer-post-validation")
 
 
 def check_arguments(args: Namespace, schedule: str) -> None:
     """Raise UnsupportedError for the first of Megatron's options that `schedule` cannot have."""
-    for refusal in REFUSALS:
-        if not refusal.is_derived:
-            _check(refusal, args, f"--pipeline-schedule {schedule}")
+    known = [each for each in REFUSALS if not each.is_derived]
+    _check(known, args, f"--pipeline-schedule {schedule}")
     if args.distributed_backend == "nccl" and _above_one(getattr(args, "timing_log_level", None)):
         raise UnsupportedError(
             f"--pipeline-schedule {schedule} does not work with --timing-log-level "
@@ -294,9 +228,8 @@ def check_arguments(args: Namespace, schedule: str) -> None:
 
 def check_derived(args: Namespace, schedule: str) -> None:
     """Raise UnsupportedError for what other options amount to, once Megatron has worked it out."""
-    for refusal in REFUSALS:
-        if refusal.is_derived:
-            _check(refusal, args, f"--pipeline-schedule {schedule}")
+    derived = [each for each in REFUSALS if each.is_derived]
+    _check(derived, args, f"--pipeline-schedule {schedule}")
 
 
 def check_splits_nothing_else(args: Namespace, schedule: str) -> None:
@@ -304,10 +237,9 @@ def check_splits_nothing_else(args: Namespace, schedule: str) -> None:
 
     For Megatron's own schedules; ours refuse these options in any case.
     """
-    for refusal in REFUSALS:
-        decides_layers = refusal.why == _DECIDES_LAYERS
-        if decides_layers or refusal.name == "num_layers_per_virtual_pipeline_stage":
-            _check(refusal, args, schedule)
+    chunks = "num_layers_per_virtual_pipeline_stage"
+    others = [each for each in REFUSALS if each.why == _DECIDES_LAYERS or each.name == chunks]
+    _check(others, args, schedule)
 
 
 def has_transformer_engine() -> bool:
@@ -317,16 +249,15 @@ def has_transformer_engine() -> bool:
 
 def check_config(config: Any, post_validates: bool) -> None:
     """Raise UnsupportedError for an option that a script has set in the TransformerConfig alone."""
-    for refusal in REFUSALS:
-        if refusal.in_config:
-            _check(refusal, config, "--pipeline-schedule")
-    for refusal in POST_VALIDATION_REFUSALS:
-        if refusal.in_config and post_validates:
-            _check(refusal, config, "--optimizer-post-validation")
+    _check([each for each in REFUSALS if each.in_config], config, "--pipeline-schedule")
+    if post_validates:
+        ahead = [each for each in POST_VALIDATION_REFUSALS if each.in_config]
+        _check(ahead, config, "--optimizer-post-validation")
 
 
-def _check(refusal: Refusal, options: Any, flag: str) -> None:
-    value = getattr(options, refusal.name, None)
-    if refusal.is_set(value):
-        option = f"{refusal.option} {value}" if refusal.shows_value else refusal.option
-        raise UnsupportedError(f"{flag} does not work with {option}: {refusal.why}")
+def _check(refusals: Iterable[Refusal], options: Any, flag: str) -> None:
+    for refusal in refusals:
+        value = getattr(options, refusal.name, None)
+        if refusal.is_set(value):
+            option = f"{refusal.option} {value}" if refusal.shows_value else refusal.option
+            raise UnsupportedError(f"{flag} does not work with {option}: {refusal.why}")

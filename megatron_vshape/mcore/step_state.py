@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -51,23 +51,33 @@ class StepState:
     timer: PassTimer | None = None  # while a step of Megatron's own schedules is timed
     gradient_sync: Reducer | None = None  # while a step runs whose gradients are reduced in W
 
-    @contextmanager
-    def run_chunk(self, chunk: int) -> Iterator[None]:
+    def run_chunk(self, chunk: int) -> AbstractContextManager[None]:
         """Let Megatron's questions about "this stage" mean `chunk` meanwhile."""
-        self.running_chunk = chunk
-        try:
-            yield
-        finally:
-            self.running_chunk = None
+        return self._meanwhile("running_chunk", chunk)
+
+    def count_with(self, census: Census) -> AbstractContextManager[None]:
+        """Tell `census` meanwhile what passes leave."""
+        return self._meanwhile("census", census)
+
+    def check_with(self, checks: Checks) -> AbstractContextManager[None]:
+        """Have `checks` keep the checks of losses that are asked for meanwhile."""
+        return self._meanwhile("late_checks", checks)
+
+    def time_with(self, timer: PassTimer | None) -> AbstractContextManager[None]:
+        """Stamp the passes of Megatron's own schedules meanwhile, if there is a timer."""
+        return self._meanwhile("timer", timer)
+
+    def reduce_with(self, gradient_sync: Reducer | None) -> AbstractContextManager[None]:
+        """Tell `gradient_sync` meanwhile of every weight job that is left and that has run."""
+        return self._meanwhile("gradient_sync", gradient_sync)
 
     @contextmanager
-    def reduce_with(self, gradient_sync: Reducer | None) -> Iterator[None]:
-        """Tell `gradient_sync` meanwhile of every weight job that is left and that has run."""
-        self.gradient_sync = gradient_sync
+    def _meanwhile(self, name: str, value: object) -> Iterator[None]:
+        setattr(self, name, value)
         try:
             yield
         finally:
-            self.gradient_sync = None
+            setattr(self, name, None)
 
     def defer(
         self, job: GatheringJob, parameters: Sequence[Tensor], kept: Sequence[Tensor]

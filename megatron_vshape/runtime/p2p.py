@@ -4,11 +4,12 @@ A message of a stream travels in a process group of its two ranks and of one dir
 queues behind another that it has nothing to do with, and each is matched by its order alone.
 """
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -41,6 +42,11 @@ class Edge(NamedTuple):
     stream: Stream
     source: int
     target: int
+
+    @classmethod
+    def of(cls, message: Message) -> "Edge":
+        """Return the edge that a message goes along."""
+        return cls(message.stream, message.source, message.target)
 
 
 class Transport:
@@ -121,7 +127,7 @@ class Transport:
                 f"{self._rank} has {len(self._ranks)} ranks"
             )
         used = {
-            Edge(each.message.stream, each.message.source, each.message.target)
+            Edge.of(each.message)
             for row in program.instructions
             for each in row
             if isinstance(each, Send)
@@ -158,13 +164,8 @@ class Transport:
         group, peer = self._channel(message)
         self._last = message
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self._torch_device)
-        since = time.monotonic()
-        try:
+        with _failing(self._tell_receive, message, self._timeout_s):
             work = dist.irecv(tensor, src=peer, group=group)
-        except RuntimeError as error:
-            raise TransportError(
-                self._tell_receive(message) + _why(error, since, self._timeout_s)
-            ) from error
         self._posted[message] = (_work(work, message), tensor)
 
     def wait(self, message: Message) -> Tensor:
@@ -174,16 +175,11 @@ class Transport:
             TransportError: it did not come in time, or its sender is gone.
         """
         work, tensor = self._posted[message]
-        since = time.monotonic()
-        try:
+        with _failing(self._tell_receive, message, self._timeout_s):
             if self._waits_block:
                 work.wait(timedelta(seconds=self._timeout_s))
             else:
                 work.wait()
-        except RuntimeError as error:
-            raise TransportError(
-                self._tell_receive(message) + _why(error, since, self._timeout_s)
-            ) from error
         if self._watch is not None:
             self._watch.add(_recorded_event(), self._tell_receive(message))
         del self._posted[message]  # not earlier: the watch may never lose sight of it
@@ -204,13 +200,8 @@ class Transport:
     def _start(self, message: Message, alias: Tensor) -> None:
         group, peer = self._channel(message)
         self._last = message
-        since = time.monotonic()
-        try:
+        with _failing(self._tell_send, message, self._timeout_s):
             work = dist.isend(alias, dst=peer, group=group)
-        except RuntimeError as error:
-            raise TransportError(
-                self._tell_send(message) + _why(error, since, self._timeout_s)
-            ) from error
         self._sends.add(_Sent(message, _work(work, message), alias))
 
     def release(self, message: Message) -> None:
@@ -332,7 +323,7 @@ class Transport:
         self._meeting = []
 
     def _channel(self, message: Message) -> tuple[dist.ProcessGroup, int]:
-        channel = self._channels.get(Edge(message.stream, message.source, message.target))
+        channel = self._channels.get(Edge.of(message))
         if channel is None:
             raise TransportError(
                 f"no channel for {message.work} from device {message.source} to device "
@@ -354,15 +345,18 @@ class Transport:
         )
 
 
-def _why(error: Exception, since: float, timeout_s: float) -> str:
-    """Return the end of the sentence that tells of a failed message: late, or the peer is gone."""
-    if time.monotonic() - since >= timeout_s:
-        return no_progress(timeout_s)
-    return _connection_failed(error)
-
-
-def _connection_failed(error: Exception) -> str:
-    return f", whose connection failed: {error}"
+@contextmanager
+def _failing(
+    tell: Callable[[Message], str], message: Message, timeout_s: float = math.inf
+) -> Iterator[None]:
+    """Tell of the message whose transfer fails inside: late, or the peer is gone."""
+    since = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        is_late = time.monotonic() - since >= timeout_s
+        why = no_progress(timeout_s) if is_late else f", whose connection failed: {error}"
+        raise TransportError(tell(message) + why) from error
 
 
 def _own_pipeline(pipelines: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:
@@ -441,15 +435,14 @@ class _PolledSends:
 
     def __init__(self, tell: Callable[[Message], str]) -> None:
         self._tell = tell
-        self._left: dict[tuple[Stream, int], deque[_Sent]] = {}
+        self._left: dict[Edge, deque[_Sent]] = {}
 
     def left(self) -> list[Message]:
         kept = [each for queue in self._left.copy().values() for each in queue.copy()]
         return [each.message for each in kept if not each.work.is_completed()]
 
     def add(self, sent: _Sent) -> None:
-        key = (sent.message.stream, sent.message.target)
-        self._left.setdefault(key, deque()).append(sent)
+        self._left.setdefault(Edge.of(sent.message), deque()).append(sent)
 
     def poll(self) -> None:
         for left in self._left.values():
@@ -457,7 +450,7 @@ class _PolledSends:
                 self._wait(left.popleft())  # one that failed has completed too; this tells
 
     def release(self, message: Message) -> None:
-        queue = self._left.get((message.stream, message.target), deque())
+        queue = self._left.get(Edge.of(message), deque())
         last = max((at for at, sent in enumerate(queue) if sent.message == message), default=-1)
         self._let_go(queue, last + 1)  # those before it have left before it
 
@@ -475,10 +468,8 @@ class _PolledSends:
                 queue[at] = queue[at]._replace(tensor=None)
 
     def _wait(self, sent: _Sent) -> None:
-        try:
+        with _failing(self._tell, sent.message):
             sent.work.wait()
-        except RuntimeError as error:
-            raise TransportError(self._tell(sent.message) + _connection_failed(error)) from error
 
     def close(self) -> None: ...
 
@@ -492,7 +483,7 @@ class _WaitedSends:
     def __init__(self, timeout_s: float, tell: Callable[[Message], str]) -> None:
         self._timeout_s = timeout_s
         self._tell = tell
-        self._queues: dict[tuple[Stream, int], SimpleQueue[_Sent | None]] = {}
+        self._queues: dict[Edge, SimpleQueue[_Sent | None]] = {}
         self._ended = threading.Condition()
         self._left: list[Message] = []  # in the order in which they were started
         self._failure: str | None = None
@@ -502,10 +493,10 @@ class _WaitedSends:
             return self._left.copy()
 
     def add(self, sent: _Sent) -> None:
-        key = (sent.message.stream, sent.message.target)
-        queue = self._queues.get(key)
+        edge = Edge.of(sent.message)
+        queue = self._queues.get(edge)
         if queue is None:
-            queue = self._queues[key] = SimpleQueue()
+            queue = self._queues[edge] = SimpleQueue()
             name = f"sends to device {sent.message.target}"
             threading.Thread(target=self._reap, args=(queue,), name=name, daemon=True).start()
         with self._ended:
@@ -531,11 +522,11 @@ class _WaitedSends:
     def _reap(self, queue: "SimpleQueue[_Sent | None]") -> None:
         while (sent := queue.get()) is not None:
             failure, message = None, sent.message
-            since = time.monotonic()
             try:
-                sent.work.wait(timedelta(seconds=self._timeout_s))
-            except RuntimeError as error:
-                failure = self._tell(message) + _why(error, since, self._timeout_s)
+                with _failing(self._tell, message, self._timeout_s):
+                    sent.work.wait(timedelta(seconds=self._timeout_s))
+            except TransportError as error:
+                failure = str(error)
             sent = None  # not held while the thread waits for the next
             with self._ended:
                 self._left.remove(message)

@@ -31,8 +31,7 @@ class VariableTransport(Transport):
         if not self._waits_block:
             self._arrived[message] = self._take(message)
             return
-        edge = Edge(message.stream, message.source, message.target)
-        self._ahead.setdefault(edge, deque()).append(message)
+        self._ahead.setdefault(Edge.of(message), deque()).append(message)
 
     def wait(self, message: Message) -> Tensor:
         """Return a posted message's tensor, and keep those that were sent before it.
@@ -40,9 +39,8 @@ class VariableTransport(Transport):
         Raises:
             TransportError: it did not come in time, or its sender is gone.
         """
-        edge = Edge(message.stream, message.source, message.target)
         while message not in self._arrived:
-            sooner = self._ahead[edge].popleft()
+            sooner = self._ahead[Edge.of(message)].popleft()
             self._arrived[sooner] = self._take(sooner)
         return self._arrived.pop(message)
 

@@ -78,7 +78,9 @@ def run_beside() -> None:
         return
     _Open.may_run -= 1
     with torch.no_grad():
-        _run(_Open.beside.popleft())
+        first = _Open.beside.popleft()
+        _begin(first)
+        _compute(first)
         # After the job, unlike in W: in front of it, with CUDA_DEVICE_MAX_CONNECTIONS=1, the job
         # too would wait for what it is to hide, since the gather has to.
         if _Open.may_run:
@@ -143,27 +145,17 @@ class WeightJobs:
         # would otherwise record a graph, or fail on the accumulation in place.
         with torch.no_grad():
             while bucket:
-                _run_first(bucket)
+                first = bucket.popleft()
+                _begin(first)
+                # In front of the job, since with CUDA_DEVICE_MAX_CONNECTIONS=1 what is launched
+                # after a GEMM may start after it.
+                if bucket:
+                    _begin(bucket[0])
+                _compute(first)
 
     def clear(self) -> None:
         """Drop every job that waits; after a step that failed."""
         self._buckets.clear()
-
-
-def _run_first(bucket: deque[_Waiting]) -> None:
-    """Run the first job of the bucket, and under it what the second one waits for."""
-    first = bucket.popleft()
-    _begin(first)
-    # In front of the job, since with CUDA_DEVICE_MAX_CONNECTIONS=1 what is launched after a GEMM
-    # may start after it.
-    if bucket:
-        _begin(bucket[0])
-    _compute(first)
-
-
-def _run(waiting: _Waiting) -> None:
-    _begin(waiting)
-    _compute(waiting)
 
 
 def _compute(waiting: _Waiting) -> None:
@@ -214,14 +206,20 @@ def accumulate_weight_grad(
 
     `grad_output` is [..., out], `input` [..., in], with equal leading dimensions, [s, b].
     """
-    dy, x = _two_dimensional(grad_output), _two_dimensional(input)
     total: Tensor | None = getattr(weight, "main_grad", None)
     if total is None:
         total = weight.grad
     if total is None:
-        weight.grad = weight_grad(dy, x)
+        weight.grad = weight_grad(grad_output, input)
     else:
-        _KERNELS[kernel](total, dy, x)
+        add_product(total, grad_output, input, kernel)
+
+
+def add_product(
+    total: Tensor, grad_output: Tensor, input: Tensor, kernel: WeightGradKernel
+) -> None:
+    """Add grad_output^T @ input to `total`, whose shape is [out, in]."""
+    _KERNELS[kernel](total, _two_dimensional(grad_output), _two_dimensional(input))
 
 
 @functools.cache

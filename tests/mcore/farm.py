@@ -131,7 +131,12 @@ class Farm:
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "PYTHONWARNINGS": "ignore",
             "PYTHONPATH": os.pathsep.join(
-                [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+                [
+                    str(ROOT),
+                    str(ROOT / "scripts"),
+                    str(Path(__file__).parent),
+                    os.environ.get("PYTHONPATH", ""),
+                ]
             ),
             "FARM_TRANSFORMER_ENGINE": transformer_engine,
         }

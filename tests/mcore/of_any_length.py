@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
@@ -40,7 +41,7 @@ def _take(transport: VariableTransport, message: Message) -> None:
 
 def _as_kernels(original: Callable[[Planner], None]) -> Callable[[Planner], None]:
     def expect(planner: Planner) -> None:
-        planner.kernels = True
+        planner.choice = replace(planner.choice, kernels=True)
         original(planner)
 
     return expect

@@ -18,6 +18,7 @@ from typing import Any
 import megatron.core.distributed.param_and_grad_buffer as buffers
 import megatron.training.training as training
 import torch
+from live_bytes import LiveAfterPasses, LiveBytes
 from megatron.core import parallel_state
 from megatron.training import get_tensorboard_writer
 from torch import Tensor, nn
@@ -26,7 +27,6 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.step import forward_backward
 from megatron_vshape.mcore.step.stage import MegatronStage
-from megatron_vshape.runtime.live_bytes import LiveAfterPasses, LiveBytes
 
 try:
     import megatron.training.models.dist_utils as dist_utils

@@ -24,7 +24,7 @@ MEGATRON_RANDOM = "megatron.core.tensor_parallel.random"
 
 
 def is_on() -> bool:
-    return bool(cpu._originals)
+    return bool(cpu.replaced)
 
 
 pytestmark = pytest.mark.skipif(
@@ -37,9 +37,9 @@ def mode_off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Start without the mode, whatever other tests have installed or imported; restore that."""
     monkeypatch.delitem(sys.modules, MEGATRON_RANDOM, raising=False)
     was_installed = is_on()
-    cpu.uninstall()
+    cpu.replaced.undo()
     yield
-    cpu.uninstall()
+    cpu.replaced.undo()
     if was_installed:
         cpu.install()
 
@@ -56,11 +56,11 @@ def in_megatron(expression: str) -> object:
 
 @pytest.mark.usefixtures("mode_off")
 class TestInstalling:
-    def test_uninstall_restores_every_attribute(self) -> None:
+    def test_undoing_restores_every_attribute(self) -> None:
         before = [dict(vars(owner)) for owner in OWNERS]
         cpu.install()
         during = [dict(vars(owner)) for owner in OWNERS]
-        cpu.uninstall()
+        cpu.replaced.undo()
         for owner, old, new in zip(OWNERS, before, during, strict=True):
             now = vars(owner)
             assert [name for name in new if new[name] is not old.get(name)], owner
@@ -72,7 +72,7 @@ class TestInstalling:
         assert cpu.install()
         assert cpu.install()
         assert is_on()
-        cpu.uninstall()
+        cpu.replaced.undo()
         assert not is_on()
 
     def test_does_nothing_where_there_is_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:

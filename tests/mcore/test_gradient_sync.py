@@ -38,8 +38,7 @@ def sync_of(
     config = SimpleNamespace(param_sync_func=None, no_sync_func=None)
     pipeline = SimpleNamespace(
         overlaps_grad_reduce=True,
-        recomputes_layers=recomputes,
-        ties_embeddings=ties,
+        choice=SimpleNamespace(keeps_backward_whole=recomputes, ties_ends=ties),
         stage_map=SimpleNamespace(ends_meet=True),
     )
     return GradientSync(config, chunks, pipeline, 2, False, forward_only)  # type: ignore[arg-type]

@@ -14,12 +14,19 @@ import megatron.core
 
 import megatron_vshape
 from megatron_vshape.mcore.hooks import registry
+from megatron_vshape.mcore.replaced import ABSENT
 
-_ABSENT = object()
+
+def targets() -> Iterator[tuple[Any, str]]:
+    """Yield the owner and the name of every attribute of this Megatron that is replaced."""
+    for hook in registry.HOOKS:
+        # An attribute that may be absent and has no parameters is put there where it is.
+        if hook.owner() is not None and (hook.original() is not ABSENT or not hook.expects):
+            yield hook.owner(), hook.name
 
 
 def current() -> list[Any]:
-    return [vars(owner).get(name, _ABSENT) for owner, name in registry.targets()]
+    return [vars(owner).get(name, ABSENT) for owner, name in targets()]
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +39,7 @@ def uninstalled() -> Iterator[None]:
 def test_every_attribute_is_replaced_and_restored() -> None:
     before = current()
     megatron_vshape.register()
-    names = [f"{owner}.{name}" for owner, name in registry.targets()]
+    names = [f"{owner}.{name}" for owner, name in targets()]
     during = current()
     # Where apex is installed its kernels stay, and so does Megatron's note of them.
     kept = {"fused_weight_gradient_mlp_cuda", "_grad_accum_fusion_available"}
@@ -60,7 +67,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     return {
         name
         for name in before.keys() | after.keys()
-        if before.get(name, _ABSENT) is not after.get(name, _ABSENT)
+        if before.get(name, ABSENT) is not after.get(name, ABSENT)
     }
 
 
@@ -101,9 +108,9 @@ PRESENT = [each.record for each in registry.examine() if each.is_there and each.
 
 @pytest.mark.parametrize("record", PRESENT, ids=lambda record: record.target)
 def test_every_target_that_moves_is_named_with_the_version(
-    record: registry.Hook | registry.Probe, monkeypatch: pytest.MonkeyPatch
+    record: registry.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, name = registry._owner(record), record.attribute.rpartition(".")[2]
+    owner, name = record.owner(), record.name
     version = f"megatron-core {megatron.core.__version__}"
     before = current()
     with monkeypatch.context() as patch:

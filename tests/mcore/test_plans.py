@@ -11,11 +11,12 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.mcore.setup.plans import Planner, make_planner
+from megatron_vshape.mcore.setup.choice import Choice, choice_of
+from megatron_vshape.mcore.setup.plans import Planner
 
 
 def test_plans_are_kept_and_made_anew_for_other_microbatches() -> None:
-    planner = make_planner("v-half", 4)
+    planner = Planner(Choice(4, "v-half"))
     assert planner.training(8) is planner.training(8)
     assert planner.training(5).schedule.num_microbatches == 5
     assert planner.evaluation(3) is planner.evaluation(3)
@@ -23,14 +24,14 @@ def test_plans_are_kept_and_made_anew_for_other_microbatches() -> None:
 
 def test_the_smallest_program_uses_all_streams() -> None:
     for name in ("1f1b", "v-half"):
-        planner = Planner(4, name)
+        planner = Planner(Choice(4, name))
         assert planner.smallest().streams == planner.training(9).program.streams
 
 
 def test_a_file_is_for_its_own_microbatches(tmp_path: Path) -> None:
     file = tmp_path / "v.json"
     file.write_text(make("v-min", 3, 7).to_json())
-    planner = make_planner(str(file), 3)
+    planner = Planner(choice_of(str(file), 3))
     assert planner.training(7).schedule.order == make("v-min", 3, 7).order
     with pytest.raises(ScheduleError, match="is for 7 microbatches, this run has 8 in a step"):
         planner.training(8)
@@ -41,13 +42,13 @@ def test_a_file_is_for_its_own_microbatches(tmp_path: Path) -> None:
 def test_auto_without_a_limit_plans_for_the_memory_of_1f1b(chunks: int) -> None:
     """However many stages the costs tell apart; V-ZB and its like fill that memory."""
     costs = Costs.uniform(4, 4 * chunks, 1.0, 1.15, 0.85, 0.05)
-    made = Planner(4, "auto", costs=costs).training(12).schedule
+    made = Planner(Choice(4, "auto", costs=costs)).training(12).schedule
     assert max(peak_held(made, costs)) == pytest.approx(8)
 
 
 def test_a_name_that_looks_like_no_file() -> None:
     with pytest.raises(ScheduleError, match="there is no schedule 'v-third'; did you mean v-two"):
-        make_planner("v-third", 4)
+        choice_of("v-third", 4)
 
 
 def test_a_file_whose_microbatches_run_out_of_turn(tmp_path: Path) -> None:
@@ -57,7 +58,7 @@ def test_a_file_whose_microbatches_run_out_of_turn(tmp_path: Path) -> None:
     order = tuple(tuple(map(Pass.parse, row)) for row in rows)
     file.write_text(Schedule("turned", 2, 2, (0, 1), order).to_json())
     with pytest.raises(ScheduleError, match=r"F0\.1 stands before F0\.0 on device 0") as refused:
-        make_planner(str(file), 2)
+        choice_of(str(file), 2)
     assert "\n" not in str(refused.value)
 
 
@@ -66,4 +67,4 @@ def test_this_packages_own_orders_may_be_files(tmp_path: Path, name: str) -> Non
     file = tmp_path / "own.json"
     made = ask(Question(name, 4, 8)).schedule if name.endswith("+") else make(name, 4, 8)
     file.write_text(made.to_json())
-    make_planner(str(file), 4)
+    choice_of(str(file), 4)

@@ -15,8 +15,10 @@ from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.report import RunReport
 from megatron_vshape.mcore.observe.static_memory import StaticMemory, gather, static_memory
+from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step.same_plan import Agreement
+from megatron_vshape.mcore.step_state import StepState
 
 
 def compare_programs(rank: int, names: tuple[str, ...]) -> list[str]:
@@ -94,14 +96,13 @@ def test_quantized_parameters_count_as_what_they_hold() -> None:
 
 
 def test_what_passes_allocate_and_free_is_kept_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    state: Any = SimpleNamespace(census=None)
-    report = RunReport(state, "auto", [], None)
-    monkeypatch.setattr("megatron_vshape.mcore.observe.report._in_use_bytes", lambda: 1000)
-    monkeypatch.setattr("megatron_vshape.mcore.observe.report._allocated_bytes", lambda: 5000)
+    report = RunReport(StepState(), "auto", [], None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5000)
     with report.training_step([], 4, 1):
         pass
     assert report.within_passes_bytes == 4000
-    planner = Planner(2, "auto", limit_bytes=1e6)
+    planner = Planner(Choice(2, "auto", limit_bytes=1e6))
     planner.reserve((10, 20))
     pipeline: Any = SimpleNamespace(planner=planner)
     module = "megatron_vshape.mcore.observe.profiling"

@@ -20,8 +20,9 @@ from megatron_vshape.mcore.refusals import (
     check_derived,
 )
 from megatron_vshape.mcore.setup.arguments import add_arguments, options_of
+from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.configure import _recomputed_inputs, prepare
-from megatron_vshape.mcore.setup.plans import make_planner, whole_backwards
+from megatron_vshape.mcore.setup.plans import Planner, whole_backwards
 from megatron_vshape.mcore.split import unsplit
 
 
@@ -31,11 +32,9 @@ def test_every_backward_is_whole(name: str) -> None:
     verify(schedule)
     kinds = {work.kind for row in schedule.order for work in row}
     assert kinds == {Kind.F, Kind.BW}
-    planner = make_planner(name, 4)
-    planner.keeps_backward_whole = True
-    plan = planner.training(8)
+    plan = Planner(Choice(4, name, keeps_backward_whole=True)).training(8)
     assert not plan.program.schedule.splits_backward
-    assert plan.peak_chunks <= make_planner(name, 4).training(8).peak_chunks
+    assert plan.peak_chunks <= Planner(Choice(4, name)).training(8).peak_chunks
 
 
 class TopKRouter(nn.Linear):

@@ -97,12 +97,13 @@ def test_a_costs_file_says_how_many_stages_are_told_apart(stages, chunks, planne
 
 def test_the_command_makes_this_very_plan_and_training_takes_its_file(tmp_path):
     plans = pytest.importorskip("megatron_vshape.mcore.setup.plans")
+    choice = pytest.importorskip("megatron_vshape.mcore.setup.choice")
     path = tmp_path / "plan.json"
     recipe = shlex.split(shown()["facts"]["recipe"])
     assert main([*recipe, "--export", str(path)]) == 0
     schedule = Schedule.from_json(planned("schedule-file").decode())
     assert load_schedule(path) == schedule
-    planner = plans.make_planner(str(path), DEVICES)
+    planner = plans.Planner(choice.choice_of(str(path), DEVICES))
     assert planner.training(MICROBATCHES).schedule == schedule
     assert shown()["facts"]["train"] == ""  # no name stands for it: the page names the file
 

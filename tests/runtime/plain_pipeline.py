@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+from runtime.split_linear import SplitLinear
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.runtime.split_linear import SplitLinear
 from megatron_vshape.runtime.weight_jobs import WeightJobs
 
 SHAPE = (3, 2, 8)  # [s, b, h]

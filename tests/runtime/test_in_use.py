@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from in_use import PassNeeds, StepPeaks
+from live_bytes import LivePeak
 
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.runtime.in_use import PassNeeds, StepPeaks
-from megatron_vshape.runtime.live_bytes import LivePeak
 
 
 class Figures:

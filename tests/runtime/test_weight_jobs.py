@@ -5,10 +5,10 @@ import weakref
 
 import pytest
 import torch
+from runtime.split_linear import SplitLinear
 from torch import Tensor, nn
 
 from megatron_vshape.runtime import weight_jobs
-from megatron_vshape.runtime.split_linear import SplitLinear
 from megatron_vshape.runtime.weight_jobs import (
     WeightGradKernel,
     WeightJobs,

@@ -41,8 +41,8 @@ def prove(
     """Return the plan with the bound that is proven in `seconds`, or a better plan.
 
     `limits` are those the plan was made for. The solver knows F, B and W alone: a plan with other
-    passes, or for costs that give whole backwards a price of their own, stays as it is. With one worker the
-    outcome depends on nothing but the time taken; more workers are faster and less repeatable.
+    passes, or for costs that give whole backwards a price of their own, stays as it is. With one
+    worker the outcome depends on nothing but the time taken; more are faster and less repeatable.
 
     Raises:
         ScheduleError: OR-tools is not installed, or the plan does not fit the limits.

@@ -35,8 +35,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -51,6 +50,7 @@ from torch import Tensor
 
 from megatron_vshape.mcore.early.optimizer_backup import Backup
 from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 
 STEPS_BEFORE_A_GUESS = 2
@@ -61,8 +61,6 @@ A failed guess costs about two thirds more than a good one gains, and clipping c
 
 KNOWN = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
 """The optimizers of Megatron that can be undone."""
-
-_ABSENT = object()
 
 Step = Callable[[Any], tuple[bool, Any, Any]]
 
@@ -75,28 +73,15 @@ class Verdict(NamedTuple):
     stands: bool  # whether a step without clipping is the right one
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How often guesses were made, and how often they held."""
-
-    guessed: int = 0
-    undone: int = 0
-
-
 class PostValidation:
     """Makes the optimizer steps of a run; takes the place of `ChainedOptimizer.step`."""
 
-    def __init__(self, runner_of: Callable[[], PipelineRunner]) -> None:
-        """Take what returns the function that runs the steps' passes, once that is made."""
-        self._runner_of = runner_of
+    def __init__(self, runner: PipelineRunner) -> None:
+        """Take what runs the steps' passes."""
+        self._runner = runner
         self._backup = Backup()
         self._calm = 0  # steps in a row that an unclipped step would have been right for
-        self.outcome = Outcome()
-
-    @property
-    def backup_bytes(self) -> int:
-        """Return how much memory undoing takes on this rank."""
-        return self._backup.nbytes
+        self._guessed = self._undone = 0
 
     def step(self, optimizer: Any, original: Step) -> tuple[bool, Any, Any]:
         """Make one step and return what `original` returns for it; the state is validated then."""
@@ -109,36 +94,34 @@ class PostValidation:
 
     def end(self) -> None:
         """Leave nothing of a next step behind; all ranks call this when the run is over."""
-        self._runner_of().drop_ahead()
+        self._runner.drop_ahead()
 
     def closing_line(self) -> str:
         """Return how the guesses of this run went."""
         return (
-            f"post-validation: {self.outcome.guessed} steps made before they were validated, "
-            f"{self.outcome.undone} of them undone; "
-            f"{self.backup_bytes / 2**20:.2f} MiB on this rank to undo one"
+            f"post-validation: {self._guessed} steps made before they were validated, "
+            f"{self._undone} of them undone; "
+            f"{self._backup.nbytes / 2**20:.2f} MiB on this rank to undo one"
         )
 
     def _guess(self, optimizer: Any, original: Step) -> tuple[bool, Any, Any]:
         pending = Pending(optimizer)
         self._backup.save([each.optimizer for each in _working(optimizer)])
-        with ExitStack() as stack:
-            if not pending.own_part_stands:
-                stack.enter_context(_without_updates(optimizer))
+        with nullcontext() if pending.own_part_stands else _without_updates(optimizer):
             optimizer.step_with_ready_grads()
-        self._runner_of().run_ahead()
+        self._runner.run_ahead()
         verdict = pending.wait()
         if not verdict.stands:
             self._undo(optimizer)
         self._note(verdict.stands)
-        guessed, undone = self.outcome.guessed + 1, self.outcome.undone + (not verdict.stands)
-        self.outcome = Outcome(guessed, undone)
+        self._guessed += 1
+        self._undone += not verdict.stands
         with _validated(optimizer, verdict):
             return original(optimizer)
 
     def _undo(self, optimizer: Any) -> None:
         """Bring the model and the optimizer back to where the step began."""
-        self._runner_of().drop_ahead()
+        self._runner.drop_ahead()
         _finish_gathering(optimizer)
         self._backup.restore()
         with _without_updates(optimizer):
@@ -175,11 +158,10 @@ class Pending:
             vars(each.grad_scaler).update(before)
             each.grad_scaler.update(found)
         answers = iter(results[split:])
-        with ExitStack() as stack:
-            stack.enter_context(_reducing_in(self._optimizer, lambda _: _Answer(answers)))
+        with _reducing_in(self._optimizer, lambda _: _Answer(answers)), Replaced() as replaced:
             for each in _working(self._optimizer):
                 # The part of this rank is in the answer already.
-                stack.enter_context(_shadowed(each, "get_grads_for_grad_norm", _no_gradients))
+                replaced.put(each, "get_grads_for_grad_norm", lambda *_, **__: [])
             norm = self._optimizer.get_grad_norm()
         stands = not any(found_inf) and _stands(self._optimizer, norm)
         return Verdict(found_inf, norm, stands)
@@ -320,39 +302,23 @@ def _finish_gathering(optimizer: Any) -> None:
 
 
 @contextmanager
-def _shadowed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Have `owner.name` be `value` meanwhile, for this object alone."""
-    before = vars(owner).get(name, _ABSENT)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
-@contextmanager
 def _reducing_in(optimizer: Any, stand_in: Callable[[Any], Any]) -> Iterator[None]:
     """Have `optimizer` reduce in groups that stand for its own, meanwhile."""
     made: dict[int, Any] = {}
-    with ExitStack() as stack:
+    with Replaced() as replaced:
         for each in optimizer.chained_optimizers:
             group = each.get_grad_stats_parallel_group()
             stands = made.setdefault(id(group), stand_in(group))
-            stack.enter_context(
-                _shadowed(each, "get_grad_stats_parallel_group", lambda stands=stands: stands)
-            )
+            replaced.put(each, "get_grad_stats_parallel_group", lambda stands=stands: stands)
         yield
 
 
 @contextmanager
 def _without_updates(optimizer: Any) -> Iterator[None]:
     """Have a step leave the parameters as they are and do only what it does around that."""
-    with ExitStack() as stack:
+    with Replaced() as replaced:
         for each in _working(optimizer):
-            stack.enter_context(_shadowed(each.optimizer, "step", _nothing))
+            replaced.put(each.optimizer, "step", lambda *_, **__: None)
         yield
 
 
@@ -360,22 +326,9 @@ def _without_updates(optimizer: Any) -> Iterator[None]:
 def _validated(optimizer: Any, verdict: Verdict) -> Iterator[None]:
     """Have `optimizer.step` find the gradients prepared, and the parameters where they are right
     already updated."""
-    with ExitStack() as stack:
-        found_inf = any(verdict.found_inf)
-        stack.enter_context(_shadowed(optimizer, "prepare_grads", lambda: found_inf))
-        stack.enter_context(_shadowed(optimizer, "get_grad_norm", lambda: verdict.norm))
+    with Replaced() as replaced:
+        replaced.put(optimizer, "prepare_grads", lambda: any(verdict.found_inf))
+        replaced.put(optimizer, "get_grad_norm", lambda: verdict.norm)
         if verdict.stands:
-            stack.enter_context(_shadowed(optimizer, "step_with_ready_grads", _done))
+            replaced.put(optimizer, "step_with_ready_grads", lambda: True)
         yield
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-def _done() -> bool:
-    return True
-
-
-def _no_gradients(*_: Any, **__: Any) -> list[Tensor]:
-    return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import megatron.core
 from megatron_vshape.mcore.hooks import replacements
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import hybrid
+from megatron_vshape.mcore.replaced import ABSENT, Replaced
 
 
 class HookError(RuntimeError):
@@ -24,42 +25,56 @@ Release = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Hook:
-    """One attribute that is replaced: `attribute` of `module`, dotted where it is a class's.
+class Target:
+    """An attribute of Megatron that this package uses: `attribute` of `module`.
 
-    `expects` are parameters that the original must have, or, where it is a class, its `forward`.
-    `replacement` gets the session and the original.
+    `expects` are parameters that it must have, or, where it is a class, its `forward`.
     """
 
     module: str
-    attribute: str
+    attribute: str  # dotted where it is a class's
     expects: tuple[str, ...]
     reason: str
-    replacement: Callable[[Session, Any], Any]
-    # The releases that have it; elsewhere it is replaced if it is there, and not missed if not.
-    since: Release = (0, 0)
-    until: Release = (999, 0)
-    optional: bool = False  # it depends on another package
 
     @property
     def target(self) -> str:
         """Return the attribute's full name."""
         return f"{self.module}.{self.attribute}"
 
+    @property
+    def name(self) -> str:
+        """Return the attribute's name where it is."""
+        return self.attribute.rpartition(".")[2]
+
+    def owner(self) -> Any:
+        """Return the module or class that holds the attribute, or None where it is not there."""
+        try:
+            owner: Any = importlib.import_module(self.module)
+        except ModuleNotFoundError:
+            return None
+        for part in self.attribute.split(".")[:-1]:
+            owner = getattr(owner, part, None)
+        return owner
+
+    def original(self) -> Any:
+        """Return the attribute; `ABSENT` where it is not there."""
+        owner = self.owner()
+        return ABSENT if owner is None else vars(owner).get(self.name, ABSENT)
+
+
+class Probe(Target):
+    """A function of Megatron that is called, and not replaced."""
+
 
 @dataclass(frozen=True, slots=True)
-class Probe:
-    """A function of Megatron that is called, not replaced, and the parameters it is called with."""
+class Hook(Target):
+    """An attribute that is replaced; `replacement` gets the session and the original."""
 
-    module: str
-    attribute: str
-    expects: tuple[str, ...]
-    reason: str
-
-    @property
-    def target(self) -> str:
-        """Return the function's full name."""
-        return f"{self.module}.{self.attribute}"
+    replacement: Callable[[Session, Any], Any]
+    # The releases that have it; elsewhere it is replaced if it is there, and not missed if not.
+    since: Release = (0, 0)
+    until: Release = (999, 0)
+    optional: bool = False  # it depends on another package
 
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -319,20 +334,8 @@ PROBES = (
     ),
 )
 
-_ABSENT = object()
-
-
-@dataclass(frozen=True, slots=True)
-class _Replaced:
-    """What `owner.name` was, for `uninstall`."""
-
-    owner: Any
-    name: str
-    original: Any
-
-
 # Megatron's modules belong to the process, and so does the record of what to put back.
-_replaced: list[_Replaced] = []
+_replaced = Replaced()
 
 
 def install() -> None:
@@ -354,19 +357,14 @@ def install() -> None:
 
 def uninstall() -> None:
     """Put back every attribute that `install` replaced."""
-    while _replaced:
-        owner, name, original = _unpack(_replaced.pop())
-        if original is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
+    _replaced.undo()
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """How one target is found in the installed Megatron."""
 
-    record: Hook | Probe
+    record: Target
     is_there: bool
     fault: str | None  # the sentence that `install` fails with
 
@@ -376,57 +374,34 @@ def examine() -> list[Finding]:
     return [*map(_examine, PROBES), *map(_examine, HOOKS)]
 
 
-def targets() -> Iterator[tuple[Any, str]]:
-    """Yield the owner and the name of every attribute of this Megatron that is replaced."""
-    for hook in HOOKS:
-        owner, name = _owner(hook), hook.attribute.rpartition(".")[2]
-        # An attribute that may be absent and has no parameters is put there where it is.
-        if owner is not None and (name in vars(owner) or not hook.expects):
-            yield owner, name
-
-
 def _install(hook: Hook, session: Session, made: dict[int, Any]) -> None:
-    owner = _owner(hook)
-    name = hook.attribute.rpartition(".")[2]
-    original = vars(owner).get(name, _ABSENT) if owner is not None else _ABSENT
-    if owner is None or (original is _ABSENT and hook.expects):
+    owner, original = hook.owner(), hook.original()
+    # What has parameters is replaced where it is; what has none may also be put where it is not.
+    if owner is None or (original is ABSENT and hook.expects):
         return
-    if id(original) not in made:
-        made[id(original)] = hook.replacement(session, None if original is _ABSENT else original)
-    replacement = made[id(original)] if hook.expects else hook.replacement(session, original)
-    _replaced.append(_Replaced(owner, name, original))
-    setattr(owner, name, replacement)
+    if not hook.expects or id(original) not in made:
+        made[id(original)] = hook.replacement(session, original)
+    _replaced.put(owner, hook.name, made[id(original)])
 
 
-def _owner(record: Hook | Probe) -> Any:
-    """Return the module or class that holds the attribute, or None where it is not there."""
-    try:
-        owner: Any = importlib.import_module(record.module)
-    except ModuleNotFoundError:
-        return None
-    for part in record.attribute.split(".")[:-1]:
-        owner = getattr(owner, part, None)
-    return owner
-
-
-def _examine(record: Hook | Probe) -> Finding:
-    owner, name = _owner(record), record.attribute.rpartition(".")[2]
-    found = _ABSENT if owner is None else vars(owner).get(name, _ABSENT)
-    if found is _ABSENT:
+def _examine(record: Target) -> Finding:
+    original = record.original()
+    if original is ABSENT:
         return Finding(record, False, _absence(record))
-    return Finding(record, True, _other_parameters(record, found))
+    return Finding(record, True, _other_parameters(record, original))
 
 
-def _absence(record: Hook | Probe) -> str | None:
+def _absence(record: Target) -> str | None:
     """Return what is wrong with a target that is not there, if anything is."""
-    if isinstance(record, Probe):
-        return f"{_version()} has no {record.target}, which this package calls: it {record.reason}"
-    if record.optional or not record.since <= _release() <= record.until:
-        return None
-    return f"{_version()} has no {record.target}, which this package hooks: it {record.reason}"
+    does = "calls"
+    if isinstance(record, Hook):
+        does = "hooks"
+        if record.optional or not record.since <= _release() <= record.until:
+            return None
+    return f"{_version()} has no {record.target}, which this package {does}: it {record.reason}"
 
 
-def _other_parameters(record: Hook | Probe, original: Any) -> str | None:
+def _other_parameters(record: Target, original: Any) -> str | None:
     """Return what is wrong with the target's parameters, if anything is."""
     if not record.expects:
         return None
@@ -440,10 +415,6 @@ def _other_parameters(record: Hook | Probe, original: Any) -> str | None:
         f"{_version()} is not supported: {record.target} takes ({', '.join(parameters)}) and "
         f"this package needs {', '.join(missing)}"
     )
-
-
-def _unpack(record: _Replaced) -> tuple[Any, str, Any]:
-    return record.owner, record.name, record.original
 
 
 def _version() -> str:

@@ -1,9 +1,9 @@
 """What stands in for each hooked attribute of Megatron; `hooks` lists targets and reasons.
 
-Every function here takes the session and the original and returns the replacement, which does
-what the original does while the session has no pipeline. The kernels of gradient accumulation
-fusion are the exception: where apex is missing they are torch's under any schedule, Megatron's own
-included, so that all schedules can be compared with the same flags.
+What `_replaces` marks takes the session, the original and a call's arguments, and does what the
+original does while the session has no pipeline. The kernels of gradient accumulation fusion are
+the exception: where apex is missing they are torch's under any schedule, Megatron's own included,
+so that all schedules can be compared with the same flags.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
-from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.mcore.early.post_validation import PostValidation, check_optimizer, why_no_gain
+from megatron_vshape.mcore.early.post_validation import why_no_gain
 from megatron_vshape.mcore.hooks.checkpoints import repair_tracker
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import hybrid, stages
 from megatron_vshape.mcore.observe import report, static_memory
-from megatron_vshape.mcore.observe.iteration_log import IterationLog, why_no_mfu
+from megatron_vshape.mcore.observe.iteration_log import why_no_mfu
 from megatron_vshape.mcore.observe.megatrons_own import (
-    MeteredSchedule,
     count_backward,
     count_forward,
 )
-from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
+from megatron_vshape.mcore.refusals import RefusedError, refusing
+from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import arguments, configure
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_split_linear
@@ -54,75 +54,70 @@ Function = Callable[..., Any]
 _SOME_PASS = Pass(Kind.F, 0, 0)
 
 
-def add_megatron_arguments(session: Session, original: Function) -> Function:
+def _replaces(stand_in: Function) -> Function:
+    """Return what makes a replacement of a session and an original: `stand_in`, given these two."""
+
+    @functools.wraps(stand_in)
+    def make(session: Session, original: Function) -> Function:
+        @functools.wraps(original)
+        def replacement(*args: Any, **options: Any) -> Any:
+            return stand_in(session, original, *args, **options)
+
+        return replacement
+
+    return make
+
+
+@_replaces
+def add_megatron_arguments(
+    session: Session, original: Function, parser: ArgumentParser
+) -> ArgumentParser:
     """Add this package's flags after Megatron's."""
-
-    @functools.wraps(original)
-    def add(parser: ArgumentParser) -> ArgumentParser:
-        return arguments.add_arguments(original(parser))
-
-    return add
+    return arguments.add_arguments(original(parser))
 
 
-def validate_args(session: Session, original: Function) -> Function:
+@_replaces
+def validate_args(
+    session: Session, original: Function, args: Namespace, *rest: Any, **options: Any
+) -> Any:
     """Set the pipeline up before Megatron's checks, and check what only they make known."""
-
-    @functools.wraps(original)
-    def validate(args: Namespace, *rest: Any, **options: Any) -> Any:
-        try:
-            session.choose(configure.prepare(args), configure.megatrons_own(args))
-        except (ScheduleError, UnsupportedError) as error:
-            raise RefusedError(error) from None
-        validated = original(args, *rest, **options)
-        try:
-            configure.complete(session.pipeline, args)
-        except (ScheduleError, UnsupportedError) as error:
-            raise RefusedError(error) from None
-        return validated
-
-    return validate
+    with refusing():
+        session.choose(configure.prepare(args), configure.megatrons_own(args))
+    validated = original(args, *rest, **options)
+    with refusing():
+        configure.complete(session.pipeline, args)
+    return validated
 
 
-def core_transformer_config_from_args(session: Session, original: Function) -> Function:
+@_replaces
+def core_transformer_config_from_args(
+    session: Session, original: Function, args: Namespace, *rest: Any, **options: Any
+) -> Any:
     """Put the layout of the stages on every TransformerConfig made from the arguments.
 
     The config checks numbers of layers when it is made, so the arguments have the layout
     meanwhile, and only meanwhile: they are written into checkpoints.
     """
-
-    @functools.wraps(original)
-    def make(args: Namespace, *rest: Any, **options: Any) -> Any:
-        if session.pipeline is None:
-            return original(args, *rest, **options)
-        before = args.pipeline_model_parallel_layout
-        args.pipeline_model_parallel_layout = session.pipeline.layout
-        try:
-            return original(args, *rest, **options)
-        finally:
-            args.pipeline_model_parallel_layout = before
-
-    return make
+    with Replaced() as replaced:
+        if session.pipeline is not None:
+            replaced.put(args, "pipeline_model_parallel_layout", session.pipeline.layout)
+        return original(args, *rest, **options)
 
 
-def pretrain(session: Session, original: Function) -> Function:
+@_replaces
+def pretrain(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Pass Megatron the embedding group and, before 0.19, model chunks of the right stages."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def run(*args: Any, **options: Any) -> Any:
-        bound = signature.bind(*args, **options)
-        users = bound.arguments.get("get_embedding_ranks")
-        bound.arguments["get_embedding_ranks"] = _embedding_ranks(session, users)
-        provider = bound.arguments.get("model_provider")
-        if provider is not None:
-            bound.arguments["model_provider"] = _model_provider(session, provider)
-        try:
-            return original(*bound.args, **bound.kwargs)
-        finally:
-            if isinstance(session.runner, PipelineRunner):
-                session.runner.forget_data()
-
-    return run
+    bound = inspect.signature(original).bind(*args, **options)
+    users = bound.arguments.get("get_embedding_ranks")
+    bound.arguments["get_embedding_ranks"] = _embedding_ranks(session, users)
+    provider = bound.arguments.get("model_provider")
+    if provider is not None:
+        bound.arguments["model_provider"] = _model_provider(session, provider)
+    try:
+        return original(*bound.args, **bound.kwargs)
+    finally:
+        if isinstance(session.runner, PipelineRunner):
+            session.runner.forget_data()
 
 
 def _embedding_ranks(session: Session, users: Function | None) -> Function:
@@ -161,87 +156,80 @@ def _model_provider(session: Session, provider: Function) -> Function:
     return provide
 
 
-def build_virtual_pipeline_stages(session: Session, original: Function) -> Function:
+@_replaces
+def build_virtual_pipeline_stages(
+    session: Session,
+    original: Function,
+    build_model_func: Function,
+    pg_collection: Any,
+    *args: Any,
+    **options: Any,
+) -> Any:
     """Build every chunk as the stage that it is."""
+    pipeline = session.pipeline
+    if pipeline is None:
+        return original(build_model_func, pg_collection, *args, **options)
+    rank = pg_collection.pp.rank()
 
-    @functools.wraps(original)
-    def build(build_model_func: Function, pg_collection: Any, *args: Any, **options: Any) -> Any:
-        pipeline = session.pipeline
-        if pipeline is None:
-            return original(build_model_func, pg_collection, *args, **options)
-        rank = pg_collection.pp.rank()
+    def build_stage(
+        groups: Any,
+        pre_process: Any = None,
+        post_process: Any = None,
+        vp_stage: int | None = None,
+    ) -> Any:
+        first, last = pipeline.ends(rank, vp_stage)
+        return build_model_func(groups, pre_process=first, post_process=last, vp_stage=vp_stage)
 
-        def build_stage(
-            groups: Any,
-            pre_process: Any = None,
-            post_process: Any = None,
-            vp_stage: int | None = None,
-        ) -> Any:
-            first, last = pipeline.ends(rank, vp_stage)
-            return build_model_func(groups, pre_process=first, post_process=last, vp_stage=vp_stage)
-
-        chunks = original(build_stage, pg_collection, *args, **options)
-        configure.finish_model(pipeline, session.step, rank, chunks)
-        return chunks
-
-    return build
+    chunks = original(build_stage, pg_collection, *args, **options)
+    configure.finish_model(pipeline, session.step, rank, chunks)
+    return chunks
 
 
-def select_pipeline_segment(session: Session, original: Function) -> Function:
+@_replaces
+def select_pipeline_segment(
+    session: Session,
+    original: Function,
+    main_pattern: str,
+    pp_group: Any,
+    vp_stage: int | None,
+    *args: Any,
+    **options: Any,
+) -> Any:
     """Give a chunk the part of a hybrid model's pattern that is its stage's."""
+    if session.pipeline is None:
+        return original(main_pattern, pp_group, vp_stage, *args, **options)
+    stage = session.pipeline.stage_map.stage(pp_group.rank(), vp_stage)
+    segments = main_pattern.split(hybrid.BEGINS_STAGE)
     allocation: Any = inspect.getmodule(original)
-
-    @functools.wraps(original)
-    def select(
-        main_pattern: str, pp_group: Any, vp_stage: int | None, *args: Any, **options: Any
-    ) -> tuple[list[str], int]:
-        if session.pipeline is None:
-            chosen: tuple[list[str], int] = original(
-                main_pattern, pp_group, vp_stage, *args, **options
-            )
-            return chosen
-        stage = session.pipeline.stage_map.stage(pp_group.rank(), vp_stage)
-        segments = main_pattern.split(hybrid.BEGINS_STAGE)
-        layers = allocation.validate_segment_layers(segments[stage])
-        return layers, sum(map(len, segments[:stage]))
-
-    return select
+    layers = allocation.validate_segment_layers(segments[stage])
+    return layers, sum(map(len, segments[:stage]))
 
 
-def train(session: Session, original: Function) -> Function:
+@_replaces
+def train(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Show the schedule first, and what the run has measured last."""
-
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def run(*args: Any, **options: Any) -> Any:
-        if session.pipeline is not None:
-            given = signature.bind(*args, **options).arguments
-            try:
-                lines = _opening(session, session.pipeline, given["model"], given["optimizer"])
-            except ScheduleError as error:
-                raise RefusedError(error) from None
-            print_rank_0(lines)
-            if session.pipeline.options.post_validates:
-                session.post_validation = _post_validation(session, given["optimizer"])
-        elif session.megatrons_own is None:
-            _refuse_what_was_not_seen(get_args())
-        if session.pipeline is not None or session.megatrons_own is not None:
-            session.iteration_log = IterationLog()
-            missing = why_no_mfu()
-            if missing is not None:
-                print_rank_0(missing)
-        try:
-            result = _told_at_failure(session, lambda: original(*args, **options))
-        except RefusedError:
-            raise
-        except SystemExit:  # by --exit-interval and the like, on all ranks after a barrier
-            _tell_end(session)
-            raise
+    pipeline = session.pipeline
+    if pipeline is not None:
+        given = inspect.signature(original).bind(*args, **options).arguments
+        with refusing():
+            print_rank_0(_opening(session, pipeline, given["model"], given["optimizer"]))
+            if pipeline.options.post_validates:
+                session.validate_late(pipeline, given["optimizer"])
+                _print_if_any(why_no_gain(get_args()))
+    elif session.megatrons_own is None:
+        _refuse_what_was_not_seen(get_args())
+    if pipeline is not None or session.megatrons_own is not None:
+        session.begin_log()
+        _print_if_any(why_no_mfu())
+    try:
+        result = _told_at_failure(session, lambda: original(*args, **options))
+    except RefusedError:
+        raise
+    except SystemExit:  # by --exit-interval and the like, on all ranks after a barrier
         _tell_end(session)
-        return result
-
-    return run
+        raise
+    _tell_end(session)
+    return result
 
 
 def _refuse_what_was_not_seen(args: Namespace) -> None:
@@ -277,60 +265,33 @@ def _whereabouts(session: Session) -> str:
     return f"rank {os.environ.get('RANK', '0')}, {iteration}"
 
 
-def training_log(session: Session, original: Function) -> Function:
+@_replaces
+def training_log(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Have this package's figures ready while Megatron logs an iteration."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def log(*args: Any, **options: Any) -> Any:
-        if session.iteration_log is None or session.runner is None:
-            return original(*args, **options)
-        if isinstance(session.runner, PipelineRunner):
-            hybrid.size_expert_losses(get_args())
-        number = signature.bind(*args, **options).arguments["iteration"]
-        with session.iteration_log.iteration(session.runner.meter, number):
-            return original(*args, **options)
-
-    return log
+    if session.iteration_log is None or session.runner is None:
+        return original(*args, **options)
+    if isinstance(session.runner, PipelineRunner):
+        hybrid.size_expert_losses(get_args())
+    number = inspect.signature(original).bind(*args, **options).arguments["iteration"]
+    with session.iteration_log.iteration(session.runner.meter, number):
+        return original(*args, **options)
 
 
-def print_rank_last(session: Session, original: Function) -> Function:
+@_replaces
+def print_rank_last(session: Session, original: Function, message: Any) -> Any:
     """Complete the line of an iteration, and TensorBoard and W&B, by this package's figures."""
-
-    @functools.wraps(original)
-    def tell(message: Any) -> Any:
-        if session.iteration_log is not None:
-            message = session.iteration_log.complete(message)
-        return original(message)
-
-    return tell
-
-
-def _post_validation(session: Session, optimizer: Any) -> PostValidation:
-    """Return what makes the steps of a run that begins; refuse what it cannot undo."""
-    try:
-        check_optimizer(optimizer)
-    except UnsupportedError as error:
-        raise RefusedError(error) from None
-    lost = why_no_gain(get_args())
-    if lost is not None:
-        print_rank_0(lost)
-
-    def runner() -> PipelineRunner:
-        if isinstance(session.runner, PipelineRunner):
-            return session.runner
-        raise RuntimeError("post-validation has no schedule of this package to begin steps of")
-
-    return PostValidation(runner)
+    if session.iteration_log is not None:
+        message = session.iteration_log.complete(message)
+    return original(message)
 
 
 def _opening(session: Session, pipeline: Pipeline, model: Sequence[Any], optimizer: Any) -> str:
     """Return the schedule's picture, what carries messages, and with a limit what is left of it."""
-    planner, lines = pipeline.planner, []
-    carrier = _own_runner(session, pipeline).connect(model)
+    planner, limit, lines = pipeline.planner, pipeline.choice.limit_bytes, []
+    carrier = session.own_runner(pipeline).connect(model)
     if carrier is not None:
         lines.append(carrier)
-    if planner.limit_bytes is not None:
+    if limit is not None:
         config = get_model_config(model[0])
         args = get_args()
         shape = args.seq_length * args.micro_batch_size * config.hidden_size
@@ -340,238 +301,196 @@ def _opening(session: Session, pipeline: Pipeline, model: Sequence[Any], optimiz
         message_bytes = shape * config.pipeline_dtype.itemsize // shards
         own = static_memory.static_memory(model, optimizer, pipeline.options.post_validates)
         group = parallel_state.get_pipeline_model_parallel_group()
-        everyones = static_memory.gather(own, group)
+        everyones = static_memory.most_of_replicas(own, group, lambda each: each.total)
         planner.reserve([each.total for each in everyones], message_bytes)
         planner.training(get_num_microbatches())  # says how many messages there are at most
-        lines.append(static_memory.table(everyones, planner.reserved_bytes, planner.limit_bytes))
+        lines.append(static_memory.table(everyones, planner.reserved_bytes, limit))
     lines.append(report.opening_lines(pipeline, get_num_microbatches()))
     return "\n".join(lines)
 
 
-def _own_runner(session: Session, pipeline: Pipeline) -> PipelineRunner:
-    """Return what runs the steps of this package's schedule; made when it is first asked for."""
-    runner = session.runner or PipelineRunner(session.step, pipeline, session.logs)
-    if not isinstance(runner, PipelineRunner):
-        raise RuntimeError("a schedule of this package is to run, and one of Megatron's own runs")
-    session.runner = runner
-    return runner
-
-
 def _tell_end(session: Session) -> None:
-    post_validation, session.post_validation = session.post_validation, None
-    if post_validation is not None:
-        post_validation.end()
-        print_rank_0(post_validation.closing_line())
-    if session.runner is None:
-        return
-    line = session.runner.report.closing_line(
-        parallel_state.get_pipeline_model_parallel_group(),
-        parallel_state.get_data_parallel_world_size(),
-    )
+    _print_if_any(session.end_validation())
+    if session.runner is not None:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        copies = parallel_state.get_data_parallel_world_size()
+        _print_if_any(session.runner.report.closing_line(group, copies))
+
+
+def _print_if_any(line: str | None) -> None:
     if line is not None:
         print_rank_0(line)
 
 
-def read_metadata(session: Session, original: Function) -> Function:
+@_replaces
+def read_metadata(session: Session, original: Function, tracker_filename: str) -> Any:
     """Read which checkpoint is the last, once a tracker that was cut off has been made good."""
-
-    @functools.wraps(original)
-    def read(tracker_filename: str) -> Any:
-        # Also before the flags are validated, where --use-checkpoint-args reads it. Every rank
-        # repairs: they would all write the same, and need not wait for each other.
-        repair_tracker(Path(tracker_filename))
-        return original(tracker_filename)
-
-    return read
+    # Also before the flags are validated, where --use-checkpoint-args reads it. Every rank
+    # repairs: they would all write the same, and need not wait for each other.
+    repair_tracker(Path(tracker_filename))
+    return original(tracker_filename)
 
 
-def optimizer_step(session: Session, original: Function) -> Function:
+@_replaces
+def optimizer_step(
+    session: Session, original: Function, optimizer: Any, *args: Any, **options: Any
+) -> Any:
     """Step without a barrier where the run asks for that."""
-
-    @functools.wraps(original)
-    def step(self: Any, *args: Any, **options: Any) -> Any:
-        if session.post_validation is None:
-            return original(self, *args, **options)
-        return session.post_validation.step(self, original)
-
-    return step
+    if session.post_validation is None:
+        return original(optimizer, *args, **options)
+    return session.post_validation.step(optimizer, original)
 
 
-def logical_and_across_model_parallel_group(session: Session, original: Function) -> Function:
+@_replaces
+def logical_and_across_model_parallel_group(
+    session: Session, original: Function, input: bool, *args: Any, **options: Any
+) -> bool:
     """Do not ask the other ranks what all know from the validated step."""
-
-    @functools.wraps(original)
-    def reduce(input: bool, *args: Any, **options: Any) -> bool:
-        if session.post_validation is None or not input:
-            return bool(original(input, *args, **options))
-        return True
-
-    return reduce
+    if session.post_validation is None or not input:
+        return bool(original(input, *args, **options))
+    return True
 
 
-def reduce_max_stat_across_model_parallel_group(session: Session, original: Function) -> Function:
+@_replaces
+def reduce_max_stat_across_model_parallel_group(
+    session: Session, original: Function, stat: Any, *args: Any, **options: Any
+) -> Any:
     """Do not ask the other ranks what all know from the validated step; round as asking does."""
-
-    @functools.wraps(original)
-    def reduce(stat: Any, *args: Any, **options: Any) -> Any:
-        if session.post_validation is None or stat is None:
-            return original(stat, *args, **options)
-        return torch.tensor([stat], dtype=torch.float32).item()
-
-    return reduce
+    if session.post_validation is None or stat is None:
+        return original(stat, *args, **options)
+    return torch.tensor([stat], dtype=torch.float32).item()
 
 
-def save_checkpoint(session: Session, original: Function) -> Function:
+@_replaces
+def save_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Save no trace of a step that has begun early: random numbers, microbatches read."""
-
-    @functools.wraps(original)
-    def save(*args: Any, **options: Any) -> Any:
-        if isinstance(session.runner, PipelineRunner):
-            session.runner.drop_ahead()
-        return original(*args, **options)
-
-    return save
+    if isinstance(session.runner, PipelineRunner):
+        session.runner.drop_ahead()
+    return original(*args, **options)
 
 
-def validate_result(session: Session, original: Function) -> Function:
+@_replaces
+def validate_result(
+    session: Session,
+    original: Function,
+    machine: Any,
+    result: Any,
+    rejection_func: Any,
+    message: str,
+    comparison_func: Any = None,
+    *args: Any,
+    **options: Any,
+) -> None:
     """Check a loss after the passes of its step, and not where the host would wait for it."""
 
-    @functools.wraps(original)
-    def validate(
-        self: Any,
-        result: Any,
-        rejection_func: Any,
-        message: str,
-        comparison_func: Any = None,
-        *args: Any,
-        **options: Any,
-    ) -> None:
-        def check(value: Any) -> None:
-            original(self, value, rejection_func, message, comparison_func, *args, **options)
+    def check(value: Any) -> None:
+        original(machine, value, rejection_func, message, comparison_func, *args, **options)
 
-        checks = session.step.late_checks
-        if checks is None:
-            check(result)
-        elif can_wait(self, result, rejection_func, comparison_func):
-            checks.add(check, result)
-        else:
-            checks.make()  # first: of several bad results Megatron acts on the first
-            check(result)
-
-    return validate
+    checks = session.step.late_checks
+    if checks is None:
+        check(result)
+    elif can_wait(machine, result, rejection_func, comparison_func):
+        checks.add(check, result)
+    else:
+        checks.make()  # first: of several bad results Megatron acts on the first
+        check(result)
 
 
-def get_forward_backward_func(session: Session, original: Function) -> Function:
+@_replaces
+def get_forward_backward_func(
+    session: Session, original: Function, *args: Any, **options: Any
+) -> Any:
     """Hand out this package's function, or Megatron's with a meter where the user named one."""
-
-    @functools.wraps(original)
-    def get(*args: Any, **options: Any) -> Any:
-        if session.pipeline is not None:
-            return _own_runner(session, session.pipeline)
-        function = original(*args, **options)
-        if session.megatrons_own is None:
-            return function
-        if session.runner is None:
-            name = session.megatrons_own
-            session.runner = MeteredSchedule(session.step, session.logs, function, name)
-        return session.runner
-
-    return get
+    if session.pipeline is not None:
+        return session.own_runner(session.pipeline)
+    function = original(*args, **options)
+    if session.megatrons_own is None:
+        return function
+    return session.metered_runner(function, session.megatrons_own)
 
 
-def forward_step(session: Session, original: Function) -> Function:
-    """Count what a forward pass of Megatron's own schedules saves, while that is measured."""
-    signature = inspect.signature(original)
-    timed = _timed(session, original)
-
-    @functools.wraps(original)
-    def step(*args: Any, **options: Any) -> Any:
-        result = timed(*args, **options)
-        if session.step.census is not None and session.pipeline is None:
-            chunk = signature.bind(*args, **options).arguments.get("vp_stage")
-            count_forward(session.step.census, chunk, result[0])
-        return result
-
-    return step
+@_replaces
+def forward_step(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+    """Measure a forward pass of Megatron's own schedules, where that is asked for."""
+    result = _timed(session, original, *args, **options)
+    if session.step.census is not None and session.pipeline is None:
+        chunk = inspect.signature(original).bind(*args, **options).arguments.get("vp_stage")
+        count_forward(session.step.census, chunk, result[0])
+    return result
 
 
-def backward_step(session: Session, original: Function) -> Function:
-    """Count what a backward pass of Megatron's own schedules leaves, while that is measured."""
-    timed = _timed(session, original)
-
-    @functools.wraps(original)
-    def step(*args: Any, **options: Any) -> Any:
-        result = timed(*args, **options)
-        if session.step.census is not None and session.pipeline is None:
-            count_backward(session.step.census)
-        return result
-
-    return step
+@_replaces
+def backward_step(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+    """Measure a backward pass of Megatron's own schedules, where that is asked for."""
+    result = _timed(session, original, *args, **options)
+    if session.step.census is not None and session.pipeline is None:
+        count_backward(session.step.census)
+    return result
 
 
-def _timed(session: Session, original: Function) -> Function:
+def _timed(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Stamp a pass of Megatron's own schedules, while they are timed; only how long it takes."""
-
-    def run(*args: Any, **options: Any) -> Any:
-        timer = session.step.timer
-        if timer is None:
-            return original(*args, **options)
-        timer.begins(_SOME_PASS)
-        result = original(*args, **options)
-        timer.ends(_SOME_PASS)
-        return result
-
-    return run
+    timer = session.step.timer
+    if timer is None:
+        return original(*args, **options)
+    timer.begins(_SOME_PASS)
+    result = original(*args, **options)
+    timer.ends(_SOME_PASS)
+    return result
 
 
-def is_pipeline_first_stage(session: Session, original: Function) -> Function:
+@_replaces
+def is_pipeline_first_stage(
+    session: Session, original: Function, ignore_virtual: bool = True, vp_stage: int | None = None
+) -> bool:
     """Answer for the stage with the embedding."""
-    return _is_end(session, original, stage=0)
+    return _is_end(session, original, 0, ignore_virtual, vp_stage)
 
 
-def is_pipeline_last_stage(session: Session, original: Function) -> Function:
+@_replaces
+def is_pipeline_last_stage(
+    session: Session, original: Function, ignore_virtual: bool = True, vp_stage: int | None = None
+) -> bool:
     """Answer for the stage with the loss."""
-    return _is_end(session, original, stage=-1)
+    return _is_end(session, original, 1, ignore_virtual, vp_stage)
 
 
-def _is_end(session: Session, original: Function, stage: int) -> Function:
+def _is_end(
+    session: Session, original: Function, end: int, ignore_virtual: bool, vp_stage: int | None
+) -> bool:
     """Return the answer to "is this the first (or last) stage?", about a chunk where one is meant.
 
     Asked without a chunk, it is about the one that runs, and where none runs about the rank's
     place in the pipeline: that is how the trainer finds out who prints.
     """
-
-    @functools.wraps(original)
-    def answer(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-        pipeline = session.pipeline
-        chunk = session.step.running_chunk if ignore_virtual else vp_stage
-        if pipeline is not None and not ignore_virtual and pipeline.stage_map.num_chunks == 1:
-            chunk = 0
-        if pipeline is None or chunk is None:
-            return bool(original(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        wanted = stage % len(pipeline.stage_map.placement)
-        return pipeline.stage_map.stage(rank, chunk) == wanted
-
-    return answer
+    pipeline = session.pipeline
+    chunk = session.step.running_chunk if ignore_virtual else vp_stage
+    if pipeline is not None and not ignore_virtual and pipeline.stage_map.num_chunks == 1:
+        chunk = 0
+    if pipeline is None or chunk is None:
+        return bool(original(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
+    return pipeline.ends(parallel_state.get_pipeline_model_parallel_rank(), chunk)[end]
 
 
-def float16_module_forward(session: Session, original: Function) -> Function:
+@_replaces
+def float16_module_forward(
+    session: Session,
+    original: Function,
+    module: Any,
+    *inputs: Any,
+    fp32_output: bool = True,
+    **options: Any,
+) -> Any:
     """Convert inputs on the first stage and outputs on the last, wherever those are."""
-
-    @functools.wraps(original)
-    def forward(self: Any, *inputs: Any, fp32_output: bool = True, **options: Any) -> Any:
-        pipeline = session.pipeline
-        if pipeline is None:
-            return original(self, *inputs, fp32_output=fp32_output, **options)
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        first, last = pipeline.ends(rank, self.vp_stage)
-        if first:
-            inputs = transformer_module.fp32_to_float16(inputs, self.float16_convertor)
-        outputs = self.module(*inputs, **options)
-        return transformer_module.float16_to_fp32(outputs) if last and fp32_output else outputs
-
-    return forward
+    pipeline = session.pipeline
+    if pipeline is None:
+        return original(module, *inputs, fp32_output=fp32_output, **options)
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    first, last = pipeline.ends(rank, module.vp_stage)
+    if first:
+        inputs = transformer_module.fp32_to_float16(inputs, module.float16_convertor)
+    outputs = module.module(*inputs, **options)
+    return transformer_module.float16_to_fp32(outputs) if last and fp32_output else outputs
 
 
 def linear_function(session: Session, original: type) -> type:

@@ -26,7 +26,7 @@ class Split(NamedTuple):
 
     layers: tuple[int, ...]
     costs: Costs | None  # measured, if any were given
-    estimate: Costs | None  # in chunks and their passes; None where all stages are alike
+    estimate: Costs | None = None  # in chunks and their passes; None where all stages are alike
 
 
 def split_layers(
@@ -58,11 +58,10 @@ def split_layers(
         logger.info("layers per stage, in model order: %s", told)
     uneven = len(set(layers)) > 1
     estimate = _estimated(args, len(placement)).costs(layers) if uneven else None
-    if costs is None or measured is None or costs.layers == layers:
-        return Split(layers, costs, estimate)
-    if costs.layers is None and text != AUTO_SPLIT:
-        return Split(layers, costs, estimate)
-    return Split(layers, measured.costs(layers), estimate)
+    if costs is not None and measured is not None and costs.layers != layers:
+        if costs.layers is not None or text == AUTO_SPLIT:
+            costs = measured.costs(layers)
+    return Split(layers, costs, estimate)
 
 
 def _pieces_of(num_layers: int, costs: Costs) -> Pieces:

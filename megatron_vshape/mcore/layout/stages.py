@@ -45,9 +45,14 @@ class StageMap:
         return self.placement[-1]
 
     @property
+    def end_ranks(self) -> tuple[int, int]:
+        """Return the pipeline ranks that hold the embedding and the output layer."""
+        return self.placement[0], self.placement[-1]
+
+    @property
     def ends_meet(self) -> bool:
-        """Return whether one rank holds both the embedding and the output layer."""
-        return self.placement[0] == self.placement[-1]
+        """Return whether these are one."""
+        return len(set(self.end_ranks)) == 1
 
     def stages(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank, by chunk."""
@@ -110,7 +115,7 @@ def check_ends(stage_map: StageMap) -> None:
 
     Whether there is any to train on, Megatron's trainer tells all ranks by what rank 0 has.
     """
-    ends = (stage_map.placement[0], stage_map.placement[-1])
+    ends = stage_map.end_ranks
     if 0 not in ends:
         raise ScheduleError(
             f"the first stage is on rank {ends[0]} and the last on rank {ends[1]}, and Megatron "
@@ -120,7 +125,7 @@ def check_ends(stage_map: StageMap) -> None:
 
 def check_tied_embeddings(stage_map: StageMap) -> None:
     """Raise ScheduleError where neither we nor Megatron can tie the two embedding ends."""
-    ends = (stage_map.placement[0], stage_map.placement[-1])
+    ends = stage_map.end_ranks
     if stage_map.ends_meet or ends == (0, stage_map.num_ranks - 1):
         return
     raise ScheduleError(
@@ -135,8 +140,7 @@ def embedding_ranks(stage_map: StageMap, pipeline_ranks: Sequence[int]) -> list[
 
     One rank where it holds both ends, and then there is nothing to add: the weight is one.
     """
-    ends = {stage_map.placement[0], stage_map.placement[-1]}
-    return sorted(pipeline_ranks[rank] for rank in ends)
+    return sorted(pipeline_ranks[rank] for rank in set(stage_map.end_ranks))
 
 
 def tie_embeddings(first: Any, last: Any) -> None:

@@ -36,23 +36,19 @@ class Figures:
 
     def text(self) -> str:
         """Return what goes to the end of Megatron's line."""
-        text = ""
-        if self.bubble is not None:
-            text += f" bubble: {100 * self.bubble:.1f} % |"
-        if self.predicted_bubble is not None:
-            text += f" predicted bubble: {100 * self.predicted_bubble:.1f} % |"
-        if self.mfu is not None:
-            text += f" MFU: {100 * self.mfu:.1f} % |"
-        return text
+        return "".join(f" {name}: {100 * share:.1f} % |" for name, share in self._known().items())
 
     def scalars(self) -> dict[str, float]:
         """Return the values by their names in TensorBoard and W&B."""
-        named = {
+        return {name.lower().replace(" ", "-"): share for name, share in self._known().items()}
+
+    def _known(self) -> dict[str, float]:
+        shares = {
             "bubble": self.bubble,
-            "predicted-bubble": self.predicted_bubble,
-            "mfu": self.mfu,
+            "predicted bubble": self.predicted_bubble,
+            "MFU": self.mfu,
         }
-        return {name: value for name, value in named.items() if value is not None}
+        return {name: share for name, share in shares.items() if share is not None}
 
 
 class BubbleMeter:

@@ -13,6 +13,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.mcore.observe.iteration_log import BubbleMeter
 from megatron_vshape.mcore.observe.report import RunReport
+from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.held_bytes import Census
@@ -30,7 +31,7 @@ class MeteredSchedule:
     ) -> None:
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-        planner = Planner(ranks, name) if name in catalogue.NAMES and chunks == 1 else None
+        planner = Planner(Choice(ranks, name)) if name in catalogue.NAMES and chunks == 1 else None
         self._state = state
         self._original = original
         self.meter = BubbleMeter(logs, None if planner is None else planner.predicted_bubble)
@@ -51,11 +52,9 @@ class MeteredSchedule:
         chunks = model if isinstance(model, list) else [model]
         torch_device = next(chunks[0].parameters()).device
         with self.report.training_step(chunks, microbatches, tokens):
-            self._state.timer = self.meter.begin_step(microbatches, torch_device)
-            try:
+            timer = self.meter.begin_step(microbatches, torch_device)
+            with self._state.time_with(timer):
                 return self._original(**arguments)
-            finally:
-                self._state.timer = None
 
 
 def count_forward(census: Census, chunk: int | None, output: Tensor | list[Tensor]) -> None:

@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, Piece
-from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.observe.report import Checked, Prediction, RunReport
 from megatron_vshape.mcore.observe.static_memory import most_of_replicas
-from megatron_vshape.mcore.refusals import RefusedError
+from megatron_vshape.mcore.refusals import refusing
+from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.runtime.measure import (
     Held,
@@ -34,8 +34,6 @@ from megatron_vshape.runtime.measure import (
 from megatron_vshape.runtime.p2p import Transport
 
 logger = logging.getLogger(__name__)
-
-GIB = 2.0**30
 
 
 class Profiler:
@@ -111,11 +109,10 @@ class Profiler:
     def _keep_free(self, group: dist.ProcessGroup) -> None:
         """Have the plan leave room in the limit for what passes allocate and free again."""
         planner, own = self._pipeline.planner, self._report.within_passes_bytes
-        if planner.limit_bytes is None:
+        if planner.choice.limit_bytes is None:
             return
         within = most_of_replicas(own, group, float)
-        static = planner.static_bytes or (0.0,) * len(within)
-        planner.reserve([a + b for a, b in zip(static, within, strict=True)])
+        planner.reserve([a + b for a, b in zip(planner.static_bytes, within, strict=True)])
         if any(within):
             gib = ", ".join(f"{each / GIB:.3f}" for each in within)
             self._tell("passes allocate and free, kept free of activations, GiB per rank: %s", gib)
@@ -124,15 +121,12 @@ class Profiler:
         """Take the costs for the steps to come, plan anew if that is asked for, and say so."""
         planner = self._pipeline.planner
         now = prediction_of(program.schedule, costs, rest_us)
-        if not planner.plans_by_costs:
-            planner.costs = costs
+        planner.adopt(costs)
+        if not planner.choice.plans_by_costs:
             self._tell("measured costs: %s", told(now))
             return now
-        planner.adopt(costs)
-        try:
+        with refusing():
             plan = planner.training(program.schedule.num_microbatches)
-        except ScheduleError as error:
-            raise RefusedError(error) from None
         self._report.remeasure()
         after = prediction_of(plan.program.schedule, costs, rest_us)
         self._tell("measured costs: %s -> %s, from the next step on", told(now), told(after))
@@ -146,7 +140,7 @@ class Profiler:
         makespan_us = median(each.makespan for each in timelines)
         bubble = median(each.bubble for each in timelines)
         checked = Checked(prediction, makespan_us, bubble)
-        self._report.checked = checked
+        self._report.compare(checked)
         self._tell("%s, in %d steps", comparison(checked), len(timelines))
 
     @staticmethod

@@ -81,7 +81,7 @@ class RunReport:
         self._started_s: float | None = None
         self._step_s: list[float] = []
         self._tokens = 0
-        self.checked: Checked | None = None  # where costs were measured in this run
+        self._checked: Checked | None = None  # where costs were measured in this run
 
     @property
     def held(self) -> dict[int, tuple[float, float]]:
@@ -103,6 +103,10 @@ class RunReport:
         self._memory = None
         self._step_s.clear()
 
+    def compare(self, checked: Checked) -> None:
+        """Take what the end of the run is to show beside its own figures."""
+        self._checked = checked
+
     def interrupt(self) -> None:
         """Do not count the time until the next training step: something else runs between."""
         self._started_s = None
@@ -119,17 +123,14 @@ class RunReport:
         if self._memory is not None:
             yield
             return
-        self._state.census = census = Census(persistent(model))
-        before = _in_use_bytes()
-        try:
+        census, before = Census(persistent(model)), torch.cuda.memory_allocated()
+        with self._state.count_with(census):
             yield
-        finally:
-            self._state.census = None
         self._num_microbatches = num_microbatches
         held = {stage: census.held_bytes(stage) for stage in self._stages}
         # Before the first step the optimizer has no state yet; a peak while the model was built
         # that is higher still makes this too much rather than too little.
-        within = max(_allocated_bytes() - before - census.peak_bytes, 0)
+        within = max(torch.cuda.max_memory_allocated() - before - census.peak_bytes, 0)
         self._memory = Memory(census.peak_bytes, held, within)
         # The first step also sets caches up; its time says nothing about the others.
         self._started_s = None
@@ -141,7 +142,7 @@ class RunReport:
         """
         if self._memory is None:
             return None
-        own = self._memory._replace(allocated_bytes=_allocated_bytes())
+        own = self._memory._replace(allocated_bytes=torch.cuda.max_memory_allocated())
         everyones: list[Memory] = [own] * pipeline_group.size()
         dist.all_gather_object(everyones, own, group=pipeline_group)
         speed = "speed unknown (too few steps)"
@@ -159,9 +160,9 @@ class RunReport:
             line += f", allocated in all {_in_mib(allocated)}"
             if dist.get_rank() == 0:
                 tell(allocated_bytes=allocated)
-        if self.checked is not None and self._step_s:
+        if self._checked is not None and self._step_s:
             peaks = [each.peak_bytes for each in everyones]
-            line += "\n" + closing_table(self.checked, median(self._step_s) * 1e6, peaks)
+            line += "\n" + closing_table(self._checked, median(self._step_s) * 1e6, peaks)
         return line
 
 
@@ -194,7 +195,7 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
     schedule, chunks = plan.schedule, plan.peak_chunks
     relative = chunks / (2 * schedule.num_devices)
     whole = ""
-    if pipeline.recomputes_layers:
+    if pipeline.choice.keeps_backward_whole:
         whole = (
             "\nbackward passes run whole (BW): with --recompute-granularity full, a backward that "
             "is split would keep all that it recomputes"
@@ -215,7 +216,7 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
 
 
 def _at(pipeline: Pipeline) -> str:
-    if pipeline.planner.costs is None and pipeline.planner.estimate is None:
+    if pipeline.planner.costs is None and pipeline.choice.estimate is None:
         return "at F = B = W"
     if pipeline.planner.costs is None:
         return "at F = B = W of every layer, the output layer by its products"
@@ -240,14 +241,6 @@ def persistent(model: Sequence[nn.Module]) -> Iterator[Tensor]:
             main_grad = getattr(parameter, "main_grad", None)
             if isinstance(main_grad, Tensor):
                 yield main_grad
-
-
-def _allocated_bytes() -> int:
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-
-
-def _in_use_bytes() -> int:
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def _in_mib(values: Sequence[float]) -> str:

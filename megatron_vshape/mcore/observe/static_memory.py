@@ -8,12 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.split.te_layers import plain_tensors
 from megatron_vshape.runtime import nccl
 
 T = TypeVar("T")
-
-GIB = 2.0**30
 
 ADAM_STATES = 2
 """Moments that Adam keeps of every parameter it steps, in fp32."""
@@ -45,7 +44,8 @@ def static_memory(
     moments are there twice.
     """
     own = [each for chunk in model for each in chunk.parameters()]
-    gradients = [grad for each in own if isinstance(grad := _main_grad(each), Tensor)]
+    main_grads = [getattr(each, "main_grad", None) for each in own]
+    gradients = [each for each in main_grads if isinstance(each, Tensor)]
     stepped = [each for group in optimizer.param_groups for each in group["params"]]
     held = {_storage(each) for each in own}
     copies = [each for each in stepped if _storage(each) not in held]
@@ -59,10 +59,6 @@ def static_memory(
     )
 
 
-def _main_grad(parameter: Tensor) -> Any:
-    return getattr(parameter, "main_grad", None)
-
-
 def _storage(tensor: Tensor) -> int:
     """Return the name of the tensor's storage; a quantized one has no address of its own."""
     name: int = tensor.untyped_storage()._cdata
@@ -72,11 +68,6 @@ def _storage(tensor: Tensor) -> int:
 def _bytes(tensors: Iterable[Tensor]) -> int:
     plain = [part for each in tensors for part in plain_tensors(each)]
     return sum(each.numel() * each.element_size() for each in plain)
-
-
-def gather(own: StaticMemory, pipeline_group: dist.ProcessGroup) -> list[StaticMemory]:
-    """Return what the ranks of a pipeline hold; of those side by side, the one that holds most."""
-    return most_of_replicas(own, pipeline_group, lambda each: each.total)
 
 
 def most_of_replicas(

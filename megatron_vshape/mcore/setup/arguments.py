@@ -6,6 +6,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass
 
 from megatron_vshape.core.ask import AUTO, PLUS_NAMES
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper import catalogue
 
 MEGATRONS_OWN = ("1f1b", "interleaved-1f1b")
@@ -34,6 +35,10 @@ class PipelineOptions:
     layer_split: str | None = None  # auto, or the layers of every stage with commas
     post_validates: bool = False  # step before the gradient norm is known, and undo if it has to be
 
+    def costs(self) -> Costs | None:
+        """Return the costs in the file, if one is given."""
+        return None if self.costs_file is None else Costs.load(self.costs_file)
+
 
 def schedule_names() -> tuple[str, ...]:
     """Return every name that `--pipeline-schedule` knows."""
@@ -47,7 +52,6 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--pipeline-schedule",
         metavar="NAME|FILE",
-        default=None,
         help=f"order of the passes: {', '.join(schedule_names())}, or a schedule file (JSON). "
         "Default: as Megatron decides.",
     )
@@ -55,41 +59,35 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--pipeline-timeout",
         metavar="SECONDS",
         type=float,
-        default=None,
         help="how long a pipeline rank waits for a message before the run ends with an error. "
         f"Default: {TIMEOUT_SHARE:g} of --distributed-timeout-minutes, whose end says less.",
     )
     group.add_argument(
         "--pipeline-costs",
         metavar="FILE",
-        default=None,
         help="costs of every stage (JSON), for auto and for the times that the log predicts",
     )
     group.add_argument(
         "--pipeline-memory-limit",
         metavar="GIB",
         type=float,
-        default=None,
         help="device memory for all of a rank's tensors, for auto. Default: 1F1B's activations.",
     )
     group.add_argument(
         "--pipeline-profile-iterations",
         metavar="A:B",
         type=_step_range,
-        default=None,
         help="measure the passes of this process's training steps A to B; auto then plans anew",
     )
     group.add_argument(
         "--pipeline-layer-split",
         metavar="auto|N,N,...",
-        default=None,
         help="how many layers every stage has, in the model's order; auto gives fewer to the first "
         "and the last, by the costs or by the sizes of the model. Default: equally many.",
     )
     group.add_argument(
         "--pipeline-trace",
         metavar="DIR",
-        default=None,
         help="write the planned and the measured timeline of the last profiled step to DIR. "
         f"Default steps: {TRACE_STEPS[0]}:{TRACE_STEPS[1]}.",
     )

@@ -6,16 +6,16 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron.core import parallel_state
 from torch import nn
 
 from megatron_vshape.core.ask import AUTO
-from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.mcore.layout import hybrid, stages
-from megatron_vshape.mcore.layout.layer_split import split_layers
+from megatron_vshape.mcore.layout.layer_split import Split, split_layers
 from megatron_vshape.mcore.layout.stages import StageMap
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
@@ -30,8 +30,9 @@ from megatron_vshape.mcore.setup.arguments import (
     options_of,
     watchdog_seconds,
 )
+from megatron_vshape.mcore.setup.choice import Choice, choice_of
 from megatron_vshape.mcore.setup.pipeline import Pipeline
-from megatron_vshape.mcore.setup.plans import Planner, make_planner
+from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.split import te_layers, unsplit
 from megatron_vshape.mcore.split.local_layers import mark_gathered
 from megatron_vshape.mcore.step_state import StepState
@@ -65,21 +66,23 @@ def prepare(args: Namespace) -> Pipeline | None:
         _prepare_megatrons_own(args, name)
         _split_megatrons_own(args, options)
         return None
-    planner = make_planner(name, ranks, options)
+    measures = options.profile_steps is not None
+    choice = choice_of(name, ranks, options.costs(), options.memory_limit_gib, measures)
     if ranks == 1:  # one device has nothing to schedule
         _tell_what_does_nothing(options)
         return None
     check_arguments(args, name)
     if options.post_validates:
         check_post_validation(args)
-    stage_map = _split(args, planner, options)
+    return _pipeline(args, choice, options)
+
+
+def _pipeline(args: Namespace, choice: Choice, options: PipelineOptions) -> Pipeline:
+    """Return the pipeline with its stages and all that it is planned by; tell Megatron of them."""
+    split = _split(args, choice, options)
+    stage_map = StageMap(choice.placement, split.layers)
     stages.check_ends(stage_map)
-    recomputes = getattr(args, "recompute_granularity", None) == "full"
-    planner.keeps_backward_whole = recomputes
-    # Transformer Engine's layers wait inside TE's own code, where nothing else can run.
-    planner.hides = args.tensor_model_parallel_size > 1 and args.transformer_impl == "local"
-    planner.kernels = args.distributed_backend == "nccl"
-    planner.ties_ends = ties = not args.untie_embeddings_and_output_weights
+    ties = not args.untie_embeddings_and_output_weights
     if ties:
         stages.check_tied_embeddings(stage_map)
     if getattr(args, "hybrid_layer_pattern", None) is None:
@@ -88,15 +91,23 @@ def prepare(args: Namespace) -> Pipeline | None:
     if stage_map.num_chunks > 1:
         # Megatron allows chunks on two ranks only with this; the messages are ours either way.
         args.overlap_p2p_comm = True
+    choice = replace(
+        choice,
+        costs=split.costs,
+        estimate=split.estimate,
+        keeps_backward_whole=getattr(args, "recompute_granularity", None) == "full",
+        # Transformer Engine's layers wait inside TE's own code, where nothing else can run.
+        hides=args.tensor_model_parallel_size > 1 and args.transformer_impl == "local",
+        ties_ends=ties,
+        kernels=args.distributed_backend == "nccl",
+    )
     return Pipeline(
         options,
-        planner,
+        Planner(choice),
         stage_map,
         stages.StageLayout(stage_map),
-        ties,
         args.overlap_grad_reduce,
-        recomputes,
-        () if recomputes else _recomputed_inputs(args),
+        _recomputed_inputs(args),
     )
 
 
@@ -181,17 +192,15 @@ def _prepare_megatrons_own(args: Namespace, name: str | None) -> None:
         args.num_virtual_stages_per_pipeline_rank = INTERLEAVED_CHUNKS
 
 
-def _split(args: Namespace, planner: Planner, options: PipelineOptions) -> StageMap:
-    """Return the stages with their layers, and tell the planner what they cost."""
+def _split(args: Namespace, choice: Choice, options: PipelineOptions) -> Split:
+    """Return the layers of every stage, and what such stages cost."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
-    if pattern is not None:
-        layers = hybrid.layers_of_stages(pattern, planner.placement, options.layer_split)
-        # Megatron counts the layers and the chunks of a rank by the pattern.
-        args.hybrid_layer_pattern = hybrid.cut(pattern, layers)
-        return StageMap(planner.placement, layers)
-    split = split_layers(args, planner.placement, options.layer_split, planner.costs)
-    planner.costs, planner.estimate = split.costs, split.estimate
-    return StageMap(planner.placement, split.layers)
+    if pattern is None:
+        return split_layers(args, choice.placement, options.layer_split, choice.costs)
+    layers = hybrid.layers_of_stages(pattern, choice.placement, options.layer_split)
+    # Megatron counts the layers and the chunks of a rank by the pattern.
+    args.hybrid_layer_pattern = hybrid.cut(pattern, layers)
+    return Split(layers, choice.costs)
 
 
 def _split_megatrons_own(args: Namespace, options: PipelineOptions) -> None:
@@ -208,8 +217,7 @@ def _split_megatrons_own(args: Namespace, options: PipelineOptions) -> None:
         )
     check_splits_nothing_else(args, options.schedule)
     chunks = args.num_virtual_stages_per_pipeline_rank or 1
-    costs = None if options.costs_file is None else Costs.load(options.costs_file)
-    split = split_layers(args, looping(ranks, chunks), text, costs)
+    split = split_layers(args, looping(ranks, chunks), text, options.costs())
     args.pipeline_model_parallel_layout = stages.megatrons_text(split.layers)
     args.num_virtual_stages_per_pipeline_rank = None  # the text says how many
 
@@ -236,15 +244,15 @@ def complete(pipeline: Pipeline | None, args: Namespace) -> None:
     """
     if pipeline is None:
         return
-    check_derived(args, pipeline.planner.name)
+    check_derived(args, pipeline.choice.name)
     chunks = pipeline.stage_map.num_chunks
     args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
-    if pipeline.planner.from_file is not None and _has_ramp_up(args):
+    if pipeline.choice.from_file is not None and _has_ramp_up(args):
         raise ScheduleError(
-            f"the schedule file {pipeline.planner.name} is for one number of microbatches, and "
+            f"the schedule file {pipeline.choice.name} is for one number of microbatches, and "
             "this run changes it: leave --rampup-batch-size out"
         )
-    if pipeline.planner.name != AUTO:  # that plan waits for the model's own memory
+    if pipeline.choice.name != AUTO:  # that plan waits for the model's own memory
         pipeline.planner.training(_num_microbatches(args))
 
 
@@ -284,6 +292,6 @@ def tie(pipeline: Pipeline, rank: int, chunks: Sequence[nn.Module]) -> None:
     """Make the two embedding ends one weight where this rank holds both and they are tied."""
     stage_map = pipeline.stage_map
     both_here = stage_map.ends_meet and rank == stage_map.loss_rank
-    if pipeline.ties_embeddings and both_here:
+    if pipeline.choice.ties_ends and both_here:
         last = stage_map.chunk(stage_map.last_stage)
         stages.tie_embeddings(chunks[stage_map.chunk(0)], chunks[last])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron_vshape.mcore.layout.stages import StageLayout, StageMap
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
+from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.plans import Planner
 
 
@@ -17,10 +18,13 @@ class Pipeline:
     planner: Planner
     stage_map: StageMap
     layout: StageLayout
-    ties_embeddings: bool
     overlaps_grad_reduce: bool
-    recomputes_layers: bool = False  # whole layers, in the backward: then it is not split
     recomputed_inputs: tuple[str, ...] = ()  # modules that B computes anew and W holds on to
+
+    @property
+    def choice(self) -> Choice:
+        """Return what the planner plans."""
+        return self.planner.choice
 
     def ends(self, rank: int, chunk: int | None) -> tuple[bool, bool]:
         """Return whether a rank's chunk is the model's first stage, and whether its last."""

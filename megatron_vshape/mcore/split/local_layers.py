@@ -21,6 +21,7 @@ from megatron_vshape.runtime.gathering_job import GatheringJob
 from megatron_vshape.runtime.weight_jobs import (
     WeightGradKernel,
     accumulate_weight_grad,
+    add_product,
     fused_kernel,
     is_open,
     run_beside,
@@ -119,24 +120,8 @@ class TorchFusedKernels:
 
     @staticmethod
     def wgrad_gemm_accum_fp32(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-        """Add grad_output^T @ input to an fp32 `main_grad`."""
-        _accumulate(input, grad_output, main_grad)
+        """Add grad_output^T @ input to `main_grad`."""
+        kernel = fused_kernel(input.device.type, main_grad.dtype, input.dtype)
+        add_product(main_grad, grad_output, input, kernel)
 
-    @staticmethod
-    def wgrad_gemm_accum_fp16(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-        """Add grad_output^T @ input to a 16-bit `main_grad`."""
-        _accumulate(input, grad_output, main_grad)
-
-
-class _Sum:
-    """Looks like a parameter to `accumulate_weight_grad`."""
-
-    grad = None
-
-    def __init__(self, main_grad: Tensor) -> None:
-        self.main_grad = main_grad
-
-
-def _accumulate(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    kernel = fused_kernel(input.device.type, main_grad.dtype, input.dtype)
-    accumulate_weight_grad(_Sum(main_grad), grad_output, input, kernel)  # type: ignore[arg-type]
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32

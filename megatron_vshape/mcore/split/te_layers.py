@@ -16,7 +16,6 @@ import inspect
 import logging
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -103,11 +102,20 @@ def check_protocol(store: Any) -> None:
             )
 
 
-@dataclass(slots=True)
 class _Notes:
-    """What the stores of one model have said already."""
+    """What the stores of one model have to say, each once."""
 
-    has_warned_of_gathered: bool = False
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    def warn_of_gathered(self) -> None:
+        """Tell that a layer keeps more than its rank's part of the sequence."""
+        if not self._has_warned:
+            logger.warning(
+                "weight gradients of quantized layers keep the gathered sequence until W: with "
+                "FP8 and sequence parallelism a split backward holds more than predicted"
+            )
+        self._has_warned = True
 
 
 class JobStore:
@@ -317,12 +325,7 @@ def _keep_shards(
     if gathered is None:
         return sources
     if type(tensors[gathered]) is not Tensor:
-        if not notes.has_warned_of_gathered:
-            logger.warning(
-                "weight gradients of quantized layers keep the gathered sequence until W: with "
-                "FP8 and sequence parallelism a split backward holds more than predicted"
-            )
-            notes.has_warned_of_gathered = True
+        notes.warn_of_gathered()
         return sources
     group = layer.tp_group
     tensors[gathered] = tensors[gathered].chunk(group.size())[group.rank()].clone()

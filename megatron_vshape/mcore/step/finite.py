@@ -7,7 +7,7 @@ which one was bad (--rerun-mode). Only then are the passes looked at, so a good 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -34,21 +34,12 @@ def repeats_a_bad_step() -> bool:
     return machine.get_mode() == RerunMode.VALIDATE_RESULTS and machine.state in _RERUNS
 
 
-def inspected(
-    stages: Mapping[int, MegatronStage], who: str, reduces_in_w: bool
-) -> dict[int, InspectedStage]:
-    """Return the stages, telling of the passes that make bad values of good ones.
+class InspectedStage:
+    """Runs a stage's passes, and logs each whose result is not finite though all it reads is.
 
     `who` names this rank. Where the last W starts to reduce gradients (`reduces_in_w`), what
     they are after it may come from other ranks and is not looked at.
     """
-    return {
-        number: InspectedStage(stage, number, who, reduces_in_w) for number, stage in stages.items()
-    }
-
-
-class InspectedStage:
-    """Runs a stage's passes, and logs each whose result is not finite though all it reads is."""
 
     def __init__(self, stage: MegatronStage, number: int, who: str, reduces_in_w: bool) -> None:
         self._stage = stage

@@ -18,15 +18,16 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import nn
 
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.early_start import Cut, begun_early, drain
+from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.observe.iteration_log import BubbleMeter
 from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.report import RunReport
-from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError, check_config
+from megatron_vshape.mcore.refusals import check_config, refusing
 from megatron_vshape.mcore.setup.pipeline import Pipeline
-from megatron_vshape.mcore.step.finite import inspected, repeats_a_bad_step
+from megatron_vshape.mcore.step.finite import InspectedStage, repeats_a_bad_step
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.late_checks import checked_late
 from megatron_vshape.mcore.step.loss_reporting import Courier, bring_losses
@@ -42,7 +43,10 @@ from megatron_vshape.runtime.variable_p2p import VariableTransport
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What the trainer passes for one step; the same for every step of a run's training."""
+    """What the trainer passes for one step; the same for every step of a run's training.
+
+    The parameters of Megatron's own function, but for two.
+    """
 
     forward_step_func: Any
     data_iterator: Any
@@ -50,12 +54,12 @@ class Call:
     num_microbatches: int
     seq_length: int
     micro_batch_size: int
-    decoder_seq_length: int | None
-    forward_only: bool
-    collect_non_loss_data: bool
-    first_val_step: bool | None
-    pg_collection: Any
-    force_all_reduce: bool | None
+    decoder_seq_length: int | None = None
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    pg_collection: Any = None
+    force_all_reduce: bool | None = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ class PipelineRunner:
         rank = parallel_state.get_pipeline_model_parallel_rank()
         self.report = RunReport(
             state,
-            pipeline.planner.name,
+            pipeline.choice.name,
             pipeline.stage_map.stages(rank),
             pipeline.planner.training,
         )
@@ -110,22 +114,7 @@ class PipelineRunner:
         self._agreement = Agreement()
 
     def __call__(
-        self,
-        *,
-        forward_step_func: Any,
-        data_iterator: Any,
-        model: Any,
-        num_microbatches: int,
-        seq_length: int,
-        micro_batch_size: int,
-        decoder_seq_length: int | None = None,
-        forward_only: bool = False,
-        collect_non_loss_data: bool = False,
-        first_val_step: bool | None = None,
-        adjust_tensor_shapes_fn: Any = None,
-        p2p_communicator: Any = None,
-        pg_collection: Any = None,
-        force_all_reduce: bool | None = False,
+        self, *, adjust_tensor_shapes_fn: Any = None, p2p_communicator: Any = None, **arguments: Any
     ) -> list[Any]:
         """Run one step and return what the loss function reported, one entry per microbatch.
 
@@ -134,24 +123,11 @@ class PipelineRunner:
         """
         if adjust_tensor_shapes_fn is not None:
             raise ValueError("adjust_tensor_shapes_fn is not supported by --pipeline-schedule")
-        call = Call(
-            forward_step_func,
-            data_iterator,
-            model,
-            num_microbatches,
-            seq_length,
-            micro_batch_size,
-            decoder_seq_length,
-            forward_only,
-            collect_non_loss_data,
-            first_val_step,
-            pg_collection,
-            force_all_reduce,
-        )
-        config = get_model_config(_as_list(model)[0])
+        call = Call(**arguments)
+        config = get_model_config(_as_list(call.model)[0])
         check_config(config, self._pipeline.options.post_validates)
         with _timed(config):
-            return self._evaluate(call) if forward_only else self._train(call)
+            return self._evaluate(call) if call.forward_only else self._train(call)
 
     def connect(self, model: Any) -> str | None:
         """Make the connections of all ranks, which the first step would make else.
@@ -231,9 +207,11 @@ class PipelineRunner:
         # Costs are those of passes that run apart, so a profiled B runs nothing of a W.
         begun = self._take_ahead(call) or self._begin(call, timer, hides=profiled is None)
         tokens = call.num_microbatches * call.micro_batch_size * call.seq_length
+        sync = begun.step.gradient_sync
         with (
             self.report.training_step(begun.chunks, call.num_microbatches, tokens),
-            self._reducing(begun.step),
+            sync.session(),
+            self._state.reduce_with(sync if sync.overlaps else None),
         ):
             with checked_late(self._state, self._place):
                 begun.run.finish()
@@ -281,7 +259,7 @@ class PipelineRunner:
             cp_group=groups.cp,
         )[0]
         transport = self._ready_transport(config, shape, chunks[0], groups.pp)
-        with _refusing():
+        with refusing():
             sync = GradientSync(
                 config,
                 chunks,
@@ -290,6 +268,11 @@ class PipelineRunner:
                 call.force_all_reduce,
                 call.forward_only,
             )
+        if not call.forward_only:
+            sync.gather_parameters()
+            iterators = self._replayed(iterators)
+        program, beside = self._program(call, hides)
+        program, early_ends = self._begun_early(program) if is_early else (program, ())
         step = Step(
             config=config,
             forward_step_func=call.forward_step_func,
@@ -300,46 +283,29 @@ class PipelineRunner:
             first_val_step=call.first_val_step,
             gradient_sync=sync,
             num_tokens=zero_tokens(_device_of(chunks[0])),
+            beside=beside,
         )
-        planner = self._pipeline.planner
-        early_ends: Cut = ()
-        if call.forward_only:
-            program = planner.evaluation(call.num_microbatches)
-        else:
-            sync.gather_parameters()
-            program = self._training_program(step, hides)
-            if is_early:
-                program, early_ends = self._begun_early(program)
-            iterators = self._replayed(iterators)
         rank = groups.pp.rank()
         stages = self._stages(step, chunks, iterators, rank)
         run = ProgramRun(program, rank, stages, transport, timer, self._place)
         return _Begun(call, chunks, groups, transport, step, program, early_ends, run)
 
-    def _training_program(self, step: Step, hides: bool) -> Program:
-        """Return what all ranks run in a training step, and tell the step which W's it hides."""
-        plan = self._pipeline.planner.training(step.num_microbatches)
-        with _refusing():
+    def _program(self, call: Call, hides: bool) -> tuple[Program, Mapping[Pass, Beside]]:
+        """Return what all ranks run in a step, and which W's its B's hide."""
+        planner = self._pipeline.planner
+        if call.forward_only:
+            return planner.evaluation(call.num_microbatches), {}
+        plan = planner.training(call.num_microbatches)
+        with refusing():
             self._agreement.check(plan.program, plan.beside)
-        if hides and not repeats_a_bad_step():  # then every pass is looked at by itself
-            step.beside = plan.beside
-        return plan.program
+        # When a bad step is repeated, every pass is looked at by itself.
+        return plan.program, plan.beside if hides and not repeats_a_bad_step() else {}
 
     def _begun_early(self, program: Program) -> tuple[Program, Cut]:
         """Return `begun_early(program)`; most steps run the program of the step before."""
         if self._early is None or self._early[0] is not program:
             self._early = program, begun_early(program)
         return self._early[1]
-
-    @contextlib.contextmanager
-    def _reducing(self, step: Step) -> Iterator[None]:
-        """Hold DDP's own reductions back inside, and start them from W where they overlap."""
-        sync = step.gradient_sync
-        with (
-            sync.session(),
-            self._state.reduce_with(sync if sync.overlaps else None),
-        ):
-            yield
 
     def _stages(
         self, step: Step, model: Sequence[nn.Module], data_iterator: Sequence[Any], rank: int
@@ -360,9 +326,8 @@ class PipelineRunner:
         }
         if step.forward_only or not repeats_a_bad_step():
             return stages
-        return inspected(
-            stages, f"rank {dist.get_rank()} (device {rank})", step.gradient_sync.overlaps
-        )
+        who, reduces_in_w = f"rank {dist.get_rank()} (device {rank})", step.gradient_sync.overlaps
+        return {at: InspectedStage(each, at, who, reduces_in_w) for at, each in stages.items()}
 
     def _replayed(self, iterators: Sequence[Any]) -> list[Any]:
         """Return iterators that can give microbatches again, where a step may have to be undone."""
@@ -427,15 +392,6 @@ class PipelineRunner:
         # Megatron takes the last rank's count for the pipeline's; only the loss rank has one.
         dist.all_reduce(step.num_tokens, group=groups.pp)
         finalize(begun.chunks, step.num_tokens, **options)
-
-
-@contextlib.contextmanager
-def _refusing() -> Iterator[None]:
-    """End all ranks with one sentence where what all of them check inside does not hold."""
-    try:
-        yield
-    except (ScheduleError, UnsupportedError) as error:
-        raise RefusedError(error) from None
 
 
 def _of_one_length(config: Any) -> Any:

@@ -53,7 +53,7 @@ class GradientSync:
         self._config = config
         self._model = model
         self.overlaps = pipeline.overlaps_grad_reduce and not forward_only
-        self._splits_last = not pipeline.recomputes_layers
+        self._splits_last = not pipeline.choice.keeps_backward_whole
         self._left = [num_microbatches] * len(model)
         self._closed: set[int] = set()
         self._force_all_reduce = bool(force_all_reduce)
@@ -61,7 +61,7 @@ class GradientSync:
         self._reduction_of: dict[Tensor, _Reduction] = {}
         if self.overlaps:
             # A tied weight belongs to the first chunk and gets gradients from the last one too.
-            ties = pipeline.ties_embeddings and pipeline.stage_map.ends_meet
+            ties = pipeline.choice.ties_ends and pipeline.stage_map.ends_meet
             for chunk in range(len(model)):
                 self._plan(chunk, ties)
 
@@ -135,20 +135,15 @@ class GradientSync:
                 f"{chunk}, which is a {type(model).__name__}: leave it out"
             )
         for groups in (model.bucket_groups, model.expert_parallel_bucket_groups):
-            reductions, members = [], []
+            queue: deque[_Reduction] = deque()
             for group in groups:
                 parameters = [each for bucket in group.buckets for each in bucket.params_list]
                 tied = ties and any(getattr(each, "zero_out_wgrad", False) for each in parameters)
                 chunks = range(len(self._model)) if tied else [chunk]
-                start = partial(self._start_group, group)
-                reductions.append(_Reduction(start, frozenset(chunks)))
-                members.append(parameters)
-            self._line_up(reductions, members)
-
-    def _line_up(self, reductions: list[_Reduction], members: list[list[Tensor]]) -> None:
-        self._queues.append(deque(reductions))
-        for reduction, parameters in zip(reductions, members, strict=True):
-            self._reduction_of.update(dict.fromkeys(parameters, reduction))
+                reduction = _Reduction(partial(self._start_group, group), frozenset(chunks))
+                self._reduction_of.update(dict.fromkeys(parameters, reduction))
+                queue.append(reduction)
+            self._queues.append(queue)
 
     def _start_group(self, group: Any) -> None:
         # DDP would start its "first batch" once more at the end of the step.

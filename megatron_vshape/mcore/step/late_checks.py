@@ -62,11 +62,9 @@ class LateChecks:
 @contextmanager
 def checked_late(state: StepState, place: Place) -> Iterator[None]:
     """Have the checks asked for inside made at the end; none where a pass inside has failed."""
-    state.late_checks = checks = LateChecks(place)
-    try:
+    checks = LateChecks(place)
+    with state.check_with(checks):
         yield
-    finally:
-        state.late_checks = None
     checks.make()
 
 

@@ -19,7 +19,7 @@ from megatron_vshape.mcore.step_state import StepState
 
 @dataclass(slots=True)
 class Step:
-    """What the trainer passed in for this step, and what the stages put into it."""
+    """What the trainer passed in for this step, what it hides, and what the stages put into it."""
 
     config: Any  # Megatron's TransformerConfig
     forward_step_func: Callable[..., Any]

@@ -1,0 +1,39 @@
+"""Attributes of other people's objects that are replaced for a while."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ABSENT = object()
+"""What an attribute was that the object did not have itself."""
+
+
+class Replaced:
+    """Replaces attributes, and puts them back in the reverse order; at the end of a `with` too."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def __bool__(self) -> bool:
+        """Return whether anything is replaced now."""
+        return bool(self._originals)
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Let `owner.name` be `value`; of an instance, for this object alone."""
+        self._originals.append((owner, name, vars(owner).get(name, ABSENT)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Leave every attribute as it was."""
+        while self._originals:
+            owner, name, original = self._originals.pop()
+            if original is ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+    def __enter__(self) -> Replaced:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()

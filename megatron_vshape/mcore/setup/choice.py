@@ -1,0 +1,135 @@
+"""What schedule a run is to have: a name or a file, and what it is planned by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, find
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.placement import Placement, looping, v_shape
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.program.lowering import lower
+from megatron_vshape.mcore.setup.arguments import schedule_names
+
+GIB = 2.0**30
+
+CHUNKS = (2, 4)
+"""Stages a device may hold under auto: as many as the costs file tells apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the flags say of a schedule; all that plans are made of before anything has run."""
+
+    num_devices: int
+    name: str
+    from_file: Schedule | None = None
+    costs: Costs | None = None  # in us and bytes; with None every chunk pass takes one unit,
+    estimate: Costs | None = None  # or this, in such units, where stages have unlike layers
+    limit_bytes: float | None = None  # of a device, for auto; None: activations as 1F1B holds
+    keeps_backward_whole: bool = False  # every B takes its W along, as where layers are recomputed
+    hides: bool = False  # a B that waits for tensor-parallel ranks runs jobs of the W after it
+    ties_ends: bool = False  # the first and the last stage add to one gradient
+    kernels: bool = False  # messages are kernels, as on NCCL
+
+    @property
+    def plans_by_costs(self) -> bool:
+        """Return whether the adaptive scheduler makes the order."""
+        return self.name == AUTO or self.name in PLUS_NAMES
+
+    @property
+    def placement(self) -> Placement:
+        """Return the device of every stage, which no number of microbatches changes."""
+        if not self.plans_by_costs:
+            smallest = self.from_file or ask(Question(self.name, self.num_devices, 1)).schedule
+            return smallest.placement
+        # a model is built for one placement: that of the best plans for so many stages
+        chunks = 2 if self.costs is None else self.costs.num_stages // self.num_devices
+        return v_shape(self.num_devices) if chunks == 2 else looping(self.num_devices, chunks)
+
+
+def choice_of(
+    name: str,
+    num_devices: int,
+    costs: Costs | None = None,
+    limit_gib: float | None = None,
+    measures: bool = False,
+) -> Choice:
+    """Return the schedule that `name` names, or of the file at that path.
+
+    `measures` says that costs will be measured, where there are none yet.
+
+    Raises:
+        ScheduleError: neither a name nor a file, an unreadable file, one for another number of
+            devices, incomplete, deadlocking or with microbatches out of turn; or costs or a limit
+            that do not go with it.
+    """
+    if name == AUTO or name in PLUS_NAMES:
+        _check_adaptive(name, num_devices, costs, limit_gib, measures)
+        limit_bytes = None if limit_gib is None else limit_gib * GIB
+        return Choice(num_devices, name, costs=costs, limit_bytes=limit_bytes)
+    if limit_gib is not None:
+        raise ScheduleError(
+            f"--pipeline-memory-limit is for --pipeline-schedule auto; {name} holds what it holds"
+        )
+    found = find(name, schedule_names())
+    if isinstance(found, str):
+        return Choice(num_devices, name, costs=costs)
+    _check_file(name, found, num_devices)
+    return Choice(num_devices, name, found, costs)
+
+
+def _check_adaptive(
+    name: str, num_devices: int, costs: Costs | None, limit_gib: float | None, measures: bool
+) -> None:
+    """Raise ScheduleError for what the adaptive scheduler cannot plan by."""
+    allowed = CHUNKS if name == AUTO else CHUNKS[:1]
+    if costs is not None and costs.num_stages not in [each * num_devices for each in allowed]:
+        counts = " or ".join(str(each * num_devices) for each in allowed)
+        raise ScheduleError(
+            f"--pipeline-costs is for {costs.num_stages} stages, --pipeline-schedule {name} on "
+            f"{num_devices} pipeline ranks has {counts}"
+        )
+    if limit_gib is not None and not 0 < limit_gib < float("inf"):
+        raise ScheduleError(f"--pipeline-memory-limit {limit_gib:g} is not a number of GiB above 0")
+    if name == AUTO and costs is None and not measures:
+        raise ScheduleError(
+            "--pipeline-schedule auto needs costs: give --pipeline-costs FILE, or "
+            "--pipeline-profile-iterations A:B to measure them"
+        )
+
+
+def _check_file(name: str, schedule: Schedule, num_devices: int) -> None:
+    if schedule.num_devices != num_devices:
+        raise ScheduleError(
+            f"the schedule file {name} is for {schedule.num_devices} devices, this run has "
+            f"{num_devices} pipeline ranks: make --pipeline-model-parallel-size fit"
+        )
+    try:
+        for device, row in enumerate(schedule.order):
+            _check_in_turn(device, row)
+        lower(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"the schedule file {name} cannot run: {error}") from None
+
+
+def _check_in_turn(device: int, row: Sequence[Pass]) -> None:
+    """Raise ScheduleError unless the F, and the B, of every stage run microbatch by microbatch.
+
+    The trainer reads the batches one after the other, on the first stage and on the last, and
+    Transformer Engine's first whole backward of a step sets the gradients that others add to.
+    """
+    last: dict[tuple[bool, int], Pass] = {}
+    for work in row:
+        if work.kind is Kind.W:
+            continue
+        before = last.setdefault((work.kind is Kind.F, work.stage), work)
+        if before.microbatch > work.microbatch:
+            raise ScheduleError(
+                f"{before} stands before {work} on device {device}, and a trainer gives every "
+                "stage the microbatches in turn: number them in the order in which they run"
+            )
+        last[work.kind is Kind.F, work.stage] = work
