@@ -29,15 +29,6 @@ def model_flops(model: Model, sequence: int, batch: int) -> float:
     return 3.0 * per_token * sequence * batch
 
 
-def num_parameters(model: Model) -> float:
-    """Return how many parameters the model has, biases and norms left out."""
-    ends = 1 if model.tied_embeddings else 2
-    return (
-        float(model.layers * _layer_weights(model))
-        + ends * model.hidden_size * model.vocabulary_size
-    )
-
-
 def _products(model: Model, tensor: int) -> tuple[tuple[int, int], ...]:
     """Return the (inputs, outputs) of a layer's four linears on one device."""
     hidden, ffn = model.hidden_size, model.ffn

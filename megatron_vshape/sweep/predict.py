@@ -39,11 +39,9 @@ class Prediction:
     combination: Combination
     verdict: Verdict
     peak_bytes: float  # of the device that needs most
-    limit_bytes: float
     step_s: float | None = None
     mfu: float | None = None  # fraction of the devices' peak
     bubble: float | None = None  # fraction of the pipeline's time in which the busiest device idles
-    activation_bytes: float = 0.0  # held at the peak of that device
     reason: str = ""
     planned: Schedule | None = field(default=None, compare=False, repr=False)  # by `adaptive`
 
@@ -115,7 +113,7 @@ class Predictor:
         return least * 1e-6
 
     def _unplanned(self, combination: Combination, verdict: Verdict, reason: str) -> Prediction:
-        return Prediction(combination, verdict, 0.0, self.limit_bytes, reason=reason)
+        return Prediction(combination, verdict, 0.0, reason=reason)
 
     def _predict(
         self, stages: "_Stages", schedule: Schedule, planned: Timeline | None
@@ -128,12 +126,10 @@ class Predictor:
             fixed + (1 + self.machine.assume.fragmentation) * dynamic
             for fixed, dynamic in zip(stages.fixed_bytes(), held, strict=True)
         ]
-        worst = max(range(len(needed)), key=needed.__getitem__)
-        found = Prediction(
-            combination, Verdict.RUNS, needed[worst], limit, activation_bytes=held[worst]
-        )
-        if needed[worst] > limit:
-            gib = f"{needed[worst] / GIB:.1f} of {limit / GIB:.1f} GiB on device {worst}"
+        peak = max(needed)
+        found = Prediction(combination, Verdict.RUNS, peak)
+        if peak > limit:
+            gib = f"{peak / GIB:.1f} of {limit / GIB:.1f} GiB on device {needed.index(peak)}"
             return replace(found, verdict=Verdict.OUT_OF_MEMORY, reason=f"needs {gib}")
         timeline = planned or simulate(schedule, stages.costs)
         step_s = self._step_us(stages, timeline) * 1e-6

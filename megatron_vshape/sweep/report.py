@@ -71,7 +71,6 @@ def prediction_of(result: Result, predictor: Predictor) -> Prediction:
         it,
         Verdict.RUNS,
         result.predicted_peak_bytes,
-        predictor.limit_bytes,
         step_s,
         None if step_s is None else predictor.mfu(it, step_s),
         result.predicted_bubble,

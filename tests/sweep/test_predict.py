@@ -121,7 +121,7 @@ def test_more_of_what_should_slow_a_step_slows_it(tmp_path: Path) -> None:
     again = replace(one, recompute=Recompute.FULL)
     assert predict(one).bubble < predict(two).bubble  # type: ignore[operator]
     assert predict(again).step_s > predict(one).step_s  # type: ignore[operator]
-    assert predict(again).activation_bytes < predict(one).activation_bytes
+    assert predict(again).peak_bytes < predict(one).peak_bytes
 
 
 def test_collectives_cost_more_between_nodes(grid_search: Loaded) -> None:
@@ -198,7 +198,8 @@ def test_measured_costs_are_recomputed_too(tmp_path: Path) -> None:
     once, again = (predicted(tmp_path, replace(ONE, recompute=each)) for each in Recompute)
     assert once.step_s is not None
     assert again.step_s == pytest.approx(once.step_s * 4 / 3, rel=0.02)
-    assert again.activation_bytes < once.activation_bytes / 2
+    # Two microbatches of a stage hold 4 MiB, the inputs of its layers less than half of that.
+    assert once.peak_bytes - again.peak_bytes > 2 * 2**20
 
 
 @pytest.mark.parametrize("parallel", ["tensor_parallel", "context_parallel"])
