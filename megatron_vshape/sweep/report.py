@@ -15,11 +15,11 @@ from megatron_vshape.core.model.passes import ScheduleError
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.sweep.files import MAX_FILE_BYTES, Recompute, SweepError
 from megatron_vshape.sweep.grid import Combination
-from megatron_vshape.sweep.machine import GIB
 from megatron_vshape.sweep.predict import Prediction, Predictor, Verdict
 from megatron_vshape.sweep.ranking import kendall_tau, pareto
 from megatron_vshape.sweep.results import Outcome, Result, Status
 from megatron_vshape.view.names import display_name
+from megatron_vshape.view.numbers import GIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -326,8 +326,7 @@ def draw_pareto(rows: Sequence[Row], path: Path, title: str) -> None:
 
 def _panel(axes: "Axes", rows: Sequence[Row]) -> None:
     points = [(row.peak_gib or row.predicted_peak_gib, 100 * row.best_mfu) for row in rows]
-    front = [points[at] for at in pareto(points)]
-    memory, throughput = zip(*front, strict=True)
+    memory, throughput = zip(*pareto(points), strict=True)
     axes.plot(memory, throughput, color="#999999", lw=0.8, zorder=1)
     for schedule in dict.fromkeys(row.combination.schedule for row in rows):
         for measured in (False, True):

@@ -85,7 +85,7 @@ def key_of(combination: Combination, loaded: Loaded, measured: MeasuredCosts | N
         "combination": asdict(combination),
         "model": loaded.model.model_dump(mode="json"),
         "cluster": loaded.cluster.model_dump(mode="json"),
-        "costs": None if costs is None else asdict(costs),
+        "costs": None if costs is None else {"pieces": asdict(costs)},
         "post_validation": loaded.sweep.post_validation,
         "steps": [run.warmup_steps, run.measured_steps, run.statistic],
         "script": [run.script, run.arguments, run.environment, run.threads],
