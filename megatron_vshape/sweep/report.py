@@ -11,7 +11,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_vshape.core.model.files import read_text
-from megatron_vshape.core.model.passes import ScheduleError
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.sweep.files import MAX_FILE_BYTES, Recompute, SweepError
 from megatron_vshape.sweep.grid import Combination
@@ -185,12 +184,9 @@ def load_published(path: Path) -> list[Published]:
     """Return the rows of a CSV with sequence_length, schedule, mfu_percent (or OOM), parallel.
 
     Raises:
-        SweepError: the file cannot be read or has other columns.
+        ScheduleError: the file cannot be read or has other columns.
     """
-    try:
-        text = read_text(path, "the file", MAX_FILE_BYTES)
-    except ScheduleError as error:
-        raise SweepError(str(error)) from None
+    text = read_text(path, "the file", MAX_FILE_BYTES)
     lines = (line for line in text.splitlines() if not line.startswith("#"))
     try:
         return [
@@ -244,12 +240,10 @@ def comparison_table(rows: Sequence[Row], published: Sequence[Published]) -> tup
         candidates = [ours[length, each.schedule] for each in group]
         found = max(candidates, key=lambda row: row.best_mfu).combination.schedule
         same &= theirs == found
-        for each in group:
-            row = ours[length, each.schedule]
-            mark = "both" if each.schedule == theirs == found else ""
-            mark = mark or ("published" if each.schedule == theirs else "")
-            mark = mark or ("predicted" if each.schedule == found else "")
-            table.add_row(str(length), display_name(each.schedule), *_compare(row, each), mark)
+        marks = {theirs: "both"} if theirs == found else {theirs: "published", found: "predicted"}
+        for each, row in zip(group, candidates, strict=True):
+            name, mark = display_name(each.schedule), marks.get(each.schedule, "")
+            table.add_row(str(length), name, *_compare(row, each), mark)
         table.add_section()
     return table, same
 

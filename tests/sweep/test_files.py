@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from sweep.samples import CLUSTER, ROOT, SWEEP, load_sample, write_sweep
 
+from megatron_vshape.core.model.passes import ScheduleError
 from megatron_vshape.sweep.assumptions import assumptions_for
 from megatron_vshape.sweep.files import SweepError, load_sweep
 from megatron_vshape.sweep.grid import expand
@@ -66,7 +67,7 @@ def run(**over: Any) -> dict[str, Any]:
     ],
 )
 def test_wrong_sweep(tmp_path: Path, over: dict[str, Any], text: str) -> None:
-    with pytest.raises(SweepError, match=text):
+    with pytest.raises(ScheduleError, match=text):
         expand(load_sample(tmp_path, sweep=over))
 
 
