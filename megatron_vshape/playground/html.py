@@ -1,4 +1,7 @@
-"""The page as one self-contained HTML file, to send to a colleague: no server, nothing fetched."""
+"""The page: its files, and all of it as one HTML file to send to a colleague.
+
+That one is self-contained: there is no server behind it, and nothing is fetched.
+"""
 
 import base64
 import hashlib
@@ -6,13 +9,13 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.passes import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make_block
-from megatron_vshape.playground.assets import static_files
 from megatron_vshape.playground.build import size_note, trace_text
 from megatron_vshape.playground.making import catalogue_name
 from megatron_vshape.playground.offers import offers
@@ -27,9 +30,26 @@ MOST_TRACED = 30_000
 MOST_STEPPED = 30_000
 """Passes up to which it shows the four steps."""
 
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
 _IMPORT = re.compile(r'^import (?:\{[^}]*\} from )?"\./(\w+)\.js";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?function|class|const)", re.MULTILINE)
 _TOP = re.compile(r"^(?:async )?(?:function\*? |class |const |let )(\w+)", re.MULTILINE)
+
+
+def static_files() -> dict[str, tuple[bytes, str]]:
+    """Return the page's files by name, with their types; nothing else is ever served."""
+    found = {}
+    for each in resources.files("megatron_vshape.playground").joinpath("static").iterdir():
+        suffix = "." + each.name.rpartition(".")[2]
+        if each.is_file() and suffix in TYPES:
+            found[each.name] = (each.read_bytes(), TYPES[suffix])
+    return found
 
 
 def write_html(path: Path, timeline: Timeline, costs: Costs, facts: Facts | None = None) -> None:

@@ -11,8 +11,7 @@ from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.passes import ScheduleError
 from megatron_vshape.playground.build import build
-from megatron_vshape.playground.given import Sort, read_given, read_presets
-from megatron_vshape.playground.offers import offers
+from megatron_vshape.playground.offers import Sort, offers, read_given, read_presets
 from megatron_vshape.playground.request import parse_request
 
 COSTS = Costs((900.0,) * 8, (1000.0,) * 8, (800.0,) * 8, 0.0, (2.0**30,) * 8, (2.0**29,) * 8)

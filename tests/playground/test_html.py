@@ -15,7 +15,7 @@ from megatron_vshape.core.model.passes import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.playground import html
-from megatron_vshape.playground.assets import static_files
+from megatron_vshape.playground.html import static_files
 
 
 def page_of(name: str, devices: int = 4, microbatches: int = 8) -> str:

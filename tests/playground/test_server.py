@@ -16,7 +16,7 @@ from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.playground.assets import static_files
+from megatron_vshape.playground.html import static_files
 from megatron_vshape.playground.pool import Pool
 from megatron_vshape.playground.request import parse_request
 
