@@ -52,7 +52,7 @@ def static_files() -> dict[str, tuple[bytes, str]]:
     return found
 
 
-def write_html(path: Path, timeline: Timeline, costs: Costs, facts: Facts | None = None) -> None:
+def write_html(path: Path, timeline: Timeline, costs: Costs, facts: Facts) -> None:
     """Write the page with this timeline to `path`.
 
     `costs` are those of the timeline; `facts` say their unit, and may add a limit and a lower
@@ -67,13 +67,12 @@ def plain_facts(
     in_bytes: bool = False,
     base_peak: float | None = None,
     microbatches: int | None = None,
-    recipe: str = "",
 ) -> Facts:
     """Return what there is to say beside any timeline.
 
     With `in_bytes` memory is bytes and times are microseconds, as from a costs file; `base_peak`
     is what 1F1B holds in the same unit; `microbatches` are those of one building block, where one
-    stands behind it; `recipe` is the command that makes it again, without the program's name.
+    stands behind it.
     """
     schedule = timeline.schedule
     return Facts(
@@ -84,14 +83,12 @@ def plain_facts(
         title=display_name(schedule.name),
         note=size_note(schedule),
         train=catalogue_name(schedule),
-        recipe=recipe,
     )
 
 
-def html_text(timeline: Timeline, costs: Costs, facts: Facts | None = None) -> str:
+def html_text(timeline: Timeline, costs: Costs, facts: Facts) -> str:
     """Return what `write_html` writes."""
     schedule = timeline.schedule
-    facts = plain_facts(timeline) if facts is None else facts
     picture = Picture(timeline, costs, facts)
     answers = {"timeline": encode([picture])}
     steps = _steps(schedule)

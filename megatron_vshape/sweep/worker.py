@@ -67,7 +67,7 @@ def run_job(job: Job) -> Outcome:
     measured.unlink(missing_ok=True)  # of a run that was ended half way
     per_node = ("--nproc-per-node", str(job.devices_per_node))
     command = [sys.executable, "-m", "torch.distributed.run", *where, *per_node, *job.command]
-    with _ending(job.folder) as ending:
+    with _told_to_end(job.folder) as told:
         with log.open("w") as output:
             environment = job.environment | {figures.VARIABLE: str(measured.absolute())}
             code = _run(
@@ -75,38 +75,34 @@ def run_job(job: Job) -> Outcome:
                 environment,
                 job.timeout_s,
                 output.fileno(),
-                lambda: ending.told or not _alive(job.launcher),
+                lambda: bool(told) or not _alive(job.launcher),
             )
         text = log.read_text(errors="replace")
         outcome = outcome_of(text, figures.read(measured), code, job)
-        if ending.told:
+        if told:
             raise SystemExit(128 + signal.SIGTERM)
         if _alive(job.launcher):  # else the run was ended half way, and will be run again
             write_outcome(job.folder / outcome_name(node), outcome)
     return outcome
 
 
-@dataclass(slots=True)
-class _Ending:
-    """Whether the job has been told to end, which is noted in the run's folder at once."""
-
-    folder: Path
-    told: bool = False
-
-    def hear(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal; what is left of the job's time is for ending the ranks."""
-        self.told = True
-        (self.folder / STOPPED).touch()
-
-
 @contextmanager
-def _ending(folder: Path) -> Iterator[_Ending]:
-    """Hear the signals by which SLURM ends a job, in place of submitit, which requeues it."""
-    ending = _Ending(folder)
+def _told_to_end(folder: Path) -> Iterator[list[int]]:
+    """Hear the signals by which SLURM ends a job, in place of submitit, which requeues it.
+
+    Yields those that have been heard. That there are any is noted in the run's folder at once: what
+    is left of the job's time is for ending the ranks.
+    """
+    heard: list[int] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        (folder / STOPPED).touch()
+
     numbers = (signal.SIGTERM, submitit.JobEnvironment._usr_sig())
-    before = {number: signal.signal(number, ending.hear) for number in numbers}
+    before = {number: signal.signal(number, hear) for number in numbers}
     try:
-        yield ending
+        yield heard
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
