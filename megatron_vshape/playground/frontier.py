@@ -10,9 +10,9 @@ from megatron_vshape.core.model.passes import ScheduleError
 from megatron_vshape.core.model.placement import default_placements
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES
-from megatron_vshape.playground.making import Report, make_named
-from megatron_vshape.playground.pricing import Pricing
 from megatron_vshape.playground.request import MOST_CHUNKS, FieldError, NamedChoice, Request
+from megatron_vshape.playground.schedules import Report, make_named
+from megatron_vshape.playground.stage_costs import Pricing
 from megatron_vshape.view.names import display_name
 from megatron_vshape.view.numbers import GIB
 

@@ -13,7 +13,7 @@ from megatron_vshape.core.model.files import parse_object, read_text
 from megatron_vshape.core.model.passes import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS
-from megatron_vshape.playground.payload import palette
+from megatron_vshape.playground.picture import palette
 from megatron_vshape.playground.request import MAX_TEXT, PLAN_CHUNKS, FileText
 from megatron_vshape.playground.traces import events_of
 from megatron_vshape.view.names import display_name

@@ -10,12 +10,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from megatron_vshape.playground.guard import MAX_BODY, Guard
 from megatron_vshape.playground.html import static_files
 from megatron_vshape.playground.offers import Given, offers
-from megatron_vshape.playground.pool import Busy, Pool
 from megatron_vshape.playground.request import FieldError, parse_request
+from megatron_vshape.playground.security import MAX_BODY, Guard
 from megatron_vshape.playground.worker import error_frame
+from megatron_vshape.playground.worker_pool import Busy, Pool
 
 
 class _TooLarge(Exception):

@@ -19,9 +19,9 @@ from megatron_vshape.core.model.passes import (
     need_table,
 )
 from megatron_vshape.core.model.schedule import Schedule, Timeline
-from megatron_vshape.playground.payload import Facts, Picture
-from megatron_vshape.playground.pricing import Pricing
+from megatron_vshape.playground.picture import Facts, Picture
 from megatron_vshape.playground.request import MAX_DEVICES, FieldError, FileText, check_drawn
+from megatron_vshape.playground.stage_costs import Pricing
 from megatron_vshape.view.numbers import base_peak
 
 LATE = 0.1

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import BinaryIO
 
 from megatron_vshape.core.model.passes import ScheduleError
-from megatron_vshape.playground.build import build
+from megatron_vshape.playground.answer import make_answer
 from megatron_vshape.playground.request import FieldError, Request
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Frame(StrEnum):
     """What a frame holds."""
 
     PROGRESS = "P"  # JSON: what is known so far
-    RESULT = "R"  # the answer, as payload.py has it
+    RESULT = "R"  # the answer, as picture.py has it
     ERROR = "E"  # JSON: the field to blame and a sentence
 
 
@@ -73,7 +73,7 @@ def answer(request: Request, progress: BinaryIO) -> bytes:
             _write(progress, frame(Frame.PROGRESS, json.dumps(known).encode()))
 
     try:
-        return frame(Frame.RESULT, build(request, report))
+        return frame(Frame.RESULT, make_answer(request, report))
     except FieldError as error:
         return error_frame(error.field, str(error))
     except ScheduleError as error:

@@ -15,12 +15,12 @@ import submitit
 from submitit.slurm.slurm import SlurmInfoWatcher
 
 from megatron_vshape.sweep import worker
-from megatron_vshape.sweep.command import trainer_command
 from megatron_vshape.sweep.files import Loaded, SweepError
 from megatron_vshape.sweep.grid import ADAPTIVE
 from megatron_vshape.sweep.predict import Prediction, Predictor
 from megatron_vshape.sweep.progress import Progress
 from megatron_vshape.sweep.results import Outcome, Result, Results, Status, key_of
+from megatron_vshape.sweep.trainer_flags import trainer_command
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from megatron_vshape.sweep.files import Model, Recompute, SweepError
 from megatron_vshape.sweep.grid import ADAPTIVE, Combination, count_stages, layers_of_stages
 from megatron_vshape.sweep.layer import Layers, Part, model_flops
 from megatron_vshape.sweep.machine import Machine
-from megatron_vshape.sweep.measured import MeasuredCosts
+from megatron_vshape.sweep.measured_costs import MeasuredCosts
 from megatron_vshape.view.numbers import GIB
 
 LEAST_US = 1.0

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_vshape.sweep.files import Layout, Loaded, Recompute, SweepError
 from megatron_vshape.sweep.grid import ADAPTIVE, Combination
-from megatron_vshape.sweep.measured import MeasuredCosts
+from megatron_vshape.sweep.measured_costs import MeasuredCosts
 
 APPLICATION = 0x56534850  # "VSHP": marks the file as one of ours
 FORMAT = 1

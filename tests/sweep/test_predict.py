@@ -16,7 +16,7 @@ from megatron_vshape.sweep.files import Layout, Loaded, Model, Recompute, load_s
 from megatron_vshape.sweep.grid import Combination, expand
 from megatron_vshape.sweep.layer import Layers, Part, model_flops
 from megatron_vshape.sweep.machine import Machine
-from megatron_vshape.sweep.measured import MeasuredCosts
+from megatron_vshape.sweep.measured_costs import MeasuredCosts
 from megatron_vshape.sweep.predict import Prediction, Predictor, Verdict, plan_adaptive
 from megatron_vshape.sweep.report import load_published
 

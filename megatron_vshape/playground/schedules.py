@@ -10,7 +10,6 @@ from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.passes import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.playground.pricing import Pricing
 from megatron_vshape.playground.request import (
     FieldError,
     FileChoice,
@@ -20,6 +19,7 @@ from megatron_vshape.playground.request import (
     Request,
     check_drawn,
 )
+from megatron_vshape.playground.stage_costs import Pricing
 from megatron_vshape.view.numbers import GIB, enough
 
 Report = Callable[[dict[str, object]], None]

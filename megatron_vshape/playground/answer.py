@@ -8,11 +8,10 @@ from megatron_vshape.core.ask import Planned
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.passes import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.playground.four_steps import step_pictures
 from megatron_vshape.playground.frontier import points
-from megatron_vshape.playground.making import Report, make_choice, make_named
-from megatron_vshape.playground.payload import Facts, Picture, encode
-from megatron_vshape.playground.pricing import Pricing
-from megatron_vshape.playground.repeats import period_of
+from megatron_vshape.playground.period import period_of
+from megatron_vshape.playground.picture import Facts, Picture, encode
 from megatron_vshape.playground.request import (
     MOST_CHUNKS,
     Extra,
@@ -24,14 +23,15 @@ from megatron_vshape.playground.request import (
     ScheduleChoice,
     Want,
 )
-from megatron_vshape.playground.steps import step_pictures
+from megatron_vshape.playground.schedules import Report, make_choice, make_named
+from megatron_vshape.playground.stage_costs import Pricing
 from megatron_vshape.playground.traces import measured_pictures
 from megatron_vshape.view.chrome_trace import write_trace
 from megatron_vshape.view.names import display_name, placement_text
 from megatron_vshape.view.numbers import argument
 
 
-def build(request: Request, report: Report) -> bytes:
+def make_answer(request: Request, report: Report) -> bytes:
     """Return the answer to a request.
 
     Raises:
