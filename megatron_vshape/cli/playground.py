@@ -10,7 +10,7 @@ from megatron_vshape.cli.files import is_installed
 from megatron_vshape.core.model.kinds import ScheduleError
 
 if TYPE_CHECKING:
-    from megatron_vshape.playground.given import Given
+    from megatron_vshape.playground.offers import Given
 
 PORT = 8765
 COSTS = Path("configs") / "costs"
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
                 f"the playground needs {module}, which is not installed; install the extra: "
                 "pip install 'megatron-vshape[playground]'"
             )
-    from megatron_vshape.playground.given import read_given, read_presets
+    from megatron_vshape.playground.offers import read_given, read_presets
 
     given = [*read_given(options.files), *read_presets(COSTS)]
     listener = _listen(options.host, options.port)

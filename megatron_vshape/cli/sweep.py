@@ -148,7 +148,7 @@ def _check_installed(launching: bool) -> None:
 def _expand(loaded: "Loaded") -> "tuple[Predictor, Expanded]":
     from megatron_vshape.sweep.grid import expand
     from megatron_vshape.sweep.machine import Machine
-    from megatron_vshape.sweep.measured import MeasuredCosts
+    from megatron_vshape.sweep.measured_costs import MeasuredCosts
     from megatron_vshape.sweep.predict import Predictor
 
     machine, measured = Machine.of(loaded.cluster), MeasuredCosts.load(loaded)

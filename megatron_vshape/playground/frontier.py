@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator
 
+from megatron_vshape.core.ask import judge
 from megatron_vshape.core.check.bounds import least_limit
-from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.frontier import Point, frontier
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import default_placements
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES
-from megatron_vshape.playground.making import Report, make_named
-from megatron_vshape.playground.pricing import Pricing
 from megatron_vshape.playground.request import MOST_CHUNKS, FieldError, NamedChoice, Request
+from megatron_vshape.playground.schedules import Report, make_named
+from megatron_vshape.playground.stage_costs import Pricing
 from megatron_vshape.view.names import display_name
 from megatron_vshape.view.numbers import GIB
 
@@ -24,10 +24,11 @@ def points(request: Request, pricing: Pricing, report: Report) -> Iterator[dict[
     """Yield a point per published schedule and, if asked for, per plan that more memory betters."""
     for at, name in enumerate(NAMES):
         try:
-            point = _point(make_named(request, NamedChoice(name)).schedule, pricing)
+            made = make_named(request, NamedChoice(name), pricing.cut(request.devices))
         except ScheduleError as error:
             report({"doing": f"{name} has no point here: {error}"})
             continue
+        point = _point(made.schedule, made.costs)
         point |= {"source": "name", "name": name, "title": display_name(name)}
         report({"doing": f"made {name}", "done": at + 1, "of": len(NAMES), "point": point})
         yield point
@@ -47,7 +48,8 @@ def _planned_points(request: Request, pricing: Pricing, report: Report) -> list[
         asked += 1
         known: dict[str, object] = {"doing": "planning", "done": asked, "of": len(limits)}
         if each.value not in found:  # the same value again: more memory was of no use
-            point = _point(each.schedule, pricing)
+            costs = pricing.costs_for(request.devices, each.schedule.num_stages)
+            point = _point(each.schedule, costs)
             point |= {"source": "plan", "limit": each.limit / unit}
             found[each.value] = known["point"] = point | {"limit_in_gib": pricing.in_bytes}
         report(known)
@@ -75,11 +77,10 @@ def _limits(request: Request, pricing: Pricing, costs: Costs) -> Iterator[float]
             yield limit
 
 
-def _point(schedule: Schedule, pricing: Pricing) -> dict[str, object]:
-    costs = pricing.costs_for(schedule.num_devices, schedule.num_stages)
-    timeline = simulate(schedule, costs)
+def _point(schedule: Schedule, costs: Costs) -> dict[str, object]:
+    _, _, timeline, peak = judge(schedule, costs)
     return {
-        "peak": max(peak_held(schedule, costs)),
+        "peak": max(peak),
         "bubble": timeline.bubble,
         "span_bubble": timeline.span_bubble,
         "makespan": timeline.makespan,

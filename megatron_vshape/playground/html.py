@@ -1,4 +1,7 @@
-"""The page as one self-contained HTML file, to send to a colleague: no server, nothing fetched."""
+"""The page: its files, and all of it as one HTML file to send to a colleague.
+
+That one is self-contained: there is no server behind it, and nothing is fetched.
+"""
 
 import base64
 import hashlib
@@ -6,19 +9,19 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make_block
-from megatron_vshape.playground.assets import static_files
-from megatron_vshape.playground.build import size_note, trace_text
-from megatron_vshape.playground.making import catalogue_name
+from megatron_vshape.playground.answer import size_note, trace_text
+from megatron_vshape.playground.four_steps import step_pictures
 from megatron_vshape.playground.offers import offers
-from megatron_vshape.playground.payload import Facts, Picture, encode
-from megatron_vshape.playground.repeats import period_of
-from megatron_vshape.playground.steps import step_pictures
+from megatron_vshape.playground.period import period_of
+from megatron_vshape.playground.picture import Facts, Picture, encode
+from megatron_vshape.playground.schedules import catalogue_name
 from megatron_vshape.view.names import display_name
 
 MOST_TRACED = 30_000
@@ -27,12 +30,29 @@ MOST_TRACED = 30_000
 MOST_STEPPED = 30_000
 """Passes up to which it shows the four steps."""
 
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
 _IMPORT = re.compile(r'^import (?:\{[^}]*\} from )?"\./(\w+)\.js";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?function|class|const)", re.MULTILINE)
 _TOP = re.compile(r"^(?:async )?(?:function\*? |class |const |let )(\w+)", re.MULTILINE)
 
 
-def write_html(path: Path, timeline: Timeline, costs: Costs, facts: Facts | None = None) -> None:
+def static_files() -> dict[str, tuple[bytes, str]]:
+    """Return the page's files by name, with their types; nothing else is ever served."""
+    found = {}
+    for each in resources.files("megatron_vshape.playground").joinpath("static").iterdir():
+        suffix = "." + each.name.rpartition(".")[2]
+        if each.is_file() and suffix in TYPES:
+            found[each.name] = (each.read_bytes(), TYPES[suffix])
+    return found
+
+
+def write_html(path: Path, timeline: Timeline, costs: Costs, facts: Facts) -> None:
     """Write the page with this timeline to `path`.
 
     `costs` are those of the timeline; `facts` say their unit, and may add a limit and a lower
@@ -47,13 +67,12 @@ def plain_facts(
     in_bytes: bool = False,
     base_peak: float | None = None,
     microbatches: int | None = None,
-    recipe: str = "",
 ) -> Facts:
     """Return what there is to say beside any timeline.
 
     With `in_bytes` memory is bytes and times are microseconds, as from a costs file; `base_peak`
     is what 1F1B holds in the same unit; `microbatches` are those of one building block, where one
-    stands behind it; `recipe` is the command that makes it again, without the program's name.
+    stands behind it.
     """
     schedule = timeline.schedule
     return Facts(
@@ -64,14 +83,12 @@ def plain_facts(
         title=display_name(schedule.name),
         note=size_note(schedule),
         train=catalogue_name(schedule),
-        recipe=recipe,
     )
 
 
-def html_text(timeline: Timeline, costs: Costs, facts: Facts | None = None) -> str:
+def html_text(timeline: Timeline, costs: Costs, facts: Facts) -> str:
     """Return what `write_html` writes."""
     schedule = timeline.schedule
-    facts = plain_facts(timeline) if facts is None else facts
     picture = Picture(timeline, costs, facts)
     answers = {"timeline": encode([picture])}
     steps = _steps(schedule)

@@ -1,11 +1,21 @@
-"""What the page offers to choose from: schedules, costs, files, colours."""
+"""What the page offers to choose from: schedules, costs, colours, and files.
 
-from collections.abc import Sequence
+Those given on the command line are read once at the start, and known by keys, not paths.
+"""
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.files import parse_object, read_text
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS
-from megatron_vshape.playground.given import Given
-from megatron_vshape.playground.payload import palette
-from megatron_vshape.playground.request import PLAN_CHUNKS
+from megatron_vshape.playground.picture import palette
+from megatron_vshape.playground.request import MAX_TEXT, PLAN_CHUNKS, FileText
+from megatron_vshape.playground.traces import events_of
 from megatron_vshape.view.names import display_name
 
 # F, B, W and communication of one chunk, half of what arXiv 2401.10241 measured per stage; ms.
@@ -24,6 +34,85 @@ PRESETS: tuple[dict[str, object], ...] = (
         "cost": [5.2, 5.1, 3.85, 0.41],
     },
 )
+
+
+class Sort(StrEnum):
+    """What a file holds."""
+
+    SCHEDULE = "schedule"
+    COSTS = "costs"
+    TRACE = "trace"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A file that the page offers; `detail` says what is in it."""
+
+    key: str
+    sort: Sort
+    detail: dict[str, object]
+    file: FileText
+    preset: bool = False
+    """Whether it is offered among the presets, not among the reader's own files."""
+
+
+def read_given(paths: Iterable[str | Path]) -> list[Given]:
+    """Return the files at `paths`, checked.
+
+    Raises:
+        ScheduleError: one cannot be read, or is no schedule, costs or trace.
+    """
+    return [_read(f"{at}-{Path(path).name}", Path(path)) for at, path in enumerate(paths)]
+
+
+def read_presets(folder: Path) -> list[Given]:
+    """Return the costs files in a folder that may be missing, checked.
+
+    `NAME.about.json` says how NAME.json was measured and is none.
+
+    Raises:
+        ScheduleError: a file cannot be read, or holds no costs.
+    """
+    presets = []
+    for path in sorted(folder.glob("*.json")):
+        if path.name.endswith(".about.json"):
+            continue
+        given = _read(f"preset-{path.name}", path)
+        if given.sort is not Sort.COSTS:
+            raise ScheduleError(
+                f"the file {path} is a {given.sort}, and {folder} is for costs; give it on the "
+                "command line instead"
+            )
+        presets.append(replace(given, preset=True))
+    return presets
+
+
+def _read(key: str, path: Path) -> Given:
+    if path.is_file() and path.stat().st_size > MAX_TEXT:
+        raise ScheduleError(f"the file {path} is larger than {MAX_TEXT // 2**20} MiB")
+    file = FileText(path.name, read_text(path, "the file"), str(path))
+    try:
+        return Given(key, *_look_into(file), file)
+    except ScheduleError as error:
+        raise ScheduleError(f"the file {path} cannot be shown: {error}") from None
+
+
+def _look_into(file: FileText) -> tuple[Sort, dict[str, object]]:
+    """Return what the file holds, told by its keys; raises ScheduleError if it is none."""
+    if file.name.endswith(".csv"):
+        return Sort.SCHEDULE, {}
+    data = parse_object(file.text, "the file")
+    if "order" in data:
+        schedule = Schedule.from_json(file.text)
+        sizes = {"devices": schedule.num_devices, "microbatches": schedule.num_microbatches}
+        return Sort.SCHEDULE, {**sizes}
+    if "forward_us" in data:
+        return Sort.COSTS, {"stages": Costs.from_json(file.text).num_stages}
+    if "traceEvents" in data:
+        return Sort.TRACE, {"events": len(events_of(data))}
+    raise ScheduleError(
+        "it is no schedule (order), no costs (forward_us) and no trace (traceEvents)"
+    )
 
 
 def offers(given: Sequence[Given] = ()) -> dict[str, object]:

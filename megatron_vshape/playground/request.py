@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from megatron_vshape.core.model.files import is_number, is_whole
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS
 
 MAX_DEVICES = 256
@@ -120,7 +120,7 @@ class PlanChoice:
 
     limit: float
     limit_in_gib: bool = False
-    objective: str = "makespan"
+    objective: Objective = Objective.MAKESPAN
     seconds: float | None = None
     chunks: int = MOST_CHUNKS
     """Most stages that a device may hold."""
@@ -174,12 +174,11 @@ def parse_request(data: object, files: Files) -> Request:
     schedule = trace = None
     if want not in (Want.FRONTIER, Want.MEASURED):
         schedule = _schedule(body.get("schedule"), files)
-        _check_size(schedule, devices, microbatches)
+        if not isinstance(schedule, FileChoice):
+            _check_passes(devices, schedule.chunks or 2, microbatches)
     elif want == Want.MEASURED:
         trace = _file(body.get("trace"), files, "trace")
-    plans = body.get("plans", False)
-    if not isinstance(plans, bool):
-        raise FieldError("plans", "plans must be true or false")
+    plans = _flag(body, "plans", "plans")
     if want == Want.FRONTIER:
         _check_passes(devices, MOST_CHUNKS if plans else 2, microbatches)
     return Request(Want(want), devices, microbatches, costs, schedule, trace, plans)
@@ -208,10 +207,8 @@ def _schedule(data: object, files: Files) -> ScheduleChoice:
 
 def _plan(body: dict[str, object]) -> PlanChoice:
     limit = _number(body.get("limit"), "limit", above=0.0)
-    in_gib = body.get("limit_in_gib", False)
-    if not isinstance(in_gib, bool):
-        raise FieldError("limit", "limit_in_gib must be true or false")
-    objective = _choice(body.get("objective", "makespan"), ("makespan", "span"), "objective")
+    in_gib = _flag(body, "limit_in_gib", "limit")
+    objective = Objective(_choice(body.get("objective", "makespan"), tuple(Objective), "objective"))
     seconds = None
     if body.get("seconds") is not None:
         seconds = _number(body["seconds"], "seconds", above=0.0, most=MAX_SECONDS)
@@ -276,12 +273,6 @@ def check_drawn(schedule: Schedule) -> None:
         raise ScheduleError(f"it has more than the {MAX_PASSES:,} passes that the page draws")
 
 
-def _check_size(schedule: ScheduleChoice, devices: int, microbatches: int) -> None:
-    if isinstance(schedule, FileChoice):
-        return
-    _check_passes(devices, schedule.chunks or 2, microbatches)
-
-
 def _check_passes(devices: int, chunks: int, microbatches: int) -> None:
     passes = 3 * devices * chunks * microbatches
     if passes > MAX_PASSES:
@@ -307,6 +298,13 @@ def _known(body: dict[str, object], keys: Sequence[str], field: str = "request")
 def _choice(value: object, known: Sequence[str], field: str) -> str:
     if not isinstance(value, str) or value not in known:
         raise FieldError(field, f"{value!r:.60} is none of {', '.join(known)}")
+    return value
+
+
+def _flag(body: dict[str, object], key: str, field: str) -> bool:
+    value = body.get(key, False)
+    if not isinstance(value, bool):
+        raise FieldError(field, f"{key} must be true or false")
     return value
 
 

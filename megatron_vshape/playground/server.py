@@ -10,13 +10,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from megatron_vshape.playground.assets import static_files
-from megatron_vshape.playground.frames import error_frame
-from megatron_vshape.playground.given import Given
-from megatron_vshape.playground.guard import MAX_BODY, Guard
-from megatron_vshape.playground.offers import offers
-from megatron_vshape.playground.pool import Busy, Pool
+from megatron_vshape.playground.html import static_files
+from megatron_vshape.playground.offers import Given, offers
 from megatron_vshape.playground.request import FieldError, parse_request
+from megatron_vshape.playground.security import MAX_BODY, Guard
+from megatron_vshape.playground.worker import error_frame
+from megatron_vshape.playground.worker_pool import Busy, Pool
 
 
 class _TooLarge(Exception):
@@ -66,7 +65,7 @@ class _Page:
 
     def __init__(self, given: Sequence[Given]) -> None:
         self.static_files = static_files()
-        self.given = {each.key: each for each in given}
+        self.given = given
         self.files = {each.key: each.file for each in given}
         self.pool = Pool()
 
@@ -91,7 +90,7 @@ class _Page:
         return Response(content, headers={"content-type": media_type})
 
     async def offers(self, request: HttpRequest) -> Response:
-        return JSONResponse(offers(list(self.given.values())))
+        return JSONResponse(offers(self.given))
 
     async def make(self, request: HttpRequest) -> Response:
         try:

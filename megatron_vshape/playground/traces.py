@@ -4,7 +4,7 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.check.verify import verify
@@ -13,9 +13,9 @@ from megatron_vshape.core.model.files import is_number, is_whole, parse_object
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Schedule, Timeline
-from megatron_vshape.playground.payload import Facts, Picture
-from megatron_vshape.playground.pricing import Pricing
+from megatron_vshape.playground.picture import Facts, Picture
 from megatron_vshape.playground.request import MAX_DEVICES, FieldError, FileText, check_drawn
+from megatron_vshape.playground.stage_costs import Pricing
 from megatron_vshape.view.numbers import base_peak
 
 LATE = 0.1
@@ -25,13 +25,8 @@ _PLANNED = re.compile(r"plan|predict|simulat", re.IGNORECASE)
 _DEVICE = re.compile(r"(?:device|rank)\s*([0-9]{1,6})", re.IGNORECASE)
 
 
-@dataclass(slots=True)
-class _Run:
-    """The passes of one timeline in a trace, device by device: (start, end, pass)."""
-
-    rows: dict[int, list[tuple[float, float, Pass]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+_Rows = dict[int, list[tuple[float, float, Pass]]]
+"""The passes of one timeline in a trace, device by device: (start, end, pass)."""
 
 
 def measured_pictures(trace: FileText, pricing: Pricing) -> list[Picture]:
@@ -129,17 +124,17 @@ def _read(trace: FileText) -> tuple[Timeline | None, Timeline]:
     data = parse_object(trace.text, "the trace")
     events = events_of(data)
     names = _process_names(events)
-    runs: dict[bool, _Run] = {True: _Run(), False: _Run()}
+    planned: _Rows = defaultdict(list)
+    measured: _Rows = defaultdict(list)
     for event in events:
         if isinstance(event, dict) and event.get("ph") == "X":
-            _add(event, names, runs)
-    if not runs[False].rows:
-        runs[False], runs[True] = runs[True], _Run()
-    if not runs[False].rows:
+            _add(event, names, planned, measured)
+    if not measured:
+        planned, measured = {}, planned
+    if not measured:
         raise ScheduleError("no event of it is a pass, such as F3.12; is it another program's?")
     title = _title(data)
-    planned = _timeline(runs[True], title) if runs[True].rows else None
-    return planned, _timeline(runs[False], title)
+    return _timeline(planned, title) if planned else None, _timeline(measured, title)
 
 
 def events_of(data: dict[str, object]) -> list[object]:
@@ -166,8 +161,8 @@ def _process_names(events: list[object]) -> dict[int, str]:
     return names
 
 
-def _add(event: dict[str, object], names: dict[int, str], runs: dict[bool, _Run]) -> None:
-    """Add the event to its run, if it is a pass; what else a trace holds is passed over."""
+def _add(event: dict[str, object], names: dict[int, str], planned: _Rows, measured: _Rows) -> None:
+    """Add the event to its timeline, if it is a pass; what else a trace holds is passed over."""
     text, pid = event.get("name"), event.get("pid")
     try:
         work = Pass.parse(text)  # type: ignore[arg-type]
@@ -185,13 +180,14 @@ def _add(event: dict[str, object], names: dict[int, str], runs: dict[bool, _Run]
     device = int(found[1]) if found else number
     if not 0 <= device < MAX_DEVICES:
         raise ScheduleError(f"the event {text} is on device {device}; up to {MAX_DEVICES} are read")
-    runs[bool(_PLANNED.search(label))].rows[device].append((start, end, work))
+    rows = planned if _PLANNED.search(label) else measured
+    rows[device].append((start, end, work))
 
 
-def _timeline(run: _Run, name: str) -> Timeline:
-    """Return the timeline of a run; a stage is on the device that runs its passes."""
-    devices = max(run.rows) + 1
-    rows = [sorted(run.rows.get(device, [])) for device in range(devices)]
+def _timeline(found: _Rows, name: str) -> Timeline:
+    """Return the timeline of these passes; a stage is on the device that runs its passes."""
+    devices = max(found) + 1
+    rows = [sorted(found.get(device, [])) for device in range(devices)]
     home = {work.stage: device for device, row in enumerate(rows) for _, _, work in row}
     if sorted(home) != list(range(len(home))):
         raise ScheduleError(f"it has passes of the stages {sorted(home)[:8]}, with gaps")

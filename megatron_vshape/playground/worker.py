@@ -11,21 +11,44 @@ import resource
 import struct
 import sys
 import time
+from enum import StrEnum
 from typing import BinaryIO
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.playground.build import build
-from megatron_vshape.playground.frames import Frame, error_frame, frame
+from megatron_vshape.playground.answer import make_answer
 from megatron_vshape.playground.request import FieldError, Request
 
 logger = logging.getLogger(__name__)
 
 LENGTH = struct.Struct("<I")
+"""Of a request on stdin, before its bytes."""
+
+HEAD = struct.Struct("<cI")
+"""Of a frame: what it holds, and how many bytes follow."""
+
 MOST_MEMORY = 6 * 2**30
 """Bytes of address space; a hostile file ends the request, not the machine."""
 
 _QUIET = 0.1
 """Seconds between two progress frames without a point: a reader sees no more."""
+
+
+class Frame(StrEnum):
+    """What a frame holds."""
+
+    PROGRESS = "P"  # JSON: what is known so far
+    RESULT = "R"  # the answer, as picture.py has it
+    ERROR = "E"  # JSON: the field to blame and a sentence
+
+
+def frame(kind: Frame, body: bytes) -> bytes:
+    """Return one frame."""
+    return HEAD.pack(kind.encode(), len(body)) + body
+
+
+def error_frame(field: str, text: str) -> bytes:
+    """Return the frame that says what is wrong with which field."""
+    return frame(Frame.ERROR, json.dumps({"field": field, "text": text}).encode())
 
 
 def main() -> None:
@@ -50,7 +73,7 @@ def answer(request: Request, progress: BinaryIO) -> bytes:
             _write(progress, frame(Frame.PROGRESS, json.dumps(known).encode()))
 
     try:
-        return frame(Frame.RESULT, build(request, report))
+        return frame(Frame.RESULT, make_answer(request, report))
     except FieldError as error:
         return error_frame(error.field, str(error))
     except ScheduleError as error:

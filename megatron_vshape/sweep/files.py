@@ -248,19 +248,15 @@ def load_sweep(path: str | Path) -> Loaded:
     """Return the sweep at `path` with its model and its cluster.
 
     Raises:
-        SweepError: a file cannot be read, or a key or a value in it is wrong; the text names
+        ScheduleError: a file cannot be read, or a key or a value in it is wrong; the text names
             the file, the key and the value.
     """
     path = Path(path)
     sweep = load(path, Sweep)
     cluster = load(path.parent / sweep.cluster, Cluster)
     _check_executor(sweep.run, cluster, path)
-    return Loaded(
-        path=path,
-        sweep=sweep,
-        model=load(path.parent / sweep.model, Model),
-        cluster=cluster,
-    )
+    model = load(path.parent / sweep.model, Model)
+    return Loaded(path=path, sweep=sweep, model=model, cluster=cluster)
 
 
 def _check_executor(run: Run, cluster: Cluster, path: Path) -> None:
@@ -281,10 +277,7 @@ def _check_executor(run: Run, cluster: Cluster, path: Path) -> None:
 
 def load(path: Path, kind: type[Kind]) -> Kind:
     """Return what the YAML file at `path` holds."""
-    try:
-        text = read_text(path, "the file", MAX_FILE_BYTES)
-    except ScheduleError as error:
-        raise SweepError(str(error)) from None
+    text = read_text(path, "the file", MAX_FILE_BYTES)
     try:
         data = yaml.load(text, _Loader)
     except RecursionError:

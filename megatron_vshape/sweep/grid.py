@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -106,8 +106,10 @@ def expand(loaded: Loaded) -> Expanded:
         SweepError: a schedule has no such name, or nothing of the grid is possible.
     """
     sweep, model, cluster = loaded.sweep, loaded.model, loaded.cluster
+    known = (*catalogue.NAMES, ADAPTIVE)
     for name in (*sweep.grid.schedule, *(each.schedule for each in sweep.also)):
-        _check_name(name, loaded)
+        if name not in known:
+            raise SweepError(f"{loaded.path}: {catalogue.no_such_schedule(name, known)}")
     _check_size(sweep.grid, len(sweep.workloads), loaded)
     possible: dict[Combination, None] = {}
     dropped: list[Dropped] = []
@@ -117,7 +119,7 @@ def expand(loaded: Loaded) -> Expanded:
             (_of_also(each, workload) for each in sweep.also),
         )
         for combination in every:
-            fault = why_not(combination, model, cluster)
+            fault = next(_faults(combination, model, cluster), None)
             if fault is None:
                 possible[combination] = None
             else:
@@ -128,12 +130,6 @@ def expand(loaded: Loaded) -> Expanded:
             f"{loaded.path}: no combination of the grid can run: " + "; ".join(first.values())
         )
     return Expanded(tuple(possible), tuple(dropped))
-
-
-def _check_name(name: str, loaded: Loaded) -> None:
-    known = (*catalogue.NAMES, ADAPTIVE)
-    if name not in known:
-        raise SweepError(f"{loaded.path}: {catalogue.no_such_schedule(name, known)}")
 
 
 def _check_size(grid: Grid, num_workloads: int, loaded: Loaded) -> None:
@@ -147,63 +143,43 @@ def _check_size(grid: Grid, num_workloads: int, loaded: Loaded) -> None:
 
 
 def _of_grid(grid: Grid, workload: Workload, cluster: Cluster) -> Iterator[Combination]:
-    dimensions = itertools.product(
-        grid.schedule,
-        grid.data_parallel or [0],
-        grid.tensor_parallel,
-        grid.pipeline_parallel,
-        grid.context_parallel,
-        grid.microbatch_size,
-        grid.recompute,
-        grid.layout,
-    )
-    for schedule, data, tensor, pipeline, context, microbatch, recompute, layout in dimensions:
-        yield Combination(
-            schedule,
-            workload.sequence_length,
-            workload.global_batch_size,
-            data or max(1, cluster.num_devices // (tensor * pipeline * context)),
-            tensor,
-            pipeline,
-            context,
-            microbatch,
-            recompute,
-            layout,
-        )
+    names = [each.name for each in fields(Combination) if each.name in Grid.model_fields]
+    for values in itertools.product(*(getattr(grid, name) or [None] for name in names)):
+        given = dict(zip(names, values, strict=True))
+        if given["data_parallel"] is None:
+            taken = (
+                given["tensor_parallel"] * given["pipeline_parallel"] * given["context_parallel"]
+            )
+            given["data_parallel"] = max(1, cluster.num_devices // taken)
+        yield Combination(**workload.model_dump(), **given)
 
 
 def _of_also(also: Also, workload: Workload) -> Combination:
-    fields = also.model_dump(exclude={"arguments"})
-    return Combination(
-        sequence_length=workload.sequence_length,
-        global_batch_size=workload.global_batch_size,
-        arguments=tuple(also.arguments),
-        **fields,
-    )
+    given = also.model_dump() | {"arguments": tuple(also.arguments)}
+    return Combination(**workload.model_dump(), **given)
 
 
-def why_not(combination: Combination, model: Model, cluster: Cluster) -> tuple[str, str] | None:
-    """Return why the combination cannot run, as `Dropped` has it; None if it can."""
-    it = combination
-    faults: dict[str, Callable[[], str | None]] = {
-        "another number of devices than the cluster's": lambda: _devices_fault(it, cluster),
-        "sizes that TP or CP do not divide": lambda: _tensor_fault(it, model, cluster),
-        "a global batch that does not divide": lambda: _batch_fault(it),
-        "too many passes": lambda: _size_fault(it, model),
-        "layers that do not divide, or a schedule that cannot be": lambda: _layer_fault(it, model),
-    }
-    found = ((kind, fault()) for kind, fault in faults.items())
-    return next(((kind, text) for kind, text in found if text), None)
-
-
-def _devices_fault(it: Combination, cluster: Cluster) -> str | None:
+def _faults(it: Combination, model: Model, cluster: Cluster) -> Iterator[tuple[str, str]]:
+    """Yield why the combination cannot run, as `Dropped` has it; each may rely on those before."""
     if it.num_devices != cluster.num_devices:
-        return (
+        yield (
+            "another number of devices than the cluster's",
             f"DP {it.data_parallel} x TP {it.tensor_parallel} x PP {it.pipeline_parallel} x CP "
             f"{it.context_parallel} takes {it.num_devices} devices, the cluster has "
-            f"{cluster.num_devices}"
+            f"{cluster.num_devices}",
         )
-    return None
+    if fault := _tensor_fault(it, model, cluster):
+        yield "sizes that TP or CP do not divide", fault
+    if it.global_batch_size % (it.data_parallel * it.microbatch_size):
+        yield (
+            "a global batch that does not divide",
+            f"the global batch of {it.global_batch_size} is not a multiple of DP "
+            f"{it.data_parallel} x microbatch size {it.microbatch_size}",
+        )
+    if fault := _size_fault(it, model):
+        yield "too many passes", fault
+    if fault := _layer_fault(it, model):
+        yield "layers that do not divide, or a schedule that cannot be", fault
 
 
 def _tensor_fault(it: Combination, model: Model, cluster: Cluster) -> str | None:
@@ -224,16 +200,6 @@ def _tensor_fault(it: Combination, model: Model, cluster: Cluster) -> str | None
         return (
             f"sequence_length {it.sequence_length} does not divide into 2 x CP "
             f"{it.context_parallel} x TP {it.tensor_parallel} parts"
-        )
-    return None
-
-
-def _batch_fault(it: Combination) -> str | None:
-    at_once = it.data_parallel * it.microbatch_size
-    if it.global_batch_size % at_once:
-        return (
-            f"the global batch of {it.global_batch_size} is not a multiple of DP "
-            f"{it.data_parallel} x microbatch size {it.microbatch_size}"
         )
     return None
 

@@ -15,11 +15,12 @@ import submitit
 from submitit.slurm.slurm import SlurmInfoWatcher
 
 from megatron_vshape.sweep import worker
-from megatron_vshape.sweep.command import trainer_command
 from megatron_vshape.sweep.files import Loaded, SweepError
-from megatron_vshape.sweep.grid import ADAPTIVE, Combination
+from megatron_vshape.sweep.grid import ADAPTIVE
 from megatron_vshape.sweep.predict import Prediction, Predictor
+from megatron_vshape.sweep.progress import Progress
 from megatron_vshape.sweep.results import Outcome, Result, Results, Status, key_of
+from megatron_vshape.sweep.trainer_flags import trainer_command
 
 logger = logging.getLogger(__name__)
 
@@ -69,19 +70,6 @@ class _RefusedError(SweepError):
     """SLURM refuses a job; it may accept it when others have ended."""
 
 
-class Watcher:
-    """Hears of what happens; the default hears nothing."""
-
-    def started(self, combination: Combination) -> None:
-        """Hear that a run has been submitted."""
-
-    def put_back(self, combination: Combination, reason: str) -> None:
-        """Hear that a run has been ended by no fault of its own, and will be submitted again."""
-
-    def ended(self, result: Result) -> None:
-        """Hear that a run has ended and its result is in the file."""
-
-
 @dataclass(slots=True)
 class _Running:
     prediction: Prediction
@@ -117,7 +105,7 @@ class Launcher:
     predictor: Predictor
     results: Results
     folder: Path
-    watcher: Watcher
+    progress: Progress
     _refused_until: float = 0.0
 
     def run(self, chosen: Sequence[Prediction], retry_failed: bool = False) -> None:
@@ -138,7 +126,7 @@ class Launcher:
                     if outcome is None:
                         times_back[each.key] += 1
                         waiting.append(each.prediction)
-                        self.watcher.put_back(each.prediction.combination, each.job.state)
+                        self.progress.put_back(each.prediction.combination, each.job.state)
                     else:
                         self._record(each.prediction, each.key, outcome)
                 time.sleep(POLL_S if running else 0)
@@ -182,7 +170,7 @@ class Launcher:
         job = self._submitted(prediction, folder)
         running.append(_Running(prediction, key, job, folder))
         self.results.start(key, str(job.job_id))
-        self.watcher.started(prediction.combination)
+        self.progress.started(prediction.combination)
 
     def _submitted(self, prediction: Prediction, folder: Path) -> "submitit.Job[Outcome]":
         try:
@@ -206,9 +194,12 @@ class Launcher:
         return None if found.ended else found
 
     def _record(self, prediction: Prediction, key: str, outcome: Outcome) -> None:
-        result = self._result(prediction, outcome)
+        it = prediction.combination
+        mfu = None if outcome.step_s is None else self.predictor.mfu(it, outcome.step_s)
+        predicted = prediction.step_s, prediction.peak_bytes, prediction.bubble
+        result = Result(it, outcome, mfu, *predicted)
         self.results.record(key, self.loaded.sweep.name, result)
-        self.watcher.ended(result)
+        self.progress.ended(result)
 
     def _outcome(self, running: _Running, times_back: int) -> Outcome | None:
         """Return how a run ended; None where its job did, and it is to go back into the queue."""
@@ -228,18 +219,6 @@ class Launcher:
         except Exception as error:  # submitit raises what the job raised, of any type
             text = f"{str(error).strip()[-2000:]}\njob {job.job_id} left no result ({job.state})"
             return Outcome(Status.FAILED, log_tail=text)
-
-    def _result(self, prediction: Prediction, outcome: Outcome) -> Result:
-        it = prediction.combination
-        mfu = None if outcome.step_s is None else self.predictor.mfu(it, outcome.step_s)
-        return Result(
-            it,
-            outcome,
-            mfu,
-            prediction.step_s,
-            prediction.peak_bytes,
-            prediction.bubble,
-        )
 
     @property
     def _num_nodes(self) -> int:

@@ -3,7 +3,7 @@
 Everything is per microbatch on one device, with tensor, sequence and context parallelism applied.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from megatron_vshape.core.model.costs import Piece
 from megatron_vshape.sweep.files import Model, Recompute
@@ -17,6 +17,10 @@ class Part(Piece):
 
     parameters: float = 0.0
 
+    def measured(self, piece: Piece) -> "Part":
+        """Return the part with a piece's measured times and memory; its parameters stay."""
+        return replace(self, **asdict(piece))
+
 
 def model_flops(model: Model, sequence: int, batch: int) -> float:
     """Return the FLOPs of a step that MFU counts: no recompute, attention without its mask.
@@ -27,15 +31,6 @@ def model_flops(model: Model, sequence: int, batch: int) -> float:
     per_token = 2.0 * model.layers * _layer_weights(model) + 2.0 * hidden * model.vocabulary_size
     per_token += 4.0 * model.layers * sequence * hidden
     return 3.0 * per_token * sequence * batch
-
-
-def num_parameters(model: Model) -> float:
-    """Return how many parameters the model has, biases and norms left out."""
-    ends = 1 if model.tied_embeddings else 2
-    return (
-        float(model.layers * _layer_weights(model))
-        + ends * model.hidden_size * model.vocabulary_size
-    )
 
 
 def _products(model: Model, tensor: int) -> tuple[tuple[int, int], ...]:
@@ -69,14 +64,12 @@ class Layers:
         forward = self._products_us("forward") + self._attention_us(backward=False)
         forward += self.machine.traffic_us(assume.forward_bytes * unit)
         forward += assume.forward_kernels * assume.kernel_us
-        backward = self._products_us("backward")
-        backward += self._attention_us(backward=True)
+        backward = self._products_us("backward") + self._attention_us(backward=True)
         backward += self.machine.traffic_us(assume.backward_bytes * unit)
         backward += assume.backward_kernels * assume.kernel_us
         weight = self._products_us("weight") + 4 * assume.kernel_us
         kept = unit * (assume.kept_after_forward + (2 if self.model.dropout else 0))
-        kept *= self._width()
-        kept += self._kept_scores()
+        kept = kept * self._width() + self._kept_scores()
         weights = _layer_weights(self.model) / self.combination.tensor_parallel
         return Part(
             forward,
@@ -143,7 +136,7 @@ class Layers:
         backward += machine.traffic_us(10 * logits) + 6 * us
         weight = machine.product_us(vocabulary, hidden, tokens, operand, 2 * gradient) + us
         inputs = 2 * self._unit()
-        weights = 0.0 if self._shares_weight() else vocabulary * hidden
+        weights = 0.0 if self.model.tied_embeddings else vocabulary * hidden
         return Part(
             forward,
             backward,
@@ -157,8 +150,7 @@ class Layers:
         """Return the time of a message between neighbours."""
         it = self.combination
         stride = it.tensor_parallel * it.context_parallel * it.data_parallel
-        num_bytes = self.model.parameter_bytes * self._unit()
-        return self.machine.message_us(num_bytes, stride, it.pipeline_parallel)
+        return self.machine.message_us(self.message_bytes(), stride, it.pipeline_parallel)
 
     def message_bytes(self) -> float:
         """Return the size of a message."""
@@ -169,9 +161,6 @@ class Layers:
         gathered = 2 * 2 * self._unit() * self.combination.tensor_parallel
         wide = 4 * self.model.ffn / self.model.hidden_size * self._unit()
         return (gathered + wide) * self._width()
-
-    def _shares_weight(self) -> bool:
-        return self.model.tied_embeddings
 
     def _unit(self) -> float:
         """Return tokens x hidden units on one device, sequence parallelism applied."""
@@ -205,8 +194,7 @@ class Layers:
             scale = machine.assume.attention_backward if backward else 1.0
             scale *= machine.assume.attention_dropout if model.dropout else 1.0
             return machine.attention_us(scale * flops / 2, it.sequence_length)
-        scores = sequences * model.attention_heads * it.sequence_length**2
-        traffic = machine.assume.unfused_score_bytes * self._width() * scores
+        traffic = machine.assume.unfused_score_bytes * self._width() * self._num_scores()
         head = model.hidden_size // model.attention_heads
         share = machine.assume.gemm_fraction * head / (head + machine.assume.depth_half)
         products = (2 if backward else 1) * flops / (machine.peak_flops_per_us * share)
@@ -230,11 +218,13 @@ class Layers:
         """Return the scores, probabilities and mask that attention without flash keeps."""
         if self.model.flash_attention:
             return 0.0
+        return (4 + self.model.dropout) * self._width() * self._num_scores()
+
+    def _num_scores(self) -> float:
+        """Return how many scores attention computes on one device, the masked ones too."""
         it = self.combination
         sequences = it.microbatch_size / it.context_parallel / it.tensor_parallel
-        each = 4 + (1 if self.model.dropout else 0)
-        scores = sequences * self.model.attention_heads * it.sequence_length**2
-        return each * self._width() * scores
+        return sequences * self.model.attention_heads * it.sequence_length**2
 
     def _collective_us(self) -> float:
         """Return one all-gather or reduce-scatter of a layer's activations among the TP group."""

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from megatron_vshape.sweep.assumptions import Assumptions, assumptions_for
 from megatron_vshape.sweep.files import Cluster
 
-GIB = 2.0**30
-
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -44,7 +42,8 @@ class Machine:
         """
         flops = 2.0 * rows * columns * depth
         rate = self.peak_flops_per_us * self.assume.gemm_fraction
-        compute = flops / (rate * self._tiling(rows, columns) * self._pipelining(depth))
+        pipelining = depth / (depth + self.assume.depth_half)
+        compute = flops / (rate * self._tiling(rows, columns) * pipelining)
         traffic = operand_bytes * (rows + columns) * depth + result_bytes * rows * columns
         return max(compute, traffic / self.memory_bytes_per_us)
 
@@ -60,9 +59,6 @@ class Machine:
         waves = tiles / (2 * self.cluster.device.processors)
         # Small products are cut along their depth too (split-K), so half a wave is the least loss.
         return used * waves / (math.ceil(2 * waves) / 2)
-
-    def _pipelining(self, depth: int) -> float:
-        return depth / (depth + self.assume.depth_half)
 
     def attention_us(self, flops: float, sequence: int) -> float:
         """Return the time of flash attention's products; half of them are masked away."""
@@ -83,12 +79,8 @@ class Machine:
         """
         if size == 1:
             return 0.0
-        assume = self.assume
-        if (size - 1) * stride < self.cluster.devices_per_node:
-            rate = self.cluster.inside_node_gb_per_s * assume.collective_fraction
-        else:
-            rate = self.cluster.between_nodes_gb_per_s * assume.network_fraction
-        rate *= num_bytes / (num_bytes + assume.collective_half_bytes)
+        rate = self._link_gb_per_s((size - 1) * stride + 1)
+        rate *= num_bytes / (num_bytes + self.assume.collective_half_bytes)
         return (size - 1) / size * num_bytes / (rate * 1e3)
 
     def message_us(self, num_bytes: float, stride: int, num_devices: int) -> float:
@@ -98,8 +90,11 @@ class Machine:
         """
         if num_devices == 1:
             return 0.0
-        if num_devices * stride <= self.cluster.devices_per_node:
-            rate = self.cluster.inside_node_gb_per_s * self.assume.collective_fraction
-        else:
-            rate = self.cluster.between_nodes_gb_per_s * self.assume.network_fraction
+        rate = self._link_gb_per_s(num_devices * stride)
         return self.assume.message_us + num_bytes / (rate * 1e3)
+
+    def _link_gb_per_s(self, num_ranks: int) -> float:
+        """Return the rate reached among so many ranks: that of the network, if a node has fewer."""
+        if num_ranks <= self.cluster.devices_per_node:
+            return self.cluster.inside_node_gb_per_s * self.assume.collective_fraction
+        return self.cluster.between_nodes_gb_per_s * self.assume.network_fraction

@@ -1,23 +1,23 @@
 """The prediction of one combination: memory of every device and time of a step."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 
-from megatron_vshape.core.ask import Question, ask
+from megatron_vshape.core.ask import AUTO, Question, ask, best_order
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.placement import Placement, stages_of
-from megatron_vshape.core.model.schedule import Schedule, Timeline
-from megatron_vshape.sweep.adaptive import placements_of, plan_adaptive
+from megatron_vshape.core.model.placement import Placement, default_placements, stages_of
+from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.sweep.files import Model, Recompute, SweepError
-from megatron_vshape.sweep.grid import ADAPTIVE, Combination, layers_of_stages
+from megatron_vshape.sweep.grid import ADAPTIVE, Combination, count_stages, layers_of_stages
 from megatron_vshape.sweep.layer import Layers, Part, model_flops
-from megatron_vshape.sweep.machine import GIB, Machine
-from megatron_vshape.sweep.measured import MeasuredCosts
+from megatron_vshape.sweep.machine import Machine
+from megatron_vshape.sweep.measured_costs import MeasuredCosts
+from megatron_vshape.view.numbers import GIB
 
 LEAST_US = 1.0
 """A stage without layers still starts a kernel."""
@@ -39,11 +39,9 @@ class Prediction:
     combination: Combination
     verdict: Verdict
     peak_bytes: float  # of the device that needs most
-    limit_bytes: float
     step_s: float | None = None
     mfu: float | None = None  # fraction of the devices' peak
     bubble: float | None = None  # fraction of the pipeline's time in which the busiest device idles
-    activation_bytes: float = 0.0  # held at the peak of that device
     reason: str = ""
     planned: Schedule | None = field(default=None, compare=False, repr=False)  # by `adaptive`
 
@@ -108,14 +106,24 @@ class Predictor:
     def _least_s(self, combination: Combination) -> float:
         """Return the step's time on the best placement if the busiest device never idled."""
         it, least = combination, math.inf
-        for placement in placements_of(it.pipeline_parallel):
-            stages = _Stages.of(it, self, placement)
-            busy = stages.costs.busy_us(placement, it.pipeline_parallel, it.num_microbatches)
+        for stages in self._on_placements(it):
+            sizes = it.pipeline_parallel, it.num_microbatches
+            busy = stages.costs.busy_us(stages.placement, *sizes)
             least = min(least, self.machine.assume.pace * busy + stages.after_us())
         return least * 1e-6
 
+    def _on_placements(self, it: Combination) -> "list[_Stages]":
+        """Return the stages on each placement that is planned for, each by itself.
+
+        What the parameters leave of a device's memory differs: in a V the embedding and the head
+        lie on one device, in a loop on two.
+        """
+        devices = it.pipeline_parallel
+        placements = default_placements(devices, count_stages(ADAPTIVE, devices))
+        return [_Stages.of(it, self, placement) for placement in placements]
+
     def _unplanned(self, combination: Combination, verdict: Verdict, reason: str) -> Prediction:
-        return Prediction(combination, verdict, 0.0, self.limit_bytes, reason=reason)
+        return Prediction(combination, verdict, 0.0, reason=reason)
 
     def _predict(
         self, stages: "_Stages", schedule: Schedule, planned: Timeline | None
@@ -128,12 +136,10 @@ class Predictor:
             fixed + (1 + self.machine.assume.fragmentation) * dynamic
             for fixed, dynamic in zip(stages.fixed_bytes(), held, strict=True)
         ]
-        worst = max(range(len(needed)), key=needed.__getitem__)
-        found = Prediction(
-            combination, Verdict.RUNS, needed[worst], limit, activation_bytes=held[worst]
-        )
-        if needed[worst] > limit:
-            gib = f"{needed[worst] / GIB:.1f} of {limit / GIB:.1f} GiB on device {worst}"
+        peak = max(needed)
+        found = Prediction(combination, Verdict.RUNS, peak)
+        if peak > limit:
+            gib = f"{peak / GIB:.1f} of {limit / GIB:.1f} GiB on device {needed.index(peak)}"
             return replace(found, verdict=Verdict.OUT_OF_MEMORY, reason=f"needs {gib}")
         timeline = planned or simulate(schedule, stages.costs)
         step_s = self._step_us(stages, timeline) * 1e-6
@@ -155,11 +161,11 @@ class Predictor:
         """Return the best adaptive order of any placement; raises SweepError where none fits."""
         reserve = 1 + self.machine.assume.fragmentation
         found, reasons = [], []
-        for placement in placements_of(it.pipeline_parallel):
-            stages = _Stages.of(it, self, placement)
+        objective = Objective.SPAN if self.post_validation else Objective.MAKESPAN
+        for stages in self._on_placements(it):
             spare = [(self.limit_bytes - fixed) / reserve for fixed in stages.fixed_bytes()]
             try:
-                timeline = plan_adaptive(it, placement, stages.costs, spare, self.post_validation)
+                timeline = plan_adaptive(it, stages.placement, stages.costs, spare, objective)
                 found.append((stages, timeline))
             except SweepError as error:
                 reasons.append(str(error))
@@ -181,12 +187,39 @@ class Predictor:
             return passes
         rows = zip(timeline.starts, timeline.ends, strict=True)
         work = sum(sum(ends) - sum(starts) for starts, ends in rows)
-        return max(passes, work * _replicas(timeline.schedule, self.machine) / shared)
+        replicas = self.machine.cluster.num_devices / timeline.schedule.num_devices
+        return max(passes, work * replicas / shared)
 
 
-def _replicas(schedule: Schedule, machine: Machine) -> float:
-    """Return how many devices of the cluster run each pipeline device's passes."""
-    return machine.cluster.num_devices / schedule.num_devices
+def plan_adaptive(
+    combination: Combination,
+    placement: Placement,
+    costs: Costs,
+    limits_bytes: Sequence[float],
+    objective: Objective,
+) -> Timeline:
+    """Return the best order found on a placement with at most `limits_bytes` on each device.
+
+    Raises:
+        SweepError: nothing fits.
+    """
+    least = min(limits_bytes)
+    if least <= 0:
+        raise SweepError(f"parameters and their states alone are {-least / GIB:.1f} GiB too much")
+    question = Question(
+        AUTO,
+        combination.pipeline_parallel,
+        combination.num_microbatches,
+        costs,
+        limit=limits_bytes,
+        objective=objective,
+        placements=(placement,),
+    )
+    try:
+        schedule = best_order(question).schedule
+    except ScheduleError as error:
+        raise SweepError(str(error).splitlines()[0]) from None
+    return simulate(schedule, costs)
 
 
 @lru_cache(maxsize=64)
@@ -213,8 +246,8 @@ class _Stages:
         message_us = layers.message_us()
         found = predictor.measured and predictor.measured.find(it)
         if found:
-            first, layer, last = found.parts(first, layer, last)
-            message_us = found.send_us
+            first, layer = first.measured(found.first), layer.measured(found.layer)
+            last, message_us = last.measured(found.last), found.send_us
         layer, last = layers.layer(layer), layers.last(last)
         counts = layers_of_stages(it, predictor.model, len(placement))
         parts = [layer.times(count) for count in counts]

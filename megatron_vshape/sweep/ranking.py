@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def kendall_tau(
@@ -26,13 +26,10 @@ def kendall_tau(
     return agree / scale if scale else None
 
 
-def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return which points (cost, worth) no other beats in both, by rising cost."""
-    order = sorted(range(len(points)), key=lambda at: (points[at][0], -points[at][1]))
-    best = -math.inf
-    front = []
-    for at in order:
-        if points[at][1] > best:
-            best = points[at][1]
-            front.append(at)
+def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points (cost, worth) that no other beats in both, by rising cost."""
+    front: list[tuple[float, float]] = []
+    for cost, worth in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not front or worth > front[-1][1]:
+            front.append((cost, worth))
     return front

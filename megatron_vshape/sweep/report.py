@@ -11,15 +11,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_vshape.core.model.files import read_text
-from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.sweep.files import MAX_FILE_BYTES, Recompute, SweepError
 from megatron_vshape.sweep.grid import Combination
-from megatron_vshape.sweep.machine import GIB
 from megatron_vshape.sweep.predict import Prediction, Predictor, Verdict
 from megatron_vshape.sweep.ranking import kendall_tau, pareto
 from megatron_vshape.sweep.results import Outcome, Result, Status
 from megatron_vshape.view.names import display_name
+from megatron_vshape.view.numbers import GIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,7 +70,6 @@ def prediction_of(result: Result, predictor: Predictor) -> Prediction:
         it,
         Verdict.RUNS,
         result.predicted_peak_bytes,
-        predictor.limit_bytes,
         step_s,
         None if step_s is None else predictor.mfu(it, step_s),
         result.predicted_bubble,
@@ -186,12 +184,9 @@ def load_published(path: Path) -> list[Published]:
     """Return the rows of a CSV with sequence_length, schedule, mfu_percent (or OOM), parallel.
 
     Raises:
-        SweepError: the file cannot be read or has other columns.
+        ScheduleError: the file cannot be read or has other columns.
     """
-    try:
-        text = read_text(path, "the file", MAX_FILE_BYTES)
-    except ScheduleError as error:
-        raise SweepError(str(error)) from None
+    text = read_text(path, "the file", MAX_FILE_BYTES)
     lines = (line for line in text.splitlines() if not line.startswith("#"))
     try:
         return [
@@ -245,12 +240,10 @@ def comparison_table(rows: Sequence[Row], published: Sequence[Published]) -> tup
         candidates = [ours[length, each.schedule] for each in group]
         found = max(candidates, key=lambda row: row.best_mfu).combination.schedule
         same &= theirs == found
-        for each in group:
-            row = ours[length, each.schedule]
-            mark = "both" if each.schedule == theirs == found else ""
-            mark = mark or ("published" if each.schedule == theirs else "")
-            mark = mark or ("predicted" if each.schedule == found else "")
-            table.add_row(str(length), display_name(each.schedule), *_compare(row, each), mark)
+        marks = {theirs: "both"} if theirs == found else {theirs: "published", found: "predicted"}
+        for each, row in zip(group, candidates, strict=True):
+            name, mark = display_name(each.schedule), marks.get(each.schedule, "")
+            table.add_row(str(length), name, *_compare(row, each), mark)
         table.add_section()
     return table, same
 
@@ -327,8 +320,7 @@ def draw_pareto(rows: Sequence[Row], path: Path, title: str) -> None:
 
 def _panel(axes: "Axes", rows: Sequence[Row]) -> None:
     points = [(row.peak_gib or row.predicted_peak_gib, 100 * row.best_mfu) for row in rows]
-    front = [points[at] for at in pareto(points)]
-    memory, throughput = zip(*front, strict=True)
+    memory, throughput = zip(*pareto(points), strict=True)
     axes.plot(memory, throughput, color="#999999", lw=0.8, zorder=1)
     for schedule in dict.fromkeys(row.combination.schedule for row in rows):
         for measured in (False, True):

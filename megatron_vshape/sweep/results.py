@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_vshape.sweep.files import Layout, Loaded, Recompute, SweepError
 from megatron_vshape.sweep.grid import ADAPTIVE, Combination
-from megatron_vshape.sweep.measured import MeasuredCosts
+from megatron_vshape.sweep.measured_costs import MeasuredCosts
 
 APPLICATION = 0x56534850  # "VSHP": marks the file as one of ours
 FORMAT = 1
@@ -73,6 +73,10 @@ CREATE TABLE results (
 );
 CREATE TABLE in_flight (key TEXT PRIMARY KEY, job TEXT NOT NULL);
 """
+_COLUMNS = (
+    "key, sweep, combination, status, step_s, mfu, peak_bytes, bubble, predicted_step_s, "
+    "predicted_peak_bytes, predicted_bubble, log_tail"
+)
 
 
 def key_of(combination: Combination, loaded: Loaded, measured: MeasuredCosts | None) -> str:
@@ -85,7 +89,7 @@ def key_of(combination: Combination, loaded: Loaded, measured: MeasuredCosts | N
         "combination": asdict(combination),
         "model": loaded.model.model_dump(mode="json"),
         "cluster": loaded.cluster.model_dump(mode="json"),
-        "costs": None if costs is None else asdict(costs),
+        "costs": None if costs is None else {"pieces": asdict(costs)},
         "post_validation": loaded.sweep.post_validation,
         "steps": [run.warmup_steps, run.measured_steps, run.statistic],
         "script": [run.script, run.arguments, run.environment, run.threads],
@@ -127,13 +131,9 @@ class Results:
             outcome.log_tail,
         )
         marks = ", ".join("?" * len(values))
-        names = (
-            "key, sweep, combination, status, step_s, mfu, peak_bytes, bubble, predicted_step_s, "
-            "predicted_peak_bytes, predicted_bubble, log_tail"
-        )
         with self._connection:
             self._connection.execute(
-                f"INSERT OR REPLACE INTO results ({names}) VALUES ({marks})", values
+                f"INSERT OR REPLACE INTO results ({_COLUMNS}) VALUES ({marks})", values
             )
             self._connection.execute("DELETE FROM in_flight WHERE key = ?", (key,))
 
@@ -156,13 +156,9 @@ class Results:
 
         Not those of a sweep's name: `ended` knows keys alone, and what is not run again is shown.
         """
-        rows = self._connection.execute(
-            "SELECT key, combination, status, step_s, peak_bytes, bubble, log_tail, mfu, "
-            "predicted_step_s, predicted_peak_bytes, predicted_bubble "
-            "FROM results ORDER BY rowid"
-        )
+        rows = self._connection.execute(f"SELECT {_COLUMNS} FROM results ORDER BY rowid")
         try:
-            return [_result(row) for key, *row in rows if key in keys]
+            return [_result(row) for key, _, *row in rows if key in keys]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise SweepError(
                 f"a result cannot be read ({error!s:.200}): move the results file away, "
@@ -175,15 +171,15 @@ _FIELDS = {each.name: each.type for each in fields(Combination)}
 
 def _result(row: Sequence[Any]) -> Result:
     """Return the result in a row; raises ValueError, TypeError or KeyError where it holds none."""
-    text, status, *numbers = row
-    step_s, peak_bytes, bubble, log_tail, mfu, predicted_s, predicted_bytes, predicted = numbers
-    for value in (step_s, peak_bytes, bubble, mfu, predicted_s, predicted):
+    text, status, step_s, mfu, peak_bytes, bubble, *predicted, log_tail = row
+    predicted_s, predicted_bytes, predicted_bubble = predicted
+    for value in (step_s, peak_bytes, bubble, mfu, predicted_s, predicted_bubble):
         if value is not None and not isinstance(value, float):
             raise ValueError(f"{value!r:.40} is not a number")
     if not isinstance(predicted_bytes, float) or not isinstance(log_tail, str):
         raise ValueError("its predicted memory or its log is missing")
     outcome = Outcome(Status(status), step_s, peak_bytes, bubble, log_tail)
-    return Result(_combination(text), outcome, mfu, predicted_s, predicted_bytes, predicted)
+    return Result(_combination(text), outcome, mfu, predicted_s, predicted_bytes, predicted_bubble)
 
 
 def _combination(text: str) -> Combination:
@@ -192,9 +188,8 @@ def _combination(text: str) -> Combination:
     if not isinstance(data, dict) or data.keys() != _FIELDS.keys():
         raise ValueError("its combination has other keys")
     it = Combination(**data)
-    for name in ("schedule", *(name for name, kind in _FIELDS.items() if kind is int)):
-        wanted = str if name == "schedule" else int
-        if type(data[name]) is not wanted:
+    for name, kind in _FIELDS.items():
+        if kind in (str, int) and type(data[name]) is not kind:
             raise ValueError(f"{name} of its combination is {data[name]!r:.40}")
     if not isinstance(it.arguments, list) or not all(
         isinstance(each, str) for each in it.arguments

@@ -7,6 +7,7 @@ import resource
 import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,9 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import submitit
+
 from megatron_vshape import figures
 from megatron_vshape.environment import missing
-from megatron_vshape.sweep.command import node_flags, torchrun
 from megatron_vshape.sweep.results import Outcome, Status
 
 LAST_LINES = 12
@@ -59,13 +61,13 @@ def run_job(job: Job) -> Outcome:
         SystemExit: the job was told to end, as when it is preempted. That says nothing of the run,
             so there is no outcome, and submitit, which takes it for no result, writes none either.
     """
-    node, host, port = _this_node() if job.num_nodes > 1 else (0, "localhost", FIRST_PORT)
+    node, where = _this_node(job.num_nodes)
     log = job.folder / f"node{node}.log"
     measured = job.folder / f"node{node}.jsonl"
     measured.unlink(missing_ok=True)  # of a run that was ended half way
-    flags = node_flags(job.num_nodes, node, host, port)
-    command = torchrun(list(job.command), job.devices_per_node, flags)
-    with _ending(job.folder) as ending:
+    per_node = ("--nproc-per-node", str(job.devices_per_node))
+    command = [sys.executable, "-m", "torch.distributed.run", *where, *per_node, *job.command]
+    with _told_to_end(job.folder) as told:
         with log.open("w") as output:
             environment = job.environment | {figures.VARIABLE: str(measured.absolute())}
             code = _run(
@@ -73,52 +75,50 @@ def run_job(job: Job) -> Outcome:
                 environment,
                 job.timeout_s,
                 output.fileno(),
-                lambda: ending.told or not _alive(job.launcher),
+                lambda: bool(told) or not _alive(job.launcher),
             )
         text = log.read_text(errors="replace")
         outcome = outcome_of(text, figures.read(measured), code, job)
-        if ending.told:
+        if told:
             raise SystemExit(128 + signal.SIGTERM)
         if _alive(job.launcher):  # else the run was ended half way, and will be run again
             write_outcome(job.folder / outcome_name(node), outcome)
     return outcome
 
 
-@dataclass(slots=True)
-class _Ending:
-    """Whether the job has been told to end, which is noted in the run's folder at once."""
-
-    folder: Path
-    told: bool = False
-
-    def hear(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal; what is left of the job's time is for ending the ranks."""
-        self.told = True
-        (self.folder / STOPPED).touch()
-
-
 @contextmanager
-def _ending(folder: Path) -> Iterator[_Ending]:
-    """Hear the signals by which SLURM ends a job, in place of submitit, which requeues it."""
-    import submitit
+def _told_to_end(folder: Path) -> Iterator[list[int]]:
+    """Hear the signals by which SLURM ends a job, in place of submitit, which requeues it.
 
-    ending = _Ending(folder)
+    Yields those that have been heard. That there are any is noted in the run's folder at once: what
+    is left of the job's time is for ending the ranks.
+    """
+    heard: list[int] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        (folder / STOPPED).touch()
+
     numbers = (signal.SIGTERM, submitit.JobEnvironment._usr_sig())
-    before = {number: signal.signal(number, ending.hear) for number in numbers}
+    before = {number: signal.signal(number, hear) for number in numbers}
     try:
-        yield ending
+        yield heard
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _this_node() -> tuple[int, str, int]:
-    """Return this node's number among the job's, the first one's name, and a port there."""
-    import submitit
-
+def _this_node(num_nodes: int) -> tuple[int, tuple[str, ...]]:
+    """Return this node's number among the job's, and torchrun's flags for where they meet."""
+    if num_nodes == 1:
+        return 0, ("--standalone",)
     environment = submitit.JobEnvironment()
+    node, first_host = environment.node, environment.hostnames[0]
     port = FIRST_PORT + int(environment.raw_job_id) % NUM_PORTS
-    return environment.node, environment.hostnames[0], port
+    return node, (
+        *("--nnodes", str(num_nodes), "--node-rank", str(node)),
+        *("--master-addr", first_host, "--master-port", str(port)),
+    )
 
 
 def _run(

@@ -12,7 +12,7 @@ from mcore.test_training import FOUR, assert_equal_training
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import load_schedule
-from megatron_vshape.playground.build import build
+from megatron_vshape.playground.answer import make_answer
 from megatron_vshape.playground.request import parse_request
 
 Train = Callable[..., Ended]
@@ -66,7 +66,7 @@ def test_the_playgrounds_plan_trains_from_its_file(train: Train, tmp_path: Path)
         "schedule": {"source": "plan", "limit": 3},
     }
     path = tmp_path / "plan-within-3-chunks-d2-m8.json"
-    path.write_bytes(build(parse_request(body, {}), lambda _: None))
+    path.write_bytes(make_answer(parse_request(body, {}), lambda _: None))
     assert load_schedule(path).num_chunks == 4
     theirs = train(2, "--pipeline-schedule", "1f1b", *EIGHT)
     ours = train(2, "--pipeline-schedule", str(path), *EIGHT)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_vshape.playground.frames import HEAD
-from megatron_vshape.playground.payload import ARRAYS
+from megatron_vshape.playground.picture import ARRAYS
+from megatron_vshape.playground.worker import HEAD
 
 if TYPE_CHECKING:
     from starlette.testclient import TestClient

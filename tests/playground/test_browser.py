@@ -35,7 +35,7 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.playground.html import write_html
+from megatron_vshape.playground.html import plain_facts, write_html
 from megatron_vshape.view.chrome_trace import write_trace
 from megatron_vshape.view.palette import shade
 
@@ -539,7 +539,8 @@ def test_a_pan_over_64_devices_and_1024_microbatches_is_smooth(page, server):
 def test_the_page_as_one_file(page, tmp_path):
     schedule = make("v-half", 4, 8)
     path = tmp_path / "page.html"
-    write_html(path, simulate(schedule), unit_costs(schedule))
+    timeline = simulate(schedule)
+    write_html(path, timeline, unit_costs(schedule), plain_facts(timeline))
     requests: list[str] = []
     page.on("request", lambda request: requests.append(request.url))
     page.goto(path.as_uri())

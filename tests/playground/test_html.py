@@ -15,12 +15,16 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.playground import html
-from megatron_vshape.playground.assets import static_files
+from megatron_vshape.playground.html import static_files
+
+
+def text_of(schedule: Schedule) -> str:
+    timeline = simulate(schedule)
+    return html.html_text(timeline, unit_costs(schedule), html.plain_facts(timeline))
 
 
 def page_of(name: str, devices: int = 4, microbatches: int = 8) -> str:
-    schedule = make(name, devices, microbatches)
-    return html.html_text(simulate(schedule), unit_costs(schedule))
+    return text_of(make(name, devices, microbatches))
 
 
 def data_in(page: str) -> dict:
@@ -35,7 +39,9 @@ def unpacked(text: str) -> bytes:
 
 def test_the_file_holds_the_timeline(tmp_path):
     schedule = make("v-half", 4, 8)
-    html.write_html(tmp_path / "page.html", simulate(schedule), unit_costs(schedule))
+    timeline = simulate(schedule)
+    facts = html.plain_facts(timeline)
+    html.write_html(tmp_path / "page.html", timeline, unit_costs(schedule), facts)
     data = data_in((tmp_path / "page.html").read_text(encoding="utf-8"))
     _, (found,) = read_payload(unpacked(data["answers"]["timeline"]))
     assert found["counts"] == [len(row) for row in schedule.order]
@@ -63,7 +69,7 @@ def test_nothing_is_fetched_and_the_policy_allows_its_own_parts():
 def test_a_name_cannot_leave_its_place():
     schedule = make("1f1b", 2, 2)
     odd = Schedule("</script><b>", 2, 2, schedule.placement, schedule.order)
-    page = html.html_text(simulate(odd), unit_costs(odd))
+    page = text_of(odd)
     assert "</script><b>" not in page
     assert data_in(page)["state"]["name"] == "</script><b>"
 
@@ -71,7 +77,7 @@ def test_a_name_cannot_leave_its_place():
 def test_a_changed_order_has_no_steps():
     schedule = make("v-half", 4, 8)
     other = Schedule("v-min", 4, 8, schedule.placement, schedule.order)
-    assert "steps" not in data_in(html.html_text(simulate(other), unit_costs(other)))["answers"]
+    assert "steps" not in data_in(text_of(other))["answers"]
 
 
 @pytest.mark.parametrize(

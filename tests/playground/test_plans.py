@@ -17,7 +17,7 @@ from megatron_vshape.cli.main import main
 from megatron_vshape.core.check.simulate import held_curve, peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.schedule import Schedule, load_schedule
-from megatron_vshape.playground.build import build
+from megatron_vshape.playground.answer import make_answer
 from megatron_vshape.playground.request import parse_request
 
 pytest.importorskip("numba", reason="without numba a plan takes minutes")
@@ -38,7 +38,7 @@ def planned(want: str = "timeline", costs: dict[str, Any] | None = None, **plan:
 
 @functools.cache
 def answered(body: str) -> bytes:
-    return build(parse_request(json.loads(body), {}), lambda _: None)
+    return make_answer(parse_request(json.loads(body), {}), lambda _: None)
 
 
 def shown(**more: Any) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def test_extras_that_no_argument_says_leave_no_command():
 
 def test_the_frontier_s_plans_are_those_that_choosing_a_point_makes():
     body = request("frontier", devices=3, microbatches=5, costs=COST, plans=True)
-    header, _ = read_payload(build(parse_request(body, {}), lambda _: None))
+    header, _ = read_payload(make_answer(parse_request(body, {}), lambda _: None))
     plans = [point for point in header["points"] if point["source"] == "plan"]
     assert len(plans) >= 3
     makespans = [point["makespan"] for point in plans]
@@ -134,7 +134,7 @@ def test_the_frontier_s_plans_are_those_that_choosing_a_point_makes():
     for point in plans[:2]:
         schedule = {"source": "plan", "limit": point["limit"]}
         body = request(devices=3, microbatches=5, costs=COST, schedule=schedule)
-        _, (found,) = read_payload(build(parse_request(body, {}), lambda _: None))
+        _, (found,) = read_payload(make_answer(parse_request(body, {}), lambda _: None))
         assert found["numbers"]["makespan"] == point["makespan"]
         assert max(found["numbers"]["peaks"]) == point["peak"] <= point["limit"]
 

@@ -16,12 +16,12 @@ from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.playground.assets import static_files
-from megatron_vshape.playground.pool import Pool
+from megatron_vshape.playground.html import static_files
 from megatron_vshape.playground.request import parse_request
+from megatron_vshape.playground.worker_pool import Pool
 
 guard = pytest.importorskip(
-    "megatron_vshape.playground.guard", reason="the extra `playground` is not installed"
+    "megatron_vshape.playground.security", reason="the extra `playground` is not installed"
 )
 
 FUZZ = settings(

@@ -12,8 +12,8 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.playground.pricing import Pricing
 from megatron_vshape.playground.request import CostChoice, FieldError, FileText
+from megatron_vshape.playground.stage_costs import Pricing
 from megatron_vshape.playground.traces import delays, measured_pictures
 from megatron_vshape.view.chrome_trace import events, write_trace
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from sweep.samples import CLUSTER, ROOT, SWEEP, load_sample, write_sweep
 
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.sweep.assumptions import assumptions_for
 from megatron_vshape.sweep.files import SweepError, load_sweep
 from megatron_vshape.sweep.grid import expand
-from megatron_vshape.sweep.layer import num_parameters
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweeps").glob("*.yaml")), ids=str)
@@ -24,10 +24,13 @@ def test_shipped_models_have_the_size_in_their_name(
     tmp_path: Path, name: str, billions: float
 ) -> None:
     """The paper counts one vocabulary matrix, as if the ends were tied."""
-    model = ROOT / "configs" / "models" / f"gpt_{name}.yaml"
-    loaded = load_sweep(write_sweep(tmp_path, sweep={"model": str(model)}))
-    tied = loaded.model.model_copy(update={"tied_embeddings": True})
-    assert num_parameters(tied) / 1e9 == pytest.approx(billions, rel=0.02)
+    path = ROOT / "configs" / "models" / f"gpt_{name}.yaml"
+    loaded = load_sweep(write_sweep(tmp_path, sweep={"model": str(path)}))
+    model = loaded.model
+    assert (model.gated, model.groups) == (False, model.attention_heads)
+    layer = 4 * model.hidden_size**2 + 2 * model.hidden_size * model.ffn
+    parameters = model.layers * layer + model.hidden_size * model.vocabulary_size
+    assert parameters / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 def grid(**over: Any) -> dict[str, Any]:
@@ -64,7 +67,7 @@ def run(**over: Any) -> dict[str, Any]:
     ],
 )
 def test_wrong_sweep(tmp_path: Path, over: dict[str, Any], text: str) -> None:
-    with pytest.raises(SweepError, match=text):
+    with pytest.raises(ScheduleError, match=text):
         expand(load_sample(tmp_path, sweep=over))
 
 

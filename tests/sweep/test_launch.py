@@ -11,6 +11,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from rich.console import Console
 from sweep.samples import FAKE, ROOT, SWEEP, load_sample, sweep_command, write_sweep
 
 from megatron_vshape.core.model.schedule import Schedule
@@ -18,9 +19,10 @@ from megatron_vshape.sweep import launch as launching
 from megatron_vshape.sweep import predict
 from megatron_vshape.sweep.files import SweepError
 from megatron_vshape.sweep.grid import expand
-from megatron_vshape.sweep.launch import Launcher, Watcher
+from megatron_vshape.sweep.launch import Launcher
 from megatron_vshape.sweep.machine import Machine
 from megatron_vshape.sweep.predict import Predictor
+from megatron_vshape.sweep.progress import Progress
 from megatron_vshape.sweep.results import Outcome, Result, Status, key_of, open_results
 from megatron_vshape.sweep.worker import write_outcome
 
@@ -29,11 +31,18 @@ def run_over(**over: Any) -> dict[str, Any]:
     return {"run": {**SWEEP["run"], **over}}
 
 
-class Ears(Watcher):
+def unseen() -> Progress:
+    """Return the progress of a sweep that nobody looks at."""
+    return Progress(Console(quiet=True), total=1, before=0)
+
+
+class Ears(Progress):
     def __init__(self) -> None:
+        super().__init__(Console(quiet=True), total=1, before=0)
         self.heard: list[Result] = []
 
     def ended(self, result: Result) -> None:
+        super().ended(result)
         self.heard.append(result)
 
 
@@ -114,14 +123,17 @@ def test_what_sbatch_refuses_is_told(tmp_path: Path, tools: Callable[..., None])
 
 def test_an_order_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the prediction was made for is what runs; it is not even simulated again."""
-    monkeypatch.setattr(predict, "simulate", None)
+    simulated = []
+    simulate = predict.simulate
+    monkeypatch.setattr(predict, "simulate", lambda *it: simulated.append(it) or simulate(*it))
     grid = {**SWEEP["grid"], "schedule": ["adaptive"], "microbatch_size": [1]}
     loaded = load_sample(tmp_path, sweep={"grid": grid})
     predictor = Predictor(loaded.model, Machine.of(loaded.cluster))
     (chosen,) = [predictor(each) for each in expand(loaded).possible]
+    assert len(simulated) == 2  # the best order on the V, and that in a loop
     monkeypatch.setattr(predict, "plan_adaptive", None)
     with open_results(tmp_path / "results.db") as results:
-        Launcher(loaded, predictor, results, tmp_path / "runs", Watcher()).run([chosen])
+        Launcher(loaded, predictor, results, tmp_path / "runs", unseen()).run([chosen])
         (result,) = results.read(results.ended())
     assert result.outcome.status is Status.OK
     (file,) = (tmp_path / "runs").glob("*/schedule.json")
@@ -162,7 +174,7 @@ def slurm(tmp_path: Path, tools: Callable[..., None], states: None) -> Callable[
             "echo Submitted batch job $job",
         )
         with open_results(tmp_path / "results.db") as results:
-            Launcher(loaded, predictor, results, tmp_path / "runs", Watcher()).run([chosen])
+            Launcher(loaded, predictor, results, tmp_path / "runs", unseen()).run([chosen])
             assert results.job_in_flight(key) is None
             (result,) = results.read({key})
         return result
@@ -204,14 +216,14 @@ def test_a_run_goes_back_so_often_and_no_more(
     assert outcome.log_tail.startswith("its job was ended 2 times before it had a result")
 
 
-def launch_on(tmp_path: Path, watcher: Watcher) -> list[Result]:
+def launch_on(tmp_path: Path, progress: Progress) -> list[Result]:
     """Sweep two runs, both at once, and return their results."""
     two = {"grid": {**SWEEP["grid"], "schedule": ["1f1b"]}}
     loaded = load_sample(tmp_path, sweep=two | run_over(executor="slurm", at_once=2))
     predictor = Predictor(loaded.model, Machine.of(loaded.cluster))
     chosen = [predictor(each) for each in expand(loaded).possible]
     with open_results(tmp_path / "results.db") as results:
-        Launcher(loaded, predictor, results, tmp_path / "runs", watcher).run(chosen)
+        Launcher(loaded, predictor, results, tmp_path / "runs", progress).run(chosen)
         return results.read(results.ended())
 
 
@@ -232,13 +244,14 @@ def test_a_refused_job_waits_for_those_that_run(
         "2) cp result.pkl $first/42_0_result.pkl; echo QOSMaxSubmitJobPerUserLimit >&2; exit 1;;\n"
         "*) cp result.pkl $(dirname $1)/43_0_result.pkl; echo Submitted batch job 43\nesac",
     )
-    assert [each.outcome.step_s for each in launch_on(tmp_path, Watcher())] == [0.5, 0.5]
+    assert [each.outcome.step_s for each in launch_on(tmp_path, unseen())] == [0.5, 0.5]
     assert len((tmp_path / "asked").read_text().splitlines()) == 3
     assert not (tmp_path / "cancelled").exists()
 
 
-class Stops(Watcher):
+class Stops(Progress):
     def __init__(self, error: type[BaseException]) -> None:
+        super().__init__(Console(quiet=True), total=1, before=0)
         self.error = error
 
     def started(self, combination: object) -> None:
@@ -267,7 +280,7 @@ def test_only_an_interrupted_sweep_cancels_its_jobs(
     if error is not KeyboardInterrupt:
         (folder / "job" / "42_0_result.pkl").write_bytes(PICKLED)
         write_outcome(folder / "node0.json", Outcome(Status.OK, 0.25))
-    found = sorted(each.outcome.step_s or 0 for each in launch_on(tmp_path, Watcher()))
+    found = sorted(each.outcome.step_s or 0 for each in launch_on(tmp_path, unseen()))
     assert found == ([0.5, 0.5] if error is KeyboardInterrupt else [0.25, 0.5])
 
 
@@ -287,7 +300,7 @@ def test_a_cancelled_job_that_still_ends_is_run_again(
     )
     with pytest.raises(KeyboardInterrupt):
         launch_on(tmp_path, Stops(KeyboardInterrupt))
-    found = launch_on(tmp_path, Watcher())
+    found = launch_on(tmp_path, unseen())
     assert [each.outcome.step_s for each in found] == [0.5, 0.5]
 
 
@@ -295,7 +308,7 @@ def test_a_cancelled_job_that_still_ends_is_run_again(
 def test_an_answer_of_sbatch_without_a_job(tmp_path: Path, tools: Callable[..., None]) -> None:
     tools(sbatch="echo hello")
     with pytest.raises(SweepError, match="no job can be submitted: Could not make sense of"):
-        launch_on(tmp_path, Watcher())
+        launch_on(tmp_path, unseen())
 
 
 def test_a_suspended_job_has_not_ended() -> None:
@@ -324,7 +337,7 @@ def test_job_that_a_killed_launcher_left_is_taken_over(
     )
     with open_results(tmp_path / "results.db") as results:
         results.start(key, "42")
-        Launcher(loaded, predictor, results, tmp_path / "runs", Watcher()).run([chosen])
+        Launcher(loaded, predictor, results, tmp_path / "runs", unseen()).run([chosen])
         (result,) = results.read({key})
     assert result.outcome == Outcome(Status.OK, 0.5)
 

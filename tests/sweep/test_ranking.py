@@ -27,4 +27,4 @@ def test_tau_within_groups() -> None:
 
 def test_pareto_front() -> None:
     points = [(3.0, 5.0), (1.0, 2.0), (2.0, 1.0), (2.0, 4.0), (4.0, 5.0)]
-    assert pareto(points) == [1, 3, 0]
+    assert pareto(points) == [(1.0, 2.0), (2.0, 4.0), (3.0, 5.0)]

@@ -18,7 +18,7 @@ from sweep.samples import CLUSTER, SWEEP, load_sample
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.sweep.files import Layout, Recompute, SweepError
 from megatron_vshape.sweep.grid import Combination, expand
-from megatron_vshape.sweep.measured import MeasuredCosts
+from megatron_vshape.sweep.measured_costs import MeasuredCosts
 from megatron_vshape.sweep.results import (
     Outcome,
     Result,

@@ -6,7 +6,7 @@ const HEIGHT = 380;
 const EDGE = { left: 56, right: 96, top: 16, bottom: 44 };
 
 /** Return the points that no other beats in both memory and bubble, by memory. */
-export function paretoOf(points) {
+function paretoOf(points) {
   const sorted = [...points].sort((a, b) => a.peak - b.peak || a.bubble - b.bubble);
   let best = Infinity;
   return sorted.filter((point) => {

@@ -7,7 +7,7 @@ import { byId, element, refill } from "./dom.js";
 import { entryTitle } from "./entries.js";
 import { factsTable } from "./numbers.js";
 import { app, change } from "./page.js";
-import { highestOf, setPictures, shared } from "./pictures.js";
+import { captioned, highestOf, setPictures, shared } from "./pictures.js";
 import { drawShare } from "./share.js";
 import { showOne } from "./single.js";
 
@@ -33,10 +33,8 @@ export async function showCompared(signal) {
   refill(byId("lead"), factsTable(found, units, app.state.gibPerChunk));
   byId("numbers").replaceChildren();
   const high = Math.max(96, 560 / found.length);
-  setPictures(
-    found.map((timeline) => ({ timeline, title: timeline.meta.title, note: timeline.meta.facts.note })),
-    { withHeld: found.length < 4, high, heldHigh: high * 0.7, heldMost: highestOf(found) },
-  );
+  const layout = { withHeld: found.length < 4, high, heldHigh: high * 0.7, heldMost: highestOf(found) };
+  setPictures(found.map(captioned), layout);
   drawShare(null, null);
   return failed[0];
 }

@@ -6,7 +6,7 @@ import { byId, element, refill } from "./dom.js";
 import { markField } from "./form.js";
 import { factsTable } from "./numbers.js";
 import { app, change } from "./page.js";
-import { clearPictures, highestOf, setPictures, shared } from "./pictures.js";
+import { captioned, clearPictures, highestOf, setPictures, shared } from "./pictures.js";
 import { drawShare } from "./share.js";
 
 /** Show a trace under its plan, or ask for one. */
@@ -38,7 +38,6 @@ function showTrace(timelines) {
   const units = shared.unitsOf(timelines[0]);
   byId("numbers").replaceChildren();
   byId("lead").append(factsTable(timelines, units));
-  const shown = timelines.map((timeline) => ({ timeline, title: timeline.meta.title, note: timeline.meta.facts.note }));
-  setPictures(shown, { high: 300, heldHigh: 150, heldMost: highestOf(timelines) });
+  setPictures(timelines.map(captioned), { high: 300, heldHigh: 150, heldMost: highestOf(timelines) });
   drawShare(null, null);
 }

@@ -1,6 +1,6 @@
 // Timeline: the passes of a schedule with their times, as typed arrays that came from the server.
 
-export const KINDS = ["F", "B", "W", "BW"];
+const KINDS = ["F", "B", "W", "BW"];
 export const KIND_NAMES = [
   "forward",
   "input gradient",

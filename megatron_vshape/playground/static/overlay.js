@@ -3,6 +3,7 @@
 
 import { decimal } from "./dom.js";
 import { MARGIN, numberSize, ticksOf } from "./geometry.js";
+import { KIND_NAMES } from "./model.js";
 import { fontOf } from "./paint.js";
 
 /** Draw the frame of a picture: device numbers, peaks, headings, the axis. */
@@ -234,12 +235,12 @@ function clipPlot(pen, track, top) {
 }
 
 /** Say in words what a pass is, when it runs and what it waited for. */
-export function describePass(timeline, at, units, kindNames) {
+export function describePass(timeline, at, units) {
   const time = (value) => units.time(value - timeline.first);
   const device = timeline.deviceOf(at);
   const cause = timeline.cause(at);
   const lines = [
-    `${kindNames[timeline.kind[at]]} of microbatch ${timeline.microbatch[at]}`,
+    `${KIND_NAMES[timeline.kind[at]]} of microbatch ${timeline.microbatch[at]}`,
     `stage ${timeline.stage[at]}, chunk ${timeline.chunkOf(at)}, device ${device}`,
     `${time(timeline.start[at])} to ${time(timeline.end[at])} ${units.timeName}`,
   ];

@@ -44,20 +44,15 @@ export function change(patch) {
   if ("theme" in patch) acts.dress();
   writeUrl();
   if (Object.keys(patch).every((key) => REDRAWN.has(key))) acts.redraw();
-  else renderSoon();
+  else showAgain();
 }
 
-/** Show the changed state once the reader's click or key has had its effect on what is there. */
-function renderSoon() {
+/** Show all of the state once the reader's click or key has had its effect on what is there. */
+export function showAgain() {
   app.work?.abort();
   app.work = null;
   byId("stage").setAttribute("aria-busy", "true");
   afterPress(acts.render);
-}
-
-/** Show all of the state once more. */
-export function showAgain() {
-  renderSoon();
 }
 
 /** Take the state from the address; return whether it is another than was written there. */

@@ -21,6 +21,11 @@ export const shared = {
   onFollow: (microbatch) => change({ follow: microbatch }),
 };
 
+/** Return a timeline as it is shown, under its title and with what there is to note. */
+export function captioned(timeline) {
+  return { timeline, title: timeline.meta.title, note: timeline.meta.facts.note };
+}
+
 /** Show timelines one above the other on one axis, which is long enough for `all`. */
 export function setPictures(shown, layout = {}, all = shown.map(({ timeline }) => timeline)) {
   const host = byId("pictures");

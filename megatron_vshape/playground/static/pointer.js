@@ -64,8 +64,7 @@ function pinch(track, held, spread) {
 function click(track, { x, y }) {
   const at = track.passAt(x, y);
   if (at < 0) return track.shared.onFollow(null);
-  const microbatch = track.timeline.microbatch[at];
-  track.shared.onFollow(track.shared.follow() === microbatch ? null : microbatch);
+  follow(track, at);
   track.choose(at);
 }
 
@@ -95,8 +94,8 @@ function press(track, event) {
     0: () => view.fit(),
     Home: () => view.show(view.first),
     End: () => view.show(view.last),
-    Enter: () => follow(track),
-    " ": () => follow(track),
+    Enter: () => follow(track, track.chosen),
+    " ": () => follow(track, track.chosen),
     Escape: () => letGo(track),
   };
   const act = acts[event.key];
@@ -123,9 +122,10 @@ function changeDevice(track, by) {
   if (near >= 0) track.choose(near, true);
 }
 
-function follow(track) {
-  if (track.chosen < 0) return;
-  const microbatch = track.timeline.microbatch[track.chosen];
+/** Follow the microbatch of a pass; let it go if it is followed already. */
+function follow(track, at) {
+  if (at < 0) return;
+  const microbatch = track.timeline.microbatch[at];
   track.shared.onFollow(track.shared.follow() === microbatch ? null : microbatch);
 }
 

@@ -5,7 +5,7 @@ import { byId, element, refill } from "./dom.js";
 import { entryTitle } from "./entries.js";
 import { numberCards } from "./numbers.js";
 import { app, change } from "./page.js";
-import { highestOf, setPictures, shared } from "./pictures.js";
+import { captioned, highestOf, setPictures, shared } from "./pictures.js";
 import { drawShare } from "./share.js";
 
 /** Show the timeline of the chosen schedule. */
@@ -19,9 +19,8 @@ export async function showTimeline(signal) {
 
 /** Show a timeline with its numbers. */
 export function showOne(timeline, entry) {
-  const { title, facts } = timeline.meta;
   byId("numbers").replaceChildren(...numberCards(timeline, shared.unitsOf(timeline), app.state.gibPerChunk));
-  setPictures([{ timeline, title, note: facts.note }]);
+  setPictures([captioned(timeline)]);
   drawShare(timeline, entry);
 }
 
@@ -42,7 +41,7 @@ export async function showSteps(signal) {
     element("div", { class: "row" }, element("span", { class: "group" }, ...buttons), play),
   );
   byId("numbers").replaceChildren();
-  const shown = timelines.map((timeline) => ({ timeline, title: timeline.meta.title, note: timeline.meta.facts.note }));
+  const shown = timelines.map(captioned);
   const before = app.shown[0]?.timeline;
   const from = step > 0 && app.shown.length === 1 && timelines.includes(before) ? before : null;
   const chosen = step === 0 ? shown : [{ ...shown[step - 1], from }];

@@ -1,7 +1,7 @@
 // The state of the page, and its form in the URL: everything that a picture depends on.
 
 export const MOST_ENTRIES = 6;
-export const TABS = ["timeline", "steps", "compare", "frontier", "measured"];
+const TABS = ["timeline", "steps", "compare", "frontier", "measured"];
 const MOST_URL = 60_000; // characters; some programs cut longer links off
 
 /** Return the state that the page begins with. */

@@ -2,7 +2,6 @@
 
 import { element } from "./dom.js";
 import { MARGIN, layOut } from "./geometry.js";
-import { KIND_NAMES } from "./model.js";
 import { describePass, drawChosen, drawFollowed, drawFrame, drawPeriod } from "./overlay.js";
 import { coloursOf, isBoxed, makeHatch, mixingTable, paintTile } from "./paint.js";
 import { listenTo } from "./pointer.js";
@@ -12,9 +11,9 @@ const MOST_TILES = 24;
 
 export class Track {
   /** `shared`: view, units, palette, theme(), follow(), onFollow(microbatch), tip. */
-  constructor(host, shared, layout = {}) {
+  constructor(host, shared) {
     this.shared = shared;
-    this.layout = layout;
+    this.layout = {};
     this.view = shared.view;
     this.timeline = null;
     this.chosen = -1;
@@ -195,7 +194,7 @@ export class Track {
   tell(at, spoken) {
     const { timeline } = this;
     if (spoken) this.view.reveal(timeline.start[at], timeline.end[at]);
-    const said = describePass(timeline, at, this.units, KIND_NAMES);
+    const said = describePass(timeline, at, this.units);
     if (spoken) this.told.textContent = `${said.name}: ${said.lines.join(", ")}`;
     const box = this.canvas.getBoundingClientRect();
     const device = timeline.deviceOf(at);

@@ -10,9 +10,8 @@ from playground.answers import answer, read_payload, request
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.playground.build import build
-from megatron_vshape.playground.given import Sort, read_given, read_presets
-from megatron_vshape.playground.offers import offers
+from megatron_vshape.playground.answer import make_answer
+from megatron_vshape.playground.offers import Sort, offers, read_given, read_presets
 from megatron_vshape.playground.request import parse_request
 
 COSTS = Costs((900.0,) * 8, (1000.0,) * 8, (800.0,) * 8, 0.0, (2.0**30,) * 8, (2.0**29,) * 8)
@@ -66,7 +65,7 @@ def test_the_command_that_makes_it_again_finds_the_file(folder, monkeypatch, cap
     (given,) = read_presets(Path("configs/costs"))
     body = request(costs={"file": {"key": given.key}})
     asked = parse_request(body, {given.key: given.file})
-    _, (found,) = read_payload(build(asked, lambda _: None))
+    _, (found,) = read_payload(make_answer(asked, lambda _: None))
     recipe = found["facts"]["recipe"]
     assert recipe.endswith("--costs configs/costs/gpt_9_6b-p4.json")
     assert main(shlex.split(recipe)) == 0

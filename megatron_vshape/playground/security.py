@@ -66,7 +66,8 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers = Headers(scope=scope)
-        if headers.getlist("host") != [host := headers.get("host", "")] or not self._ours(host):
+        host = headers.get("host", "")
+        if headers.getlist("host") != [host] or host.lower() not in self.hosts:
             return 421, "this server answers to its own address only"
         method = scope["method"]
         if method not in (*_READS, "POST"):
@@ -74,9 +75,6 @@ class Guard:
         if scope["path"].endswith("\n"):
             return 404, "there is no such path"  # a route's pattern would let it pass
         return self._foreign(headers, scope) or _body_refusal(headers, method)
-
-    def _ours(self, host: str) -> bool:
-        return host.lower() in self.hosts
 
     def _foreign(self, headers: Headers, scope: Scope) -> tuple[int, str] | None:
         origin = headers.get("origin")

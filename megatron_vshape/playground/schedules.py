@@ -1,17 +1,15 @@
 """From a choice to its schedule: of the catalogue, from a file, or planned."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import PurePath
 
-from megatron_vshape.core.ask import Question, ask, best_order
+from megatron_vshape.core.ask import Answer, Cut, Question, ask
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.schedule import Objective, Schedule
-from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.playground.pricing import Pricing
 from megatron_vshape.playground.request import (
     FieldError,
     FileChoice,
@@ -21,31 +19,15 @@ from megatron_vshape.playground.request import (
     Request,
     check_drawn,
 )
+from megatron_vshape.playground.stage_costs import Pricing
 from megatron_vshape.view.numbers import GIB, enough
 
 Report = Callable[[dict[str, object]], None]
 """Called with what is known so far: the stage of the work, the best value, a point."""
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A schedule, and what only its making knows."""
-
-    schedule: Schedule
-    block: BuildingBlock | None = None
-    limit: float | None = None
-    lower_bound: float | None = None
-    bounded: str = "makespan"
-    """What the lower bound is of."""
-
-    @property
-    def microbatches(self) -> int | None:
-        """Return those of the building block, if there is one."""
-        return None if self.block is None else self.block.num_microbatches
-
-
-def make_choice(request: Request, pricing: Pricing, report: Report) -> Made:
-    """Return the schedule that the request is about.
+def make_choice(request: Request, pricing: Pricing, report: Report) -> Answer:
+    """Return the schedule that the request is about, at the costs of its stages.
 
     Raises:
         FieldError: it cannot be made; names the field to blame.
@@ -53,21 +35,24 @@ def make_choice(request: Request, pricing: Pricing, report: Report) -> Made:
     choice = request.chosen_schedule()
     if isinstance(choice, NamedChoice):
         report({"doing": f"making {choice.name}"})
-        return make_named(request, choice)
+        return make_named(request, choice, pricing.cut(request.devices))
     if isinstance(choice, FileChoice):
         report({"doing": "reading the file"})
-        return Made(read_schedule(choice.file))
+        schedule = read_schedule(choice.file)
+        return Answer(schedule, pricing.costs_for(schedule.num_devices, schedule.num_stages))
     report({"doing": "planning"})
     return make_planned(request, choice, pricing, report)
 
 
-def make_named(request: Request, choice: NamedChoice) -> Made:
-    """Return the catalogue's schedule of this name, and its building block."""
+def make_named(request: Request, choice: NamedChoice, cut: Cut | None = None) -> Answer:
+    """Return the catalogue's schedule of this name, at the costs that `cut` gives or unit costs."""
     given = {"num_chunks": choice.chunks, "group_size": choice.group_size}
     choices = tuple((key, count) for key, count in given.items() if count is not None)
+    sizes = request.devices, request.microbatches
     try:
-        answer = ask(Question(choice.name, request.devices, request.microbatches, choices=choices))
-        return Made(answer.schedule, answer.block)
+        return ask(Question(choice.name, *sizes, cut=cut, choices=choices))
+    except FieldError:
+        raise
     except ScheduleError as error:
         raise FieldError("schedule", str(error)) from None
 
@@ -100,26 +85,29 @@ def read_schedule(file: FileText) -> Schedule:
     return schedule
 
 
-def make_planned(request: Request, choice: PlanChoice, pricing: Pricing, report: Report) -> Made:
-    """Return the adaptive scheduler's order, its limit in the costs' unit, and its lower bound."""
+def make_planned(request: Request, choice: PlanChoice, pricing: Pricing, report: Report) -> Answer:
+    """Return the adaptive scheduler's order, its limits in the costs' unit, and its lower bound."""
     if choice.limit_in_gib and not pricing.in_bytes:
         raise FieldError("limit", "a limit in GiB needs a costs file; enter chunks instead")
     if pricing.in_bytes and not choice.limit_in_gib:
         raise FieldError("limit", "these costs are in bytes; enter the limit in GiB")
     question = pricing.question(request.devices, request.microbatches, choice.chunks)
     unit, name = (GIB, "GiB") if choice.limit_in_gib else (1.0, "chunks")
-    limit = choice.limit * unit
 
     def progress(steps: int, value: float, bound: float) -> None:
         report({"doing": "planning", "steps": steps, "value": value, "bound": bound})
 
-    objective = Objective(choice.objective)
-    budget = replace(question, seconds=choice.seconds, progress=progress)
+    asked = replace(
+        question,
+        limit=choice.limit * unit,
+        objective=choice.objective,
+        seconds=choice.seconds,
+        progress=progress,
+    )
     try:
-        plan = best_order(replace(budget, limit=limit, objective=objective)).plan
+        return ask(asked)
     except LimitError as error:
         text = error.told(lambda held: f"{enough(held / unit)} {name}")
         raise FieldError("limit", text) from None
     except ScheduleError as error:
         raise FieldError("limit", str(error)) from None
-    return Made(plan.schedule, None, limit, plan.lower_bound, choice.objective)

@@ -8,9 +8,8 @@ from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 
-from megatron_vshape.playground.frames import HEAD, Frame, error_frame
 from megatron_vshape.playground.request import Request
-from megatron_vshape.playground.worker import LENGTH
+from megatron_vshape.playground.worker import HEAD, LENGTH, Frame, error_frame
 
 WORKERS = 2
 WAITING = 16

@@ -1,6 +1,6 @@
 """From the costs that the page shows to the costs of a schedule's stages."""
 
-from megatron_vshape.core.ask import AUTO, Question
+from megatron_vshape.core.ask import AUTO, Cut, Question
 from megatron_vshape.core.model.costs import Costs, Piece, regroup
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.playground.request import CostChoice, FieldError
@@ -48,11 +48,11 @@ class Pricing:
     def question(self, devices: int, microbatches: int, most_chunks: int) -> Question:
         """Return the question for the best order at these costs, or for what it then names."""
         costs = self.plan_costs(devices, most_chunks)
+        return Question(AUTO, devices, microbatches, costs, self.cut(devices))
 
-        def cut(num_stages: int, _: str) -> Costs:
-            return self.costs_for(devices, num_stages)
-
-        return Question(AUTO, devices, microbatches, costs, cut)
+    def cut(self, devices: int) -> Cut:
+        """Return what gives the costs of any number of stages on so many devices."""
+        return lambda num_stages, _: self.costs_for(devices, num_stages)
 
     def base_peak(self, num_devices: int) -> float | None:
         """Return what 1F1B holds at these costs; None if a costs file does not say."""
@@ -68,7 +68,10 @@ class Pricing:
             FieldError: the file's stages cannot be added up to these.
         """
         if self.measured is not None:
-            return _regroup(self.measured, num_stages)
+            try:
+                return regroup(self.measured, num_stages, "this schedule")
+            except ScheduleError as error:
+                raise FieldError("costs", str(error)) from None
         choice = self.choice
         costs = Costs.uniform(
             num_devices, num_stages, choice.forward, choice.backward, choice.weight, choice.send
@@ -79,11 +82,3 @@ class Pricing:
             added = Piece(more.forward, more.backward, more.weight, held, held)
             stages[at] = stages[at].plus(added)
         return Costs.of(stages, costs.send_us)
-
-
-def _regroup(costs: Costs, num_stages: int) -> Costs:
-    """Return the costs of a coarser cut; what is wrong with them marks the field of the file."""
-    try:
-        return regroup(costs, num_stages, "this schedule")
-    except ScheduleError as error:
-        raise FieldError("costs", str(error)) from None

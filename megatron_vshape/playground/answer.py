@@ -2,15 +2,16 @@
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 
+from megatron_vshape.core.ask import Planned
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.playground.four_steps import step_pictures
 from megatron_vshape.playground.frontier import points
-from megatron_vshape.playground.making import Report, make_choice, make_named
-from megatron_vshape.playground.payload import Facts, Picture, encode
-from megatron_vshape.playground.pricing import Pricing
-from megatron_vshape.playground.repeats import period_of
+from megatron_vshape.playground.period import period_of
+from megatron_vshape.playground.picture import Facts, Picture, encode
 from megatron_vshape.playground.request import (
     MOST_CHUNKS,
     Extra,
@@ -22,17 +23,15 @@ from megatron_vshape.playground.request import (
     ScheduleChoice,
     Want,
 )
-from megatron_vshape.playground.steps import step_pictures
+from megatron_vshape.playground.schedules import Report, make_choice, make_named
+from megatron_vshape.playground.stage_costs import Pricing
 from megatron_vshape.playground.traces import measured_pictures
 from megatron_vshape.view.chrome_trace import write_trace
 from megatron_vshape.view.names import display_name, placement_text
 from megatron_vshape.view.numbers import argument
 
-_PLANNER_CHUNKS = 4
-"""Stages a device that the command plans for unless told otherwise; a costs file says its own."""
 
-
-def build(request: Request, report: Report) -> bytes:
+def make_answer(request: Request, report: Report) -> bytes:
     """Return the answer to a request.
 
     Raises:
@@ -64,25 +63,24 @@ def trace_text(picture: Picture) -> str:
 def _picture(request: Request, pricing: Pricing, report: Report) -> Picture:
     choice = request.chosen_schedule()
     made = make_choice(request, pricing, report)
-    schedule = made.schedule
+    schedule, costs = made.schedule, made.costs
     report({"doing": "simulating"})
-    costs = pricing.costs_for(schedule.num_devices, schedule.num_stages)
     timeline = simulate(schedule, costs)
     no_recipe = _no_recipe(choice, request)
     facts = Facts(
         in_bytes=pricing.in_bytes,
         in_us=pricing.in_bytes,
-        limit=made.limit,
         base_peak=pricing.base_peak(schedule.num_devices),
-        lower_bound=made.lower_bound,
-        bounded=made.bounded,
-        period=period_of(timeline, made.microbatches),
+        period=period_of(timeline, made.block.num_microbatches if made.block else None),
         title=_title(choice, schedule),
         note=size_note(schedule),
         recipe="" if no_recipe else _recipe(choice, request, pricing),
         no_recipe=no_recipe,
         train=_train(choice),
     )
+    if isinstance(made, Planned):
+        bound, goal = made.plan.lower_bound, made.plan.objective
+        facts = replace(facts, limit=made.limits[0], lower_bound=bound, bounded=goal)
     return Picture(timeline, costs, facts)
 
 
@@ -147,7 +145,8 @@ def _plan_options(choice: PlanChoice, request: Request, pricing: Pricing) -> str
     seconds = "" if choice.seconds is None else f" --seconds {argument(choice.seconds)}"
     goal = "" if choice.objective == "makespan" else f" --objective {choice.objective}"
     chunks = pricing.plan_costs(request.devices, choice.chunks).num_stages // request.devices
-    usual = _PLANNER_CHUNKS
+    # The command plans for as many as the page unless told otherwise; a costs file says its own.
+    usual = MOST_CHUNKS
     if pricing.measured is not None:
         usual = pricing.measured.num_stages // request.devices
     most = "" if chunks == usual else f" --chunks {chunks}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Timeline
-from megatron_vshape.playground.payload import Period
+from megatron_vshape.playground.picture import Period
 
 LEAST_SEEN = 4
 """Microbatches whose passes must come again: fewer do so by chance."""

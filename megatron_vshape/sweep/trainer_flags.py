@@ -1,6 +1,5 @@
 """From a combination to the trainer's command line."""
 
-import sys
 from pathlib import Path
 
 from megatron_vshape.sweep.files import Layout, Loaded, Model, Recompute
@@ -82,19 +81,3 @@ def _device_flags(loaded: Loaded) -> list[str]:
         ).split()
     flags = "--distributed-backend nccl --use-distributed-optimizer".split()
     return [*flags, "--bf16"] if loaded.model.parameter_bytes == 2 else flags
-
-
-def torchrun(command: list[str], devices_per_node: int, node: list[str]) -> list[str]:
-    """Return the command that starts `command` on every device of a node."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", *node]
-    return [*launcher, "--nproc-per-node", str(devices_per_node), *command]
-
-
-def node_flags(num_nodes: int, node: int, first_host: str, port: int) -> list[str]:
-    """Return torchrun's flags for one of several nodes, or for a machine alone."""
-    if num_nodes == 1:
-        return ["--standalone"]
-    return [
-        *("--nnodes", str(num_nodes), "--node-rank", str(node)),
-        *("--master-addr", first_host, "--master-port", str(port)),
-    ]

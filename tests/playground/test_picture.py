@@ -14,9 +14,9 @@ from megatron_vshape.core.model.kinds import PARTS, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.playground.payload import KINDS, Facts, Picture, encode, palette
-from megatron_vshape.playground.repeats import period_of, repeating_microbatches
-from megatron_vshape.playground.steps import step_pictures
+from megatron_vshape.playground.four_steps import step_pictures
+from megatron_vshape.playground.period import period_of, repeating_microbatches
+from megatron_vshape.playground.picture import KINDS, Facts, Picture, encode, palette
 from megatron_vshape.view.memory import held_steps
 
 TIMES = st.floats(0.125, 8)

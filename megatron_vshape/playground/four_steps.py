@@ -8,8 +8,8 @@ from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.repeating import repeat
 from megatron_vshape.core.paper.squeezing import squeeze
-from megatron_vshape.playground.payload import Facts, Period, Picture
-from megatron_vshape.playground.repeats import period_of
+from megatron_vshape.playground.period import period_of
+from megatron_vshape.playground.picture import Facts, Period, Picture
 from megatron_vshape.view.numbers import base_peak
 
 STEP_TITLES = ("1  Building block", "2  Repeated", "3  Squeezed", "4  Reordered")
