@@ -90,17 +90,28 @@ def __dir__() -> list[str]:
     return [*globals(), *_HOME_OF]
 
 
-def register() -> None:
-    """Put `--pipeline-schedule` and the schedules behind it into Megatron.
+def register(**options: Any) -> None:
+    """Put the schedules into Megatron: by Megatron-LM's flags, or by `options` for any library.
 
-    Call it before Megatron parses its arguments and builds its model.
+    Without options it adds `--pipeline-schedule` and its companions to Megatron's parser; call it
+    before Megatron parses its arguments and builds its model. With options, it is enough before
+    the model's config is made, whatever library makes it and trains:
+
+        megatron_vshape.register(schedule="v-half")
+
+    `schedule` is a name, "auto" or the path of a schedule file. The others are optional:
+    `memory_limit_gib` of a device and `costs_file` (both for "auto"), `layer_split` ("auto" or
+    "N,N,..."), `profile_steps` (first, last), `trace_folder` and `timeout_seconds`. Where a
+    program's main is not yours to edit, the environment variable MEGATRON_VSHAPE holds the same:
+    "schedule=v-half,timeout_seconds=120".
 
     Raises:
         HookError: this Megatron-Core is not one the hooks were written for.
+        UnsupportedError: there is no such option.
     """
     from megatron_vshape.mcore.hooks import registry
 
-    registry.install()
+    registry.install(options)
 
 
 def unregister() -> None:

@@ -23,14 +23,17 @@ class Replaced:
         self._originals.append((owner, name, vars(owner).get(name, ABSENT)))
         setattr(owner, name, value)
 
-    def undo(self) -> None:
-        """Leave every attribute as it was."""
+    def undo(self) -> list[tuple[Any, Any]]:
+        """Leave every attribute as it was; return what they were until now, and what they are."""
+        undone = []
         while self._originals:
             owner, name, original = self._originals.pop()
+            undone.append((vars(owner).get(name), original))
             if original is ABSENT:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
+        return undone
 
     def __enter__(self) -> Replaced:
         return self

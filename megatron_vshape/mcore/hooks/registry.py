@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import megatron.core
 
-from megatron_vshape.mcore.hooks import replacements
+from megatron_vshape.mcore.hooks import library, replacements
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.replaced import ABSENT, Replaced
+from megatron_vshape.mcore.setup.library import options_from
 
 
 class HookError(RuntimeError):
@@ -79,6 +81,7 @@ class Hook(Target):
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _STATE = "megatron.core.parallel_state"
+_UTILS = "megatron.core.pipeline_parallel.utils"
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
@@ -212,6 +215,55 @@ HOOKS = (
         for module in (_SCHEDULES, "megatron.core.pipeline_parallel", _TRAINING)
     ),
     Hook(
+        "megatron.core.transformer.transformer_config",
+        "TransformerConfig.__post_init__",
+        ("self",),
+        "tells a library's config how many chunks a rank has, and which layers a stage",
+        library.config_post_init,
+    ),
+    Hook(
+        _STATE,
+        "initialize_model_parallel",
+        (
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "get_embedding_ranks",
+        ),
+        "makes a library's embedding group of the ranks that hold the model's ends",
+        library.initialize_model_parallel,
+    ),
+    Hook(
+        "megatron.core.models.gpt.gpt_model",
+        "GPTModel.__init__",
+        ("pre_process", "post_process", "vp_stage"),
+        "builds a library's chunk as the stage that it is, and ties the two ends",
+        library.model_init,
+    ),
+    *(
+        Hook(_UTILS, name, expects, reason, replacement)
+        for name, expects, replacement in (
+            ("is_pp_first_stage", ("pp_group",), library.is_first),
+            ("is_pp_last_stage", ("pp_group",), library.is_last),
+            ("is_vp_first_stage", ("vp_stage", "vp_size"), library.is_first),
+            ("is_vp_last_stage", ("vp_stage", "vp_size"), library.is_last),
+        )
+        for reason in ("while a pass runs, it is asked of the stage that runs",)
+    ),
+    Hook(
+        _STATE,
+        "get_pipeline_model_parallel_last_rank",
+        (),
+        "names the rank with the loss to a library, whose closures collect it there",
+        library.get_pipeline_model_parallel_last_rank,
+    ),
+    Hook(
+        "megatron.core.optimizer",
+        "get_megatron_optimizer",
+        ("model_chunks",),
+        "remembers a library's optimizer, whose memory a limit has to leave room for",
+        library.get_megatron_optimizer,
+    ),
+    Hook(
         _SCHEDULES,
         "forward_step",
         (
@@ -338,26 +390,50 @@ PROBES = (
 _replaced = Replaced()
 
 
-def install() -> None:
-    """Replace what `HOOKS` lists; does nothing where that has been done.
+def install(options: Mapping[str, Any] | None = None) -> None:
+    """Replace what `HOOKS` lists, also where it has been imported by name.
+
+    Does nothing where that has been done. `options` are those of `megatron_vshape.register`.
 
     Raises:
         HookError: a target is missing or has another signature; nothing is replaced then.
+        UnsupportedError: there is no such option.
     """
     if _replaced:
         return
+    given = options_from(dict(options)) if options else None
     faults = [each.fault for each in examine() if each.fault is not None]
     if faults:
         raise HookError(faults[0])
-    session = Session()
+    session = Session(library=given)
     made: dict[int, Any] = {}  # names of one object get one replacement
+    originals = {id(original): original for original in (hook.original() for hook in HOOKS)}
     for hook in HOOKS:
         _install(hook, session, made)
+    _swap({key: (originals[key], value) for key, value in made.items()}, _replaced)
 
 
 def uninstall() -> None:
-    """Put back every attribute that `install` replaced."""
-    _replaced.undo()
+    """Put back every attribute that `install` replaced, also where it was imported since then."""
+    made = {id(value): (value, original) for value, original in _replaced.undo()}
+    _swap(made, Replaced())
+
+
+def _swap(pairs: Mapping[int, tuple[Any, Any]], replaced: Replaced) -> None:
+    """Put the second of a pair wherever a module of another package has the first, by any name."""
+    # Values such as True are no one's own, so only functions and classes can be told by identity.
+    pairs = {
+        key: pair
+        for key, pair in pairs.items()
+        if inspect.isfunction(pair[0]) or inspect.isclass(pair[0])
+    }
+    for module in list(sys.modules.values()):
+        if module is None or str(getattr(module, "__name__", "")).startswith("megatron_vshape"):
+            continue
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            old, new = pairs.get(id(value), (ABSENT, None))
+            if value is old:
+                replaced.put(module, name, new)
 
 
 @dataclass(frozen=True, slots=True)

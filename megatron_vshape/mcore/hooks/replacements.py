@@ -1,6 +1,6 @@
 """What stands in for each hooked attribute of Megatron; `hooks` lists targets and reasons.
 
-What `_replaces` marks takes the session, the original and a call's arguments, and does what the
+What `replaces` marks takes the session, the original and a call's arguments, and does what the
 original does while the session has no pipeline. The kernels of gradient accumulation fusion are
 the exception: where apex is missing they are torch's under any schedule, Megatron's own included,
 so that all schedules can be compared with the same flags.
@@ -54,7 +54,7 @@ Function = Callable[..., Any]
 _SOME_PASS = Pass(Kind.F, 0, 0)
 
 
-def _replaces(stand_in: Function) -> Function:
+def replaces(stand_in: Function) -> Function:
     """Return what makes a replacement of a session and an original: `stand_in`, given these two."""
 
     @functools.wraps(stand_in)
@@ -68,7 +68,7 @@ def _replaces(stand_in: Function) -> Function:
     return make
 
 
-@_replaces
+@replaces
 def add_megatron_arguments(
     session: Session, original: Function, parser: ArgumentParser
 ) -> ArgumentParser:
@@ -76,20 +76,21 @@ def add_megatron_arguments(
     return arguments.add_arguments(original(parser))
 
 
-@_replaces
+@replaces
 def validate_args(
     session: Session, original: Function, args: Namespace, *rest: Any, **options: Any
 ) -> Any:
     """Set the pipeline up before Megatron's checks, and check what only they make known."""
     with refusing():
         session.choose(configure.prepare(args), configure.megatrons_own(args))
+        session.chosen_by_flags = True
     validated = original(args, *rest, **options)
     with refusing():
         configure.complete(session.pipeline, args)
     return validated
 
 
-@_replaces
+@replaces
 def core_transformer_config_from_args(
     session: Session, original: Function, args: Namespace, *rest: Any, **options: Any
 ) -> Any:
@@ -104,7 +105,7 @@ def core_transformer_config_from_args(
         return original(args, *rest, **options)
 
 
-@_replaces
+@replaces
 def pretrain(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Pass Megatron the embedding group and, before 0.19, model chunks of the right stages."""
     bound = inspect.signature(original).bind(*args, **options)
@@ -151,12 +152,13 @@ def _model_provider(session: Session, provider: Function) -> Function:
         built.append(provider(first, last, vp_stage=vp_stage, **options))
         if len(built) == session.pipeline.stage_map.num_chunks:
             configure.finish_model(session.pipeline, session.step, rank, built)
+            session.finished = built[0]
         return built[-1]
 
     return provide
 
 
-@_replaces
+@replaces
 def build_virtual_pipeline_stages(
     session: Session,
     original: Function,
@@ -182,10 +184,11 @@ def build_virtual_pipeline_stages(
 
     chunks = original(build_stage, pg_collection, *args, **options)
     configure.finish_model(pipeline, session.step, rank, chunks)
+    session.finished = chunks[0]
     return chunks
 
 
-@_replaces
+@replaces
 def select_pipeline_segment(
     session: Session,
     original: Function,
@@ -205,7 +208,7 @@ def select_pipeline_segment(
     return layers, sum(map(len, segments[:stage]))
 
 
-@_replaces
+@replaces
 def train(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Show the schedule first, and what the run has measured last."""
     pipeline = session.pipeline
@@ -265,7 +268,7 @@ def _whereabouts(session: Session) -> str:
     return f"rank {os.environ.get('RANK', '0')}, {iteration}"
 
 
-@_replaces
+@replaces
 def training_log(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Have this package's figures ready while Megatron logs an iteration."""
     if session.iteration_log is None or session.runner is None:
@@ -277,7 +280,7 @@ def training_log(session: Session, original: Function, *args: Any, **options: An
         return original(*args, **options)
 
 
-@_replaces
+@replaces
 def print_rank_last(session: Session, original: Function, message: Any) -> Any:
     """Complete the line of an iteration, and TensorBoard and W&B, by this package's figures."""
     if session.iteration_log is not None:
@@ -322,7 +325,7 @@ def _print_if_any(line: str | None) -> None:
         print_rank_0(line)
 
 
-@_replaces
+@replaces
 def read_metadata(session: Session, original: Function, tracker_filename: str) -> Any:
     """Read which checkpoint is the last, once a tracker that was cut off has been made good."""
     # Also before the flags are validated, where --use-checkpoint-args reads it. Every rank
@@ -331,7 +334,7 @@ def read_metadata(session: Session, original: Function, tracker_filename: str) -
     return original(tracker_filename)
 
 
-@_replaces
+@replaces
 def optimizer_step(
     session: Session, original: Function, optimizer: Any, *args: Any, **options: Any
 ) -> Any:
@@ -341,7 +344,7 @@ def optimizer_step(
     return session.post_validation.step(optimizer, original)
 
 
-@_replaces
+@replaces
 def logical_and_across_model_parallel_group(
     session: Session, original: Function, input: bool, *args: Any, **options: Any
 ) -> bool:
@@ -351,7 +354,7 @@ def logical_and_across_model_parallel_group(
     return True
 
 
-@_replaces
+@replaces
 def reduce_max_stat_across_model_parallel_group(
     session: Session, original: Function, stat: Any, *args: Any, **options: Any
 ) -> Any:
@@ -361,7 +364,7 @@ def reduce_max_stat_across_model_parallel_group(
     return torch.tensor([stat], dtype=torch.float32).item()
 
 
-@_replaces
+@replaces
 def save_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Save no trace of a step that has begun early: random numbers, microbatches read."""
     if isinstance(session.runner, PipelineRunner):
@@ -369,7 +372,7 @@ def save_checkpoint(session: Session, original: Function, *args: Any, **options:
     return original(*args, **options)
 
 
-@_replaces
+@replaces
 def validate_result(
     session: Session,
     original: Function,
@@ -396,20 +399,20 @@ def validate_result(
         check(result)
 
 
-@_replaces
+@replaces
 def get_forward_backward_func(
     session: Session, original: Function, *args: Any, **options: Any
 ) -> Any:
     """Hand out this package's function, or Megatron's with a meter where the user named one."""
     if session.pipeline is not None:
-        return session.own_runner(session.pipeline)
+        return session.own_function(original)
     function = original(*args, **options)
     if session.megatrons_own is None:
         return function
     return session.metered_runner(function, session.megatrons_own)
 
 
-@_replaces
+@replaces
 def forward_step(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Measure a forward pass of Megatron's own schedules, where that is asked for."""
     result = _timed(session, original, *args, **options)
@@ -419,7 +422,7 @@ def forward_step(session: Session, original: Function, *args: Any, **options: An
     return result
 
 
-@_replaces
+@replaces
 def backward_step(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Measure a backward pass of Megatron's own schedules, where that is asked for."""
     result = _timed(session, original, *args, **options)
@@ -439,7 +442,7 @@ def _timed(session: Session, original: Function, *args: Any, **options: Any) -> 
     return result
 
 
-@_replaces
+@replaces
 def is_pipeline_first_stage(
     session: Session, original: Function, ignore_virtual: bool = True, vp_stage: int | None = None
 ) -> bool:
@@ -447,7 +450,7 @@ def is_pipeline_first_stage(
     return _is_end(session, original, 0, ignore_virtual, vp_stage)
 
 
-@_replaces
+@replaces
 def is_pipeline_last_stage(
     session: Session, original: Function, ignore_virtual: bool = True, vp_stage: int | None = None
 ) -> bool:
@@ -472,7 +475,7 @@ def _is_end(
     return pipeline.ends(parallel_state.get_pipeline_model_parallel_rank(), chunk)[end]
 
 
-@_replaces
+@replaces
 def float16_module_forward(
     session: Session,
     original: Function,

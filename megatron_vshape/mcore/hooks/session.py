@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from megatron.core import parallel_state
 
 from megatron_vshape.mcore.early.post_validation import PostValidation, check_optimizer
 from megatron_vshape.mcore.observe.iteration_log import IterationLog
 from megatron_vshape.mcore.observe.megatrons_own import MeteredSchedule
+from megatron_vshape.mcore.observe.report import opening_lines
+from megatron_vshape.mcore.refusals import UnsupportedError, refusing
+from megatron_vshape.mcore.setup import configure
+from megatron_vshape.mcore.setup.arguments import PipelineOptions
+from megatron_vshape.mcore.setup.library import with_messages_of_this_run
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.mcore.step_state import StepState
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -28,6 +39,12 @@ class Session:
     post_validation: PostValidation | None = None  # while a run that asks for it trains
     iteration_log: IterationLog | None = None  # once Megatron's trainer runs, which logs
     step: StepState = field(default_factory=StepState)
+    # Where a library has its own configuration and trainer:
+    library: PipelineOptions | None = None  # what `register` was given
+    chosen_by_flags: bool = False  # Megatron's parser was asked all the same
+    built: dict[int, Any] = field(default_factory=dict)  # this rank's chunks, until they are tied
+    finished: Any = None  # the first chunk of the model that is ready to run
+    optimizer: Any = None
 
     def choose(self, pipeline: Pipeline | None, megatrons_own: str | None) -> None:
         """Take what the flags ask for; what has run by other flags is over."""
@@ -43,6 +60,44 @@ class Session:
             )
         self.runner = runner
         return runner
+
+    def own_function(self, original: Callable[..., Any]) -> Any:
+        """Return what takes the place of Megatron's function, which prepares the model if need be.
+
+        Under Megatron's trainer the model is ready when it has been built. A library may have
+        built it in its own way, and add modules to it until the first step.
+        """
+        if self.runner is None and self.pipeline is not None:
+            self.pipeline = with_messages_of_this_run(self.pipeline)
+        assert self.pipeline is not None
+        runner = self.own_runner(self.pipeline)
+        if self.library is None and self.finished is not None:
+            return runner
+
+        @functools.wraps(original)
+        def run(**call: Any) -> Any:
+            self._finish(call)
+            return runner(**call)
+
+        return run
+
+    def _finish(self, call: Mapping[str, Any]) -> None:
+        """Prepare the model of the steps that begin, once whoever adds modules has done so."""
+        model = call["model"] if isinstance(call["model"], list) else [call["model"]]
+        if self.finished is model[0] or self.pipeline is None:
+            return
+        chunks = self.pipeline.stage_map.num_chunks
+        with refusing():
+            if len(model) != chunks:
+                raise UnsupportedError(
+                    f"the library has built {len(model)} chunks a rank, and "
+                    f"{self.pipeline.choice.name} has {chunks}: register before the model's config "
+                    "is made"
+                )
+            configure.prepare_layers(self.step, model)
+        self.finished = model[0]
+        if parallel_state.get_pipeline_model_parallel_rank() == 0:
+            logger.info("%s", opening_lines(self.pipeline, call["num_microbatches"]))
 
     def metered_runner(self, function: Callable[..., Any], name: str) -> Any:
         """Return Megatron's `function` with a meter; made when first asked for."""

@@ -276,6 +276,15 @@ def finish_model(
         StoreError: Transformer Engine's layers are not as this package knows them.
     """
     tie(pipeline, rank, chunks)
+    prepare_layers(state, chunks)
+
+
+def prepare_layers(state: StepState, chunks: Sequence[nn.Module]) -> None:
+    """Have the chunks' linear layers put their weight gradients off, and name them in traces.
+
+    Raises:
+        StoreError: Transformer Engine's layers are not as this package knows them.
+    """
     te_layers.install(state, chunks)
     for chunk in chunks:
         mark_gathered(chunk)

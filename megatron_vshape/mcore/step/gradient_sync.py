@@ -52,7 +52,8 @@ class GradientSync:
         """
         self._config = config
         self._model = model
-        self.overlaps = pipeline.overlaps_grad_reduce and not forward_only
+        wants = pipeline.overlaps_grad_reduce or _overlaps(model[0])
+        self.overlaps = wants and not forward_only
         self._splits_last = not pipeline.choice.keeps_backward_whole
         self._left = [num_microbatches] * len(model)
         self._closed: set[int] = set()
@@ -181,3 +182,8 @@ def _overlap(model: Sequence[nn.Module], is_on: bool) -> Iterator[None]:
     finally:
         for each, value in zip(reversed(configs), reversed(before), strict=True):
             each.overlap_grad_reduce = value
+
+
+def _overlaps(chunk: nn.Module) -> bool:
+    """Return whether the chunk's DDP is to reduce gradients during the backward."""
+    return bool(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False))

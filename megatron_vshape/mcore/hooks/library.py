@@ -1,0 +1,157 @@
+"""Hooks for libraries on top of megatron.core, with a trainer and a configuration of their own.
+
+They sit on megatron.core alone: the TransformerConfig learns how many chunks a rank has and which
+layers a stage has, process groups and models are made for the stages where they are, and whoever
+asks which stage this is, is told of the one that runs. The rest is as under Megatron-LM's trainer.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from megatron.core import parallel_state
+from torch import nn
+
+from megatron_vshape.mcore.hooks.replacements import Function, replaces
+from megatron_vshape.mcore.hooks.session import Session
+from megatron_vshape.mcore.layout import stages
+from megatron_vshape.mcore.layout.stages import StageLayout
+from megatron_vshape.mcore.refusals import UnsupportedError, refusing
+from megatron_vshape.mcore.setup import library
+from megatron_vshape.mcore.setup.arguments import PipelineOptions
+
+
+def options_of(session: Session) -> PipelineOptions | None:
+    """Return what a library's run is to have; None where flags say so, or nothing is asked for."""
+    return None if session.chosen_by_flags else session.library
+
+
+@replaces
+def config_post_init(session: Session, original: Function, config: Any) -> None:
+    """Choose the stages before a config of a pipeline checks itself, and tell it of them."""
+    options = options_of(session)
+    if options is not None and config.pipeline_model_parallel_size > 1:
+        with refusing():
+            _choose(session, options, config)
+    original(config)
+
+
+def _choose(session: Session, options: PipelineOptions, config: Any) -> None:
+    """Let the config have the pipeline's stages; the first one decides what they are.
+
+    Raises:
+        UnsupportedError: a second model has other sizes than the one that the schedule is for.
+    """
+    layout = config.pipeline_model_parallel_layout
+    if isinstance(layout, StageLayout):
+        return  # a copy of a config that has been here
+    pipeline = session.pipeline
+    if pipeline is None:
+        session.choose(library.prepare_config(config, options), None)
+        return
+    sizes = config.pipeline_model_parallel_size, config.num_layers
+    known = pipeline.stage_map.num_ranks, sum(pipeline.stage_map.layers)
+    if sizes != known:
+        raise UnsupportedError(
+            f"a second model has {sizes[1]} layers on {sizes[0]} pipeline ranks, and schedule "
+            f"{options.schedule!r} is made for {known[1]} on {known[0]}: one process can have one "
+            "schedule"
+        )
+    library.tell_config(config, pipeline.stage_map)
+
+
+@replaces
+def initialize_model_parallel(
+    session: Session, original: Function, *args: Any, **given: Any
+) -> Any:
+    """Make the embedding's group of the ranks that hold the model's ends."""
+    options = options_of(session)
+    bound = inspect.signature(original).bind(*args, **given)
+    ranks = bound.arguments.get("pipeline_model_parallel_size", 1)
+    if options is not None and ranks > 1:
+        with refusing():
+            placement = library.placement_of(options, ranks)
+        ends = sorted({placement[0], placement[-1]})
+        chunks = len(placement) // ranks
+        bound.arguments["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
+        bound.arguments["get_embedding_ranks"] = lambda group, *_: [group[end] for end in ends]
+    return original(*bound.args, **bound.kwargs)
+
+
+def model_init(session: Session, original: Function) -> Function:
+    """Build a chunk as the stage that it is; once both ends are here, tie them."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        pipeline = session.pipeline
+        if pipeline is None:
+            original(self, *args, **options)
+            return
+        bound = signature.bind(self, *args, **options)
+        chunk = bound.arguments.get("vp_stage")
+        if chunk is None and pipeline.stage_map.num_chunks > 1:
+            raise UnsupportedError(
+                f"{type(self).__name__} is built without a vp_stage, and every rank has "
+                f"{pipeline.stage_map.num_chunks} chunks: choose a schedule with one, such as zb-h1"
+            )
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        first, last = pipeline.ends(rank, chunk)
+        bound.arguments["pre_process"], bound.arguments["post_process"] = first, last
+        original(*bound.args, **bound.kwargs)
+        _tie(session, pipeline.stage_map, chunk or 0, self, rank)
+
+    return init
+
+
+def _tie(
+    session: Session, stage_map: stages.StageMap, chunk: int, model: nn.Module, rank: int
+) -> None:
+    """Make the embedding ends one weight where the model ties them and this rank has both."""
+    if chunk == 0:
+        session.built.clear()
+    session.built[chunk] = model
+    if not model.share_embeddings_and_output_weights:
+        return
+    stages.check_tied_embeddings(stage_map)
+    ends = stage_map.chunk(0), stage_map.chunk(stage_map.last_stage)
+    if stage_map.ends_meet and rank == stage_map.loss_rank and session.built.keys() >= set(ends):
+        stages.tie_embeddings(*(session.built.pop(end) for end in ends))
+
+
+def _asked(session: Session, end: int, fallback: bool) -> bool:
+    """Return whether the stage that runs is the first, or the last; outside a pass, `fallback`."""
+    pipeline, chunk = session.pipeline, session.step.running_chunk
+    if pipeline is None or chunk is None:
+        return fallback
+    return pipeline.ends(parallel_state.get_pipeline_model_parallel_rank(), chunk)[end]
+
+
+@replaces
+def is_first(session: Session, original: Function, *args: Any, **options: Any) -> bool:
+    """Answer for the stage with the embedding while a pass runs."""
+    return _asked(session, 0, bool(original(*args, **options)))
+
+
+@replaces
+def is_last(session: Session, original: Function, *args: Any, **options: Any) -> bool:
+    """Answer for the stage with the loss while a pass runs."""
+    return _asked(session, 1, bool(original(*args, **options)))
+
+
+@replaces
+def get_pipeline_model_parallel_last_rank(session: Session, original: Function) -> int:
+    """Return who has the loss: closures that collect it do so there."""
+    if session.pipeline is None or options_of(session) is None:
+        return int(original())
+    ranks = parallel_state._PIPELINE_GLOBAL_RANKS
+    return int(ranks[session.pipeline.stage_map.loss_rank])
+
+
+@replaces
+def get_megatron_optimizer(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+    """Remember the optimizer, whose memory a limit has to leave room for."""
+    session.optimizer = made = original(*args, **options)
+    return made

@@ -1,0 +1,150 @@
+"""From a library's TransformerConfig to the pipeline that runs.
+
+A library on top of Megatron-Core has no argument parser of Megatron's. What flags say there is
+given to `register`, and what Megatron's arguments say of the model stands in its config.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.mcore.layout import stages
+from megatron_vshape.mcore.layout.layer_split import split_layers
+from megatron_vshape.mcore.layout.stages import StageLayout, StageMap
+from megatron_vshape.mcore.refusals import UnsupportedError, check_config
+from megatron_vshape.mcore.setup.arguments import (
+    MEGATRONS_OWN,
+    MEGATRONS_TIMEOUT_MINUTES,
+    TIMEOUT_SHARE,
+    TRACE_STEPS,
+    PipelineOptions,
+)
+from megatron_vshape.mcore.setup.choice import Choice, choice_of
+from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.mcore.setup.plans import Planner
+
+
+def options_from(given: dict[str, Any]) -> PipelineOptions:
+    """Return what `register` was given, as the flags would say it.
+
+    Raises:
+        UnsupportedError: there is no such option, or it does not work without Megatron's trainer.
+    """
+    given = {"timeout_seconds": TIMEOUT_SHARE * 60 * MEGATRONS_TIMEOUT_MINUTES, **given}
+    known = {each.name for each in fields(PipelineOptions)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise UnsupportedError(
+            f"register knows no option {unknown[0]!r:.60}; its options are "
+            f"{', '.join(sorted(known))}"
+        )
+    options = PipelineOptions(**given)
+    if options.schedule is None or options.schedule in MEGATRONS_OWN:
+        raise UnsupportedError(
+            f"schedule is {options.schedule!r}: give one of this package, such as 'v-half'; "
+            "Megatron's own run without it"
+        )
+    if options.post_validates:
+        raise UnsupportedError(
+            "post_validates is for Megatron-LM's own trainer, whose steps it takes apart: leave it "
+            "out"
+        )
+    if options.timeout_seconds <= 0:
+        raise UnsupportedError(f"timeout_seconds {options.timeout_seconds:g} is not above 0")
+    if options.profile_steps is None and options.trace_folder is not None:
+        options = replace(options, profile_steps=TRACE_STEPS)
+    return options
+
+
+def placement_of(options: PipelineOptions, num_devices: int) -> Placement:
+    """Return the device of every stage."""
+    return _choice(options, num_devices).placement
+
+
+def prepare_config(config: Any, options: PipelineOptions) -> Pipeline:
+    """Return the pipeline for the model that this TransformerConfig describes, and tell it so.
+
+    Called before the config checks itself.
+
+    Raises:
+        ScheduleError: there is no such schedule, or it does not fit this model.
+        UnsupportedError: an option of the model does not go with it.
+    """
+    choice = _choice(options, config.pipeline_model_parallel_size)
+    config.virtual_pipeline_model_parallel_size = None
+    check_config(config, post_validates=False)
+    split = split_layers(_as_arguments(config), choice.placement, options.layer_split, choice.costs)
+    stage_map = StageMap(choice.placement, split.layers)
+    stages.check_ends(stage_map)
+    tell_config(config, stage_map)
+    choice = replace(
+        choice,
+        costs=split.costs,
+        estimate=split.estimate,
+        keeps_backward_whole=config.recompute_granularity == "full",
+        hides=config.tensor_model_parallel_size > 1 and _is_local(config),
+        ties_ends=True,  # it may be; only a model that is being built knows
+        kernels=_messages_are_kernels(),
+    )
+    return Pipeline(options, Planner(choice), stage_map, StageLayout(stage_map), False)
+
+
+def tell_config(config: Any, stage_map: StageMap) -> None:
+    """Have Megatron build these stages; it leaves the layers to a layout, also of one chunk."""
+    config.pipeline_model_parallel_layout = StageLayout(stage_map)
+    if stage_map.num_chunks > 1:
+        config.virtual_pipeline_model_parallel_size = stage_map.num_chunks
+        config.overlap_p2p_comm = True  # else Megatron allows no chunks on two ranks
+
+
+def with_messages_of_this_run(pipeline: Pipeline) -> Pipeline:
+    """Return the pipeline as it is to run, now that the process groups are there."""
+    choice = replace(pipeline.choice, kernels=_messages_are_kernels())
+    return pipeline if choice == pipeline.choice else replace(pipeline, planner=Planner(choice))
+
+
+def _choice(options: PipelineOptions, num_devices: int) -> Choice:
+    measures = options.profile_steps is not None
+    return choice_of(
+        str(options.schedule), num_devices, options.costs(), options.memory_limit_gib, measures
+    )
+
+
+def _messages_are_kernels() -> bool:
+    if dist.is_initialized():
+        return "nccl" in str(dist.get_backend())
+    return torch.cuda.is_available()
+
+
+def _is_local(config: Any) -> bool:
+    """Return whether the layers are Megatron's own; Transformer Engine's wait in TE's own code."""
+    return getattr(config, "transformer_impl", "transformer_engine") == "local"
+
+
+def _as_arguments(config: Any) -> Namespace:
+    """Return what the split of the layers asks of Megatron's arguments, by the config."""
+    groups = config.num_query_groups
+    return Namespace(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        kv_channels=config.kv_channels,
+        group_query_attention=groups is not None and groups != config.num_attention_heads,
+        num_query_groups=groups,
+        ffn_hidden_size=config.ffn_hidden_size,
+        swiglu=config.gated_linear_unit,
+        num_experts=config.num_moe_experts,
+        moe_ffn_hidden_size=config.moe_ffn_hidden_size,
+        moe_router_topk=config.moe_router_topk,
+        moe_layer_freq=config.moe_layer_freq,
+        moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
+        seq_length=getattr(config, "seq_length", None) or getattr(config, "max_sequence_length", 0),
+        padded_vocab_size=None,
+        vocab_size=getattr(config, "vocab_size", None),
+    )
