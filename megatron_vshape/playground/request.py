@@ -37,9 +37,6 @@ class FieldError(ScheduleError):
         super().__init__(text)
         self.field = field
 
-    def __reduce__(self) -> tuple[type["FieldError"], tuple[str, str]]:
-        return FieldError, (self.field, str(self))
-
 
 class Want(StrEnum):
     """What is to be made."""

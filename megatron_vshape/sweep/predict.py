@@ -258,11 +258,13 @@ class _Stages:
 
     def fixed_bytes(self) -> list[float]:
         """Return what each device holds beside activations."""
-        assume = self.layers.machine.assume
-        streams = 2 * len(self.parts) // self.combination.pipeline_parallel
+        model, it, assume = self.layers.model, self.combination, self.layers.machine.assume
+        streams = 2 * len(self.parts) // it.pipeline_parallel
         messages = streams * (assume.receive_window + 1) * self.layers.message_bytes()
         rest = assume.context_gib * GIB + messages + self.layers.working_bytes()
-        return [rest + self._state_bytes(parameters) for parameters in self._parameters()]
+        state = assume.parameter_state_bytes / (it.data_parallel * it.context_parallel)
+        each = model.parameter_bytes + model.gradient_bytes + state
+        return [rest + parameters * each for parameters in self._parameters()]
 
     def after_us(self) -> float:
         """Return the time after the passes: gradient reduction, optimizer, parameter gathering."""
@@ -284,12 +286,6 @@ class _Stages:
         """Return how many parameters each device holds."""
         rows = stages_of(self.placement, self.combination.pipeline_parallel)
         return [sum(self.parts[stage].parameters for stage in row) for row in rows]
-
-    def _state_bytes(self, parameters: float) -> float:
-        model, it = self.layers.model, self.combination
-        shared = self.layers.machine.assume.parameter_state_bytes
-        replicas = it.data_parallel * it.context_parallel
-        return parameters * (model.parameter_bytes + model.gradient_bytes + shared / replicas)
 
 
 @lru_cache(maxsize=64)

@@ -40,7 +40,7 @@ function escapeText(text) {
 const short = (value) => String(Math.round(value * 100) / 100);
 
 function* svgTrack(track, number) {
-  const { timeline, geometry, plotWidth, view } = track;
+  const { timeline, geometry, plotWidth } = track;
   const clip = `plot${number}`;
   yield `<clipPath id="${clip}"><rect x="${MARGIN.left}" y="0" width="${plotWidth}" height="${geometry.bottom}"/></clipPath>`;
   yield `<g clip-path="url(#${clip})">`;
@@ -55,7 +55,7 @@ function* svgTrack(track, number) {
   if (geometry.heldRow) yield* svgHeld(track);
   yield "</g>";
   if (geometry.heldRow) yield* svgHeldFrame(track);
-  yield* svgAxis(track, view);
+  yield* svgAxis(track);
 }
 
 function* svgPasses(track) {
@@ -152,8 +152,8 @@ function* svgHeld(track) {
   }
 }
 
-function* svgAxis(track, view) {
-  const { timeline, geometry, units, plotWidth, skin } = track;
+function* svgAxis(track) {
+  const { timeline, geometry, units, plotWidth, skin, view } = track;
   for (let device = 0; device < timeline.devices; device++) {
     const every = Math.max(1, Math.ceil(11 / geometry.row));
     if (device % every) continue;

@@ -74,7 +74,8 @@ export class Timeline {
   /** Return [low, high): the passes of a device that touch the time from t0 to t1. */
   range(device, t0, t1) {
     const [low, high] = [this.offsets[device], this.offsets[device + 1]];
-    return [firstAbove(this.end, low, high, t0), firstAtLeast(this.start, low, high, t1)];
+    const from = firstWhere(low, high, (at) => this.end[at] > t0);
+    return [from, firstWhere(low, high, (at) => this.start[at] >= t1)];
   }
 
   /** Return the pass of a device at a time, or -1 in a bubble. */
@@ -89,7 +90,7 @@ export class Timeline {
   nearest(device, time) {
     const [low, high] = [this.offsets[device], this.offsets[device + 1]];
     if (low === high) return -1;
-    const after = Math.min(firstAbove(this.end, low, high, time), high - 1);
+    const after = Math.min(firstWhere(low, high, (at) => this.end[at] > time), high - 1);
     if (after > low && time - this.end[after - 1] < this.start[after] - time) return after - 1;
     return after;
   }
@@ -176,19 +177,11 @@ export class Timeline {
   }
 }
 
-function firstAbove(values, low, high, bound) {
+/** Return the first place in [low, high) where something holds that holds from there on. */
+function firstWhere(low, high, holds) {
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (values[middle] > bound) high = middle;
-    else low = middle + 1;
-  }
-  return low;
-}
-
-function firstAtLeast(values, low, high, bound) {
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (values[middle] >= bound) high = middle;
+    if (holds(middle)) high = middle;
     else low = middle + 1;
   }
   return low;
