@@ -25,7 +25,7 @@ from megatron_vshape.mcore.setup.arguments import PipelineOptions
 
 def options_of(session: Session) -> PipelineOptions | None:
     """Return what a library's run is to have; None where flags say so, or nothing is asked for."""
-    return None if session.chosen_by_flags else session.library
+    return session.library if session.is_librarys else None
 
 
 @replaces
@@ -144,7 +144,7 @@ def is_last(session: Session, original: Function, *args: Any, **options: Any) ->
 @replaces
 def get_pipeline_model_parallel_last_rank(session: Session, original: Function) -> int:
     """Return who has the loss: closures that collect it do so there."""
-    if session.pipeline is None or options_of(session) is None:
+    if session.pipeline is None or not session.is_librarys:
         return int(original())
     ranks = parallel_state._PIPELINE_GLOBAL_RANKS
     return int(ranks[session.pipeline.stage_map.loss_rank])

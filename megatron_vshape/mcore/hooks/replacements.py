@@ -464,10 +464,14 @@ def _is_end(
     """Return the answer to "is this the first (or last) stage?", about a chunk where one is meant.
 
     Asked without a chunk, it is about the one that runs, and where none runs about the rank's
-    place in the pipeline: that is how the trainer finds out who prints.
+    place in the pipeline: that is how Megatron-LM's trainer finds out who prints. A library then
+    means the rank on which the end is: what its closures have collected of losses lies there.
     """
     pipeline = session.pipeline
     chunk = session.step.running_chunk if ignore_virtual else vp_stage
+    if pipeline is not None and chunk is None and ignore_virtual and session.is_librarys:
+        rank: int = parallel_state.get_pipeline_model_parallel_rank()
+        return rank == pipeline.stage_map.end_ranks[end]
     if pipeline is not None and not ignore_virtual and pipeline.stage_map.num_chunks == 1:
         chunk = 0
     if pipeline is None or chunk is None:

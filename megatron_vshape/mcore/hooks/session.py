@@ -126,6 +126,11 @@ class Session:
         post_validation.end()
         return post_validation.closing_line()
 
+    @property
+    def is_librarys(self) -> bool:
+        """Return whether a library's trainer runs, by what `register` was given."""
+        return self.library is not None and not self.chosen_by_flags
+
     def logs(self) -> bool:
         """Return whether Megatron's trainer runs, which logs iterations."""
         return self.iteration_log is not None

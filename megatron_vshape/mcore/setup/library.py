@@ -36,7 +36,8 @@ def options_from(given: dict[str, Any]) -> PipelineOptions:
     Raises:
         UnsupportedError: there is no such option, or it does not work without Megatron's trainer.
     """
-    given = {"timeout_seconds": TIMEOUT_SHARE * 60 * MEGATRONS_TIMEOUT_MINUTES, **given}
+    usual = {"schedule": None, "timeout_seconds": TIMEOUT_SHARE * 60 * MEGATRONS_TIMEOUT_MINUTES}
+    given = usual | given
     known = {each.name for each in fields(PipelineOptions)}
     unknown = sorted(set(given) - known)
     if unknown:

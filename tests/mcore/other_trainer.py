@@ -1,0 +1,227 @@
+"""Trainers of other libraries than Megatron-LM, as small as they can be, on megatron.core alone.
+
+Each does what sets it apart: `bridge` (NVIDIA's Megatron-Bridge) defers its config's checks, asks
+core.pipeline_parallel.utils which stage this is and reads losses on the physical last rank;
+`verl` initializes the process groups before it has a config, asks parallel_state, and gives every
+call another number of microbatches of other lengths; `areal` drops what the call returns and reads
+what its loss closure collected, where parallel_state says that the last stage is. All have
+imported Megatron's functions by name before any schedule is registered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.utils import (
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+import megatron_vshape
+
+LAYERS, HIDDEN, VOCABULARY, LONGEST = 8, 32, 64, 24
+
+
+@dataclass
+class DeferredConfig(TransformerConfig):
+    """A config that checks itself when it is told to."""
+
+    def __post_init__(self) -> None:
+        pass
+
+    def finalize(self) -> None:
+        """Check it as Megatron does."""
+        TransformerConfig.__post_init__(self)
+
+
+def make_config(shape: str, ranks: int) -> Any:
+    """Return the model's config, made as this library does."""
+    sizes: dict[str, Any] = {
+        "num_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 4,
+        "pipeline_dtype": torch.float32,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "persist_layer_norm": False,
+        "variable_seq_lengths": shape == "verl",
+        "moe_token_dispatcher_type": "alltoall",  # which alone allows other lengths
+    }
+    if shape != "bridge":
+        return TransformerConfig(pipeline_model_parallel_size=ranks, **sizes)
+    config = DeferredConfig(**sizes)
+    config.pipeline_model_parallel_size = ranks
+    config.finalize()
+    return config
+
+
+def make_model(shape: str, config: Any) -> list[nn.Module]:
+    """Return this rank's chunks, the ends where the library believes them to be."""
+    chunks = config.virtual_pipeline_model_parallel_size
+    if shape != "bridge":
+        chunks = mpu.get_virtual_pipeline_model_parallel_world_size()
+    group = mpu.get_pipeline_model_parallel_group()
+    model = []
+    for chunk in range(chunks or 1):
+        where = chunk if chunks else None
+        if shape == "bridge":
+            first = is_vp_first_stage(where, chunks) and is_pp_first_stage(group)
+            last = is_vp_last_stage(where, chunks) and is_pp_last_stage(group)
+        else:
+            first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=where)
+            last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=where)
+        made = GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_layer_local_spec(),
+            vocab_size=VOCABULARY,
+            max_sequence_length=LONGEST,
+            pre_process=first,
+            post_process=last,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=shape == "areal",
+            vp_stage=where,
+        )
+        fill(made)
+        model.append(DistributedDataParallel(config, DistributedDataParallelConfig(), made))
+    return model
+
+
+def names_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a chunk by their names in the whole model."""
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if name.startswith("decoder.layers."):
+            parts[2] = str(model.decoder.layers[int(parts[2])].layer_number)
+        if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+            parts = "embedding.word_embeddings.weight".split(".")
+        yield ".".join(parts), parameter
+
+
+def fill(model: nn.Module) -> None:
+    """Give every weight values that follow from its name."""
+    for name, parameter in names_of(model):
+        if parameter.dim() > 1:
+            seed = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
+            generator = torch.Generator().manual_seed(seed)
+            with torch.no_grad():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def batches(step: int, count: int, lengths: list[int]) -> Iterator[dict[str, Tensor]]:
+    """Yield a step's microbatches."""
+    for at in range(count):
+        generator = torch.Generator().manual_seed(1000 * step + at)
+        size = 1, lengths[at % len(lengths)] + 1
+        tokens = torch.randint(0, VOCABULARY, size, generator=generator)
+        yield {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
+def forward(shape: str, collected: list[float], data: Any, model: nn.Module) -> tuple[Any, Any]:
+    """Run a microbatch; only an end of the model is given what it reads."""
+    batch = next(data)
+    if shape == "bridge":
+        group = mpu.get_pipeline_model_parallel_group()
+        ends = is_pp_first_stage(group), is_pp_last_stage(group)
+    else:
+        ends = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
+    tokens = batch["tokens"]
+    positions = torch.arange(tokens.shape[1]).unsqueeze(0)
+    mask = torch.triu(torch.ones(1, 1, tokens.shape[1], tokens.shape[1]), diagonal=1).bool()
+    labels = batch["labels"] if ends[1] else None
+    output = model(tokens if ends[0] else None, positions, mask, labels=labels)
+
+    def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = output.float().mean()
+        collected.append(loss.item())
+        return loss, {"loss": loss.detach()}
+
+    return output, loss_of
+
+
+def losses_of(shape: str, returned: list[Any], collected: list[float]) -> list[float]:
+    """Return a step's losses where the library reads them, as it does."""
+    if shape == "bridge":
+        is_mine = is_pp_last_stage(mpu.get_pipeline_model_parallel_group())
+        return [each["loss"].item() for each in returned] if is_mine else []
+    if not mpu.is_pipeline_last_stage(ignore_virtual=True):
+        return []
+    return collected if shape == "areal" else [each["loss"].item() for each in returned]
+
+
+def train(shape: str, ranks: int, register: Callable[[], None]) -> dict[str, Any]:
+    """Return the losses of three steps, and the gradients of the last, that this rank has."""
+    if shape == "bridge":
+        register()
+        config = make_config(shape, ranks)
+        chunks = config.virtual_pipeline_model_parallel_size
+        mpu.initialize_model_parallel(1, ranks, chunks)
+    else:
+        register()
+        mpu.initialize_model_parallel(1, ranks)
+        config = make_config(shape, ranks)
+    model_parallel_cuda_manual_seed(1)
+    model = make_model(shape, config)
+    config.finalize_model_grads_func = finalize_model_grads
+    losses: list[list[float]] = []
+    for step, count in enumerate((8, 4, 8) if shape == "verl" else (8, 8, 8)):
+        lengths = [LONGEST, 7, 16] if shape == "verl" else [LONGEST]
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        collected: list[float] = []
+        returned = get_forward_backward_func()(
+            forward_step_func=partial(forward, shape, collected),
+            data_iterator=[batches(step, count, lengths) for _ in model],
+            model=model,
+            num_microbatches=count,
+            seq_length=1 if shape == "verl" else LONGEST,
+            micro_batch_size=1,
+            forward_only=step == 1,
+        )
+        losses.append(losses_of(shape, returned, collected))
+    gradients = {
+        name: parameter.main_grad.clone()
+        for chunk in model
+        for name, parameter in names_of(chunk.module)
+    }
+    return {"losses": losses, "gradients": gradients, "chunks": len(model)}
+
+
+def start(rank: int, given: dict[str, Any]) -> None:
+    """Run one of these trainers in a rank of the farm, and end it."""
+    megatron_vshape.unregister()
+    dist.init_process_group("gloo")
+
+    def register() -> None:
+        if given["schedule"] is not None:
+            megatron_vshape.register(schedule=given["schedule"], **given.get("options", {}))
+
+    kept = train(given["shape"], dist.get_world_size(), register)
+    torch.save(kept, f"{given['directory']}/{rank}.pt")
+    dist.barrier()
+    megatron_vshape.unregister()
+    os._exit(0)
