@@ -14,7 +14,11 @@ from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.report import RunReport
-from megatron_vshape.mcore.observe.static_memory import StaticMemory, gather, static_memory
+from megatron_vshape.mcore.observe.static_memory import (
+    StaticMemory,
+    most_of_replicas,
+    static_memory,
+)
 from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step.same_plan import Agreement
@@ -58,7 +62,8 @@ def test_ranks_that_run_unlike_jobs_in_a_b_all_know() -> None:
 
 def held_by_all(rank: int) -> list[StaticMemory]:
     group = SimpleNamespace(rank=lambda: rank // 2, size=lambda: 2)
-    return gather(StaticMemory(10, 10, 100 if rank == 2 else rank, 0, 0), group)  # type: ignore[arg-type]
+    own = StaticMemory(10, 10, 100 if rank == 2 else rank, 0, 0)
+    return most_of_replicas(own, group, lambda each: each.total)  # type: ignore[arg-type]
 
 
 def test_of_replicas_the_one_that_holds_most_counts() -> None:

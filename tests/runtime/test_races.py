@@ -24,7 +24,7 @@ from runtime.fake_pipeline import SHAPE, TO_THE_END, Train, program_of
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.core.program.early_start import begun_early
 from megatron_vshape.core.program.instructions import Message
-from megatron_vshape.runtime.p2p import Transport, _PolledSends, _Sent
+from megatron_vshape.runtime.p2p import Edge, Transport, _PolledSends, _Sent
 from megatron_vshape.runtime.variable_p2p import DIMENSIONS, VariableTransport
 
 Change = pytest.MonkeyPatch
@@ -84,7 +84,7 @@ def keeps_no_length_sent(changed: Change) -> None:
 
 def releases_without_a_wait(changed: Change) -> None:
     def release(self: _PolledSends, message: Message) -> None:
-        queue = self._left.get((message.stream, message.target), ())
+        queue = self._left.get(Edge.of(message), ())
         for at, sent in enumerate(queue):
             if sent.message == message:
                 queue[at] = sent._replace(tensor=None)  # type: ignore[index]
