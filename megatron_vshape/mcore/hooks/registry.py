@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import megatron.core
+from megatron import core  # an attribute of its package only once it has been imported
 
 from megatron_vshape.mcore.hooks import library, replacements
 from megatron_vshape.mcore.hooks.session import Session
@@ -77,6 +77,7 @@ class Hook(Target):
     since: Release = (0, 0)
     until: Release = (999, 0)
     optional: bool = False  # it depends on another package
+    everywhere: bool = False  # also where other modules have imported it by name
 
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -211,6 +212,7 @@ HOOKS = (
             (),
             "hands the trainer this package's function instead of Megatron's",
             replacements.get_forward_backward_func,
+            everywhere=True,
         )
         for module in (_SCHEDULES, "megatron.core.pipeline_parallel", _TRAINING)
     ),
@@ -231,6 +233,7 @@ HOOKS = (
         ),
         "makes a library's embedding group of the ranks that hold the model's ends",
         library.initialize_model_parallel,
+        everywhere=True,
     ),
     Hook(
         "megatron.core.models.gpt.gpt_model",
@@ -240,7 +243,7 @@ HOOKS = (
         library.model_init,
     ),
     *(
-        Hook(_UTILS, name, expects, reason, replacement)
+        Hook(_UTILS, name, expects, reason, replacement, everywhere=True)
         for name, expects, replacement in (
             ("is_pp_first_stage", ("pp_group",), library.is_first),
             ("is_pp_last_stage", ("pp_group",), library.is_last),
@@ -255,6 +258,7 @@ HOOKS = (
         (),
         "names the rank with the loss to a library, whose closures collect it there",
         library.get_pipeline_model_parallel_last_rank,
+        everywhere=True,
     ),
     Hook(
         "megatron.core.optimizer",
@@ -262,6 +266,7 @@ HOOKS = (
         ("model_chunks",),
         "remembers a library's optimizer, whose memory a limit has to leave room for",
         library.get_megatron_optimizer,
+        everywhere=True,
     ),
     Hook(
         _SCHEDULES,
@@ -305,6 +310,7 @@ HOOKS = (
         ("ignore_virtual", "vp_stage"),
         "the stage with the embedding may be any chunk of any rank",
         replacements.is_pipeline_first_stage,
+        everywhere=True,
     ),
     Hook(
         _STATE,
@@ -312,6 +318,7 @@ HOOKS = (
         ("ignore_virtual", "vp_stage"),
         "the stage with the loss may be any chunk of any rank",
         replacements.is_pipeline_last_stage,
+        everywhere=True,
     ),
     Hook(
         "megatron.core.transformer.module",
@@ -407,33 +414,29 @@ def install(options: Mapping[str, Any] | None = None) -> None:
         raise HookError(faults[0])
     session = Session(library=given)
     made: dict[int, Any] = {}  # names of one object get one replacement
-    originals = {id(original): original for original in (hook.original() for hook in HOOKS)}
+    named = [hook.original() for hook in HOOKS if hook.everywhere]
     for hook in HOOKS:
         _install(hook, session, made)
-    _swap({key: (originals[key], value) for key, value in made.items()}, _replaced)
+    _swap({id(each): (each, made[id(each)]) for each in named if each is not ABSENT}, _replaced)
 
 
 def uninstall() -> None:
     """Put back every attribute that `install` replaced, also where it was imported since then."""
-    made = {id(value): (value, original) for value, original in _replaced.undo()}
+    replacements = {id(value): (value, original) for value, original in _replaced.undo()}
+    # Values such as True are no one's own: only functions can be told by what they are.
+    made = {key: pair for key, pair in replacements.items() if inspect.isfunction(pair[1])}
     _swap(made, Replaced())
 
 
 def _swap(pairs: Mapping[int, tuple[Any, Any]], replaced: Replaced) -> None:
     """Put the second of a pair wherever a module of another package has the first, by any name."""
-    # Values such as True are no one's own, so only functions and classes can be told by identity.
-    pairs = {
-        key: pair
-        for key, pair in pairs.items()
-        if inspect.isfunction(pair[0]) or inspect.isclass(pair[0])
-    }
     for module in list(sys.modules.values()):
         if module is None or str(getattr(module, "__name__", "")).startswith("megatron_vshape"):
             continue
         for name, value in list(getattr(module, "__dict__", {}).items()):
-            old, new = pairs.get(id(value), (ABSENT, None))
-            if value is old:
-                replaced.put(module, name, new)
+            pair = pairs.get(id(value))
+            if pair is not None and value is pair[0]:
+                replaced.put(module, name, pair[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,9 +497,9 @@ def _other_parameters(record: Target, original: Any) -> str | None:
 
 
 def _version() -> str:
-    return f"megatron-core {megatron.core.__version__}"
+    return f"megatron-core {core.__version__}"
 
 
 def _release() -> Release:
-    major, minor, *_ = megatron.core.__version__.split(".")
+    major, minor, *_ = core.__version__.split(".")
     return int(major), int(minor)
