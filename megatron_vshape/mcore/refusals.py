@@ -46,8 +46,6 @@ def _above_one(value: Any) -> bool:
     return value is not None and value > 1
 
 
-_DECIDES_CHUNKS = "the schedule decides how many chunks a rank has: leave it out"
-_DECIDES_LAYERS = "which stage has which layers is --pipeline-layer-split's to say: leave it out"
 _OWN_ORDER = "it assumes the order of Megatron's own schedules: leave it out"
 _UNSPLIT = "its weight gradients cannot be put off yet: leave it out"
 
@@ -66,7 +64,6 @@ REFUSALS = (
     ),
     Refusal("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", _OWN_ORDER),
     Refusal("delay_wgrad_compute", "--delay-wgrad-compute", _OWN_ORDER),
-    Refusal("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", _OWN_ORDER),
     Refusal(
         "use_megatron_fsdp",
         "--use-megatron-fsdp",
@@ -85,40 +82,6 @@ REFUSALS = (
         _is_given,
     ),
     Refusal(
-        "account_for_embedding_in_pipeline_split",
-        "--account-for-embedding-in-pipeline-split",
-        _DECIDES_LAYERS,
-    ),
-    Refusal(
-        "account_for_loss_in_pipeline_split",
-        "--account-for-loss-in-pipeline-split",
-        _DECIDES_LAYERS,
-    ),
-    Refusal(
-        "decoder_first_pipeline_num_layers",
-        "--decoder-first-pipeline-num-layers",
-        _DECIDES_LAYERS,
-        _is_given,
-    ),
-    Refusal(
-        "decoder_last_pipeline_num_layers",
-        "--decoder-last-pipeline-num-layers",
-        _DECIDES_LAYERS,
-        _is_given,
-    ),
-    Refusal(
-        "num_layers_per_virtual_pipeline_stage",
-        "--num-layers-per-virtual-pipeline-stage",
-        _DECIDES_CHUNKS,
-        _is_given,
-    ),
-    Refusal(
-        "num_virtual_stages_per_pipeline_rank",
-        "--num-virtual-stages-per-pipeline-rank",
-        _DECIDES_CHUNKS,
-        _is_given,
-    ),
-    Refusal(
         "inprocess_restart",
         "--inprocess-restart",
         "the messages and weight jobs of a step that failed would stay in the process: leave it "
@@ -126,23 +89,7 @@ REFUSALS = (
         in_config=False,
     ),
     Refusal("hybrid_context_parallel", "--hybrid-context-parallel", _OWN_ORDER),
-    Refusal(
-        "hybrid_override_pattern",
-        "--hybrid-override-pattern",
-        "give the pattern as --hybrid-layer-pattern",
-        _is_given,
-    ),
     Refusal("use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser", _UNSPLIT),
-    Refusal(
-        "moe_shared_expert_overlap",
-        "--moe-shared-expert-overlap",
-        "its stream would use memory anew that a W still reads: leave it out",
-    ),
-    Refusal(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        "--overlap-dispatch-backward-with-experts-wgrad",
-        _OWN_ORDER,
-    ),
     Refusal(
         "moe_expert_rank_capacity_factor",
         "--moe-expert-rank-capacity-factor",
@@ -164,16 +111,6 @@ REFUSALS = (
         is_derived=True,
     ),
     Refusal(
-        "microbatch_group_size_per_vp_stage",
-        "--microbatch-group-size-per-virtual-pipeline-stage",
-        _OWN_ORDER,
-        _is_given,
-        in_config=False,  # there Megatron gives it a value of its own
-    ),
-    Refusal(
-        "overlap_p2p_comm_warmup_flush", "--overlap-p2p-communication-warmup-flush", _OWN_ORDER
-    ),
-    Refusal(
         "pipeline_model_parallel_comm_backend",
         "--pipeline-model-parallel-comm-backend",
         "messages go over --distributed-backend: leave it out, or make it nccl",
@@ -186,18 +123,6 @@ REFUSALS = (
         "it takes weights from a rank's first chunk only: leave it out",
     ),
     Refusal(
-        "overlap_param_gather_with_optimizer_step",
-        "--overlap-param-gather-with-optimizer-step",
-        _OWN_ORDER,
-    ),
-    Refusal(
-        "pipeline_model_parallel_layout",
-        "--pipeline-model-parallel-layout",
-        _DECIDES_LAYERS,
-        _is_given,
-        in_config=False,  # there it is this package's own
-    ),
-    Refusal(
         "transformer_impl",
         "--transformer-impl",
         "use local or transformer_engine",
@@ -207,6 +132,28 @@ REFUSALS = (
     ),
 )
 """Every option of Megatron that no schedule of this package goes with, and what to do instead."""
+
+_TOO_LATE = (
+    "its layers are built with it by now: set it where the config is made, and it is turned off"
+)
+CONFIG_REFUSALS = (
+    Refusal("defer_embedding_wgrad_compute", "defer_embedding_wgrad_compute", _TOO_LATE),
+    Refusal(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "overlap_dispatch_backward_with_experts_wgrad",
+        _TOO_LATE,
+    ),
+)
+"""What is turned off where it is seen in time, and breaks the layers that are built with it."""
+
+LIBRARY_REFUSALS = (
+    Refusal(
+        "is_hybrid_model",
+        "a hybrid model that a library builds",
+        "its provider takes one chunk per rank: choose a schedule with one, such as zb-h1",
+    ),
+)
+"""What schedules with several chunks per rank cannot have in a library's own configuration."""
 
 _REDOES = "an iteration begun early would be run, and counted, twice: leave it out"
 _NO_COPY = "a step of this optimizer cannot be undone yet: leave it out"
@@ -263,6 +210,11 @@ POST_VALIDATION_REFUSALS = (
     Refusal(
         "use_layer_wise_distributed_optimizer", "--use-layer-wise-distributed-optimizer", _NO_COPY
     ),
+    Refusal(
+        "overlap_param_gather_with_optimizer_step",
+        "--overlap-param-gather-with-optimizer-step",
+        "it sends parameters off before a step can be undone: leave it out",
+    ),
     Refusal("reuse_grad_buf_for_mxfp8_param_ag", "--reuse-grad-buf-for-mxfp8-param-ag", _NO_COPY),
 )
 """Every option of Megatron that --optimizer-post-validation does not go with."""
@@ -299,17 +251,6 @@ def check_derived(args: Namespace, schedule: str) -> None:
             _check(refusal, args, f"--pipeline-schedule {schedule}")
 
 
-def check_splits_nothing_else(args: Namespace, schedule: str) -> None:
-    """Raise UnsupportedError if another option than --pipeline-layer-split splits the layers.
-
-    For Megatron's own schedules; ours refuse these options in any case.
-    """
-    for refusal in REFUSALS:
-        decides_layers = refusal.why == _DECIDES_LAYERS
-        if decides_layers or refusal.name == "num_layers_per_virtual_pipeline_stage":
-            _check(refusal, args, schedule)
-
-
 def has_transformer_engine() -> bool:
     """Return whether Transformer Engine can be imported."""
     return importlib.util.find_spec("transformer_engine") is not None
@@ -317,7 +258,7 @@ def has_transformer_engine() -> bool:
 
 def check_config(config: Any, post_validates: bool) -> None:
     """Raise UnsupportedError for an option that a script has set in the TransformerConfig alone."""
-    for refusal in REFUSALS:
+    for refusal in (*REFUSALS, *CONFIG_REFUSALS):
         if refusal.in_config:
             _check(refusal, config, "--pipeline-schedule")
     for refusal in POST_VALIDATION_REFUSALS:

@@ -6,6 +6,7 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron.core import parallel_state
 from torch import nn
@@ -22,7 +23,6 @@ from megatron_vshape.mcore.refusals import (
     check_arguments,
     check_derived,
     check_post_validation,
-    check_splits_nothing_else,
 )
 from megatron_vshape.mcore.setup.arguments import (
     MEGATRONS_OWN,
@@ -32,6 +32,7 @@ from megatron_vshape.mcore.setup.arguments import (
 )
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import Planner, make_planner
+from megatron_vshape.mcore.setup.translate import check_splits_nothing_else, tell, translate
 from megatron_vshape.mcore.split import te_layers, unsplit
 from megatron_vshape.mcore.split.local_layers import mark_gathered
 from megatron_vshape.mcore.step_state import StepState
@@ -72,6 +73,9 @@ def prepare(args: Namespace) -> Pipeline | None:
     check_arguments(args, name)
     if options.post_validates:
         check_post_validation(args)
+    translated = translate(args, planner.placement, options.layer_split)
+    tell(translated)
+    options = replace(options, layer_split=translated.layer_split)
     stage_map = _split(args, planner, options)
     stages.check_ends(stage_map)
     recomputes = getattr(args, "recompute_granularity", None) == "full"
