@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import linear, looping, v_shape
@@ -101,7 +102,10 @@ class TestLayouts:
 
     def test_what_cannot_be_regrouped_is_balanced_where_the_sizes_are_known(self) -> None:
         options = Namespace(
-            pipeline_model_parallel_layout="Et|tt|ttL", num_layers=5, vocab_size=1000
+            pipeline_model_parallel_layout="Et|tt|ttL",
+            num_layers=5,
+            vocab_size=1000,
+            group_query_attention=False,
         )
         translated = translate(options, v_shape(2))
         assert translated.layer_split == "auto"
@@ -255,6 +259,11 @@ class TestTheRest:
         assert translate(options, v_shape(4)).notices == ()
         assert options.num_virtual_stages_per_pipeline_rank is None
 
+    def test_a_group_as_large_as_megatron_makes_it_is_left(self) -> None:
+        options = Namespace(microbatch_group_size_per_vp_stage=4, pipeline_model_parallel_size=4)
+        assert translate(options, v_shape(4)).notices == ()
+        assert options.microbatch_group_size_per_vp_stage == 4
+
     def test_a_first_chunk_may_be_stepped_first_where_there_are_others(self) -> None:
         name = "overlap_param_gather_with_optimizer_step"
         for placement, stays in ((v_shape(2), True), (looping(2, 2), True), (linear(2), False)):
@@ -278,6 +287,7 @@ class TestTheRest:
         options = Namespace(
             num_layers=None,
             vocab_size=100,
+            group_query_attention=False,
             hybrid_layer_pattern="M*M*M*M",
             account_for_loss_in_pipeline_split=True,
         )
@@ -346,3 +356,55 @@ class TestTheRest:
             if rule.layers is not None:
                 with pytest.raises(UnsupportedError, match=f"does not work with {rule.names[0]}"):
                     check_splits_nothing_else(Namespace(**{rule.names[0]: 3}), "1f1b")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "lines"),
+    [
+        ({"pipeline_model_parallel_layout": "Et|(tt|)*6tL"}, "1,2,2,2,2,2,2,1", 1),
+        (
+            {
+                "account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True,
+                "virtual_pipeline_model_parallel_size": 4,
+                "microbatch_group_size_per_vp_stage": 8,
+                "defer_embedding_wgrad_compute": True,
+                "overlap_p2p_comm_warmup_flush": True,
+            },
+            "1,2,2,2,2,2,2,1",
+            5,
+        ),
+        (
+            {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 2},
+            "0,2,2,2,2,3,3,0",
+            1,
+        ),
+    ],
+    ids=["layout", "counted ends", "first and last"],
+)
+def test_a_config_before_it_is_checked(given: dict[str, Any], expected: str, lines: int) -> None:
+    """As a library's provider, which is a TransformerConfig, comes by."""
+    transformer = pytest.importorskip("megatron.core.transformer")
+    from megatron_vshape.mcore.layout.stages import StageLayout, StageMap
+
+    class Provider(transformer.TransformerConfig):  # type: ignore[misc, name-defined]
+        def __post_init__(self) -> None:
+            self.translated = translate(self, v_shape(4))
+            layers = counts(self.translated.layer_split or "")
+            self.virtual_pipeline_model_parallel_size = 2
+            self.pipeline_model_parallel_layout = StageLayout(StageMap(v_shape(4), layers))
+            super().__post_init__()
+
+    config = Provider(
+        num_layers=14,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=4,
+        pipeline_dtype=torch.float32,
+        **given,
+    )
+    assert config.translated.layer_split == expected
+    assert len(config.translated.notices) == lines
+    assert not config.account_for_loss_in_pipeline_split
+    assert not config.defer_embedding_wgrad_compute
+    assert config.num_layers_in_first_pipeline_stage is None

@@ -57,6 +57,7 @@ class Translation(NamedTuple):
     renames: str | None = None  # the attribute that takes the value
     is_chunks: bool = False  # the value is a number of chunks per rank
     for_one_chunk: bool = False  # where ranks have more, the option is left as it is
+    usual: str | None = None  # the option that Megatron takes its value from, if none is given
 
     @property
     def outcome(self) -> Outcome:
@@ -66,8 +67,11 @@ class Translation(NamedTuple):
 
     def given(self, options: Any) -> dict[str, Any]:
         """Return the options that are given, with their values."""
+        usual = None if self.usual is None else getattr(options, self.usual, None)
         values = {name: getattr(options, name, None) for name in self.names}
-        return {name: value for name, value in values.items() if _is_given(value)}
+        return {
+            name: value for name, value in values.items() if _is_given(value) and value != usual
+        }
 
     def clear(self, options: Any) -> None:
         """Make the options that are given say nothing."""
@@ -128,13 +132,21 @@ def _evened(options: Any, placement: Placement, layers: Sequence[int], why: str)
 
     `layers` are what the option says of its own stages; where it has the ends shorter, so has this.
     """
-    has_vocabulary = getattr(options, "padded_vocab_size", None) or getattr(
-        options, "vocab_size", None
-    )
-    if has_vocabulary and getattr(options, "hybrid_layer_pattern", None) is None:
+    if _can_be_balanced(options):
         return Layers(AUTO_SPLIT, f"{why}; {SPLIT} {AUTO_SPLIT} instead")
     even = given_layout.nearest(sum(layers), len(placement), *given_layout.less_at_ends(layers))
     return Layers(_numbers(even), f"{why}; the nearest even split instead")
+
+
+def _can_be_balanced(options: Any) -> bool:
+    """Return whether the sizes of a model of like layers are known, as Megatron-LM's flags say."""
+    sizes = ("padded_vocab_size", "vocab_size")
+    has_vocabulary = any(getattr(options, name, None) for name in sizes)
+    return (
+        has_vocabulary
+        and hasattr(options, "group_query_attention")
+        and getattr(options, "hybrid_layer_pattern", None) is None
+    )
 
 
 def _of_layout(options: Any, placement: Placement) -> Layers:
@@ -217,7 +229,9 @@ TRANSLATIONS = (
     ),
     Translation(("pipeline_model_parallel_layout",), _COUNTED, None, _of_layout),
     Translation((*FIRST, *LAST), _COUNTED, None, _of_ranks),
-    Translation(("microbatch_group_size_per_vp_stage",), _OWN_ORDER),
+    Translation(
+        ("microbatch_group_size_per_vp_stage",), _OWN_ORDER, usual="pipeline_model_parallel_size"
+    ),
     Translation(("overlap_p2p_comm_warmup_flush",), _OWN_ORDER, False),
     Translation(
         ("defer_embedding_wgrad_compute",),
