@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vshape import __version__
+from megatron_vshape.cli import recipe
 from megatron_vshape.cli.files import is_installed
 from megatron_vshape.core.model.kinds import ScheduleError
 
@@ -35,19 +36,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CHECKOUT",
         help="look at this Megatron-LM checkout instead of the installed megatron-core",
     )
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME|FILE.json",
+        help="say what becomes of this configuration's options: a JSON object of them, or in a "
+        "checkout of megatron-vshape the name of one of Megatron-Bridge's recipes",
+    )
+    parser.add_argument(
+        "--schedule",
+        metavar="NAME|FILE",
+        default="v-half",
+        help="the schedule that --recipe is to run with. Default: %(default)s",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the tables; return 0, or 1 where a hook's target has moved.
+    """Print the tables; return 0, or 1 where a hook's target has moved or a recipe is refused.
 
     Raises:
-        ScheduleError: there is no Megatron in the checkout that is named.
+        ScheduleError: there is no Megatron in the checkout that is named, or no such recipe.
     """
+    if options.recipe is not None:
+        return recipe.show(options.recipe, options.schedule)
     if options.megatron is not None:
         _take_checkout(options.megatron)
     print(f"{DISTRIBUTION} {__version__}")
     print(_section("versions", _two_columns([*_versions(), *_extras()])))
     faults = _print_hooks()
+    print(_section("translated or set aside with a schedule of this package", _translated()))
     print(_section("refused with a schedule of this package", _refused()))
     print(_section("refused with --optimizer-post-validation too", _refused_ahead()))
     if is_installed("torch"):
@@ -197,6 +213,16 @@ def _lines_of(finding: "Finding") -> str:
     lines = _wrapped(f"{record.target}{parameters}", WIDTH - 9, "    ")
     lines += [f"  {line}" for line in _wrapped(said, WIDTH - 11)]
     return f"{state:5}  " + "\n       ".join(lines)
+
+
+def _translated() -> str:
+    """Return the options of which a schedule makes something else, by what it makes of them."""
+    from megatron_vshape.mcore.setup.translate import TRANSLATIONS
+
+    options: dict[str, list[str]] = {}
+    for each in TRANSLATIONS:
+        options.setdefault(each.becomes, []).extend(each.names)
+    return _told(options)
 
 
 def _refused() -> str:

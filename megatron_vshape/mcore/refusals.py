@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -62,8 +62,6 @@ def _above_one(value: Any) -> bool:
     return value is not None and value > 1
 
 
-_DECIDES_CHUNKS = "the schedule decides how many chunks a rank has: leave it out"
-_DECIDES_LAYERS = "which stage has which layers is --pipeline-layer-split's to say: leave it out"
 _OWN_ORDER = "it assumes the order of Megatron's own schedules: leave it out"
 _UNSPLIT = "its weight gradients cannot be put off yet: leave it out"
 
@@ -80,7 +78,6 @@ REFUSALS = (
     Refusal("fine_grained_activation_offloading", _OWN_ORDER),
     Refusal("overlap_moe_expert_parallel_comm", _OWN_ORDER),
     Refusal("delay_wgrad_compute", _OWN_ORDER),
-    Refusal("defer_embedding_wgrad_compute", _OWN_ORDER),
     Refusal("use_megatron_fsdp", "use DDP, with or without --use-distributed-optimizer"),
     Refusal("use_torch_fsdp2", "use DDP, with or without --use-distributed-optimizer"),
     Refusal("tp_comm_overlap", _UNSPLIT, flag="--tp-comm-overlap (userbuffers)"),
@@ -90,12 +87,6 @@ REFUSALS = (
         flag="num_microbatches_with_partial_activation_checkpoints",
         is_set=_is_given,
     ),
-    Refusal("account_for_embedding_in_pipeline_split", _DECIDES_LAYERS),
-    Refusal("account_for_loss_in_pipeline_split", _DECIDES_LAYERS),
-    Refusal("decoder_first_pipeline_num_layers", _DECIDES_LAYERS, is_set=_is_given),
-    Refusal("decoder_last_pipeline_num_layers", _DECIDES_LAYERS, is_set=_is_given),
-    Refusal("num_layers_per_virtual_pipeline_stage", _DECIDES_CHUNKS, is_set=_is_given),
-    Refusal("num_virtual_stages_per_pipeline_rank", _DECIDES_CHUNKS, is_set=_is_given),
     Refusal(
         "inprocess_restart",
         "the messages and weight jobs of a step that failed would stay in the process: leave it "
@@ -103,15 +94,7 @@ REFUSALS = (
         in_config=False,
     ),
     Refusal("hybrid_context_parallel", _OWN_ORDER),
-    Refusal(
-        "hybrid_override_pattern", "give the pattern as --hybrid-layer-pattern", is_set=_is_given
-    ),
     Refusal("use_transformer_engine_op_fuser", _UNSPLIT),
-    Refusal(
-        "moe_shared_expert_overlap",
-        "its stream would use memory anew that a W still reads: leave it out",
-    ),
-    Refusal("overlap_dispatch_backward_with_experts_wgrad", _OWN_ORDER),
     Refusal("moe_expert_rank_capacity_factor", _OWN_ORDER, is_set=_is_given),
     Refusal(
         "gtp_weight_remat_size",
@@ -128,29 +111,12 @@ REFUSALS = (
         is_derived=True,
     ),
     Refusal(
-        "microbatch_group_size_per_vp_stage",
-        _OWN_ORDER,
-        flag="--microbatch-group-size-per-virtual-pipeline-stage",
-        is_set=_is_given,
-        in_config=False,  # there Megatron gives it a value of its own
-    ),
-    Refusal(
-        "overlap_p2p_comm_warmup_flush", _OWN_ORDER, flag="--overlap-p2p-communication-warmup-flush"
-    ),
-    Refusal(
         "pipeline_model_parallel_comm_backend",
         "messages go over --distributed-backend: leave it out, or make it nccl",
         is_set=_other_than(None, "nccl"),
         shows_value=True,
     ),
     Refusal("perform_rl_step", "it takes weights from a rank's first chunk only: leave it out"),
-    Refusal("overlap_param_gather_with_optimizer_step", _OWN_ORDER),
-    Refusal(
-        "pipeline_model_parallel_layout",
-        _DECIDES_LAYERS,
-        is_set=_is_given,
-        in_config=False,  # there it is this package's own
-    ),
     Refusal(
         "transformer_impl",
         "use local or transformer_engine",
@@ -160,6 +126,28 @@ REFUSALS = (
     ),
 )
 """Every option of Megatron that no schedule of this package goes with, and what to do instead."""
+
+_TOO_LATE = (
+    "its layers are built with it by now: set it where the config is made, and it is turned off"
+)
+CONFIG_REFUSALS = (
+    Refusal("defer_embedding_wgrad_compute", _TOO_LATE, flag="defer_embedding_wgrad_compute"),
+    Refusal(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        _TOO_LATE,
+        flag="overlap_dispatch_backward_with_experts_wgrad",
+    ),
+)
+"""What is turned off where it is seen in time, and breaks the layers that are built with it."""
+
+LIBRARY_REFUSALS = (
+    Refusal(
+        "is_hybrid_model",
+        "its provider takes one chunk per rank: choose a schedule with one, such as zb-h1",
+        flag="a hybrid model that a library builds",
+    ),
+)
+"""What schedules with several chunks per rank cannot have in a library's own configuration."""
 
 _REDOES = "an iteration begun early would be run, and counted, twice: leave it out"
 _NO_COPY = "a step of this optimizer cannot be undone yet: leave it out"
@@ -199,6 +187,10 @@ POST_VALIDATION_REFUSALS = (
     Refusal("optimizer_cpu_offload", _NO_COPY),
     Refusal("optimizer_cuda_graph", _NO_COPY),
     Refusal("use_layer_wise_distributed_optimizer", _NO_COPY),
+    Refusal(
+        "overlap_param_gather_with_optimizer_step",
+        "it sends parameters off before a step can be undone: leave it out",
+    ),
     Refusal("reuse_grad_buf_for_mxfp8_param_ag", _NO_COPY),
 )
 """Every option of Megatron that --optimizer-post-validation does not go with."""
@@ -232,16 +224,6 @@ def check_derived(args: Namespace, schedule: str) -> None:
     _check(derived, args, f"--pipeline-schedule {schedule}")
 
 
-def check_splits_nothing_else(args: Namespace, schedule: str) -> None:
-    """Raise UnsupportedError if another option than --pipeline-layer-split splits the layers.
-
-    For Megatron's own schedules; ours refuse these options in any case.
-    """
-    chunks = "num_layers_per_virtual_pipeline_stage"
-    others = [each for each in REFUSALS if each.why == _DECIDES_LAYERS or each.name == chunks]
-    _check(others, args, schedule)
-
-
 def has_transformer_engine() -> bool:
     """Return whether Transformer Engine can be imported."""
     return importlib.util.find_spec("transformer_engine") is not None
@@ -249,10 +231,18 @@ def has_transformer_engine() -> bool:
 
 def check_config(config: Any, post_validates: bool) -> None:
     """Raise UnsupportedError for an option that a script has set in the TransformerConfig alone."""
-    _check([each for each in REFUSALS if each.in_config], config, "--pipeline-schedule")
+    late = [each for each in (*REFUSALS, *CONFIG_REFUSALS) if each.in_config]
+    _check(late, config, "--pipeline-schedule")
     if post_validates:
         ahead = [each for each in POST_VALIDATION_REFUSALS if each.in_config]
         _check(ahead, config, "--optimizer-post-validation")
+
+
+def check_library(config: Any, placement: Sequence[int]) -> None:
+    """Raise UnsupportedError for what a library's config asks for and the schedule cannot have."""
+    check_config(config, post_validates=False)
+    if len(placement) > len(set(placement)):
+        _check(LIBRARY_REFUSALS, config, "the schedule")
 
 
 def _check(refusals: Iterable[Refusal], options: Any, flag: str) -> None:

@@ -90,11 +90,11 @@ class StepState:
             for tensor in kept:
                 self.census.add(tensor)
         if self.gradient_sync is None:
-            defer(job, job.begin, weights=parameters)
+            defer(job, job.begin, weights=parameters, kept=kept)
         else:
             self.gradient_sync.deferred(parameters)
             run = partial(self._run_and_tell, job, parameters)
-            defer(run, job.begin, weights=parameters)
+            defer(run, job.begin, weights=parameters, kept=kept)
 
     def _run_and_tell(self, job: Job, parameters: Sequence[Tensor]) -> None:
         job()

@@ -32,6 +32,8 @@ class _Waiting(NamedTuple):
     job: Job
     begin: Callable[[], None] | None  # starts what the job waits for; the second time does nothing
     weights: Sequence[Tensor]
+    kept: list[Tensor]  # of a stream's memory, until the job's own stream is known
+    stream: torch.cuda.Stream | None  # on which it was made, and its tensors with it
 
 
 class _Open:
@@ -54,19 +56,27 @@ def is_open() -> bool:
 
 
 def defer(
-    job: Job, begin: Callable[[], None] | None = None, *, weights: Sequence[Tensor] = ()
+    job: Job,
+    begin: Callable[[], None] | None = None,
+    *,
+    weights: Sequence[Tensor] = (),
+    kept: Sequence[Tensor] = (),
 ) -> None:
     """Leave a job in the open bucket; traces name it after the first of its `weights`.
 
     `begin` starts what the job waits for itself, a gather from other ranks, and does not wait. It
-    is called before the job, and may be called once more.
+    is called before the job, and may be called once more. The `kept` tensors are those that the job
+    reads: where it runs on another stream than it is left on, that one waits, and memory of theirs
+    is not used anew before the job has read it.
 
     Raises:
         RuntimeError: no bucket is open; ask `is_open` first.
     """
     if _Open.bucket is None:
         raise RuntimeError("no B collects weight gradients for later; ask is_open() first")
-    _Open.bucket.append(_Waiting(job, begin, weights))
+    stream = _current_stream()
+    tensors = [] if stream is None else list(kept)
+    _Open.bucket.append(_Waiting(job, begin, weights, tensors, stream))
 
 
 def run_beside() -> None:
@@ -164,8 +174,28 @@ def _compute(waiting: _Waiting) -> None:
 
 
 def _begin(waiting: _Waiting) -> None:
+    _follow(waiting)
     if waiting.begin is not None:
         waiting.begin()
+
+
+def _follow(waiting: _Waiting) -> None:
+    """Have the stream that runs now wait for the one on which the job was left.
+
+    Autograd runs a backward on the stream of its forward, so a layer that Megatron runs beside the
+    others, a shared expert, leaves jobs on a stream of its own.
+    """
+    running = _current_stream()
+    if waiting.stream is not None and running is not None and waiting.stream != running:
+        running.wait_stream(waiting.stream)
+        for tensor in waiting.kept:
+            tensor.record_stream(running)
+    waiting.kept.clear()  # the job lets go of them when it can
+
+
+def _current_stream() -> torch.cuda.Stream | None:
+    """Return the stream on which this thread launches, or None where nothing is on a GPU."""
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
 
 def _no_jobs(key: Hashable) -> str:

@@ -39,6 +39,7 @@ def test_where_everything_fits() -> None:
     core = pytest.importorskip("megatron.core")
     from megatron_vshape.mcore.hooks import registry
     from megatron_vshape.mcore.refusals import POST_VALIDATION_REFUSALS, REFUSALS
+    from megatron_vshape.mcore.setup.translate import TRANSLATIONS
 
     run = python("-m", "megatron_vshape.cli.main", "doctor")
     assert run.returncode == 0, run.stdout + run.stderr
@@ -50,6 +51,8 @@ def test_where_everything_fits() -> None:
     assert all(record.reason in text for record in (*registry.HOOKS, *registry.PROBES))
     refusals = (*REFUSALS, *POST_VALIDATION_REFUSALS)
     assert all(each.option in text and each.why in text for each in refusals)
+    assert all(each.becomes in text for each in TRANSLATIONS)
+    assert all(name in text for each in TRANSLATIONS for name in each.names)
     assert "fp32, sums in fp32, on this cpu addmm" in text
     assert text.endswith("everything fits")
 

@@ -173,19 +173,10 @@ OPTIONS = [
     "--fine-grained-activation-offloading",
     "--overlap-moe-expert-parallel-comm",
     "--delay-wgrad-compute",
-    "--defer-embedding-wgrad-compute",
     "--use-megatron-fsdp",
     "--tp-comm-overlap",
-    "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split",
-    "--decoder-first-pipeline-num-layers 2",
-    "--decoder-last-pipeline-num-layers 2",
-    "--num-layers-per-virtual-pipeline-stage 1",
-    "--num-virtual-stages-per-pipeline-rank 2",
-    "--pipeline-model-parallel-layout Et|t|t|t|t|t|t|tL",
     "--hybrid-context-parallel",
     "--inprocess-restart",
-    "--moe-shared-expert-overlap",
     pytest.param(
         "--use-transformer-engine-op-fuser",
         marks=pytest.mark.skipif(
@@ -208,6 +199,24 @@ def test_unsupported_options_are_named(farm: Farm, option: str) -> None:
 def test_transformer_engine_that_is_not_installed(farm: Farm) -> None:
     text = refused(farm, *V_HALF.split(), "--transformer-impl", "transformer_engine")
     assert text.endswith("install it, or use --transformer-impl local")
+
+
+AHEAD = "--overlap-param-gather-with-optimizer-step"
+TRANSLATED = {
+    "--pipeline-model-parallel-layout Et*4|t*3|L": "has 7 layers and the model 8",
+    "--pipeline-model-parallel-layout Et*4|t*4|mL": "has multi-token prediction, which needs its",
+    "--pipeline-model-parallel-layout Et*4|t*4L --account-for-loss-in-pipeline-split": (
+        "each say which stage has which layers: leave all but one out"
+    ),
+    f"--rerun-mode disabled --optimizer-post-validation {AHEAD}": (
+        f"--optimizer-post-validation does not work with {AHEAD}"
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "said"), TRANSLATED.items(), ids=TRANSLATED)
+def test_what_cannot_be_translated(farm: Farm, flags: str, said: str) -> None:
+    assert said in refused(farm, *V_HALF.split(), *flags.split())
 
 
 def test_1f1b_with_chunks(farm: Farm) -> None:

@@ -1,10 +1,12 @@
 """Megatron's local linears under tensor and sequence parallelism, split, on two gloo ranks."""
 
 import inspect
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from runtime.ranks import run_ranks
 
 SIZE, TOKENS = 4, 6  # of the sequence, before it is divided
@@ -198,3 +200,48 @@ def test_a_scattered_output_keeps_its_part_only() -> None:
         for expected, found in zip(theirs, mine, strict=True):
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
         assert kept == [TOKENS * SIZE, TOKENS // 2 * 3]  # the input, which is a part; the gradient
+
+
+class WiderOutput(torch.autograd.Function):
+    """What Megatron's Function is from 0.20 on, of a layer without parallelism."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Any, weight: Any, bias: None, fusion: bool, output_dtype: Any
+    ) -> Any:
+        ctx.save_for_backward(input, weight)
+        ctx.use_bias = ctx.allreduce_dgrad = ctx.sequence_parallel = False
+        ctx.gradient_accumulation_fusion, ctx.tp_group = fusion, None
+        return input.matmul(weight.t()).to(output_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Any) -> Any:
+        input, weight = ctx.saved_tensors
+        grad_output = grad_output.to(input.dtype)
+        return grad_output.matmul(weight), grad_output.t().matmul(input), None, None, None
+
+
+def test_the_output_may_have_another_dtype() -> None:
+    pytest.importorskip("megatron.core")
+    from megatron.core.tensor_parallel import layers
+
+    from megatron_vshape.mcore.split.local_layers import make_split_linear
+    from megatron_vshape.mcore.step_state import StepState
+
+    state = StepState(splits_backward=True)
+    function: Any = make_split_linear(state, layers, WiderOutput)
+    found = []
+    for split in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        input = torch.randn(6, SIZE, generator=generator).bfloat16().requires_grad_()
+        weight = torch.nn.Parameter(torch.randn(3, SIZE, generator=generator).bfloat16())
+        output = function.apply(input, weight, None, False, torch.float32)
+        assert output.dtype == torch.float32
+        with state.jobs.collect(0) if split else nullcontext():
+            output.square().sum().backward()
+        if split:
+            assert weight.grad is None
+            state.jobs.run(0)
+        found.append((input.grad, weight.grad))
+    for whole, parts in zip(*found, strict=True):
+        assert torch.equal(whole, parts)

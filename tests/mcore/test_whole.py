@@ -79,15 +79,8 @@ def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixt
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl (CUDA graphs)"),
         ({"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
-        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
-        ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap"),
         ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
         ({"perform_rl_step": True}, "--perform-rl-step"),
-        ({"overlap_p2p_comm_warmup_flush": True}, "--overlap-p2p-communication-warmup-flush"),
-        (
-            {"microbatch_group_size_per_vp_stage": 2},
-            "--microbatch-group-size-per-virtual-pipeline-stage",
-        ),
         (
             {"pipeline_model_parallel_comm_backend": "ucc"},
             "--pipeline-model-parallel-comm-backend ucc",
@@ -143,6 +136,7 @@ def test_what_a_script_sets_in_the_config_alone_is_refused() -> None:
     for name, value, option in (
         ("mtp_num_layers", 1, "--mtp-num-layers"),
         ("delay_wgrad_compute", True, "--delay-wgrad-compute"),
+        ("defer_embedding_wgrad_compute", True, "defer_embedding_wgrad_compute: its layers are"),
         ("num_microbatches_with_partial_activation_checkpoints", 2, "num_microbatches_with_"),
     ):
         config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)

@@ -22,7 +22,6 @@ from megatron_vshape.mcore.refusals import (
     check_arguments,
     check_derived,
     check_post_validation,
-    check_splits_nothing_else,
 )
 from megatron_vshape.mcore.setup.arguments import (
     MEGATRONS_OWN,
@@ -33,6 +32,7 @@ from megatron_vshape.mcore.setup.arguments import (
 from megatron_vshape.mcore.setup.choice import Choice, choice_of
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.translate import check_splits_nothing_else, tell, translate
 from megatron_vshape.mcore.split import te_layers, unsplit
 from megatron_vshape.mcore.split.local_layers import mark_gathered
 from megatron_vshape.mcore.step_state import StepState
@@ -74,7 +74,9 @@ def prepare(args: Namespace) -> Pipeline | None:
     check_arguments(args, name)
     if options.post_validates:
         check_post_validation(args)
-    return _pipeline(args, choice, options)
+    translated = translate(args, choice.placement, options.layer_split)
+    tell(translated)
+    return _pipeline(args, choice, replace(options, layer_split=translated.layer_split))
 
 
 def _pipeline(args: Namespace, choice: Choice, options: PipelineOptions) -> Pipeline:

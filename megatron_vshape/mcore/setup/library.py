@@ -17,7 +17,7 @@ from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.mcore.layout import stages
 from megatron_vshape.mcore.layout.layer_split import split_layers
 from megatron_vshape.mcore.layout.stages import StageLayout, StageMap
-from megatron_vshape.mcore.refusals import UnsupportedError, check_config
+from megatron_vshape.mcore.refusals import UnsupportedError, check_library
 from megatron_vshape.mcore.setup.arguments import (
     MEGATRONS_OWN,
     MEGATRONS_TIMEOUT_MINUTES,
@@ -28,6 +28,7 @@ from megatron_vshape.mcore.setup.arguments import (
 from megatron_vshape.mcore.setup.choice import Choice, choice_of
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.translate import tell, translate
 
 
 def options_from(given: dict[str, Any]) -> PipelineOptions:
@@ -78,9 +79,12 @@ def prepare_config(config: Any, options: PipelineOptions) -> Pipeline:
         UnsupportedError: an option of the model does not go with it.
     """
     choice = _choice(options, config.pipeline_model_parallel_size)
-    config.virtual_pipeline_model_parallel_size = None
-    check_config(config, post_validates=False)
-    split = split_layers(_as_arguments(config), choice.placement, options.layer_split, choice.costs)
+    translated = translate(config, choice.placement, options.layer_split)
+    tell(translated)
+    check_library(config, choice.placement)
+    split = split_layers(
+        _as_arguments(config), choice.placement, translated.layer_split, choice.costs
+    )
     stage_map = StageMap(choice.placement, split.layers)
     stages.check_ends(stage_map)
     tell_config(config, stage_map)

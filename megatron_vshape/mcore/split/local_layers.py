@@ -78,6 +78,8 @@ def _backward_inputs(
     where the plan has it beside this B (see `program.hiding`).
     """
     input, weight = ctx.saved_tensors
+    # From Megatron 0.20 on a layer may give its output in another dtype than it computes in.
+    grad_output = grad_output.to(input.dtype)
     grad_input = grad_output.matmul(weight)
     under_way = None
     if ctx.allreduce_dgrad:

@@ -1,0 +1,165 @@
+"""Stages that Megatron's own options describe, and the stages of a schedule made of them.
+
+Nothing here needs Megatron: `doctor` reads a recipe's layout where it is not installed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.layers import check_layers, check_stages
+from megatron_vshape.mcore.refusals import UnsupportedError
+
+OPTION = "pipeline_model_parallel_layout"
+EMBEDDING, DECODER, MTP, LOSS = "embedding", "decoder", "mtp", "loss"
+LETTERS = {"E": EMBEDDING, "t": DECODER, "m": MTP, "L": LOSS}
+
+
+class MultiTokenError(UnsupportedError):
+    """A layout has stages for multi-token prediction."""
+
+
+def is_own(layout: Any) -> bool:
+    """Return whether a layout is this package's `StageLayout`, which is not to be read again."""
+    return getattr(layout, "stage_map", None) is not None
+
+
+def layers_in(layout: Any) -> tuple[int, ...]:
+    """Return the layers of every stage of a layout, in model order.
+
+    `layout` is a text such as `Et|(tt|)*30L`, a list of lists of names, or Megatron's object.
+    Megatron numbers the stages chunk by chunk, and in a chunk rank by rank: that is the order of
+    the model, whatever placement they are for.
+
+    Raises:
+        ScheduleError: it is no layout, or does not begin with the embedding or end with the loss.
+        MultiTokenError: it has multi-token prediction.
+    """
+    stages = _names_of(layout)
+    told = _told(layout)
+    names = [name for stage in stages for name in stage]
+    if MTP in names:
+        raise MultiTokenError(
+            f"{OPTION} {told} has multi-token prediction, which needs its own stage: leave it out"
+        )
+    others = [name for name in names if name != DECODER]
+    if others != [EMBEDDING, LOSS] or names[0] != EMBEDDING or names[-1] != LOSS:
+        raise ScheduleError(
+            f"{OPTION} {told} must begin with the embedding and end with the loss, with decoder "
+            "layers between them"
+        )
+    return tuple(stage.count(DECODER) for stage in stages)
+
+
+def _told(layout: Any) -> str:
+    """Return the layout as the user wrote it, not too long."""
+    return f"{getattr(layout, 'input_data', layout)!s:.80}"
+
+
+def _names_of(layout: Any) -> list[list[str]]:
+    if isinstance(layout, str):
+        return _parsed(layout)
+    ranks = getattr(layout, "layout", None)
+    if ranks is not None:  # Megatron's object has the stages of every rank, by chunk
+        layout = [rank[chunk] for chunk in range(len(ranks[0])) for rank in ranks]
+    return [[str(getattr(each, "name", each)).strip().lower() for each in row] for row in layout]
+
+
+def _parsed(text: str) -> list[list[str]]:
+    """Return the stages of a text: `(...)*n` and `t*n` repeat, commas mean nothing."""
+    whole = text.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        whole = re.sub(repeated, lambda found: found[1] * int(found[2]), whole)
+    unknown = sorted(set(whole) - set(LETTERS) - {"|"})
+    if unknown:
+        raise ScheduleError(
+            f"{OPTION} {text:.80} has {unknown[0]!r}: a layout is made of E, t, m, L and |, with "
+            "(...)*n for repetition"
+        )
+    return [[LETTERS[letter] for letter in stage] for stage in whole.split("|")]
+
+
+def regrouped(layers: Sequence[int], num_stages: int) -> tuple[int, ...] | None:
+    """Return the layers of `num_stages` stages that have the same borders, as far as they can.
+
+    Neighbours are merged, or every stage is cut into equal parts: of the first the earlier part,
+    of the last the later one is the shorter, since the ends have the embedding and the loss.
+    None where neither divides, or a stage in the middle would have no layers.
+    """
+    given = len(layers)
+    if given % num_stages == 0:
+        each = given // num_stages
+        stages = [sum(layers[at : at + each]) for at in range(0, given, each)]
+    elif num_stages % given == 0:
+        parts = num_stages // given
+        cut = [_cut(count, parts, stage == 0) for stage, count in enumerate(layers)]
+        stages = [count for part in cut for count in part]
+    else:
+        return None
+    return tuple(stages) if all(stages[1:-1]) else None
+
+
+def _cut(count: int, parts: int, shorter_first: bool) -> list[int]:
+    least, more = divmod(count, parts)
+    cut = [least] * (parts - more) + [least + 1] * more
+    return cut if shorter_first else cut[::-1]
+
+
+def nearest(
+    num_layers: int, num_stages: int, embedding: float = 0.0, loss: float = 0.0
+) -> tuple[int, ...]:
+    """Return the most even split where the embedding and the loss count as so many layers.
+
+    Layer by layer to the stage that then has least, of equals the latest: the layers of early
+    stages are held longest.
+
+    Raises:
+        ScheduleError: there are fewer layers than stages in the middle.
+    """
+    layers = [int(0 < stage < num_stages - 1) for stage in range(num_stages)]
+    check_stages(num_layers, sum(layers), num_stages)
+    beside = [0.0] * num_stages
+    beside[0] += embedding
+    beside[-1] += loss
+    for _ in range(num_layers - sum(layers)):
+        stage = min(range(num_stages), key=lambda at: (layers[at] + beside[at], -at))
+        layers[stage] += 1
+    return tuple(layers)
+
+
+def of_ranks(
+    num_layers: int, num_ranks: int, first: int | None, last: int | None
+) -> tuple[int, ...]:
+    """Return the layers of every rank where the first and the last have so many.
+
+    Raises:
+        ScheduleError: nothing, or less, is left for the others.
+    """
+    given = {0: first, num_ranks - 1: last}
+    fixed = {rank: count for rank, count in given.items() if count is not None}
+    others = [rank for rank in range(num_ranks) if rank not in fixed]
+    left = num_layers - sum(fixed.values())
+    if min(fixed.values(), default=0) < 0 or left < len(others) or (left and not others):
+        raise ScheduleError(
+            f"of {num_layers} layers, {first} on the first and {last} on the last of {num_ranks} "
+            f"pipeline ranks leave {left} for the others"
+        )
+    least, more = divmod(left, max(len(others), 1))
+    counts = dict(fixed)
+    for at, rank in enumerate(others):  # what does not divide goes to the latest
+        counts[rank] = least + (at >= len(others) - more)
+    layers = tuple(counts[rank] for rank in range(num_ranks))
+    check_layers(f"{first} and {last} layers on the first and the last rank", layers)
+    return layers
+
+
+def less_at_ends(layers: Sequence[int]) -> tuple[float, float]:
+    """Return by how many layers the first and the last are shorter than the others' mean."""
+    inner = layers[1:-1]
+    if not inner:
+        return 0.0, 0.0
+    mean = sum(inner) / len(inner)
+    return max(0.0, mean - layers[0]), max(0.0, mean - layers[-1])

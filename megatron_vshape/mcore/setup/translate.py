@@ -1,0 +1,358 @@
+"""Options of Megatron that a schedule makes something else of, or has no use for.
+
+Every option here was made for Megatron's own schedules. What it asks for is carried over where
+that can be said of any schedule, and set aside where it can not; either is told in one line. The
+options may be Megatron-LM's arguments before they are validated, or a config (Megatron's, or a
+library's provider) before its `__post_init__`: whatever has attributes of these names.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.layers import AUTO_SPLIT
+from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.mcore.layout import given_layout
+from megatron_vshape.mcore.layout.hybrid import BEGINS_MTP, BEGINS_STAGE
+from megatron_vshape.mcore.layout.hybrid import FLAG as PATTERN
+from megatron_vshape.mcore.refusals import UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+SPLIT = "--pipeline-layer-split"
+
+
+class Outcome(StrEnum):
+    """What becomes of an option."""
+
+    TRANSLATED = "translated"
+    SET_ASIDE = "set aside"
+
+
+class UnknownLayersError(ScheduleError):
+    """An option says how to count layers, and how many there are is not known."""
+
+
+class Layers(NamedTuple):
+    """What options say of the layers of the schedule's stages."""
+
+    split: str  # as --pipeline-layer-split takes it
+    how: str  # how it was made of the options
+
+
+class Translation(NamedTuple):
+    """Options that one rule is for, what is told of them, and what they are then."""
+
+    names: tuple[str, ...]  # of the attributes
+    becomes: str
+    off: Any = None  # what Megatron takes for not given
+    layers: Callable[[Any, Placement], Layers] | None = None
+    renames: str | None = None  # the attribute that takes the value
+    is_chunks: bool = False  # the value is a number of chunks per rank
+    for_one_chunk: bool = False  # where ranks have more, the option is left as it is
+    usual: str | None = None  # the option that Megatron takes its value from, if none is given
+
+    @property
+    def outcome(self) -> Outcome:
+        """Return whether something is made of the options."""
+        makes = self.layers is not None or self.renames is not None
+        return Outcome.TRANSLATED if makes else Outcome.SET_ASIDE
+
+    def given(self, options: Any) -> dict[str, Any]:
+        """Return the options that are given, with their values."""
+        usual = None if self.usual is None else getattr(options, self.usual, None)
+        values = {name: getattr(options, name, None) for name in self.names}
+        return {
+            name: value for name, value in values.items() if _is_given(value) and value != usual
+        }
+
+    def clear(self, options: Any) -> None:
+        """Make the options that are given say nothing."""
+        for name in self.given(options):
+            setattr(options, name, self.off)
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False and not given_layout.is_own(value)
+
+
+class Notice(NamedTuple):
+    """What has become of options that were given."""
+
+    rule: Translation
+    given: str  # names, and values where they are no switches
+    said: str
+    outcome: Outcome
+
+    def __str__(self) -> str:
+        """Return the line of the log."""
+        return f"{self.given}: {self.said}"
+
+
+def written(given: Mapping[str, Any]) -> str:
+    """Return options as a line tells them: names, and values where they are no switches."""
+    return ", ".join(
+        name if value is True else f"{name} {_told(value)}" for name, value in given.items()
+    )
+
+
+def _told(value: Any) -> str:
+    return f"{getattr(value, 'input_data', value)!s:.80}"
+
+
+def _count_layers(options: Any) -> int | None:
+    """Return how many layers the model has, or None where that is not known yet."""
+    pattern = getattr(options, "hybrid_layer_pattern", None)
+    if pattern is not None:
+        return len(pattern.partition(BEGINS_MTP)[0].replace(BEGINS_STAGE, ""))
+    layers: int | None = getattr(options, "num_layers", None)
+    return layers
+
+
+def _needed_layers(options: Any, name: str) -> int:
+    layers = _count_layers(options)
+    if layers is None:
+        raise UnknownLayersError(f"{name} needs the number of layers: add --num-layers")
+    return layers
+
+
+def _numbers(layers: Sequence[int]) -> str:
+    return ",".join(map(str, layers))
+
+
+def _evened(options: Any, placement: Placement, layers: Sequence[int], why: str) -> Layers:
+    """Return the balanced split, or with what the balance needs unknown the nearest even one.
+
+    `layers` are what the option says of its own stages; where it has the ends shorter, so has this.
+    """
+    if _can_be_balanced(options):
+        return Layers(AUTO_SPLIT, f"{why}; {SPLIT} {AUTO_SPLIT} instead")
+    even = given_layout.nearest(sum(layers), len(placement), *given_layout.less_at_ends(layers))
+    return Layers(_numbers(even), f"{why}; the nearest even split instead")
+
+
+def _can_be_balanced(options: Any) -> bool:
+    """Return whether the sizes of a model of like layers are known, as Megatron-LM's flags say."""
+    sizes = ("padded_vocab_size", "vocab_size")
+    has_vocabulary = any(getattr(options, name, None) for name in sizes)
+    return (
+        has_vocabulary
+        and hasattr(options, "group_query_attention")
+        and getattr(options, "hybrid_layer_pattern", None) is None
+    )
+
+
+def _of_layout(options: Any, placement: Placement) -> Layers:
+    """Return what a layout says; Megatron's stages are those of the model's order, as ours are."""
+    layout = options.pipeline_model_parallel_layout
+    layers = given_layout.layers_in(layout)
+    total, stages = _count_layers(options), len(placement)
+    if total is not None and sum(layers) != total:
+        raise ScheduleError(
+            f"{given_layout.OPTION} {_told(layout)} has {sum(layers)} layers and the model {total}"
+        )
+    ours = given_layout.regrouped(layers, stages)
+    if ours is None:
+        divides = not len(layers) % stages or not stages % len(layers)
+        why = f"its {len(layers)} stages are no multiple or part of the schedule's {stages}"
+        if divides:
+            why = f"of the schedule's {stages} stages one in the middle would have no layers"
+        return _evened(options, placement, layers, why)
+    how = f"its {len(layers)} stages as the schedule's {stages}"
+    return Layers(_numbers(ours), how)
+
+
+def _of_counted_ends(options: Any, placement: Placement) -> Layers:
+    """Return the split where embedding and loss count as a layer each, if they are to."""
+    embedding = bool(getattr(options, "account_for_embedding_in_pipeline_split", False))
+    loss = bool(getattr(options, "account_for_loss_in_pipeline_split", False))
+    total = _needed_layers(options, "account_for_embedding_in_pipeline_split")
+    layers = given_layout.nearest(total, len(placement), embedding, loss)
+    counted = total + embedding + loss
+    how = f"{counted} layers with the ends among {len(placement)} stages"
+    if counted % len(placement):
+        how += ", which do not divide, so the nearest split"
+    return Layers(_numbers(layers), how)
+
+
+FIRST = ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
+LAST = ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
+
+
+def _first_given(options: Any, names: Sequence[str]) -> int | None:
+    return next((v for name in names if (v := getattr(options, name, None)) is not None), None)
+
+
+def _of_ranks(options: Any, placement: Placement) -> Layers:
+    """Return what counts of the first and the last rank say.
+
+    Where a rank has several stages, those two hold no longer what they were for: in a V the first
+    rank has both ends of the model. Then the first and the last stage are as much shorter.
+    """
+    ranks = max(placement) + 1
+    total = _needed_layers(options, FIRST[0])
+    first, last = _first_given(options, FIRST), _first_given(options, LAST)
+    layers = given_layout.of_ranks(total, ranks, first, last)
+    if len(placement) == ranks:
+        return Layers(_numbers(layers), "the first and the last stage")
+    less = given_layout.less_at_ends(layers)
+    if not any(less):
+        why = f"a rank has {len(placement) // ranks} stages, and these ends are not the shorter"
+        return _evened(options, placement, layers, why)
+    stages = given_layout.nearest(total, len(placement), *less)
+    return Layers(
+        _numbers(stages),
+        f"as much shorter a first and a last stage, since a rank has {len(placement) // ranks}",
+    )
+
+
+_OWN_CHUNKS = "set aside, the schedule says how many chunks a rank has"
+_OWN_ORDER = "set aside, it shapes the order of Megatron's own schedules only"
+_COUNTED = "the layers of every stage are counted from it"
+
+TRANSLATIONS = (
+    Translation(("num_layers_per_virtual_pipeline_stage",), _OWN_CHUNKS),
+    Translation(("num_virtual_stages_per_pipeline_rank",), _OWN_CHUNKS, is_chunks=True),
+    Translation(("virtual_pipeline_model_parallel_size",), _OWN_CHUNKS, is_chunks=True),
+    Translation(
+        ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+        _COUNTED,
+        False,
+        _of_counted_ends,
+    ),
+    Translation(("pipeline_model_parallel_layout",), _COUNTED, None, _of_layout),
+    Translation((*FIRST, *LAST), _COUNTED, None, _of_ranks),
+    Translation(
+        ("microbatch_group_size_per_vp_stage",), _OWN_ORDER, usual="pipeline_model_parallel_size"
+    ),
+    Translation(("overlap_p2p_comm_warmup_flush",), _OWN_ORDER, False),
+    Translation(
+        ("defer_embedding_wgrad_compute",),
+        "turned off, the output layer's weight gradient waits for a W already",
+        False,
+    ),
+    Translation(
+        ("overlap_dispatch_backward_with_experts_wgrad",),
+        "turned off, the experts' weight gradients wait for a W already",
+        False,
+    ),
+    Translation(
+        ("overlap_param_gather_with_optimizer_step",),
+        "turned off, it steps a rank's first chunk ahead of the others, and here ranks have one",
+        False,
+        for_one_chunk=True,
+    ),
+    Translation(
+        ("hybrid_override_pattern",),
+        "taken for hybrid_layer_pattern, its name now",
+        renames="hybrid_layer_pattern",
+    ),
+)
+"""Every option of Megatron that a schedule takes for something else, and what it takes it for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """What a schedule makes of the options."""
+
+    layer_split: str | None  # as --pipeline-layer-split takes it; None: equally many
+    notices: tuple[Notice, ...]
+
+
+def translate(options: Any, placement: Placement, layer_split: str | None = None) -> Translated:
+    """Take the options of `TRANSLATIONS` out of `options`, and return what they stand for.
+
+    `layer_split` is --pipeline-layer-split's value, which wins. Translated once, an object says
+    nothing more of these options, so a second call finds nothing.
+
+    Raises:
+        ScheduleError: what an option says does not fit the model.
+        UnsupportedError: two options say the same, or one asks for what no schedule has.
+    """
+    chunks = len(placement) // (max(placement) + 1)
+    notices = _rename(options)  # first: the pattern says how many layers there are
+    winner = _winner(options, layer_split)
+    if winner is None:
+        _check_one_decides(options)
+    for rule in TRANSLATIONS:
+        given = rule.given(options)
+        if not given or (rule.for_one_chunk and chunks > 1):
+            continue
+        said, outcome = rule.becomes, rule.outcome
+        if rule.layers is not None and winner is not None:
+            said = f"set aside, {winner} says which stage has which layers"
+            outcome = Outcome.SET_ASIDE
+        elif rule.layers is not None:
+            layer_split, how = rule.layers(options, placement)
+            said = f"{how}: layers per stage {layer_split}"
+        if not (rule.is_chunks and chunks in given.values()):
+            notices.append(Notice(rule, written(given), said, outcome))
+        rule.clear(options)
+    return Translated(layer_split, tuple(notices))
+
+
+def _rename(options: Any) -> list[Notice]:
+    """Move what has an old name under its new one.
+
+    Raises:
+        UnsupportedError: both names are given.
+    """
+    notices = []
+    for rule in TRANSLATIONS:
+        given = rule.given(options)
+        if rule.renames is None or not given:
+            continue
+        (old,) = given
+        if getattr(options, rule.renames, None) is not None:
+            raise UnsupportedError(
+                f"{old} is the old name of {rule.renames}, and both are given: leave it out"
+            )
+        setattr(options, rule.renames, given[old])
+        rule.clear(options)
+        notices.append(Notice(rule, written(given), rule.becomes, rule.outcome))
+    return notices
+
+
+def _winner(options: Any, layer_split: str | None) -> str | None:
+    """Return what says the layers of every stage by itself, whatever these options say."""
+    pattern = getattr(options, "hybrid_layer_pattern", None) or ""
+    if BEGINS_STAGE in pattern:
+        return PATTERN
+    return None if layer_split is None else SPLIT
+
+
+def _check_one_decides(options: Any) -> None:
+    rules = [rule for rule in TRANSLATIONS if rule.layers is not None and rule.given(options)]
+    if len(rules) > 1:
+        names = " and ".join(written(rule.given(options)) for rule in rules)
+        raise UnsupportedError(
+            f"{names} each say which stage has which layers: leave all but one out"
+        )
+
+
+def check_splits_nothing_else(args: Namespace, schedule: str) -> None:
+    """Raise UnsupportedError if another option than --pipeline-layer-split splits the layers.
+
+    For Megatron's own schedules; with ours --pipeline-layer-split wins.
+    """
+    for rule in TRANSLATIONS:
+        decides = rule.layers is not None or "num_layers_per_virtual_pipeline_stage" in rule.names
+        if decides and rule.given(args):
+            raise UnsupportedError(
+                f"{schedule} does not work with {written(rule.given(args))}: which stage "
+                f"has which layers is {SPLIT}'s to say: leave it out"
+            )
+
+
+def tell(translated: Translated) -> None:
+    """Log a line for every option, on the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        for notice in translated.notices:
+            logger.info("%s", notice)

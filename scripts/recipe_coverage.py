@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""How many of the published recipes with pipeline parallelism start with a schedule, and what the
+others wait for.
+
+    python scripts/recipe_coverage.py [--schedule v-half] [--file tests/data/bridge_recipes.json]
+
+Every recipe's options go through the tables that a run goes by: `mcore/setup/translate.py` and
+`mcore/refusals.py`. The ladder begins with recipes of which nothing has to be translated, then
+counts in what each rule of translation lets through, and ends with what each refusal keeps out, the
+one whose support would help most first. A recipe is a library's, so all count on
+`megatron_vshape.register(schedule=...)`.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron_vshape.mcore.setup.recipes import DEVICES, examine, placement_of
+from megatron_vshape.mcore.setup.translate import TRANSLATIONS
+
+RECIPES = Path(__file__).parents[1] / "tests" / "data" / "bridge_recipes.json"
+
+
+def needs_of(recipes: Iterable[dict], schedule: str) -> list[set[str]]:
+    """Return what every recipe needs: rules of translation, and support of what is refused."""
+    placements, needs = {}, []
+    for recipe in recipes:
+        devices = recipe["options"][DEVICES]
+        if devices not in placements:
+            placements[devices] = placement_of(schedule, devices)
+        examined = examine(recipe["options"], placements[devices])
+        rules = {", ".join(notice.rule.names) for notice in examined.notices}
+        refused = {name for option in examined.refused for name in option.names}
+        needs.append(rules | {f"support of {name}" for name in refused})
+    return needs
+
+
+def ladder(needs: list[set[str]]) -> list[tuple[str, int]]:
+    """Return the rungs, each with how many recipes start once it and those before it are there."""
+    have: set[str] = set()
+    rungs = [("nothing to translate", _count(needs, have))]
+    for rule in TRANSLATIONS:
+        have.add(", ".join(rule.names))
+        rungs.append((", ".join(rule.names), _count(needs, have)))
+    left = set().union(*needs) - have
+    while left:
+        best = max(sorted(left), key=lambda each: _gain(needs, have, each))
+        have.add(best)
+        left.remove(best)
+        rungs.append((best, _count(needs, have)))
+    return rungs
+
+
+def _count(needs: list[set[str]], have: set[str]) -> int:
+    return sum(need <= have for need in needs)
+
+
+def _gain(needs: list[set[str]], have: set[str], more: str) -> tuple[int, int]:
+    """Return how many more start with it, and of how many it is one thing that is missing."""
+    return _count(needs, have | {more}), sum(more in need for need in needs)
+
+
+def main() -> None:
+    """Print the ladder."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedule", default="v-half", help="Default: %(default)s")
+    parser.add_argument("--file", type=Path, default=RECIPES, help="Default: %(default)s")
+    options = parser.parse_args()
+    needs = needs_of(json.loads(options.file.read_text())["recipes"], options.schedule)
+    supported = len(TRANSLATIONS)
+    for number, (what, count) in enumerate(ladder(needs)):
+        if number == supported + 1:
+            print(f"\nwould start with, besides (refused with {options.schedule} now):")
+        print(f"{count:4d} of {len(needs)}  {'+ ' if number else ''}{what}")
+        if number == supported:
+            print(f"\n{count} of {len(needs)} recipes start with {options.schedule}")
+
+
+if __name__ == "__main__":
+    main()

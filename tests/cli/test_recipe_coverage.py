@@ -1,0 +1,48 @@
+"""The published recipes against the tables that a run goes by."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron_vshape.mcore.setup.recipes import examine, placement_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("c", ROOT / "scripts" / "recipe_coverage.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_ladder(script: ModuleType) -> None:
+    recipes = json.loads(script.RECIPES.read_text())["recipes"]
+    assert len(recipes) == 304
+    needs = script.needs_of(recipes, "v-half")
+    rungs = script.ladder(needs)
+    counts = [count for _, count in rungs]
+    assert counts == sorted(counts)
+    assert counts[-1] == 304
+    starts = sum(not any(need.startswith("support of ") for need in each) for each in needs)
+    assert starts >= 122
+    assert starts in counts
+    # With one chunk per rank a hybrid model of a library's starts too.
+    assert script.ladder(script.needs_of(recipes, "zb-h1"))[len(script.TRANSLATIONS)][1] > starts
+
+
+def test_counts_of_models_with_known_layers(script: ModuleType) -> None:
+    splits: dict[str, set[str | None]] = {}
+    for recipe in json.loads(script.RECIPES.read_text())["recipes"]:
+        options = recipe["options"]
+        if options.get("account_for_loss_in_pipeline_split") and options[script.DEVICES] == 8:
+            split = examine(options, placement_of("v-half", 8)).layer_split
+            splits.setdefault(recipe["recipe"].partition("_pretrain")[0], set()).add(split)
+    assert splits["qwen3_235b_a22b"] == {f"5,{'6,' * 14}5"}
+    assert splits["llama31_405b"] == {f"7,{'8,' * 14}7"}

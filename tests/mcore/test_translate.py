@@ -1,0 +1,410 @@
+"""Options made for Megatron's own schedules: what becomes of each."""
+
+import json
+import logging
+import re
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.placement import linear, looping, v_shape
+from megatron_vshape.mcore.layout.given_layout import layers_in, nearest, regrouped
+from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.setup.translate import (
+    TRANSLATIONS,
+    Outcome,
+    check_splits_nothing_else,
+    tell,
+    translate,
+)
+
+RECIPES = Path(__file__).parents[1] / "data" / "bridge_recipes.json"
+
+
+def layouts_of_recipes() -> dict[str, tuple[Any, int]]:
+    """Return every layout of the published recipes, with the pipeline ranks that it is for."""
+    found = {}
+    for recipe in json.loads(RECIPES.read_text())["recipes"]:
+        layout = recipe["options"].get("pipeline_model_parallel_layout")
+        if layout is not None:
+            ranks = recipe["options"]["pipeline_model_parallel_size"]
+            found[f"{ranks} {layout}"] = layout, ranks
+    return found
+
+
+def without_mtp(layout: Any) -> Any:
+    if isinstance(layout, str):
+        return layout.replace("m", "")
+    return [[name for name in stage if name != "mtp"] for stage in layout]
+
+
+def counts(layers: str) -> tuple[int, ...]:
+    """Return the counts that a short form such as 5,14*6,5 says: 14 times 6."""
+    stages: list[int] = []
+    for part in layers.split(","):
+        times, _, count = part.rpartition("*")
+        stages += [int(count)] * int(times or 1)
+    return tuple(stages)
+
+
+class TestLayouts:
+    def test_there_are_layouts_to_read(self) -> None:
+        assert len(layouts_of_recipes()) >= 19
+
+    @pytest.mark.parametrize("name", layouts_of_recipes())
+    def test_it_is_read_as_megatron_reads_it(self, name: str) -> None:
+        layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
+        layout, ranks = layouts_of_recipes()[name]
+        if "m" in str(layout).replace("embedding", ""):
+            with pytest.raises(UnsupportedError, match="has multi-token prediction, which needs"):
+                layers_in(layout)
+        layout = without_mtp(layout)
+        theirs = layouts.PipelineParallelLayerLayout(layout, ranks)
+        chunks = range(theirs.virtual_pipeline_model_parallel_size)
+        stages = [theirs.layout[rank][chunk] for chunk in chunks for rank in range(ranks)]
+        expected = [stage.count(layouts.LayerType.decoder) for stage in stages]
+        assert list(layers_in(layout)) == expected
+        assert layers_in(theirs) == tuple(expected)  # Megatron's own object
+
+    @pytest.mark.parametrize(
+        ("layout", "placement", "expected"),
+        [
+            ("Et|tt|tt|ttL", v_shape(2), "1,2,2,2"),
+            ("Et*3|(tt|)*2,t*4L", looping(2, 2), "3,2,2,4"),
+            ("Et|(tt|)*30L", v_shape(8), "3,14*4,2"),  # 32 stages, of which 2 make one
+            ("Et|(tt|)*30L", linear(8), "7,6*8,6"),
+            ("Et|(tt|)*30L", v_shape(16), "1,30*2,0"),
+            ("Et*4|(t*4|)*14tL", v_shape(16), "30*2,1,0"),
+            ("Et*3|t*5|t*5|t*3L", v_shape(4), "1,2,3,2,3,2,2,1"),  # 4 stages, each cut in two
+            ("E|tt|tt|L", v_shape(2), "0,2,2,0"),
+            ("E|t|t|t|t|t|t|L", v_shape(2), "1,2,2,1"),
+            ([["embedding", "decoder"], ["decoder", "decoder", "loss"]], linear(2), "1,2"),
+            ([["Embedding "], ["decoder"] * 2, ["decoder"], ["loss"]], v_shape(2), "0,2,1,0"),
+            # neither: as even as can be, with the ends as much shorter as the layout has them
+            ("Et|ttt|ttt|ttt|ttt|tL", v_shape(4), "0,5*2,3,1"),
+            ("Et*2|(t*2|)*34,t*3|(t*2|)*3,tL", v_shape(8), "14*5,6,4"),
+            ("Et|tt|tt|ttL", v_shape(4), "0,7*1"),
+        ],
+    )
+    def test_stages(self, layout: Any, placement: tuple[int, ...], expected: str) -> None:
+        options = Namespace(pipeline_model_parallel_layout=layout, num_layers=None)
+        translated = translate(options, placement)
+        assert translated.layer_split == ",".join(map(str, counts(expected)))
+        assert options.pipeline_model_parallel_layout is None
+        (notice,) = translated.notices
+        assert notice.outcome == Outcome.TRANSLATED
+        assert str(notice).endswith(f": layers per stage {translated.layer_split}")
+
+    def test_what_cannot_be_regrouped_is_balanced_where_the_sizes_are_known(self) -> None:
+        options = Namespace(
+            pipeline_model_parallel_layout="Et|tt|ttL",
+            num_layers=5,
+            vocab_size=1000,
+            group_query_attention=False,
+        )
+        translated = translate(options, v_shape(2))
+        assert translated.layer_split == "auto"
+        assert [str(each) for each in translated.notices] == [
+            "pipeline_model_parallel_layout Et|tt|ttL: its 3 stages are no multiple or part of the "
+            "schedule's 4; --pipeline-layer-split auto instead: layers per stage auto"
+        ]
+
+    def test_an_empty_stage_in_the_middle_is_not_taken_over(self) -> None:
+        assert regrouped((1, 0, 3, 3), 4) is None
+        options = Namespace(pipeline_model_parallel_layout="Et||tt|ttL", num_layers=5)
+        (notice,) = translate(options, v_shape(2)).notices
+        assert "of the schedule's 4 stages one in the middle would have no layers" in notice.said
+
+    @pytest.mark.parametrize(
+        ("layout", "said"),
+        [
+            ("Ettt", "must begin with the embedding and end with the loss"),
+            ("ttL", "must begin with the embedding and end with the loss"),
+            ("tE|tL", "must begin with the embedding and end with the loss"),
+            ("Et|xL", "has 'x': a layout is made of E, t, m, L and |"),
+            ("Et|(ttL", "has '(': a layout is made of"),
+            ("Et|ttL", "has 3 layers and the model 4"),
+            ([["embedding", "encoder"], ["decoder"] * 4, ["loss"]], "must begin with the embed"),
+        ],
+    )
+    def test_what_is_no_layout(self, layout: Any, said: str) -> None:
+        options = Namespace(pipeline_model_parallel_layout=layout, num_layers=4)
+        with pytest.raises(ScheduleError) as error:
+            translate(options, v_shape(2))
+        assert said in str(error.value)
+
+    @pytest.mark.parametrize("layout", ["Et|ttmL", "Et|tt|m|L", [["embedding"], ["mtp", "loss"]]])
+    def test_multi_token_prediction_is_refused(self, layout: Any) -> None:
+        options = Namespace(pipeline_model_parallel_layout=layout, num_layers=3)
+        with pytest.raises(UnsupportedError, match="multi-token prediction, which needs its own"):
+            translate(options, v_shape(2))
+
+    def test_the_layout_of_this_package_is_left_alone(self) -> None:
+        own = SimpleNamespace(stage_map=object())
+        options = Namespace(pipeline_model_parallel_layout=own)
+        assert translate(options, v_shape(2)).notices == ()
+        assert options.pipeline_model_parallel_layout is own
+
+
+class TestEnds:
+    @pytest.mark.parametrize(
+        ("layers", "placement", "ends", "expected"),
+        [
+            (94, v_shape(8), (True, True), "5,14*6,5"),  # Qwen3-235B
+            (126, v_shape(8), (True, True), "7,14*8,7"),  # Llama-3.1-405B
+            (126, v_shape(16), (True, True), "3,30*4,3"),
+            (94, linear(8), (True, True), "11,6*12,11"),
+            (15, v_shape(4), (False, True), "7*2,1"),
+            (15, looping(4, 2), (True, False), "1,7*2"),
+            (8, v_shape(4), (True, True), "0,5*1,2,1"),  # 10 by 8 does not divide
+        ],
+    )
+    def test_counted(
+        self, layers: int, placement: tuple[int, ...], ends: tuple[bool, bool], expected: str
+    ) -> None:
+        options = Namespace(
+            num_layers=layers,
+            account_for_embedding_in_pipeline_split=ends[0],
+            account_for_loss_in_pipeline_split=ends[1],
+        )
+        translated = translate(options, placement)
+        assert translated.layer_split == ",".join(map(str, counts(expected)))
+        (notice,) = translated.notices
+        divides = (layers + sum(ends)) % len(placement) == 0
+        assert ("which do not divide, so the nearest split" in notice.said) is not divides
+        assert not options.account_for_embedding_in_pipeline_split
+        assert not options.account_for_loss_in_pipeline_split
+
+    @pytest.mark.parametrize(
+        ("layers", "placement", "first", "last", "expected"),
+        [
+            (46, linear(4), 11, 11, "11,12,12,11"),
+            (92, linear(8), 10, 10, "10,6*12,10"),
+            (28, linear(4), None, 4, "8,8,8,4"),
+            (40, linear(2), 17, 23, "17,23"),
+            # In a V rank 0 has both ends: they are as much shorter than the stages between them.
+            (94, v_shape(8), 10, 12, "4,14*6,6"),
+            (46, v_shape(4), 11, 11, "5,6*6,5"),
+            (78, looping(6, 2), 14, 16, "6*6,6*7"),
+            # longer ends, and none between two: nothing to keep of it
+            (40, v_shape(2), 17, 23, "4*10"),
+            (13, v_shape(3), 5, 5, "5*2,3"),
+        ],
+    )
+    @pytest.mark.parametrize("config", [False, True])
+    def test_of_the_first_and_the_last_rank(
+        self,
+        layers: int,
+        placement: tuple[int, ...],
+        first: int | None,
+        last: int | None,
+        expected: str,
+        config: bool,
+    ) -> None:
+        names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+        if config:  # as a TransformerConfig and Megatron-Bridge call them
+            names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+        options = SimpleNamespace(num_layers=layers, **dict(zip(names, (first, last), strict=True)))
+        translated = translate(options, placement)
+        assert translated.layer_split == ",".join(map(str, counts(expected)))
+        assert [getattr(options, name) for name in names] == [None, None]
+        assert len(translated.notices) == 1
+
+    def test_that_leave_nothing_for_the_others(self) -> None:
+        options = Namespace(num_layers=8, decoder_first_pipeline_num_layers=7)
+        with pytest.raises(ScheduleError, match="7 on the first and None on the last of 4 pipe"):
+            translate(options, linear(4))
+
+    def test_nearest(self) -> None:
+        assert nearest(4, 4) == (1, 1, 1, 1)
+        assert nearest(2, 4, 1, 1) == (0, 1, 1, 0)
+        with pytest.raises(ScheduleError, match="1 layers are too few for 4 stages"):
+            nearest(1, 4)
+
+
+class TestTheRest:
+    @pytest.mark.parametrize(
+        ("name", "value", "off", "said"),
+        [
+            ("num_layers_per_virtual_pipeline_stage", 2, None, "how many chunks a rank has"),
+            ("num_virtual_stages_per_pipeline_rank", 4, None, "how many chunks a rank has"),
+            ("virtual_pipeline_model_parallel_size", 12, None, "how many chunks a rank has"),
+            ("microbatch_group_size_per_vp_stage", 4, None, "the order of Megatron's own"),
+            ("overlap_p2p_comm_warmup_flush", True, False, "the order of Megatron's own"),
+            ("defer_embedding_wgrad_compute", True, False, "waits for a W already"),
+            ("overlap_dispatch_backward_with_experts_wgrad", True, False, "waits? for a W already"),
+        ],
+    )
+    @pytest.mark.parametrize("kind", [Namespace, SimpleNamespace])
+    def test_what_is_set_aside(
+        self, kind: type, name: str, value: Any, off: Any, said: str
+    ) -> None:
+        options = kind(num_layers=8, **{name: value})
+        translated = translate(options, v_shape(4))
+        (notice,) = translated.notices
+        assert str(notice).startswith(name if value is True else f"{name} {value}: ")
+        assert notice.outcome == Outcome.SET_ASIDE
+        assert re.search(said, notice.said)
+        assert getattr(options, name) is off
+        assert translated.layer_split is None
+        assert translate(options, v_shape(4)).notices == ()  # the second time there is nothing
+
+    def test_the_schedules_own_number_of_chunks_is_not_told(self) -> None:
+        options = Namespace(num_virtual_stages_per_pipeline_rank=2)
+        assert translate(options, v_shape(4)).notices == ()
+        assert options.num_virtual_stages_per_pipeline_rank is None
+
+    def test_a_group_as_large_as_megatron_makes_it_is_left(self) -> None:
+        options = Namespace(microbatch_group_size_per_vp_stage=4, pipeline_model_parallel_size=4)
+        assert translate(options, v_shape(4)).notices == ()
+        assert options.microbatch_group_size_per_vp_stage == 4
+
+    def test_a_first_chunk_may_be_stepped_first_where_there_are_others(self) -> None:
+        name = "overlap_param_gather_with_optimizer_step"
+        for placement, stays in ((v_shape(2), True), (looping(2, 2), True), (linear(2), False)):
+            options = Namespace(**{name: True})
+            notices = translate(options, placement).notices
+            assert getattr(options, name) is stays
+            assert len(notices) == (not stays)
+
+    def test_an_old_name_of_the_pattern(self) -> None:
+        options = Namespace(hybrid_override_pattern="M*M*M*M*", hybrid_layer_pattern=None)
+        (notice,) = translate(options, v_shape(2)).notices
+        assert str(notice) == (
+            "hybrid_override_pattern M*M*M*M*: taken for hybrid_layer_pattern, its name now"
+        )
+        assert (options.hybrid_override_pattern, options.hybrid_layer_pattern) == (None, "M*M*M*M*")
+        options.hybrid_override_pattern = "M*"
+        with pytest.raises(UnsupportedError, match="is the old name of hybrid_layer_pattern, and"):
+            translate(options, v_shape(2))
+
+    def test_the_pattern_counts_the_layers(self) -> None:
+        options = Namespace(
+            num_layers=None,
+            vocab_size=100,
+            group_query_attention=False,
+            hybrid_layer_pattern="M*M*M*M",
+            account_for_loss_in_pipeline_split=True,
+        )
+        assert translate(options, v_shape(2)).layer_split == "2,2,2,1"
+        # where it says itself which stage has which layers, nothing else does
+        options.hybrid_layer_pattern = "M*|M*|M*|M*"
+        options.account_for_loss_in_pipeline_split = True
+        translated = translate(options, v_shape(2))
+        assert translated.layer_split is None
+        assert "--hybrid-layer-pattern says which stage has which" in translated.notices[0].said
+
+    def test_a_layer_split_wins(self) -> None:
+        options = Namespace(
+            num_layers=8,
+            pipeline_model_parallel_layout="nonsense",
+            decoder_last_pipeline_num_layers=1,
+        )
+        translated = translate(options, v_shape(2), "2,3,2,1")
+        assert translated.layer_split == "2,3,2,1"
+        assert [str(each) for each in translated.notices] == [
+            f"{option}: set aside, --pipeline-layer-split says which stage has which layers"
+            for option in (
+                "pipeline_model_parallel_layout nonsense",
+                "decoder_last_pipeline_num_layers 1",
+            )
+        ]
+        assert {each.outcome for each in translated.notices} == {Outcome.SET_ASIDE}
+
+    def test_two_options_cannot_both_decide(self) -> None:
+        options = Namespace(
+            num_layers=8,
+            pipeline_model_parallel_layout="Et*4|t*4L",
+            account_for_loss_in_pipeline_split=True,
+        )
+        with pytest.raises(UnsupportedError) as error:
+            translate(options, v_shape(2))
+        assert str(error.value) == (
+            "account_for_loss_in_pipeline_split and pipeline_model_parallel_layout Et*4|t*4L each "
+            "say which stage has which layers: leave all but one out"
+        )
+
+    def test_the_layers_must_be_known(self) -> None:
+        options = Namespace(account_for_loss_in_pipeline_split=True)
+        with pytest.raises(ScheduleError, match="needs the number of layers: add --num-layers"):
+            translate(options, v_shape(2))
+
+    def test_every_line_is_told_once(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        options = Namespace(defer_embedding_wgrad_compute=True)
+        translated = translate(options, v_shape(2))
+        with caplog.at_level(logging.INFO):
+            monkeypatch.setenv("RANK", "1")
+            tell(translated)
+            assert caplog.messages == []
+            monkeypatch.setenv("RANK", "0")
+            tell(translated)
+        assert caplog.messages == [
+            "defer_embedding_wgrad_compute: turned off, the output layer's weight gradient waits "
+            "for a W already"
+        ]
+
+    def test_megatrons_own_schedules_take_the_split_alone(self) -> None:
+        check_splits_nothing_else(Namespace(num_virtual_stages_per_pipeline_rank=2), "1f1b")
+        for rule in TRANSLATIONS:
+            if rule.layers is not None:
+                with pytest.raises(UnsupportedError, match=f"does not work with {rule.names[0]}"):
+                    check_splits_nothing_else(Namespace(**{rule.names[0]: 3}), "1f1b")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "lines"),
+    [
+        ({"pipeline_model_parallel_layout": "Et|(tt|)*6tL"}, "1,2,2,2,2,2,2,1", 1),
+        (
+            {
+                "account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True,
+                "virtual_pipeline_model_parallel_size": 4,
+                "microbatch_group_size_per_vp_stage": 8,
+                "defer_embedding_wgrad_compute": True,
+                "overlap_p2p_comm_warmup_flush": True,
+            },
+            "1,2,2,2,2,2,2,1",
+            5,
+        ),
+        (
+            {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 2},
+            "0,2,2,2,2,3,3,0",
+            1,
+        ),
+    ],
+    ids=["layout", "counted ends", "first and last"],
+)
+def test_a_config_before_it_is_checked(given: dict[str, Any], expected: str, lines: int) -> None:
+    """As a library's provider, which is a TransformerConfig, comes by."""
+    transformer = pytest.importorskip("megatron.core.transformer")
+    from megatron_vshape.mcore.layout.stages import StageLayout, StageMap
+
+    class Provider(transformer.TransformerConfig):  # type: ignore[misc, name-defined]
+        def __post_init__(self) -> None:
+            self.translated = translate(self, v_shape(4))
+            layers = counts(self.translated.layer_split or "")
+            self.virtual_pipeline_model_parallel_size = 2
+            self.pipeline_model_parallel_layout = StageLayout(StageMap(v_shape(4), layers))
+            super().__post_init__()
+
+    config = Provider(
+        num_layers=14,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=4,
+        pipeline_dtype=torch.float32,
+        **given,
+    )
+    assert config.translated.layer_split == expected
+    assert len(config.translated.notices) == lines
+    assert not config.account_for_loss_in_pipeline_split
+    assert not config.defer_embedding_wgrad_compute
+    assert config.num_layers_in_first_pipeline_stage is None

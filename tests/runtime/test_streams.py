@@ -1,0 +1,104 @@
+"""Weight jobs that are left on another stream than W runs on, with stand-ins for the streams."""
+
+import weakref
+
+import pytest
+import torch
+from megatron_vshape.runtime.split_linear import SplitLinear
+from torch import Tensor
+
+from megatron_vshape.runtime.weight_jobs import WeightJobs, defer, run_beside
+
+
+class Stream:
+    """A stream that notes what is asked of it."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self._calls = name, calls
+
+    def wait_stream(self, other: "Stream") -> None:
+        self._calls.append(f"{self.name} waits for {other.name}")
+
+
+class Gpu:
+    """The streams of a GPU that is not there."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.main, self.side = Stream("main", self.calls), Stream("side", self.calls)
+        self.current = self.main
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+
+    def record(tensor: Tensor, stream: Stream) -> None:
+        gpu.calls.append(f"{tuple(tensor.shape)} used on {stream.name}")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: gpu.current)
+    monkeypatch.setattr(Tensor, "record_stream", record)
+    return gpu
+
+
+def leave(gpu: Gpu, jobs: WeightJobs, stream: Stream) -> None:
+    """Leave a job of two tensors on `stream`."""
+    with jobs.collect("B"):
+        gpu.current = stream
+        defer(
+            lambda: gpu.calls.append(f"job on {gpu.current.name}"),
+            lambda: gpu.calls.append("gather"),
+            kept=[torch.empty(2), torch.empty(3, 4)],
+        )
+        gpu.current = gpu.main
+
+
+def test_w_waits_for_the_stream_of_the_job_and_holds_its_memory(gpu: Gpu) -> None:
+    jobs = WeightJobs()
+    leave(gpu, jobs, gpu.side)
+    assert gpu.calls == []
+    jobs.run("B")
+    follows = ["main waits for side", "(2,) used on main", "(3, 4) used on main"]
+    assert gpu.calls == [*follows, "gather", "job on main"]
+
+
+def test_on_one_stream_nothing_waits(gpu: Gpu) -> None:
+    jobs = WeightJobs()
+    leave(gpu, jobs, gpu.main)
+    jobs.run("B")
+    assert gpu.calls == ["gather", "job on main"]
+
+
+def test_a_job_beside_a_b_waits_too(gpu: Gpu) -> None:
+    jobs = WeightJobs()
+    leave(gpu, jobs, gpu.side)
+    with jobs.collect("next", beside="B"):
+        assert gpu.calls[0] == "main waits for side"  # before what the job waits for is begun
+        run_beside()
+    assert gpu.calls[-1] == "job on main"
+    jobs.run("B")
+    jobs.run("next")
+
+
+def test_a_linear_names_what_its_job_keeps(gpu: Gpu) -> None:
+    jobs, layer = WeightJobs(), SplitLinear(4, 3, bias=False)
+    with jobs.collect("B"):
+        output = layer(torch.randn(5, 4))
+        gpu.current = gpu.side
+        output.sum().backward()
+        gpu.current = gpu.main
+    jobs.run("B")
+    assert gpu.calls == ["main waits for side", "(5, 3) used on main", "(5, 4) used on main"]
+    assert layer.weight.grad is not None
+
+
+def test_nothing_is_kept_longer_than_the_job_keeps_it(gpu: Gpu) -> None:
+    jobs, seen = WeightJobs(), []
+    tensor = torch.empty(2)
+    kept = weakref.ref(tensor)
+    with jobs.collect("B"):
+        defer(lambda: seen.append(kept()), kept=[tensor])
+    del tensor
+    jobs.run("B")
+    assert seen == [None]
