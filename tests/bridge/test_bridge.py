@@ -1,0 +1,114 @@
+"""Megatron-Bridge trains with schedules of this package as with its own 1F1B.
+
+Its wheel is needed, without its dependencies: `bash scripts/test.sh --bridge`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec("megatron.bridge"):
+    pytest.skip("needs Megatron-Bridge: bash scripts/test.sh --bridge", allow_module_level=True)
+
+import torch
+
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.paper.catalogue import make
+
+TRAINER = Path(__file__).with_name("bridge_on_cpu.py")
+RANKS = 4
+
+
+class Learnt(NamedTuple):
+    """What a run has seen and learnt."""
+
+    steps: list[tuple[float, float]]  # loss and gradient norm
+    evaluations: list[float]
+    parameters: dict[str, torch.Tensor]
+    chunks: int
+    output: str
+
+
+def train(folder: Path, *options: str) -> Learnt:
+    folder.mkdir()
+    port = str(random.SystemRandom().randrange(10_000, 32_000))
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(RANKS),
+        "--master-port",
+        port,
+    ]
+    ended = subprocess.run(
+        [sys.executable, *launcher, str(TRAINER), str(folder), *options],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-6000:]
+    kept: list[Any] = [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+    (reads,) = [each for each in kept if each["steps"]]  # one rank has the losses
+    parameters = {name: value for each in kept for name, value in each["parameters"].items()}
+    return Learnt(reads["steps"], reads["evaluations"], parameters, 0, ended.stderr)
+
+
+def same(one: Learnt, other: Learnt) -> None:
+    assert len(one.steps) == 3
+    for ours, theirs in zip(one.steps, other.steps, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+    assert one.evaluations == pytest.approx(other.evaluations, rel=1e-6)
+    assert one.parameters.keys() == other.parameters.keys()
+    for name, value in one.parameters.items():
+        torch.testing.assert_close(value, other.parameters[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Learnt:
+    return train(tmp_path_factory.mktemp("plain") / "run")
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "v-zb", "zb-h1"])
+def test_by_name(tmp_path: Path, plain: Learnt, schedule: str) -> None:
+    same(train(tmp_path / "run", "--schedule", schedule), plain)
+
+
+def test_registered_when_bridge_is_imported_already(tmp_path: Path, plain: Learnt) -> None:
+    same(train(tmp_path / "run", "--schedule", "v-half", "--late"), plain)
+
+
+def test_a_plan_for_costs(tmp_path: Path, plain: Learnt) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text(Costs.uniform(4, 8, 100, 130, 90, 5).to_json())
+    same(train(tmp_path / "run", "--schedule", "auto", "--costs", str(costs)), plain)
+
+
+def test_a_schedule_file(tmp_path: Path, plain: Learnt) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(make("v-min", 4, 8).to_json())
+    same(train(tmp_path / "run", "--schedule", str(file)), plain)
+
+
+def test_the_distributed_optimizer(tmp_path: Path, plain: Learnt) -> None:
+    same(train(tmp_path / "run", "--schedule", "v-half", "--distributed-optimizer"), plain)
+
+
+def test_tied_embeddings(tmp_path: Path) -> None:
+    own = train(tmp_path / "own", "--tied")
+    same(train(tmp_path / "run", "--tied", "--schedule", "v-zb"), own)
+
+
+def test_options_made_for_its_own_schedules_are_translated(tmp_path: Path, plain: Learnt) -> None:
+    """Two layers less among the ends: 8 + 2 do not divide by 8 stages, and the log says so."""
+    learnt = train(tmp_path / "run", "--schedule", "v-half", "--counts-ends")
+    assert "account_for_embedding_in_pipeline_split, account_for_loss" in learnt.output
+    same(learnt, plain)
