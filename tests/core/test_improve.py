@@ -8,17 +8,23 @@ import numpy as np
 import pytest
 
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import PARTS
 from megatron_vshape.core.model.placement import v_shape
+from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.blocks import v_half, v_min, v_zb
 from megatron_vshape.core.paper.building_block import BuildingBlock
-from megatron_vshape.core.planner import cyclic_orders, filling, improve, job_shop, search
+from megatron_vshape.core.paper.catalogue import make_block
+from megatron_vshape.core.paper.reordering import reorder
+from megatron_vshape.core.paper.repeating import repeat
+from megatron_vshape.core.paper.squeezing import squeeze
+from megatron_vshape.core.planner import cyclic_orders, improve, job_shop, refilling, search
 
 DEVICES = 5
 
 
-def make_shop(num_microbatches: int, limit: float, *cost: float) -> improve.Shop:
+def make_problem(num_microbatches: int, limit: float, *cost: float) -> job_shop.Problem:
     costs = Costs.uniform(DEVICES, 2 * DEVICES, *cost)
-    asked = job_shop.make_problem(
+    return job_shop.make_problem(
         costs,
         DEVICES,
         num_microbatches,
@@ -26,7 +32,10 @@ def make_shop(num_microbatches: int, limit: float, *cost: float) -> improve.Shop
         search.Objective.MAKESPAN,
         v_shape(DEVICES),
     )
-    return job_shop.make_shop(asked, num_microbatches)
+
+
+def make_shop(num_microbatches: int, limit: float, *cost: float) -> improve.Shop:
+    return job_shop.make_shop(make_problem(num_microbatches, limit, *cost), num_microbatches)
 
 
 def make_state(block: BuildingBlock, num_microbatches: int, seed: int = 1) -> improve.State:
@@ -79,12 +88,35 @@ def test_a_splice_of_the_plain_ring_is_the_plain_ring() -> None:
 @pytest.mark.parametrize("block", [v_min, v_half, v_zb])
 @pytest.mark.parametrize("cool", [0, DEVICES, 100])
 def test_filled_and_dealt_orders_are_complete_and_fit(block: object, cool: int) -> None:
-    shop = make_shop(9, 2 * DEVICES, 1, 1.3, 0.7, 0.1)
+    problem = make_problem(9, 2 * DEVICES, 1, 1.3, 0.7, 0.1)
+    shop = job_shop.make_shop(problem, 9)
     row = cyclic_orders.ring_of_block(block(DEVICES)).unroll(9)  # type: ignore[operator]
-    for made in (filling.fill(shop, row, cool), filling.refill(shop, row, 2)):
+    for made in (refilling.fill(problem, row, cool), refilling.refill(problem, row, 2)):
         assert made is not None
         assert np.array_equal(np.sort(made, axis=1), np.sort(row, axis=1))
         assert improve.settle(shop, improve.new_state(made, 1))
+
+
+@pytest.mark.parametrize(("name", "devices"), [("v-half", 4), ("v-two-thirds", 5), ("zb-h1", 3)])
+def test_the_planner_fills_as_the_paper_does(name: str, devices: int) -> None:
+    """Of v-two-thirds on 5 devices, microbatches of one sort are not in turn."""
+    block = make_block(name, devices, 12)
+    schedule, m = squeeze(repeat(block, 12)), 12
+    held = max(block.peaks())
+    costs = Costs.uniform(devices, schedule.num_stages)
+    limit = held * costs.held_after_forward_bytes[0]
+    problem = job_shop.make_problem(
+        costs, devices, m, limit, search.Objective.MAKESPAN, schedule.placement
+    )
+
+    def numbers(order: Schedule) -> np.ndarray:
+        return np.array(
+            [[(3 * s + PARTS.index(kind)) * m + j for kind, s, j in row] for row in order.order]
+        )
+
+    filled = refilling.fill(problem, numbers(schedule), held)
+    assert filled is not None
+    assert np.array_equal(filled, numbers(reorder(schedule, held)))
 
 
 def test_too_little_memory_is_told() -> None:

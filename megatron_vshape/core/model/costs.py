@@ -155,11 +155,16 @@ class Costs:
 
     def changes(self, kind: Kind) -> tuple[Sequence[float], Sequence[float]]:
         """Return, by stage, how much more is held when such a pass starts, and when it ends."""
+        takes, keeps, frees = self.held(kind)
+        return takes, [more - less for more, less in zip(keeps, frees, strict=True)]
+
+    def held(self, kind: Kind) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
+        """Return, by stage, what a pass takes when it starts, and keeps and frees when it ends."""
         nothing = (0.0,) * self.num_stages
         takes, keeps, frees = (
             self._named(name) or nothing for name in (kind.takes, kind.keeps, kind.frees)
         )
-        return takes, [more - less for more, less in zip(keeps, frees, strict=True)]
+        return takes, keeps, frees
 
     def _named(self, name: str) -> tuple[float, ...] | None:
         """Return the amounts of this name, one per stage; None if they follow from others.

@@ -2,6 +2,9 @@
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import reduce
+from graphlib import CycleError, TopologicalSorter
+from operator import or_
 from typing import NamedTuple
 
 from megatron_vshape.core.model.kinds import KINDS, PARTS, Kind, ScheduleError, find_kind
@@ -85,6 +88,40 @@ class NeedTable:
             if not set(self.parts[at].before).isdisjoint(kind.does)
         ]
         return (*always, *where_there)
+
+    def in_turn(self) -> list[tuple[int, int]]:
+        """Return every (part, stage), each behind all that its passes read.
+
+        Raises:
+            ScheduleError: passes of one microbatch wait for each other in a circle.
+        """
+        reads = {
+            (at, stage): needs
+            for at, part in enumerate(self.parts)
+            for stage, needs in enumerate(self.needs[part])
+        }
+        try:
+            return list(TopologicalSorter(reads).static_order())
+        except CycleError as error:
+            circle = ", ".join(f"{self.parts[at]}{stage}" for at, stage in error.args[1])
+            raise ScheduleError(f"passes wait for each other in a circle: {circle}") from None
+
+    def direct_needs(self) -> dict[Kind, list[tuple[tuple[int, int], ...]]]:
+        """Return `needs` without those that another need of the same pass waits for itself.
+
+        Whoever waits for the rest waits for all, if every microbatch has all passes.
+        """
+        own, behind = dict[tuple[int, int], int](), dict[tuple[int, int], int]()  # sets, as bits
+        for number, (at, stage) in enumerate(self.in_turn()):
+            needs = self.needs[self.parts[at]][stage]
+            own[at, stage] = 1 << number
+            behind[at, stage] = reduce(or_, (own[need] | behind[need] for need in needs), 0)
+
+        def direct(needs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+            others = reduce(or_, (behind[need] for need in needs), 0)
+            return tuple(need for need in needs if not own[need] & others)
+
+        return {kind: list(map(direct, by_stage)) for kind, by_stage in self.needs.items()}
 
     def needs_of(self, work: Pass) -> Iterator[Pass]:
         """Yield the passes that this one reads, or would wait for if they are there."""

@@ -1,35 +1,49 @@
-"""Step 4: passes move into the idle slots of warm-up and cool-down, within the memory."""
+"""Step 4: passes move into the idle slots of warm-up and cool-down, within the memory.
 
-import heapq
-from collections.abc import Iterator
+The devices run in simulated time. One that would idle takes a later pass that is ready, if this
+delays nothing and never makes it hold more than it may. Once a device has few forwards left, it
+cools down: what nothing waits for but memory, as W, waits until nothing else can run.
+
+`fill` is written for lists of whole numbers as for arrays: the planner compiles it and all that it
+calls, for its own units of time and memory.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple, Protocol
 
-from megatron_vshape.core.check.simulate import simulate, unit_costs
-from megatron_vshape.core.model.kinds import KINDS, PARTS, Kind, ScheduleError
-from megatron_vshape.core.model.passes import NeedTable, Pass
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.kinds import PARTS, PROCESSOR, Kind, ScheduleError
+from megatron_vshape.core.model.passes import NeedTable
+from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Schedule
 
-_CHANGE = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
-"""How many stage activations a pass adds to those that its device holds."""
+NONE = -1
 
-_FITS = 1e-9
-"""Slots are compared with this slack, so that sums of fractions still meet."""
+LATE = 1 << 62
+"""A start that is never."""
+
+FIRST, BACKWARD, OTHER, WEIGHT = 0, 1, 2, 3
+"""Of passes that can start at the same time, the least goes first."""
+
+_KINDS = (*PARTS, Kind.BW)
+"""Those that the paper's schedules have."""
 
 
 def reorder(schedule: Schedule, max_held: int) -> Schedule:
     """Return the schedule with idle slots filled from later in each device's order.
 
-    The devices run in simulated time, with equal passes. One that would idle takes a later pass
-    that is ready, if this delays nothing and never makes it hold more than `max_held` stage
-    activations. Once a device has at most `max_held` forwards left, so few that all could be held
-    at once, it cools down: W waits until nothing else can run or memory is needed. Where there is
-    no idle time, as in a stable phase that repeats cleanly, nothing moves.
+    All simple passes take the same time, and no device ever holds more than `max_held` stage
+    activations. Once it has at most `max_held` forwards left, so few that all could be held at
+    once, it cools down. Where there is no idle time, as in a stable phase that repeats cleanly,
+    nothing moves.
 
     Raises:
         ScheduleError: a forward does not fit `max_held`, or a pass waits for one that never runs.
     """
-    order = _Reordering(schedule, max_held).run()
-    return replace(schedule, order=order)
+    return _filled(schedule, max_held, max_held, NONE)
 
 
 def fill_warm_up(schedule: Schedule, max_held: int, ahead: int) -> Schedule:
@@ -41,187 +55,357 @@ def fill_warm_up(schedule: Schedule, max_held: int, ahead: int) -> Schedule:
     Raises:
         ScheduleError: a forward does not fit `max_held`, or a pass waits for one that never runs.
     """
-    order = _Reordering(schedule, max_held, ahead).run()
-    return replace(schedule, order=order)
+    return _filled(schedule, max_held, NONE, ahead)
 
 
-class _Device:
-    """What one device still has to run, by kind and stage, and what it holds."""
+def _filled(schedule: Schedule, max_held: int, cool: int, ahead: int) -> Schedule:
+    order = _order_of(schedule, max_held)
+    run = new_run(order, lambda size: [0] * size)
+    made = [0] * len(order.sort)
+    if fill(order, run, made, cool, ahead) < len(made):
+        _explain(schedule, order, run)
+    passes = list(chain.from_iterable(schedule.order))
+    rows = (made[begin:end] for begin, end in pairwise(order.begin))
+    return replace(schedule, order=tuple(tuple(map(passes.__getitem__, row)) for row in rows))
 
-    def __init__(self, passes: tuple[Pass, ...]) -> None:
-        self.passes = passes
-        self.taken = bytearray(len(passes))
-        self.head = 0
-        self.queues: dict[tuple[Kind, int], list[int]] = {}
-        for at, work in enumerate(passes):
-            self.queues.setdefault((work.kind, work.stage), []).append(at)
-        for queue in self.queues.values():
-            queue.reverse()  # so that pop() takes the earliest
-        self.forwards = sum(work.kind is Kind.F for work in passes)
-        self.held = 0
-        self.clock = 0.0
-        self.first_stage = passes[0].stage if passes else 0
-        self.first_held = 0
-        self.warm = False  # whether it has let go of an activation of its first stage
 
-    def take(self, at: int) -> Pass:
-        """Remove the pass at `at`, which must be the first of its kind and stage."""
-        work = self.passes[at]
-        queue = self.queues[work.kind, work.stage]
-        queue.pop()
-        if not queue:
-            del self.queues[work.kind, work.stage]
-        self.taken[at] = 1
-        while self.head < len(self.passes) and self.taken[self.head]:
-            self.head += 1
-        change = _CHANGE[work.kind]
-        self.held += change
-        self.forwards -= work.kind is Kind.F
-        if work.stage == self.first_stage:
-            self.first_held += change
-            self.warm |= change < 0
-        return work
+def _order_of(schedule: Schedule, max_held: int) -> "Order":
+    m, stages, kinds = schedule.num_microbatches, schedule.num_stages, _KINDS
+    number = {kind: at for at, kind in enumerate(kinds)}
+    parts = {kind: [number[part] for part in kind.does] for kind in kinds}
+    place_of = [NONE] * (len(kinds) * stages * m)
+    passes = list(chain.from_iterable(schedule.order))
+    for place, (kind, stage, microbatch) in enumerate(passes):
+        for part in parts[kind]:
+            place_of[(len(kinds) * stage + part) * m + microbatch] = place
+    return Order(
+        sorts=_equal_sorts(schedule.placement),
+        begin=[0, *accumulate(map(len, schedule.order))],
+        sort=[len(kinds) * stage + number[kind] for kind, stage, _ in passes],
+        microbatch=[microbatch for _, _, microbatch in passes],
+        place_of=place_of,
+        limit=[max_held] * schedule.num_devices,
+        lag=0,
+        num_microbatches=m,
+        strict=False,
+    )
 
-    def left_before(self, at: int) -> Iterator[Pass]:
-        """Yield the passes still to run that stand before position `at`."""
-        for place in range(self.head, at):
-            if not self.taken[place]:
-                yield self.passes[place]
 
-    def fits(self, at: int, max_held: int) -> bool:
-        """Return whether a forward moved here from `at` keeps every moment until then in memory."""
-        held = self.held + 1
-        if held > max_held:
-            return False
-        for work in self.left_before(at):
-            held += _CHANGE[work.kind]
-            if held > max_held:
-                return False
+@lru_cache(maxsize=4)
+def _equal_sorts(placement: Placement) -> "Sorts":
+    """Return that every simple pass takes 1, and that a stage's activation is held from F to W."""
+
+    def amounts(kind: Kind, _stage: int) -> tuple[int, int, int]:
+        takes = bool(kind.takes)
+        return len(kind.does), takes, takes + bool(kind.keeps) - bool(kind.frees)
+
+    return make_sorts(_KINDS, placement, amounts)
+
+
+def _explain(schedule: Schedule, order: "Order", run: "Run") -> None:
+    """Raise ScheduleError for what is stuck: only the memory stops what has its inputs."""
+    heads = [
+        (device, place) for device, place in enumerate(run.first) if place < order.begin[device + 1]
+    ]
+    full = [(device, place) for device, place in heads if ready(order, run, place, 0) < LATE]
+    if full:
+        device, place = min(full, key=lambda each: order.microbatch[each[1]])  # others wait for it
+        work = schedule.order[device][place - order.begin[device]]
+        raise ScheduleError(
+            f"{work} does not fit on device {device}, which holds {run.held[device]} "
+            f"stage activations then and may hold {order.limit[device]}"
+        )
+    simulate(schedule)  # raises: what a pass waits for never runs
+
+
+class Numbers(Protocol):
+    """A list of whole numbers, or an array of them."""
+
+    def __getitem__(self, at: int, /) -> int: ...
+    def __setitem__(self, at: int, value: int, /) -> None: ...
+    def __iter__(self) -> Iterator[int]: ...
+    def __len__(self) -> int: ...
+
+
+class Lists(NamedTuple):
+    """Some numbers for every sort, or lane: those of `at` are `of[begin[at] : begin[at + 1]]`."""
+
+    of: Numbers
+    begin: Numbers
+
+
+class Sorts(NamedTuple):
+    """What passes of one sort, a kind and a stage, have in common; a sort is a number.
+
+    A lane is a resource of a device, as in `Schedule.lanes`. Sequences are lists or arrays.
+    """
+
+    lane: Numbers
+    ticks: Numbers
+    needs: Lists  # sorts that it reads, but what another of them waits for
+    away: Numbers  # of a need: whether its result comes from another device
+    wakes: Lists  # other lanes that may go on when it has run
+    most: Numbers  # what a lane holds more at most while such a pass runs
+    change: Numbers  # and when it has run
+    rank: Numbers
+    forward: Numbers  # whether a microbatch comes in with it
+    leads: Numbers  # whether its stage is the first of its device
+    of_lane: Lists
+
+
+class Order(NamedTuple):
+    """The order to fill; a pass is its place in it, lane after lane."""
+
+    sorts: Sorts
+    begin: Numbers  # of a lane; at last where all end
+    sort: Numbers
+    microbatch: Numbers
+    place_of: Numbers  # [sort * num_microbatches + microbatch], NONE if there is no such pass
+    limit: Numbers  # of a lane
+    lag: int  # ticks that a result takes to another device
+    num_microbatches: int
+    strict: bool  # whether even what takes no memory moves up only where all it passes still fits
+
+
+class Run(NamedTuple):
+    """What has run so far, changed in place."""
+
+    end: Numbers  # of a pass; LATE until it has run
+    following: Numbers  # of a pass: the next of its sort
+    waiting: Numbers  # of a sort: its first pass left
+    first: Numbers  # of a lane: its first pass left
+    clock: Numbers
+    held: Numbers
+    forwards: Numbers  # left to run
+    ran: Numbers  # so many passes
+    led: Numbers  # held of the first stage
+    warm: Numbers  # whether it has let go of any of that
+    start: Numbers  # of what it runs next
+    chosen: Numbers
+    stale: Numbers  # whether these two must be looked at again
+
+
+def make_sorts(
+    kinds: Sequence[Kind],
+    placement: Placement,
+    amounts: Callable[[Kind, int], tuple[int, int, int]],
+) -> Sorts:
+    """Return the sorts of all stages, in lists; a sort is len(kinds) * stage + place in `kinds`.
+
+    `amounts` are, of a kind and a stage, the ticks of a pass, what it takes when it starts, and
+    what is held more when it has ended. Lane d is the processor of device d.
+    """
+    table = NeedTable(len(placement), kinds)
+    direct = table.direct_needs()
+    sorts = [(kind, stage) for stage in range(len(placement)) for kind in kinds]
+    number = {sort: at for at, sort in enumerate(sorts)}
+    lanes = {(device, PROCESSOR): device for device in range(max(placement) + 1)}
+    lane = [lanes.setdefault((placement[s], kind.resource), len(lanes)) for kind, s in sorts]
+    needs = [
+        [number[table.parts[part], s] for part, s in direct[kind][stage]] for kind, stage in sorts
+    ]
+    readers: list[set[int]] = [set() for _ in sorts]
+    for sort, own in enumerate(needs):
+        for need in own:
+            readers[need].add(lane[sort])
+    wakes = [
+        set[int]().union(*(readers[number[part, stage]] for part in kind.does)) - {lane[sort]}
+        for sort, (kind, stage) in enumerate(sorts)
+    ]
+    ticks, takes, change = map(list, zip(*(amounts(*sort) for sort in sorts), strict=True))
+    device = [placement[stage] for _, stage in sorts]
+    return Sorts(
+        lane=lane,
+        ticks=ticks,
+        needs=_lists(needs),
+        away=[device[need] != device[sort] for sort, own in enumerate(needs) for need in own],
+        wakes=_lists(map(sorted, wakes)),
+        most=list(map(max, takes, change)),
+        change=change,
+        rank=[_rank(kind, kinds) for kind, _ in sorts],
+        leads=[stage == placement.index(placement[stage]) for _, stage in sorts],
+        forward=[kind.everywhere and bool(kind.takes) for kind, _ in sorts],
+        of_lane=_lists([s for s in range(len(sorts)) if lane[s] == own] for own in lanes.values()),
+    )
+
+
+def _rank(kind: Kind, kinds: Iterable[Kind]) -> int:
+    reads = (read for other in kinds for read in other.reads)
+    awaited = kind.before or any(read.kind in kind.does for read in reads)
+    if kind.frees and not awaited:
+        return WEIGHT
+    return OTHER if kind.takes else BACKWARD
+
+
+def _lists(rows: Iterable[Sequence[int]]) -> Lists:
+    made = list(rows)
+    return Lists(list(chain.from_iterable(made)), [0, *accumulate(map(len, made))])
+
+
+def new_run(order: Order, zeros: Callable[[int], Numbers]) -> Run:
+    """Return what `fill` works with, made of `zeros`, which makes so many numbers."""
+    passes, lanes = len(order.sort), len(order.limit)
+    return Run(
+        zeros(passes), zeros(passes), zeros(len(order.sorts.ticks)), *map(zeros, [lanes] * 10)
+    )
+
+
+def fill(order: Order, run: Run, made: Numbers, cool: int, ahead: int) -> int:
+    """Let the lanes run in the order of their next starts; return how many passes have run.
+
+    `made` is the new order, of places in the old one. A lane cools down when it has at most `cool`
+    forwards left. With `ahead` other than NONE, `fill_warm_up` says what may move.
+    """
+    begin_run(order, run)
+    starts, stale, lanes = run.start, run.stale, len(order.limit)
+    for done in range(len(made)):
+        lane, least = NONE, LATE
+        for each in range(lanes):
+            if stale[each]:
+                starts[each], run.chosen[each] = _choose(order, run, each, cool, ahead)
+                stale[each] = 0
+            if starts[each] < least:
+                lane, least = each, starts[each]
+        if lane == NONE:
+            return done
+        place = run.chosen[lane]
+        made[order.begin[lane] + run.ran[lane]] = place
+        finish(order, run, lane, place)
+        _advance(order, run, lane, place)
+    return len(made)
+
+
+def begin_run(order: Order, run: Run) -> None:
+    """Let nothing have run yet."""
+    for sort in range(len(run.waiting)):
+        run.waiting[sort] = NONE
+    for lane in range(len(order.limit)):
+        run.first[lane] = order.begin[lane]
+        run.stale[lane] = 1
+        for place in range(order.begin[lane + 1] - 1, order.begin[lane] - 1, -1):
+            sort = order.sort[place]
+            run.end[place] = LATE
+            run.following[place] = run.waiting[sort]
+            run.waiting[sort] = place
+            run.forwards[lane] += order.sorts.forward[sort]
+
+
+def ready(order: Order, run: Run, place: int, start: int) -> int:
+    """Return when the pass can start, from `start` on; LATE while what it reads has not run."""
+    needs, sort, microbatch = order.sorts.needs, order.sort[place], order.microbatch[place]
+    for at in range(needs.begin[sort], needs.begin[sort + 1]):
+        need = order.place_of[needs.of[at] * order.num_microbatches + microbatch]
+        if need == NONE or run.end[need] == LATE:
+            return LATE
+        there = run.end[need] + order.lag * order.sorts.away[at]
+        if there > start:
+            start = there
+    return start
+
+
+def finish(order: Order, run: Run, lane: int, place: int) -> None:
+    """Run a pass from `run.start` on, and have all lanes looked at that may go on then."""
+    sorts, sort = order.sorts, order.sort[place]
+    run.clock[lane] = run.start[lane] + sorts.ticks[sort]
+    run.end[place] = run.clock[lane]
+    run.held[lane] += sorts.change[sort]
+    run.ran[lane] += 1
+    run.stale[lane] = 1
+    for at in range(sorts.wakes.begin[sort], sorts.wakes.begin[sort + 1]):
+        run.stale[sorts.wakes.of[at]] = 1
+
+
+def _advance(order: Order, run: Run, lane: int, place: int) -> None:
+    """Leave the pass, which has run, out of what is left."""
+    sort = order.sort[place]
+    run.waiting[sort] = run.following[place]
+    run.forwards[lane] -= order.sorts.forward[sort]
+    if order.sorts.leads[sort]:
+        change = order.sorts.change[sort]
+        run.led[lane] += change
+        if change < 0:
+            run.warm[lane] = 1
+    first, end = run.first[lane], order.begin[lane + 1]
+    while first < end and run.end[first] < LATE:
+        first += 1
+    run.first[lane] = first
+
+
+def _choose(order: Order, run: Run, lane: int, cool: int, ahead: int) -> tuple[int, int]:
+    """Return the start and the place of what the lane runs next; LATE and NONE if nothing."""
+    first, clock, sorts = run.first[lane], run.clock[lane], order.sorts
+    if first == order.begin[lane + 1]:
+        return LATE, NONE
+    cooling = run.forwards[lane] <= cool
+    leads, sort = LATE, order.sort[first]
+    if run.held[lane] + sorts.most[sort] <= order.limit[lane]:
+        leads = ready(order, run, first, clock)
+    if leads == clock and not (cooling and sorts.rank[sort] == WEIGHT):
+        return clock, first
+    best_start, best_rank, best = LATE, NONE, NONE
+    for at in range(sorts.of_lane.begin[lane], sorts.of_lane.begin[lane + 1]):
+        place = run.waiting[sorts.of_lane.of[at]]
+        if place == NONE or (ahead != NONE and not _may_move(order, run, lane, place, ahead)):
+            continue
+        start = ready(order, run, place, clock)
+        if start > best_start or start == LATE or not _fits(order, run, lane, place):
+            continue
+        rank = _rank_of(order, run, lane, place, start, leads, cooling)
+        better = start < best_start or (rank, place) < (best_rank, best)
+        if rank != NONE and better:
+            best_start, best_rank, best = start, rank, place
+    return best_start, best
+
+
+def _may_move(order: Order, run: Run, lane: int, place: int, ahead: int) -> bool:
+    """Return whether a pass may move up where only the warm-up is filled."""
+    if place == run.first[lane]:
         return True
+    sort = order.sort[place]
+    far = order.sorts.leads[sort] and order.sorts.forward[sort] and run.led[lane] >= ahead
+    return not (run.warm[lane] or far)
 
 
-Choice = tuple[float, int, int]
-"""A start, the rank among passes of that start (lower first), a position in the order."""
+def _fits(order: Order, run: Run, lane: int, place: int) -> bool:
+    """Return whether the pass at `place` can run now, and those left before it still after it."""
+    most, change, limit = order.sorts.most, order.sorts.change, order.limit[lane]
+    held, sort = run.held[lane], order.sort[place]
+    if most[sort] <= 0 and not order.strict:
+        return True
+    if held + most[sort] > limit:
+        return False
+    held += change[sort]
+    for before in range(run.first[lane], place):
+        if run.end[before] == LATE:
+            sort = order.sort[before]
+            if held + most[sort] > limit:
+                return False
+            held += change[sort]
+    return True
 
 
-class _Reordering:
-    def __init__(self, schedule: Schedule, max_held: int, ahead: int | None = None) -> None:
-        stages, costs = schedule.num_stages, unit_costs(schedule)
-        self.ahead = ahead
-        self.schedule = schedule
-        self.max_held = max_held
-        self.table = NeedTable(stages)
-        self.time = {kind: [costs.time_us(kind, s) for s in range(stages)] for kind in KINDS}
-        self.end: list[list[list[float | None]]] = [
-            [[None] * schedule.num_microbatches for _ in range(stages)] for _ in PARTS
-        ]
-        self.devices = [_Device(passes) for passes in schedule.order]
+def _rank_of(
+    order: Order, run: Run, lane: int, place: int, start: int, leads: int, cooling: bool
+) -> int:
+    """Return how the pass stands among those of its start; NONE if it must wait."""
+    sorts, sort = order.sorts, order.sort[place]
+    rank = sorts.rank[sort]
+    if cooling and rank == WEIGHT:
+        return WEIGHT
+    first = run.first[lane]
+    if place == first or (cooling and _only_weights(order, run, first, place)):
+        return FIRST
+    if start + sorts.ticks[sort] <= leads:
+        return min(rank, OTHER)
+    return NONE
 
-    def run(self) -> tuple[tuple[Pass, ...], ...]:
-        """Run the devices in the order of their next starts; what is chosen first starts first."""
-        rows: list[list[Pass]] = [[] for _ in self.devices]
-        version = [0] * len(self.devices)
-        heap: list[tuple[float, int, int, int]] = []
 
-        def push(device: int) -> None:
-            version[device] += 1
-            choice = self._choose(device)
-            if choice is not None:
-                heapq.heappush(heap, (choice[0], device, version[device], choice[2]))
+def _only_weights(order: Order, run: Run, first: int, place: int) -> bool:
+    for before in range(first, place):
+        if run.end[before] == LATE and order.sorts.rank[order.sort[before]] != WEIGHT:
+            return False
+    return True
 
-        for device in range(len(self.devices)):
-            push(device)
-        while heap:
-            start, device, made, at = heapq.heappop(heap)
-            if made != version[device]:
-                continue
-            work = self.devices[device].take(at)
-            rows[device].append(work)
-            self._finish(device, work, start)
-            push(device)
-            for reader in self._readers(work):
-                if reader != device:
-                    push(reader)
-        self._check_all_ran()
-        return tuple(map(tuple, rows))
 
-    def _check_all_ran(self) -> None:
-        """Raise ScheduleError if a device is stuck: only the memory stops what has its inputs."""
-        heads = [
-            (device, own.passes[own.head])
-            for device, own in enumerate(self.devices)
-            if own.head < len(own.passes)
-        ]
-        full = [each for each in heads if self._ready(*each) is not None]
-        if full:
-            device, work = min(full, key=lambda each: each[1].microbatch)  # others wait for it
-            raise ScheduleError(
-                f"{work} does not fit on device {device}, which holds {self.devices[device].held} "
-                f"stage activations then and may hold {self.max_held}"
-            )
-        if heads:
-            simulate(self.schedule)  # raises: what a pass waits for never runs
-
-    def _finish(self, device: int, work: Pass, start: float) -> None:
-        clock = start + self.time[work.kind][work.stage]
-        self.devices[device].clock = clock
-        for part in self.table.parts_of[work.kind]:
-            self.end[part][work.stage][work.microbatch] = clock
-
-    def _readers(self, work: Pass) -> Iterator[int]:
-        """Yield the devices of the stages before and after; only they can read the result."""
-        for stage in (work.stage - 1, work.stage + 1):
-            if 0 <= stage < self.schedule.num_stages:
-                yield self.schedule.placement[stage]
-
-    def _ready(self, device: int, work: Pass) -> float | None:
-        """Return when the pass's inputs are there; None while a pass before it has not run."""
-        ready = self.devices[device].clock
-        for part, stage in self.table.needs[work.kind][work.stage]:
-            done = self.end[part][stage][work.microbatch]
-            if done is None:
-                return None
-            ready = max(ready, done)
-        return ready
-
-    def _choose(self, device: int) -> Choice | None:
-        """Return what the device runs next: the head of its order, or what fits in before it."""
-        own = self.devices[device]
-        if own.head == len(own.passes):
-            return None
-        cooling = self.ahead is None and own.forwards <= self.max_held
-        head = own.passes[own.head]
-        start = self._ready(device, head)
-        if head.kind is Kind.F and own.held + 1 > self.max_held:
-            start = None
-        if start is not None and start <= own.clock and not (cooling and head.kind is Kind.W):
-            return (start, 0, own.head)
-        return min(self._candidates(device, cooling, start), default=None)
-
-    def _candidates(self, device: int, cooling: bool, head_start: float | None) -> Iterator[Choice]:
-        """Yield the first pass of every kind and stage that may run next."""
-        own = self.devices[device]
-        for (kind, stage), queue in own.queues.items():
-            at = queue[-1]
-            if at != own.head and not self._may_move(own, kind, stage):
-                continue
-            start = self._ready(device, own.passes[at])
-            if start is None or (kind is Kind.F and not own.fits(at, self.max_held)):
-                continue
-            if cooling and kind is Kind.W:
-                yield (start, 3, at)
-            elif at == own.head or (cooling and self._only_weights_before(own, at)):
-                yield (start, 0, at)
-            elif head_start is None or start + self.time[kind][stage] <= head_start + _FITS:
-                yield (start, 1 if kind in (Kind.B, Kind.BW) else 2, at)
-
-    def _may_move(self, own: _Device, kind: Kind, stage: int) -> bool:
-        """Return whether a pass may move up; where only the warm-up is filled, not all may."""
-        if self.ahead is None:
-            return True
-        leads = kind is Kind.F and stage == own.first_stage
-        return not own.warm and not (leads and own.first_held >= self.ahead)
-
-    @staticmethod
-    def _only_weights_before(own: _Device, at: int) -> bool:
-        return all(work.kind is Kind.W for work in own.left_before(at))
+CALLED = (begin_run, ready, finish, _advance, _choose, _may_move, _fits, _rank_of, _only_weights)
+"""What `fill` calls, for a compiler."""

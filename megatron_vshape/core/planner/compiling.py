@@ -8,12 +8,20 @@ from typing import Any, TypeVar, cast
 
 try:
     from numba import njit
+    from numba.extending import register_jitable
 except ImportError:  # the extra `search` is not installed
     njit = None
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def compiled(function: _Function) -> _Function:
-    """Return the function as machine code, kept for later runs; as it is without numba."""
-    return function if njit is None else cast(_Function, njit(cache=True)(function))
+def compiled(function: _Function, *called: Callable[..., Any]) -> _Function:
+    """Return the function as machine code, kept for later runs; as it is without numba.
+
+    `called` are plain functions that it calls, which other compiled ones may then call too.
+    """
+    if njit is None:
+        return function
+    for each in called:
+        register_jitable(each)
+    return cast(_Function, njit(cache=True)(function))

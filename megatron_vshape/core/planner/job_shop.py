@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from megatron_vshape.core.check import bounds
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import PARTS, ScheduleError
-from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Objective, check_size
+from megatron_vshape.core.paper.reordering import Lists, Sorts, make_sorts
 from megatron_vshape.core.planner import improve
 
 MOST_TICKS = 1e18
@@ -27,8 +29,12 @@ class Problem:
     num_microbatches: int
     limits: tuple[float, ...]
     objective: Objective
+    kinds: tuple[Kind, ...]
     ticks_per_us: float
-    units_per_byte: float
+    sorts: Sorts  # arrays
+    weight_of: np.ndarray  # of the sort of a B and of its W, that of the W; NONE of others
+    room: np.ndarray  # of a lane, in whole units
+    send: int
 
 
 def make_problem(
@@ -52,18 +58,52 @@ def make_problem(
     limits = bounds.each_limit(limit, num_devices)
     bounds.check_limits(costs, placement, num_devices, limits)
     check_size(len(placement), num_microbatches)
-    times = (*costs.forward_us, *costs.backward_us, *costs.weight_us)
-    held = (*costs.held_after_forward_bytes, *costs.held_after_backward_bytes)
-    return Problem(
-        costs,
-        placement,
-        num_devices,
-        num_microbatches,
-        limits,
-        objective,
-        _time_scale(times, costs.send_us, num_microbatches),
-        scale_to(1e11, max(held) or 1.0),
+    kinds = PARTS
+    stages = range(len(placement))
+    times = [costs.time_us(kind, stage) for kind in kinds for stage in stages]
+    ticks_per_us = _time_scale(times, costs.send_us, num_microbatches)
+    held = {kind: costs.held(kind) for kind in kinds}
+    units = scale_to(1e11, max(max(*takes, *keeps) for takes, keeps, _ in held.values()) or 1.0)
+
+    def amounts(kind: Kind, stage: int) -> tuple[int, int, int]:
+        takes, keeps, frees = (round(each[stage] * units) for each in held[kind])
+        ticks = round(costs.time_us(kind, stage) * ticks_per_us)
+        return ticks, takes, takes + keeps - frees
+
+    problem = Problem(
+        costs=costs,
+        placement=placement,
+        num_devices=num_devices,
+        num_microbatches=num_microbatches,
+        limits=limits,
+        objective=objective,
+        kinds=kinds,
+        ticks_per_us=ticks_per_us,
+        send=round(costs.send_us * ticks_per_us),
+        sorts=_arrays(make_sorts(kinds, placement, amounts)),
+        weight_of=_weight_of(kinds, len(placement)),
+        room=np.zeros(num_devices, np.int64),
     )
+    problem.room[:] = [int(limit * units * (1 + 1e-9)) for limit in _limits(problem)]
+    return problem
+
+
+def _weight_of(kinds: tuple[Kind, ...], num_stages: int) -> np.ndarray:
+    weight_of = np.full((num_stages, len(kinds)), improve.NONE)
+    weights = np.arange(num_stages) * len(kinds) + kinds.index(Kind.W)
+    weight_of[:, [kinds.index(Kind.B), kinds.index(Kind.W)]] = weights[:, None]
+    return weight_of.ravel()
+
+
+def _arrays(sorts: Sorts) -> Sorts:
+    """Return lists as arrays, for compiled functions."""
+    made: list[Any] = [
+        Lists(*(np.array(part, np.int64) for part in each))
+        if isinstance(each, Lists)
+        else np.array(each, np.int64)
+        for each in sorts
+    ]
+    return Sorts(*made)
 
 
 def scale_to(at_least: float, value: float) -> float:
@@ -87,26 +127,15 @@ def _time_scale(times: Sequence[float], send_us: float, num_microbatches: int) -
 
 def make_shop(problem: Problem, num_microbatches: int) -> improve.Shop:
     """Return the passes of `num_microbatches` microbatches for the inner loops."""
-    costs, placement = problem.costs, problem.placement
-    stages, m = len(placement), num_microbatches
-    sorts = 3 * stages
-    before = np.full(sorts, -1)
-    lag = np.zeros(sorts, np.int64)
-    send = round(costs.send_us * problem.ticks_per_us)
-    for sort in range(sorts):
-        kind, stage = PARTS[sort % 3], sort // 3
-        # the last need is the latest: whatever else a pass reads was there before it
-        for need in Pass(kind, stage, 0).needs(stages):
-            before[sort] = 3 * need.stage + PARTS.index(need.kind)
-            lag[sort] = send * (placement[need.stage] != placement[stage])
-    times = zip(costs.forward_us, costs.backward_us, costs.weight_us, strict=True)
-    ticks = np.array([[round(t * problem.ticks_per_us) for t in each] for each in times])
-    device = np.repeat(np.array(placement), 3)
-    after, weight = np.full(sorts, -1), np.full(sorts, -1)
-    for sort, need in enumerate(before):
-        if need >= 0:
+    sorts, m = problem.sorts, num_microbatches
+    before, after, weight = (np.full(len(sorts.ticks), -1) for _ in range(3))
+    lag = np.zeros(len(before), np.int64)
+    for sort, (begin, end) in enumerate(pairwise(sorts.needs.begin)):
+        for at in range(begin, end):
+            before[sort] = need = sorts.needs.of[at]
             (weight if sort % 3 == 2 else after)[need] = sort
-    micro = np.tile(np.arange(m), sorts)
+            lag[sort] = problem.send * sorts.away[at]
+    micro = np.tile(np.arange(m), len(before))
 
     def passes(of: np.ndarray) -> np.ndarray:
         wide = np.repeat(of, m)
@@ -116,13 +145,13 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.Shop:
         before=passes(before),
         after=passes(after),
         weight=passes(weight),
-        ticks=np.repeat(ticks.ravel(), m).astype(np.int64),
+        ticks=np.repeat(np.asarray(sorts.ticks), m),
         lag=np.repeat(lag, m),
-        device=np.repeat(device, m).astype(np.int32),
-        sort=np.repeat(np.arange(sorts), m).astype(np.int32),
-        delta=deltas_of(problem),
-        limit=np.array([int(x * problem.units_per_byte * (1 + 1e-9)) for x in _limits(problem)]),
-        due=_due(problem, ticks, send),
+        device=np.repeat(np.asarray(sorts.lane), m).astype(np.int32),
+        sort=np.repeat(np.arange(len(before)), m).astype(np.int32),
+        delta=np.asarray(sorts.change),
+        limit=problem.room,
+        due=_due(problem),
     )
 
 
@@ -136,27 +165,16 @@ def _limits(problem: Problem) -> Iterator[float]:
         yield min(limit, sum(most[stage] for stage in own))
 
 
-def deltas_of(problem: Problem) -> np.ndarray:
-    """Return what a device holds more after a pass of each sort, in whole units of memory."""
-    scale, costs = problem.units_per_byte, problem.costs
-    deltas = []
-    held = zip(costs.held_after_forward_bytes, costs.held_after_backward_bytes, strict=True)
-    for after_forward, after_backward in held:
-        full, rest = round(after_forward * scale), round(after_backward * scale)
-        deltas += [full, rest - full, -rest]
-    return np.array(deltas, np.int64)
-
-
-def _due(problem: Problem, ticks: np.ndarray, send: int) -> np.ndarray:
+def _due(problem: Problem) -> np.ndarray:
     """Return minus each device's first start for the span: no order can move it."""
     due = np.zeros(problem.num_devices, np.int64)
     if problem.objective is Objective.SPAN:
         clock = 0
         seen: set[int] = set()
         for stage, device in enumerate(problem.placement):
-            clock += send if stage and device != problem.placement[stage - 1] else 0
+            clock += problem.send if stage and device != problem.placement[stage - 1] else 0
             if device not in seen:
                 seen.add(device)
                 due[device] = -clock
-            clock += int(ticks[stage, 0])
+            clock += int(problem.sorts.ticks[len(problem.kinds) * stage])
     return due

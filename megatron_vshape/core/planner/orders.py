@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_vshape.core.check import bounds
-from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.kinds import PARTS, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
@@ -22,9 +22,9 @@ from megatron_vshape.core.planner.cyclic_orders import (
     sequential,
     splice,
 )
-from megatron_vshape.core.planner.filling import fill, refill
-from megatron_vshape.core.planner.job_shop import Problem, deltas_of, make_shop
+from megatron_vshape.core.planner.job_shop import Problem, make_shop
 from megatron_vshape.core.planner.modulo import find_steady_orders
+from megatron_vshape.core.planner.refilling import fill, refill
 
 STARTS = 8
 """So many orders are improved at first."""
@@ -179,23 +179,22 @@ class Candidates:
         window = ring.window(short) if short < m else None
         if window is None:
             short = m
-        shop = self._shop(short)
         row = ring.unroll(short)
         none = np.full(self.problem.num_devices, row.shape[1])
-        for name, own in self._starts(ring.name, shop, row, m):
+        for name, own in self._starts(ring.name, row, m):
             made = self._made(name, k, short, own, *(window or (none, none)))
             if made is not None:
                 yield made
 
     def _starts(
-        self, name: str, shop: improve.Shop, row: np.ndarray, m: int
+        self, name: str, row: np.ndarray, m: int
     ) -> Iterator[tuple[str, np.ndarray | None]]:
         """Yield an order as it is, filled, and with its W dealt out anew."""
         yield name, row
-        yield name + ", filled", fill(shop, row, self.problem.num_devices)
+        yield name + ", filled", fill(self.problem, row, self.problem.num_devices)
         if row.size < MANY_PASSES:
-            yield name + ", filled throughout", fill(shop, row, m)
-        yield name + DEALT, refill(shop, row, 0)
+            yield name + ", filled throughout", fill(self.problem, row, m)
+        yield name + DEALT, refill(self.problem, row, 0)
 
     def _made(
         self,
@@ -223,7 +222,7 @@ class Candidates:
     def _dealt(self, candidate: Candidate, delay: int) -> Candidate | None:
         """Return the candidate with its W dealt out anew."""
         short = candidate.microbatches
-        row = refill(self._shop(short), candidate.state.row, delay)
+        row = refill(self.problem, candidate.state.row, delay)
         name = candidate.name.removesuffix(DEALT) + DEALT
         return self._made(name, candidate.period, short, row, candidate.low, candidate.high)
 
@@ -269,14 +268,13 @@ class Candidates:
         order = tuple(tuple(made[work // m][work % m] for work in own) for own in row.tolist())
         schedule = Schedule("plan", problem.num_devices, m, problem.placement, order)
         value = problem.objective.of(simulate(schedule, problem.costs))
-        held = np.cumsum(deltas_of(problem)[row // m], axis=1).max(axis=1)
         return Plan(
             schedule=schedule,
             objective=problem.objective,
             value=value,  # simulated: ticks are rounded
             busy=problem.costs.busy_us(problem.placement, problem.num_devices, m),
             lower_bound=min(self.bound, value),
-            peak=tuple(float(x) / problem.units_per_byte for x in held),
+            peak=peak_held(schedule, problem.costs),
             source=source,
             steps=self.steps,
         )

@@ -5,10 +5,10 @@
    orders of all together.
 2. Steady orders: `modulo` finds cyclic orders that fit the memory with the least period; the
    published blocks join them, for a loop in groups of several sizes. Each is cut to the few
-   microbatches that show its two ends (`rings`).
-3. Starts: of each the order as it is, with its idle time filled, and with W dealt out anew as
-   filler (`filling`). All are judged at the full number of microbatches: a whole period in the
-   middle is repeated, which costs nothing to search (`candidates`).
+   microbatches that show its two ends (`cyclic_orders`).
+3. Starts: of each the order as it is, with its idle time filled by the paper's step 4, and with W
+   dealt out anew as filler (`refilling`). All are judged at the full number of microbatches: a
+   whole period in the middle is repeated, which costs nothing to search (`orders`).
 4. The ends: a walk over orders that moves a pass, alone or with its neighbours in other
    microbatches, whenever the objective does not grow (`improve`). The worse half of the orders
    drops out after each turn; W is dealt out anew in between.
