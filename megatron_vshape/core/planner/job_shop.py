@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -128,31 +127,47 @@ def _time_scale(times: Sequence[float], send_us: float, num_microbatches: int) -
 def make_shop(problem: Problem, num_microbatches: int) -> improve.Shop:
     """Return the passes of `num_microbatches` microbatches for the inner loops."""
     sorts, m = problem.sorts, num_microbatches
-    before, after, weight = (np.full(len(sorts.ticks), -1) for _ in range(3))
-    lag = np.zeros(len(before), np.int64)
-    for sort, (begin, end) in enumerate(pairwise(sorts.needs.begin)):
-        for at in range(begin, end):
-            before[sort] = need = sorts.needs.of[at]
-            (weight if sort % 3 == 2 else after)[need] = sort
-            lag[sort] = problem.send * sorts.away[at]
-    micro = np.tile(np.arange(m), len(before))
-
-    def passes(of: np.ndarray) -> np.ndarray:
-        wide = np.repeat(of, m)
-        return np.where(wide >= 0, wide * m + micro, -1).astype(np.int32)
-
+    lane, change, most = (np.asarray(each) for each in (sorts.lane, sorts.change, sorts.most))
+    count = len(lane)
+    before, after, behind = (_Ways(count) for _ in range(3))
+    for sort in range(count):
+        for at in range(sorts.needs.begin[sort], sorts.needs.begin[sort + 1]):
+            need, lag = sorts.needs.of[at], problem.send * sorts.away[at]
+            before.add(sort, need, lag)
+            (after if lane[need] != lane[sort] else behind).add(need, sort, lag)
     return improve.Shop(
-        before=passes(before),
-        after=passes(after),
-        weight=passes(weight),
+        *before.of_passes(m),
+        *after.of_passes(m),
+        behind.of_passes(m)[0],
         ticks=np.repeat(np.asarray(sorts.ticks), m),
-        lag=np.repeat(lag, m),
-        device=np.repeat(np.asarray(sorts.lane), m).astype(np.int32),
-        sort=np.repeat(np.arange(len(before)), m).astype(np.int32),
-        delta=np.asarray(sorts.change),
+        lane=np.repeat(lane, m).astype(np.int32),
+        sort=np.repeat(np.arange(count), m).astype(np.int32),
+        delta=change,
+        over=np.where(most > 0, most - change, 0),
+        length=np.diff(np.asarray(sorts.of_lane.begin)) * m,
         limit=problem.room,
         due=_due(problem),
     )
+
+
+class _Ways:
+    """The sorts that are read by each sort, or that read it, and what the result takes to come."""
+
+    def __init__(self, num_sorts: int) -> None:
+        self.ways: list[list[tuple[int, int]]] = [[] for _ in range(num_sorts)]
+
+    def add(self, sort: int, other: int, lag: int) -> None:
+        self.ways[sort].append((other, lag))
+
+    def of_passes(self, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the passes and the lags as [pass, way]; NONE where there are fewer."""
+        width = max(1, *map(len, self.ways))
+        none = [(improve.NONE, 0)]
+        table = np.array([own + none * (width - len(own)) for own in self.ways])
+        sorts, lags = (np.repeat(table[:, :, at], num_microbatches, axis=0) for at in (0, 1))
+        microbatch = np.tile(np.arange(num_microbatches), len(self.ways))[:, None]
+        passes = np.where(sorts >= 0, sorts * num_microbatches + microbatch, improve.NONE)
+        return passes.astype(np.int32), np.ascontiguousarray(lags)
 
 
 def _limits(problem: Problem) -> Iterator[float]:
