@@ -39,7 +39,9 @@ def make_shop(num_microbatches: int, limit: float, *cost: float) -> improve.Shop
 
 
 def make_state(block: BuildingBlock, num_microbatches: int, seed: int = 1) -> improve.State:
-    return improve.new_state(cyclic_orders.ring_of_block(block).unroll(num_microbatches), seed)
+    return improve.new_state(
+        cyclic_orders.cyclic_order_of_block(block).unroll(num_microbatches), seed
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -59,7 +61,7 @@ def test_the_walk_keeps_everything_up_to_date(seed: int) -> None:
 
 def test_the_walk_leaves_the_window_alone() -> None:
     shop = make_shop(20, 10, 1, 1.3, 0.7, 0.1)
-    ring = cyclic_orders.ring_of_block(v_half(DEVICES))
+    ring = cyclic_orders.cyclic_order_of_block(v_half(DEVICES))
     window = ring.window(20)
     assert window is not None
     state = improve.new_state(ring.unroll(20), 3)
@@ -77,7 +79,7 @@ def test_the_walk_leaves_the_window_alone() -> None:
 
 
 def test_a_splice_of_the_plain_ring_is_the_plain_ring() -> None:
-    ring = cyclic_orders.ring_of_block(v_min(DEVICES))
+    ring = cyclic_orders.cyclic_order_of_block(v_min(DEVICES))
     window = ring.window(16)
     assert window is not None
     assert np.array_equal(
@@ -90,7 +92,7 @@ def test_a_splice_of_the_plain_ring_is_the_plain_ring() -> None:
 def test_filled_and_dealt_orders_are_complete_and_fit(block: object, cool: int) -> None:
     problem = make_problem(9, 2 * DEVICES, 1, 1.3, 0.7, 0.1)
     shop = job_shop.make_shop(problem, 9)
-    row = cyclic_orders.ring_of_block(block(DEVICES)).unroll(9)  # type: ignore[operator]
+    row = cyclic_orders.cyclic_order_of_block(block(DEVICES)).unroll(9)  # type: ignore[operator]
     for made in (refilling.fill(problem, row, cool), refilling.refill(problem, row, 2)):
         assert made is not None
         assert np.array_equal(np.sort(made, axis=1), np.sort(row, axis=1))
