@@ -39,7 +39,9 @@ def make_shop(num_microbatches: int, limit: float, *cost: float) -> improve.Shop
 
 
 def make_state(block: BuildingBlock, num_microbatches: int, seed: int = 1) -> improve.State:
-    return improve.new_state(cyclic_orders.ring_of_block(block).unroll(num_microbatches), seed)
+    return improve.new_state(
+        cyclic_orders.cyclic_order_of_block(block).unroll(num_microbatches), seed
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -59,10 +61,10 @@ def test_the_walk_keeps_everything_up_to_date(seed: int) -> None:
 
 def test_the_walk_leaves_the_window_alone() -> None:
     shop = make_shop(20, 10, 1, 1.3, 0.7, 0.1)
-    ring = cyclic_orders.ring_of_block(v_half(DEVICES))
-    window = ring.window(20)
+    cyclic = cyclic_orders.cyclic_order_of_block(v_half(DEVICES))
+    window = cyclic.window(20)
     assert window is not None
-    state = improve.new_state(ring.unroll(20), 3)
+    state = improve.new_state(cyclic.unroll(20), 3)
     improve.settle(shop, state)
     before = state.row.copy()
     improve.walk(shop, state, *window, 5000)
@@ -76,12 +78,12 @@ def test_the_walk_leaves_the_window_alone() -> None:
     )
 
 
-def test_a_splice_of_the_plain_ring_is_the_plain_ring() -> None:
-    ring = cyclic_orders.ring_of_block(v_min(DEVICES))
-    window = ring.window(16)
+def test_a_splice_of_a_cyclic_order_is_that_order() -> None:
+    cyclic = cyclic_orders.cyclic_order_of_block(v_min(DEVICES))
+    window = cyclic.window(16)
     assert window is not None
     assert np.array_equal(
-        cyclic_orders.splice(ring.unroll(16), *window, 1, 16, 40), ring.unroll(40)
+        cyclic_orders.splice(cyclic.unroll(16), *window, 1, 16, 40), cyclic.unroll(40)
     )
 
 
@@ -90,7 +92,7 @@ def test_a_splice_of_the_plain_ring_is_the_plain_ring() -> None:
 def test_filled_and_dealt_orders_are_complete_and_fit(block: object, cool: int) -> None:
     problem = make_problem(9, 2 * DEVICES, 1, 1.3, 0.7, 0.1)
     shop = job_shop.make_shop(problem, 9)
-    row = cyclic_orders.ring_of_block(block(DEVICES)).unroll(9)  # type: ignore[operator]
+    row = cyclic_orders.cyclic_order_of_block(block(DEVICES)).unroll(9)  # type: ignore[operator]
     for made in (refilling.fill(problem, row, cool), refilling.refill(problem, row, 2)):
         assert made is not None
         assert np.array_equal(np.sort(made, axis=1), np.sort(row, axis=1))

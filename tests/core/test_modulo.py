@@ -18,7 +18,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.planner import modulo
-from megatron_vshape.core.planner.cyclic_orders import ring_of_order
+from megatron_vshape.core.planner.cyclic_orders import cyclic_order_of_steady
 from megatron_vshape.core.planner.modulo import SteadyOrder, find_steady_orders
 
 REAL = (1.0, 1.15, 0.85, 0.05)
@@ -32,7 +32,7 @@ def v_costs(num_devices: int, values: tuple[float, float, float, float] = REAL) 
 def unroll(order: SteadyOrder, num_microbatches: int) -> Schedule:
     """Return the schedule that runs the order until so many microbatches are through."""
     m = num_microbatches
-    rows = ring_of_order(order, "steady").unroll(m).tolist()
+    rows = cyclic_order_of_steady(order, "steady").unroll(m).tolist()
     passes = tuple(
         tuple(Pass(PARTS[work // m % 3], work // m // 3, work % m) for work in row) for row in rows
     )

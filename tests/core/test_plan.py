@@ -14,7 +14,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner import search
-from megatron_vshape.core.planner.orders import Candidate, Candidates
+from megatron_vshape.core.planner.orders import Candidate, PlacementSearch
 from megatron_vshape.core.planner.search import Objective, plan
 
 REAL = (1.0, 1.15, 0.85, 0.05)
@@ -117,15 +117,15 @@ def test_a_plan_carried_to_a_higher_limit_has_a_bound_that_holds_there(
 def test_an_interrupt_before_all_placements_have_an_order_keeps_the_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    begin, begun = Candidates.begin, []
+    begin, begun = PlacementSearch.begin, []
 
-    def interrupted(self: Candidates, budget: int) -> list[Candidate]:
+    def interrupted(self: PlacementSearch, budget: int) -> list[Candidate]:
         begun.append(self)
         if len(begun) == 2:
             raise KeyboardInterrupt
         return begin(self, budget)
 
-    monkeypatch.setattr(Candidates, "begin", interrupted)
+    monkeypatch.setattr(PlacementSearch, "begin", interrupted)
     made = plan(Costs.uniform(4, 16, *REAL), 4, 8, 8, seconds=60)
     assert len(begun) == 2
     verify(made.schedule, 8, Costs.uniform(4, made.schedule.num_stages, *REAL))

@@ -78,14 +78,12 @@ def _order_of(schedule: Schedule, max_held: int) -> "Order":
     for place, (kind, stage, microbatch) in enumerate(passes):
         for part in parts[kind]:
             place_of[(len(kinds) * stage + part) * m + microbatch] = place
-    first_stages = {row[0].stage for row in schedule.order if row}
     return Order(
         sorts=_equal_sorts(schedule.placement),
         begin=[0, *accumulate(map(len, schedule.order))],
         sort=[len(kinds) * stage + number[kind] for kind, stage, _ in passes],
         microbatch=[microbatch for _, _, microbatch in passes],
         place_of=place_of,
-        leads=[stage in first_stages for stage in range(stages) for _ in kinds],
         limit=[max_held] * schedule.num_devices,
         lag=0,
         num_microbatches=m,
@@ -150,7 +148,8 @@ class Sorts(NamedTuple):
     most: Numbers  # what a lane holds more at most while such a pass runs
     change: Numbers  # and when it has run
     rank: Numbers
-    forward: Numbers
+    forward: Numbers  # whether a microbatch comes in with it
+    leads: Numbers  # whether its stage is the first of its device
     of_lane: Lists
 
 
@@ -162,7 +161,6 @@ class Order(NamedTuple):
     sort: Numbers
     microbatch: Numbers
     place_of: Numbers  # [sort * num_microbatches + microbatch], NONE if there is no such pass
-    leads: Numbers  # of a sort: whether its stage is the first of its device
     limit: Numbers  # of a lane
     lag: int  # ticks that a result takes to another device
     num_microbatches: int
@@ -225,6 +223,7 @@ def make_sorts(
         most=list(map(max, takes, change)),
         change=change,
         rank=[_rank(kind, kinds) for kind, _ in sorts],
+        leads=[stage == placement.index(placement[stage]) for _, stage in sorts],
         forward=[kind.everywhere and bool(kind.takes) for kind, _ in sorts],
         of_lane=_lists([s for s in range(len(sorts)) if lane[s] == own] for own in lanes.values()),
     )
@@ -246,7 +245,9 @@ def _lists(rows: Iterable[Sequence[int]]) -> Lists:
 def new_run(order: Order, zeros: Callable[[int], Numbers]) -> Run:
     """Return what `fill` works with, made of `zeros`, which makes so many numbers."""
     passes, lanes = len(order.sort), len(order.limit)
-    return Run(zeros(passes), zeros(passes), zeros(len(order.leads)), *map(zeros, [lanes] * 10))
+    return Run(
+        zeros(passes), zeros(passes), zeros(len(order.sorts.ticks)), *map(zeros, [lanes] * 10)
+    )
 
 
 def fill(order: Order, run: Run, made: Numbers, cool: int, ahead: int) -> int:
@@ -319,7 +320,7 @@ def _advance(order: Order, run: Run, lane: int, place: int) -> None:
     sort = order.sort[place]
     run.waiting[sort] = run.following[place]
     run.forwards[lane] -= order.sorts.forward[sort]
-    if order.leads[sort]:
+    if order.sorts.leads[sort]:
         change = order.sorts.change[sort]
         run.led[lane] += change
         if change < 0:
@@ -361,7 +362,7 @@ def _may_move(order: Order, run: Run, lane: int, place: int, ahead: int) -> bool
     if place == run.first[lane]:
         return True
     sort = order.sort[place]
-    far = order.leads[sort] and order.sorts.forward[sort] and run.led[lane] >= ahead
+    far = order.sorts.leads[sort] and order.sorts.forward[sort] and run.led[lane] >= ahead
     return not (run.warm[lane] or far)
 
 

@@ -1,7 +1,7 @@
-"""Steady orders as arrays: unrolled for any number of microbatches, and grown from the middle.
+"""Cyclic orders as arrays: unrolled for any number of microbatches, and grown from the middle.
 
-What a device runs in one period, again and again, is a ring. A schedule of few microbatches with
-a whole period of its ring in the middle stands for any number of them: more periods are spliced
+What a device runs in one period, again and again, is cyclic. A schedule of few microbatches with
+a whole period of it in the middle stands for any number of them: more periods are spliced
 in there, so that only the two ends have to be searched.
 """
 
@@ -17,10 +17,11 @@ from megatron_vshape.core.planner.modulo import SteadyOrder
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
-    """A steady order: in period p, a device runs pass (sort, offset) of microbatch p * k + offset.
+class CyclicOrder:
+    """In period p, a device runs pass (sort, offset) of microbatch p * k + offset.
 
-    `rows[device]` is [sorts, offsets] in order of time, a sort being 3 * stage + place in PARTS.
+    `rows[device]` is [sorts, offsets] in order of time, a sort being
+    len(PARTS) * stage + place in PARTS.
     """
 
     name: str
@@ -75,49 +76,48 @@ class Ring:
         return passes, np.broadcast_to(periods[:, None], microbatch.shape)[inside]
 
 
-def ring_of_block(block: BuildingBlock) -> Ring:
+def cyclic_order_of_block(block: BuildingBlock) -> CyclicOrder:
     """Return the steady order of a building block; a whole backward becomes B, then W."""
     rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(block.num_devices)]
     for (kind, stage, within), start, _ in block.passes:
         period, slot = divmod(start, block.interval)
         parts = (Kind.B, Kind.W) if kind is Kind.BW else (kind,)
         for at, part in enumerate(parts):
-            sort = 3 * stage + PARTS.index(part)
+            sort = len(PARTS) * stage + PARTS.index(part)
             entry = (slot, at, sort, within - period * block.num_microbatches)
             rows[block.placement[stage]].append(entry)
-    return _ring(block.name, block.num_microbatches, rows)
+    return _cyclic_order(block.name, block.num_microbatches, rows)
 
 
-def _ring(name: str, k: int, rows: Iterable[list[tuple[int, int, int, int]]]) -> Ring:
+def _cyclic_order(
+    name: str, k: int, rows: Iterable[list[tuple[int, int, int, int]]]
+) -> CyclicOrder:
     arrays = []
     for row in rows:
         ordered = sorted(row)
         sorts = np.array([entry[2] for entry in ordered])
         arrays.append((sorts, np.array([entry[3] for entry in ordered])))
-    return Ring(name, k, tuple(arrays))
+    return CyclicOrder(name, k, tuple(arrays))
 
 
-def sequential(placement: Placement, num_devices: int) -> Ring:
+def sequential(placement: Placement, num_devices: int) -> CyclicOrder:
     """Return one microbatch after the other: the least memory that anything can run in."""
+    forward, *backward = range(len(PARTS))
     rows: list[list[tuple[int, int, int, int]]] = []
     for stages in stages_of(placement, num_devices):
-        forwards = [(0, at, 3 * stage, 0) for at, stage in enumerate(stages)]
-        backwards = [
-            (1, 2 * at + part, 3 * stage + 1 + part, 0)
-            for at, stage in enumerate(reversed(stages))
-            for part in (0, 1)
-        ]
-        rows.append(forwards + backwards)
-    return _ring("sequential", 1, rows)
+        sorts = [(0, len(PARTS) * stage + forward) for stage in stages]
+        sorts += [(1, len(PARTS) * s + part) for s in reversed(stages) for part in backward]
+        rows.append([(slot, at, sort, 0) for at, (slot, sort) in enumerate(sorts)])
+    return _cyclic_order("sequential", 1, rows)
 
 
-def ring_of_order(order: SteadyOrder, name: str) -> Ring:
-    """Return the ring of a steady order."""
+def cyclic_order_of_steady(order: SteadyOrder, name: str) -> CyclicOrder:
+    """Return a steady order as arrays."""
     rows = []
     for row in order.rows:
-        sorts = np.array([3 * stage + PARTS.index(kind) for kind, stage, _ in row])
+        sorts = np.array([len(PARTS) * stage + PARTS.index(kind) for kind, stage, _ in row])
         rows.append((sorts, np.array([offset for _, _, offset in row])))
-    return Ring(name, order.microbatches, tuple(rows))
+    return CyclicOrder(name, order.microbatches, tuple(rows))
 
 
 def is_period(

@@ -40,9 +40,10 @@ def prove(
 ) -> Plan:
     """Return the plan with the bound that is proven in `seconds`, or a better plan.
 
-    `limits` are those the plan was made for. The solver knows F, B and W alone: a plan with other
-    passes, or for costs that give whole backwards a price of their own, stays as it is. With one
-    worker the outcome depends on nothing but the time taken; more are faster and less repeatable.
+    `limits` are those the plan was made for. The solver knows F, B and W alone: a plan with
+    passes of other kinds, or for costs that give a whole backward its price, stays as it is. With
+    one worker the outcome depends on nothing but the time taken; more workers are faster and less
+    repeatable.
 
     Raises:
         ScheduleError: OR-tools is not installed, or the plan does not fit the limits.
@@ -54,7 +55,7 @@ def prove(
             "a proof needs OR-tools: pip install 'megatron-vshape[exact]'"
         ) from None
     schedule = plan.schedule
-    if costs.whole_backward_us is not None or not schedule.kinds <= set(PARTS):
+    if costs.whole_backward_us is not None or not schedule.kinds.issubset(PARTS):
         return plan
     each = each_limit(limits, schedule.num_devices)
     for device, (held, most) in enumerate(zip(plan.peak, each, strict=True)):

@@ -1,8 +1,8 @@
 """Improvement of a given order within the memory: the inner loops of the adaptive scheduler.
 
-An order is a job shop: every pass waits for the pass before it on its device and for the one
-pass whose result it reads (`Shop.before`; every other need is on the same device and follows
-from the order). `heads` are the earliest ends, `tails` the longest work after an end, so
+An order is a job shop whose machines are lanes, the resources of devices: every pass waits for the
+pass before it in its lane and for those whose results it reads, but what another of them waits for
+(`Shop.before`). `heads` are the earliest ends, `tails` the longest work after an end, so
 head + tail > makespan never, and = makespan on a critical path.
 
 The walk moves one pass a few places and takes the move whenever the objective does not grow.
@@ -28,32 +28,35 @@ _MASK = 0xFFFFFFFF
 
 
 class Shop(NamedTuple):
-    """The passes and their costs; a pass is a number, kind by kind, stage by stage.
+    """The passes and their costs; a pass is a number, sort by sort.
 
-    All arrays but `delta` and `limit` are per pass. A pass reads `before` and is read by `after`,
-    `lag` ticks later across devices; `weight` is the W of a B.
+    A pass reads `before`, which comes `lag` ticks later across devices. It is read by `after` of
+    other lanes, which it reaches `after_lag` later, and by `behind` of its own.
     """
 
-    before: np.ndarray
-    after: np.ndarray
-    weight: np.ndarray
-    ticks: np.ndarray
+    before: np.ndarray  # [pass, way], NONE where there are fewer
     lag: np.ndarray
-    device: np.ndarray
+    after: np.ndarray
+    after_lag: np.ndarray
+    behind: np.ndarray
+    ticks: np.ndarray  # of a pass
+    lane: np.ndarray
     sort: np.ndarray  # kind and stage: passes of one sort keep the order of their microbatches
     delta: np.ndarray  # of a sort: what a device holds more after one
-    limit: np.ndarray  # of a device
-    due: np.ndarray  # of a device: added to its last end; minus its first start for the span
+    over: np.ndarray  # and how much more than that while it runs
+    length: np.ndarray  # of a lane
+    limit: np.ndarray
+    due: np.ndarray  # added to its last end; minus its device's first start for the span
 
 
 class State(NamedTuple):
     """An order and what follows from it; changed in place."""
 
-    row: np.ndarray  # [device, place] -> pass
+    row: np.ndarray  # [lane, place] -> pass; NONE from the lane's end on
     place: np.ndarray
     head: np.ndarray
     tail: np.ndarray
-    held: np.ndarray  # [device, place] after the pass there
+    held: np.ndarray  # [lane, place] after the pass there
     heap_key: np.ndarray
     heap_pass: np.ndarray
     moves: np.ndarray  # [done, start and stop]
@@ -76,98 +79,115 @@ def draw(random: np.ndarray) -> int:
 @compiled
 def run_rows(shop: Shop, row: np.ndarray, place: np.ndarray, head: np.ndarray) -> np.ndarray:
     """Set the earliest ends; return the passes in an order that can run, short if it deadlocks."""
-    devices, length = row.shape
-    at = np.zeros(devices, np.int64)
-    clock = np.zeros(devices, np.int64)
-    waiting = np.zeros(devices + 1, np.int64)
-    listed = np.ones(devices, np.int64)
-    order = np.empty(devices * length, np.int32)
+    lanes, passes = len(row), len(shop.sort)
+    at = np.zeros(lanes, np.int64)
+    clock = np.zeros(lanes, np.int64)
+    waiting = np.zeros(lanes + 1, np.int64)
+    listed = np.ones(lanes, np.int64)
+    order = np.empty(passes, np.int32)
     count = 0
-    for device in range(devices):
-        waiting[device] = devices - 1 - device
-    top = devices
+    for lane in range(lanes):
+        waiting[lane] = lanes - 1 - lane
+    top = lanes
     while top:
         top -= 1
-        device = waiting[top]
-        listed[device] = 0
-        while at[device] < length:
-            work = row[device, at[device]]
-            need = shop.before[work]
-            start = clock[device]
-            if need >= 0:
-                if place[need] >= at[shop.device[need]]:
-                    break
-                start = max(start, head[need] + shop.lag[work])
-            clock[device] = start + shop.ticks[work]
-            head[work] = clock[device]
+        lane = waiting[top]
+        listed[lane] = 0
+        while at[lane] < shop.length[lane]:
+            work = row[lane, at[lane]]
+            start = _start_of(shop, place, head, at, work, clock[lane])
+            if start < 0:
+                break
+            clock[lane] = start + shop.ticks[work]
+            head[work] = clock[lane]
             order[count] = work
             count += 1
-            at[device] += 1
-            reader = shop.after[work]
-            if reader >= 0:
-                other = shop.device[reader]
-                if place[reader] == at[other] and other != device and not listed[other]:
-                    listed[other] = 1
-                    waiting[top] = other
-                    top += 1
+            at[lane] += 1
+            for way in range(shop.after.shape[1]):
+                reader = shop.after[work, way]
+                if reader >= 0:
+                    other = shop.lane[reader]
+                    if place[reader] == at[other] and not listed[other]:
+                        listed[other] = 1
+                        waiting[top] = other
+                        top += 1
     return order[:count]
+
+
+@compiled
+def _start_of(
+    shop: Shop, place: np.ndarray, head: np.ndarray, at: np.ndarray, work: int, start: int
+) -> int:
+    """Return when the pass can start, from `start` on; NONE while what it reads has not run."""
+    for way in range(shop.before.shape[1]):
+        need = shop.before[work, way]
+        if need >= 0:
+            if place[need] >= at[shop.lane[need]]:
+                return NONE
+            start = max(start, head[need] + shop.lag[work, way])
+    return start
 
 
 @compiled
 def tail_of(shop: Shop, state: State, work: int) -> int:
     """Return the longest way from the pass's end to the end of all, from the tails behind it."""
-    device = shop.device[work]
+    lane = shop.lane[work]
     place = state.place[work] + 1
-    if place < state.row.shape[1]:
-        following = state.row[device, place]
+    if place < shop.length[lane]:
+        following = state.row[lane, place]
         tail = shop.ticks[following] + state.tail[following]
     else:
-        tail = shop.due[device]
-    reader = shop.after[work]
-    if reader >= 0:
-        tail = max(tail, shop.lag[reader] + shop.ticks[reader] + state.tail[reader])
+        tail = shop.due[lane]
+    for way in range(shop.after.shape[1]):
+        reader = shop.after[work, way]
+        if reader >= 0:
+            tail = max(tail, shop.after_lag[work, way] + shop.ticks[reader] + state.tail[reader])
     return tail
 
 
 @compiled
 def head_of(shop: Shop, state: State, work: int) -> int:
     """Return the earliest end of the pass, from the heads before it."""
-    device = shop.device[work]
+    lane = shop.lane[work]
     place = state.place[work]
     start = 0
     if place > 0:
-        start = state.head[state.row[device, place - 1]]
-    need = shop.before[work]
-    if need >= 0:
-        start = max(start, state.head[need] + shop.lag[work])
+        start = state.head[state.row[lane, place - 1]]
+    for way in range(shop.before.shape[1]):
+        need = shop.before[work, way]
+        if need >= 0:
+            start = max(start, state.head[need] + shop.lag[work, way])
     return start + shop.ticks[work]
 
 
 @compiled
 def objective(shop: Shop, state: State) -> int:
     """Return the makespan or, if `due` says so, the span."""
-    devices, length = state.row.shape
-    worst = state.head[state.row[0, length - 1]] + shop.due[0]
-    for device in range(1, devices):
-        worst = max(worst, state.head[state.row[device, length - 1]] + shop.due[device])
+    return _last_end(shop, state.row, state.head)
+
+
+@compiled
+def _last_end(shop: Shop, row: np.ndarray, head: np.ndarray) -> int:
+    worst = head[row[0, shop.length[0] - 1]] + shop.due[0]
+    for lane in range(1, len(row)):
+        worst = max(worst, head[row[lane, shop.length[lane] - 1]] + shop.due[lane])
     return worst
 
 
 @compiled
 def settle(shop: Shop, state: State) -> bool:
     """Set all that follows from the rows; return False if they deadlock or hold too much."""
-    devices, length = state.row.shape
     fits = True
-    for device in range(devices):
+    for lane in range(len(state.row)):
         held = 0
-        for place in range(length):
-            work = state.row[device, place]
+        for place in range(shop.length[lane]):
+            work = state.row[lane, place]
             state.place[work] = place
             held += shop.delta[shop.sort[work]]
-            state.held[device, place] = held
-            fits = fits and held <= shop.limit[device]
+            state.held[lane, place] = held
+            fits = fits and held + shop.over[shop.sort[work]] <= shop.limit[lane]
     order = run_rows(shop, state.row, state.place, state.head)
-    if len(order) < devices * length:
+    if len(order) < len(shop.sort):
         return False
     for at in range(len(order) - 1, -1, -1):
         state.tail[order[at]] = tail_of(shop, state, order[at])
@@ -213,78 +233,97 @@ def _pop(state: State, size: int) -> int:
 
 
 @compiled
-def _target(shop: Shop, state: State, device: int, start: int, step: int, edge: int) -> int:
+def _target(shop: Shop, state: State, lane: int, start: int, step: int, edge: int) -> int:
     """Return how far the pass at `start` can go towards `edge`, within need and memory."""
-    work = state.row[device, start]
-    sort = shop.sort[work]
-    delta = shop.delta[sort]
+    work = state.row[lane, start]
+    sort, limit = shop.sort[work], shop.limit[lane]
+    delta, over = shop.delta[sort], shop.over[sort]
+    edge = _edge(shop, state, lane, work, step, edge)
     # what stands between changes places with it: to the right it loses delta, to the left gains it
     change = -delta * step
-    stop_one = shop.after[work] if step > 0 else shop.before[work]
-    stop_two = shop.weight[work] if step > 0 else NONE
     place = start
     while place != edge:
-        other = state.row[device, place + step]
-        if shop.sort[other] == sort or other == stop_one or other == stop_two:  # noqa: SIM109
-            break
         passed = place + step
-        if state.held[device, passed] + change > shop.limit[device]:
+        held = state.held[lane, passed]
+        if held + change + shop.over[shop.sort[state.row[lane, passed]]] > limit:
             break
         if step < 0:
-            below = state.held[device, passed - 1] if passed > 0 else 0
-            if below + delta > shop.limit[device]:
-                break
+            held = (state.held[lane, passed - 1] if passed > 0 else 0) + delta
+        if held + over > limit:
+            break
         place = passed
     return place
 
 
 @compiled
-def _shift(shop: Shop, state: State, device: int, start: int, stop: int) -> None:
+def _edge(shop: Shop, state: State, lane: int, work: int, step: int, edge: int) -> int:
+    """Return `edge`, or the place before it at which something that must stay there stands."""
+    neighbour = work + step  # of its sort, unless there is no other microbatch
+    if 0 <= neighbour < len(shop.sort) and shop.sort[neighbour] == shop.sort[work]:
+        edge = min(edge * step, state.place[neighbour] * step - 1) * step
+    if step > 0:
+        for way in range(shop.behind.shape[1]):
+            reader = shop.behind[work, way]
+            if reader >= 0:
+                edge = min(edge, state.place[reader] - 1)
+    else:
+        for way in range(shop.before.shape[1]):
+            need = shop.before[work, way]
+            if need >= 0 and shop.lane[need] == lane:
+                edge = max(edge, state.place[need] + 1)
+    return edge
+
+
+@compiled
+def _shift(shop: Shop, state: State, lane: int, start: int, stop: int) -> None:
     """Move the pass at `start` to `stop`; those between close up."""
-    work = state.row[device, start]
+    work = state.row[lane, start]
     delta = shop.delta[shop.sort[work]]
     step = 1 if stop > start else -1
     for place in range(start, stop, step):
-        other = state.row[device, place + step]
-        state.row[device, place] = other
+        other = state.row[lane, place + step]
+        state.row[lane, place] = other
         state.place[other] = place
         # a place's sum is that of the pass now there: moved right, it lacks the one that jumped it
         if step > 0:
-            state.held[device, place] = state.held[device, place + 1] - delta
+            state.held[lane, place] = state.held[lane, place + 1] - delta
         else:
-            state.held[device, place] = state.held[device, place - 1] + delta
+            state.held[lane, place] = state.held[lane, place - 1] + delta
     if step < 0:
-        below = state.held[device, stop - 1] if stop > 0 else 0
-        state.held[device, stop] = below + delta
-    state.row[device, stop] = work
+        below = state.held[lane, stop - 1] if stop > 0 else 0
+        state.held[lane, stop] = below + delta
+    state.row[lane, stop] = work
     state.place[work] = stop
 
 
 @compiled
-def _promises(shop: Shop, state: State, device: int, low: int, high: int, bar: int) -> bool:
+def _promises(shop: Shop, state: State, lane: int, low: int, high: int, bar: int) -> bool:
     """Return whether the ways through the changed places seem no longer than `bar`.
 
     Heads and tails outside are those of the old order, so it is a guess; it spares most of the
     exact looks.
     """
-    head = state.head[state.row[device, low - 1]] if low > 0 else 0
+    head = state.head[state.row[lane, low - 1]] if low > 0 else 0
     for place in range(low, high + 1):
-        work = state.row[device, place]
-        need = shop.before[work]
-        if need >= 0 and shop.device[need] != device:
-            head = max(head, state.head[need] + shop.lag[work])
+        work = state.row[lane, place]
+        for way in range(shop.before.shape[1]):
+            need = shop.before[work, way]
+            if need >= 0 and shop.lane[need] != lane:
+                head = max(head, state.head[need] + shop.lag[work, way])
         head += shop.ticks[work]
         state.log_head[place - low] = head
-    if high + 1 < state.row.shape[1]:
-        following = state.row[device, high + 1]
+    if high + 1 < shop.length[lane]:
+        following = state.row[lane, high + 1]
         tail = shop.ticks[following] + state.tail[following]
     else:
-        tail = shop.due[device]
+        tail = shop.due[lane]
     for place in range(high, low - 1, -1):
-        work = state.row[device, place]
-        reader = shop.after[work]
-        if reader >= 0 and shop.device[reader] != device:
-            tail = max(tail, shop.lag[reader] + shop.ticks[reader] + state.tail[reader])
+        work = state.row[lane, place]
+        for way in range(shop.after.shape[1]):
+            reader = shop.after[work, way]
+            if reader >= 0:
+                further = shop.after_lag[work, way] + shop.ticks[reader] + state.tail[reader]
+                tail = max(tail, further)
         if state.log_head[place - low] + tail > bar:
             return False
         tail += shop.ticks[work]
@@ -292,7 +331,7 @@ def _promises(shop: Shop, state: State, device: int, low: int, high: int, bar: i
 
 
 @compiled
-def _spread_heads(shop: Shop, state: State, device: int, low: int, high: int, bar: int) -> int:
+def _spread_heads(shop: Shop, state: State, lane: int, low: int, high: int, bar: int) -> int:
     """Bring the heads up to date after a change; return how many changed, -1 - them if too long.
 
     The changed places go first and in their new order; then passes are looked at in the order of
@@ -300,10 +339,10 @@ def _spread_heads(shop: Shop, state: State, device: int, low: int, high: int, ba
     its heads up until they are too long.
     """
     size, changed, place = 0, 0, low
-    length = state.row.shape[1]
-    while size or place <= min(high + 1, length - 1):
-        if place <= min(high + 1, length - 1):
-            work = state.row[device, place]
+    last = min(high + 1, shop.length[lane] - 1)
+    while size or place <= last:
+        if place <= last:
+            work = state.row[lane, place]
             place += 1
         else:
             work = state.heap_pass[0]
@@ -318,26 +357,27 @@ def _spread_heads(shop: Shop, state: State, device: int, low: int, high: int, ba
         state.log_head[changed] = old
         changed += 1
         state.head[work] = head
-        at, home = state.place[work], shop.device[work]
-        inside = home == device and low <= at <= high
+        at, home = state.place[work], shop.lane[work]
+        inside = home == lane and low <= at <= high
         # the old tail may lead through the changed places: inside them it says nothing
         if head > old and (head if inside else head + state.tail[work]) > bar:
             return -1 - changed
-        if at + 1 < length and not (inside and place <= at + 1):
+        if at + 1 < shop.length[home] and not (inside and place <= at + 1):
             following = state.row[home, at + 1]
             size = _push(state, size, state.head[following], following)
-        reader = shop.after[work]
-        if reader >= 0 and shop.device[reader] != home:
-            size = _push(state, size, state.head[reader], reader)
+        for way in range(shop.after.shape[1]):
+            reader = shop.after[work, way]
+            if reader >= 0:
+                size = _push(state, size, state.head[reader], reader)
     return changed
 
 
 @compiled
-def _spread_tails(shop: Shop, state: State, device: int, low: int, high: int) -> None:
+def _spread_tails(shop: Shop, state: State, lane: int, low: int, high: int) -> None:
     """Bring the tails up to date after a change that was taken; the heads are."""
     size = 0
     for place in range(max(low - 1, 0), high + 1):
-        work = state.row[device, place]
+        work = state.row[lane, place]
         size = _push(state, size, -state.head[work], work)
     while size:
         work = state.heap_pass[0]
@@ -346,18 +386,19 @@ def _spread_tails(shop: Shop, state: State, device: int, low: int, high: int) ->
         if tail == state.tail[work]:
             continue
         state.tail[work] = tail
-        place, home = state.place[work], shop.device[work]
+        place, home = state.place[work], shop.lane[work]
         if place > 0:
             earlier = state.row[home, place - 1]
             size = _push(state, size, -state.head[earlier], earlier)
-        need = shop.before[work]
-        if need >= 0 and shop.device[need] != home:
-            size = _push(state, size, -state.head[need], need)
+        for way in range(shop.before.shape[1]):
+            need = shop.before[work, way]
+            if need >= 0 and shop.lane[need] != home:
+                size = _push(state, size, -state.head[need], need)
 
 
 @compiled
 def _propose(
-    shop: Shop, state: State, start: int, reach: int, count: int, device: int, first: int, last: int
+    shop: Shop, state: State, start: int, reach: int, count: int, lane: int, first: int, last: int
 ) -> int:
     """Move up to `count` passes of one sort, the first at `start`, `reach` places; return how many.
 
@@ -365,16 +406,16 @@ def _propose(
     moving one. `moves` says what was done, so that it can be undone.
     """
     step = 1 if reach > 0 else -1
-    work = state.row[device, start]
+    work = state.row[lane, start]
     sort, done = shop.sort[work], 0
     while done < count and 0 <= work < len(shop.sort) and shop.sort[work] == sort:
         start = state.place[work]
         if start < first or start > last:
             break
-        stop = _target(shop, state, device, start, step, max(first, min(last, start + reach)))
+        stop = _target(shop, state, lane, start, step, max(first, min(last, start + reach)))
         if stop == start:
             break
-        _shift(shop, state, device, start, stop)
+        _shift(shop, state, lane, start, stop)
         state.moves[done, 0] = start
         state.moves[done, 1] = stop
         done += 1
@@ -383,53 +424,53 @@ def _propose(
 
 
 @compiled
-def _decide(shop: Shop, state: State, device: int, done: int, bar: int) -> bool:
+def _decide(shop: Shop, state: State, lane: int, done: int, bar: int) -> bool:
     """Keep the last `done` moves if the objective stays within `bar`, else undo them."""
     low, high = state.moves[0, 0], state.moves[0, 0]
     for at in range(done):
         low = min(low, state.moves[at, 0], state.moves[at, 1])
         high = max(high, state.moves[at, 0], state.moves[at, 1])
-    if _promises(shop, state, device, low, high, bar):
-        changed = _spread_heads(shop, state, device, low, high, bar)
+    if _promises(shop, state, lane, low, high, bar):
+        changed = _spread_heads(shop, state, lane, low, high, bar)
         if changed >= 0 and objective(shop, state) <= bar:
-            _spread_tails(shop, state, device, low, high)
+            _spread_tails(shop, state, lane, low, high)
             return True
         changed = changed if changed >= 0 else -1 - changed
         for at in range(changed - 1, -1, -1):
             state.head[state.log_pass[at]] = state.log_head[at]
     for at in range(done - 1, -1, -1):
-        _shift(shop, state, device, state.moves[at, 1], state.moves[at, 0])
+        _shift(shop, state, lane, state.moves[at, 1], state.moves[at, 0])
     return False
 
 
 @compiled
 def walk(shop: Shop, state: State, low: np.ndarray, high: np.ndarray, steps: int) -> int:
-    """Draw `steps` passes outside [low, high) of each device, move some; return the objective.
+    """Draw `steps` passes outside [low, high) of each lane, move some; return the objective.
 
     Only what is on a critical path shortens anything: of the others, one of `SPARED` is moved,
     to make room.
     """
-    devices, length = state.row.shape
     best = objective(shop, state)
     for _ in range(steps):
-        device = draw(state.random) % devices
+        lane = draw(state.random) % len(state.row)
+        length = shop.length[lane]
         start = draw(state.random) % length
-        work = state.row[device, start]
+        work = state.row[lane, start]
         luck = draw(state.random)
         near = state.head[work] + state.tail[work] >= best
-        if low[device] <= start < high[device] or (not near and luck % SPARED):
+        if low[lane] <= start < high[lane] or (not near and luck % SPARED):
             continue
-        first, last = 0, low[device] - 1
-        if start >= high[device]:
-            first, last = high[device], length - 1
+        first, last = 0, low[lane] - 1
+        if start >= high[lane]:
+            first, last = high[lane], length - 1
         distance = 1 + (luck >> 4) % REACH
         if (luck >> 12) & 1:
             distance = 1 + distance % 3
         if (luck >> 13) & 1:
             distance = -distance
         count = 1 + (luck >> 18) % MANY if (luck >> 16) & 3 else 1
-        done = _propose(shop, state, start, distance, count, device, first, last)
-        if done and _decide(shop, state, device, done, best):
+        done = _propose(shop, state, start, distance, count, lane, first, last)
+        if done and _decide(shop, state, lane, done, best):
             best = objective(shop, state)
     return best
 
@@ -437,24 +478,23 @@ def walk(shop: Shop, state: State, low: np.ndarray, high: np.ndarray, steps: int
 @compiled
 def measure(shop: Shop, row: np.ndarray) -> int:
     """Return the objective of an order that fits the memory; NONE if it deadlocks."""
-    devices, length = row.shape
-    place = np.empty(devices * length, np.int32)
-    head = np.empty(devices * length, np.int64)
-    for device in range(devices):
-        for at in range(length):
-            place[row[device, at]] = at
-    if len(run_rows(shop, row, place, head)) < devices * length:
+    place = np.empty(len(shop.sort), np.int32)
+    head = np.empty(len(shop.sort), np.int64)
+    for lane in range(len(row)):
+        for at in range(shop.length[lane]):
+            place[row[lane, at]] = at
+    if len(run_rows(shop, row, place, head)) < len(shop.sort):
         return NONE
-    worst = head[row[0, length - 1]] + shop.due[0]
-    for device in range(1, devices):
-        worst = max(worst, head[row[device, length - 1]] + shop.due[device])
-    return worst
+    return _last_end(shop, row, head)
 
 
-def new_state(row: np.ndarray, seed: int) -> State:
-    """Return the state of an order before `settle` has filled it."""
+def new_state(row: np.ndarray, seed: int, ways: int = 1) -> State:
+    """Return the state of an order before `settle` has filled it.
+
+    `ways` are how many passes of other lanes one reads, or is read by, at most.
+    """
     size = row.size
-    heap = 4 * size + 4 * REACH
+    heap = (1 + ways) * (2 * size + 2 * REACH)
     return State(
         row=np.array(row, dtype=np.int32, order="C"),
         place=np.zeros(size, np.int32),

@@ -1,15 +1,15 @@
 """What the adaptive scheduler is asked, in ticks and units of memory."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from megatron_vshape.core.check import bounds
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import KINDS, PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Objective, check_size
 from megatron_vshape.core.paper.reordering import Lists, Sorts, make_sorts
@@ -31,9 +31,11 @@ class Problem:
     objective: Objective
     kinds: tuple[Kind, ...]
     ticks_per_us: float
+    units_per_byte: float
+    send: int  # ticks of a message
     sorts: Sorts  # arrays
+    weight_of: np.ndarray  # of the sort of a B and of its W, that of the W; NONE of others
     room: np.ndarray  # of a lane, in whole units
-    send: int
 
 
 def make_problem(
@@ -43,33 +45,35 @@ def make_problem(
     limit: float | Sequence[float],
     objective: Objective,
     placement: Placement,
+    kinds: Iterable[Kind] = PARTS,
 ) -> Problem:
     """Return what is asked of one placement; `limit` is one value or one per device.
+
+    Every stage and microbatch has a pass of each of `kinds`.
 
     Raises:
         LimitError: one microbatch alone does not fit the limits.
         ScheduleError: a count is below 1, the counts of devices, stages, costs and limits do not
-            match, or the schedule would fill the memory.
+            match, the schedule would fill the memory, or the kinds lack one.
     """
     for what, count in (("devices", num_devices), ("microbatches", num_microbatches)):
         if count < 1:
             raise ScheduleError(f"a plan needs at least 1 of {what}, not {count}")
     limits = bounds.each_limit(limit, num_devices)
-    bounds.check_limits(costs, placement, num_devices, limits)
+    kinds = _checked(tuple(kinds))
+    bounds.check_limits(costs, placement, num_devices, proven_limits(kinds, limits))
     check_size(len(placement), num_microbatches)
-    kinds = PARTS
     stages = range(len(placement))
     times = [costs.time_us(kind, stage) for kind in kinds for stage in stages]
     ticks_per_us = _time_scale(times, costs.send_us, num_microbatches)
-    held = {kind: costs.held(kind) for kind in kinds}
-    units = scale_to(1e11, max(max(*takes, *keeps) for takes, keeps, _ in held.values()) or 1.0)
-
-    def amounts(kind: Kind, stage: int) -> tuple[int, int, int]:
-        takes, keeps, frees = (round(each[stage] * units) for each in held[kind])
-        ticks = round(costs.time_us(kind, stage) * ticks_per_us)
-        return ticks, takes, takes + keeps - frees
-
-    problem = Problem(
+    held = [value for kind in kinds for each in costs.held(kind)[:2] for value in each]
+    units = scale_to(1e11, max(held) or 1.0)
+    sorts = _arrays(costs, placement, kinds, ticks_per_us, units)
+    room = np.zeros(len(sorts.of_lane.begin) - 1, np.int64)  # those of the processors come first
+    most = _most_held(costs, placement, num_devices, kinds)
+    for device, (limit, full) in enumerate(zip(limits, most, strict=True)):
+        room[device] = int(min(limit, num_microbatches * full) * units * (1 + 1e-9))
+    return Problem(
         costs=costs,
         placement=placement,
         num_devices=num_devices,
@@ -78,21 +82,82 @@ def make_problem(
         objective=objective,
         kinds=kinds,
         ticks_per_us=ticks_per_us,
+        units_per_byte=units,
         send=round(costs.send_us * ticks_per_us),
-        sorts=_arrays(make_sorts(kinds, placement, amounts)),
-        room=np.zeros(num_devices, np.int64),
+        sorts=sorts,
+        weight_of=_weight_of(kinds, len(placement)),
+        room=room,
     )
-    problem.room[:] = [int(limit * units * (1 + 1e-9)) for limit in _limits(problem)]
-    return problem
 
 
-def _arrays(sorts: Sorts) -> Sorts:
-    """Return lists as arrays, for compiled functions."""
+def with_parts_alone(problem: Problem) -> Problem:
+    """Return the problem without the kinds beyond F, B and W, in the same ticks and units."""
+    scales = problem.ticks_per_us, problem.units_per_byte
+    return replace(
+        problem,
+        kinds=PARTS,
+        sorts=_arrays(problem.costs, problem.placement, PARTS, *scales),
+        weight_of=_weight_of(PARTS, len(problem.placement)),
+        room=problem.room[: problem.num_devices],
+    )
+
+
+def proven_limits(kinds: Sequence[Kind], limits: Sequence[float]) -> tuple[float, ...]:
+    """Return the limits that proofs may use, which know no other kinds: those may free memory."""
+    if not any(kind.frees for kind in kinds if kind not in PARTS):
+        return tuple(limits)
+    return tuple(math.inf if limit > 0 else limit for limit in limits)
+
+
+def _checked(kinds: Sequence[Kind]) -> tuple[Kind, ...]:
+    """Return the kinds in the table's order; raises ScheduleError unless passes can be of them."""
+    lacking = {str(kind) for kind in PARTS if kind not in kinds}
+    for kind in kinds:
+        if kind.does != (kind,):
+            raise ScheduleError(f"a plan has no passes of {kind}, which does what others do")
+        lacking |= {read.kind for read in kind.reads if read.kind not in kinds}
+    if lacking:
+        raise ScheduleError(
+            f"a plan of the kinds {', '.join(kinds)} lacks {', '.join(sorted(lacking))}"
+        )
+    return tuple(kind for kind in KINDS if kind in kinds)
+
+
+def _most_held(
+    costs: Costs, placement: Placement, num_devices: int, kinds: Sequence[Kind]
+) -> Iterator[float]:
+    """Yield what every device could ever hold of a microbatch; no limit needs to be above."""
+    held = zip(costs.held_after_forward_bytes, costs.held_after_backward_bytes, strict=True)
+    most = [max(pair) for pair in held]
+    for takes, keeps, _ in (costs.held(kind) for kind in kinds if kind not in PARTS):
+        most = [sum(each) for each in zip(most, takes, keeps, strict=True)]
+    for own in stages_of(placement, num_devices):
+        yield sum(most[stage] for stage in own)
+
+
+def _weight_of(kinds: tuple[Kind, ...], num_stages: int) -> np.ndarray:
+    weight_of = np.full((num_stages, len(kinds)), improve.NONE)
+    weights = np.arange(num_stages) * len(kinds) + kinds.index(Kind.W)
+    weight_of[:, [kinds.index(Kind.B), kinds.index(Kind.W)]] = weights[:, None]
+    return weight_of.ravel()
+
+
+def _arrays(
+    costs: Costs, placement: Placement, kinds: Sequence[Kind], ticks_per_us: float, units: float
+) -> Sorts:
+    """Return the sorts for compiled functions."""
+    held = {kind: costs.held(kind) for kind in kinds}
+
+    def amounts(kind: Kind, stage: int) -> tuple[int, int, int]:
+        takes, keeps, frees = (round(each[stage] * units) for each in held[kind])
+        ticks = round(costs.time_us(kind, stage) * ticks_per_us)
+        return ticks, takes, takes + keeps - frees
+
     made: list[Any] = [
         Lists(*(np.array(part, np.int64) for part in each))
         if isinstance(each, Lists)
         else np.array(each, np.int64)
-        for each in sorts
+        for each in make_sorts(kinds, placement, amounts)
     ]
     return Sorts(*made)
 
@@ -110,7 +175,7 @@ def scale_to(at_least: float, value: float) -> float:
 def _time_scale(times: Sequence[float], send_us: float, num_microbatches: int) -> float:
     """Return the ticks of a unit of time: fine for the shortest pass, whole steps in 64 bits."""
     step = num_microbatches * (sum(times) + 3 * len(times) * send_us)
-    scale = scale_to(1e5, min(times))
+    scale = scale_to(1e5, min(filter(None, times)))
     while step * scale > MOST_TICKS:
         scale /= 10
     return scale
@@ -119,53 +184,59 @@ def _time_scale(times: Sequence[float], send_us: float, num_microbatches: int) -
 def make_shop(problem: Problem, num_microbatches: int) -> improve.Shop:
     """Return the passes of `num_microbatches` microbatches for the inner loops."""
     sorts, m = problem.sorts, num_microbatches
-    before, after, weight = (np.full(len(sorts.ticks), -1) for _ in range(3))
-    lag = np.zeros(len(before), np.int64)
-    for sort, (begin, end) in enumerate(pairwise(sorts.needs.begin)):
-        for at in range(begin, end):
-            before[sort] = need = sorts.needs.of[at]
-            (weight if sort % 3 == 2 else after)[need] = sort
-            lag[sort] = problem.send * sorts.away[at]
-    micro = np.tile(np.arange(m), len(before))
-
-    def passes(of: np.ndarray) -> np.ndarray:
-        wide = np.repeat(of, m)
-        return np.where(wide >= 0, wide * m + micro, -1).astype(np.int32)
-
+    lane, change, most = (np.asarray(each) for each in (sorts.lane, sorts.change, sorts.most))
+    count = len(lane)
+    before, after, behind = (_Ways(count) for _ in range(3))
+    for sort in range(count):
+        for at in range(sorts.needs.begin[sort], sorts.needs.begin[sort + 1]):
+            need, lag = sorts.needs.of[at], problem.send * sorts.away[at]
+            before.add(sort, need, lag)
+            (after if lane[need] != lane[sort] else behind).add(need, sort, lag)
     return improve.Shop(
-        before=passes(before),
-        after=passes(after),
-        weight=passes(weight),
+        *before.of_passes(m),
+        *after.of_passes(m),
+        behind.of_passes(m)[0],
         ticks=np.repeat(np.asarray(sorts.ticks), m),
-        lag=np.repeat(lag, m),
-        device=np.repeat(np.asarray(sorts.lane), m).astype(np.int32),
-        sort=np.repeat(np.arange(len(before)), m).astype(np.int32),
-        delta=np.asarray(sorts.change),
+        lane=np.repeat(lane, m).astype(np.int32),
+        sort=np.repeat(np.arange(count), m).astype(np.int32),
+        delta=change,
+        over=np.where(most > 0, most - change, 0),
+        length=np.diff(np.asarray(sorts.of_lane.begin)) * m,
         limit=problem.room,
         due=_due(problem),
     )
 
 
-def _limits(problem: Problem) -> Iterator[float]:
-    """Yield the limit of every device, not above all that it could ever hold."""
-    costs = problem.costs
-    held = zip(costs.held_after_forward_bytes, costs.held_after_backward_bytes, strict=True)
-    most = [problem.num_microbatches * max(pair) for pair in held]
-    stages = stages_of(problem.placement, problem.num_devices)
-    for limit, own in zip(problem.limits, stages, strict=True):
-        yield min(limit, sum(most[stage] for stage in own))
+class _Ways:
+    """The sorts that are read by each sort, or that read it, and what the result takes to come."""
+
+    def __init__(self, num_sorts: int) -> None:
+        self.ways: list[list[tuple[int, int]]] = [[] for _ in range(num_sorts)]
+
+    def add(self, sort: int, other: int, lag: int) -> None:
+        self.ways[sort].append((other, lag))
+
+    def of_passes(self, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the passes and the lags as [pass, way]; NONE where there are fewer."""
+        width = max(1, *map(len, self.ways))
+        none = [(improve.NONE, 0)]
+        table = np.array([own + none * (width - len(own)) for own in self.ways])
+        sorts, lags = (np.repeat(table[:, :, at], num_microbatches, axis=0) for at in (0, 1))
+        microbatch = np.tile(np.arange(num_microbatches), len(self.ways))[:, None]
+        passes = np.where(sorts >= 0, sorts * num_microbatches + microbatch, improve.NONE)
+        return passes.astype(np.int32), np.ascontiguousarray(lags)
 
 
 def _due(problem: Problem) -> np.ndarray:
-    """Return minus each device's first start for the span: no order can move it."""
-    due = np.zeros(problem.num_devices, np.int64)
+    """Return minus the first start of each lane's device for the span: no order can move it."""
+    due = np.zeros(len(problem.room), np.int64)
     if problem.objective is Objective.SPAN:
-        clock = 0
-        seen: set[int] = set()
+        clock, sorts = 0, problem.sorts
+        first = [-1] * problem.num_devices
         for stage, device in enumerate(problem.placement):
             clock += problem.send if stage and device != problem.placement[stage - 1] else 0
-            if device not in seen:
-                seen.add(device)
-                due[device] = -clock
-            clock += int(problem.sorts.ticks[len(problem.kinds) * stage])
+            first[device] = clock if first[device] < 0 else first[device]
+            clock += sorts.ticks[len(problem.kinds) * stage]
+        for sort, lane in enumerate(sorts.lane):
+            due[lane] = -first[problem.placement[sort // len(problem.kinds)]]
     return due

@@ -7,6 +7,7 @@ import numpy as np
 
 from megatron_vshape.core.check import bounds
 from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.kinds import PARTS, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
@@ -15,14 +16,20 @@ from megatron_vshape.core.paper import blocks
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.planner import improve
 from megatron_vshape.core.planner.cyclic_orders import (
-    Ring,
+    CyclicOrder,
+    cyclic_order_of_block,
+    cyclic_order_of_steady,
     is_period,
-    ring_of_block,
-    ring_of_order,
     sequential,
     splice,
 )
-from megatron_vshape.core.planner.job_shop import Problem, make_shop
+from megatron_vshape.core.planner.inserting import insert
+from megatron_vshape.core.planner.job_shop import (
+    Problem,
+    make_shop,
+    proven_limits,
+    with_parts_alone,
+)
 from megatron_vshape.core.planner.modulo import find_steady_orders
 from megatron_vshape.core.planner.refilling import fill, refill
 
@@ -91,13 +98,15 @@ def _best_of(candidates: list[Candidate], count: int) -> list[Candidate]:
     return sorted(different.values(), key=lambda each: each.value)[:count]
 
 
-class Candidates:
-    """Holds the candidates and the best order so far."""
+class PlacementSearch:
+    """The search for orders of one placement: makes them, improves them, holds the best so far."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
         self.problem = problem
+        self.parts = problem if problem.kinds == PARTS else with_parts_alone(problem)
         self.seed = seed
         self.shops: dict[int, improve.Shop] = {}
+        self.parts_shop: improve.Shop | None = None
         self.best: tuple[int, np.ndarray, str] | None = None
         self.steps = 0
         self.bound = bounds.lower_bound(
@@ -105,16 +114,16 @@ class Candidates:
             problem.placement,
             problem.num_devices,
             problem.num_microbatches,
-            problem.limits,
+            proven_limits(problem.kinds, problem.limits),
             span=problem.objective is Objective.SPAN,
         )
 
     def begin(self, budget: int) -> list[Candidate]:
-        """Return the orders to improve: of the best rings, with W dealt out anew."""
+        """Return the orders to improve: of the best cyclic orders, with W dealt out anew."""
         starts = STARTS if self.problem.num_devices <= 8 else STARTS // 2
         found: list[Candidate] = []
-        for ring in self._rings(budget):
-            found += self._candidates(ring)
+        for cyclic in self._cyclic_orders(budget):
+            found += self._candidates(cyclic)
         for each in _best_of(found, 2 * starts):
             found += [
                 again
@@ -137,12 +146,12 @@ class Candidates:
             raise ScheduleError(f"no order was found within the limits {self.problem.limits}")
         return self.best
 
-    def _rings(self, budget: int) -> Iterator[Ring]:
+    def _cyclic_orders(self, budget: int) -> Iterator[CyclicOrder]:
         problem = self.problem
         devices = problem.num_devices
         yield sequential(problem.placement, devices)
         for block in published_blocks(problem.placement, devices):
-            yield ring_of_block(block)
+            yield cyclic_order_of_block(block)
         if len(problem.placement) > 2 * devices:
             return  # the loops' blocks are near the best; annealed orders only take their turns
         least = bounds.least_memory(problem.costs, problem.placement, devices)
@@ -159,42 +168,44 @@ class Candidates:
                 problem.costs, problem.placement, devices, limits, steps, self.seed
             )
             for at, order in enumerate(orders):
-                yield ring_of_order(order, f"steady-{at} at {share:.0%}")
+                yield cyclic_order_of_steady(order, f"steady-{at} at {share:.0%}")
 
     def _shop(self, num_microbatches: int) -> improve.Shop:
         if num_microbatches not in self.shops:
             self.shops[num_microbatches] = make_shop(self.problem, num_microbatches)
         return self.shops[num_microbatches]
 
-    def _candidates(self, ring: Ring) -> Iterator[Candidate]:
-        """Yield what fits of the ring and of the ring with its idle time filled.
+    def _candidates(self, cyclic: CyclicOrder) -> Iterator[Candidate]:
+        """Yield what fits of the order, as it is, filled, and with its W dealt out anew.
 
-        Both are cut to as few microbatches as show the ends, if a period then stays whole.
+        It is cut to as few microbatches as show the ends, if a period then stays whole. With the
+        passes of other kinds put in it is of all microbatches.
         """
-        m, k = self.problem.num_microbatches, ring.microbatches
-        least, most = ring.reach()
-        full = max(8, self.problem.num_devices // k)
+        problem, m, k = self.problem, self.problem.num_microbatches, cyclic.microbatches
+        least, most = cyclic.reach()
+        full = max(8, problem.num_devices // k)
         short = most - least + (full + 1) * k
         short += (m - short) % k
-        window = ring.window(short) if short < m else None
+        window = cyclic.window(short) if short < m and self.parts is problem else None
         if window is None:
             short = m
-        row = ring.unroll(short)
-        none = np.full(self.problem.num_devices, row.shape[1])
-        for name, own in self._starts(ring.name, row, m):
-            made = self._made(name, k, short, own, *(window or (none, none)))
+        name, row = cyclic.name, cyclic.unroll(short)
+        if self.parts is not problem:
+            row = insert(problem, self._parts_shop(), row)
+        starts = {name: row, name + ", filled": fill(problem, row, problem.num_devices)}
+        if row.size < MANY_PASSES:
+            starts[name + ", filled throughout"] = fill(problem, row, m)
+        starts[name + DEALT] = refill(problem, row, 0)
+        none = self._shop(short).length
+        for source, own in starts.items():
+            made = self._made(source, k, short, own, *(window or (none, none)))
             if made is not None:
                 yield made
 
-    def _starts(
-        self, name: str, row: np.ndarray, m: int
-    ) -> Iterator[tuple[str, np.ndarray | None]]:
-        """Yield an order as it is, filled, and with its W dealt out anew."""
-        yield name, row
-        yield name + ", filled", fill(self.problem, row, self.problem.num_devices)
-        if row.size < MANY_PASSES:
-            yield name + ", filled throughout", fill(self.problem, row, m)
-        yield name + DEALT, refill(self.problem, row, 0)
+    def _parts_shop(self) -> improve.Shop:
+        if self.parts_shop is None:
+            self.parts_shop = make_shop(self.parts, self.problem.num_microbatches)
+        return self.parts_shop
 
     def _made(
         self,
@@ -209,8 +220,9 @@ class Candidates:
         whole = int(low[0]) == int(high[0])
         if row is None or not (whole or is_period(row, low, high, short, period)):
             return None
-        state = improve.new_state(row, self.seed)
-        if not improve.settle(self._shop(short), state):
+        shop = self._shop(short)
+        state = improve.new_state(row, self.seed, max(shop.before.shape[1], shop.after.shape[1]))
+        if not improve.settle(shop, state):
             return None
         made = Candidate(name, period, short, state, low, high)
         return made if self._judge(made) else None
@@ -259,22 +271,57 @@ class Candidates:
         """Return the best order found, as a plan."""
         problem = self.problem
         _, row, source = self._found()
-        m = problem.num_microbatches
-        made = [
-            [Pass(kind, stage, j) for j in range(m)]
-            for stage in range(len(problem.placement))
-            for kind in PARTS
-        ]
-        order = tuple(tuple(made[work // m][work % m] for work in own) for own in row.tolist())
-        schedule = Schedule("plan", problem.num_devices, m, problem.placement, order)
-        value = problem.objective.of(simulate(schedule, problem.costs))
+        schedule = self._schedule(row)
+        timeline = simulate(schedule, problem.costs)
+        value = problem.objective.of(timeline)
+        sizes = problem.placement, problem.num_devices, problem.num_microbatches
+        busy = problem.costs.busy_us(*sizes)
+        if self.parts is not problem:
+            verify(schedule, problem.limits, problem.costs)
+            busy = max(busy, timeline.busy)
         return Plan(
             schedule=schedule,
             objective=problem.objective,
             value=value,  # simulated: ticks are rounded
-            busy=problem.costs.busy_us(problem.placement, problem.num_devices, m),
+            busy=busy,
             lower_bound=min(self.bound, value),
             peak=peak_held(schedule, problem.costs),
             source=source,
             steps=self.steps,
         )
+
+    def _schedule(self, row: np.ndarray) -> Schedule:
+        """Return the order as a schedule, a device's lanes in one row.
+
+        The processor's passes stand in their order, and a pass of another resource behind the last
+        that it reads.
+        """
+        problem, m = self.problem, self.problem.num_microbatches
+        made = [
+            [Pass(kind, stage, j) for j in range(m)]
+            for stage in range(len(problem.placement))
+            for kind in problem.kinds
+        ]
+        if self.parts is not problem:
+            row = self._in_one_row(row)
+        order = tuple(tuple(made[work // m][work % m] for work in own) for own in row.tolist())
+        return Schedule("plan", problem.num_devices, m, problem.placement, order)
+
+    def _in_one_row(self, row: np.ndarray) -> np.ndarray:
+        """Return, of every device, the passes of all its lanes."""
+        shop, state = self._shop(self.problem.num_microbatches), improve.new_state(row, 1)
+        improve.settle(shop, state)
+        ran = improve.run_rows(shop, row, state.place, state.head).tolist()
+        anchor: dict[int, int] = {}  # the place in the processor's order behind which a pass stands
+        last = [0] * len(row)  # of a lane
+        device_of = [self.problem.placement[sort // len(self.problem.kinds)] for sort in shop.sort]
+        rows: list[list[tuple[int, int, int]]] = [[] for _ in range(self.problem.num_devices)]
+        for at, work in enumerate(ran):
+            lane, device = shop.lane[work], device_of[work]
+            own = [need for need in shop.before[work] if need >= 0 and device_of[need] == device]
+            if lane == device:
+                anchor[work] = int(state.place[work])
+            else:
+                anchor[work] = last[lane] = max([last[lane], *(anchor[need] for need in own)])
+            rows[device].append((anchor[work], at, work))
+        return np.array([[work for *_, work in sorted(each)] for each in rows])

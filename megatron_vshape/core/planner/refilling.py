@@ -7,7 +7,6 @@ holds it, and before a forward that needs its memory.
 
 import numpy as np
 
-from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.paper import reordering
 from megatron_vshape.core.paper.reordering import (
     LATE,
@@ -47,7 +46,7 @@ def refill(problem: Problem, row: np.ndarray, delay: int) -> np.ndarray | None:
     """
     order, flat = _order_of(problem, row)
     made, queue = np.empty(len(flat), np.int64), np.empty(len(flat), np.int64)
-    if not _deal(order, new_run(order, _zeros), _weight_of(problem), queue, made, delay):
+    if not _deal(order, new_run(order, _zeros), problem.weight_of, queue, made, delay):
         return None
     return _rows(row, flat[made])
 
@@ -71,29 +70,18 @@ def _order_of(problem: Problem, row: np.ndarray) -> tuple[Order, np.ndarray]:
     sort, microbatch = np.divmod(flat, m)
     place_of = np.empty(len(flat), np.int64)
     place_of[flat] = np.arange(len(flat))
-    begin = np.append(0, np.cumsum(np.count_nonzero(row != NONE, axis=1)))
     order = Order(
         sorts=sorts,
-        begin=begin,
+        begin=np.asarray(sorts.of_lane.begin) * m,
         sort=sort,
         microbatch=microbatch,
         place_of=place_of,
-        leads=_zeros(len(sorts.ticks)),
         limit=problem.room,
         lag=problem.send,
         num_microbatches=m,
         strict=True,
     )
     return order, flat
-
-
-def _weight_of(problem: Problem) -> np.ndarray:
-    """Return, of the sort of a B and of its W, that of the W; NONE of the others."""
-    kinds = problem.kinds
-    weight_of = np.full((len(problem.placement), len(kinds)), NONE)
-    weights = np.arange(len(problem.placement)) * len(kinds) + kinds.index(Kind.W)
-    weight_of[:, [kinds.index(Kind.B), kinds.index(Kind.W)]] = weights[:, None]
-    return weight_of.ravel()
 
 
 @compiled

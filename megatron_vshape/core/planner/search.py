@@ -9,6 +9,7 @@
 3. Starts: of each the order as it is, with its idle time filled by the paper's step 4, and with W
    dealt out anew as filler (`refilling`). All are judged at the full number of microbatches: a
    whole period in the middle is repeated, which costs nothing to search (`orders`).
+   Passes of kinds beyond F, B and W are put into each at first (`inserting`), at all microbatches.
 4. The ends: a walk over orders that moves a pass, alone or with its neighbours in other
    microbatches, whenever the objective does not grow (`improve`). The worse half of the orders
    drops out after each turn; W is dealt out anew in between.
@@ -48,15 +49,16 @@ that is left; between them (24 of 32 chunks at d=16) ten times the steps still g
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.kinds import PARTS, Kind
 from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import Objective, Plan
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
-from megatron_vshape.core.planner.orders import MOST_AT_ONCE, Candidate, Candidates
+from megatron_vshape.core.planner.orders import MOST_AT_ONCE, Candidate, PlacementSearch
 
 __all__ = ["Objective", "Plan", "plan"]
 
@@ -76,6 +78,7 @@ def plan(
     objective: Objective | str = Objective.MAKESPAN,
     *,
     placements: Sequence[Placement] = (),
+    kinds: Iterable[Kind] = PARTS,
     steps: int | None = None,
     seconds: float | None = None,
     progress: Progress | None = None,
@@ -88,26 +91,29 @@ def plan(
     plan everywhere; with `seconds` the search goes on until they are over, and Ctrl-C ends it with
     the best so far.
     `placements` are those allowed, by default `default_placements`; costs of more stages than a
-    placement has are added up. The first run compiles the inner loops, which numba keeps for later
-    ones.
+    placement has are added up. Every stage and microbatch has a pass of each of `kinds`, for which
+    the costs must have what the table of kinds names. The first run compiles the inner loops, which
+    numba keeps for later ones.
 
     Raises:
         LimitError: nothing fits the limit; it says the least that does, on any placement.
-        ScheduleError: the counts, the costs and the placements do not match, or there is no such
-            objective.
+        ScheduleError: the counts, the costs, the kinds and the placements do not match, there is no
+            such objective, or with kinds beyond F, B and W no order was found to fit.
     """
     allowed = list(placements) or default_placements(num_devices, costs.num_stages)
-    goal = Objective(objective)
-    begun: list[Candidates] = []
+    goal, kinds = Objective(objective), tuple(kinds)
+    begun: list[PlacementSearch] = []
     refused: list[LimitError] = []
     for placement in allowed:
         own = regroup(costs, len(placement), f"a placement of {len(placement)} stages")
         try:
-            problem = make_problem(own, num_devices, num_microbatches, limit, goal, placement)
+            problem = make_problem(
+                own, num_devices, num_microbatches, limit, goal, placement, kinds
+            )
         except LimitError as error:
             refused.append(error)
         else:
-            begun.append(Candidates(problem, seed))
+            begun.append(PlacementSearch(problem, seed))
     if not begun:
         raise min(refused, key=lambda error: error.least)
     race = _Race(begun)
@@ -118,16 +124,16 @@ def plan(
 class _Race:
     """Spends the budget on the orders of all placements together; the better half goes on."""
 
-    def __init__(self, searches: list[Candidates]) -> None:
+    def __init__(self, searches: list[PlacementSearch]) -> None:
         self.searches = searches
         self.bound = min(search.bound for search in searches)
 
     @property
-    def best(self) -> Candidates:
+    def best(self) -> PlacementSearch:
         """Return the search with the best order so far; raises ScheduleError if none has one."""
         # Ctrl-C may have come before the last of them had any.
         begun = [search for search in self.searches if search.best is not None]
-        return min(begun or self.searches, key=Candidates.value)
+        return min(begun or self.searches, key=PlacementSearch.value)
 
     def run(self, steps: int | None, seconds: float | None, progress: Progress | None) -> None:
         """Search with the budget; with `seconds` again, other and twice as long, until they end."""
@@ -171,8 +177,8 @@ class _Race:
 
 
 def _best_pairs(
-    live: list[tuple[Candidates, Candidate]], count: int
-) -> list[tuple[Candidates, Candidate]]:
+    live: list[tuple[PlacementSearch, Candidate]], count: int
+) -> list[tuple[PlacementSearch, Candidate]]:
     """Return the orders of least value; of equal ones, which are mostly the same, one."""
     different = {
         each.value / search.problem.ticks_per_us: (search, each) for search, each in reversed(live)
