@@ -130,6 +130,11 @@ def make(
 ) -> Schedule:
     """Return the schedule called `name`; the options are those of `make_block`.
 
+    >>> from megatron_vshape import make
+    >>> schedule = make("v-half", num_devices=4, num_microbatches=8)
+    >>> schedule.placement, [str(work) for work in schedule.order[0][:4]]
+    ((0, 1, 2, 3, 3, 2, 1, 0), ['F0.0', 'F0.1', 'F0.2', 'F0.3'])
+
     Raises:
         ScheduleError: no schedule has this name or this option, or a count is impossible.
     """

@@ -95,6 +95,12 @@ def plan(
     the costs must have what the table of kinds names. The first run compiles the inner loops, which
     numba keeps for later ones.
 
+    >>> from megatron_vshape import Costs, plan
+    >>> costs = Costs.uniform(4, 8, forward=1, backward=1.2, weight=0.8, send=0.05)
+    >>> found = plan(costs, num_devices=4, num_microbatches=8, limit=6, steps=10_000)
+    >>> max(found.peak) <= 6, found.lower_bound <= found.value < 60
+    (True, True)
+
     Raises:
         LimitError: nothing fits the limit; it says the least that does, on any placement.
         ScheduleError: the counts, the costs, the kinds and the placements do not match, there is no

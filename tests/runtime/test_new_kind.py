@@ -1,0 +1,60 @@
+"""A kind of pass that the package does not know: one row of the table, and all of it works."""
+
+from typing import Any
+
+import torch
+from runtime.plain_pipeline import SHAPE, PlainStage, gradients_of, one_process
+from runtime.ranks import run_ranks
+
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import PARTS, Read, define, remove
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.planner.search import plan
+from megatron_vshape.core.program.lowering import lower
+from megatron_vshape.runtime.p2p import Transport
+from megatron_vshape.runtime.program_runner import run_program
+
+LINK, TIME = "link to the host", "copy_us"
+COPY: dict[str, Any] = {"label": "copy to the host", "method": "copy", "resource": LINK}
+
+
+def lists(tensors: list[torch.Tensor]) -> list[Any]:
+    return [tensor.tolist() for tensor in tensors]
+
+
+class CopyingStage(PlainStage):
+    def copy(self, microbatch: int) -> None:
+        self.__dict__.setdefault("copied", []).append(self.saved[microbatch][1].detach().clone())
+
+
+def run_rank(rank: int, text: str) -> list[tuple[int, list[Any], int]]:
+    define("D", reads=[Read("F")], before=["B"], time=TIME, **COPY)
+    program = lower(Schedule.from_json(text))
+    transport = Transport([[0, 1]], SHAPE, torch.float32, "cpu")
+    transport.prepare(program)
+    own = [at for at, device in enumerate(program.schedule.placement) if device == rank]
+    stages = {at: CopyingStage(at, program.schedule.num_stages, 0, torch.float32) for at in own}
+    run_program(program, rank, stages, transport)
+    transport.close()
+    return [(at, lists(gradients_of(it.module)), len(it.copied)) for at, it in stages.items()]
+
+
+def test_a_copy_beside_the_processor_is_planned_proved_drawn_and_run() -> None:
+    copy = define("D", reads=[Read("F")], before=["B"], time=TIME, **COPY)
+    try:
+        costs = Costs.uniform(2, 4, kinds=[copy])
+        found = plan(costs, 2, 5, limit=3, kinds=(*PARTS, copy))
+        verify(found.schedule, 3, costs)
+        timeline = simulate(found.schedule, costs)
+        assert timeline.makespan == found.value
+        assert timeline.draw().count("D") + timeline.draw().count("d") == 4 * 5
+        text = found.schedule.to_json()
+        assert Schedule.from_json(text) == found.schedule
+        expected, _ = one_process(4, 5, 0, torch.float32)
+        for stage, gradients, copies in sum(run_ranks(2, run_rank, text), []):
+            assert gradients == lists(expected[stage])
+            assert copies == 5
+    finally:
+        remove(copy)
