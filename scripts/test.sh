@@ -6,10 +6,11 @@ source scripts/lib.sh
 
 usage() {
     cat <<'TEXT'
-usage: bash scripts/test.sh [--slow] [--browser] [--megatron 0.17|0.18|0.19] [PYTEST ARGS]
+usage: bash scripts/test.sh [--slow] [--browser] [--bridge] [--megatron 0.17|0.18|0.19] [PYTEST ARGS]
 
   --slow            the tests that take minutes as well
   --browser         the playground in Chromium as well, which is installed if it is missing
+  --bridge          only training with Megatron-Bridge, installed without its dependencies
   --megatron V      only the tests, in an environment of its own with that megatron-core
 TEXT
 }
@@ -33,6 +34,17 @@ find_chromium() {
         die "Chromium is missing and apt-get could not install it"
 }
 
+# make_bridge_environment VENV: makes .venv-bridge, which has what VENV has and Megatron-Bridge.
+make_bridge_environment() {
+    local packages
+    [[ -d .venv-bridge ]] || python -m venv --without-pip .venv-bridge
+    packages=$(.venv-bridge/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+        >"$packages/base.pth"
+    [[ -d $packages/megatron/bridge ]] ||
+        python -m pip install --quiet --no-deps --target "$packages" 'megatron-bridge==0.6.2'
+}
+
 # check NAME COMMAND...: runs it, and remembers the name if it fails.
 failed=()
 check() {
@@ -41,12 +53,13 @@ check() {
 }
 
 markers='not slow and not gpu' extras=megatron,exact,search,draw,sweep,playground,dev
-megatron='' pytest_args=()
+megatron='' bridge='' pytest_args=()
 while (($#)); do
     case $1 in
         -h | --help) usage && exit ;;
         --slow) markers='not gpu' && shift ;;
         --browser) extras+=,browser && shift ;;
+        --bridge) bridge=yes && shift ;;
         --megatron)
             [[ ${2-} =~ ^0\.[0-9]+$ ]] || die "--megatron needs a version such as 0.18"
             megatron=$2 && shift 2
@@ -66,6 +79,12 @@ if [[ $extras == *browser* ]]; then
     find_chromium
 fi
 PATH=$PWD/$venv/bin:$PATH
+
+# Bridge is beside the environment, not in it: its dependencies would bring other versions of ours.
+if [[ -n $bridge ]]; then
+    make_bridge_environment "$venv"
+    exec .venv-bridge/bin/python -m pytest tests/bridge "${pytest_args[@]}"
+fi
 
 if [[ -z $megatron ]]; then
     check ruff ruff check .

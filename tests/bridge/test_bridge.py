@@ -25,6 +25,11 @@ from megatron_vshape.core.paper.catalogue import make
 
 TRAINER = Path(__file__).with_name("bridge_on_cpu.py")
 RANKS = 4
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "PYTHONPATH": str(Path(__file__).parents[2]),
+}
 
 
 class Learnt(NamedTuple):
@@ -33,7 +38,6 @@ class Learnt(NamedTuple):
     steps: list[tuple[float, float]]  # loss and gradient norm
     evaluations: list[float]
     parameters: dict[str, torch.Tensor]
-    chunks: int
     output: str
 
 
@@ -50,7 +54,7 @@ def train(folder: Path, *options: str) -> Learnt:
     ]
     ended = subprocess.run(
         [sys.executable, *launcher, str(TRAINER), str(folder), *options],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        env=os.environ | ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=600,
@@ -59,7 +63,7 @@ def train(folder: Path, *options: str) -> Learnt:
     kept: list[Any] = [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
     (reads,) = [each for each in kept if each["steps"]]  # one rank has the losses
     parameters = {name: value for each in kept for name, value in each["parameters"].items()}
-    return Learnt(reads["steps"], reads["evaluations"], parameters, 0, ended.stderr)
+    return Learnt(reads["steps"], reads["evaluations"], parameters, ended.stderr)
 
 
 def same(one: Learnt, other: Learnt) -> None:
