@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from megatron_vshape.runtime.split_linear import SplitLinear
+from runtime.split_linear import SplitLinear
 from torch import Tensor
 
 from megatron_vshape.runtime.weight_jobs import WeightJobs, defer, run_beside
