@@ -27,6 +27,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.utils import (
     is_pp_first_stage,
@@ -187,6 +188,7 @@ def train(shape: str, ranks: int, register: Callable[[], None]) -> dict[str, Any
     model_parallel_cuda_manual_seed(1)
     model = make_model(shape, config)
     config.finalize_model_grads_func = finalize_model_grads
+    get_megatron_optimizer(OptimizerConfig(lr=1e-3), model, use_gloo_process_groups=False)
     losses: list[list[float]] = []
     for step, count in enumerate((8, 4, 8) if shape == "verl" else (8, 8, 8)):
         lengths = [LONGEST, 7, 16] if shape == "verl" else [LONGEST]

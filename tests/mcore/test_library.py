@@ -13,6 +13,7 @@ pytest.importorskip("megatron.training")
 from mcore.farm import Farm
 
 import megatron_vshape
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.mcore.refusals import UnsupportedError
 
@@ -78,3 +79,14 @@ def test_a_schedule_file_and_a_layer_split(farm: Farm, tmp_path: Path) -> None:
 def test_bad_options_are_refused_at_once(options: dict[str, Any], text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
         megatron_vshape.register(**options)
+
+
+def test_a_limit_leaves_room_for_what_the_rank_holds_besides(farm: Farm, tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text(Costs.uniform(RANKS, 2 * RANKS, 100, 120, 90, 5).to_json())
+    options = {"costs_file": str(costs), "memory_limit_gib": 1e-9}
+    with pytest.raises(AssertionError, match="nothing fits --pipeline-memory-limit 1e-09: rank 0"):
+        run(farm, tmp_path, "areal", "auto", **options)
+    losses, _, chunks = run(farm, tmp_path, "bridge", "auto", **options | {"memory_limit_gib": 8.0})
+    assert chunks == 2
+    assert len(losses) == 1

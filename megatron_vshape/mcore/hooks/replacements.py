@@ -22,7 +22,6 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import module as transformer_module
-from megatron.core.utils import get_model_config
 from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
@@ -32,7 +31,6 @@ from megatron_vshape.mcore.early.post_validation import why_no_gain
 from megatron_vshape.mcore.hooks.checkpoints import repair_tracker
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import hybrid, stages
-from megatron_vshape.mcore.observe import report, static_memory
 from megatron_vshape.mcore.observe.iteration_log import why_no_mfu
 from megatron_vshape.mcore.observe.megatrons_own import (
     count_backward,
@@ -41,7 +39,6 @@ from megatron_vshape.mcore.observe.megatrons_own import (
 from megatron_vshape.mcore.refusals import RefusedError, refusing
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import arguments, configure
-from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_split_linear
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.mcore.step.late_checks import can_wait
@@ -152,7 +149,7 @@ def _model_provider(session: Session, provider: Function) -> Function:
         built.append(provider(first, last, vp_stage=vp_stage, **options))
         if len(built) == session.pipeline.stage_map.num_chunks:
             configure.finish_model(session.pipeline, session.step, rank, built)
-            session.finished = built[0]
+            session.ready.add(built[0])
         return built[-1]
 
     return provide
@@ -184,7 +181,7 @@ def build_virtual_pipeline_stages(
 
     chunks = original(build_stage, pg_collection, *args, **options)
     configure.finish_model(pipeline, session.step, rank, chunks)
-    session.finished = chunks[0]
+    session.ready.add(chunks[0])
     return chunks
 
 
@@ -215,7 +212,9 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
     if pipeline is not None:
         given = inspect.signature(original).bind(*args, **options).arguments
         with refusing():
-            print_rank_0(_opening(session, pipeline, given["model"], given["optimizer"]))
+            tokens = get_args().seq_length * get_args().micro_batch_size
+            session.optimizer = given["optimizer"]
+            print_rank_0(session.opening(pipeline, given["model"], tokens, get_num_microbatches()))
             if pipeline.options.post_validates:
                 session.validate_late(pipeline, given["optimizer"])
                 _print_if_any(why_no_gain(get_args()))
@@ -286,30 +285,6 @@ def print_rank_last(session: Session, original: Function, message: Any) -> Any:
     if session.iteration_log is not None:
         message = session.iteration_log.complete(message)
     return original(message)
-
-
-def _opening(session: Session, pipeline: Pipeline, model: Sequence[Any], optimizer: Any) -> str:
-    """Return the schedule's picture, what carries messages, and with a limit what is left of it."""
-    planner, limit, lines = pipeline.planner, pipeline.choice.limit_bytes, []
-    carrier = session.own_runner(pipeline).connect(model)
-    if carrier is not None:
-        lines.append(carrier)
-    if limit is not None:
-        config = get_model_config(model[0])
-        args = get_args()
-        shape = args.seq_length * args.micro_batch_size * config.hidden_size
-        shards = args.context_parallel_size * (
-            config.tensor_model_parallel_size if config.sequence_parallel else 1
-        )
-        message_bytes = shape * config.pipeline_dtype.itemsize // shards
-        own = static_memory.static_memory(model, optimizer, pipeline.options.post_validates)
-        group = parallel_state.get_pipeline_model_parallel_group()
-        everyones = static_memory.most_of_replicas(own, group, lambda each: each.total)
-        planner.reserve([each.total for each in everyones], message_bytes)
-        planner.training(get_num_microbatches())  # says how many messages there are at most
-        lines.append(static_memory.table(everyones, planner.reserved_bytes, limit))
-    lines.append(report.opening_lines(pipeline, get_num_microbatches()))
-    return "\n".join(lines)
 
 
 def _tell_end(session: Session) -> None:

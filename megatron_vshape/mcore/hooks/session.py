@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
+import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+from torch import nn
 
 from megatron_vshape.mcore.early.post_validation import PostValidation, check_optimizer
+from megatron_vshape.mcore.observe import report, static_memory
 from megatron_vshape.mcore.observe.iteration_log import IterationLog
 from megatron_vshape.mcore.observe.megatrons_own import MeteredSchedule
-from megatron_vshape.mcore.observe.report import opening_lines
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
@@ -43,7 +47,7 @@ class Session:
     library: PipelineOptions | None = None  # what `register` was given
     chosen_by_flags: bool = False  # Megatron's parser was asked all the same
     built: dict[int, Any] = field(default_factory=dict)  # this rank's chunks, until they are tied
-    finished: Any = None  # the first chunk of the model that is ready to run
+    ready: WeakSet[nn.Module] = field(default_factory=WeakSet)  # first chunks of models that are
     optimizer: Any = None
 
     def choose(self, pipeline: Pipeline | None, megatrons_own: str | None) -> None:
@@ -71,7 +75,7 @@ class Session:
             self.pipeline = with_messages_of_this_run(self.pipeline)
         assert self.pipeline is not None
         runner = self.own_runner(self.pipeline)
-        if self.library is None and self.finished is not None:
+        if self.library is None and self.ready:
             return runner
 
         @functools.wraps(original)
@@ -84,7 +88,7 @@ class Session:
     def _finish(self, call: Mapping[str, Any]) -> None:
         """Prepare the model of the steps that begin, once whoever adds modules has done so."""
         model = call["model"] if isinstance(call["model"], list) else [call["model"]]
-        if self.finished is model[0] or self.pipeline is None:
+        if model[0] in self.ready or self.pipeline is None:
             return
         chunks = self.pipeline.stage_map.num_chunks
         with refusing():
@@ -95,9 +99,49 @@ class Session:
                     "is made"
                 )
             configure.prepare_layers(self.step, model)
-        self.finished = model[0]
-        if parallel_state.get_pipeline_model_parallel_rank() == 0:
-            logger.info("%s", opening_lines(self.pipeline, call["num_microbatches"]))
+            if not self.ready:
+                tokens = call["seq_length"] * call["micro_batch_size"]
+                text = self.opening(self.pipeline, model, tokens, call["num_microbatches"])
+                logger.log(logging.DEBUG if dist.get_rank() else logging.INFO, "%s", text)
+        self.ready.add(model[0])
+
+    def opening(
+        self, pipeline: Pipeline, model: Sequence[nn.Module], tokens: int, num_microbatches: int
+    ) -> str:
+        """Return the schedule's picture, what carries messages, and with a limit what is left.
+
+        All ranks call it before the first step, of microbatches of so many tokens.
+
+        Raises:
+            ScheduleError: nothing fits the limit.
+            UnsupportedError: there is a limit, and no optimizer whose memory is known.
+        """
+        planner, limit, lines = pipeline.planner, pipeline.choice.limit_bytes, []
+        carrier = self.own_runner(pipeline).connect(model)
+        if carrier is not None:
+            lines.append(carrier)
+        if limit is not None:
+            if self.optimizer is None:
+                raise UnsupportedError(
+                    "a memory limit needs the optimizer that megatron.core.optimizer makes, whose "
+                    "state it has to leave room for: leave the limit out, or make it that way"
+                )
+            config = get_model_config(model[0])
+            shards = config.context_parallel_size * (
+                config.tensor_model_parallel_size if config.sequence_parallel else 1
+            )
+            width_bytes = config.hidden_size * config.pipeline_dtype.itemsize
+            message_bytes = tokens * width_bytes // shards
+            own = static_memory.static_memory(
+                model, self.optimizer, pipeline.options.post_validates
+            )
+            group = parallel_state.get_pipeline_model_parallel_group()
+            everyones = static_memory.most_of_replicas(own, group, lambda each: each.total)
+            planner.reserve([each.total for each in everyones], message_bytes)
+            planner.training(num_microbatches)  # says how many messages there are at most
+            lines.append(static_memory.table(everyones, planner.reserved_bytes, limit))
+        lines.append(report.opening_lines(pipeline, num_microbatches))
+        return "\n".join(lines)
 
     def metered_runner(self, function: Callable[..., Any], name: str) -> Any:
         """Return Megatron's `function` with a meter; made when first asked for."""
