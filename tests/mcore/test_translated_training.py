@@ -24,13 +24,13 @@ RUNS = {
         "v-zb",
         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
         "--num-layers-per-virtual-pipeline-stage 1 --defer-embedding-wgrad-compute "
-        "--microbatch-group-size-per-virtual-pipeline-stage 4 "
+        "--microbatch-group-size-per-virtual-pipeline-stage 5 "
         "--overlap-p2p-communication-warmup-flush",
         [
             "account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split: 16",
             "num_layers_per_virtual_pipeline_stage 1: set aside",
             "defer_embedding_wgrad_compute: turned off",
-            "microbatch_group_size_per_vp_stage 4: set aside",
+            "microbatch_group_size_per_vp_stage 5: set aside",
             "overlap_p2p_comm_warmup_flush: set aside",
         ],
     ),
