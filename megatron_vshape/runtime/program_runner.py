@@ -223,10 +223,10 @@ _WAIT = "wait {}".format
 
 
 def _call_stage(stage: Stage, work: Pass, handed: list[Tensor | None]) -> Tensor | None:
-    method = getattr(stage, work.kind.method)
-    arguments = [handed.pop()] if work.kind.receives else []
-    result: Tensor | None = method(work.microbatch, *arguments)
-    return result
+    method: Callable[..., Tensor | None] = getattr(stage, work.kind.method)
+    if work.kind.receives:
+        return method(work.microbatch, handed.pop())
+    return method(work.microbatch)
 
 
 def _no_result(work: Pass) -> str:
