@@ -61,10 +61,10 @@ def test_the_walk_keeps_everything_up_to_date(seed: int) -> None:
 
 def test_the_walk_leaves_the_window_alone() -> None:
     shop = make_shop(20, 10, 1, 1.3, 0.7, 0.1)
-    ring = cyclic_orders.cyclic_order_of_block(v_half(DEVICES))
-    window = ring.window(20)
+    cyclic = cyclic_orders.cyclic_order_of_block(v_half(DEVICES))
+    window = cyclic.window(20)
     assert window is not None
-    state = improve.new_state(ring.unroll(20), 3)
+    state = improve.new_state(cyclic.unroll(20), 3)
     improve.settle(shop, state)
     before = state.row.copy()
     improve.walk(shop, state, *window, 5000)
@@ -78,12 +78,12 @@ def test_the_walk_leaves_the_window_alone() -> None:
     )
 
 
-def test_a_splice_of_the_plain_ring_is_the_plain_ring() -> None:
-    ring = cyclic_orders.cyclic_order_of_block(v_min(DEVICES))
-    window = ring.window(16)
+def test_a_splice_of_a_cyclic_order_is_that_order() -> None:
+    cyclic = cyclic_orders.cyclic_order_of_block(v_min(DEVICES))
+    window = cyclic.window(16)
     assert window is not None
     assert np.array_equal(
-        cyclic_orders.splice(ring.unroll(16), *window, 1, 16, 40), ring.unroll(40)
+        cyclic_orders.splice(cyclic.unroll(16), *window, 1, 16, 40), cyclic.unroll(40)
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_vshape.core.check.bounds import each_limit
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, held_text
-from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import PARTS, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Timeline
@@ -40,9 +40,10 @@ def prove(
 ) -> Plan:
     """Return the plan with the bound that is proven in `seconds`, or a better plan.
 
-    `limits` are those the plan was made for. The solver splits every backward: a plan with whole
-    ones, or for costs that give these a price of their own, stays as it is. With one worker the
-    outcome depends on nothing but the time taken; more workers are faster and less repeatable.
+    `limits` are those the plan was made for. The solver knows F, B and W alone: a plan with
+    passes of other kinds, or for costs that give a whole backward its price, stays as it is. With
+    one worker the outcome depends on nothing but the time taken; more workers are faster and less
+    repeatable.
 
     Raises:
         ScheduleError: OR-tools is not installed, or the plan does not fit the limits.
@@ -54,9 +55,7 @@ def prove(
             "a proof needs OR-tools: pip install 'megatron-vshape[exact]'"
         ) from None
     schedule = plan.schedule
-    if costs.whole_backward_us is not None or any(
-        work.kind is Kind.BW for row in schedule.order for work in row
-    ):
+    if costs.whole_backward_us is not None or not schedule.kinds.issubset(PARTS):
         return plan
     each = each_limit(limits, schedule.num_devices)
     for device, (held, most) in enumerate(zip(plan.peak, each, strict=True)):

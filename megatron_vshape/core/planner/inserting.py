@@ -1,5 +1,7 @@
 """Passes of other kinds put into an order of F, B and W, which stays as it is."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from megatron_vshape.core.model.kinds import PARTS
@@ -10,8 +12,8 @@ from megatron_vshape.core.planner.job_shop import Problem
 _NEVER = 1 << 62
 
 
-def insert(problem: Problem, parts: Shop, row: np.ndarray) -> np.ndarray | None:
-    """Return the order with a pass of every kind; None if `row`, of `parts` alone, deadlocks.
+def insert(problem: Problem, parts: Shop, row: np.ndarray) -> np.ndarray:
+    """Return the order with a pass of every kind; `row` is one of F, B and W, of the shop `parts`.
 
     What takes memory runs as late as delays none of F, B and W, anything else as soon as what it
     reads is there. Whatever waits for whom, all lanes run passes in the order of these times.
@@ -20,10 +22,10 @@ def insert(problem: Problem, parts: Shop, row: np.ndarray) -> np.ndarray | None:
     place, head = np.empty(row.size, np.int32), np.empty(row.size, np.int64)
     for own in row:
         place[own] = np.arange(len(own))
-    if len(run_rows(parts, row, place, head)) < row.size:
-        return None
-    due = _due_times(problem, (head - parts.ticks).reshape(-1, m))
-    turn = {sort: at for at, sort in enumerate(_in_turn(problem))}
+    run_rows(parts, row, place, head)
+    in_turn = _in_turn(problem)
+    due = _due_times(problem, in_turn, (head - parts.ticks).reshape(-1, m))
+    turn = {sort: at for at, sort in enumerate(in_turn)}
     lane_of, rows = np.asarray(problem.sorts.lane), []
     for lane in range(len(problem.room)):
         own = np.flatnonzero(lane_of == lane)
@@ -44,9 +46,9 @@ def _in_turn(problem: Problem) -> list[int]:
     return [len(kinds) * stage + kinds.index(table.parts[part]) for part, stage in table.in_turn()]
 
 
-def _due_times(problem: Problem, starts: np.ndarray) -> np.ndarray:
+def _due_times(problem: Problem, in_turn: Sequence[int], starts: np.ndarray) -> np.ndarray:
     """Return when passes are to start, as [sort, microbatch]; `starts` are those of F, B and W."""
-    sorts, turn, kinds = problem.sorts, _in_turn(problem), problem.kinds
+    sorts, kinds = problem.sorts, problem.kinds
     count, m = len(sorts.ticks), starts.shape[1]
     given = [at for at in range(count) if kinds[at % len(kinds)] in PARTS]
     late, due = np.full((count, m), _NEVER), np.full((count, m), _NEVER)
@@ -59,11 +61,11 @@ def _due_times(problem: Problem, starts: np.ndarray) -> np.ndarray:
         pairs = ((sorts.needs.of[at], sorts.away[at]) for at in places)
         return [(need, sorts.ticks[need] + problem.send * away) for need, away in pairs]
 
-    for sort in reversed(turn):
+    for sort in reversed(in_turn):
         for need, ticks in needs(sort):
             if need not in fixed:
                 late[need] = np.minimum(late[need], late[sort] - ticks)
-    for sort in turn:
+    for sort in in_turn:
         if sort in fixed:
             continue
         soon = np.zeros(m, np.int64)

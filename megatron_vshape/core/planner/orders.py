@@ -98,17 +98,6 @@ def _best_of(candidates: list[Candidate], count: int) -> list[Candidate]:
     return sorted(different.values(), key=lambda each: each.value)[:count]
 
 
-def _starts(
-    problem: Problem, name: str, row: np.ndarray
-) -> Iterator[tuple[str, np.ndarray | None]]:
-    """Yield an order as it is, filled, and with its W dealt out anew."""
-    yield name, row
-    yield name + ", filled", fill(problem, row, problem.num_devices)
-    if row.size < MANY_PASSES:
-        yield name + ", filled throughout", fill(problem, row, problem.num_microbatches)
-    yield name + DEALT, refill(problem, row, 0)
-
-
 class PlacementSearch:
     """The search for orders of one placement: makes them, improves them, holds the best so far."""
 
@@ -187,42 +176,36 @@ class PlacementSearch:
         return self.shops[num_microbatches]
 
     def _candidates(self, cyclic: CyclicOrder) -> Iterator[Candidate]:
-        """Yield what fits of the order, also with its idle time filled.
+        """Yield what fits of the order, as it is, filled, and with its W dealt out anew.
 
-        Both are cut to as few microbatches as show the ends, if a period then stays whole.
+        It is cut to as few microbatches as show the ends, if a period then stays whole. With the
+        passes of other kinds put in it is of all microbatches.
         """
-        if self.parts is not self.problem:
-            yield from self._with_others(cyclic)
-            return
-        m, k = self.problem.num_microbatches, cyclic.microbatches
+        problem, m, k = self.problem, self.problem.num_microbatches, cyclic.microbatches
         least, most = cyclic.reach()
-        full = max(8, self.problem.num_devices // k)
+        full = max(8, problem.num_devices // k)
         short = most - least + (full + 1) * k
         short += (m - short) % k
-        window = cyclic.window(short) if short < m else None
+        window = cyclic.window(short) if short < m and self.parts is problem else None
         if window is None:
             short = m
-        row = cyclic.unroll(short)
+        name, row = cyclic.name, cyclic.unroll(short)
+        if self.parts is not problem:
+            row = insert(problem, self._parts_shop(), row)
+        starts = {name: row, name + ", filled": fill(problem, row, problem.num_devices)}
+        if row.size < MANY_PASSES:
+            starts[name + ", filled throughout"] = fill(problem, row, m)
+        starts[name + DEALT] = refill(problem, row, 0)
         none = self._shop(short).length
-        for name, own in _starts(self.problem, cyclic.name, row):
-            made = self._made(name, k, short, own, *(window or (none, none)))
+        for source, own in starts.items():
+            made = self._made(source, k, short, own, *(window or (none, none)))
             if made is not None:
                 yield made
 
-    def _with_others(self, cyclic: CyclicOrder) -> Iterator[Candidate]:
-        """Yield what fits of the whole order with the passes of other kinds put in."""
-        m = self.problem.num_microbatches
+    def _parts_shop(self) -> improve.Shop:
         if self.parts_shop is None:
-            self.parts_shop = make_shop(self.parts, m)
-        for name, own in _starts(self.parts, cyclic.name, cyclic.unroll(m)):
-            row = None if own is None else insert(self.problem, self.parts_shop, own)
-            if row is None:
-                continue
-            none = self._shop(m).length
-            for start, each in _starts(self.problem, name + ", others put in", row):
-                made = self._made(start, m, m, each, none, none)
-                if made is not None:
-                    yield made
+            self.parts_shop = make_shop(self.parts, self.problem.num_microbatches)
+        return self.parts_shop
 
     def _made(
         self,

@@ -9,6 +9,7 @@
 3. Starts: of each the order as it is, with its idle time filled by the paper's step 4, and with W
    dealt out anew as filler (`refilling`). All are judged at the full number of microbatches: a
    whole period in the middle is repeated, which costs nothing to search (`orders`).
+   Passes of kinds beyond F, B and W are put into each at first (`inserting`), at all microbatches.
 4. The ends: a walk over orders that moves a pass, alone or with its neighbours in other
    microbatches, whenever the objective does not grow (`improve`). The worse half of the orders
    drops out after each turn; W is dealt out anew in between.
