@@ -194,6 +194,7 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--schedule")
     parser.add_argument("--costs")
+    parser.add_argument("--layer-split")
     parser.add_argument("--late", action="store_true", help="register once Bridge is imported")
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--counts-ends", action="store_true")
@@ -210,8 +211,8 @@ def main() -> None:
     import megatron_vshape
 
     def register() -> None:
-        costs = {} if given.costs is None else {"costs_file": given.costs}
-        megatron_vshape.register(schedule=given.schedule, **costs)
+        options = {"costs_file": given.costs, "layer_split": given.layer_split}
+        megatron_vshape.register(schedule=given.schedule, **options)
 
     if given.schedule and not given.late:
         register()

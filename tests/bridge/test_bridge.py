@@ -63,7 +63,7 @@ def train(folder: Path, *options: str) -> Learnt:
     kept: list[Any] = [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
     (reads,) = [each for each in kept if each["steps"]]  # one rank has the losses
     parameters = {name: value for each in kept for name, value in each["parameters"].items()}
-    return Learnt(reads["steps"], reads["evaluations"], parameters, ended.stderr)
+    return Learnt(reads["steps"], reads["evaluations"], parameters, ended.stdout + ended.stderr)
 
 
 def same(one: Learnt, other: Learnt) -> None:
