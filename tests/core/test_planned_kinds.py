@@ -19,10 +19,7 @@ from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.paper.blocks import v_half
 from megatron_vshape.core.planner import cyclic_orders, improve, job_shop
-<<<<<<< HEAD
-=======
 from megatron_vshape.core.planner.exact import prove
->>>>>>> wt-c
 from megatron_vshape.core.planner.inserting import insert
 from megatron_vshape.core.planner.search import Plan, plan
 
@@ -121,8 +118,6 @@ def test_every_device_has_its_lanes_in_one_row(offloading: tuple[Kind, ...]) -> 
             last[work.kind.resource] = at
 
 
-<<<<<<< HEAD
-=======
 def test_a_plan_of_other_kinds_is_not_proven(offloading: tuple[Kind, ...]) -> None:
     pytest.importorskip("ortools")
     costs = costs_of(0.4, devices=2)
@@ -130,7 +125,6 @@ def test_a_plan_of_other_kinds_is_not_proven(offloading: tuple[Kind, ...]) -> No
     assert prove(made, costs, 3, 1.0) is made
 
 
->>>>>>> wt-c
 @pytest.mark.parametrize("objective", list(Objective))
 @pytest.mark.parametrize(("devices", "microbatches"), [(1, 1), (2, 3), (3, 7)])
 def test_any_counts(
