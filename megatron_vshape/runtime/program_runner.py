@@ -143,13 +143,15 @@ class ProgramRun:
         self._watcher = observer if observer is not None else _Silent()
         self._place = Place() if place is None else place
         self._local = _Local(program.schedule, device)
-        self._beside = _Beside(program.schedule)
+        others = any(kind.resource != PROCESSOR for kind in program.schedule.kinds)
+        self._beside = _Beside(program.schedule) if others else None
         self._at = 0
 
     def finish(self) -> None:
         """Run on to the end, and until all has been sent. Raises what `run_program` raises."""
         self.advance(len(self._row))
-        self._beside.finish()
+        if self._beside is not None:
+            self._beside.finish()
         self._transport.drain()
         self._place.instruction = None
 
@@ -169,7 +171,10 @@ class ProgramRun:
                     handed = [self._local.take(work) if received is None else received]
                     received = result = None
                     place.last_pass = work
-                    result = self._beside.run(work, partial(self._run, work, handed))
+                    if self._beside is None:
+                        result = self._run(work, handed)
+                    else:
+                        result = self._beside.run(work, partial(self._run, work, handed))
                     if self._local.keep(work, result):
                         result = None
                     self._transport.poll()
@@ -240,33 +245,37 @@ class _Local:
     """Results whose reader is on the same device: the turn of a V, or a single device."""
 
     def __init__(self, schedule: Schedule, device: int) -> None:
-        placement = schedule.placement
-        self._reads = {
-            (kind, stage): need[:2]
-            for stage, holder in enumerate(placement)
-            for kind in schedule.kinds
-            for need in Pass(kind, stage, 0).needs(len(placement))
-            if need.stage != stage and holder == device == placement[need.stage]
+        placement, stages = schedule.placement, range(len(schedule.placement))
+        passes = [Pass(kind, stage, 0) for kind in schedule.kinds for stage in stages]
+        reads = {
+            work[:2]: need[:2]
+            for work in passes
+            for need in work.needs(len(placement))
+            if need.stage != work.stage and placement[need.stage] == device
+            if placement[work.stage] == device
         }
-        self._stays = set(self._reads.values())
-        self._left: dict[tuple[Kind, int, int], Tensor] = {}
+        # By kind and stage of the result: what is left of it, by microbatch.
+        left: dict[tuple[Kind, int], dict[int, Tensor]] = {need: {} for need in reads.values()}
+        self._takes = {work: left[need] for work, need in reads.items()}
+        results = {work[:2]: result_of(work)[:2] for work in passes}
+        self._keeps = {work: left[made] for work, made in results.items() if made in left}
 
     def keep(self, work: Pass, result: Tensor | None) -> bool:
         """Keep the result if its reader is on this device; return whether it is."""
-        if not self._stays:
-            return False
-        kind, stage, microbatch = result_of(work)
-        if (kind, stage) not in self._stays:
+        kind, stage, microbatch = work
+        left = self._keeps.get((kind, stage))
+        if left is None:
             return False
         if result is None:
             raise RuntimeError(_no_result(work))
-        self._left[kind, stage, microbatch] = result
+        left[microbatch] = result
         return True
 
     def take(self, work: Pass) -> Tensor | None:
         """Return the pass's input and forget it; None if it did not stay on this device."""
-        read = self._reads.get(work[:2])
-        return None if read is None else self._left.pop((*read, work.microbatch), None)
+        kind, stage, microbatch = work
+        left = self._takes.get((kind, stage))
+        return None if left is None else left.pop(microbatch, None)
 
 
 class _Beside:
@@ -283,8 +292,6 @@ class _Beside:
 
     def run(self, work: Pass, run: Callable[[], Tensor | None]) -> Tensor | None:
         """Run a pass once what it reads from other resources is there, or begin to beside us."""
-        if not self._threads:
-            return run()
         reads = [
             self._under_way[need] for need in self._needs.needs_of(work) if need in self._under_way
         ]

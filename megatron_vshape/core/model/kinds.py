@@ -53,6 +53,7 @@ class Kind(str):
     words: str  # in a sentence: "the backward pass for the inputs"
     method: str  # of a stage of the model, which the runner calls
     reads: tuple[Read, ...]
+    receives: bool  # whether it reads a result of another stage
     does: tuple["Kind", ...]  # simple kinds; of a simple kind itself
     before: tuple[str, ...]  # kinds of its stage and microbatch that wait for it where it is
     everywhere: bool  # whether every stage and microbatch must have it
@@ -72,11 +73,6 @@ class Kind(str):
     def sends(self) -> bool:
         """Return whether a pass of another stage reads the result."""
         return any(read.kind in self.does and read.step for kind in KINDS for read in kind.reads)
-
-    @property
-    def receives(self) -> bool:
-        """Return whether it reads a result of another stage."""
-        return any(read.step for read in self.reads)
 
 
 _ROWS: dict[str, Kind] = {}
@@ -122,6 +118,7 @@ def define(
             f"on the {PROCESSOR} may hold something or let go of it"
         )
     kind.label, kind.words, kind.method = label, words or f"the {label}", method
+    kind.receives = any(read.step for read in kind.reads)
     kind.does = tuple(does) or (kind,)
     kind.everywhere, kind.resource = everywhere, resource
     kind.time, kind.takes, kind.keeps, kind.frees = time, takes, keeps, frees
