@@ -110,12 +110,12 @@ def _tie(
     session: Session, stage_map: stages.StageMap, chunk: int, model: nn.Module, rank: int
 ) -> None:
     """Make the embedding ends one weight where the model ties them and this rank has both."""
-    if chunk == 0:
-        session.built.clear()
-    session.built[chunk] = model
     if not model.share_embeddings_and_output_weights:
         return
     stages.check_tied_embeddings(stage_map)
+    if chunk == 0:
+        session.built.clear()
+    session.built[chunk] = model
     ends = stage_map.chunk(0), stage_map.chunk(stage_map.last_stage)
     if stage_map.ends_meet and rank == stage_map.loss_rank and session.built.keys() >= set(ends):
         stages.tie_embeddings(*(session.built.pop(end) for end in ends))
