@@ -29,10 +29,26 @@ from megatron_vshape.core.program.instructions import (
     Send,
     source_of,
 )
-from megatron_vshape.core.program.kernels import share_posted_early, waits_for_ever
+from megatron_vshape.core.program.kernels import waits_for_ever
 from megatron_vshape.core.program.lowering import forward_wave, lower
 
 CELLS = ((4, 8), (8, 16), (8, 64), (16, 64))
+
+
+def share_posted_early(program: Program) -> float:
+    """Return which share of the receives is posted before the pass before their reader."""
+    posted = early = 0
+    for row in program.instructions:
+        runs, at = 0, {}
+        for each in row:
+            if isinstance(each, Run):
+                runs += 1
+            elif isinstance(each, Receive):
+                at[each.message] = runs
+            elif isinstance(each, Await) and runs:
+                posted += 1
+                early += at[each.message] < runs
+    return early / posted if posted else 0.0
 
 
 def reposted(program: Program, passes_ahead: int) -> Program:

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import theory_table
 from matplotlib.figure import Figure
+from theory import THEORY
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Timeline
-from megatron_vshape.core.paper.analysis import THEORY
 from megatron_vshape.core.paper.catalogue import NAMES, make, make_block
 from megatron_vshape.view.figure import Limit, comparison_figure, save, schedule_figure
 from megatron_vshape.view.names import display_name

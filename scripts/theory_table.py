@@ -15,8 +15,9 @@ import sys
 from collections.abc import Sequence
 from fractions import Fraction
 
+from theory import ATTEMPTS, THEORY, Analysis, analyse
+
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.paper.analysis import ATTEMPTS, THEORY, Analysis, analyse
 from megatron_vshape.view.names import display_name
 
 DEVICES = (4, 8, 16, 32)

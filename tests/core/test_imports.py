@@ -5,7 +5,7 @@ import sys
 
 MODULES = (
     "paper.building_block paper.blocks paper.repeating paper.squeezing paper.reordering "
-    "paper.catalogue paper.analysis check.verify check.simulate model.schedule model.costs "
+    "paper.catalogue check.verify check.simulate model.schedule model.costs "
     "program.lowering program.early_start ask"
 )
 CODE = """

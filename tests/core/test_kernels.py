@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from bench_posting import share_posted_early
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from posting import one_pass_earlier, with_gaps_by_stream
@@ -26,7 +27,7 @@ from megatron_vshape.core.program.instructions import (
     Run,
     Send,
 )
-from megatron_vshape.core.program.kernels import share_posted_early, waits_for_ever
+from megatron_vshape.core.program.kernels import waits_for_ever
 from megatron_vshape.core.program.lowering import forward_wave, lower
 
 HEALTHY = list(HealthCheck)

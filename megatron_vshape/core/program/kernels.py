@@ -131,22 +131,6 @@ def _share_a_stream(one: Message, other: Message) -> bool:
     return (one.source, one.target, one.stream) == (other.source, other.target, other.stream)
 
 
-def share_posted_early(program: Program) -> float:
-    """Return which share of the receives is posted before the pass before their reader."""
-    posted = early = 0
-    for row in program.instructions:
-        runs, at = 0, {}
-        for each in row:
-            if isinstance(each, Run):
-                runs += 1
-            elif isinstance(each, Receive):
-                at[each.message] = runs
-            elif isinstance(each, Await) and runs:
-                posted += 1
-                early += at[each.message] < runs
-    return early / posted if posted else 0.0
-
-
 class _Placed:
     """The gaps of all messages; `program` writes them down."""
 

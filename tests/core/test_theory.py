@@ -1,9 +1,9 @@
 """The theory table is computed, and its rows are those of the papers."""
 
 import pytest
+from theory import THEORY, analyse
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.paper.analysis import THEORY, analyse
 
 
 def test_the_paper_table() -> None:
