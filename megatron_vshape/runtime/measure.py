@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from threading import get_ident
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,21 +17,12 @@ from megatron_vshape.core.model.kinds import PROCESSOR, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.program.instructions import Message, Program, Send
+from megatron_vshape.runtime.program_runner import Carrier
 
 US = 1e6
 
 Held = Mapping[int, tuple[float, float]]
 """By stage: bytes that a microbatch holds after F, and what remains of them after B."""
-
-
-class _Clock(Protocol):
-    """Stamps moments; a stamp becomes a time only when the step is over."""
-
-    def stamp(self) -> object:
-        """Mark now; does not wait."""
-
-    def read(self, stamps: Sequence[object]) -> list[float]:
-        """Return the stamps' times in us on this process's clock."""
 
 
 class PassTimer:
@@ -44,7 +34,7 @@ class PassTimer:
 
     def __init__(self, torch_device: torch.device, aligned: bool = True) -> None:
         on_gpu = torch_device.type == "cuda"
-        self._clock: _Clock = _CudaClock(aligned) if on_gpu else _HostClock()
+        self._clock: _CudaClock | _HostClock = _CudaClock(aligned) if on_gpu else _HostClock()
         self._passes: list[Pass] = []
         self._starts: list[object] = []
         self._ends: list[object] = []
@@ -76,6 +66,8 @@ class PassTimer:
 
 
 class _HostClock:
+    """Stamps moments; a stamp becomes a time, in us on this process's clock, when it is read."""
+
     def stamp(self) -> float:
         return time.perf_counter()
 
@@ -188,24 +180,8 @@ def _divide(
     return whole * share, whole * (1 - share)
 
 
-class Mail(Protocol):
-    """The part of a transport that carries a message there and another back."""
-
-    def post(self, message: Message) -> None:
-        """Post a receive."""
-
-    def wait(self, message: Message) -> torch.Tensor:
-        """Return what was received."""
-
-    def send(self, message: Message, tensor: torch.Tensor) -> None:
-        """Start to send."""
-
-    def drain(self) -> None:
-        """Wait until all is sent."""
-
-
 def measure_send_us(
-    program: Program, device: int, mail: Mail, tensor: torch.Tensor, rounds: int = 8
+    program: Program, device: int, mail: Carrier, tensor: torch.Tensor, rounds: int = 8
 ) -> float | None:
     """Return the median time of a message of this size to a neighbour, in us, or None.
 
@@ -236,7 +212,7 @@ def measure_send_us(
 def clocks_ahead_us(
     program: Program,
     device: int,
-    mail: Mail,
+    mail: Carrier,
     tensor: torch.Tensor,
     group: "dist.ProcessGroup",
     rounds: int = 32,

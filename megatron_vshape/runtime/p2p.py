@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -88,7 +88,7 @@ class Transport:
         # gloo blocks in wait; NCCL's wait only orders CUDA streams, and must not get a timeout,
         # for then it blocks too.
         self._waits_block = self._torch_device.type == "cpu"
-        self._sends: _Sends = (
+        self._sends: _PolledSends | _WaitedSends = (
             _WaitedSends(timeout_s, self._tell_send)
             if self._waits_block
             else _PolledSends(self._tell_send)
@@ -413,31 +413,15 @@ class _Sent(NamedTuple):
     tensor: Tensor | None  # only held, so that its memory lives until the send has ended
 
 
-class _Sends(Protocol):
-    """Keeps what is being sent, and lets go of it when that has ended."""
-
-    def left(self) -> list[Message]:
-        """Return what has not left yet, in the order of each channel; any thread may ask."""
-
-    def add(self, sent: _Sent) -> None: ...
-
-    def release(self, message: Message) -> None: ...
-
-    def poll(self) -> None: ...
-
-    def drain(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class _PolledSends:
-    """For NCCL, which can be asked whether a send has ended."""
+    """Keeps what is sent until that has ended; for NCCL, which can be asked whether it has."""
 
     def __init__(self, tell: Callable[[Message], str]) -> None:
         self._tell = tell
         self._left: dict[Edge, deque[_Sent]] = {}
 
     def left(self) -> list[Message]:
+        """Return what has not left yet, in the order of each channel; any thread may ask."""
         kept = [each for queue in self._left.copy().values() for each in queue.copy()]
         return [each.message for each in kept if not each.work.is_completed()]
 
@@ -475,7 +459,7 @@ class _PolledSends:
 
 
 class _WaitedSends:
-    """For gloo, whose sends do not tell that they have ended until they are waited for.
+    """The same for gloo, whose sends do not tell that they have ended until they are waited for.
 
     So a thread per channel waits for them, in the order in which they were started and end.
     """

@@ -4,16 +4,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+
+import torch
 
 from megatron_vshape.runtime.last_words import say_and_exit
-
-
-class Query(Protocol):
-    """What can be asked whether the device has come so far; a CUDA event."""
-
-    def query(self) -> bool:
-        """Return whether it has."""
 
 
 def no_progress(timeout_s: float) -> str:
@@ -57,7 +51,7 @@ class Watch:
         self._doing = doing
         self._stuck = stuck
         self._name_device = name_device
-        self._ahead: deque[tuple[Query, str]] = deque()
+        self._ahead: deque[tuple[torch.cuda.Event, str]] = deque()
         self._added = 0
         self._is_closed = self._has_ended = False
         self._asks_since: float | None = None
@@ -65,7 +59,7 @@ class Watch:
         for run in (self._ask, self._guard):
             threading.Thread(target=run, daemon=True, name=f"watch{run.__name__}").start()
 
-    def add(self, event: Query, text: str) -> None:
+    def add(self, event: torch.cuda.Event, text: str) -> None:
         """Watch an event that follows a receive; `text` says what waits for what."""
         self._ahead.append((event, text))
         self._added += 1

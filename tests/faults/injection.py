@@ -49,13 +49,13 @@ def _wrap_pass(fault: dict[str, Any]) -> None:
 
     @functools.wraps(original)
     def run(stage: Any, microbatch: int, *args: Any) -> Any:
-        if stage._step.forward_only:
+        if stage.step.forward_only:
             return original(stage, microbatch, *args)
-        if not steps or steps[-1] is not stage._step:
-            steps.append(stage._step)
+        if not steps or steps[-1] is not stage.step:
+            steps.append(stage.step)
         times = fault.get("times", 1)
         in_time = fault["step"] <= len(steps) < fault["step"] + times
-        if not in_time or (stage._stage, microbatch) != number:
+        if not in_time or (stage.stage, microbatch) != number:
             return original(stage, microbatch, *args)
         return IN_PASS[fault["what"]](fault, functools.partial(original, stage, microbatch), *args)
 
@@ -86,13 +86,13 @@ def _stall(fault: dict[str, Any], run: Callable[..., Any], *args: Any) -> Any:
 
 def _raise_in_the_loss(fault: dict[str, Any], run: Callable[..., Any], *args: Any) -> Any:
     stage = run.args[0]  # of the partial made in `_wrap_pass`
-    original = stage._step.forward_step_func
+    original = stage.step.forward_step_func
 
     def forward_step(*given: Any) -> Any:
         output, _ = original(*given)
         return output, functools.partial(_raise, fault, _raise)
 
-    stage._step.forward_step_func = forward_step
+    stage.step.forward_step_func = forward_step
     return run(*args)
 
 

@@ -119,7 +119,7 @@ class Records:
     def note_pass(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def run(stage: Any, microbatch: int, *args: Any) -> Any:
-            outer, self._running = self._running, f"{kind}{stage._stage}.{microbatch}"
+            outer, self._running = self._running, f"{kind}{stage.stage}.{microbatch}"
             try:
                 return original(stage, microbatch, *args)
             finally:
@@ -210,7 +210,7 @@ def stall_before(what: str) -> None:
     original = getattr(MegatronStage, method)
 
     def run(self: MegatronStage, number: int, *args: Any) -> Any:
-        if (self._stage, number) == (stage, microbatch):
+        if (self.stage, number) == (stage, microbatch):
             time.sleep(float(seconds))
         return original(self, number, *args)
 

@@ -19,7 +19,7 @@ def start(rank: int, given: object) -> None:
     steps: list[int] = []
 
     def forward(stage: Any, microbatch: int, received: Any) -> Any:
-        if stage._chunk == 0 and microbatch == MICROBATCH:
+        if stage.chunk == 0 and microbatch == MICROBATCH:
             steps.append(microbatch)
             if len(steps) == STEP:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -30,7 +30,7 @@ from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.step.finite import InspectedStage, repeats_a_bad_step
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.late_checks import checked_late
-from megatron_vshape.mcore.step.loss_reporting import Courier, bring_losses
+from megatron_vshape.mcore.step.loss_reporting import Courier
 from megatron_vshape.mcore.step.run_ahead import RandomState, Replay
 from megatron_vshape.mcore.step.same_plan import Agreement
 from megatron_vshape.mcore.step.stage import MegatronStage, Step, zero_tokens
@@ -106,7 +106,7 @@ class PipelineRunner:
         )
         self._profiler = Profiler(pipeline, self.report)
         self.meter = BubbleMeter(logs, pipeline.planner.predicted_bubble)
-        self._courier = Courier() if pipeline.options.post_validates else None
+        self._courier = Courier()
         self._last: Call | None = None  # of a training step
         self._ahead: _Ahead | None = None
         self._early: tuple[Program, tuple[Program, Cut]] | None = None
@@ -199,8 +199,7 @@ class PipelineRunner:
         return self._reports(begun)
 
     def _train(self, call: Call) -> list[Any]:
-        if self._courier is not None:
-            self._courier.forget()
+        self._courier.forget()
         torch_device = _device_of(_as_list(call.model)[0])
         profiled = self._profiler.begin_step(torch_device)
         timer = self.meter.begin_step(call.num_microbatches, torch_device, profiled)
@@ -342,13 +341,15 @@ class PipelineRunner:
 
     def _reports(self, begun: _Begun) -> list[Any]:
         """Return the losses, on the ranks that the trainer reads them on."""
-        bring = bring_losses if self._courier is None else self._courier.bring_losses
-        return bring(
+        reports = self._courier.bring_losses(
             begun.step.loss_store,
             self._pipeline.stage_map.loss_rank,
             begun.groups.pp,
             _device_of(begun.chunks[0]),
         )
+        if not self._pipeline.options.post_validates:
+            self._courier.forget()
+        return reports
 
     def _ready_transport(
         self,
@@ -383,7 +384,8 @@ class PipelineRunner:
         if not step.config.calculate_per_token_loss:
             finalize(begun.chunks, None, **options)
             return
-        if self._courier is not None and inspect.unwrap(finalize) is finalize_model_grads:
+        late = self._pipeline.options.post_validates
+        if late and inspect.unwrap(finalize) is finalize_model_grads:
             loss_rank = self._pipeline.stage_map.loss_rank
             tokens = self._courier.bring_tokens(step.num_tokens, loss_rank, groups.pp)
             finalize(begun.chunks, None, **options)

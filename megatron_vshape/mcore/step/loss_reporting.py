@@ -10,35 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def bring_losses(
-    store: list[Any], loss_rank: int, pipeline_group: dist.ProcessGroup, device: torch.device
-) -> list[Any]:
-    """Return the loss rank's reports on the last pipeline rank too; elsewhere what is there.
-
-    The trainer averages, prints and logs losses on the pipeline's last rank, whichever stage
-    that holds. What the loss function reports is any nest of dicts, lists and tensors, so it
-    travels as an object, with tensors on the CPU.
-    """
-    last_rank = pipeline_group.size() - 1
-    rank = pipeline_group.rank()
-    if loss_rank == last_rank or rank not in (loss_rank, last_rank):
-        return store
-    ranks = dist.get_process_group_ranks(pipeline_group)
-    if rank == loss_rank:
-        parcel = [_moved(store, torch.device("cpu"))]
-        dist.send_object_list(parcel, dst=ranks[last_rank], group=pipeline_group, device=device)
-        return store
-    parcel = [None]
-    dist.recv_object_list(parcel, src=ranks[loss_rank], group=pipeline_group, device=device)
-    brought: list[Any] = _moved(parcel[0], device)
-    return brought
-
-
 class Courier:
-    """Brings the loss rank's results to others without waiting until their steps end too.
+    """Brings the loss rank's results to others; what it sends is kept until `forget`.
 
     With post-validation the ranks of a pipeline are in different steps at a time, and the loss
-    rank may be the first to go on. What it sends is kept until `forget`.
+    rank may be the first to go on: it does not wait until their steps end too.
     """
 
     def __init__(self) -> None:
@@ -51,7 +27,12 @@ class Courier:
         pipeline_group: dist.ProcessGroup,
         device: torch.device,
     ) -> list[Any]:
-        """Do what the function of this name does."""
+        """Return the loss rank's reports on the last pipeline rank too; elsewhere what is there.
+
+        The trainer averages, prints and logs losses on the pipeline's last rank, whichever stage
+        that holds. What the loss function reports is any nest of dicts, lists and tensors, so it
+        travels as an object, with tensors on the CPU.
+        """
         last_rank = pipeline_group.size() - 1
         rank = pipeline_group.rank()
         if loss_rank == last_rank or rank not in (loss_rank, last_rank):
@@ -89,7 +70,7 @@ class Courier:
             self._under_way.append((work, tensor))
 
     def forget(self) -> None:
-        """Let go of what the step before has sent; by the time it is validated, that has left."""
+        """Wait until what was sent has left; by the time the step is validated, it has."""
         for work, _ in self._under_way:
             work.wait()
         self._under_way.clear()

@@ -34,60 +34,40 @@ class Step:
     loss_store: list[Any] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
 class MegatronStage:
     """Runs the passes of one chunk with Megatron's own forward_step and backward_step."""
 
-    def __init__(
-        self,
-        state: StepState,
-        step: Step,
-        model: nn.Module,
-        data_iterator: Any,
-        chunk: int,
-        stage: int,
-        is_last: bool,
-        has_chunks: bool,
-    ) -> None:
-        self._state = state
-        self._step = step
-        self._model = model
-        self._data_iterator = data_iterator
-        self._chunk = chunk
-        self._stage = stage
-        self._is_last = is_last
-        self._vp_stage = chunk if has_chunks else None
-        self._has_run = False
-        self._inputs: dict[int, Tensor | None] = {}
-        self._outputs: dict[int, Tensor] = {}
-
-    @property
-    def model(self) -> nn.Module:
-        """Return the chunk."""
-        return self._model
-
-    @property
-    def num_microbatches(self) -> int:
-        """Return how many microbatches the step has."""
-        return self._step.num_microbatches
+    state: StepState
+    step: Step
+    model: nn.Module
+    data_iterator: Any
+    chunk: int
+    stage: int
+    is_last: bool
+    has_chunks: bool  # whether its device has others
+    _has_run: bool = False
+    _inputs: dict[int, Tensor | None] = field(default_factory=dict)
+    _outputs: dict[int, Tensor] = field(default_factory=dict)
 
     def loss(self, microbatch: int) -> Tensor | None:
         """Return the loss of a microbatch whose B has not run; None where the stage makes none."""
-        return self._outputs.get(microbatch) if self._is_last else None
+        return self._outputs.get(microbatch) if self.is_last else None
 
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run F; the output's memory belongs to the caller alone afterwards."""
-        step = self._step
+        step = self.step
         if received is not None and not step.forward_only:
             received.requires_grad_()
         is_first = schedules.check_first_val_step(
             step.first_val_step, step.forward_only, not self._has_run
         )
         self._has_run = True
-        with self._state.run_chunk(self._chunk):
+        with self.state.run_chunk(self.chunk):
             output, num_tokens = schedules.forward_step(
                 step.forward_step_func,
-                self._data_iterator,
-                self._model,
+                self.data_iterator,
+                self.model,
                 step.num_microbatches,
                 received,
                 step.loss_store,
@@ -97,15 +77,15 @@ class MegatronStage:
                 None,
                 is_first,
                 microbatch,
-                self._vp_stage,
-                self._is_last,
+                self.chunk if self.has_chunks else None,
+                self.is_last,
             )
         step.num_tokens += num_tokens
         if step.forward_only:
-            return None if self._is_last else output.detach()
+            return None if self.is_last else output.detach()
         self._inputs[microbatch], self._outputs[microbatch] = received, output
-        self._count(Pass(Kind.F, self._stage, microbatch), output)
-        if self._is_last:
+        self._count(Pass(Kind.F, self.stage, microbatch), output)
+        if self.is_last:
             return None
         # Of the output only grad_fn is still needed here; its memory goes with the alias.
         sent: Tensor = output.detach()
@@ -118,44 +98,44 @@ class MegatronStage:
         Where the memory of every pass is counted, no W's jobs run inside.
         """
         beside: tuple[Any, ...] = ()
-        found = self._step.beside.get(Pass(Kind.B, self._stage, microbatch))
-        if found is not None and self._state.census is None:
+        found = self.step.beside.get(Pass(Kind.B, self.stage, microbatch))
+        if found is not None and self.state.census is None:
             beside = found.weights[1:], found.share
-        with self._state.jobs.collect((self._stage, microbatch), *beside):
+        with self.state.jobs.collect((self.stage, microbatch), *beside):
             gradient = self._backward(microbatch, received)
-        self._count(Pass(Kind.B, self._stage, microbatch))
+        self._count(Pass(Kind.B, self.stage, microbatch))
         return gradient
 
     def backward_weights(self, microbatch: int) -> None:
         """Run W."""
-        self._step.gradient_sync.weights_begin(self._chunk)
-        self._state.jobs.run((self._stage, microbatch))
-        self._count(Pass(Kind.W, self._stage, microbatch))
-        self._step.gradient_sync.weights_done(self._chunk)
+        self.step.gradient_sync.weights_begin(self.chunk)
+        self.state.jobs.run((self.stage, microbatch))
+        self._count(Pass(Kind.W, self.stage, microbatch))
+        self.step.gradient_sync.weights_done(self.chunk)
 
     def backward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run B and W at once, which is upstream's backward."""
-        if self._step.gradient_sync.splits(self._chunk):
+        if self.step.gradient_sync.splits(self.chunk):
             gradient = self.backward_inputs(microbatch, received)
             self.backward_weights(microbatch)
             return gradient
         gradient = self._backward(microbatch, received)
-        self._count(Pass(Kind.BW, self._stage, microbatch))
-        self._step.gradient_sync.weights_done(self._chunk)
+        self._count(Pass(Kind.BW, self.stage, microbatch))
+        self.step.gradient_sync.weights_done(self.chunk)
         return gradient
 
     def _backward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
-        with self._state.run_chunk(self._chunk):
+        with self.state.run_chunk(self.chunk):
             gradient: Tensor | None = schedules.backward_step(
                 self._inputs.pop(microbatch),
                 self._outputs.pop(microbatch),
                 received,
-                self._step.config,
+                self.step.config,
             )
         return gradient
 
     def _count(self, work: Pass, output: Tensor | None = None) -> None:
-        census = self._state.census
+        census = self.state.census
         if census is None:
             return
         if output is not None:
