@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
+from pydantic import dataclasses as checked
+
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.sweep.files import (
-    Also,
     Cluster,
     Grid,
     Layout,
     Loaded,
     Model,
+    Positive,
     Recompute,
     SweepError,
     Workload,
@@ -28,18 +30,21 @@ MAX_PASSES = 2_000_000
 """Of a step of all devices, whose order is made and simulated to predict it."""
 
 
-@dataclass(frozen=True, slots=True)
+@checked.dataclass(frozen=True, slots=True, config={"extra": "forbid"})
 class Combination:
-    """One way to train: everything a run needs beside the model and the cluster."""
+    """One way to train: everything a run needs beside the model and the cluster.
+
+    Raises pydantic's ValidationError, as in a results file that is damaged, for other types.
+    """
 
     schedule: str
-    sequence_length: int
-    global_batch_size: int
-    data_parallel: int
-    tensor_parallel: int
-    pipeline_parallel: int
-    context_parallel: int
-    microbatch_size: int
+    sequence_length: Positive
+    global_batch_size: Positive
+    data_parallel: Positive
+    tensor_parallel: Positive
+    pipeline_parallel: Positive
+    context_parallel: Positive
+    microbatch_size: Positive
     recompute: Recompute
     layout: Layout
     arguments: tuple[str, ...] = ()
@@ -116,7 +121,7 @@ def expand(loaded: Loaded) -> Expanded:
     for workload in sweep.workloads:
         every = itertools.chain(
             _of_grid(sweep.grid, workload, cluster),
-            (_of_also(each, workload) for each in sweep.also),
+            (Combination(**workload.model_dump(), **each.model_dump()) for each in sweep.also),
         )
         for combination in every:
             fault = next(_faults(combination, model, cluster), None)
@@ -152,11 +157,6 @@ def _of_grid(grid: Grid, workload: Workload, cluster: Cluster) -> Iterator[Combi
             )
             given["data_parallel"] = max(1, cluster.num_devices // taken)
         yield Combination(**workload.model_dump(), **given)
-
-
-def _of_also(also: Also, workload: Workload) -> Combination:
-    given = also.model_dump() | {"arguments": tuple(also.arguments)}
-    return Combination(**workload.model_dump(), **given)
 
 
 def _faults(it: Combination, model: Model, cluster: Cluster) -> Iterator[tuple[str, str]]:

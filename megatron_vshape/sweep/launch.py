@@ -226,24 +226,9 @@ class Launcher:
 
     def _job(self, prediction: Prediction, folder: Path) -> worker.Job:
         run, cluster = self.loaded.sweep.run, self.loaded.cluster
-        environment = {
-            "OMP_NUM_THREADS": str(run.threads),
-            **({"CUDA_VISIBLE_DEVICES": ""} if cluster.backend == "gloo" else {}),
-            **run.environment,
-        }
-        return worker.Job(
-            tuple(_command(self.loaded, prediction, folder)),
-            folder.resolve(),
-            cluster.devices_per_node,
-            cluster.nodes,
-            run.warmup_steps,
-            run.measured_steps,
-            run.statistic == "fastest",
-            60.0 * run.timeout_minutes,
-            environment,
-            cluster.backend == "nccl",
-            os.getpid() if run.executor == "local" else None,
-        )
+        launcher = os.getpid() if run.executor == "local" else None
+        command = _command(self.loaded, prediction, folder)
+        return worker.Job(command, folder.resolve(), run, cluster, launcher)
 
     def _executor(self, folder: Path) -> submitit.Executor:
         run, cluster = self.loaded.sweep.run, self.loaded.cluster

@@ -6,12 +6,12 @@ import json
 import sqlite3
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megatron_vshape.sweep.files import Layout, Loaded, Recompute, SweepError
+from megatron_vshape.sweep.files import Loaded, SweepError
 from megatron_vshape.sweep.grid import ADAPTIVE, Combination
 from megatron_vshape.sweep.measured_costs import MeasuredCosts
 
@@ -160,13 +160,11 @@ class Results:
         try:
             return [_result(row) for key, _, *row in rows if key in keys]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
+            why = " ".join(str(error).split())  # pydantic's has several lines
             raise SweepError(
-                f"a result cannot be read ({error!s:.200}): move the results file away, "
-                "or name another with --results"
+                f"a result cannot be read ({why:.200}): move the results file away, or name "
+                "another with --results"
             ) from None
-
-
-_FIELDS = {each.name: each.type for each in fields(Combination)}
 
 
 def _result(row: Sequence[Any]) -> Result:
@@ -179,28 +177,8 @@ def _result(row: Sequence[Any]) -> Result:
     if not isinstance(predicted_bytes, float) or not isinstance(log_tail, str):
         raise ValueError("its predicted memory or its log is missing")
     outcome = Outcome(Status(status), step_s, peak_bytes, bubble, log_tail)
-    return Result(_combination(text), outcome, mfu, predicted_s, predicted_bytes, predicted_bubble)
-
-
-def _combination(text: str) -> Combination:
-    """Return the combination that `record` wrote."""
-    data = json.loads(text)
-    if not isinstance(data, dict) or data.keys() != _FIELDS.keys():
-        raise ValueError("its combination has other keys")
-    it = Combination(**data)
-    for name, kind in _FIELDS.items():
-        if kind in (str, int) and type(data[name]) is not kind:
-            raise ValueError(f"{name} of its combination is {data[name]!r:.40}")
-    if not isinstance(it.arguments, list) or not all(
-        isinstance(each, str) for each in it.arguments
-    ):
-        raise ValueError("the arguments of its combination are no list of texts")
-    return replace(
-        it,
-        recompute=Recompute(it.recompute),
-        layout=Layout(it.layout),
-        arguments=tuple(it.arguments),
-    )
+    it = Combination(**json.loads(text))
+    return Result(it, outcome, mfu, predicted_s, predicted_bytes, predicted_bubble)
 
 
 @contextmanager

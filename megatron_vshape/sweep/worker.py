@@ -20,6 +20,7 @@ import submitit
 
 from megatron_vshape import figures
 from megatron_vshape.environment import missing
+from megatron_vshape.sweep.files import Cluster, Run
 from megatron_vshape.sweep.results import Outcome, Status
 
 LAST_LINES = 12
@@ -41,17 +42,22 @@ Figures = Sequence[Mapping[str, Any]]
 class Job:
     """What a run needs; it travels to the node."""
 
-    command: tuple[str, ...]  # the trainer's, without torchrun
+    command: list[str]  # the trainer's, without torchrun
     folder: Path
-    devices_per_node: int
-    num_nodes: int
-    warmup_steps: int
-    measured_steps: int
-    fastest: bool  # of the measured steps; else the median
-    timeout_s: float
-    environment: dict[str, str]
-    on_gpus: bool = False
+    run: Run
+    cluster: Cluster
     launcher: int | None = None  # a process without which the run is in vain
+
+    @property
+    def timeout_s(self) -> float:
+        """Return how long the trainer may take."""
+        return 60.0 * self.run.timeout_minutes
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return what the trainer has in its environment beside the node's own."""
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.cluster.backend == "gloo" else {}
+        return {"OMP_NUM_THREADS": str(self.run.threads), **hidden, **self.run.environment}
 
 
 def run_job(job: Job) -> Outcome:
@@ -61,11 +67,11 @@ def run_job(job: Job) -> Outcome:
         SystemExit: the job was told to end, as when it is preempted. That says nothing of the run,
             so there is no outcome, and submitit, which takes it for no result, writes none either.
     """
-    node, where = _this_node(job.num_nodes)
+    node, where = _this_node(job.cluster.nodes)
     log = job.folder / f"node{node}.log"
     measured = job.folder / f"node{node}.jsonl"
     measured.unlink(missing_ok=True)  # of a run that was ended half way
-    per_node = ("--nproc-per-node", str(job.devices_per_node))
+    per_node = ("--nproc-per-node", str(job.cluster.devices_per_node))
     command = [sys.executable, "-m", "torch.distributed.run", *where, *per_node, *job.command]
     with _told_to_end(job.folder) as told:
         with log.open("w") as output:
@@ -197,8 +203,8 @@ def outcome_of(text: str, measured: Figures, code: int | None, job: Job) -> Outc
     """Return what the log, the figures and the exit code say."""
     steps = [each for each in measured if "step_s" in each]
     peak = _peak_bytes(measured, job)
-    if code == 0 and len(steps) >= job.warmup_steps + job.measured_steps:
-        last = steps[job.warmup_steps :]
+    if code == 0 and len(steps) >= job.run.warmup_steps + job.run.measured_steps:
+        last = steps[job.run.warmup_steps :]
         return Outcome(
             Status.OK, _of_steps(last, "step_s", job), peak, _of_steps(last, "bubble", job)
         )
@@ -207,7 +213,7 @@ def outcome_of(text: str, measured: Figures, code: int | None, job: Job) -> Outc
         return Outcome(Status.OUT_OF_MEMORY, peak_bytes=peak, log_tail=tail)
     if code == 0:
         # The last node's ranks tell of the steps, the first one's of what was allocated.
-        status = Status.FAILED if job.num_nodes == 1 else Status.OK
+        status = Status.FAILED if job.cluster.nodes == 1 else Status.OK
         tail += f"\nended after {len(steps)} steps"
         return Outcome(status, peak_bytes=peak, log_tail=tail)
     if code is None:
@@ -231,7 +237,7 @@ def _of_steps(steps: Figures, name: str, job: Job) -> float | None:
     found = [each[name] for each in steps if each[name] is not None]
     if not found:
         return None
-    return float(min(found) if job.fastest else statistics.median(found))
+    return float(min(found) if job.run.statistic == "fastest" else statistics.median(found))
 
 
 def _peak_bytes(measured: Figures, job: Job) -> float | None:
@@ -242,7 +248,7 @@ def _peak_bytes(measured: Figures, job: Job) -> float | None:
     found = [each["allocated_bytes"] for each in measured if "allocated_bytes" in each]
     if found:
         return float(max(found[-1]))
-    if job.on_gpus:
+    if job.cluster.backend == "nccl":
         return None
     return 1024.0 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 

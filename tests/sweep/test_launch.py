@@ -12,12 +12,12 @@ from typing import Any
 import cloudpickle
 import pytest
 from rich.console import Console
-from sweep.samples import FAKE, ROOT, SWEEP, load_sample, sweep_command, write_sweep
+from sweep.samples import CLUSTER, FAKE, ROOT, SWEEP, load_sample, sweep_command, write_sweep
 
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.sweep import launch as launching
 from megatron_vshape.sweep import predict
-from megatron_vshape.sweep.files import SweepError
+from megatron_vshape.sweep.files import Cluster, Run, SweepError
 from megatron_vshape.sweep.grid import expand
 from megatron_vshape.sweep.launch import Launcher
 from megatron_vshape.sweep.machine import Machine
@@ -342,13 +342,15 @@ def test_job_that_a_killed_launcher_left_is_taken_over(
     assert result.outcome == Outcome(Status.OK, 0.5)
 
 
+ONE_DEVICE = Cluster.model_validate(CLUSTER | {"devices_per_node": 1})
+
+
 def test_time_a_run_may_take(tmp_path: Path) -> None:
     from megatron_vshape.sweep.worker import Job, run_job
 
-    command = (str(FAKE / "trainer.py"), "--train-iters", "100", "--sleep", "1")
-    environment = {"PYTHONPATH": str(FAKE)}
-    job = Job(command, tmp_path, 1, 1, 1, 2, False, 1.0, environment)
-    outcome = run_job(job)
+    command = [str(FAKE / "trainer.py"), "--train-iters", "100", "--sleep", "1"]
+    run = Run.model_construct(timeout_minutes=1 / 60, environment={"PYTHONPATH": str(FAKE)})
+    outcome = run_job(Job(command, tmp_path, run, ONE_DEVICE))
     assert outcome.status is Status.FAILED
     assert "ended after 1 s" in outcome.log_tail
 
@@ -356,18 +358,21 @@ def test_time_a_run_may_take(tmp_path: Path) -> None:
 TOLD_TO_END = """
 import sys
 from pathlib import Path
+from megatron_vshape.sweep.files import Cluster, Run
 from megatron_vshape.sweep.worker import Job, run_job
 
-trainer, folder = map(Path, sys.argv[1:])
-command = (str(trainer), "--train-iters", "100", "--sleep", "1")
-environment = {"PYTHONPATH": str(trainer.parent)}
-run_job(Job(command, folder, 1, 1, 1, 2, False, 60.0, environment))
+trainer, folder = map(Path, sys.argv[1:3])
+command = [str(trainer), "--train-iters", "100", "--sleep", "1"]
+run = Run(timeout_minutes=1, environment={"PYTHONPATH": str(trainer.parent)})
+cluster = Cluster.model_validate_json(sys.argv[3])
+run_job(Job(command, folder, run, cluster))
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_a_job_that_is_told_to_end_has_no_outcome(tmp_path: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-c", TOLD_TO_END, str(FAKE / "trainer.py"), str(tmp_path)]
+    trainer, cluster = str(FAKE / "trainer.py"), ONE_DEVICE.model_dump_json()
+    command = [sys.executable, "-c", TOLD_TO_END, trainer, str(tmp_path), cluster]
     job = subprocess.Popen(command, cwd=ROOT)
     log = tmp_path / "node0.log"
     wait_for(lambda: log.exists() and "iteration 1" in log.read_text())

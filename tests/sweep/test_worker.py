@@ -7,26 +7,19 @@ import time
 from pathlib import Path
 
 import pytest
+from sweep.samples import CLUSTER
 
 from megatron_vshape import figures
 from megatron_vshape.sweep import worker
+from megatron_vshape.sweep.files import Cluster, Run
 from megatron_vshape.sweep.results import Outcome, Status
 from megatron_vshape.sweep.worker import Job, merge, outcome_of, read_outcome, write_outcome
 
 
-def job(**over: object) -> Job:
-    fields = {
-        "command": (),
-        "folder": Path(),
-        "devices_per_node": 2,
-        "num_nodes": 1,
-        "warmup_steps": 1,
-        "measured_steps": 3,
-        "fastest": False,
-        "timeout_s": 60.0,
-        "environment": {},
-    }
-    return Job(**{**fields, **over})  # type: ignore[arg-type]
+def job(nodes: int = 1, backend: str = "gloo", **over: object) -> Job:
+    run = Run(warmup_steps=1, measured_steps=3, timeout_minutes=1, **over)  # type: ignore[arg-type]
+    cluster = Cluster.model_validate(CLUSTER | {"nodes": nodes, "backend": backend})
+    return Job([], Path(), run, cluster)
 
 
 def steps(*bubbles: float | None) -> list[dict[str, float | None]]:
@@ -42,13 +35,13 @@ ALLOCATED = {"allocated_bytes": [512, 1024]}
 def test_median_after_the_warm_up() -> None:
     found = outcome_of("", steps(), 0, job())
     assert (found.status, found.step_s) == (Status.OK, pytest.approx(0.2))
-    assert outcome_of("", steps(), 0, job(fastest=True)).step_s == pytest.approx(0.1)
+    assert outcome_of("", steps(), 0, job(statistic="fastest")).step_s == pytest.approx(0.1)
 
 
 def test_the_bubble_of_the_measured_steps() -> None:
     measured = steps(0.6, 0.105, 0.125, 0.115)
     assert outcome_of("", measured, 0, job()).bubble == pytest.approx(0.115)
-    assert outcome_of("", measured, 0, job(fastest=True)).bubble == pytest.approx(0.105)
+    assert outcome_of("", measured, 0, job(statistic="fastest")).bubble == pytest.approx(0.105)
     assert outcome_of("", steps(), 0, job()).bubble is None
 
 
@@ -58,7 +51,7 @@ def test_peak_that_the_run_reports() -> None:
 
 def test_peak_of_several_nodes() -> None:
     """The first node tells the memory, the last one the steps."""
-    nodes = job(num_nodes=2, on_gpus=True)
+    nodes = job(2, "nccl")
     first = outcome_of("", [ALLOCATED], 0, nodes)
     last = outcome_of("", steps(), 0, nodes)
     assert last.peak_bytes is None
@@ -79,7 +72,7 @@ def test_figures_are_read_as_they_are_told(tmp_path: Path, monkeypatch: pytest.M
 
 def test_memory_of_the_host_is_not_a_gpus() -> None:
     text = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
-    assert outcome_of(text, [], 1, job(on_gpus=True)).peak_bytes is None
+    assert outcome_of(text, [], 1, job(backend="nccl")).peak_bytes is None
     assert outcome_of(text, [], 1, job()).peak_bytes is not None
 
 
