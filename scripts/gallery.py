@@ -68,10 +68,9 @@ def write_page(folder: Path, num_devices: int, num_microbatches: int) -> None:
         (folder / ".gitignore").write_text("*\n")
     sections = []
     for timeline, each in zip(timelines, numbers, strict=True):
-        draw(timeline, folder / f"{each.name}.svg")
-        sections.append(
-            SECTION.format(title=display_name(each.name), note=note(each), name=each.name)
-        )
+        name = timeline.schedule.name
+        draw(timeline, folder / f"{name}.svg")
+        sections.append(SECTION.format(title=display_name(name), note=note(each), name=name))
     save(compare(timelines), folder / "all.svg")
     page = PAGE.format(
         devices=num_devices,

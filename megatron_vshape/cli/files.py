@@ -35,13 +35,19 @@ def check_target(option: str, path: Path, suffixes: Sequence[str]) -> None:
         raise ScheduleError(f"{option} {path}: there is no directory {folder}; make it first")
 
 
+def check_installed(what: str, extra: str, *modules: str) -> None:
+    """Raise ScheduleError unless the modules are there that `what` needs and `extra` brings."""
+    for module in modules:
+        if not is_installed(module):
+            raise ScheduleError(
+                f"{what} needs {module}, which is not installed; install the extra: "
+                f"pip install 'megatron-vshape[{extra}]'"
+            )
+
+
 def check_can_draw(option: str) -> None:
     """Raise ScheduleError unless matplotlib is there, without which no picture is drawn."""
-    if not is_installed("matplotlib"):
-        raise ScheduleError(
-            f"{option} needs matplotlib, which is not installed; install the extra: "
-            "pip install 'megatron-vshape[draw]'"
-        )
+    check_installed(option, "draw", "matplotlib")
 
 
 def is_installed(module: str) -> bool:

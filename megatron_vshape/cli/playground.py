@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_vshape.cli.files import is_installed
+from megatron_vshape.cli.files import check_installed
 from megatron_vshape.core.model.kinds import ScheduleError
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ COSTS = Path("configs") / "costs"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses to listen on that nobody calls, since they stand for all of this machine's."""
-
-_NEEDED = ("starlette", "uvicorn")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,12 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C and return 0."""
-    for module in _NEEDED:
-        if not is_installed(module):
-            raise ScheduleError(
-                f"the playground needs {module}, which is not installed; install the extra: "
-                "pip install 'megatron-vshape[playground]'"
-            )
+    check_installed("the playground", "playground", "starlette", "uvicorn")
     from megatron_vshape.playground.offers import read_given, read_presets
 
     given = [*read_given(options.files), *read_presets(COSTS)]

@@ -35,6 +35,7 @@ from megatron_vshape.view.numbers import (
     Numbers,
     base_peak,
     comparison_rows,
+    messages_per_microbatch,
     note,
     numbers_of,
     percent,
@@ -232,7 +233,8 @@ def _print(result: _Result) -> None:
 
 def _lines(result: _Result) -> list[tuple[str, str]]:
     """Return the numbers with their names."""
-    numbers = result.numbers
+    numbers, timeline = result.numbers, result.timeline
+    messages, share = messages_per_microbatch(timeline.schedule)
 
     def time(value: float) -> str:
         return f"{value:.6g}" if result.measured is None else f"{value / 1000:,.5g} ms"
@@ -242,14 +244,14 @@ def _lines(result: _Result) -> list[tuple[str, str]]:
     if numbers.peak_bytes is not None:
         peak.insert(0, f"{max(numbers.peak_bytes) / GIB:.4g} GiB")
     return [
-        ("makespan", f"{time(numbers.makespan)}, the busiest device works {time(numbers.busy)}"),
-        ("bubble", percent(numbers.bubble)),
-        ("span bubble", f"{percent(numbers.span_bubble)} (no barrier between steps)"),
+        ("makespan", f"{time(timeline.makespan)}, the busiest device works {time(timeline.busy)}"),
+        ("bubble", percent(timeline.bubble)),
+        ("span bubble", f"{percent(timeline.span_bubble)} (no barrier between steps)"),
         ("peak memory", f"{', '.join(peak)}: {percent(numbers.relative_peak)} of 1F1B's"),
         ("by device", _by_device(numbers.peak_chunks)),
         (
             "communication",
-            f"{numbers.messages} messages a microbatch, {numbers.relative_messages:.3g} x 1F1B's",
+            f"{messages} messages a microbatch, {share:.3g} x 1F1B's",
         ),
     ]
 

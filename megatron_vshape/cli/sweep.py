@@ -1,7 +1,6 @@
 """`megatron-vshape sweep FILE.yaml`: the best way to train a model on a cluster."""
 
 import argparse
-import importlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from megatron_vshape.cli.files import (
     FIGURE_SUFFIXES,
     check_can_draw,
+    check_installed,
     check_targets,
     is_installed,
 )
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Predict, launch what is worth it, and report."""
     quiet = options.predict_only or options.assumptions or options.report
-    _check_installed(launching=not quiet)
+    check_installed("a sweep", "sweep", *NEEDED, *([] if quiet else ["submitit"]))
     _check_targets(options)
     from rich.console import Console
 
@@ -132,17 +132,6 @@ def _check_targets(options: argparse.Namespace) -> None:
     check_targets(options, _TARGETS)
     if options.figure is not None:
         check_can_draw("--figure")
-
-
-def _check_installed(launching: bool) -> None:
-    for name in (*NEEDED, "submitit") if launching else NEEDED:
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            raise ScheduleError(
-                f"a sweep needs {name}, which is not installed: "
-                "pip install 'megatron-vshape[sweep]'"
-            ) from None
 
 
 def _expand(loaded: "Loaded") -> "tuple[Predictor, Expanded]":

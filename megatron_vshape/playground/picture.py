@@ -145,18 +145,16 @@ def _header(picture: Picture) -> dict[str, object]:
 
 def _numbers(picture: Picture) -> dict[str, object]:
     timeline = picture.timeline
-    schedule = timeline.schedule
-    least = 2 * (schedule.num_devices - 1)
-    messages = messages_per_microbatch(schedule)
+    messages, relative = messages_per_microbatch(timeline.schedule)
     return {
         "makespan": timeline.makespan,
         "span": timeline.span,
         "busy": timeline.busy,
         "bubble": timeline.bubble,
         "span_bubble": timeline.span_bubble,
-        "peaks": peak_held(schedule, picture.costs),
+        "peaks": peak_held(timeline.schedule, picture.costs),
         "messages": messages,
-        "relative_messages": messages / least if least else 1.0,
+        "relative_messages": relative,
     }
 
 

@@ -15,24 +15,13 @@ GIB = 2.0**30
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What a timeline costs. Times in its unit; a chunk is 1 / (2 * devices) of the model."""
+    """What a timeline costs beside its times; a chunk is 1 / (2 * devices) of the model."""
 
-    name: str
-    makespan: float
-    span: float
-    busy: float
-    bubble: float
-    span_bubble: float
+    timeline: Timeline
     peak_chunks: tuple[float, ...]
     peak_bytes: tuple[float, ...] | None
     relative_peak: float
     """Of 1F1B's: in bytes where these are known, else in chunks; 1 where 1F1B holds nothing."""
-
-    messages: int
-    """Boundary tensors that cross devices per microbatch, forward and backward."""
-
-    relative_messages: float
-    """Of 1F1B's; 1 on one device, where none has any."""
 
 
 def numbers_of(timeline: Timeline, costs: Costs | None = None) -> Numbers:
@@ -41,23 +30,8 @@ def numbers_of(timeline: Timeline, costs: Costs | None = None) -> Numbers:
     peak_chunks = peak_held(schedule)
     peak_bytes = None if costs is None else peak_held(schedule, costs)
     base = base_peak(schedule.num_devices, costs)
-    messages = messages_per_microbatch(schedule)
-    least = 2 * (schedule.num_devices - 1)
-    return Numbers(
-        name=schedule.name,
-        makespan=timeline.makespan,
-        span=timeline.span,
-        busy=timeline.busy,
-        bubble=timeline.bubble,
-        span_bubble=timeline.span_bubble,
-        peak_chunks=peak_chunks,
-        peak_bytes=peak_bytes,
-        relative_peak=max(peak_chunks if peak_bytes is None else peak_bytes) / base
-        if base
-        else 1.0,
-        messages=messages,
-        relative_messages=messages / least if least else 1.0,
-    )
+    relative = max(peak_chunks if peak_bytes is None else peak_bytes) / base if base else 1.0
+    return Numbers(timeline, peak_chunks, peak_bytes, relative)
 
 
 def base_peak(num_devices: int, costs: Costs | None = None) -> float:
@@ -74,10 +48,17 @@ def base_peak(num_devices: int, costs: Costs | None = None) -> float:
     return max(peak_held(schedule, regroup(costs, num_devices, "1F1B, for comparison,")))
 
 
-def messages_per_microbatch(schedule: Schedule) -> int:
-    """Return how many activations and gradients of one microbatch cross from device to device."""
+def messages_per_microbatch(schedule: Schedule) -> tuple[int, float]:
+    """Return how many activations and gradients of a microbatch cross from device to device.
+
+    And of 1F1B's; 1 on one device, where none has any.
+    """
     pairs = zip(schedule.placement, schedule.placement[1:], strict=False)
-    return 2 * sum(here != there for here, there in pairs)
+    messages, least = (
+        2 * sum(here != there for here, there in pairs),
+        2 * (schedule.num_devices - 1),
+    )
+    return messages, messages / least if least else 1.0
 
 
 def argument(value: float) -> str:
@@ -91,7 +72,8 @@ def note(numbers: Numbers) -> str:
     if numbers.peak_bytes is not None:
         peak = f"{max(numbers.peak_bytes) / GIB:.4g} GiB"
     return (
-        f"bubble {percent(numbers.bubble)}, span bubble {percent(numbers.span_bubble)}, "
+        f"bubble {percent(numbers.timeline.bubble)}, "
+        f"span bubble {percent(numbers.timeline.span_bubble)}, "
         f"peak {peak} ({percent(numbers.relative_peak)} of 1F1B)"
     )
 
@@ -125,19 +107,21 @@ def comparison_rows(numbers: Sequence[Numbers]) -> list[list[str]]:
     heading = ["schedule", "peak", "of 1F1B", "bubble", "span bubble", "makespan", "messages"]
     rows = [heading]
     for each in numbers:
+        timeline = each.timeline
+        messages, share = messages_per_microbatch(timeline.schedule)
         peak = f"{max(each.peak_chunks):.4g} chunks"
         if in_bytes and each.peak_bytes is not None:
             peak = f"{max(each.peak_bytes) / GIB:.4g} GiB"
-        makespan = f"{each.makespan / 1000:,.4g} ms" if in_bytes else f"{each.makespan:.6g}"
+        makespan = f"{timeline.makespan / 1000:,.4g} ms" if in_bytes else f"{timeline.makespan:.6g}"
         rows.append(
             [
-                plain(each.name),
+                plain(timeline.schedule.name),
                 peak,
                 percent(each.relative_peak),
-                percent(each.bubble),
-                percent(each.span_bubble),
+                percent(timeline.bubble),
+                percent(timeline.span_bubble),
                 makespan,
-                f"{each.messages} ({each.relative_messages:.3g} x)",
+                f"{messages} ({share:.3g} x)",
             ]
         )
     return rows
