@@ -239,7 +239,7 @@ def _hybrid_spec(args: Namespace) -> Any:
     if args.spec is not None:
         return import_module(args.spec)
     if args.transformer_impl == "local":
-        from megatron_vshape.mcore.hybrid_local import local_stack_spec
+        from hybrid_local import local_stack_spec
 
         return local_stack_spec
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec

@@ -22,7 +22,8 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.cuda.nvtx
@@ -47,13 +48,8 @@ _NOTHING_TO_DO = (
 _BYTE_COUNTS = "max_memory_allocated max_memory_reserved memory_allocated memory_reserved".split()
 
 
-class _Replacement(NamedTuple):
-    """`owner.name` becomes `value` while the mode is on."""
-
-    owner: Any
-    name: str
-    value: Any
-
+_Replacement = tuple[Any, str, Any]
+"""An owner, the name of its attribute, and what that becomes while the mode is on."""
 
 # The mode changes the process-wide torch module, so what to put back is process-wide too.
 replaced = Replaced()
@@ -91,52 +87,52 @@ def _replacements() -> Iterator[_Replacement]:
     yield from _statistics()
     yield from _random_generator()
     yield from _tensors()
-    yield _Replacement(torch, "compile", _eager)
+    yield torch, "compile", _eager
     # torch compares operations by identity in batch_isend_irecv, so both names must hold the same
     # function.
     isend = _isend_of_an_alias(c10d.isend)
-    yield _Replacement(c10d, "isend", isend)
-    yield _Replacement(dist, "isend", isend)
+    yield c10d, "isend", isend
+    yield dist, "isend", isend
     all_to_all = _all_to_all_of_lists(c10d.all_to_all_single)
-    yield _Replacement(c10d, "all_to_all_single", all_to_all)
-    yield _Replacement(dist, "all_to_all_single", all_to_all)
+    yield c10d, "all_to_all_single", all_to_all
+    yield dist, "all_to_all_single", all_to_all
     gloo = dist.ProcessGroupGloo
-    yield _Replacement(gloo, "__init__", _with_one_worker(gloo, gloo.__init__))
+    yield gloo, "__init__", _with_one_worker(gloo, gloo.__init__)
 
 
 def _identity() -> Iterator[_Replacement]:
     cuda = torch.cuda
-    yield _Replacement(cuda, "is_available", _available_to_megatron(cuda.is_available))
+    yield cuda, "is_available", _available_to_megatron(cuda.is_available)
     # Megatron builds its process groups only where there are devices, and wants one for each
     # local rank.
-    yield _Replacement(cuda, "device_count", lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    yield _Replacement(cuda, "current_device", lambda: 0)
-    yield _Replacement(cuda, "get_device_name", lambda device=None: "cpu")
-    yield _Replacement(cuda, "get_device_capability", lambda device=None: (0, 0))
-    yield _Replacement(cuda, "get_device_properties", lambda device=None: _DeviceProperties())
+    yield cuda, "device_count", lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    yield cuda, "current_device", lambda: 0
+    yield cuda, "get_device_name", lambda device=None: "cpu"
+    yield cuda, "get_device_capability", lambda device=None: (0, 0)
+    yield cuda, "get_device_properties", lambda device=None: _properties()
     for name in _LEGACY_TYPES:  # Megatron only tests `isinstance` with them
-        yield _Replacement(cuda, name, getattr(torch, name))
+        yield cuda, name, getattr(torch, name)
 
 
 def _synchronisation() -> Iterator[_Replacement]:
     cuda = torch.cuda
     for name in _NOTHING_TO_DO:
-        yield _Replacement(cuda, name, _no_op())
-    yield _Replacement(cuda, "Stream", _Stream)
-    yield _Replacement(cuda, "Event", _Event)
-    yield _Replacement(cuda, "stream", lambda stream: contextlib.nullcontext())
-    yield _Replacement(cuda, "current_stream", lambda device=None: _Stream())
-    yield _Replacement(cuda, "default_stream", lambda device=None: _Stream())
-    yield _Replacement(cuda, "is_current_stream_capturing", lambda: False)
-    yield _Replacement(cuda.nvtx, "range_push", _no_op())
-    yield _Replacement(cuda.nvtx, "range_pop", _no_op())
+        yield cuda, name, _no_op()
+    yield cuda, "Stream", _Stream
+    yield cuda, "Event", _Event
+    yield cuda, "stream", lambda stream: contextlib.nullcontext()
+    yield cuda, "current_stream", lambda device=None: _Stream()
+    yield cuda, "default_stream", lambda device=None: _Stream()
+    yield cuda, "is_current_stream_capturing", lambda: False
+    yield cuda.nvtx, "range_push", _no_op()
+    yield cuda.nvtx, "range_pop", _no_op()
 
 
 def _statistics() -> Iterator[_Replacement]:
     for name in _BYTE_COUNTS:
-        yield _Replacement(torch.cuda, name, lambda device=None: 0)
-    yield _Replacement(torch.cuda, "memory_stats", lambda device=None: defaultdict(int))
-    yield _Replacement(torch.cuda, "mem_get_info", lambda device=None: _free_and_total_bytes())
+        yield torch.cuda, name, lambda device=None: 0
+    yield torch.cuda, "memory_stats", lambda device=None: defaultdict(int)
+    yield torch.cuda, "mem_get_info", lambda device=None: _free_and_total_bytes()
 
 
 def _random_generator() -> Iterator[_Replacement]:
@@ -149,27 +145,27 @@ def _random_generator() -> Iterator[_Replacement]:
         generator.set_state(state)
 
     for module in (cuda, cuda.random):
-        yield _Replacement(module, "get_rng_state", get_state)
-        yield _Replacement(module, "set_rng_state", set_state)
-    yield _Replacement(cuda, "default_generators", (generator,))
-    yield _Replacement(cuda, "manual_seed", lambda seed: _seed(generator, seed))
+        yield module, "get_rng_state", get_state
+        yield module, "set_rng_state", set_state
+    yield cuda, "default_generators", (generator,)
+    yield cuda, "manual_seed", lambda seed: generator.manual_seed(int(seed))
     # torch.manual_seed calls this one after it has seeded the CPU's generator itself.
-    yield _Replacement(cuda, "manual_seed_all", _no_op())
-    yield _Replacement(cuda, "_lazy_init", _no_op())
+    yield cuda, "manual_seed_all", _no_op()
+    yield cuda, "_lazy_init", _no_op()
     # torch queues these calls until a GPU wakes up, which would be never.
-    yield _Replacement(cuda, "_lazy_call", _call_now)
+    yield cuda, "_lazy_call", _call_now
 
 
 def _tensors() -> Iterator[_Replacement]:
     for name in _FACTORIES:
-        yield _Replacement(torch, name, _made_on_cpu(getattr(torch, name)))
+        yield torch, name, _made_on_cpu(getattr(torch, name))
     for name in _TENSOR_FACTORIES:
-        yield _Replacement(torch.Tensor, name, _made_on_cpu(getattr(torch.Tensor, name)))
-    yield _Replacement(torch.Tensor, "to", _moved_to_cpu(torch.Tensor.to))
-    yield _Replacement(torch.Tensor, "type", _typed_as_on_gpu(torch.Tensor.type))
-    yield _Replacement(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
-    yield _Replacement(torch.Tensor, "pin_memory", lambda self, device=None: self)
-    yield _Replacement(torch.Tensor, "record_stream", _no_op())
+        yield torch.Tensor, name, _made_on_cpu(getattr(torch.Tensor, name))
+    yield torch.Tensor, "to", _moved_to_cpu(torch.Tensor.to)
+    yield torch.Tensor, "type", _typed_as_on_gpu(torch.Tensor.type)
+    yield torch.Tensor, "cuda", lambda self, *args, **kwargs: self
+    yield torch.Tensor, "pin_memory", lambda self, device=None: self
+    yield torch.Tensor, "record_stream", _no_op()
 
 
 def _no_op() -> Callable[..., None]:
@@ -182,10 +178,6 @@ def _no_op() -> Callable[..., None]:
 
 def _call_now(callback: Callable[[], None], **kwargs: object) -> None:
     callback()
-
-
-def _seed(generator: torch.Generator, seed: int) -> None:
-    generator.manual_seed(int(seed))
 
 
 def _eager(model: Callable[..., Any] | None = None, **options: object) -> Any:
@@ -313,21 +305,11 @@ def _free_and_total_bytes() -> tuple[int, int]:
     return os.sysconf("SC_AVPHYS_PAGES") * page_bytes, os.sysconf("SC_PHYS_PAGES") * page_bytes
 
 
-class _DeviceProperties:
-    """What Megatron reads of a device's properties, for this CPU."""
-
-    name = "cpu"
-    major = minor = 0
-
-    @property
-    def total_memory(self) -> int:
-        """Return the machine's memory in bytes."""
-        return _free_and_total_bytes()[1]
-
-    @property
-    def multi_processor_count(self) -> int:
-        """Return the number of cores."""
-        return os.cpu_count() or 1
+def _properties() -> SimpleNamespace:
+    """Return what Megatron reads of a device's properties, for this CPU."""
+    memory, cores = _free_and_total_bytes()[1], os.cpu_count() or 1
+    version = {"name": "cpu", "major": 0, "minor": 0}
+    return SimpleNamespace(**version, total_memory=memory, multi_processor_count=cores)
 
 
 class _Stream:

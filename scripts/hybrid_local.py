@@ -1,7 +1,7 @@
 """HybridModel's layers without Transformer Engine, from which Megatron's own spec is made.
 
-`--spec megatron_vshape.mcore.hybrid_local local_stack_spec`, or by itself with
-`--transformer-impl local` in scripts/pretrain_gpt.py. Attention, MLP and expert layers run
+`--spec hybrid_local local_stack_spec` where this folder is in PYTHONPATH, or by itself with
+`--transformer-impl local` in pretrain_gpt.py. Attention, MLP and expert layers run
 anywhere, on a CPU too; Mamba layers where mamba-ssm is installed, which needs a GPU.
 """
 
