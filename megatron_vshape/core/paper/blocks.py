@@ -56,12 +56,12 @@ def interleaved(num_devices: int, num_chunks: int) -> BuildingBlock:
     )
 
 
-def grouped_interleaved(num_devices: int, num_chunks: int, group: int) -> BuildingBlock:
-    """Return the interleaved block of lower memory: `group` microbatches, hops as in 1F1B.
+def grouped_interleaved(num_devices: int, num_chunks: int, group_size: int) -> BuildingBlock:
+    """Return the interleaved block of lower memory: `group_size` microbatches, hops as in 1F1B.
 
-    With 2 chunks it holds d + `group` stage activations where interleaved 1F1B holds 3 d - 1.
+    With 2 chunks it holds d + `group_size` stage activations where interleaved 1F1B holds 3 d - 1.
     """
-    return loop_block("grouped-interleaved-1f1b", num_devices, num_chunks, group, split=True)
+    return loop_block("grouped-interleaved-1f1b", num_devices, num_chunks, group_size, split=True)
 
 
 def zb_h1(num_devices: int) -> BuildingBlock:

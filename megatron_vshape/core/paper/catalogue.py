@@ -1,8 +1,8 @@
 """The schedules by name, each made from its block in the four steps of arXiv 2405.15362."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
+from inspect import signature
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.check.verify import verify
@@ -33,36 +33,21 @@ def make_schedule(
     return schedule
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What a block is made for; num_chunks and group_size where the schedule has them."""
-
-    num_devices: int
-    num_microbatches: int
-    num_chunks: int
-    group_size: int
-
-
-def _of_devices(block: Callable[[int], BuildingBlock]) -> Callable[[_Shape], BuildingBlock]:
-    return lambda shape: block(shape.num_devices)
-
-
-_BLOCKS: dict[str, Callable[[_Shape], BuildingBlock]] = {
-    "gpipe": lambda shape: blocks.gpipe(shape.num_devices, shape.num_microbatches),
-    "1f1b": _of_devices(blocks.one_f_one_b),
-    "eager-1f1b": _of_devices(blocks.eager_one_f_one_b),
-    "interleaved-1f1b": lambda shape: blocks.interleaved(shape.num_devices, shape.num_chunks),
-    "grouped-interleaved-1f1b": lambda shape: blocks.grouped_interleaved(
-        shape.num_devices, shape.num_chunks, min(shape.group_size, shape.num_microbatches)
-    ),
-    "zb-h1": _of_devices(blocks.zb_h1),
-    "zb-h2": _of_devices(blocks.zb_h2),
-    "1f1b-v": _of_devices(blocks.one_f_one_b_v),
-    "v-two-thirds": _of_devices(blocks.two_thirds),
-    "v-min": _of_devices(blocks.v_min),
-    "v-half": _of_devices(blocks.v_half),
-    "v-zb": _of_devices(blocks.v_zb),
+_BLOCKS: dict[str, Callable[..., BuildingBlock]] = {
+    "gpipe": blocks.gpipe,
+    "1f1b": blocks.one_f_one_b,
+    "eager-1f1b": blocks.eager_one_f_one_b,
+    "interleaved-1f1b": blocks.interleaved,
+    "grouped-interleaved-1f1b": blocks.grouped_interleaved,
+    "zb-h1": blocks.zb_h1,
+    "zb-h2": blocks.zb_h2,
+    "1f1b-v": blocks.one_f_one_b_v,
+    "v-two-thirds": blocks.two_thirds,
+    "v-min": blocks.v_min,
+    "v-half": blocks.v_half,
+    "v-zb": blocks.v_zb,
 }
+"""Each takes what it depends on of the devices, the microbatches and the `OPTIONS`, by name."""
 
 NAMES = tuple(_BLOCKS)
 
@@ -114,10 +99,14 @@ def make_block(
             raise ScheduleError(
                 f"{what} of {name} is {count!r:.40}; it must be a whole number of at least 1"
             )
-    shape = _Shape(num_devices, num_microbatches, num_chunks or 2, group_size or num_devices)
-    chunks = shape.num_chunks if name in OPTIONS else 2
-    check_size(chunks * num_devices, num_microbatches)
-    return _BLOCKS[name](shape)
+    sizes = {
+        "num_devices": num_devices,
+        "num_microbatches": num_microbatches,
+        "num_chunks": num_chunks or 2,
+        "group_size": min(group_size or num_devices, num_microbatches),
+    }
+    check_size(sizes["num_chunks"] * num_devices, num_microbatches)
+    return _BLOCKS[name](**{each: sizes[each] for each in signature(_BLOCKS[name]).parameters})
 
 
 def make(
