@@ -12,8 +12,15 @@ from megatron_vshape.core.program.instructions import (
     Release,
     Run,
     Send,
+    Stream,
     source_of,
 )
+
+
+def streams_of(program: Program) -> list[Stream]:
+    """Return the streams in use, sorted."""
+    sent = (each for row in program.instructions for each in row if isinstance(each, Send))
+    return sorted({each.message.stream for each in sent})
 
 
 def one_pass_earlier(program: Program) -> Program:

@@ -1,12 +1,14 @@
 """Weight jobs that keep a rank's part of the sequence, and gather the rest when they run."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 
+@dataclass(eq=False)
 class GatheringJob:
     """Gathers some of its tensors over their groups, then computes with all of them.
 
@@ -15,36 +17,26 @@ class GatheringJob:
     keeps, the later would overwrite what the GEMM of the earlier still reads.
     """
 
-    def __init__(
-        self,
-        compute: Callable[..., None],
-        tensors: Sequence[Any],
-        groups: Sequence[dist.ProcessGroup | None],
-    ) -> None:
-        """Take the arguments of `compute`, and for each the group to gather it over, if any.
-
-        Of a tensor to gather this rank's part is passed, along its first dimension.
-        """
-        self._compute = compute
-        self._tensors = list(tensors)
-        self._groups = groups
-        self._has_begun = False
-        self._under_way: list[tuple[dist.Work, Tensor]] = []
+    compute: Callable[..., None]
+    tensors: list[Any]  # its arguments, this rank's part, along the first dimension, of what is
+    groups: Sequence[dist.ProcessGroup | None]  # to be gathered, if any, over the group for it
+    _has_begun: bool = False
+    _under_way: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
     def begin(self) -> None:
         """Start to gather, unless it has been; does not wait. All ranks of the groups do so."""
         if self._has_begun:
             return
         self._has_begun = True
-        for at, group in enumerate(self._groups):
+        for at, group in enumerate(self.groups):
             if group is not None:
-                part = self._tensors[at]
+                part = self.tensors[at]
                 whole = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
                 work = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
                 if work is None:
                     raise RuntimeError("a weight job gathers over a group that this rank is not in")
                 self._under_way.append((work, part))  # the part is read until the work has ended
-                self._tensors[at] = whole
+                self.tensors[at] = whole
 
     def __call__(self) -> None:
         """Wait for what is gathered, and compute."""
@@ -52,4 +44,4 @@ class GatheringJob:
         for work, _ in self._under_way:
             work.wait()
         self._under_way = []
-        self._compute(*self._tensors)
+        self.compute(*self.tensors)

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -279,14 +279,13 @@ class Transport:
         last = "before its first message" if self._last is None else f"at {self._last.work}"
         return f"rank {self._rank} (device {self.device}): {last}, or in a pass after it"
 
-    def _make_group(self, ranks: Sequence[int], description: str) -> "dist.ProcessGroup | None":
+    def _make_group(self, ranks: Sequence[int], description: str) -> Any:
         # gloo itself says less, so it speaks a minute after this transport has spoken.
         timeout = timedelta(seconds=self._timeout_s + 60) if self._waits_block else A_DAY
         options = None if self._waits_block else nccl.pair_options(self._like, timeout)
-        made = dist.new_group(
+        return dist.new_group(
             list(ranks), timeout=timeout, pg_options=options, group_desc=description
         )
-        return made if isinstance(made, dist.ProcessGroup) else None
 
     def _connect(self, edge: Edge) -> None:
         """Make the group of an edge in every pipeline, and keep this rank's own."""
@@ -296,11 +295,8 @@ class Transport:
         for ranks in self._pipelines:
             pair = [ranks[source], ranks[target]]
             made = self._make_group(pair, f"pipeline {content} of chunk {chunk}, {way}, {pair}")
-            if ranks != self._ranks or self._rank not in pair:
-                continue
-            if made is None:
-                raise TransportError(f"no process group of ranks {pair} was made")
-            self._channels[edge] = made, pair[1] if self._rank == pair[0] else pair[0]
+            if ranks == self._ranks and self._rank in pair:
+                self._channels[edge] = made, pair[1] if self._rank == pair[0] else pair[0]
 
     def _warm_up(self, edges: Sequence[Edge]) -> None:
         """Send one number along every edge, all ranks in the same order, so that none can wait."""

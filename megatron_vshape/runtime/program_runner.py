@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -119,6 +120,7 @@ def run_program(
     ProgramRun(program, device, stages, transport, observer, place).finish()
 
 
+@dataclass(eq=False)
 class ProgramRun:
     """A program under way on one device.
 
@@ -126,25 +128,21 @@ class ProgramRun:
     reader has it, so that memory is what the schedule says.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        device: int,
-        stages: Mapping[int, Stage],
-        transport: Carrier,
-        observer: Observer | None = None,
-        place: Place | None = None,
-    ) -> None:
-        """Take what `run_program` takes, and run nothing yet."""
-        self._row = program.instructions[device]
-        self._device = device
-        self._stages = stages
-        self._transport = transport
-        self._watcher = observer if observer is not None else _Silent()
-        self._place = Place() if place is None else place
-        self._local = _Local(program.schedule, device)
-        others = any(kind.resource != PROCESSOR for kind in program.schedule.kinds)
-        self._beside = _Beside(program.schedule) if others else None
+    program: Program
+    device: int
+    stages: Mapping[int, Stage]
+    transport: Carrier
+    observer: Observer | None = None
+    place: Place | None = None
+
+    def __post_init__(self) -> None:
+        self._watcher = self.observer or _Silent()
+        self._place = self.place or Place()
+        self._row = self.program.instructions[self.device]
+        schedule = self.program.schedule
+        self._local = _Local(schedule, self.device)
+        others = any(kind.resource != PROCESSOR for kind in schedule.kinds)
+        self._beside = _Beside(schedule) if others else None
         self._at = 0
 
     def finish(self) -> None:
@@ -152,7 +150,7 @@ class ProgramRun:
         self.advance(len(self._row))
         if self._beside is not None:
             self._beside.finish()
-        self._transport.drain()
+        self.transport.drain()
         self._place.instruction = None
 
     def advance(self, upto: int) -> None:
@@ -177,19 +175,19 @@ class ProgramRun:
                         result = self._beside.run(work, partial(self._run, work, handed))
                     if self._local.keep(work, result):
                         result = None
-                    self._transport.poll()
+                    self.transport.poll()
                 case Send(message):
                     if result is None:
                         raise RuntimeError(_no_result(message.work))
-                    self._transport.send(message, result)
+                    self.transport.send(message, result)
                     result = None
                 case Await(message):
                     with label(_WAIT, message.work):
-                        received = self._transport.wait(message)
+                        received = self.transport.wait(message)
                 case Receive(message):
-                    self._transport.post(message)
+                    self.transport.post(message)
                 case Release(message):
-                    self._transport.release(message)
+                    self.transport.release(message)
         self._at = max(self._at, upto)
 
     def _run(self, work: Pass, handed: list[Tensor | None]) -> Tensor | None:
@@ -197,9 +195,9 @@ class ProgramRun:
         self._watcher.begins(work)
         try:
             with label(str, work):
-                result = _call_stage(self._stages[work.stage], work, handed)
+                result = _call_stage(self.stages[work.stage], work, handed)
         except Exception as error:
-            error.add_note(f"device {self._device} raised this in {describe(work)}")
+            error.add_note(f"device {self.device} raised this in {describe(work)}")
             raise
         self._watcher.ends(work)
         return result

@@ -4,6 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -20,6 +21,7 @@ def _say_and_exit(text: str) -> None:
     say_and_exit(text, 1)
 
 
+@dataclass(eq=False)
 class Watch:
     """Ends the process when nothing has moved here for too long, and something should (NCCL).
 
@@ -32,25 +34,16 @@ class Watch:
     thread, which asks the device nothing, sees whether the first is still answered.
     """
 
-    def __init__(
-        self,
-        timeout_s: float,
-        under_way: Callable[[], list[str]],
-        doing: Callable[[], str],
-        stuck: Callable[[str], None] = _say_and_exit,
-        name_device: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Begin to watch.
+    timeout_s: float
+    under_way: Callable[[], list[str]]
+    doing: Callable[[], str]  # what the host did last, without a question to the device
+    stuck: Callable[[str], None] = _say_and_exit
+    # Called first in the thread that asks: a new thread is on device 0, where it would make a
+    # context of some hundred MiB.
+    name_device: Callable[[], None] = lambda: None
 
-        `doing` says what the host did last, without a question to the device. `name_device` is
-        called first in the thread that asks: a new thread is on device 0, where it would make a
-        context of some hundred MiB.
-        """
-        self._timeout_s = timeout_s
-        self._under_way = under_way
-        self._doing = doing
-        self._stuck = stuck
-        self._name_device = name_device
+    def __post_init__(self) -> None:
+        """Begin to watch."""
         self._ahead: deque[tuple[torch.cuda.Event, str]] = deque()
         self._added = 0
         self._is_closed = self._has_ended = False
@@ -74,10 +67,10 @@ class Watch:
 
     @property
     def _period_s(self) -> float:
-        return min(1.0, self._timeout_s / 4)
+        return min(1.0, self.timeout_s / 4)
 
     def _ask(self) -> None:
-        self._name_device()
+        self.name_device()
         before: tuple[int, list[str]] | None = None
         moved_s = time.monotonic()
         while not self._has_ended:
@@ -91,27 +84,27 @@ class Watch:
             now = self._added, waiting  # two steps have the same texts, and not the same number
             if not waiting or now != before:
                 before, moved_s = now, time.monotonic()
-            elif time.monotonic() - moved_s > self._timeout_s:
-                self._end(waiting[0] + no_progress(self._timeout_s))
+            elif time.monotonic() - moved_s > self.timeout_s:
+                self._end(waiting[0] + no_progress(self.timeout_s))
         self._has_ended = True
 
     def _guard(self) -> None:
         while not self._has_ended:
             time.sleep(self._period_s)
             since = self._asks_since
-            if since is not None and time.monotonic() - since > self._timeout_s:
+            if since is not None and time.monotonic() - since > self.timeout_s:
                 self._end(
-                    f"{self._doing()}, and the GPU's driver has not answered for "
-                    f"{self._timeout_s:g} s: a call that does not end holds its lock, such as the "
+                    f"{self.doing()}, and the GPU's driver has not answered for "
+                    f"{self.timeout_s:g} s: a call that does not end holds its lock, such as the "
                     "loading of a kernel"
                 )
 
     def _end(self, text: str) -> None:
         self._has_ended = True
-        self._stuck(text)
+        self.stuck(text)
 
     def _find_waiting(self) -> list[str]:
         """Return what the device has yet to reach, then what else has not ended."""
         while self._ahead and self._ahead[0][0].query():
             self._ahead.popleft()
-        return [*(text for _, text in self._ahead.copy()), *self._under_way()]
+        return [*(text for _, text in self._ahead.copy()), *self.under_way()]

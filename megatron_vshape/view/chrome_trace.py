@@ -46,13 +46,16 @@ def write_trace(
 
 
 def write_planned_and_measured(
-    planned: Timeline, measured: Timeline, stream: TextIO, costs: Costs, held_unit: str = "bytes"
+    planned: Timeline, measured: Timeline, stream: TextIO, costs: Costs
 ) -> None:
-    """Write both timelines of a step into one trace, the measured devices under the planned."""
+    """Write both timelines of a step into one trace, the measured devices under the planned.
+
+    `costs` are in bytes.
+    """
     both = (
         _moved(event, word, place, timeline)
         for place, (word, timeline) in enumerate((("planned", planned), ("measured", measured)))
-        for event in events(timeline, costs, held_unit)
+        for event in events(timeline, costs, "bytes")
     )
     _write(stream, measured.schedule.name, both)
 

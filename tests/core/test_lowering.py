@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from posting import streams_of
 from strategies import costs_of, made
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
@@ -72,7 +73,7 @@ def check(schedule: Schedule, window: int = 2) -> Program:
     assert {key: set(value) for key, value in awaited.items()} == {
         key: set(value) for key, value in sends.items()
     }
-    assert program.streams == tuple(sorted({key[0] for key in sends}))
+    assert streams_of(program) == sorted({key[0] for key in sends})
     assert finishes(program)
     return program
 
@@ -127,13 +128,13 @@ def test_the_instructions_of_a_small_schedule() -> None:
 
 
 def test_a_v_has_two_streams_each_way() -> None:
-    streams = lower(make("v-half", 3, 4)).streams
-    assert streams == (
+    streams = streams_of(lower(make("v-half", 3, 4)))
+    assert streams == [
         Stream(Kind.B, 0, False),
         Stream(Kind.B, 1, True),
         Stream(Kind.F, 0, True),
         Stream(Kind.F, 1, False),
-    )
+    ]
 
 
 @st.composite

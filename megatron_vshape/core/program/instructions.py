@@ -100,17 +100,6 @@ class Program:
         None  # of `schedule`; where messages are kernels, see program.kernels
     )
 
-    @property
-    def streams(self) -> tuple[Stream, ...]:
-        """Return the streams in use, sorted, the same on every device."""
-        sent = {
-            each.message.stream
-            for row in self.instructions
-            for each in row
-            if isinstance(each, Send)
-        }
-        return tuple(sorted(sent))
-
     def text(self) -> str:
         """Return the instructions, a line for each device."""
         return "\n".join(", ".join(map(str, row)) for row in self.instructions)

@@ -36,6 +36,7 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -73,15 +74,15 @@ class Verdict(NamedTuple):
     stands: bool  # whether a step without clipping is the right one
 
 
+@dataclass(eq=False)
 class PostValidation:
     """Makes the optimizer steps of a run; takes the place of `ChainedOptimizer.step`."""
 
-    def __init__(self, runner: PipelineRunner) -> None:
-        """Take what runs the steps' passes."""
-        self._runner = runner
-        self._backup = Backup()
-        self._calm = 0  # steps in a row that an unclipped step would have been right for
-        self._guessed = self._undone = 0
+    runner: PipelineRunner  # of the steps' passes
+    _backup: Backup = field(default_factory=Backup)
+    _calm: int = 0  # steps in a row that an unclipped step would have been right for
+    _guessed: int = 0
+    _undone: int = 0
 
     def step(self, optimizer: Any, original: Step) -> tuple[bool, Any, Any]:
         """Make one step and return what `original` returns for it; the state is validated then."""
@@ -94,7 +95,7 @@ class PostValidation:
 
     def end(self) -> None:
         """Leave nothing of a next step behind; all ranks call this when the run is over."""
-        self._runner.drop_ahead()
+        self.runner.drop_ahead()
 
     def closing_line(self) -> str:
         """Return how the guesses of this run went."""
@@ -109,7 +110,7 @@ class PostValidation:
         self._backup.save([each.optimizer for each in _working(optimizer)])
         with nullcontext() if pending.own_part_stands else _without_updates(optimizer):
             optimizer.step_with_ready_grads()
-        self._runner.run_ahead()
+        self.runner.run_ahead()
         verdict = pending.wait()
         if not verdict.stands:
             self._undo(optimizer)
@@ -121,7 +122,7 @@ class PostValidation:
 
     def _undo(self, optimizer: Any) -> None:
         """Bring the model and the optimizer back to where the step began."""
-        self._runner.drop_ahead()
+        self.runner.drop_ahead()
         _finish_gathering(optimizer)
         self._backup.restore()
         with _without_updates(optimizer):

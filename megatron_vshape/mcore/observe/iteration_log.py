@@ -51,16 +51,15 @@ class Figures:
         return {name: share for name, share in shares.items() if share is not None}
 
 
+@dataclass(eq=False)
 class BubbleMeter:
     """Times the passes of those training steps that Megatron logs, and of no others."""
 
-    def __init__(self, logs: Callable[[], bool], predict: PredictBubble | None) -> None:
-        """Take whether anything is logged, and what predicts the bubble."""
-        self._logs = logs
-        self._predict = predict
-        self._timer: PassTimer | None = None
-        self._torch_device = torch.device("cpu")
-        self._num_microbatches = 0
+    logs: Callable[[], bool]  # whether anything is logged
+    predict: PredictBubble | None
+    _timer: PassTimer | None = None
+    _torch_device: torch.device = torch.device("cpu")
+    _num_microbatches: int = 0
 
     def begin_step(
         self, num_microbatches: int, torch_device: torch.device, profiled: PassTimer | None = None
@@ -68,7 +67,7 @@ class BubbleMeter:
         """Return what is to observe the step that begins: `profiled` where that does anyway."""
         self._num_microbatches, self._torch_device = num_microbatches, torch_device
         self._timer = None
-        if not self._logs() or not _is_logged():
+        if not self.logs() or not _is_logged():
             return profiled
         self._timer = profiled or PassTimer(torch_device, aligned=False)
         return self._timer
@@ -76,7 +75,7 @@ class BubbleMeter:
     @property
     def times_next(self) -> bool:
         """Return whether the passes of the next step are timed."""
-        return self._logs() and _is_logged(1)
+        return self.logs() and _is_logged(1)
 
     def figures(self, iteration: int, pipeline_group: dist.ProcessGroup) -> Figures:
         """Return the step's bubbles; all ranks of the pipeline call this for the same steps.
@@ -86,8 +85,8 @@ class BubbleMeter:
         gradients of all, so the step takes as long as for the rank that ends last.
         """
         predicted = None
-        if self._predict is not None and self._num_microbatches:
-            predicted = self._predict(self._num_microbatches)
+        if self.predict is not None and self._num_microbatches:
+            predicted = self.predict(self._num_microbatches)
         if self._timer is None:
             return Figures(iteration, predicted)
         times = self._timer.busy_and_whole()

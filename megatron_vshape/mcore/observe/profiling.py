@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -36,6 +36,7 @@ from megatron_vshape.runtime.p2p import Transport
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Profiler:
     """Follows the training steps of this process and acts when the last profiled one is over.
 
@@ -44,13 +45,12 @@ class Profiler:
     be held against the prediction: none of its numbers comes from them.
     """
 
-    def __init__(self, pipeline: Pipeline, report: RunReport) -> None:
-        self._pipeline = pipeline
-        self._report = report
-        self._steps = 0
-        self._rows: list[tuple[Program, list[Slot]]] = []
-        self._prediction: Prediction | None = None
-        self._costs: Costs | None = None
+    pipeline: Pipeline
+    report: RunReport
+    _steps: int = 0
+    _rows: list[tuple[Program, list[Slot]]] = field(default_factory=list)
+    _prediction: Prediction | None = None
+    _costs: Costs | None = None
 
     @property
     def profiles_next(self) -> bool:
@@ -67,7 +67,7 @@ class Profiler:
         return any(first <= step <= last for first, last in ranges)
 
     def _profiled(self) -> tuple[int, int]:
-        return self._pipeline.options.profile_steps or (0, -1)
+        return self.pipeline.options.profile_steps or (0, -1)
 
     def _checked(self) -> tuple[int, int]:
         """Return the steps that are held against the prediction.
@@ -108,7 +108,7 @@ class Profiler:
 
     def _keep_free(self, group: dist.ProcessGroup) -> None:
         """Have the plan leave room in the limit for what passes allocate and free again."""
-        planner, own = self._pipeline.planner, self._report.within_passes_bytes
+        planner, own = self.pipeline.planner, self.report.within_passes_bytes
         if planner.choice.limit_bytes is None:
             return
         within = most_of_replicas(own, group, float)
@@ -119,7 +119,7 @@ class Profiler:
 
     def _predict(self, program: Program, costs: Costs, rest_us: float) -> Prediction:
         """Take the costs for the steps to come, plan anew if that is asked for, and say so."""
-        planner = self._pipeline.planner
+        planner = self.pipeline.planner
         now = prediction_of(program.schedule, costs, rest_us)
         planner.adopt(costs)
         if not planner.choice.plans_by_costs:
@@ -127,7 +127,7 @@ class Profiler:
             return now
         with refusing():
             plan = planner.training(program.schedule.num_microbatches)
-        self._report.remeasure()
+        self.report.remeasure()
         after = prediction_of(plan.program.schedule, costs, rest_us)
         self._tell("measured costs: %s -> %s, from the next step on", told(now), told(after))
         return after
@@ -140,7 +140,7 @@ class Profiler:
         makespan_us = median(each.makespan for each in timelines)
         bubble = median(each.bubble for each in timelines)
         checked = Checked(prediction, makespan_us, bubble)
-        self._report.compare(checked)
+        self.report.compare(checked)
         self._tell("%s, in %d steps", comparison(checked), len(timelines))
 
     @staticmethod
@@ -150,7 +150,7 @@ class Profiler:
 
     def _write_trace(self, measured: Timeline) -> None:
         """Write the trace of a measured step beside its plan, on the first rank, if asked to."""
-        folder = self._pipeline.options.trace_folder
+        folder = self.pipeline.options.trace_folder
         if folder is not None and self._costs is not None and dist.get_rank() == 0:
             planned = simulate(measured.schedule, self._costs)
             write_trace_files(Path(folder), planned, measured, self._costs)
@@ -171,7 +171,7 @@ class Profiler:
         own = measured_costs(timelines, fmean(sends) if sends else 0.0, all_held)
         world: list[Costs] = [own] * dist.get_world_size()
         dist.all_gather_object(world, own)
-        return replace(middle_of(world), layers=self._pipeline.stage_map.layers)
+        return replace(middle_of(world), layers=self.pipeline.stage_map.layers)
 
 
 def _clocks_ahead_us(

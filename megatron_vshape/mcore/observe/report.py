@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
@@ -61,6 +62,7 @@ class Checked(NamedTuple):
     bubble: float
 
 
+@dataclass(eq=False)
 class RunReport:
     """Measures the training steps of a run.
 
@@ -68,20 +70,16 @@ class RunReport:
     one step's start to the next one's where no evaluation came between.
     """
 
-    def __init__(
-        self, state: StepState, name: str, stages: Sequence[int], plan_of: PlanOf | None
-    ) -> None:
-        """Take this rank's stages, and what predicts the memory of a number of microbatches."""
-        self._state = state
-        self._name = name
-        self._stages = stages
-        self._plan_of = plan_of
-        self._num_microbatches = 0
-        self._memory: Memory | None = None
-        self._started_s: float | None = None
-        self._step_s: list[float] = []
-        self._tokens = 0
-        self._checked: Checked | None = None  # where costs were measured in this run
+    state: StepState
+    name: str
+    stages: Sequence[int]  # of this rank
+    plan_of: PlanOf | None  # predicts the memory of a number of microbatches
+    _num_microbatches: int = 0
+    _memory: Memory | None = None
+    _started_s: float | None = None
+    _step_s: list[float] = field(default_factory=list)
+    _tokens: int = 0
+    _checked: Checked | None = None  # where costs were measured in this run
 
     @property
     def held(self) -> dict[int, tuple[float, float]]:
@@ -124,10 +122,10 @@ class RunReport:
             yield
             return
         census, before = Census(persistent(model)), torch.cuda.memory_allocated()
-        with self._state.count_with(census):
+        with self.state.count_with(census):
             yield
         self._num_microbatches = num_microbatches
-        held = {stage: census.held_bytes(stage) for stage in self._stages}
+        held = {stage: census.held_bytes(stage) for stage in self.stages}
         # Before the first step the optimizer has no state yet; a peak while the model was built
         # that is higher still makes this too much rather than too little.
         within = max(torch.cuda.max_memory_allocated() - before - census.peak_bytes, 0)
@@ -149,11 +147,11 @@ class RunReport:
         if self._step_s:
             speed = f"{self._tokens * copies / median(self._step_s):,.0f} tokens/s"
         line = (
-            f"{self._name}: {speed}; peak activation memory per rank in MiB: "
+            f"{self.name}: {speed}; peak activation memory per rank in MiB: "
             f"measured {_in_mib([each.peak_bytes for each in everyones])}"
         )
-        if self._plan_of is not None:
-            plan = self._plan_of(self._num_microbatches)
+        if self.plan_of is not None:
+            plan = self.plan_of(self._num_microbatches)
             line += f", predicted {_in_mib(plan.peak_bytes(byte_costs(everyones)))}"
         allocated = [each.allocated_bytes for each in everyones]
         if any(allocated):

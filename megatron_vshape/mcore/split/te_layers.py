@@ -16,8 +16,9 @@ import inspect
 import logging
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -50,14 +51,14 @@ def install(state: StepState, chunks: Iterable[nn.Module]) -> int:
         StoreError: TE's store has other methods than those it is used by.
     """
     installed = 0
-    notes = _Notes()
+    warn_once = cache(_warn_of_gathered)
     layer: TELayer
     for chunk in chunks:
         for layer in chunk.modules():
             if is_splittable(layer):
                 check_protocol(layer.wgrad_store)
                 _forget_first_microbatch(layer)
-                layer.wgrad_store = JobStore(state, layer, notes)
+                layer.wgrad_store = JobStore(state, layer, warn_once)
                 installed += 1
     return installed
 
@@ -102,22 +103,15 @@ def check_protocol(store: Any) -> None:
             )
 
 
-class _Notes:
-    """What the stores of one model have to say, each once."""
-
-    def __init__(self) -> None:
-        self._has_warned = False
-
-    def warn_of_gathered(self) -> None:
-        """Tell that a layer keeps more than its rank's part of the sequence."""
-        if not self._has_warned:
-            logger.warning(
-                "weight gradients of quantized layers keep the gathered sequence until W: with "
-                "FP8 and sequence parallelism a split backward holds more than predicted"
-            )
-        self._has_warned = True
+def _warn_of_gathered() -> None:
+    """Tell that a layer keeps more than its rank's part of the sequence."""
+    logger.warning(
+        "weight gradients of quantized layers keep the gathered sequence until W: with FP8 and "
+        "sequence parallelism a split backward holds more than predicted"
+    )
 
 
+@dataclass(eq=False)
 class JobStore:
     """Takes the place of a TE layer's WeightGradStore; every method is one that TE calls.
 
@@ -126,24 +120,22 @@ class JobStore:
     gradient itself.
     """
 
-    context = None
+    state: StepState
+    layer: TELayer
+    warn_of_gathered: Callable[[], None]
+    context: ClassVar[None] = None
     """TE's queue; its layers look whether there is one before they would pop from it."""
-
-    def __init__(self, state: StepState, layer: TELayer, notes: _Notes) -> None:
-        self._state = state
-        self._layer = layer
-        self._notes = notes
 
     def delay_wgrad_compute(self) -> bool:
         """Return whether TE is to hand the weight gradient over.
 
         In F it must hear yes, since it then keeps the store for B.
         """
-        return is_open() or (self._state.splits_backward and not _runs_backward())
+        return is_open() or (self.state.splits_backward and not _runs_backward())
 
     def put(self, tensor_list: list[Any], func: Gemm) -> None:
         """Leave a job for W; it keeps the very tensors that TE hands over."""
-        layer = self._layer
+        layer = self.layer
         weights, biases = _parameters(layer, func)
         if layer.fuse_wgrad_accumulation:
             func = accumulating(func)
@@ -154,11 +146,11 @@ class JobStore:
             compute = partial(_run_grouped, targets, func, weights, biases)
         else:
             tensors = list(tensor_list)
-            sources = _keep_shards(layer, tensors, func, self._notes)
+            sources = _keep_shards(layer, tensors, func, self.warn_of_gathered)
             sums = () if layer.fuse_wgrad_accumulation else weights
             compute = partial(_run, func, sums, biases)
         job = GatheringJob(compute, tensors, sources)
-        self._state.defer(job, [*weights, *biases], list(plain_tensors(tensors)))
+        self.state.defer(job, [*weights, *biases], list(plain_tensors(tensors)))
 
     def pop(self) -> None:
         """Refuse: TE's own backward_dw does not know which microbatch it is for."""
@@ -168,13 +160,9 @@ class JobStore:
         )
 
     def enable_delay_wgrad_compute(self) -> None:
-        """Do nothing; the schedule decides."""
+        """Do nothing: the schedule decides, and the buckets of jobs are checked where they run."""
 
-    def disable_delay_wgrad_compute(self) -> None:
-        """Do nothing; the schedule decides."""
-
-    def assert_empty(self) -> None:
-        """Do nothing: the buckets of jobs are checked where they run."""
+    disable_delay_wgrad_compute = assert_empty = enable_delay_wgrad_compute
 
 
 def accumulating(func: Gemm) -> Gemm:
@@ -313,7 +301,7 @@ def _mlp_part(func: Gemm) -> str:
 
 
 def _keep_shards(
-    layer: TELayer, tensors: list[Any], func: Gemm, notes: _Notes
+    layer: TELayer, tensors: list[Any], func: Gemm, warn_of_gathered: Callable[[], None]
 ) -> list[dist.ProcessGroup | None]:
     """Put this rank's part in the place of a tensor that TE has gathered for the GEMM.
 
@@ -325,7 +313,7 @@ def _keep_shards(
     if gathered is None:
         return sources
     if type(tensors[gathered]) is not Tensor:
-        notes.warn_of_gathered()
+        warn_of_gathered()
         return sources
     group = layer.tp_group
     tensors[gathered] = tensors[gathered].chunk(group.size())[group.rank()].clone()

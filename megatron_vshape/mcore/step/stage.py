@@ -34,7 +34,7 @@ class Step:
     loss_store: list[Any] = field(default_factory=list)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class MegatronStage:
     """Runs the passes of one chunk with Megatron's own forward_step and backward_step."""
 
