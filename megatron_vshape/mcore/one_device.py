@@ -353,7 +353,7 @@ def counted(state: Any, chunk: nn.Module) -> Iterator[Any]:
     from megatron_vshape.runtime.held_bytes import Census
 
     census = Census(persistent([chunk]))
-    with state.count_with(census):
+    with state.meanwhile(census=census):
         yield census
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -45,39 +45,22 @@ class StepState:
 
     splits_backward: bool = False  # linear layers must be able to put their weight gradient off
     jobs: WeightJobs = field(default_factory=WeightJobs)
-    running_chunk: int | None = None
-    census: Census | None = None  # while a step's activation memory is measured
-    late_checks: Checks | None = None  # while a step's passes run
+    running_chunk: int | None = None  # that Megatron's questions about "this stage" mean
+    census: Census | None = None  # while a step's activation memory is measured: what passes leave
+    late_checks: Checks | None = None  # while a step's passes run: keeps checks of losses
     timer: PassTimer | None = None  # while a step of Megatron's own schedules is timed
     gradient_sync: Reducer | None = None  # while a step runs whose gradients are reduced in W
 
-    def run_chunk(self, chunk: int) -> AbstractContextManager[None]:
-        """Let Megatron's questions about "this stage" mean `chunk` meanwhile."""
-        return self._meanwhile("running_chunk", chunk)
-
-    def count_with(self, census: Census) -> AbstractContextManager[None]:
-        """Tell `census` meanwhile what passes leave."""
-        return self._meanwhile("census", census)
-
-    def check_with(self, checks: Checks) -> AbstractContextManager[None]:
-        """Have `checks` keep the checks of losses that are asked for meanwhile."""
-        return self._meanwhile("late_checks", checks)
-
-    def time_with(self, timer: PassTimer | None) -> AbstractContextManager[None]:
-        """Stamp the passes of Megatron's own schedules meanwhile, if there is a timer."""
-        return self._meanwhile("timer", timer)
-
-    def reduce_with(self, gradient_sync: Reducer | None) -> AbstractContextManager[None]:
-        """Tell `gradient_sync` meanwhile of every weight job that is left and that has run."""
-        return self._meanwhile("gradient_sync", gradient_sync)
-
     @contextmanager
-    def _meanwhile(self, name: str, value: object) -> Iterator[None]:
-        setattr(self, name, value)
+    def meanwhile(self, **values: object) -> Iterator[None]:
+        """Have some of what is here set so, and None again at the end."""
+        for name, value in values.items():
+            setattr(self, name, value)
         try:
             yield
         finally:
-            setattr(self, name, None)
+            for name in values:
+                setattr(self, name, None)
 
     def defer(
         self, job: GatheringJob, parameters: Sequence[Tensor], kept: Sequence[Tensor]

@@ -53,7 +53,7 @@ class MeteredSchedule:
         torch_device = next(chunks[0].parameters()).device
         with self.report.training_step(chunks, microbatches, tokens):
             timer = self.meter.begin_step(microbatches, torch_device)
-            with self._state.time_with(timer):
+            with self._state.meanwhile(timer=timer):
                 return self._original(**arguments)
 
 

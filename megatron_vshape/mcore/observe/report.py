@@ -122,7 +122,7 @@ class RunReport:
             yield
             return
         census, before = Census(persistent(model)), torch.cuda.memory_allocated()
-        with self.state.count_with(census):
+        with self.state.meanwhile(census=census):
             yield
         self._num_microbatches = num_microbatches
         held = {stage: census.held_bytes(stage) for stage in self.stages}

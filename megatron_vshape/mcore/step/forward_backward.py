@@ -210,7 +210,7 @@ class PipelineRunner:
         with (
             self.report.training_step(begun.chunks, call.num_microbatches, tokens),
             sync.session(),
-            self._state.reduce_with(sync if sync.overlaps else None),
+            self._state.meanwhile(gradient_sync=sync if sync.overlaps else None),
         ):
             with checked_late(self._state, self._place):
                 begun.run.finish()

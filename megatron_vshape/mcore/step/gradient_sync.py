@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 
 
@@ -173,15 +174,11 @@ def _overlap(model: Sequence[nn.Module], is_on: bool) -> Iterator[None]:
     Its hooks insist on a gradient from every backward where it is on, and a B leaves none of the
     weights that wait; its bucket groups reduce asynchronously only where it is on.
     """
-    configs: list[Any] = [each.ddp_config for each in model if hasattr(each, "ddp_config")]
-    before = [each.overlap_grad_reduce for each in configs]
-    for each in configs:
-        each.overlap_grad_reduce = is_on
-    try:
+    with Replaced() as replaced:
+        for each in model:
+            if hasattr(each, "ddp_config"):
+                replaced.put(each.ddp_config, "overlap_grad_reduce", is_on)
         yield
-    finally:
-        for each, value in zip(reversed(configs), reversed(before), strict=True):
-            each.overlap_grad_reduce = value
 
 
 def _overlaps(chunk: nn.Module) -> bool:

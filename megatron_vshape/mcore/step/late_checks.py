@@ -63,7 +63,7 @@ class LateChecks:
 def checked_late(state: StepState, place: Place) -> Iterator[None]:
     """Have the checks asked for inside made at the end; none where a pass inside has failed."""
     checks = LateChecks(place)
-    with state.check_with(checks):
+    with state.meanwhile(late_checks=checks):
         yield
     checks.make()
 

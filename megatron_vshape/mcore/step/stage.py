@@ -63,7 +63,7 @@ class MegatronStage:
             step.first_val_step, step.forward_only, not self._has_run
         )
         self._has_run = True
-        with self.state.run_chunk(self.chunk):
+        with self.state.meanwhile(running_chunk=self.chunk):
             output, num_tokens = schedules.forward_step(
                 step.forward_step_func,
                 self.data_iterator,
@@ -125,7 +125,7 @@ class MegatronStage:
         return gradient
 
     def _backward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
-        with self.state.run_chunk(self.chunk):
+        with self.state.meanwhile(running_chunk=self.chunk):
             gradient: Tensor | None = schedules.backward_step(
                 self._inputs.pop(microbatch),
                 self._outputs.pop(microbatch),
