@@ -10,7 +10,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -50,42 +50,39 @@ def options_in(text: str) -> dict[str, Any]:
     return options
 
 
-class _AfterMegatron(MetaPathFinder, Loader):
+class _AfterMegatron(MetaPathFinder):
     """Registers once Megatron-Core has been imported."""
-
-    _loader: Any = None
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find Megatron-Core where it is, and have this load it."""
+        """Find Megatron-Core where it is, and have its own loader register after it."""
         if name != MEGATRON:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None:
-            self._loader, spec.loader = spec.loader, self
+            loader: Any = spec.loader
+            load = loader.exec_module
+
+            def load_and_register(module: ModuleType) -> None:
+                load(module)
+                _register()
+
+            loader.exec_module = load_and_register
         return spec
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Make the module as its own loader does."""
-        made: ModuleType | None = self._loader.create_module(spec)
-        return made
 
-    def exec_module(self, module: ModuleType) -> None:
-        """Import Megatron-Core, then register."""
-        self._loader.exec_module(module)
-        from megatron_vshape import register
+def _register() -> None:
+    from megatron_vshape import register
 
-        register(**options_in(os.environ[VARIABLE]))
+    register(**options_in(os.environ[VARIABLE]))
 
 
 def watch() -> None:
     """Register when the program imports Megatron-Core, or now if it has."""
     if MEGATRON in sys.modules:
-        from megatron_vshape import register
-
-        register(**options_in(os.environ[VARIABLE]))
+        _register()
     else:
         sys.meta_path.insert(0, _AfterMegatron())
 

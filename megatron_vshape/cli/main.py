@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from megatron_vshape import __version__
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -22,17 +22,10 @@ COMMANDS = {
     "playground": "see, compare and plan schedules on a page in the browser",
     "doctor": "show what is installed, what would be hooked in Megatron, what is refused and why",
 }
-"""Each is a module of this package, a `Command`; imported when it is asked for."""
-
-
-class Command(Protocol):
-    """What the module of a command has."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Say which arguments the command takes."""
-
-    def run(self, options: argparse.Namespace) -> int:
-        """Do it and return the exit status; raises ScheduleError when it cannot be done."""
+"""Each is a module of this package, imported when it is asked for: its `add_arguments(parser)` says
+which arguments the command takes; its `run(options)` does it and returns the exit status, or raises
+ScheduleError when it cannot be done.
+"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,7 +69,7 @@ def _run(arguments: Sequence[str]) -> int:
     for name, summary in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         if name == chosen:
-            command: Command = importlib.import_module(f"megatron_vshape.cli.{name}")
+            command = importlib.import_module(f"megatron_vshape.cli.{name}")
             command.add_arguments(sub)
             sub.set_defaults(run=command.run)
     options = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """Program: what every device does in order, its passes and the messages between them."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
@@ -33,26 +33,6 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Receive:
-    """Post the receive of a message; does not wait."""
-
-    message: Message
-
-    def __str__(self) -> str:
-        return f"post {self.message.work}"
-
-
-@dataclass(frozen=True, slots=True)
-class Await:
-    """Wait until a posted message is there; the next pass reads it."""
-
-    message: Message
-
-    def __str__(self) -> str:
-        return f"await {self.message.work}"
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
     """Run a pass."""
 
@@ -63,26 +43,41 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """Start to send the result of the pass just run; does not wait."""
+class _OfMessage:
+    """What is done with a message; `verb` is how a program's text says it."""
 
     message: Message
+    verb: ClassVar[str]
 
     def __str__(self) -> str:
-        return f"send {self.message.work}"
+        return f"{self.verb} {self.message.work}"
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Receive(_OfMessage):
+    """Post the receive of a message; does not wait."""
+
+    __slots__, verb = (), "post"
+
+
+class Await(_OfMessage):
+    """Wait until a posted message is there; the next pass reads it."""
+
+    __slots__, verb = (), "await"
+
+
+class Send(_OfMessage):
+    """Start to send the result of the pass just run; does not wait."""
+
+    __slots__, verb = (), "send"
+
+
+class Release(_OfMessage):
     """Let go of what was sent: what the device runs from here on waits until it has been taken.
 
     Only where messages are kernels; elsewhere a sent result goes when it has left.
     """
 
-    message: Message
-
-    def __str__(self) -> str:
-        return f"release {self.message.work}"
+    __slots__, verb = (), "release"
 
 
 Instruction = Receive | Await | Run | Send | Release
