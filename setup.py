@@ -1,4 +1,8 @@
-"""Puts a start-up file beside the package, by which MEGATRON_VSHAPE reaches any program."""
+"""Adds to the package what lies outside it: a start-up file, and the examples.
+
+By the start-up file MEGATRON_VSHAPE reaches any program; `megatron-vshape examples` writes out the
+configurations and scripts that the documents name.
+"""
 
 from pathlib import Path
 
@@ -6,25 +10,33 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 START_UP = "megatron_vshape.pth"
+EXAMPLES = ("configs/*/*", "scripts/pretrain_gpt.py", "scripts/prepare_text.py", "scripts/slurm/*")
+"""What `examples` offers from a wheel; in a checkout it all lies where the documents say."""
 
 
-class BuildWithStartUpFile(build_py):
-    """Builds the package, and the file that Python reads when it starts."""
+class BuildWithExtras(build_py):
+    """Builds the package, the file that Python reads when it starts, and the examples."""
 
     def run(self) -> None:
         """Build."""
         super().run()
         if not self.editable_mode:
-            Path(self.build_lib).mkdir(parents=True, exist_ok=True)
-            self.copy_file(START_UP, self._start_up())
+            for source, target in self._extras().items():
+                Path(target).parent.mkdir(parents=True, exist_ok=True)
+                self.copy_file(source, target)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         """Return what is built."""
-        mine = [] if self.editable_mode else [self._start_up()]
+        mine = [] if self.editable_mode else list(self._extras().values())
         return [*super().get_outputs(include_bytecode), *mine]
 
-    def _start_up(self) -> str:
-        return str(Path(self.build_lib, START_UP))
+    def _extras(self) -> dict[str, str]:
+        """Return where each file goes, by where it is."""
+        examples = sorted(each for pattern in EXAMPLES for each in Path().glob(pattern))
+        folder = Path(self.build_lib, "megatron_vshape", "examples")
+        return {START_UP: str(Path(self.build_lib, START_UP))} | {
+            str(each): str(folder / each) for each in examples if each.is_file()
+        }
 
 
-setup(cmdclass={"build_py": BuildWithStartUpFile})
+setup(cmdclass={"build_py": BuildWithExtras})

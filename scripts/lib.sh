@@ -53,8 +53,8 @@ make_environment() {
         say "making $dir with $python"
         "$python" -m venv --clear "$dir"
     fi
-    say "installing this package with $extras into $dir (the first time several GB: torch)"
-    "$dir/bin/python" -m pip install --disable-pip-version-check --progress-bar on \
+    say "installing this package with $extras into $dir (the first time several GB and minutes: torch)"
+    "$dir/bin/python" -m pip install --quiet --disable-pip-version-check \
         --constraint "$constraints" --editable ".[$extras]"
     cat pyproject.toml "$constraints" >"$stamp"
 }

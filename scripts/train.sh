@@ -15,6 +15,7 @@ usage: bash scripts/train.sh [OPTIONS] [-- ARGS]
                       PREFIX.model (SentencePiece), or what ARGS say
   --steps N           training steps (default 200)
   --ranks N           pipeline ranks (default 4)
+  --verbose           show all that Megatron prints, which is otherwise only in the log
   -- ARGS             flags for Megatron's trainer; they come last, so they win
 
 Where there is a GPU for each rank it trains over NCCL in bf16, else on the CPU over gloo in fp32.
@@ -23,10 +24,11 @@ TEXT
 
 # parse_options ARGS...: sets the variables below.
 parse_options() {
-    schedule=v-half text='' data_path='' steps=200 ranks=4 megatron_args=()
+    schedule=v-half text='' data_path='' steps=200 ranks=4 verbose='' megatron_args=()
     while (($#)); do
         case $1 in
             -h | --help) usage && exit ;;
+            --verbose) verbose=--verbose && shift ;;
             --) shift && megatron_args=("$@") && return ;;
             --schedule | --text | --data-path | --steps | --ranks)
                 (($# > 1)) || die "$1 needs a value"
@@ -83,14 +85,20 @@ choose_device
 
 # One layer for each of the 2 * ranks stages of a V, and eight where that divides.
 layers=$((8 % (2 * ranks) == 0 ? 8 : 2 * ranks))
-# Warm up for a twentieth, and show ten losses or more even of a short run.
+# Warm up for a twentieth, and show ten losses.
 warmup=$(((steps + 19) / 20))
-log_interval=$((steps > 50 ? 5 : 1))
+log_interval=$(((steps + 9) / 10))
 runs=runs/$(basename "$schedule" .json)
+# The passes of four steps are measured, and what follows from them is held against four later ones.
+profile_args=()
+if ((steps >= 12)) && [[ $schedule != 1f1b && $schedule != interleaved-1f1b ]]; then
+    profile_args=(--pipeline-profile-iterations 3:6)
+fi
 say "training $steps steps with --pipeline-schedule $schedule on $ranks ranks," \
-    "${device_args[1]}; TensorBoard's files go to $runs"
+    "${device_args[1]}; TensorBoard's files go to $runs, the full log to $runs/log.txt"
 
-exec .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
+exec .venv/bin/python scripts/watch_training.py ${verbose:+"$verbose"} --log "$runs/log.txt" \
+    .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
     scripts/pretrain_gpt.py \
     --pipeline-schedule "$schedule" --pipeline-model-parallel-size "$ranks" \
     --num-layers "$layers" --hidden-size 128 --num-attention-heads 4 \
@@ -104,4 +112,4 @@ exec .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$r
     --tensorboard-dir "$runs" --tensorboard-log-interval 1 \
     --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion \
     --no-persist-layer-norm --no-rope-fusion \
-    "${device_args[@]}" "${megatron_args[@]}"
+    "${profile_args[@]}" "${device_args[@]}" "${megatron_args[@]}"

@@ -20,6 +20,7 @@ COMMANDS = {
     "profile": "measure what the stages of a model take on this device, for plan --costs",
     "sweep": "find the best way to train a model on a cluster",
     "playground": "see, compare and plan schedules on a page in the browser",
+    "examples": "write the configurations and scripts that the documents name",
     "doctor": "show what is installed, what would be hooked in Megatron, what is refused and why",
 }
 """Each is a module of this package, imported when it is asked for: its `add_arguments(parser)` says

@@ -38,6 +38,7 @@ class PassTimer:
         self._passes: list[Pass] = []
         self._starts: list[object] = []
         self._ends: list[object] = []
+        self._spent: list[tuple[float, float]] = []  # of its thread's processor, before and after
         self._open: dict[int, int] = {}  # by thread: which of its passes runs
         self._made = self._clock.stamp()
 
@@ -46,11 +47,14 @@ class PassTimer:
         self._open[get_ident()] = len(self._passes)
         self._passes.append(work)
         self._ends.append(None)
+        self._spent.append((time.thread_time(), 0.0))
         self._starts.append(self._clock.stamp())
 
     def ends(self, work: Pass) -> None:
         """Stamp the end."""
-        self._ends[self._open[get_ident()]] = self._clock.stamp()
+        at = self._open[get_ident()]
+        self._ends[at] = self._clock.stamp()
+        self._spent[at] = (self._spent[at][0], time.thread_time())
 
     def busy_and_whole(self) -> tuple[float, float]:
         """Return the processor's time, and from making this to the last pass's end, in us."""
@@ -63,6 +67,15 @@ class PassTimer:
         """Return every pass with its times, in us on this process's clock; waits for a GPU."""
         starts, ends = self._clock.read(self._starts), self._clock.read(self._ends)
         return list(map(Slot, self._passes, starts, ends))
+
+    def processor_slots(self) -> list[Slot]:
+        """Return every pass with its times on its thread's own clock, which waits run not on.
+
+        Only their lengths mean something. Of passes on a GPU it is the time to launch them, and of
+        passes that use several threads only the first one's.
+        """
+        times = [(start * US, end * US) for start, end in self._spent]
+        return [Slot(work, *pair) for work, pair in zip(self._passes, times, strict=True)]
 
 
 class _HostClock:

@@ -88,7 +88,7 @@ def train(folder: Path, environment: Mapping[str, str]) -> str:
     write(folder / "data.bin", "")
     write(folder / "data.idx", "")
     started = ["bash", str(folder / "scripts" / "train.sh"), "--data-path", str(data)]
-    return run(started, environment)
+    return run([*started, "--verbose"], environment)
 
 
 def slurm(folder: Path, environment: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.program.instructions import Program
-from megatron_vshape.mcore.observe.report import Checked, Prediction, RunReport
+from megatron_vshape.mcore.observe.report import Checked, Prediction, RunReport, shares_processors
 from megatron_vshape.mcore.observe.static_memory import most_of_replicas
 from megatron_vshape.mcore.refusals import refusing
 from megatron_vshape.mcore.setup.choice import GIB
@@ -49,6 +49,8 @@ class Profiler:
     report: RunReport
     _steps: int = 0
     _rows: list[tuple[Program, list[Slot]]] = field(default_factory=list)
+    # the same, in processor time
+    _spent: list[tuple[Program, list[Slot]]] = field(default_factory=list)
     _prediction: Prediction | None = None
     _costs: Costs | None = None
 
@@ -90,10 +92,13 @@ class Profiler:
         if timer is None:
             return
         self._rows.append((program, timer.slots()))
+        self._spent.append((program, timer.processor_slots()))
         if self._steps not in (self._profiled()[1], self._checked()[1]):
             return
         gathered = [(each, gather_slots(row, group)) for each, row in self._rows]
+        spent = [(each, gather_slots(row, group)) for each, row in self._spent]
         self._rows.clear()
+        self._spent.clear()
         ahead_us = _clocks_ahead_us(program, transport, message, group)
         timelines = [merge(each.schedule, rows, ahead_us) for each, rows in gathered]
         if self._prediction is None:
@@ -103,7 +108,8 @@ class Profiler:
             self._keep_free(group)
             self._prediction = self._predict(program, self._costs, rest_us)
         else:
-            self._compare(self._prediction, timelines)
+            alone = [merge(each.schedule, rows) for each, rows in spent]
+            self._compare(self._prediction, timelines, alone)
         self._write_trace(timelines[-1])
 
     def _keep_free(self, group: dist.ProcessGroup) -> None:
@@ -132,14 +138,20 @@ class Profiler:
         self._tell("measured costs: %s -> %s, from the next step on", told(now), told(after))
         return after
 
-    def _compare(self, prediction: Prediction, timelines: Sequence[Timeline]) -> None:
+    def _compare(
+        self, prediction: Prediction, timelines: Sequence[Timeline], alone: Sequence[Timeline]
+    ) -> None:
+        """Hold the steps against the prediction; `alone` are they in processor time."""
         wanted = prediction.num_microbatches
         timelines = [each for each in timelines if each.schedule.num_microbatches == wanted]
+        alone = [each for each in alone if each.schedule.num_microbatches == wanted]
         if not timelines:  # the batch has grown since
             return
         makespan_us = median(each.makespan for each in timelines)
         bubble = median(each.bubble for each in timelines)
         checked = Checked(prediction, makespan_us, bubble)
+        if shares_processors() and self._costs is not None:
+            checked = checked._replace(processor_bubble=_processor_bubble(alone, self._costs))
         self.report.compare(checked)
         self._tell("%s, in %d steps", comparison(checked), len(timelines))
 
@@ -172,6 +184,16 @@ class Profiler:
         world: list[Costs] = [own] * dist.get_world_size()
         dist.all_gather_object(world, own)
         return replace(middle_of(world), layers=self.pipeline.stage_map.layers)
+
+
+def _processor_bubble(timelines: Sequence[Timeline], measured: Costs) -> float:
+    """Return the bubble of the order that ran if a pass took no more than its processor time."""
+    held = {
+        stage: (piece.held_after_forward_bytes, piece.held_after_backward_bytes)
+        for stage, piece in enumerate(measured.stages())
+    }
+    costs = measured_costs(timelines, measured.send_us, held)
+    return simulate(timelines[0].schedule, costs).bubble
 
 
 def _clocks_ahead_us(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,9 @@ from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import Plan
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.held_bytes import Census
+
+CLOSE = 0.1
+"""What a step may differ from its prediction by and still be called as planned."""
 
 COLUMNS = 120
 """How wide the schedule's picture may be."""
@@ -60,6 +64,7 @@ class Checked(NamedTuple):
     prediction: Prediction
     makespan_us: float
     bubble: float
+    processor_bubble: float | None = None  # in processor time, where ranks share processors
 
 
 @dataclass(eq=False)
@@ -184,7 +189,41 @@ def closing_table(checked: Checked, step_us: float, peak_bytes: Sequence[float])
     for label, expected, found in rows:
         ratio = f"{found / expected:8.3f}" if expected > 0 else ""
         lines.append(f"{label:33}{expected:12.2f}{found:12.2f}{ratio}")
-    return "\n".join(lines)
+    peaks = zip(predicted.peak_bytes, peak_bytes, strict=True)
+    more = max(found / expected if expected > 0 else 1.0 for expected, found in peaks)
+    times = _verdict("steps take", step_us / predicted.step_us, "longer", "less")
+    return "\n".join(
+        [*lines, f"{times}; {_verdict('ranks hold', more, 'more', 'less')}", *_why(checked)]
+    )
+
+
+def _verdict(what: str, ratio: float, above: str, below: str) -> str:
+    """Return in words how the measured is to the predicted."""
+    if abs(ratio - 1) <= CLOSE:
+        return f"{what} what was planned"
+    return f"{what} {100 * abs(ratio - 1):.0f} % {above if ratio > 1 else below} than planned"
+
+
+def _why(checked: Checked) -> list[str]:
+    if checked.processor_bubble is None:
+        return []
+    return [
+        f"{_sharing()}: the bubble above counts waiting for a processor; in processor time, as if "
+        f"every rank had its own, it is {100 * checked.processor_bubble:.1f} %"
+    ]
+
+
+def shares_processors() -> bool:
+    """Return whether the ranks of this host run on processors, and on fewer than they are."""
+    return not torch.cuda.is_available() and _local_ranks() > len(os.sched_getaffinity(0))
+
+
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())  # torchrun tells
+
+
+def _sharing() -> str:
+    return f"{_local_ranks()} ranks share {len(os.sched_getaffinity(0))} processors"
 
 
 def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
@@ -193,13 +232,18 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
     schedule, chunks = plan.schedule, plan.peak_chunks
     relative = chunks / (2 * schedule.num_devices)
     whole = ""
-    if pipeline.choice.keeps_backward_whole:
+    if shares_processors():
         whole = (
+            f"\n{_sharing()}: passes wait for a processor, and the measured bubble, which counts "
+            "that, is larger than the schedule's"
+        )
+    if pipeline.choice.keeps_backward_whole:
+        whole += (
             "\nbackward passes run whole (BW): with --recompute-granularity full, a backward that "
             "is split would keep all that it recomputes"
         )
     if pipeline.recomputed_inputs:
-        whole = (
+        whole += (
             "\nwhat B recomputes of "
             f"{', '.join(pipeline.recomputed_inputs)} (--recompute-modules) is held until its W: "
             "the peak may be above the predicted one"

@@ -1,0 +1,138 @@
+"""Run a training command, keep all that it prints in a file, and show what matters of it.
+
+    python scripts/watch_training.py [--verbose] --log FILE COMMAND...
+
+What matters is the schedule's picture with its bubble and its peak, a line per logged step, the
+losses of evaluations, and the table at the end. Of a run that fails it shows why, or the last
+lines. The exit status is the command's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import subprocess
+import sys
+from collections import deque
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+SHOWN = ("megatron-vshape", "megatron-core", "torch", "numba")
+LAST_LINES = 25
+_STEP = re.compile(
+    r"iteration +(?P<step>\d+)/ *(?P<steps>\d+) \|.*elapsed time per iteration \(ms\): "
+    r"(?P<ms>[\d.]+) \|.*global batch size: +(?P<batch>\d+) \|.*lm loss: (?P<loss>\S+) \|"
+)
+_EVALUATION = re.compile(r"validation loss at (?P<at>.*?) \|.*lm loss value: (?P<loss>\S+) \|")
+_SEQUENCE = re.compile(r" +seq_length \.+ (\d+)$")
+_REFUSED = re.compile(r"megatron-vshape: (.*)")
+_PICTURE = "pipeline schedule "
+_PICTURE_ENDS = re.compile(r": bubble .* %, peak .* chunks")
+_AS_IT_IS = re.compile(
+    r"\d+ ranks share \d+ processors"
+    r"|.*; peak activation memory per rank in MiB: "
+    r"|.* +predicted +measured +ratio$"
+    r"|.* +[\d.]+ +[\d.]+ +[\d.]+$"
+    r"|steps take .* planned"
+)
+
+
+class Screen:
+    """Turns the lines of a run into those that are shown."""
+
+    def __init__(self) -> None:
+        self._sequence_length = 0
+        self._draws = False
+
+    def shown(self, line: str) -> str | None:
+        """Return what to show of a line, or None."""
+        sequence = _SEQUENCE.match(line)
+        if sequence:
+            self._sequence_length = int(sequence[1])
+        if self._draws or line.startswith(_PICTURE):
+            self._draws = not _PICTURE_ENDS.search(line)
+            return line
+        step = _STEP.search(line)
+        if step:
+            return self._step(step)
+        evaluation = _EVALUATION.search(line)
+        if evaluation:
+            return f"validation loss {float(evaluation['loss']):.3f} at {evaluation['at']}"
+        refused = _REFUSED.search(line)
+        if refused:
+            return refused[0]
+        return line if _AS_IT_IS.match(line) else None
+
+    def _step(self, found: re.Match[str]) -> str:
+        step, steps, step_s = int(found["step"]), int(found["steps"]), float(found["ms"]) / 1e3
+        tokens_per_s = int(found["batch"]) * self._sequence_length / step_s
+        left = _time((steps - step) * step_s) if step < steps else "done"
+        return (
+            f"step {step:{len(str(steps))}}/{steps}  loss {float(found['loss']):6.3f}  "
+            f"{tokens_per_s:9,.0f} tokens/s  {100 * step // steps:3} %, {left}"
+        )
+
+
+def _time(left_s: float) -> str:
+    return f"{left_s:.0f} s left" if left_s < 100 else f"{left_s / 60:.0f} min left"
+
+
+def installed() -> str:
+    """Return the versions of what a run needs."""
+    found = [f"python {sys.version.split()[0]}"]
+    for name in SHOWN:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
+
+
+def watch(command: list[str], log: Path, verbose: bool) -> int:
+    """Run the command and return its status."""
+    last: deque[str] = deque(maxlen=LAST_LINES)
+    screen, refused = Screen(), False
+    # Without a buffer of its own, so that the log is whole whenever somebody looks at it.
+    with log.open("w", encoding="utf-8", buffering=1) as stream:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+        )
+        # Ctrl-C reaches the command by itself; it ends by its own rules, and its output with it.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+        assert process.stdout is not None
+        for line in process.stdout:
+            stream.write(line)
+            text = line.rstrip()
+            last.append(text)
+            shown = screen.shown(text)
+            refused |= bool(_REFUSED.search(text))
+            if verbose:
+                print(text, flush=True)
+            elif shown is not None:
+                print(shown, flush=True)
+        status = process.wait()
+    if status and not verbose and not refused:
+        print(f"the run failed; the last lines of {log}:", *last, sep="\n", file=sys.stderr)
+    return status if status >= 0 else 128 - status
+
+
+def main() -> int:
+    """Read the arguments and watch."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--log", type=Path, required=True, help="the file for all that is printed")
+    parser.add_argument("--verbose", action="store_true", help="show every line")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    options.log.parent.mkdir(parents=True, exist_ok=True)
+    print(installed(), flush=True)
+    return watch(options.command, options.log, options.verbose)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

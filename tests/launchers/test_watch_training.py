@@ -1,0 +1,80 @@
+"""What train.sh shows of a run, and what it keeps in the log."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "watch_training.py"
+ITERATION = (
+    " [2026-11-22 21:29:45.0] iteration       20/     200 | consumed samples:   320 | elapsed time "
+    "per iteration (ms): 500.0 | learning rate: 1.0E-03 | global batch size:    16 | lm loss: "
+    "7.501382E+00 | loss scale: 1.0 | bubble: 14.8 % | predicted bubble: 5.0 % |"
+)
+RUN = f"""\
+INFO:megatron.core: something of no interest
+  seq_length ...................................... 128
+pipeline schedule v-half, 2 ranks, 2 microbatches (upper case: even chunks; one row per rank):
+FF fbw
+ Ffb
+at F = B = W: bubble 5.0 %, peak 6 chunks of 1/8 of the model, 75 % of 1F1B's
+4 ranks share 2 processors: passes wait for a processor
+compute_activation_memory_without_sp
+Theoretical memory footprints: weight and optimizer=11.27 MB, activation=6.23 MB, total=17.50 MB
+{ITERATION}
+v-half: 362 tokens/s; peak activation memory per rank in MiB: measured [9.79], predicted [9.71]
+v-half                              predicted    measured   ratio
+step, ms                              2025.34     2058.74   1.010
+steps take what was planned; ranks hold what was planned
+ validation loss at iteration 40 on test set | lm loss value: 3.662343E+00 | lm loss PPL: 3.8E+01 |
+"""
+SHOWN = """\
+pipeline schedule v-half, 2 ranks, 2 microbatches (upper case: even chunks; one row per rank):
+FF fbw
+ Ffb
+at F = B = W: bubble 5.0 %, peak 6 chunks of 1/8 of the model, 75 % of 1F1B's
+4 ranks share 2 processors: passes wait for a processor
+step  20/200  loss  7.501      4,096 tokens/s   10 %, 90 s left
+v-half: 362 tokens/s; peak activation memory per rank in MiB: measured [9.79], predicted [9.71]
+v-half                              predicted    measured   ratio
+step, ms                              2025.34     2058.74   1.010
+steps take what was planned; ranks hold what was planned
+validation loss 3.662 at iteration 40 on test set
+"""
+
+
+def watch(folder: Path, text: str, status: int = 0, *options: str) -> subprocess.CompletedProcess:
+    (folder / "said.txt").write_text(text)
+    code = f"print(open('said.txt').read(), end=''); raise SystemExit({status})"
+    command = [sys.executable, str(SCRIPT), *options, "--log", "runs/log.txt"]
+    return subprocess.run(
+        [*command, sys.executable, "-c", code], cwd=folder, capture_output=True, text=True
+    )
+
+
+def test_a_run_in_some_lines(tmp_path: Path) -> None:
+    ran = watch(tmp_path, RUN)
+    versions, _, shown = ran.stdout.partition("\n")
+    assert versions.startswith("python 3.")
+    assert shown == SHOWN
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert (tmp_path / "runs/log.txt").read_text() == RUN
+
+
+def test_all_of_it(tmp_path: Path) -> None:
+    assert watch(tmp_path, RUN, 0, "--verbose").stdout.partition("\n")[2] == RUN
+
+
+def test_the_last_lines_of_a_run_that_failed(tmp_path: Path) -> None:
+    ran = watch(tmp_path, "".join(f"line {at}\n" for at in range(100)), 3)
+    assert ran.returncode == 3
+    assert ran.stderr.splitlines() == [
+        "the run failed; the last lines of runs/log.txt:",
+        *(f"line {at}" for at in range(75, 100)),
+    ]
+
+
+def test_why_a_run_was_refused(tmp_path: Path) -> None:
+    ran = watch(tmp_path, "[rank0]: megatron-vshape: nothing fits\nTraceback ...\n", 1)
+    assert ran.returncode == 1
+    assert ran.stdout.splitlines()[1:] == ["megatron-vshape: nothing fits"]
+    assert ran.stderr == ""

@@ -1,0 +1,183 @@
+"""The package as it is handed out: sdist and wheel, in environments of their own."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy
+import pytest
+
+from megatron_vshape import __version__
+
+ROOT = Path(__file__).parents[2]
+NAME = f"megatron_vshape-{__version__}"
+LIKE_A_USERS = {
+    key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "MEGATRON_"))
+}
+BUILD = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
+TRAINING = """
+--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --num-attention-heads 2
+--seq-length 16 --max-position-embeddings 16 --position-embedding-type rope --micro-batch-size 1
+--global-batch-size 4 --mock-data --tokenizer-type NullTokenizer --vocab-size 64 --train-iters 4
+--lr 1e-3 --eval-iters 0 --eval-interval 100 --log-interval 1 --transformer-impl local
+--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm
+--no-rope-fusion --distributed-backend gloo
+""".split()
+
+
+def run(command: list[str | Path], folder: Path, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env=LIKE_A_USERS | variables,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def done(command: list[str | Path], folder: Path, **variables: str) -> str:
+    """Return what a command prints that has to succeed."""
+    ran = run(command, folder, **variables)
+    assert ran.returncode == 0, f"{ran.args}\n{ran.stdout}\n{ran.stderr}"
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build a source archive from what git would hand out."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("the sources are not git's: nothing tells which files belong to them")
+    folder = tmp_path_factory.mktemp("sdist")
+    listed = done(["git", "ls-files", "-z", "-co", "--exclude-standard"], ROOT).split("\0")
+    for name in filter(None, listed):
+        if (ROOT / name).is_file():
+            (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / "source" / name)
+    done([sys.executable, "-c", BUILD, folder], folder / "source")
+    return folder / f"{NAME}.tar.gz"
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> Path:
+    """Build the wheel from the source archive alone."""
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    done([*pip, "--wheel-dir", sdist.parent, sdist], sdist.parent)
+    return sdist.parent / f"{NAME}-py3-none-any.whl"
+
+
+def python_3_11() -> str:
+    """Return a Python 3.11; what pyenv shows in its place may not run."""
+    for candidate in filter(None, map(shutil.which, ("python3.11", "/usr/bin/python3.11"))):
+        code = "import sys, venv, ensurepip; print(sys.version_info[:2])"
+        if run([candidate, "-c", code], ROOT).stdout == "(3, 11)\n":
+            return candidate
+    pytest.skip("there is no Python 3.11 with its venv module, the oldest that the planner takes")
+
+
+@pytest.fixture(scope="module")
+def with_numpy(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the programs of a Python 3.11 that has the wheel and numpy, and nothing else."""
+    programs = tmp_path_factory.mktemp("numpy-alone") / "bin"
+    done([python_3_11(), "-m", "venv", programs.parent], ROOT)
+    done([programs / "python", "-m", "pip", "install", "--quiet", wheel], ROOT)
+    return programs
+
+
+@pytest.fixture(scope="module")
+def examples(with_numpy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with what `examples` writes."""
+    folder = tmp_path_factory.mktemp("examples")
+    done([with_numpy / "megatron-vshape", "examples"], folder)
+    return folder
+
+
+def test_the_source_archive_has_what_its_tests_need(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
+    needed = "LICENSE CHANGELOG.md CITATION.cff constraints.txt scripts/test.sh tests/conftest.py"
+    assert set(needed.split()) <= names
+    assert not [name for name in names if "__pycache__" in name or name.startswith(".venv")]
+
+
+def test_examples_are_the_repositorys(examples: Path) -> None:
+    written = [each for each in examples.rglob("*") if each.is_file()]
+    assert (examples / "configs/sweeps/laptop.yaml") in written
+    for each in written:
+        assert each.read_bytes() == (ROOT / each.relative_to(examples)).read_bytes()
+
+
+class TestNumpyAlone:
+    SIZES = ("--devices", "2", "--microbatches", "4")
+
+    def test_schedule(self, with_numpy: Path, examples: Path) -> None:
+        said = done([with_numpy / "megatron-vshape", "schedule", "v-half", *self.SIZES], examples)
+        assert "span bubble" in said
+
+    def test_plan(self, with_numpy: Path, examples: Path) -> None:
+        command = [with_numpy / "megatron-vshape", "plan", *self.SIZES, "--cost", "1,1,1,0"]
+        said = done([*command, "--chunks", "2", "--export", "plan.json"], examples)
+        assert "lower bound" in said
+        assert (examples / "plan.json").is_file()
+
+    @pytest.mark.parametrize(
+        ("command", "extra"),
+        [
+            ("playground", "playground"),
+            ("sweep configs/sweeps/laptop.yaml --predict-only", "sweep"),
+            ("schedule v-half --devices 2 --microbatches 4 --figure a.svg", "draw"),
+            ("profile --model configs/models/tiny.yaml --devices 2 --seq-length 8 --output c.json",)
+            + ("megatron",),
+        ],
+    )
+    def test_others_name_what_they_need(
+        self, with_numpy: Path, examples: Path, command: str, extra: str
+    ) -> None:
+        ran = run([with_numpy / "megatron-vshape", *command.split()], examples)
+        assert (ran.returncode, ran.stdout) == (2, "")
+        assert f"pip install 'megatron-vshape[{extra}]'\n" in ran.stderr
+        assert ran.stderr.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def with_megatron(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the programs of an environment that has the wheel, and all that this one has.
+
+    But not the checkout, which only a start-up file of this one leads to.
+    """
+    if importlib.util.find_spec("megatron.training") is None:
+        pytest.skip("Megatron's trainer is not installed")
+    programs = tmp_path_factory.mktemp("with-megatron") / "bin"
+    done([sys.executable, "-m", "venv", "--without-pip", programs.parent], ROOT)
+    pip = [sys.executable, "-m", "pip", "--python", programs / "python", "install", "--quiet"]
+    done([*pip, "--no-deps", wheel], ROOT)
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = Path(done([programs / "python", "-c", where], ROOT).strip())
+    (packages / "base.pth").write_text(str(Path(numpy.__file__).parents[1]))
+    return programs
+
+
+def test_the_wheel_trains_with_megatron(with_megatron: Path, tmp_path: Path) -> None:
+    done([with_megatron / "megatron-vshape", "examples"], tmp_path)
+    torchrun = [with_megatron / "python", "-m", "torch.distributed.run", "--standalone"]
+    said = done(
+        [*torchrun, "--nproc-per-node", "2", "scripts/pretrain_gpt.py", *TRAINING]
+        + ["--pipeline-schedule", "v-half"],
+        tmp_path,
+        CUDA_VISIBLE_DEVICES="",
+        OMP_NUM_THREADS="1",
+    )
+    assert "pipeline schedule v-half, 2 ranks, 4 microbatches" in said
+    assert "iteration        4/       4" in said
+    assert "tokens/s" in said
+
+
+def test_the_wheels_start_up_file_is_read(with_megatron: Path, tmp_path: Path) -> None:
+    code = "import sys; print('megatron_vshape.from_environment' in sys.modules)"
+    command = [with_megatron / "python", "-c", code]
+    assert done(command, tmp_path, MEGATRON_VSHAPE="schedule=v-half") == "True\n"
+    assert done(command, tmp_path) == "False\n"
