@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_vshape.core.check.any_placement import bound_of_any_placement
 from megatron_vshape.core.check.bounds import LimitError, check_limits, each_limit, lower_bound
@@ -27,6 +28,7 @@ from megatron_vshape.core.paper.catalogue import (
     no_such_schedule,
 )
 from megatron_vshape.core.rivals import (
+    MOST_COMPARED,
     SAME,
     Known,
     Rival,
@@ -50,11 +52,11 @@ SUFFIXES = (".json", ".csv")
 """Of schedule files."""
 
 ALSO_PLANNED = 2
-"""Numbers of stages a device that are planned for besides `default_placements`: those at which the
-best of the known schedules are, for a plan at each takes as long as the others together."""
+"""Numbers of stages a device that are planned for besides `default_placements`, for a plan at each
+takes as long as those: where the best of the known schedules are; if none fits, twice as many."""
 
-LESS_TRIES = 5
-LESS_STEPS = 200_000
+LESS_TRIES = 4
+LESS_STEPS = 150_000
 """How often, and in how many steps, a plan of the same time is looked for that holds less."""
 
 Cut = Callable[[int, str], Costs]
@@ -123,7 +125,8 @@ class Answer:
 class Planned(Answer):
     """A plan for the limits of every device.
 
-    `known` are the schedules that it was compared with: those that could be better. `is_known` says
+    `known` are the schedules that it was compared with: those that could be better; `others` are
+    the best plans at other numbers of stages a device that were planned for. `is_known` says
     which of them it is, as in interleaved-1f1b:4, and `is_megatrons` whether Megatron runs it; None
     where it is an order of its own. No order on the placements that were searched is below
     `searched_bound`, and none on any placement of as many stages a device as are allowed below
@@ -133,6 +136,7 @@ class Planned(Answer):
     plan: Plan = field(kw_only=True)
     limits: tuple[float, ...] = field(kw_only=True)
     known: tuple[Known, ...] = field(kw_only=True)
+    others: tuple[Known, ...] = field(kw_only=True, default=())
     is_known: Rival | None = field(kw_only=True, default=None)
     is_megatrons: bool = field(kw_only=True, default=False)
     searched_bound: float = field(kw_only=True, default=0.0)
@@ -256,6 +260,7 @@ def best_order(question: Question, *known: Known) -> Planned:
         also = question.costs_of(len(placement), "a plan")
         found.append(_planned(replace(question, costs=also, placements=(placement,)), limits))
         searched = (*searched, placement)
+    plans = [judge(each.schedule, each.costs) for each in found]
     found += [_as_planned(each, limits, goal) for each in rivals if fits(each.peak, limits)]
     if not found:
         raise refused or ScheduleError("nothing fits")
@@ -272,6 +277,7 @@ def best_order(question: Question, *known: Known) -> Planned:
     return replace(
         best,
         known=tuple(rivals),
+        others=tuple(each for each in plans if each.schedule.placement != best.schedule.placement),
         searched_bound=min(top, best.plan.lower_bound, *bounds),
         any_bound=min(top, best.plan.lower_bound, *bounds, *anywhere),
     )
@@ -326,18 +332,52 @@ def _rivals(question: Question, limits: Sequence[float], value: float) -> Iterat
 
     Those that cannot be better or cannot fit are not made.
     """
+    for each in _possible(question, limits):
+        if question.allows(each.placement) and each.may_fit and each.least <= value * (1 + SAME):
+            yield _made(question, each)
+
+
+class Possible(NamedTuple):
+    """A known schedule that has not been made: where its stages lie, and what it takes at least."""
+
+    rival: Rival
+    placement: Placement
+    may_fit: bool
+    least: float  # of the objective
+
+
+def _possible(question: Question, limits: Sequence[float]) -> Iterator[Possible]:
+    """Yield the known schedules of these sizes that there are costs for."""
     sizes = question.num_devices, question.num_microbatches
     for rival, block in rivals_of(*sizes, question.chunk_counts()):
-        if not question.allows(block.placement):
-            continue
         try:
             costs = question.costs_of(len(block.placement), str(rival))
         except ScheduleError:  # of stages that the costs do not tell apart
             continue
-        if not may_fit(block, costs, question.num_microbatches, limits):
-            continue
-        if _bound(question, block.placement, limits) <= value * (1 + SAME):
-            yield judge_rival(rival, *sizes, question.costs_of)
+        possible = may_fit(block, costs, question.num_microbatches, limits)
+        yield Possible(rival, block.placement, possible, _bound(question, block.placement, limits))
+
+
+def _made(question: Question, possible: Possible) -> Known:
+    sizes = question.num_devices, question.num_microbatches
+    return judge_rival(possible.rival, *sizes, question.costs_of)
+
+
+def compare(question: Question, answer: Planned) -> Iterator[Known | Possible]:
+    """Yield what Megatron has and what is published, beside the answer to the question.
+
+    What the answer did not have to be compared with, since it does not fit or cannot be faster, is
+    not made, unless Megatron runs it: that takes long with many stages.
+    """
+    sizes = question.num_devices, question.num_microbatches
+    made = {known.rival: known for known in answer.known}
+    for each in _possible(question, answer.limits):
+        if each.rival in made:
+            yield made[each.rival]
+        elif each.rival.chunks is None or each.rival.is_megatrons(*sizes):
+            yield joined(_made(question, each), question.objective)
+        else:
+            yield each
 
 
 def _also_planned(
@@ -359,7 +399,20 @@ def _also_planned(
             value = question.objective.of(each.timeline)
             best[chunks] = min(best.get(chunks, value), value)
     chosen = sorted(best, key=lambda chunks: (best[chunks], chunks))[:ALSO_PLANNED]
+    twice = 2 * max(known)
+    if not chosen and twice in question.chunk_counts() and _is_compared(question, twice):
+        chosen = [twice]
     return [looping(devices, chunks) for chunks in chosen]
+
+
+def _is_compared(question: Question, chunks: int) -> bool:
+    """Return whether there are costs of so many stages a device, and not too many passes."""
+    stages = chunks * question.num_devices
+    try:
+        question.costs_of(stages, "a plan")
+    except ScheduleError:
+        return False
+    return 3 * stages * question.num_microbatches <= MOST_COMPARED
 
 
 def _as_planned(known: Known, limits: tuple[float, ...], objective: Objective) -> Planned:
