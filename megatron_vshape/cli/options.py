@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_vshape.core.ask import PLUS_NAMES, Cut, Question, find
-from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.layers import even_layers, recut
+from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS
 from megatron_vshape.view.names import plain
+from megatron_vshape.view.numbers import GIB
 
 UNIT_COST = (1.0, 1.0, 1.0, 0.0)
 _COST_NAMES = ("F", "B", "W", "COMM")
+UNITS = {"gib": GIB, "mib": 2.0**20}
 
 
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,6 +70,24 @@ def float_or_nan(text: str) -> float:
         return math.nan
 
 
+def headroom_of(text: str | None, limit: float, in_bytes: bool) -> float:
+    """Return what --headroom keeps free of a limit: a share of it, or GiB where it is in bytes.
+
+    Raises:
+        ScheduleError: it is neither, or nothing would be left.
+    """
+    lowered = (text or "0%").lower().strip()
+    unit = next((name for name in UNITS if in_bytes and lowered.endswith(name)), "%")
+    value = float_or_nan(lowered.removesuffix(unit))
+    kept = value * UNITS[unit] if unit in UNITS else value / 100 * limit
+    if not (lowered.endswith(unit) and 0 <= kept < limit):
+        wanted = "a share, as in 5%" + (", or GiB, as in 2GiB" if in_bytes else "")
+        raise ScheduleError(
+            f"--headroom {text!r:.40} leaves no limit: give {wanted}, of less than all of it"
+        )
+    return kept
+
+
 def _time(text: str, name: str) -> float:
     value = float_or_nan(text)
     least_excluded = name != "COMM"
@@ -103,13 +125,22 @@ def question_of(
 
 
 def cut_of(
-    devices: int, cost: tuple[float, float, float, float] | None, measured: Costs | None
+    devices: int,
+    cost: tuple[float, float, float, float] | None,
+    measured: Costs | None,
+    num_layers: int | None = None,
 ) -> Cut:
-    """Return what gives the costs of any number of stages: measured if there are, else equal."""
+    """Return what gives the costs of any number of stages: measured if there are, else equal.
+
+    `num_layers` are the model's, where they are known: then there are none for stages that cannot
+    have equally many, and measured ones for others than those measured.
+    """
 
     def cut(num_stages: int, name: str) -> Costs:
-        if measured is None:
-            return Costs.uniform(devices, num_stages, *(cost or UNIT_COST))
-        return regroup(measured, num_stages, plain(name))
+        if measured is not None:
+            return recut(measured, num_stages, devices, plain(name), num_layers)
+        if num_layers is not None:
+            even_layers(num_layers, looping(devices, num_stages // devices))
+        return Costs.uniform(devices, num_stages, *(cost or UNIT_COST))
 
     return cut

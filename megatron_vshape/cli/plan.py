@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from megatron_vshape.cli.comparison import changes, comparison_rows, recommended
 from megatron_vshape.cli.files import (
     FIGURE_SUFFIXES,
     Output,
@@ -21,34 +22,46 @@ from megatron_vshape.cli.files import (
     schedule_output,
     write_all,
 )
-from megatron_vshape.cli.options import add_cost_arguments, add_size_arguments, cut_of, float_or_nan
+from megatron_vshape.cli.options import (
+    UNITS,
+    add_cost_arguments,
+    add_size_arguments,
+    count,
+    cut_of,
+    float_or_nan,
+    headroom_of,
+)
 from megatron_vshape.core.ask import (
     AUTO,
     SUFFIXES,
     Planned,
     Question,
     best_order,
-    limit_of_1f1b,
+    known_as,
+    limits_of,
 )
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.frontier import Point, frontier, published
-from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Objective, Plan, check_size
+from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.view.names import placement_text, plain
 from megatron_vshape.view.numbers import GIB, argument, base_peak, enough, percent, table
 from megatron_vshape.view.text import picture, wants_colour
 
-MOST_CHUNKS = 4
-"""Without a costs file: halves of the V's stages, which most models have the layers for."""
+MOST_CHUNKS = 12
+"""Stages a device where nothing says how many layers the model has."""
+
+BASE_CHUNKS = 4
+"""Stages a device that are planned for first, where the layers allow."""
 
 PROOF_SECONDS = 10.0
 PROVABLE = (4, 8)
 """Devices and microbatches up to which CP-SAT gets anywhere in seconds."""
 
 _TARGETS = {"export": SUFFIXES, "html": (".html",), "frontier": FIGURE_SUFFIXES}
-_UNITS = {"gib": GIB, "mib": 2.0**20}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,17 +70,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cost_arguments(parser)
     parser.add_argument(
         "--memory-limit",
-        metavar="CHUNKS|XGiB",
-        help="most that a device may hold: chunks of 1 / (2 D) of the model (1F1B needs 2 D), or, "
-        "with --costs, GiB as in 12.5GiB (default: what 1F1B holds)",
+        metavar="CHUNKS|XGiB|NAME",
+        help="most that a device may hold: chunks of 1 / (2 D) of a microbatch's activations in "
+        "the model (1F1B holds 2 D if all stages hold the same); with --costs, GiB as in 12.5GiB; "
+        "or the peak of a schedule, such as interleaved-1f1b:4 (default: 1f1b)",
+    )
+    parser.add_argument(
+        "--headroom",
+        metavar="SHARE|XGiB",
+        help="what to keep free of the limit, as in 5%% or 2GiB (default: nothing)",
+    )
+    parser.add_argument(
+        "--layers", type=count, metavar="N", help="layers of the model: says how it can be cut"
     )
     parser.add_argument(
         "--chunks",
-        type=int,
-        choices=(1, 2, 4, 8),
+        type=count,
         metavar="N",
-        help="most stages that a device may hold, 1, 2, 4 or 8 (default: 4, or what the costs file "
-        "tells apart); the model needs N D layers",
+        help="most stages that a device may hold (default: what the layers allow, up to "
+        f"{MOST_CHUNKS}; of a costs file that does not know its layers, what it tells apart)",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="NAME",
+        help="say what changes against a schedule, such as interleaved-1f1b:4 (its stages a "
+        "device), or a schedule file",
     )
     parser.add_argument(
         "--objective",
@@ -108,18 +135,26 @@ def run(options: argparse.Namespace) -> int:
     if options.frontier is not None:
         return _run_frontier(options, costs, measured)
     question = _question(options, costs, measured)
-    limit = _limit(options.memory_limit, options.devices, costs, measured is not None)
+    limit = _limit(options, question, measured is not None)
+    against = None if options.against is None else known_as(options.against, question)
+    question = replace(question, limit=limit, progress=_progress(options.seconds))
     with _limits_told(costs, options.devices, measured is not None):
-        answer = best_order(replace(question, limit=limit, progress=_progress(options.seconds)))
+        answer = best_order(question)
     made = _proved(answer, limit, options.proof_seconds)
     outputs = []
     if options.export is not None:
         outputs.append(schedule_output("--export", options.export, made.schedule))
     if options.html is not None:
-        page = partial(_write_html, made=made, limit=limit, costs=costs, options=options)
+        page = partial(_write_html, made=made, own=answer.costs, limit=limit, options=options)
         outputs.append(Output("--html", options.html, page))
     write_all(outputs)
-    _print(made, limit, costs, measured is not None)
+    answer = replace(answer, plan=made, schedule=made.schedule)
+    _print(answer, limit, costs, measured is not None)
+    held = _held_text(costs, options.devices, measured is not None)
+    time = partial(_time_text, in_bytes=measured is not None)
+    print(f"\n{table(comparison_rows(question, answer, held, time))}\n\n{recommended(answer)}")
+    if against is not None:
+        print("\n" + "\n".join(changes(against, answer, held, time)))
     return 0
 
 
@@ -129,7 +164,8 @@ def _question(options: argparse.Namespace, costs: Costs, measured: Costs | None)
         options.devices,
         options.microbatches,
         costs,
-        cut_of(options.devices, options.cost, measured),
+        cut_of(options.devices, options.cost, measured, options.layers),
+        chunks=tuple(range(1, (options.chunks or MOST_CHUNKS) + 1)),
         objective=options.objective,
         seconds=options.seconds,
     )
@@ -156,38 +192,49 @@ def _seconds(text: str) -> float:
 
 
 def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
-    """Return the costs, of as many stages as a plan may have."""
-    devices = options.devices
-    if measured is None:
-        chunks = options.chunks or MOST_CHUNKS
+    """Return the costs of the stages that are planned for first."""
+    devices, most = options.devices, options.chunks
+    cut = cut_of(devices, options.cost, measured, options.layers)
+    if measured is not None:
+        if most is None or measured.num_stages <= most * devices:
+            return measured
+        return cut(most * devices, f"a plan of --chunks {most}")
+    if options.layers is None:
+        chunks = min(most or BASE_CHUNKS, BASE_CHUNKS)
         check_size(chunks * devices, options.microbatches)
-        return cut_of(devices, options.cost, None)(chunks * devices, "a plan")
-    if options.chunks is None:
-        return measured
-    return regroup(measured, options.chunks * devices, f"a plan of --chunks {options.chunks}")
+        return cut(chunks * devices, "a plan")
+    # an even number, as it is planned as a V too
+    wanted = (BASE_CHUNKS, 2, *range(6, MOST_CHUNKS + 1, 2), 3, 1)
+    for chunks in wanted:
+        if chunks <= (most or MOST_CHUNKS) and options.layers % (chunks * devices) == 0:
+            return cut(chunks * devices, "a plan")
+    raise ScheduleError(
+        f"--layers {options.layers} do not divide among {devices} devices: give a multiple"
+    )
 
 
-def _chunk(costs: Costs, devices: int) -> float:
-    """Return what a chunk holds, 1 / (2 D) of one microbatch, in the costs' unit of memory."""
-    return sum(costs.held_after_forward_bytes) / (2 * devices)
-
-
-def _limit(text: str | None, devices: int, costs: Costs, in_bytes: bool) -> float:
-    """Return the limit in the unit of the costs' memory.
+def _limit(options: argparse.Namespace, question: Question, in_bytes: bool) -> float:
+    """Return the limit, less what is to be kept free, in the unit of the costs' memory.
 
     Raises:
-        ScheduleError: not a limit, or in GiB where the costs do not say bytes.
+        ScheduleError: not a limit, in GiB where the costs do not say bytes, or nothing is left.
     """
-    if text is None:
-        return limit_of_1f1b(costs)
-    chunk = _chunk(costs, devices)
-    lowered = text.lower().strip()
-    unit = next((name for name in _UNITS if lowered.endswith(name)), None)
+    limit = _given_limit(options.memory_limit, question, in_bytes)
+    return limit - headroom_of(options.headroom, limit, in_bytes)
+
+
+def _given_limit(text: str | None, question: Question, in_bytes: bool) -> float:
+    devices, chunk = question.num_devices, chunk_of(question.whole(), question.num_devices)
+    lowered = (text or "").lower().strip()
+    unit = next((name for name in UNITS if lowered.endswith(name)), None)
     value = float_or_nan(lowered.removesuffix(unit or ""))
+    name = (text or "1f1b").partition(":")[0]
+    if text is None or name in NAMES or Path(name).suffix in SUFFIXES:
+        return max(limits_of(replace(question, limit=text)))
     if not 0 < value < float("inf"):
         raise ScheduleError(
             f"--memory-limit {text!r:.40} is neither chunks, as in {devices + 2}, nor GiB, as in "
-            "12.5GiB"
+            "12.5GiB, nor a schedule, as in interleaved-1f1b:4"
         )
     if unit is None:
         return value * chunk
@@ -195,7 +242,7 @@ def _limit(text: str | None, devices: int, costs: Costs, in_bytes: bool) -> floa
         raise ScheduleError(
             f"--memory-limit {text} needs --costs FILE, which says bytes; or chunks"
         )
-    return value * _UNITS[unit]
+    return value * UNITS[unit]
 
 
 @contextmanager
@@ -220,19 +267,18 @@ def _progress(seconds: float | None) -> Callable[[int, float, float], None] | No
 
 
 def _write_html(
-    path: Path, *, made: Plan, limit: float, costs: Costs, options: argparse.Namespace
+    path: Path, *, made: Plan, own: Costs, limit: float, options: argparse.Namespace
 ) -> None:
     from megatron_vshape.playground.html import plain_facts, write_html
 
     devices, in_bytes = made.schedule.num_devices, options.costs is not None
-    own = regroup(costs, made.schedule.num_stages, "the plan")
     timeline = simulate(made.schedule, own)
     facts = replace(
-        plain_facts(timeline, in_bytes=in_bytes, base_peak=base_peak(devices, costs)),
+        plain_facts(timeline, in_bytes=in_bytes, base_peak=base_peak(devices, own)),
         limit=limit,
         lower_bound=made.lower_bound,
         bounded=str(made.objective),
-        title=f"Plan within {_short_limit(limit, costs, devices, in_bytes)}",
+        title=f"Plan within {_short_limit(limit, own, devices, in_bytes)}",
         recipe=_recipe(options),
     )
     write_html(path, timeline, own, facts)
@@ -241,7 +287,7 @@ def _write_html(
 def _short_limit(limit: float, costs: Costs, devices: int, in_bytes: bool) -> str:
     if in_bytes:
         return f"{limit / GIB:.4g} GiB"
-    return f"{limit / _chunk(costs, devices):.4g} chunks"
+    return f"{limit / chunk_of(costs, devices):.4g} chunks"
 
 
 def _recipe(options: argparse.Namespace) -> str:
@@ -253,7 +299,7 @@ def _recipe(options: argparse.Namespace) -> str:
         words += ["--objective", options.objective]
     if options.proof_seconds != PROOF_SECONDS:
         words += ["--proof-seconds", argument(options.proof_seconds)]
-    for name in ("costs", "memory_limit", "chunks", "seconds"):
+    for name in ("costs", "memory_limit", "headroom", "layers", "chunks", "seconds"):
         value = getattr(options, name)
         if value is not None:
             text = argument(value) if isinstance(value, float) else value
@@ -261,9 +307,9 @@ def _recipe(options: argparse.Namespace) -> str:
     return shlex.join(map(str, words))
 
 
-def _print(made: Plan, limit: float, costs: Costs, in_bytes: bool) -> None:
-    own = regroup(costs, made.schedule.num_stages, "the plan")
-    timeline = simulate(made.schedule, own)
+def _print(answer: Planned, limit: float, costs: Costs, in_bytes: bool) -> None:
+    made = answer.plan
+    timeline = simulate(made.schedule, answer.costs)
     if made.schedule.num_devices * made.schedule.num_microbatches <= 256:
         print(picture(timeline, None, wants_colour(sys.stdout)) + "\n")
     held = _held_text(costs, made.schedule.num_devices, in_bytes)
@@ -276,12 +322,21 @@ def _print(made: Plan, limit: float, costs: Costs, in_bytes: bool) -> None:
             "lower bound",
             f"{_time_text(made.lower_bound, in_bytes)}: no order of this placement is faster",
         ),
-        ("gap", f"{percent(made.gap)} at most above the best"),
+        ("gap", _gap_text(answer)),
         ("placement", placement_text(made.schedule)),
         ("memory", f"{held(peaks[0])} at the peak, limit {held(peaks[1])}"),
     ]
     for label, value in lines:
         print(f"{label:<16}{value}")
+
+
+def _gap_text(answer: Planned) -> str:
+    value, own = answer.plan.value, answer.plan.gap
+    searched, anywhere = (value / each - 1 for each in (answer.searched_bound, answer.any_bound))
+    return (
+        f"{percent(own)} at most above the best of this placement, "
+        f"{percent(max(searched, own))} of those searched, {percent(max(anywhere, own))} of any"
+    )
 
 
 def _proved(answer: Planned, limit: float, seconds: float) -> Plan:
@@ -302,7 +357,7 @@ def _time_text(value: float, in_bytes: bool) -> str:
 def _held_text(
     costs: Costs, devices: int, in_bytes: bool, number: Callable[[float], str] = "{:.4g}".format
 ) -> Callable[[float], str]:
-    chunk = _chunk(costs, devices)
+    chunk = chunk_of(costs, devices)
 
     def text(held: float) -> str:
         chunks = f"{number(held / chunk)} chunks"
@@ -317,7 +372,7 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
     from megatron_vshape.view.frontier import frontier_figure
 
     devices = options.devices
-    chunk = _chunk(costs, devices)
+    chunk = chunk_of(costs, devices)
     limits = [chunk * chunks for chunks in range(2, 2 * devices + 1)]
     question = _question(options, costs, measured)
     with _limits_told(costs, devices, measured is not None):

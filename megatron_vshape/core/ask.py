@@ -2,26 +2,43 @@
 
 The command line, the page, the trainer and the sweep ask it, each in its own words and units. What
 they must agree on is decided here: what a name stands for, what no name is, what a limit is where
-none is given, and that no plan is worse than a published schedule that fits.
+none is given, that no plan is worse than what is known and fits, and that of equal times the one
+that holds least is taken.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_vshape.core.check.bounds import each_limit, lower_bound
-from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.any_placement import bound_of_any_placement
+from megatron_vshape.core.check.bounds import LimitError, check_limits, each_limit, lower_bound
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, regroup
-from megatron_vshape.core.model.kinds import Kind, ScheduleError
-from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.placement import Placement, stages_of
-from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Timeline, load_schedule
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.placement import Placement, default_placements, looping
+from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, load_schedule
 from megatron_vshape.core.paper.building_block import BuildingBlock
-from megatron_vshape.core.paper.catalogue import NAMES, make, make_block, no_such_schedule
-from megatron_vshape.core.program.lowering import fuse
+from megatron_vshape.core.paper.catalogue import (
+    NAMES,
+    OPTIONS,
+    make,
+    make_block,
+    no_such_schedule,
+)
+from megatron_vshape.core.rivals import (
+    MOST_COMPARED,
+    SAME,
+    Known,
+    Rival,
+    fits,
+    joined,
+    judge,
+    judge_rival,
+    may_fit,
+    rivals_of,
+)
 
 AUTO = "auto"
 """The best order within a limit."""
@@ -34,12 +51,13 @@ PLUS_NAMES = tuple(name + PLUS for name in MEMORY_NAMES)
 SUFFIXES = (".json", ".csv")
 """Of schedule files."""
 
-MOST_COMPARED = 20_000
-"""Passes of a published schedule that a plan is compared with; making a larger one takes longer
-than planning, which begins from the same blocks."""
+ALSO_PLANNED = 2
+"""Numbers of stages a device that are planned for besides `default_placements`, for a plan at each
+takes as long as those: where the best of the known schedules are; if none fits, twice as many."""
 
-_SAME = 1e-9
-"""Values this close are one, so that rounding alone prefers nothing."""
+LESS_TRIES = 4
+LESS_STEPS = 150_000
+"""How often, and in how many steps, a plan of the same time is looked for that holds less."""
 
 Cut = Callable[[int, str], Costs]
 """Returns the costs of the model cut into so many stages; the text names what has them."""
@@ -57,9 +75,12 @@ class Question:
     num_microbatches: int
     costs: Costs | None = None  # of as many stages as a plan may have
     cut: Cut | None = None  # None: neighbouring stages of the costs are added up
-    limit: float | Sequence[float] | None = None  # for AUTO, of all devices or each; None: 1F1B's
+    # for AUTO, of all devices or of each; the peak of what a name stands for; None: that of 1F1B
+    limit: float | Sequence[float] | str | None = None
     objective: Objective = Objective.MAKESPAN
     placements: tuple[Placement, ...] = ()  # those that AUTO may choose from; (): any
+    chunks: tuple[int, ...] = ()  # stages a device under AUTO; (): up to what `costs` tell apart
+    holds_less: bool = True  # of orders of equal time, AUTO looks for the one that holds least
     choices: tuple[tuple[str, int], ...] = ()  # what `make` takes of this name besides the sizes
     steps: int | None = None  # the budget of planning; None: what takes about a second
     seconds: float | None = None  # search so long instead
@@ -77,20 +98,18 @@ class Question:
             return Costs.uniform(self.num_devices, num_stages)
         return regroup(self.costs, num_stages, name)
 
+    def chunk_counts(self) -> tuple[int, ...]:
+        """Return how many stages a device may hold."""
+        if self.placements:
+            counts = {len(each) // self.num_devices for each in self.placements}
+            return tuple(sorted(counts))
+        return self.chunks or tuple(range(1, self.whole().num_stages // self.num_devices + 1))
+
     def allows(self, placement: Placement) -> bool:
         """Return whether a plan may have this placement."""
         if self.placements:
             return placement in self.placements
-        return len(placement) <= self.whole().num_stages
-
-
-class Known(NamedTuple):
-    """A published schedule at the question's costs, in their units."""
-
-    schedule: Schedule
-    costs: Costs
-    timeline: Timeline
-    peak: tuple[float, ...]
+        return len(placement) // self.num_devices in self.chunk_counts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +125,22 @@ class Answer:
 class Planned(Answer):
     """A plan for the limits of every device.
 
-    `known` are the published schedules that it was compared with: those that could be better.
+    `known` are the schedules that it was compared with: those that could be better; `others` are
+    the best plans at other numbers of stages a device that were planned for. `is_known` says
+    which of them it is, as in interleaved-1f1b:4, and `is_megatrons` whether Megatron runs it; None
+    where it is an order of its own. No order on the placements that were searched is below
+    `searched_bound`, and none on any placement of as many stages a device as are allowed below
+    `any_bound`.
     """
 
     plan: Plan = field(kw_only=True)
     limits: tuple[float, ...] = field(kw_only=True)
     known: tuple[Known, ...] = field(kw_only=True)
+    others: tuple[Known, ...] = field(kw_only=True, default=())
+    is_known: Rival | None = field(kw_only=True, default=None)
+    is_megatrons: bool = field(kw_only=True, default=False)
+    searched_bound: float = field(kw_only=True, default=0.0)
+    any_bound: float = field(kw_only=True, default=0.0)
 
 
 def ask(question: Question) -> Answer:
@@ -156,48 +185,119 @@ def find(name: str, names: Sequence[str] = (*NAMES, *PLUS_NAMES, AUTO)) -> str |
     return schedule
 
 
-def limit_of_1f1b(costs: Costs) -> float:
-    """Return what 1F1B holds on its first device: as many microbatches of its layers as devices."""
-    return sum(costs.held_after_forward_bytes)
+def known_as(text: str, question: Question) -> Known:
+    """Return the schedule that a text names, at the question's costs.
+
+    A name of the catalogue, with a colon and the stages a device may hold where it has a choice, as
+    in interleaved-1f1b:4; or a schedule file.
+
+    Raises:
+        ScheduleError: it names none, or none of this size, or the costs are of other stages.
+    """
+    name, colon, chunks = text.partition(":")
+    sizes = question.num_devices, question.num_microbatches
+    if colon and name in NAMES:
+        if not chunks.isdecimal() or name not in OPTIONS:
+            takers = " or ".join(f"{each}:4" for each in OPTIONS)
+            raise ScheduleError(
+                f"{text!r:.60} names no schedule: a whole number of stages a device may stand "
+                f"after the colon of {takers}"
+            )
+        return judge_rival(Rival(name, int(chunks)), *sizes, question.costs_of)
+    found = find(text, NAMES)
+    if isinstance(found, str):
+        return judge_rival(Rival(found), *sizes, question.costs_of)
+    if (found.num_devices, found.num_microbatches) != sizes:
+        raise ScheduleError(
+            f"{text} is for {found.num_devices} devices and {found.num_microbatches} microbatches, "
+            f"not for {sizes[0]} and {sizes[1]}"
+        )
+    return judge(found, question.costs_of(found.num_stages, found.name))
 
 
-def judge(schedule: Schedule, costs: Costs) -> Known:
-    """Return the schedule with its times and its peaks."""
-    return Known(schedule, costs, simulate(schedule, costs), peak_held(schedule, costs))
+def limits_of(question: Question) -> tuple[float, ...]:
+    """Return what every device may hold; by default, and of a name, the peak of that schedule."""
+    limit = question.limit
+    if limit is None:
+        limit = "1f1b"
+    if isinstance(limit, str):
+        limit = max(known_as(limit, question).peak)
+    return each_limit(limit, question.num_devices)
 
 
 def _at_memory_of(name: str, question: Question) -> Answer:
     """Return the best order in the memory of a schedule; that one, if nothing is better."""
-    published = make(name, question.num_devices, question.num_microbatches)
-    named = name + PLUS
-    known = judge(published, question.costs_of(published.num_stages, named))
-    limit, placements = known.peak, (published.placement,)
+    known = known_as(name, question)
+    limit, placements = known.peak, (known.schedule.placement,)
     asked = replace(question, costs=known.costs, limit=limit, placements=placements)
     answer = best_order(asked, known)
-    return replace(answer, schedule=replace(answer.schedule, name=named))
+    return replace(answer, schedule=replace(answer.schedule, name=name + PLUS))
 
 
 def best_order(question: Question, *known: Known) -> Planned:
-    """Return the adaptive scheduler's order, or a published schedule that fits and is better.
+    """Return the adaptive scheduler's order, or a known schedule that fits and is better.
 
-    Of these, those that could be better are compared, and `known` in any case. What the question
-    names is not looked at.
+    Of these, those that could be better are compared, and `known` in any case. Of equal times the
+    one that holds less is taken, and of equal ones that of Megatron. What the question names is not
+    looked at.
 
     Raises:
         LimitError: nothing fits the limit.
         ScheduleError: the counts, the costs and the placements do not match.
     """
+    limits, goal = limits_of(question), question.objective
+    searched = question.placements or default_placements(
+        question.num_devices, question.whole().num_stages
+    )
+    found, refused = [], None
+    try:
+        found.append(_planned(question, limits))
+    except LimitError as error:  # of all placements searched; a known schedule may have another
+        refused = error
+    value = found[0].plan.value if found else math.inf
+    rivals = [joined(each, goal) for each in (*known, *_rivals(question, limits, value))]
+    for placement in _also_planned(question, limits, rivals, searched):
+        also = question.costs_of(len(placement), "a plan")
+        found.append(_planned(replace(question, costs=also, placements=(placement,)), limits))
+        searched = (*searched, placement)
+    plans = [judge(each.schedule, each.costs) for each in found]
+    found += [_as_planned(each, limits, goal) for each in rivals if fits(each.peak, limits)]
+    if not found:
+        raise refused or ScheduleError("nothing fits")
+    best = min(found, key=_rank)
+    if question.holds_less:
+        best = _holding_less(question, best)
+    verify(best.schedule, limits, best.costs)
+    bounds = [_bound(question, placement, limits) for placement in searched]
+    anywhere = [
+        bound_of_any_placement(each, question.num_microbatches, limits, goal is Objective.SPAN)
+        for each in _cuts(question)
+    ]
+    top = best.plan.value
+    return replace(
+        best,
+        known=tuple(rivals),
+        others=tuple(each for each in plans if each.schedule.placement != best.schedule.placement),
+        searched_bound=min(top, best.plan.lower_bound, *bounds),
+        any_bound=min(top, best.plan.lower_bound, *bounds, *anywhere),
+    )
+
+
+def _rank(answer: Planned) -> tuple[float, float, bool]:
+    """Return by what an answer is chosen; values as close as sums may be are equal."""
+    value, peak = (float(f"{each:.9g}") for each in (answer.plan.value, max(answer.plan.peak)))
+    return value, peak, not answer.is_megatrons
+
+
+def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
+    """Return the search's order, with B and W joined where that has a price of its own."""
     # The search brings numba along, which takes a second to import; the names do not need it.
     from megatron_vshape.core.planner.search import plan
 
-    devices, microbatches = question.num_devices, question.num_microbatches
-    costs = question.whole()
-    limit = limit_of_1f1b(costs) if question.limit is None else question.limit
-    limits = each_limit(limit, devices)
     made = plan(
-        costs,
-        devices,
-        microbatches,
+        question.whole(),
+        question.num_devices,
+        question.num_microbatches,
         limits,
         question.objective,
         placements=question.placements,
@@ -206,105 +306,188 @@ def best_order(question: Question, *known: Known) -> Planned:
         progress=question.progress,
     )
     own = question.costs_of(made.schedule.num_stages, "the plan")
-    goal = made.objective
     if own.whole_backward_us is not None:
-        made = _plan_of(_joined(judge(made.schedule, own), goal), limits, made, made.source)
-    rivals = (*known, *_rivals(question, limits, made.value))
-    known = tuple(_joined(each, goal) for each in rivals)
-    for each in known:
-        better = goal.of(each.timeline) < made.value * (1 - _SAME)
-        if better and _fits(each.peak, limits):
-            made, own = _plan_of(each, limits, made, each.schedule.name), each.costs
-    verify(made.schedule, limits, own)
-    return Planned(made.schedule, own, plan=made, limits=limits, known=known)
+        whole = joined(judge(made.schedule, own), made.objective)
+        made = _plan_of(whole, limits, made.objective, made.source, made.steps)
+    return Planned(made.schedule, own, plan=made, limits=limits, known=())
+
+
+def _bound(question: Question, placement: Placement, limits: Sequence[float]) -> float:
+    costs = question.costs_of(len(placement), "a plan")
+    sizes = question.num_devices, question.num_microbatches
+    return lower_bound(costs, placement, *sizes, limits, span=question.objective is Objective.SPAN)
+
+
+def _cuts(question: Question) -> Iterator[Costs]:
+    """Yield the costs of every number of stages a device that they can be had for."""
+    for chunks in question.chunk_counts():
+        try:
+            yield question.costs_of(chunks * question.num_devices, "a plan")
+        except ScheduleError:
+            continue
 
 
 def _rivals(question: Question, limits: Sequence[float], value: float) -> Iterator[Known]:
-    """Yield the published schedules that a plan of this value may have to give way to.
+    """Yield the known schedules that a plan of this value may have to give way to.
 
     Those that cannot be better or cannot fit are not made.
     """
-    devices, microbatches = question.num_devices, question.num_microbatches
-    spans = question.objective is Objective.SPAN
-    for name in NAMES:
+    for each in _possible(question, limits):
+        if question.allows(each.placement) and each.may_fit and each.least <= value * (1 + SAME):
+            yield _made(question, each)
+
+
+class Possible(NamedTuple):
+    """A known schedule that has not been made: where its stages lie, and what it takes at least."""
+
+    rival: Rival
+    placement: Placement
+    may_fit: bool
+    least: float  # of the objective
+
+
+def _possible(question: Question, limits: Sequence[float]) -> Iterator[Possible]:
+    """Yield the known schedules of these sizes that there are costs for."""
+    sizes = question.num_devices, question.num_microbatches
+    for rival, block in rivals_of(*sizes, question.chunk_counts()):
         try:
-            block = make_block(name, devices, microbatches)
-            costs = question.costs_of(len(block.placement), name)
-        except ScheduleError:  # not for these sizes, or for stages that the costs do not tell apart
+            costs = question.costs_of(len(block.placement), str(rival))
+        except ScheduleError:  # of stages that the costs do not tell apart
             continue
-        placement = block.placement
-        if not question.allows(placement) or 3 * len(placement) * microbatches > MOST_COMPARED:
-            continue
-        least = lower_bound(costs, placement, devices, microbatches, limits, span=spans)
-        if least < value * (1 - _SAME) and _may_fit(block, costs, microbatches, limits):
-            yield judge(_made(name, devices, microbatches), costs)
+        possible = may_fit(block, costs, question.num_microbatches, limits)
+        yield Possible(rival, block.placement, possible, _bound(question, block.placement, limits))
 
 
-def _may_fit(
-    block: BuildingBlock, costs: Costs, num_microbatches: int, limits: Sequence[float]
-) -> bool:
-    """Return whether the block's schedule may fit; no, if its stable phase alone does not."""
-    if num_microbatches < 2 * block.num_devices:  # it may have none
-        return True
-    held = list(map(min, costs.held_after_forward_bytes, costs.held_after_backward_bytes))
-    rows = zip(block.peaks(), stages_of(block.placement, block.num_devices), strict=True)
-    return _fits([peak * min(held[stage] for stage in own) for peak, own in rows], limits)
+def _made(question: Question, possible: Possible) -> Known:
+    sizes = question.num_devices, question.num_microbatches
+    return judge_rival(possible.rival, *sizes, question.costs_of)
 
 
-def _joined(known: Known, objective: Objective) -> Known:
-    """Return the schedule with B and W that stand together run as BW where that is not slower.
+def compare(question: Question, answer: Planned) -> Iterator[Known | Possible]:
+    """Yield what Megatron has and what is published, beside the answer to the question.
 
-    Only where BW has a price of its own; else `lower` does it, and it changes no time. First those
-    that delay nobody, then all, and if that is too much, those of one stage after the other.
+    What the answer did not have to be compared with, since it does not fit or cannot be faster, is
+    not made, unless Megatron runs it: that takes long with many stages.
     """
-    _, costs, timeline, _ = known
-    if costs.whole_backward_us is None:
-        return known
-    best = judge(fuse(timeline), costs)
-    everywhere = range(best.schedule.num_stages)
-    for stages in (everywhere, *((stage,) for stage in everywhere)):
-        tried = judge(_join(best.schedule, stages), costs)
-        if objective.of(tried.timeline) <= objective.of(best.timeline):
-            best = tried
+    sizes = question.num_devices, question.num_microbatches
+    made = {known.rival: known for known in answer.known}
+    for each in _possible(question, answer.limits):
+        if each.rival in made:
+            yield made[each.rival]
+        elif each.rival.chunks is None or each.rival.is_megatrons(*sizes):
+            yield joined(_made(question, each), question.objective)
+        else:
+            yield each
+
+
+def _also_planned(
+    question: Question,
+    limits: Sequence[float],
+    rivals: Sequence[Known],
+    searched: Sequence[Placement],
+) -> list[Placement]:
+    """Return the loops, of other numbers of stages than those searched, that promise most."""
+    if question.placements:
+        return []
+    devices = question.num_devices
+    known = {len(placement) // devices for placement in searched}
+    best: dict[int, float] = {}
+    for each in rivals:
+        chunks = each.schedule.num_chunks
+        loops = each.schedule.placement == looping(devices, chunks)
+        if chunks not in known and loops and fits(each.peak, limits):
+            value = question.objective.of(each.timeline)
+            best[chunks] = min(best.get(chunks, value), value)
+    chosen = sorted(best, key=lambda chunks: (best[chunks], chunks))[:ALSO_PLANNED]
+    twice = 2 * max(known)
+    if not chosen and twice in question.chunk_counts() and _is_compared(question, twice):
+        chosen = [twice]
+    return [looping(devices, chunks) for chunks in chosen]
+
+
+def _is_compared(question: Question, chunks: int) -> bool:
+    """Return whether there are costs of so many stages a device, and not too many passes."""
+    stages = chunks * question.num_devices
+    try:
+        question.costs_of(stages, "a plan")
+    except ScheduleError:
+        return False
+    return 3 * stages * question.num_microbatches <= MOST_COMPARED
+
+
+def _as_planned(known: Known, limits: tuple[float, ...], objective: Objective) -> Planned:
+    """Return a known schedule as the answer."""
+    plan = _plan_of(known, limits, objective, str(known.rival or known.schedule.name))
+    answer = Planned(plan.schedule, known.costs, plan=plan, limits=limits, known=())
+    return replace(answer, is_known=known.rival, is_megatrons=known.is_megatrons)
+
+
+def _plan_of(
+    known: Known, limits: Sequence[float], objective: Objective, source: str, steps: int = 0
+) -> Plan:
+    """Return a schedule as a plan."""
+    schedule, costs, timeline, peak, _ = known
+    sizes = schedule.placement, schedule.num_devices, schedule.num_microbatches
+    bound = lower_bound(costs, *sizes, limits, span=objective is Objective.SPAN)
+    value = objective.of(timeline)
+    named = replace(schedule, name="plan")
+    bound = min(bound, value)
+    return Plan(named, objective, value, timeline.busy, bound, peak, source, steps)
+
+
+def _holding_less(question: Question, best: Planned) -> Planned:
+    """Return a plan that takes no longer and leaves more of the limits free, if one is found.
+
+    The search looks at memory only where the limit is in the way, so what it finds may hold all of
+    it for nothing. It is asked again on the same placement within less, halfway between what is
+    held and what a bound says must be, as often as `LESS_TRIES`. Moving what is held for nothing
+    to later in the order found never was enough: orders that hold less differ from the start.
+    """
+    schedule, costs, limits = best.schedule, best.costs, best.limits
+    most = max(best.plan.peak)
+    limits = tuple(min(limit, most) for limit in limits)
+    held = min(each for each in costs.held_after_forward_bytes if each > 0)
+    free = min(limit - peak for limit, peak in zip(limits, best.plan.peak, strict=True))
+    unit = max(held, (most - free) / 2**LESS_TRIES)
+    asked = replace(
+        question,
+        costs=costs,
+        placements=(schedule.placement,),
+        steps=min(question.steps or LESS_STEPS, LESS_STEPS),
+        seconds=None,
+        progress=None,
+    )
+
+    def less(count: int) -> tuple[float, ...]:
+        return tuple(limit - free - count * unit for limit in limits)
+
+    low, high = 0, _most_freed(asked, best.plan.value, less, int(most / unit))
+    for _ in range(LESS_TRIES):
+        if low >= high:
+            break
+        tried = (low + high + 1) // 2
+        found = _planned(asked, less(tried))
+        if _rank(found)[:2] < _rank(best)[:2]:
+            plan = replace(found.plan, lower_bound=min(best.plan.lower_bound, found.plan.value))
+            best, low = replace(found, plan=plan, limits=best.limits), tried
+        else:
+            high = tried - 1
     return best
 
 
-def _join(schedule: Schedule, stages: Sequence[int]) -> Schedule:
-    """Return the schedule with every W of these stages that follows its B run with it."""
-    rows = []
-    for own in schedule.order:
-        row: list[Pass] = []
-        for work in own:
-            before = row[-1] if row else None
-            if work.kind is Kind.W and work.stage in stages and before == (Kind.B, *work[1:]):
-                row[-1] = work._replace(kind=Kind.BW)
-            else:
-                row.append(work)
-        rows.append(tuple(row))
-    return replace(schedule, order=tuple(rows))
-
-
-@lru_cache(maxsize=len(NAMES))  # a frontier asks for the same ones at every limit
-def _made(name: str, num_devices: int, num_microbatches: int) -> Schedule:
-    return make(name, num_devices, num_microbatches)
-
-
-def _fits(peak: Sequence[float], limits: Sequence[float]) -> bool:
-    return all(held <= most * (1 + _SAME) for held, most in zip(peak, limits, strict=True))
-
-
-def _plan_of(known: Known, limits: Sequence[float], made: Plan, source: str) -> Plan:
-    """Return a schedule as the plan in place of the one that was made."""
-    schedule, costs, timeline, peak = known
-    sizes = schedule.placement, schedule.num_devices, schedule.num_microbatches
-    bound = lower_bound(costs, *sizes, limits, span=made.objective is Objective.SPAN)
-    value = made.objective.of(timeline)
-    return replace(
-        made,
-        schedule=replace(schedule, name=made.schedule.name),
-        value=value,
-        busy=timeline.busy,
-        lower_bound=min(bound, value),
-        peak=peak,
-        source=source,
-    )
+def _most_freed(
+    asked: Question, value: float, less: Callable[[int], tuple[float, ...]], most: int
+) -> int:
+    """Return how many units may be left free, for all that bounds say, at this value."""
+    (placement,) = asked.placements
+    low, high = 0, most
+    while low < high:
+        tried = (low + high + 1) // 2
+        limits = less(tried)
+        try:
+            check_limits(asked.whole(), placement, asked.num_devices, limits)
+            possible = _bound(asked, placement, limits) <= value * (1 + SAME)
+        except ScheduleError:
+            possible = False
+        low, high = (tried, high) if possible else (low, tried - 1)
+    return low

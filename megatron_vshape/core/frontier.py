@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_vshape.core.ask import Question, ask, best_order, judge
+from megatron_vshape.core.ask import Question, ask, best_order
 from megatron_vshape.core.check.bounds import least_limit
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import default_placements
 from megatron_vshape.core.model.schedule import Plan, Schedule
 from megatron_vshape.core.paper.catalogue import NAMES
+from megatron_vshape.core.rivals import judge
 
 _SAME = 1 + 1e-9
 
@@ -46,9 +47,9 @@ def frontier(
     placements = default_placements(question.num_devices, costs.num_stages)
     least = least_limit(costs, question.num_devices, placements)
     for limit in [each for each in sorted(limits) if each * _SAME >= least] or [max(limits)]:
-        made = best_order(replace(question, limit=limit)).plan
+        made = best_order(replace(question, limit=limit, holds_less=False)).plan
         point = Point(limit, max(made.peak), made.value, made.bubble, made.schedule, made)
-        if points and points[-1].value < point.value:
+        if points and points[-1].value <= point.value * _SAME:  # of equal ones what holds less
             point = replace(points[-1], limit=limit, plan=_of_both(points[-1].plan, made))
         points.append(point)
         report(point)
@@ -69,7 +70,6 @@ def published(question: Question) -> Iterator[Point]:
             answer = ask(replace(question, name=name))
         except ScheduleError:  # not for this size, or these costs do not tell its stages
             continue
-        schedule, _, timeline, peaks = judge(answer.schedule, answer.costs)
-        peak = max(peaks)
-        value = question.objective.of(timeline)
-        yield Point(peak, peak, value, 1 - timeline.busy / value, schedule)
+        known = judge(answer.schedule, answer.costs)
+        peak, value = max(known.peak), question.objective.of(known.timeline)
+        yield Point(peak, peak, value, 1 - known.timeline.busy / value, known.schedule)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from megatron_vshape.core.ask import judge
 from megatron_vshape.core.check.bounds import least_limit
 from megatron_vshape.core.frontier import Point, frontier
 from megatron_vshape.core.model.costs import Costs
@@ -10,6 +9,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import default_placements
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES
+from megatron_vshape.core.rivals import judge
 from megatron_vshape.playground.request import MOST_CHUNKS, FieldError, NamedChoice, Request
 from megatron_vshape.playground.schedules import Report, make_named
 from megatron_vshape.playground.stage_costs import Pricing
@@ -78,9 +78,10 @@ def _limits(request: Request, pricing: Pricing, costs: Costs) -> Iterator[float]
 
 
 def _point(schedule: Schedule, costs: Costs) -> dict[str, object]:
-    _, _, timeline, peak = judge(schedule, costs)
+    known = judge(schedule, costs)
+    timeline = known.timeline
     return {
-        "peak": max(peak),
+        "peak": max(known.peak),
         "bubble": timeline.bubble,
         "span_bubble": timeline.span_bubble,
         "makespan": timeline.makespan,

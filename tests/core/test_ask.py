@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vshape.core.ask import AUTO, Planned, Question, ask, best_order, find, limit_of_1f1b
+from megatron_vshape.core.ask import AUTO, Planned, Question, ask, best_order, find
 from megatron_vshape.core.check.bounds import lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
@@ -71,7 +71,7 @@ def test_without_a_limit_a_plan_may_hold_what_1f1b_does(chunks: int) -> None:
     costs = Costs.uniform(4, 4 * chunks, *REAL)
     answer = ask(Question(AUTO, 4, 8, costs, steps=1000))
     assert isinstance(answer, Planned)
-    assert answer.limits == (limit_of_1f1b(costs),) * 4 == peak_held(make("1f1b", 4, 8))[:1] * 4
+    assert answer.limits == (8.0,) * 4 == peak_held(make("1f1b", 4, 8))[:1] * 4
 
 
 def test_a_name_a_file_and_a_plan_are_one_question(tmp_path: Path) -> None:

@@ -339,6 +339,14 @@ def held_text(held: float) -> str:
     return f"{held:,.12g}"
 
 
+def chunk_of(costs: Costs, num_devices: int) -> float:
+    """Return what a chunk holds: 1 / (2 * num_devices) of a microbatch's activations in the model.
+
+    In the unit of the costs' memory. Where stages hold the same, 1F1B holds 2 * num_devices.
+    """
+    return math.fsum(costs.held_after_forward_bytes) / (2 * num_devices)
+
+
 def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
     """Return the costs of a coarser cut of the same model: neighbouring stages added up.
 

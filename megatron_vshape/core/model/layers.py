@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.costs import Costs, Piece, regroup
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.core.model.placement import Placement, looping
 
 AUTO_SPLIT = "auto"
 
@@ -113,6 +113,28 @@ class Pieces:
 def _rounded(time_us: float) -> float:
     """Return the time without the last bits, in which sums of the same terms may differ."""
     return float(f"{time_us:.9g}")
+
+
+def recut(
+    costs: Costs, num_stages: int, num_devices: int, name: str, num_layers: int | None = None
+) -> Costs:
+    """Return the costs of the same model in another number of stages.
+
+    Neighbouring stages are added up where that suffices. Else the layers are dealt out anew, which
+    takes that their number is known: equally many to every stage if they were, and else balanced.
+    `num_layers` is what the costs do not say themselves, of stages that have equally many.
+
+    Raises:
+        ScheduleError: the stages are no coarser cut, and the layers not known or not enough.
+    """
+    layers = costs.layers
+    total = num_layers if layers is None else sum(layers)
+    if total is None or costs.num_stages % num_stages == 0:
+        return regroup(costs, num_stages, name)
+    even = layers is None or len(set(layers)) == 1
+    pieces = Pieces.of(costs, layers or (total / costs.num_stages,) * costs.num_stages)
+    placement = looping(num_devices, num_stages // num_devices)
+    return pieces.costs((even_layers if even else pieces.balanced)(total, placement))
 
 
 def check_stages(num_layers: int, least: int, num_stages: int) -> None:

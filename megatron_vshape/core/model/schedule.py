@@ -276,6 +276,17 @@ class Timeline:
         )
 
     @property
+    def mean_idle(self) -> float:
+        """Return the share of the makespan in which a device's processor is idle, on average."""
+        work = sum(
+            self.ends[lane.device][at] - self.starts[lane.device][at]
+            for lane in self.schedule.lanes()
+            if lane.resource == PROCESSOR
+            for at in lane.places
+        )
+        return 1 - work / (self.makespan * self.schedule.num_devices)
+
+    @property
     def overhead(self) -> float:
         """Return makespan - busy."""
         return self.makespan - self.busy

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from megatron_vshape.core.ask import AUTO, PLUS_NAMES
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper import catalogue
-
-MEGATRONS_OWN = ("1f1b", "interleaved-1f1b")
-"""The schedules that Megatron's own functions run."""
+from megatron_vshape.core.rivals import MEGATRONS_OWN
 
 MEGATRONS_TIMEOUT_MINUTES = 10
 """What --distributed-timeout-minutes is unless it is given."""

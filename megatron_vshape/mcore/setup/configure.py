@@ -14,6 +14,7 @@ from torch import nn
 from megatron_vshape.core.ask import AUTO
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import looping
+from megatron_vshape.core.rivals import MEGATRONS_OWN
 from megatron_vshape.mcore.layout import hybrid, stages
 from megatron_vshape.mcore.layout.layer_split import Split, split_layers
 from megatron_vshape.mcore.layout.stages import StageMap
@@ -24,7 +25,6 @@ from megatron_vshape.mcore.refusals import (
     check_post_validation,
 )
 from megatron_vshape.mcore.setup.arguments import (
-    MEGATRONS_OWN,
     PipelineOptions,
     options_of,
     watchdog_seconds,

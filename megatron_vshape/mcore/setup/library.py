@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.core.rivals import MEGATRONS_OWN
 from megatron_vshape.mcore.layout import stages
 from megatron_vshape.mcore.layout.layer_split import split_layers
 from megatron_vshape.mcore.layout.stages import StageLayout, StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError, check_library
 from megatron_vshape.mcore.setup.arguments import (
-    MEGATRONS_OWN,
     MEGATRONS_TIMEOUT_MINUTES,
     TIMEOUT_SHARE,
     TRACE_STEPS,

@@ -1,0 +1,99 @@
+"""A plan beside what Megatron has and what is published: the table of `plan`, and --against."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from megatron_vshape.core.ask import Planned, Possible, Question, compare
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.rivals import Known, fits
+from megatron_vshape.view.names import plain
+from megatron_vshape.view.numbers import percent
+
+Text = Callable[[float], str]
+
+HEADING = ["schedule", "stages a device", "peak", "step time", "mean idle", ""]
+ABOVE = "above the limit"
+
+
+def comparison_rows(question: Question, answer: Planned, held: Text, time: Text) -> list[list[str]]:
+    """Return a heading and a row per schedule, the recommended one first, then by step time.
+
+    What is not within the limit stands below the others. `held` and `time` write the numbers.
+    """
+    idle = simulate(answer.schedule, answer.costs).mean_idle
+    name, best = _name(answer), answer.plan
+    rest: list[tuple[bool, float, list[str]]] = []
+    for each in (*answer.others, *compare(question, answer)):
+        if each.rival is not None and each.rival == answer.is_known:
+            continue
+        value = each.least if isinstance(each, Possible) else question.objective.of(each.timeline)
+        within = each.may_fit if isinstance(each, Possible) else fits(each.peak, answer.limits)
+        rest.append((not within, value, _row(each, value, within, best.value, held, time)))
+    rest.sort(key=lambda each: each[:2])
+    own = [name, str(answer.schedule.num_chunks), held(max(best.peak)), time(best.value)]
+    return [HEADING, [*own, percent(idle), "recommended"], *(row for *_, row in rest)]
+
+
+def _row(
+    each: Known | Possible, value: float, within: bool, best: float, held: Text, time: Text
+) -> list[str]:
+    slower = value / best - 1
+    if isinstance(each, Possible):
+        devices = max(each.placement) + 1
+        why = f"{percent(slower)} slower at least" if within else ABOVE
+        chunks = len(each.placement) // devices
+        return [str(each.rival), str(chunks), "", f">= {time(value)}", "", why]
+    why = ABOVE
+    if within:
+        why = f"{percent(slower)} slower" if slower > 1e-9 else "as fast"
+    peak, idle = held(max(each.peak)), percent(each.timeline.mean_idle)
+    name = str(each.rival or plain(each.schedule.name))
+    return [name, str(each.schedule.num_chunks), peak, time(value), idle, why]
+
+
+def _name(answer: Planned) -> str:
+    return "plan" if answer.is_known is None else str(answer.is_known)
+
+
+def recommended(answer: Planned) -> str:
+    """Return one sentence that says what to run."""
+    known, chunks = answer.is_known, answer.schedule.num_chunks
+    if known is not None and answer.is_megatrons:
+        stages = f" with {chunks} virtual stages a rank" if chunks > 1 else ""
+        return f"recommended: Megatron's own {known.name}{stages}; no plan is faster in this memory"
+    if known is not None:
+        return f"recommended: {known}, as it is published; no plan is faster in this memory"
+    return f"recommended: the plan, with {chunks} {'stage' if chunks == 1 else 'stages'} a device"
+
+
+def changes(against: Known, answer: Planned, held: Text, time: Text) -> Iterator[str]:
+    """Yield what changes from a schedule to the answer: time, memory, and layers per stage."""
+    goal = answer.plan.objective
+    before, after = goal.of(against.timeline), answer.plan.value
+    name = str(against.rival or plain(against.schedule.name))
+    yield f"against {name}:"
+    yield f"  step time  {time(after)} instead of {time(before)}: {_change(after, before)}"
+    now, then = max(answer.plan.peak), max(against.peak)
+    yield f"  memory     {held(now)} at the peak instead of {held(then)}: {_change(now, then)}"
+    yield f"  layers     {_layers(answer.costs)} instead of {_layers(against.costs)}"
+
+
+def _change(after: float, before: float) -> str:
+    if abs(after - before) <= 1e-9 * before:
+        return "the same"
+    less = "less" if after < before else "more"
+    return f"{percent(abs(after / before - 1))} {less}"
+
+
+def _layers(costs: Costs) -> str:
+    """Return what every stage has of the model's layers."""
+    stages = costs.num_stages
+    if costs.layers is None:
+        return f"1/{stages} of the model in each of {stages} stages"
+    if len(set(costs.layers)) == 1:
+        return f"{costs.layers[0]} in each of {stages} stages"
+    return _told(costs.layers) + f" in {stages} stages"
+
+
+def _told(layers: Sequence[int]) -> str:
+    return ",".join(map(str, layers))

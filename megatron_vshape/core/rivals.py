@@ -1,0 +1,154 @@
+"""What a plan has to beat: Megatron's own schedules and the published ones, by stages a device."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.placement import stages_of
+from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
+from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make, make_block
+from megatron_vshape.core.program.lowering import fuse
+
+MEGATRONS_OWN = ("1f1b", "interleaved-1f1b")
+"""The schedules that Megatron's own functions run."""
+
+MOST_COMPARED = 20_000
+"""Passes of a known schedule that a plan is compared with; making a larger one takes longer than
+planning, which begins from the same blocks."""
+
+SAME = 1e-9
+"""Values this close are one, so that rounding alone prefers nothing."""
+
+
+class Rival(NamedTuple):
+    """A schedule of the catalogue, and how many stages a device holds where that is a choice."""
+
+    name: str
+    chunks: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.chunks is None else f"{self.name}:{self.chunks}"
+
+    def is_megatrons(self, num_devices: int, num_microbatches: int) -> bool:
+        """Return whether a function of Megatron's runs it; interleaved 1F1B in whole groups."""
+        whole = self.name == "1f1b" or num_microbatches % num_devices == 0
+        return self.name in MEGATRONS_OWN and whole
+
+
+class Known(NamedTuple):
+    """A schedule at the question's costs, in their units; `rival` says what the catalogue has."""
+
+    schedule: Schedule
+    costs: Costs
+    timeline: Timeline
+    peak: tuple[float, ...]
+    rival: Rival | None = None
+
+    @property
+    def is_megatrons(self) -> bool:
+        """Return whether a function of Megatron's runs it."""
+        sizes = self.schedule.num_devices, self.schedule.num_microbatches
+        return self.rival is not None and self.rival.is_megatrons(*sizes)
+
+
+def rivals_of(
+    num_devices: int, num_microbatches: int, chunk_counts: Iterable[int]
+) -> Iterator[tuple[Rival, BuildingBlock]]:
+    """Yield what the catalogue has for so many stages a device, with the blocks they are made from.
+
+    Those with a choice of the stages a device once for each number; those that would be larger than
+    `MOST_COMPARED` not at all.
+    """
+    allowed = sorted(set(chunk_counts))
+    for name in NAMES:
+        more = [chunks for chunks in allowed if chunks > 1]
+        for chunks in more if name in OPTIONS else (None,):
+            sizes = num_devices, num_microbatches
+            try:
+                block = make_block(name, *sizes, **_choices(chunks))
+            except ScheduleError:  # not for these sizes
+                continue
+            stages = len(block.placement)
+            if stages // num_devices in allowed and 3 * stages * num_microbatches <= MOST_COMPARED:
+                yield Rival(name, chunks), block
+
+
+def judge(schedule: Schedule, costs: Costs) -> Known:
+    """Return the schedule with its times and its peaks."""
+    return Known(schedule, costs, simulate(schedule, costs), peak_held(schedule, costs))
+
+
+def judge_rival(
+    rival: Rival, num_devices: int, num_microbatches: int, costs_of: Callable[[int, str], Costs]
+) -> Known:
+    """Return the catalogue's schedule with its times and its peaks.
+
+    Raises:
+        ScheduleError: it is not for these sizes, or there are no costs of its stages.
+    """
+    schedule = _made(rival, num_devices, num_microbatches)
+    return judge(schedule, costs_of(schedule.num_stages, str(rival)))._replace(rival=rival)
+
+
+@lru_cache(maxsize=64)  # a frontier asks for the same ones at every limit
+def _made(rival: Rival, num_devices: int, num_microbatches: int) -> Schedule:
+    return make(rival.name, num_devices, num_microbatches, **_choices(rival.chunks))
+
+
+def _choices(chunks: int | None) -> dict[str, int]:
+    return {} if chunks is None else {"num_chunks": chunks}
+
+
+def may_fit(
+    block: BuildingBlock, costs: Costs, num_microbatches: int, limits: Sequence[float]
+) -> bool:
+    """Return whether the block's schedule may fit; no, if its stable phase alone does not."""
+    if num_microbatches < 2 * block.num_devices:  # it may have none
+        return True
+    held = list(map(min, costs.held_after_forward_bytes, costs.held_after_backward_bytes))
+    rows = zip(block.peaks(), stages_of(block.placement, block.num_devices), strict=True)
+    return fits([peak * min(held[stage] for stage in own) for peak, own in rows], limits)
+
+
+def fits(peak: Sequence[float], limits: Sequence[float]) -> bool:
+    """Return whether no device holds more than it may."""
+    return all(held <= most * (1 + SAME) for held, most in zip(peak, limits, strict=True))
+
+
+def joined(known: Known, objective: Objective) -> Known:
+    """Return the schedule with B and W that stand together run as BW where that is not slower.
+
+    Only where BW has a price of its own; else `lower` does it, and it changes no time. First those
+    that delay nobody, then all, and if that is too much, those of one stage after the other.
+    """
+    costs, timeline = known.costs, known.timeline
+    if costs.whole_backward_us is None:
+        return known
+    best = judge(fuse(timeline), costs)
+    everywhere = range(best.schedule.num_stages)
+    for stages in (everywhere, *((stage,) for stage in everywhere)):
+        tried = judge(_join(best.schedule, stages), costs)
+        if objective.of(tried.timeline) <= objective.of(best.timeline):
+            best = tried
+    return best._replace(rival=known.rival)
+
+
+def _join(schedule: Schedule, stages: Sequence[int]) -> Schedule:
+    """Return the schedule with every W of these stages that follows its B run with it."""
+    rows = []
+    for own in schedule.order:
+        row: list[Pass] = []
+        for work in own:
+            before = row[-1] if row else None
+            if work.kind is Kind.W and work.stage in stages and before == (Kind.B, *work[1:]):
+                row[-1] = work._replace(kind=Kind.BW)
+            else:
+                row.append(work)
+        rows.append(tuple(row))
+    return replace(schedule, order=tuple(rows))

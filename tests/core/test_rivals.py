@@ -1,0 +1,226 @@
+"""Plans against everything that is known, at the same memory; and what is told beside them."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from megatron_vshape.core.ask import (
+    AUTO,
+    Planned,
+    Possible,
+    Question,
+    best_order,
+    compare,
+    known_as,
+)
+from megatron_vshape.core.check.any_placement import bound_of_any_placement
+from megatron_vshape.core.check.bounds import least_limit
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.layers import Pieces, recut
+from megatron_vshape.core.model.placement import linear, looping, v_shape
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make
+from megatron_vshape.core.planner.search import plan
+from megatron_vshape.core.rivals import Rival
+
+REAL = (1.0, 1.15, 0.85, 0.05)
+CELLS, SEED = 200, 20
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A random question: sizes, what a device's share of the layers costs, and its ends."""
+
+    devices: int
+    microbatches: int
+    pieces: Pieces  # of all layers, and of the ends beside them
+    most_chunks: int
+    place: float  # of the limit, from the least possible (0) to twice what 1F1B holds (1)
+
+    def cut(self, num_stages: int, name: str = "") -> Costs:
+        layer = replace(self.pieces, layer=self.pieces.layer.times(1 / num_stages))
+        return replace(layer.costs((1,) * num_stages), layers=None)
+
+    def question(self) -> Question:
+        d = self.devices
+        costs = self.cut(d * min(self.most_chunks, 4))
+        chunks = tuple(range(1, self.most_chunks + 1))
+        asked = Question(AUTO, d, self.microbatches, costs, self.cut, chunks=chunks, steps=20_000)
+        placements = [linear(d), v_shape(d), *(looping(d, each) for each in chunks)]
+        least = min(least_limit(self.cut(len(each)), d, [each]) for each in placements)
+        most = 2 * max(known_as("1f1b", asked).peak)
+        limit = least + self.place * max(most - least, 0)
+        return replace(asked, limit=limit, holds_less=self.place > 0.5)
+
+
+def random_cells(count: int, most_devices: int, most_chunks: int) -> Iterator[Cell]:
+    luck = random.Random(SEED)
+    for _ in range(count):
+        d = luck.randint(2, most_devices)
+        times = [luck.uniform(0.5, 2.0) * 2 * d for _ in range(3)]
+        held = 2.0 * d
+        layer = Piece(*times, held, held * luck.choice((1, luck.uniform(0.3, 1))))
+        nothing = layer.times(0)
+        ends = [nothing, nothing]
+        if luck.random() < 0.5:  # unequal stages: an embedding and a head
+            ends = [layer.times(luck.uniform(0, x) / (2 * d)) for x in (0.3, 1.5)]
+        pieces = Pieces(layer, *ends, luck.choice((0.0, luck.uniform(0, 0.3))))
+        microbatches = luck.randint(2, 2 * d + 4)
+        yield Cell(d, microbatches, pieces, luck.randint(2, most_chunks), luck.random())
+
+
+def every_known(cell: Cell) -> Iterator[tuple[str, Schedule]]:
+    """Yield the catalogue's schedules at every number of stages a device, by no code of `ask`."""
+    sizes = cell.devices, cell.microbatches
+    for name in NAMES:
+        for chunks in range(2, cell.most_chunks + 1) if name in OPTIONS else (None,):
+            try:
+                yield f"{name}:{chunks}", make(name, *sizes, num_chunks=chunks)
+            except ScheduleError:
+                continue
+
+
+def better_ones(cell: Cell) -> list[str]:
+    """Return what is known that fits the limit of the cell and is faster than its answer."""
+    question = cell.question()
+    answer = best_order(question)
+    assert max(peak_held(answer.schedule, answer.costs)) <= question.limit * (1 + 1e-9)
+    value = simulate(answer.schedule, answer.costs).makespan
+    assert answer.any_bound <= answer.searched_bound <= answer.plan.value * (1 + 1e-9)
+    found = []
+    for name, schedule in every_known(cell):
+        costs = cell.cut(schedule.num_stages)
+        if max(peak_held(schedule, costs)) > question.limit * (1 + 1e-9):
+            continue
+        theirs = simulate(schedule, costs).makespan
+        assert answer.any_bound <= theirs * (1 + 1e-9), name
+        if theirs < value * (1 - 1e-9):
+            found.append(f"{name} {theirs} against {value} in {cell}")
+    return found
+
+
+def test_nothing_known_is_better_in_a_few_small_cells() -> None:
+    assert [line for cell in random_cells(8, 4, 6) for line in better_ones(cell)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_nothing_known_is_better_in_200_cells(part: int) -> None:
+    cells = list(random_cells(CELLS, 6, 12))[part::20]
+    assert [line for cell in cells for line in better_ones(cell)] == []
+
+
+def test_more_chunks_than_four_are_found_where_they_win() -> None:
+    """The cell in which a plan of up to four stages a device took 65.18, told with no gap."""
+    cost = (1.0, 1.99, 0.55, 0.0)
+    asked = Question(
+        AUTO,
+        8,
+        8,
+        Costs.uniform(8, 32, *cost),
+        lambda stages, name: Costs.uniform(8, stages, *cost),
+        limit=16,
+        chunks=(1, 2, 3, 4, 5, 6),
+        holds_less=False,
+    )
+    answer = best_order(asked)
+    assert answer.schedule.num_chunks == 6
+    assert answer.plan.value <= 62.34
+    assert answer.any_bound <= answer.searched_bound < answer.plan.value
+
+
+def test_no_chunk_is_held_that_buys_nothing() -> None:
+    cost = (1.0, 1.0, 1.0, 0.0)
+    costs = Costs.uniform(4, 16, *cost)
+    answers = [best_order(Question(AUTO, 4, 12, costs, limit=limit)) for limit in (8, 12, 16)]
+    values, peaks = ({round(f(each.plan), 9) for each in answers} for f in (value_of, peak_of))
+    assert len(values) == 1
+    assert peaks == {8.0}
+
+
+def value_of(made) -> float:
+    return made.value
+
+
+def peak_of(made) -> float:
+    return max(made.peak)
+
+
+def test_megatrons_own_is_recommended_where_it_wins() -> None:
+    """A split backward costs more than a whole one, and stages cannot be made smaller."""
+    costs = Costs.uniform(4, 4, 1, 1.2, 0.8, 0.05)
+    dear = replace(costs, whole_backward_us=tuple(0.75 * x for x in (4.0,) * 4))
+    answer = best_order(Question(AUTO, 4, 8, dear, limit="1f1b"))
+    if answer.is_megatrons:
+        assert answer.is_known == Rival("1f1b")
+        assert answer.schedule.order == make("1f1b", 4, 8).order
+    known = {each.rival: each for each in compare(Question(AUTO, 4, 8, dear, limit=8), answer)}
+    own = known[Rival("1f1b")]
+    assert not isinstance(own, Possible)
+    assert answer.plan.value <= own.timeline.makespan
+
+
+def test_interleaved_is_megatrons_in_whole_groups() -> None:
+    assert Rival("interleaved-1f1b", 4).is_megatrons(4, 8)
+    assert not Rival("interleaved-1f1b", 4).is_megatrons(4, 9)
+    assert Rival("1f1b").is_megatrons(4, 9)
+    assert not Rival("zb-h1").is_megatrons(4, 8)
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b:3", "v-half"])
+def test_a_name_as_a_limit_means_its_peak(name: str) -> None:
+    question = Question(AUTO, 3, 6, None, limit=name, steps=2000, holds_less=False)
+    answer = best_order(question)
+    peak = max(known_as(name, question).peak)
+    assert answer.limits == (peak,) * 3
+    chunks = {"num_chunks": 3} if ":" in name else {}
+    made = make(name.partition(":")[0], 3, 6, **chunks)
+    assert peak == pytest.approx(max(peak_held(made)))
+
+
+def test_without_a_limit_it_is_what_1f1b_really_holds() -> None:
+    """The logits that the last stage holds once are not held by the first, d times."""
+    held = (1.0,) * 7 + (9.0,)
+    costs = Costs((1.0,) * 8, (1.2,) * 8, (0.8,) * 8, 0.05, held, held)
+    answer = best_order(Question(AUTO, 4, 8, costs, steps=2000, holds_less=False))
+    assert answer.limits == (10.0,) * 4
+    one = make("1f1b", 4, 8)
+    assert max(peak_held(one, known_as("1f1b", Question(AUTO, 4, 8, costs)).costs)) == 10.0
+
+
+@pytest.mark.parametrize("text", ["v-half:2", "interleaved-1f1b:", "interleaved-1f1b:x"])
+def test_a_name_with_a_wrong_number_of_stages_is_told(text: str) -> None:
+    with pytest.raises(ScheduleError, match="a whole number of stages a device"):
+        known_as(text, Question(AUTO, 4, 8))
+
+
+def test_layers_are_dealt_out_anew_for_other_numbers_of_stages() -> None:
+    layer = Piece(10.0, 12.0, 8.0, 4.0, 3.0)
+    pieces = Pieces(layer, layer.times(0.1), layer.times(0.5), 1.0)
+    costs = pieces.costs((3,) * 8)
+    finer = recut(costs, 12, 4, "a plan")
+    assert finer.layers == (2,) * 12
+    assert sum(finer.forward_us) == pytest.approx(sum(costs.forward_us))
+    assert finer.forward_us[1] == pytest.approx(20)
+    unknown = replace(costs, layers=None)
+    assert recut(unknown, 12, 4, "a plan", 24).forward_us == pytest.approx(finer.forward_us)
+    with pytest.raises(ScheduleError, match="the costs are for 8 stages, a plan has 12"):
+        recut(unknown, 12, 4, "a plan")
+
+
+@pytest.mark.parametrize("limit", [4.0, 6.0, 1e9])
+def test_the_bound_of_any_placement_holds_for_each(limit: float) -> None:
+    costs = Costs.uniform(3, 6, *REAL)
+    bound = bound_of_any_placement(costs, 5, (limit,) * 3)
+    assert bound > 5 * 6 * 3 / 3
+    for placement in (v_shape(3), looping(3, 2), (0, 0, 1, 1, 2, 2), (0, 1, 1, 2, 2, 0)):
+        made = plan(costs, 3, 5, limit, placements=(placement,), steps=5000)
+        assert bound <= made.value
+
+
+def test_an_answer_knows_its_kind() -> None:
+    assert isinstance(best_order(Question(AUTO, 2, 2, steps=100)), Planned)
