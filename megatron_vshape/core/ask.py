@@ -7,21 +7,20 @@ none is given, and that no plan is worse than a published schedule that fits.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_vshape.core.check.bounds import each_limit, lower_bound
+from megatron_vshape.core.check.bounds import each_limit, fits, lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, regroup
-from megatron_vshape.core.model.kinds import Kind, ScheduleError
-from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Timeline, load_schedule
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.catalogue import NAMES, make, make_block, no_such_schedule
-from megatron_vshape.core.program.lowering import fuse
+from megatron_vshape.core.program.lowering import whole_backwards
 
 AUTO = "auto"
 """The best order within a limit."""
@@ -188,35 +187,62 @@ def best_order(question: Question, *known: Known) -> Planned:
         ScheduleError: the counts, the costs and the placements do not match.
     """
     # The search brings numba along, which takes a second to import; the names do not need it.
-    from megatron_vshape.core.planner.search import plan
+    from megatron_vshape.core.splitting import joined
 
-    devices, microbatches = question.num_devices, question.num_microbatches
     costs = question.whole()
     limit = limit_of_1f1b(costs) if question.limit is None else question.limit
-    limits = each_limit(limit, devices)
-    made = plan(
-        costs,
-        devices,
-        microbatches,
-        limits,
-        question.objective,
-        placements=question.placements,
-        steps=question.steps,
-        seconds=question.seconds,
-        progress=question.progress,
-    )
+    limits = each_limit(limit, question.num_devices)
+    made, goal = _split_or_whole(question, limits), question.objective
     own = question.costs_of(made.schedule.num_stages, "the plan")
-    goal = made.objective
-    if own.whole_backward_us is not None:
-        made = _plan_of(_joined(judge(made.schedule, own), goal), limits, made, made.source)
     rivals = (*known, *_rivals(question, limits, made.value))
-    known = tuple(_joined(each, goal) for each in rivals)
+    known = tuple(
+        each
+        if each.costs.whole_us is None
+        else judge(joined(each.schedule, each.costs, goal), each.costs)
+        for each in rivals
+    )
     for each in known:
         better = goal.of(each.timeline) < made.value * (1 - _SAME)
-        if better and _fits(each.peak, limits):
+        if better and fits(each.peak, limits):
             made, own = _plan_of(each, limits, made, each.schedule.name), each.costs
     verify(made.schedule, limits, own)
     return Planned(made.schedule, own, plan=made, limits=limits, known=known)
+
+
+def _split_or_whole(question: Question, limits: Sequence[float]) -> Plan:
+    """Return the plan with its backwards split where that pays at the prices of the question."""
+    from megatron_vshape.core.planner.search import plan
+    from megatron_vshape.core.splitting import WORTH, joined, saves, split_where_it_pays
+
+    costs, goal = question.whole(), question.objective
+    chooses = saves(costs) >= WORTH
+    planned = partial(
+        plan,
+        costs,
+        question.num_devices,
+        question.num_microbatches,
+        limits,
+        goal,
+        placements=question.placements,
+        steps=question.steps,
+        seconds=None if question.seconds is None else question.seconds / (1 + chooses),
+        progress=question.progress,
+    )
+    made = planned()
+    own = question.costs_of(made.schedule.num_stages, "the plan")
+    if own.whole_us is None:
+        return made
+    starts = [made.schedule, joined(made.schedule, own, goal)]
+    found = [judge(starts[-1], own)]
+    if chooses:
+        whole = whole_backwards(planned(whole=True).schedule)
+        alike = whole.placement == made.schedule.placement
+        for each in [[*starts, whole]] if alike else [starts, [whole]]:
+            own = question.costs_of(each[0].num_stages, "the plan")
+            chosen = split_where_it_pays(each, own, limits, goal, made.steps // 2)
+            found.append(judge(chosen, own))
+    best = min(found, key=lambda each: goal.of(each.timeline))
+    return _plan_of(best, limits, made, made.source)
 
 
 def _rivals(question: Question, limits: Sequence[float], value: float) -> Iterator[Known]:
@@ -248,49 +274,12 @@ def _may_fit(
         return True
     held = list(map(min, costs.held_after_forward_bytes, costs.held_after_backward_bytes))
     rows = zip(block.peaks(), stages_of(block.placement, block.num_devices), strict=True)
-    return _fits([peak * min(held[stage] for stage in own) for peak, own in rows], limits)
-
-
-def _joined(known: Known, objective: Objective) -> Known:
-    """Return the schedule with B and W that stand together run as BW where that is not slower.
-
-    Only where BW has a price of its own; else `lower` does it, and it changes no time. First those
-    that delay nobody, then all, and if that is too much, those of one stage after the other.
-    """
-    _, costs, timeline, _ = known
-    if costs.whole_backward_us is None:
-        return known
-    best = judge(fuse(timeline), costs)
-    everywhere = range(best.schedule.num_stages)
-    for stages in (everywhere, *((stage,) for stage in everywhere)):
-        tried = judge(_join(best.schedule, stages), costs)
-        if objective.of(tried.timeline) <= objective.of(best.timeline):
-            best = tried
-    return best
-
-
-def _join(schedule: Schedule, stages: Sequence[int]) -> Schedule:
-    """Return the schedule with every W of these stages that follows its B run with it."""
-    rows = []
-    for own in schedule.order:
-        row: list[Pass] = []
-        for work in own:
-            before = row[-1] if row else None
-            if work.kind is Kind.W and work.stage in stages and before == (Kind.B, *work[1:]):
-                row[-1] = work._replace(kind=Kind.BW)
-            else:
-                row.append(work)
-        rows.append(tuple(row))
-    return replace(schedule, order=tuple(rows))
+    return fits([peak * min(held[stage] for stage in own) for peak, own in rows], limits)
 
 
 @lru_cache(maxsize=len(NAMES))  # a frontier asks for the same ones at every limit
 def _made(name: str, num_devices: int, num_microbatches: int) -> Schedule:
     return make(name, num_devices, num_microbatches)
-
-
-def _fits(peak: Sequence[float], limits: Sequence[float]) -> bool:
-    return all(held <= most * (1 + _SAME) for held, most in zip(peak, limits, strict=True))
 
 
 def _plan_of(known: Known, limits: Sequence[float], made: Plan, source: str) -> Plan:
