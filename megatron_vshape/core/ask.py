@@ -9,11 +9,18 @@ that holds least is taken.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_vshape.core.check.any_placement import bound_of_any_placement
-from megatron_vshape.core.check.bounds import LimitError, check_limits, each_limit, lower_bound
+from megatron_vshape.core.check.bounds import (
+    LimitError,
+    check_limits,
+    each_limit,
+    fits,
+    lower_bound,
+)
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -27,12 +34,12 @@ from megatron_vshape.core.paper.catalogue import (
     make_block,
     no_such_schedule,
 )
+from megatron_vshape.core.program.lowering import whole_backwards
 from megatron_vshape.core.rivals import (
     MOST_COMPARED,
     SAME,
     Known,
     Rival,
-    fits,
     joined,
     judge,
     judge_rival,
@@ -290,26 +297,41 @@ def _rank(answer: Planned) -> tuple[float, float, bool]:
 
 
 def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
-    """Return the search's order, with B and W joined where that has a price of its own."""
+    """Return the search's order, its backwards split where that pays at the question's prices."""
     # The search brings numba along, which takes a second to import; the names do not need it.
     from megatron_vshape.core.planner.search import plan
+    from megatron_vshape.core.splitting import WORTH, saves, split_where_it_pays
 
-    made = plan(
-        question.whole(),
+    costs, goal = question.whole(), question.objective
+    chooses = saves(costs) >= WORTH
+    planned = partial(
+        plan,
+        costs,
         question.num_devices,
         question.num_microbatches,
         limits,
-        question.objective,
+        goal,
         placements=question.placements,
         steps=question.steps,
-        seconds=question.seconds,
+        seconds=None if question.seconds is None else question.seconds / (1 + chooses),
         progress=question.progress,
     )
+    made = planned()
     own = question.costs_of(made.schedule.num_stages, "the plan")
-    if own.whole_backward_us is not None:
-        whole = joined(judge(made.schedule, own), made.objective)
-        made = _plan_of(whole, limits, made.objective, made.source, made.steps)
-    return Planned(made.schedule, own, plan=made, limits=limits, known=())
+    if own.whole_us is None:
+        return Planned(made.schedule, own, plan=made, limits=limits, known=())
+    found = [joined(judge(made.schedule, own), goal)]
+    if chooses:
+        starts = [made.schedule, found[0].schedule]
+        whole = whole_backwards(planned(whole=True).schedule)
+        alike = whole.placement == made.schedule.placement
+        for each in [[*starts, whole]] if alike else [starts, [whole]]:
+            own = question.costs_of(each[0].num_stages, "the plan")
+            chosen = split_where_it_pays(each, own, limits, goal, made.steps // 2)
+            found.append(judge(chosen, own))
+    best = min(found, key=lambda each: goal.of(each.timeline))
+    chosen = _plan_of(best, limits, goal, made.source, made.steps)
+    return Planned(chosen.schedule, best.costs, plan=chosen, limits=limits, known=())
 
 
 def _bound(question: Question, placement: Placement, limits: Sequence[float]) -> float:

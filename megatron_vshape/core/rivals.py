@@ -1,19 +1,17 @@
 """What a plan has to beat: Megatron's own schedules and the published ones, by stages a device."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import Kind, ScheduleError
-from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make, make_block
-from megatron_vshape.core.program.lowering import fuse
 
 MEGATRONS_OWN = ("1f1b", "interleaved-1f1b")
 """The schedules that Megatron's own functions run."""
@@ -116,39 +114,11 @@ def may_fit(
     return fits([peak * min(held[stage] for stage in own) for peak, own in rows], limits)
 
 
-def fits(peak: Sequence[float], limits: Sequence[float]) -> bool:
-    """Return whether no device holds more than it may."""
-    return all(held <= most * (1 + SAME) for held, most in zip(peak, limits, strict=True))
-
-
 def joined(known: Known, objective: Objective) -> Known:
-    """Return the schedule with B and W that stand together run as BW where that is not slower.
-
-    Only where BW has a price of its own; else `lower` does it, and it changes no time. First those
-    that delay nobody, then all, and if that is too much, those of one stage after the other.
-    """
-    costs, timeline = known.costs, known.timeline
-    if costs.whole_backward_us is None:
+    """Return the schedule with B and W run as BW where that is not slower, if BW has a price."""
+    if known.costs.whole_us is None:
         return known
-    best = judge(fuse(timeline), costs)
-    everywhere = range(best.schedule.num_stages)
-    for stages in (everywhere, *((stage,) for stage in everywhere)):
-        tried = judge(_join(best.schedule, stages), costs)
-        if objective.of(tried.timeline) <= objective.of(best.timeline):
-            best = tried
-    return best._replace(rival=known.rival)
+    from megatron_vshape.core.splitting import joined  # which brings numba along
 
-
-def _join(schedule: Schedule, stages: Sequence[int]) -> Schedule:
-    """Return the schedule with every W of these stages that follows its B run with it."""
-    rows = []
-    for own in schedule.order:
-        row: list[Pass] = []
-        for work in own:
-            before = row[-1] if row else None
-            if work.kind is Kind.W and work.stage in stages and before == (Kind.B, *work[1:]):
-                row[-1] = work._replace(kind=Kind.BW)
-            else:
-                row.append(work)
-        rows.append(tuple(row))
-    return replace(schedule, order=tuple(rows))
+    schedule = joined(known.schedule, known.costs, objective)
+    return judge(schedule, known.costs)._replace(rival=known.rival)

@@ -81,4 +81,4 @@ class Pricing:
             held = more.held
             added = Piece(more.forward, more.backward, more.weight, held, held)
             stages[at] = stages[at].plus(added)
-        return Costs.of(stages, costs.send_us)
+        return Costs.of(stages, costs.send_us, host_us=costs.host_us)

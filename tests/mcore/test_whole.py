@@ -13,6 +13,7 @@ from torch import nn
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.lowering import whole_backwards
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     check_arguments,
@@ -22,7 +23,7 @@ from megatron_vshape.mcore.refusals import (
 from megatron_vshape.mcore.setup.arguments import add_arguments, options_of
 from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.configure import _recomputed_inputs, prepare
-from megatron_vshape.mcore.setup.plans import Planner, whole_backwards
+from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.split import unsplit
 
 

@@ -99,6 +99,11 @@ def check_limits(
             raise LimitError(device, limit, need, max(needs))
 
 
+def fits(peak: Sequence[float], limits: Sequence[float]) -> bool:
+    """Return whether no device holds more than its limit, but for rounding."""
+    return all(held <= most * (1 + _ROUNDING) for held, most in zip(peak, limits, strict=True))
+
+
 def least_limit(costs: Costs, num_devices: int, placements: Sequence[Placement]) -> float:
     """Return the least limit, the same for all devices, that something fits on one placement.
 

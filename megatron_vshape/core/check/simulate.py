@@ -88,7 +88,7 @@ class _Simulation:
         if stuck:
             raise ScheduleError(explain_deadlock(self.lanes, self.table, stuck))
         starts, ends = (_by_device(self.schedule, self.lanes, x) for x in (self.starts, self.ends))
-        return Timeline(self.schedule, starts, ends, self.send_us, self.costs.whole_backward_us)
+        return Timeline(self.schedule, starts, ends, self.send_us, self.costs.whole_us)
 
     def _advance(self, at: int, awake: list[int]) -> None:
         """Run the lane's passes up to the first whose inputs are not there yet."""

@@ -16,7 +16,7 @@ from megatron_vshape.core.model.files import (
     parse_object,
     read_text,
 )
-from megatron_vshape.core.model.kinds import KINDS, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import KINDS, PARTS, PROCESSOR, Kind, ScheduleError
 
 LEAST, MOST = 1e-6, 1e15
 """Of a time, and of what is held; times stay far from where floats end."""
@@ -35,11 +35,15 @@ class Piece:
     held_after_forward_bytes: float
     held_after_backward_bytes: float
     saved_us: float = 0.0  # by a whole backward, beside B + W
+    forward_exchange_us: float = 0.0  # that F waits for other ranks of its stage, beside forward_us
+    backward_exchange_us: float = 0.0  # that B does
+    hidden_exchange_us: float = 0.0  # of B's, in a whole backward
 
     @property
     def time_us(self) -> float:
         """Return the time of all passes of a microbatch, its backward split."""
-        return self.forward_us + self.backward_us + self.weight_us
+        exchange_us = self.forward_exchange_us + self.backward_exchange_us
+        return self.forward_us + self.backward_us + self.weight_us + exchange_us
 
     def times(self, factor: float) -> Self:
         """Return `factor` of this piece."""
@@ -76,8 +80,14 @@ class Costs:
     Times are in microseconds or any other unit used throughout, memory likewise in bytes or in
     chunks. A stage holds `held_after_forward_bytes` per microbatch from the start of F, then
     `held_after_backward_bytes` from the end of B, and nothing from the end of W on. `layers` says
-    how many layers every stage had when that was measured, where it is known; `whole_backward_us`
-    what a BW takes where that is not B + W, as exchanges hide in it that a split one waits for.
+    how many layers every stage had when that was measured, where it is known.
+
+    A pass takes what it computes, the exchanges with other ranks of its stage (tensor and expert
+    parallel) that it waits for, and `host_us`, whatever its size: so twice the stages take twice as
+    much of that. A BW computes for `whole_backward_us` and waits for `whole_exchange_us`, where
+    these are not those of B and W; exchanges hide in it that a split one waits for. A message takes
+    `send_us` between any two stages of other devices. `sources` tell of what stands here by name
+    whether it was measured or assumed, and how.
 
     >>> from megatron_vshape import Costs
     >>> costs = Costs.uniform(num_devices=2, num_stages=4, forward=1, backward=1.2, weight=0.8)
@@ -93,6 +103,11 @@ class Costs:
     held_after_backward_bytes: tuple[float, ...]
     layers: tuple[int, ...] | None = None
     whole_backward_us: tuple[float, ...] | None = None  # None: B + W
+    host_us: float = 0.0  # of a pass of the processor: what launching and running it takes beside
+    forward_exchange_us: tuple[float, ...] | None = None  # None: nothing
+    backward_exchange_us: tuple[float, ...] | None = None
+    whole_exchange_us: tuple[float, ...] | None = None  # None: as B's
+    sources: tuple[tuple[str, str], ...] = ()  # "measured ..." or "assumed ...", by name
     others: tuple[tuple[str, tuple[float, ...]], ...] = ()  # what other kinds take or hold, by name
 
     def __post_init__(self) -> None:
@@ -107,13 +122,16 @@ class Costs:
         backward: float = 1.0,
         weight: float = 1.0,
         send: float = 0.0,
+        host: float = 0.0,
+        *,
         kinds: Iterable[Kind] = (),
     ) -> "Costs":
         """Return equal costs, given for one of 2 * num_devices stages and scaled to `num_stages`.
 
         So every placement does the same work and holds memory in the same unit, the chunk: the
-        activations of one microbatch in 1 / (2 * num_devices) of the model. What other `kinds`
-        than F, B and W take and hold is 1.
+        activations of one microbatch in 1 / (2 * num_devices) of the model. What a message takes,
+        and the host for a pass, is the same at any number of stages. What other `kinds` than F, B
+        and W take and hold is 1.
         """
         scale = 2 * num_devices / num_stages
 
@@ -122,11 +140,17 @@ class Costs:
 
         one = alike(1.0)
         others = tuple((name, one) for name in _names_of_others(kinds))
-        return cls(alike(forward), alike(backward), alike(weight), send, one, one, others=others)
+        times = alike(forward), alike(backward), alike(weight)
+        return cls(*times, send, one, one, host_us=host, others=others)
 
     @classmethod
     def of(
-        cls, stages: Sequence[Piece], send_us: float, layers: Sequence[int] | None = None
+        cls,
+        stages: Sequence[Piece],
+        send_us: float,
+        layers: Sequence[int] | None = None,
+        host_us: float = 0.0,
+        sources: tuple[tuple[str, str], ...] = (),
     ) -> "Costs":
         """Return the costs of these stages, in model order."""
         each: dict[str, Any] = {
@@ -138,13 +162,26 @@ class Costs:
             least = (max(stage.backward_us, stage.weight_us) for stage in stages)
             whole = (s.backward_us + s.weight_us - s.saved_us for s in stages)
             each["whole_backward_us"] = tuple(map(max, least, whole))
-        return cls(send_us=send_us, **each)
+        for name in ("forward_exchange_us", "backward_exchange_us"):
+            if any(getattr(stage, name) > 0 for stage in stages):
+                each[name] = tuple(getattr(stage, name) for stage in stages)
+        if any(stage.hidden_exchange_us > 0 for stage in stages):
+            left = (s.backward_exchange_us - s.hidden_exchange_us for s in stages)
+            each["whole_exchange_us"] = tuple(max(0.0, exposed) for exposed in left)
+        return cls(send_us=send_us, host_us=host_us, sources=sources, **each)
 
     def stages(self) -> list[Piece]:
         """Return every stage by itself."""
         split = enumerate(map(add, self.backward_us, self.weight_us))
-        saved = (both - self.time_us(Kind.BW, stage) for stage, both in split)
-        return list(map(Piece, *(getattr(self, name) for name in _PER_STAGE), saved))
+        saved = (both - self._computes_us(Kind.BW, stage) for stage, both in split)
+        stages = range(self.num_stages)
+        forward, backward, whole = (
+            [self._exchanges_us(kind, stage) for stage in stages]
+            for kind in (Kind.F, Kind.B, Kind.BW)
+        )
+        hidden = (b - left for b, left in zip(backward, whole, strict=True))
+        own = (getattr(self, name) for name in _PER_STAGE)
+        return list(map(Piece, *own, saved, forward, backward, hidden))
 
     @property
     def num_stages(self) -> int:
@@ -152,11 +189,49 @@ class Costs:
         return len(self.forward_us)
 
     def time_us(self, kind: Kind, stage: int) -> float:
-        """Return how long a pass of `kind` takes on `stage`; BW takes B + W if nothing is said."""
+        """Return how long a pass of `kind` takes on `stage`, everything counted."""
+        host_us = self.host_us if kind.resource == PROCESSOR else 0.0
+        return self._computes_us(kind, stage) + self._exchanges_us(kind, stage) + host_us
+
+    def _computes_us(self, kind: Kind, stage: int) -> float:
         times = self._named(kind.time)
         if times is not None:
             return times[stage]
-        return sum(self.time_us(part, stage) for part in kind.does if part is not kind)
+        return sum(self._computes_us(part, stage) for part in kind.does if part is not kind)
+
+    def _exchanges_us(self, kind: Kind, stage: int) -> float:
+        times = self._named(kind.exchange)
+        if times is not None:
+            return times[stage]
+        return sum(self._exchanges_us(part, stage) for part in kind.does if part is not kind)
+
+    @property
+    def whole_us(self) -> tuple[float, ...] | None:
+        """Return what a BW takes on every stage; None if that is B + W, so that joining is free."""
+        both = self.whole_backward_us, self.whole_exchange_us
+        if both == (None, None) and not self.host_us:
+            return None
+        return tuple(self.time_us(Kind.BW, stage) for stage in range(self.num_stages))
+
+    def in_passes(self) -> "Costs":
+        """Return the costs with all that a pass takes in its own time, exchanges and host too."""
+        if not self.host_us and all(getattr(self, name) is None for name in _EXCHANGES):
+            return self
+        stages = range(self.num_stages)
+        forward, backward, weight = (
+            tuple(self.time_us(kind, stage) for stage in stages) for kind in PARTS
+        )
+        return replace(
+            self,
+            forward_us=forward,
+            backward_us=backward,
+            weight_us=weight,
+            whole_backward_us=self.whole_us,
+            host_us=0.0,
+            forward_exchange_us=None,
+            backward_exchange_us=None,
+            whole_exchange_us=None,
+        )
 
     def changes(self, kind: Kind) -> tuple[Sequence[float], Sequence[float]]:
         """Return, by stage, how much more is held when such a pass starts, and when it ends."""
@@ -177,7 +252,7 @@ class Costs:
         Raises:
             ScheduleError: a kind of pass has such amounts, and these costs do not.
         """
-        if not name or name in _OPTIONAL or name in _FIELDS:
+        if not name or name in _KNOWN:
             found: tuple[float, ...] | None = getattr(self, name) if name else None
             return found
         for known, amounts in self.others:
@@ -191,35 +266,52 @@ class Costs:
         What runs at these costs runs at those, every BW as B and W, no later and holding no more:
         so bounds for these hold.
         """
-        if self.whole_backward_us is None:
-            return self
+        priced = self.in_passes()
+        if priced.whole_backward_us is None:
+            return priced
         backward, weight = [], []
         for b, w, whole in zip(
-            self.backward_us, self.weight_us, self.whole_backward_us, strict=True
+            priced.backward_us, priced.weight_us, priced.whole_backward_us, strict=True
         ):
             weight.append(min(w, max(whole - b, whole / 1000)))  # above 0, as a time is
             backward.append(min(b, whole - weight[-1]))
         held = map(min, self.held_after_forward_bytes, self.held_after_backward_bytes)
         return replace(
-            self,
+            priced,
             backward_us=tuple(backward),
             weight_us=tuple(weight),
             held_after_backward_bytes=tuple(held),
             whole_backward_us=None,
         )
 
+    def never_split(self) -> "Costs":
+        """Return costs at which B is a whole backward, and W next to nothing, as a time is."""
+        whole = [self.time_us(Kind.BW, stage) for stage in range(self.num_stages)]
+        rest = 1e-6  # of it
+        return replace(
+            self.in_passes(),
+            backward_us=tuple(each * (1 - rest) for each in whole),
+            weight_us=tuple(max(each * rest, LEAST) for each in whole),
+            whole_backward_us=None,
+            held_after_backward_bytes=(0.0,) * self.num_stages,
+        )
+
     def busy_us(self, placement: Sequence[int], num_devices: int, num_microbatches: int) -> float:
         """Return the least work of the busiest device, every backward split or whole."""
         work = [0.0] * num_devices
         for stage, device in enumerate(placement):
-            split = self.backward_us[stage] + self.weight_us[stage]
-            work[device] += self.forward_us[stage] + min(split, self.time_us(Kind.BW, stage))
+            forward, *split = (self.time_us(kind, stage) for kind in PARTS)
+            work[device] += forward + min(sum(split), self.time_us(Kind.BW, stage))
         return max(work) * num_microbatches
 
     def to_json(self) -> str:
         """Return the costs file's text."""
         given = {name: getattr(self, name) for name in (*_FIELDS, *_OPTIONAL)}
         known = {name: value for name, value in given.items() if value is not None}
+        if self.host_us:
+            known["host_us"] = self.host_us
+        if self.sources:
+            known["sources"] = dict(self.sources)
         return json.dumps(known | dict(self.others), indent=1)
 
     @classmethod
@@ -231,8 +323,9 @@ class Costs:
         """
         data = parse_object(text, "the costs file")
         layers = _whole_numbers("layers", data.pop("layers")) if "layers" in data else None
-        name = "whole_backward_us"
-        whole_us = _numbers(name, data.pop(name)) if name in data else None
+        host_us = _numbers("host_us", [data.pop("host_us", 0.0)])[0]
+        sources = _sources(data.pop("sources", {}))
+        optional = {name: _numbers(name, data.pop(name)) for name in _TIMES if name in data}
         others = tuple(
             (each, _numbers(each, data.pop(each)))
             for each in _names_of_others(KINDS)
@@ -245,8 +338,14 @@ class Costs:
             raise ScheduleError(
                 "held_after_forward_bytes is 0 for every stage; some must hold more"
             )
+        lists |= optional
         return cls(
-            send_us=send_us, **lists, layers=layers, whole_backward_us=whole_us, others=others
+            send_us=send_us,
+            **lists,
+            layers=layers,
+            host_us=host_us,
+            sources=sources,
+            others=others,
         )
 
     @classmethod
@@ -260,8 +359,8 @@ class Costs:
 
     def _check(self) -> None:
         values_of = {name: getattr(self, name) for name in _PER_STAGE} | dict(self.others)
-        if self.whole_backward_us is not None:
-            values_of["whole_backward_us"] = self.whole_backward_us
+        given = {name: getattr(self, name) for name in _TIMES}
+        values_of |= {name: values for name, values in given.items() if values is not None}
         for name, values in values_of.items():
             if len(values) != len(self.forward_us) or not values:
                 raise ScheduleError(
@@ -269,11 +368,13 @@ class Costs:
                     "forward_us; there must be one of each per stage"
                 )
             for stage, value in enumerate(values):
-                _check_value(name, f"{name} of stage {stage}", value)
+                _check_value(name, f"{name} of stage {stage}", value, name in _EXCHANGES)
         self._check_layers()
         _check_value("send_us", "send_us", self.send_us, may_be_zero=True)
+        _check_value("host_us", "host_us", self.host_us, may_be_zero=True)
         times = [time for name in values_of if name.endswith("_us") for time in values_of[name]]
-        longest, shortest = max(*times, self.send_us), min(times)
+        longest = max(*times, self.send_us, self.host_us)
+        shortest = min(filter(None, times))
         if longest > MAX_RATIO * shortest:
             raise ScheduleError(
                 f"the times reach from {shortest} to {longest}; none may be more than "
@@ -302,15 +403,39 @@ def _check_value(name: str, what: str, value: float, may_be_zero: bool = False) 
         raise ScheduleError(f"{what} is {value}; it must be from {LEAST:g} to {MOST:g}")
 
 
-_PER_STAGE = tuple(each.name for each in fields(Piece) if each.name != "saved_us")
-_OPTIONAL = ("layers", "whole_backward_us")
+_PER_STAGE = tuple(each.name for each in fields(Piece)[:5])
+_EXCHANGES = ("forward_exchange_us", "backward_exchange_us", "whole_exchange_us")
+_TIMES = ("whole_backward_us", *_EXCHANGES)  # of every stage, where they are known
+_OPTIONAL = ("layers", *_TIMES)
 _FIELDS = (*_PER_STAGE[:3], "send_us", *_PER_STAGE[3:])
+_KNOWN = frozenset((*_FIELDS, *_OPTIONAL, "host_us", "sources"))
+
+MEASURED, ASSUMED = "measured", "assumed"
+"""How the source of a figure begins."""
 
 
 def _names_of_others(kinds: Iterable[Kind]) -> list[str]:
     """Return what passes of these kinds take and hold, by the table, that no costs must have."""
-    names = (name for kind in kinds for name in (kind.time, kind.takes, kind.keeps, kind.frees))
-    return [name for name in dict.fromkeys(names) if name and name not in (*_FIELDS, *_OPTIONAL)]
+    names = (
+        name
+        for kind in kinds
+        for name in (kind.time, kind.exchange, kind.takes, kind.keeps, kind.frees)
+    )
+    return [name for name in dict.fromkeys(names) if name and name not in _KNOWN]
+
+
+def _sources(given: object) -> tuple[tuple[str, str], ...]:
+    """Return the sources read from JSON; raises ScheduleError unless they are of figures here."""
+    if not isinstance(given, dict):
+        raise ScheduleError(f"sources is {given!r:.60}; it must be an object with a text per name")
+    for name, text in given.items():
+        if name not in _KNOWN and name not in _names_of_others(KINDS):
+            raise ScheduleError(f"sources tells of {name!r:.40}, which no costs file has")
+        if not isinstance(text, str) or not text.startswith((MEASURED, ASSUMED)):
+            raise ScheduleError(
+                f"the source of {name} is {text!r:.60}; it must begin with {MEASURED} or {ASSUMED}"
+            )
+    return tuple(given.items())
 
 
 def _numbers(name: str, values: object) -> tuple[float, ...]:
@@ -350,7 +475,8 @@ def chunk_of(costs: Costs, num_devices: int) -> float:
 def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
     """Return the costs of a coarser cut of the same model: neighbouring stages added up.
 
-    So one file of 2 D stages serves every schedule of one or two chunks a device.
+    So one file of 2 D stages serves every schedule of one or two chunks a device. What a message
+    takes stays, and what the host takes for a pass: of the coarser cut there are fewer of both.
 
     Raises:
         ScheduleError: the stages do not go evenly into the file's.

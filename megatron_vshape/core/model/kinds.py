@@ -39,9 +39,10 @@ class Kind(str):
     kind of which others read results of another stage sends them there. A kind that `does` others
     does what one pass of each does, one after the other, and is waited for as they are.
 
-    Amounts are named by what `Costs` call them, one value per stage: a pass lasts `time`, by
-    default no time, or as long as what it `does`; it holds `takes` from its start on and `keeps`
-    from its end on, and lets go of `frees` at its end.
+    Amounts are named by what `Costs` call them, one value per stage: a pass computes for `time`, by
+    default no time, or as long as what it `does`, and for `exchange` waits for other ranks of its
+    stage; it holds `takes` from its start on and `keeps` from its end on, and lets go of `frees` at
+    its end.
     """
 
     F: ClassVar["Kind"]
@@ -59,6 +60,7 @@ class Kind(str):
     everywhere: bool  # whether every stage and microbatch must have it
     resource: str
     time: str
+    exchange: str
     takes: str
     keeps: str
     frees: str
@@ -93,6 +95,7 @@ def define(
     everywhere: bool = False,
     resource: str = PROCESSOR,
     time: str = "",
+    exchange: str = "",
     takes: str = "",
     keeps: str = "",
     frees: str = "",
@@ -121,7 +124,8 @@ def define(
     kind.receives = any(read.step for read in kind.reads)
     kind.does = tuple(does) or (kind,)
     kind.everywhere, kind.resource = everywhere, resource
-    kind.time, kind.takes, kind.keeps, kind.frees = time, takes, keeps, frees
+    kind.time, kind.exchange = time, exchange
+    kind.takes, kind.keeps, kind.frees = takes, keeps, frees
     kind.colour, kind.terminal = colour, terminal
     _ROWS[name] = kind
     return kind
@@ -148,6 +152,7 @@ Kind.F = define(
     reads=[Read("F", -1)],
     everywhere=True,
     time="forward_us",
+    exchange="forward_exchange_us",
     takes="held_after_forward_bytes",
     colour="#1f5fa8",
     terminal=(25, 111),
@@ -160,6 +165,7 @@ Kind.B = define(
     reads=[Read("F"), Read("B", +1)],
     everywhere=True,
     time="backward_us",
+    exchange="backward_exchange_us",
     keeps="held_after_backward_bytes",
     frees="held_after_forward_bytes",
     colour="#c4540a",
@@ -185,6 +191,7 @@ Kind.BW = define(
     reads=Kind.B.reads,
     does=(Kind.B, Kind.W),
     time="whole_backward_us",
+    exchange="whole_exchange_us",
     frees="held_after_forward_bytes",
 )
 

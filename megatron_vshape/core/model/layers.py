@@ -21,6 +21,7 @@ class Pieces:
     first: Piece
     last: Piece
     send_us: float
+    host_us: float = 0.0  # of a pass, however many layers it has
 
     @classmethod
     def of(cls, costs: Costs, layers: Sequence[float]) -> "Pieces":
@@ -52,6 +53,7 @@ class Pieces:
             stages[0].over(layer.times(layers[0])),
             stages[-1].over(layer.times(layers[-1])),
             costs.send_us,
+            costs.host_us,
         )
 
     @classmethod
@@ -76,7 +78,7 @@ class Pieces:
         least = LEAST * self.layer.time_us
 
         stages = [stage.at_least(least) for stage in stages]
-        return Costs.of(stages, self.send_us, layers)
+        return Costs.of(stages, self.send_us, layers, self.host_us)
 
     def balanced(self, num_layers: int, placement: Placement) -> tuple[int, ...]:
         """Return how many layers every stage gets so that the busiest device has least to do.

@@ -55,7 +55,7 @@ def prove(
             "a proof needs OR-tools: pip install 'megatron-vshape[exact]'"
         ) from None
     schedule = plan.schedule
-    if costs.whole_backward_us is not None or not schedule.kinds.issubset(PARTS):
+    if costs.whole_us is not None or not schedule.kinds.issubset(PARTS):
         return plan
     each = each_limit(limits, schedule.num_devices)
     for device, (held, most) in enumerate(zip(plan.peak, each, strict=True)):
@@ -80,6 +80,7 @@ def prove(
 def _make_model(model: Any, plan: Plan, costs: Costs, limits: Sequence[float]) -> _Model:
     schedule = plan.schedule
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    costs = costs.in_passes()
     times = (*costs.forward_us, *costs.backward_us, *costs.weight_us)
     per_us = scale_to(TICKS, fmean(times))
     timeline = simulate(schedule, costs)

@@ -79,6 +79,7 @@ def plan(
     *,
     placements: Sequence[Placement] = (),
     kinds: Iterable[Kind] = PARTS,
+    whole: bool = False,
     steps: int | None = None,
     seconds: float | None = None,
     progress: Progress | None = None,
@@ -92,8 +93,9 @@ def plan(
     the best so far.
     `placements` are those allowed, by default `default_placements`; costs of more stages than a
     placement has are added up. Every stage and microbatch has a pass of each of `kinds`, for which
-    the costs must have what the table of kinds names. The first run compiles the inner loops, which
-    numba keeps for later ones.
+    the costs must have what the table of kinds names. With `whole` every B stands for a BW and
+    takes its time, and no W counts: the order is meant to run without. The first run compiles the
+    inner loops, which numba keeps for later ones.
 
     >>> from megatron_vshape import Costs, plan
     >>> costs = Costs.uniform(4, 8, forward=1, backward=1.2, weight=0.8, send=0.05)
@@ -112,6 +114,7 @@ def plan(
     refused: list[LimitError] = []
     for placement in allowed:
         own = regroup(costs, len(placement), f"a placement of {len(placement)} stages")
+        own = own.never_split() if whole else own
         try:
             problem = make_problem(
                 own, num_devices, num_microbatches, limit, goal, placement, kinds

@@ -96,6 +96,23 @@ def forward_wave(placement: Placement, num_devices: int, num_microbatches: int) 
     return Schedule("evaluation", num_devices, num_microbatches, placement, tuple(map(tuple, rows)))
 
 
+def whole_backwards(schedule: Schedule) -> Schedule:
+    """Return the schedule with every B made BW, and no W.
+
+    For what is planned so, and for recomputed layers: between B and W all activations of a layer
+    would be there, which recomputing is to avoid. No pass waits for a W, so the order stays legal.
+    """
+    rows = tuple(
+        tuple(
+            work._replace(kind=Kind.BW) if work.kind is Kind.B else work
+            for work in row
+            if work.kind is not Kind.W
+        )
+        for row in schedule.order
+    )
+    return replace(schedule, order=rows)
+
+
 def fuse(timeline: Timeline) -> Schedule:
     """Return the schedule with B W made BW where B's reader starts late enough for all of BW.
 

@@ -17,7 +17,7 @@ from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.program.hiding import Beside, weights_beside
 from megatron_vshape.core.program.instructions import Program
-from megatron_vshape.core.program.lowering import forward_wave, lower
+from megatron_vshape.core.program.lowering import forward_wave, lower, whole_backwards
 from megatron_vshape.mcore.setup.choice import GIB, Choice
 
 logger = logging.getLogger(__name__)
@@ -213,23 +213,6 @@ class Planner:
             f"nothing fits --pipeline-memory-limit {limit / GIB:g}: {rows}; the least "
             f"limit is {math.ceil(1000 * least / GIB) / 1000:.3f} GiB"
         )
-
-
-def whole_backwards(schedule: Schedule) -> Schedule:
-    """Return the schedule with every B made BW, and no W.
-
-    For recomputed layers: between B and W all activations of a layer would be there, which
-    recomputing is to avoid. No pass waits for a W, so the order stays legal.
-    """
-    rows = tuple(
-        tuple(
-            work._replace(kind=Kind.BW) if work.kind is Kind.B else work
-            for work in row
-            if work.kind is not Kind.W
-        )
-        for row in schedule.order
-    )
-    return replace(schedule, order=rows)
 
 
 def one_microbatch(placement: Placement, num_devices: int) -> Schedule:

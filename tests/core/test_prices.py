@@ -1,0 +1,165 @@
+"""What a pass takes beside its work: host time, exchanges, messages; and where to split by it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from megatron_vshape.core.ask import AUTO, Question, best_order
+from megatron_vshape.core.check.bounds import lower_bound
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import Costs, Piece, regroup
+from megatron_vshape.core.model.kinds import KINDS, Kind, ScheduleError
+from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.schedule import Objective
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.planner.search import plan
+from megatron_vshape.core.program.lowering import whole_backwards
+from megatron_vshape.core.splitting import joined, saves, where_split
+
+REAL = (1.0, 1.15, 0.85, 0.05)
+EXCHANGES = {"forward_exchange_us": (0.5,) * 4, "backward_exchange_us": (0.25,) * 4}
+
+
+def saving(costs: Costs, share: float) -> Costs:
+    """Return the costs with whole backwards that save this share of B + W."""
+    split = zip(costs.backward_us, costs.weight_us, strict=True)
+    return replace(costs, whole_backward_us=tuple((1 - share) * (b + w) for b, w in split))
+
+
+def test_a_pass_takes_its_work_its_exchange_and_the_host() -> None:
+    costs = replace(Costs.uniform(2, 4, 1, 2, 3, 0.0, 0.125), **EXCHANGES)
+    assert [costs.time_us(kind, 1) for kind in KINDS] == [1.625, 2.375, 3.125, 5.375]
+    hidden = replace(costs, whole_exchange_us=(0.0,) * 4, whole_backward_us=(4.0,) * 4)
+    assert hidden.time_us(Kind.BW, 1) == 4.125
+    assert [hidden.in_passes().time_us(kind, 1) for kind in KINDS] == [1.625, 2.375, 3.125, 4.125]
+    # One microbatch: down, and back by B alone; the last W is all that is left.
+    makespan = simulate(make("v-min", 2, 1), costs).makespan
+    assert makespan == 4 * 1.625 + 4 * 2.375 + 3.125
+
+
+def test_halves_of_a_stage_take_half_of_the_work_and_all_of_the_host() -> None:
+    costs = replace(Costs.uniform(2, 8, *REAL, 0.125), forward_exchange_us=(0.5,) * 8)
+    coarse = regroup(costs, 4, "a V")
+    assert coarse.time_us(Kind.F, 0) == 2 * costs.time_us(Kind.F, 0) - 0.125
+    assert coarse.forward_exchange_us == (1.0,) * 4
+    assert (coarse.host_us, coarse.send_us) == (0.125, 0.05)
+    assert Costs.uniform(2, 4, *REAL, 0.125).forward_us == coarse.forward_us
+    fewer, more = (make("interleaved-1f1b", 2, 8, chunks=chunks) for chunks in (2, 4))
+    # The same work: what more stages take longer on a device are as many passes of the host.
+    busy = simulate(more, costs).busy - simulate(fewer, coarse).busy
+    assert busy == pytest.approx(8 * 2 * 2 * 0.125)
+
+
+def test_files_have_them_and_their_sources_and_old_ones_have_none() -> None:
+    old = Costs.uniform(2, 4, *REAL)
+    assert set(Costs.from_json(old.to_json()).to_json()) == set(old.to_json())
+    assert not any(name in old.to_json() for name in ("host", "exchange", "sources"))
+    sources = (("forward_us", "measured on one GPU"), ("send_us", "assumed: 50 GB/s"))
+    costs = replace(old, host_us=3.0, sources=sources, **EXCHANGES)
+    assert Costs.from_json(costs.to_json()) == costs
+    assert Costs.of(costs.stages(), 0.05, None, 3.0, sources) == costs
+    layer = Piece(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.5, 0.25, 0.25)
+    pieces = Pieces(layer, layer.times(0.0), layer.times(0.0), 0.0, 0.125)
+    made = pieces.costs((2, 1))
+    assert made.time_us(Kind.F, 0) == 2 * 1.5 + 0.125
+    assert made.time_us(Kind.BW, 0) == 2 * 2.0 + 0.125
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ('"host_us": -1', "host_us is -1.0; it must be finite and not below 0"),
+        ('"forward_exchange_us": [1]', "1 values of forward_exchange_us and 4 of forward_us"),
+        ('"sources": 3', "sources is 3; it must be an object with a text per name"),
+        ('"sources": {"x": "measured"}', "sources tells of 'x', which no costs file has"),
+        (
+            '"sources": {"send_us": "guessed"}',
+            "the source of send_us is 'guessed'; it must begin with measured or assumed",
+        ),
+    ],
+)
+def test_what_is_no_price_is_refused(given: str, said: str) -> None:
+    text = Costs.uniform(2, 4).to_json().rstrip("}") + f", {given}}}"
+    with pytest.raises(ScheduleError, match=said):
+        Costs.from_json(text)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half"])
+def test_bounds_hold_with_them(name: str) -> None:
+    schedule = make(name, 4, 8)
+    stages = schedule.num_stages
+    costs = replace(
+        Costs.uniform(4, stages, *REAL, 0.2),
+        backward_exchange_us=(0.4,) * stages,
+        whole_exchange_us=(0.0,) * stages,
+    )
+    limits = peak_held(schedule, costs)
+    bound = lower_bound(costs, schedule.placement, 4, 8, limits)
+    for each in (schedule, joined(schedule, costs, Objective.MAKESPAN)):
+        assert bound <= simulate(each, costs).makespan * (1 + 1e-9)
+
+
+def test_where_backwards_are_split_is_told() -> None:
+    schedule = make("v-half", 2, 8)
+    assert where_split(schedule) == "everywhere"
+    assert where_split(whole_backwards(schedule)) == "nowhere"
+    assert where_split(make("1f1b", 2, 8)) == "nowhere"
+
+
+def test_it_splits_where_it_pays() -> None:
+    """The dearer splitting is, the less of it; at last at the ends alone, and nowhere."""
+    costs = Costs.uniform(4, 8, *REAL)
+    shares = []
+    for share in (0.05, 0.35):
+        answer = best_order(Question(AUTO, 4, 16, saving(costs, share), limit=8, steps=20_000))
+        backwards = [p.kind for row in answer.schedule.order for p in row if Kind.B in p.kind.does]
+        shares.append(backwards.count(Kind.B) / len(backwards))
+    assert 0 < shares[1] < shares[0]
+    assert where_split(answer.schedule).startswith("0 % of the backwards in the steady state")
+
+
+def test_a_pass_that_costs_the_host_much_is_not_added() -> None:
+    """Half of a pass for the host: then a W apart is half a pass longer."""
+    cheap, dear = (Costs.uniform(4, 8, *REAL, host) for host in (0.0, 0.5))
+    split, whole = (
+        best_order(Question(AUTO, 4, 16, costs, limit=8, steps=20_000)) for costs in (cheap, dear)
+    )
+    passes = [sum(map(len, each.schedule.order)) for each in (split, whole)]
+    assert passes[1] < passes[0]
+    assert whole.plan.value < simulate(split.schedule, dear).makespan
+
+
+def cell(seed: int) -> tuple[Costs, int, int, float]:
+    """Return random costs, devices, microbatches and limit."""
+    draw = random.Random(seed)
+    devices, microbatches = draw.choice([2, 3, 4]), draw.randint(2, 14)
+    parts = draw.uniform(0.7, 1.3), draw.uniform(0.7, 1.6), draw.uniform(0.4, 1.2)
+    costs = Costs.uniform(devices, 2 * devices, *parts, draw.choice([0.0, 0.1]))
+    if seed % 3:
+        costs = saving(costs, draw.uniform(0.01, 0.4))
+    if seed % 3 != 1:
+        costs = replace(costs, host_us=draw.uniform(0.01, 0.4))
+    if seed % 2:
+        exchange = (draw.uniform(0.05, 0.4),) * (2 * devices)
+        costs = replace(
+            costs, backward_exchange_us=exchange, whole_exchange_us=(0.0,) * (2 * devices)
+        )
+    return costs, devices, microbatches, draw.uniform(devices + 2, 2 * devices)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_plan_is_slower_than_one_split_everywhere_or_nowhere(seed: int) -> None:
+    costs, devices, microbatches, limit = cell(seed)
+    assert saves(costs) > 0
+    answer = best_order(Question(AUTO, devices, microbatches, costs, limit=limit, steps=4_000))
+    verify(answer.schedule, answer.limits, answer.costs)
+    sizes = devices, microbatches, limit
+    everywhere = plan(costs, *sizes, steps=4_000).schedule
+    nowhere = whole_backwards(plan(costs, *sizes, steps=4_000, whole=True).schedule)
+    published = [make(name, devices, microbatches) for name in ("1f1b", "1f1b-v", "zb-h1", "v-zb")]
+    for each in (everywhere, nowhere, *published):
+        own = regroup(costs, each.num_stages, each.name)
+        if max(peak_held(each, own)) <= limit:
+            assert answer.plan.value <= simulate(each, own).makespan * (1 + 1e-9)
