@@ -6,17 +6,16 @@ device i, h = what a microbatch holds there, M = the device's limit, m microbatc
 * Resource and start-up: a device works for all microbatches, not before the first one comes.
 * Memory over time: a microbatch holds h at least as long as its way from F(s) to the last stage
   and back takes; the device can give M all the time and no more.
-* Warm-up: before the first microbatch is back for its next chunk, only forwards of the first
-  chunk can run, as many as leave room for that chunk; before its B(s) of the first chunk is
-  over, no memory of the first chunk comes free, so only so many microbatches have any work.
-* Drain: what follows the last B on a device is a chain to device 0. Meanwhile the device has only
-  W left, and no more of them than its memory could put off.
+* Both ends: what a device idles in warm-up and in drain, `ends`, beside its work.
+
+They are for the placement they are asked for, whatever order runs on it; for several placements
+the least of theirs holds.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
+from megatron_vshape.core.check.ends import Ways, end_with_idle
 from megatron_vshape.core.model.costs import Costs, held_text, regroup
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement, check_placement, stages_of
@@ -44,14 +43,6 @@ class LimitError(ScheduleError):
             f"microbatch alone needs {text(self.need)} there; the least limit for all devices is "
             f"{text(self.least)}"
         )
-
-
-class _Paths(NamedTuple):
-    """Shortest times along the way of one microbatch, per stage."""
-
-    forward: tuple[float, ...]  # until F(s) can start
-    round_trip: tuple[float, ...]  # from the start of F(s) to the end of B(s)
-    drain: tuple[float, ...]  # from the end of B(s) to the end of B(0) and its W
 
 
 def each_limit(limits: float | Sequence[float], num_devices: int) -> tuple[float, ...]:
@@ -130,20 +121,27 @@ def lower_bound(
     there, and no order that runs at once what it can starts later.
     """
     costs = costs.split_no_slower()
+    # a BW holds what its F left until it ends, even if a B left more for its W
+    held = costs.held_after_forward_bytes, costs.held_after_backward_bytes
+    costs = replace(costs, held_after_backward_bytes=tuple(map(min, *held)))
     paths = _make_paths(costs, placement)
     best = paths.round_trip[0] + costs.weight_us[0]
+    own_ends = []
     for device, stages in enumerate(stages_of(placement, num_devices)):
         start = paths.forward[stages[0]]
         work = num_microbatches * sum(_work_us(costs, stage) for stage in stages)
         ends = [
             start + work,
             start + _over_time(costs, paths, stages, num_microbatches, limits[device]),
-            work + _warm_up(costs, paths, stages, num_microbatches, limits[device]),
         ]
+        own_ends.append(max(ends))
         best = max(best, *(end - (start if span else 0.0) for end in ends))
-        if not span:
-            late = _put_off(costs, stages, num_microbatches, limits[device])
-            best = max(best, start + work - late + paths.drain[stages[0]])
+    first = limits[placement[0]]
+    for device, stages in enumerate(stages_of(placement, num_devices)):
+        known = own_ends[device] if span else best
+        room = (limits[device], first)
+        end = end_with_idle(costs, paths, stages, num_microbatches, room, known, span)
+        best = max(best, end - (paths.forward[stages[0]] if span else 0.0))
     return best
 
 
@@ -151,7 +149,7 @@ def _work_us(costs: Costs, stage: int) -> float:
     return costs.forward_us[stage] + costs.backward_us[stage] + costs.weight_us[stage]
 
 
-def _make_paths(costs: Costs, placement: Placement) -> _Paths:
+def _make_paths(costs: Costs, placement: Placement) -> Ways:
     stages = len(placement)
     hop = [costs.send_us if placement[s] != placement[s - 1] else 0.0 for s in range(1, stages)]
     forward, drain = [0.0], [costs.weight_us[0]]
@@ -162,11 +160,11 @@ def _make_paths(costs: Costs, placement: Placement) -> _Paths:
     for stage in reversed(range(stages - 1)):
         own = costs.forward_us[stage] + costs.backward_us[stage]
         trip.append(trip[-1] + own + 2 * hop[stage])
-    return _Paths(tuple(forward), tuple(reversed(trip)), tuple(drain))
+    return Ways(tuple(forward), tuple(reversed(trip)), tuple(drain))
 
 
 def _over_time(
-    costs: Costs, paths: _Paths, stages: Sequence[int], num_microbatches: int, limit: float
+    costs: Costs, paths: Ways, stages: Sequence[int], num_microbatches: int, limit: float
 ) -> float:
     """Return how long the device's memory is needed, all of it all the time."""
     if limit <= 0:
@@ -177,44 +175,3 @@ def _over_time(
         for stage in stages
     )
     return num_microbatches * area / (limit * (1 + _ROUNDING))
-
-
-def _warm_up(
-    costs: Costs, paths: _Paths, stages: Sequence[int], num_microbatches: int, limit: float
-) -> float:
-    """Return the least time, start included, that the device idles before it is warm."""
-    first = stages[0]
-    held = costs.held_after_forward_bytes
-    idle = paths.forward[first]
-    if held[first] <= 0:
-        return idle
-    if len(stages) > 1:
-        second = stages[1]
-        ahead = _count((limit - held[second]) / held[first], num_microbatches)
-        idle = max(idle, paths.forward[second] - ahead * costs.forward_us[first])
-    # until the first B of this chunk is over, so many microbatches are in and have any work here
-    inside = _count(limit / held[first], num_microbatches)
-    later = sum(_work_us(costs, stage) for stage in stages[1:])
-    done = inside * (costs.forward_us[first] + later) + costs.backward_us[first]
-    return max(idle, paths.forward[first] + paths.round_trip[first] - done)
-
-
-def _put_off(costs: Costs, stages: Sequence[int], num_microbatches: int, limit: float) -> float:
-    """Return the most time that W still take after the device's last B."""
-    if any(costs.held_after_backward_bytes[stage] <= 0 for stage in stages):
-        return num_microbatches * sum(costs.weight_us[stage] for stage in stages)
-    rates = sorted(
-        ((costs.weight_us[s] / costs.held_after_backward_bytes[s], s) for s in stages), reverse=True
-    )
-    room, late = limit * (1 + _ROUNDING), 0.0
-    for _, stage in rates:
-        held = costs.held_after_backward_bytes[stage]
-        # the last one may count in part: a bound may be too low, not too high
-        count = min(num_microbatches, room / held)
-        late += count * costs.weight_us[stage]
-        room -= count * held
-    return late
-
-
-def _count(ratio: float, most: int) -> int:
-    return max(0, math.floor(min(most, ratio * (1 + _ROUNDING) + _ROUNDING)))

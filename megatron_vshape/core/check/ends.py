@@ -1,0 +1,222 @@
+"""Proven idle time of a device at the two ends of a step: warm-up and drain, under its memory.
+
+Until a time t after the start, a device can have done no more work than the microbatches that are
+there by then, and that its memory has room for, bring along. What is missing to t is idle. As much
+holds backwards from the end, where W comes before B and B before F. Where the two times do not
+overlap, their idle times add up.
+
+Of each sort of pass counts how many have begun by t: no more than their ways from the start, and
+the passes before them, allow; no more than of the pass before in a microbatch; and what the begun
+ones hold fits the memory. With a price on memory (Lagrange), the most work of such counts is a sum
+over single microbatches, and any price gives a bound. Nothing here asks that passes of a sort keep
+the order of the microbatches.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_vshape.core.model.costs import Costs
+
+Floats = npt.NDArray[np.float64]
+
+MOST_TIMES = 24
+"""So many times are looked at from each end, at most."""
+MOST_PRICES = 8
+MOST_INSIDE = 64
+"""Microbatches beyond are counted as if they could bring all their work at once."""
+_ROUNDING = 1e-9
+
+
+class Ways(NamedTuple):
+    """Shortest times along the way of one microbatch, per stage."""
+
+    forward: tuple[float, ...]  # until F(s) can start
+    round_trip: tuple[float, ...]  # from the start of F(s) to the end of B(s)
+    drain: tuple[float, ...]  # from the end of B(s) to the end of B(0) and its W
+
+
+class _Line(NamedTuple):
+    """The passes of a microbatch on a device, as they follow each other from one end of the step.
+
+    A W stands with its B: forwards it may follow from the end of B on, backwards it precedes.
+    """
+
+    start: Floats  # [pass, microbatch] the earliest, counted from that end
+    ticks: Floats  # [pass]
+    weight: Floats  # [pass] time of the W; 0 of an F
+    held: Floats  # [pass] from the start of F to the end of B
+    kept: Floats  # [pass] from there to the end of W; 0 of an F
+    backwards: bool
+
+
+def end_with_idle(
+    costs: Costs,
+    ways: Ways,
+    stages: Sequence[int],
+    num_microbatches: int,
+    limits: tuple[float, float],
+    known: float,
+    span: bool,
+) -> float:
+    """Return a time that no order ends before: the device's work and its idle time at both ends.
+
+    The device holds `stages`; `limits` are its own and that of the one that holds stage 0. `known`
+    is such a time too, and the greater, the more of both ends it keeps apart. For the span, time
+    ends with the device's own last pass.
+    """
+    lines = [
+        _line(costs, ways, stages, num_microbatches, limits, backwards, span)
+        for backwards in (False, True)
+    ]
+    work = num_microbatches * float((lines[0].ticks + lines[0].weight).sum())
+    limit = _whole(costs, stages, limits[0])
+    found = []
+    for line in lines:
+        times = _times(line, 2 * known)
+        idle = np.maximum(times - _most_work(line, times, num_microbatches, limit), 0.0)
+        found.append((times, np.maximum.accumulate(idle)))  # idle time does not come back
+    (early, first), (late, last) = found
+    both, ends = first[:, None] + last[None, :], early[:, None] + late[None, :]
+    while True:
+        end = work + float(np.max(np.where(ends <= known, both, 0.0)))
+        if end <= known:
+            return known
+        known = end
+
+
+def _whole(costs: Costs, stages: Sequence[int], limit: float) -> float:
+    """Return the limit without what no pass can use, where all that is held comes in one size."""
+    each = {costs.held_after_forward_bytes[stage] for stage in stages}
+    each |= {costs.held_after_backward_bytes[stage] for stage in stages}
+    sizes = [size for size in each if size > 0]
+    if len(sizes) != 1 or not np.isfinite(limit):
+        return limit * (1 + _ROUNDING)
+    return float(np.floor(limit / sizes[0] * (1 + _ROUNDING) + _ROUNDING)) * sizes[0]
+
+
+def _line(
+    costs: Costs,
+    ways: Ways,
+    stages: Sequence[int],
+    num_microbatches: int,
+    limits: tuple[float, float],
+    backwards: bool,
+    span: bool,
+) -> _Line:
+    own = list(stages)
+    f, b, w, held, kept, trip, drain, ahead = (
+        np.array(values, np.float64)[own]
+        for values in (
+            *(costs.forward_us, costs.backward_us, costs.weight_us),
+            *(costs.held_after_forward_bytes, costs.held_after_backward_bytes),
+            *(ways.round_trip, ways.drain, ways.forward),
+        )
+    )
+    nothing = np.zeros(len(own))
+    if backwards:
+        start = np.concatenate([drain, (drain + trip - f)[::-1]])
+        start += max(0.0, w[0] - start[0]) if not span else w[0] - start[0]
+        ticks, weight = np.concatenate([b, f[::-1]]), np.concatenate([w, nothing])
+        held = np.concatenate([held, held[::-1]])
+        kept = np.concatenate([kept, nothing])
+    else:
+        start = np.concatenate([ahead, (ahead + trip - b)[::-1]])
+        ticks, weight = np.concatenate([f, b[::-1]]), np.concatenate([nothing, w[::-1]])
+        held = np.concatenate([held, held[::-1]])
+        kept = np.concatenate([nothing, kept[::-1]])
+    count = min(num_microbatches, MOST_INSIDE)
+    number = np.arange(count)
+    # all devices run a sort one pass at a time, this one all its sorts
+    before = np.concatenate([[0.0], np.cumsum(ticks)])
+    starts = np.maximum(
+        start[:, None] + number * _pace(costs, own, backwards)[:, None],
+        start[0] + number * before[1:, None] + before[:-1, None],
+    )
+    entry = _entries(starts[0], limits[0], costs.held_after_forward_bytes[own[0]], trip[0])
+    if not (span and backwards):
+        size = costs.held_after_forward_bytes[0]
+        origin = ways.drain[0] if backwards else 0.0
+        first = _entries(np.full(count, origin), limits[1], size, ways.round_trip[0])
+        entry = np.maximum(entry, first + (start[0] - origin))
+    starts = np.maximum(starts, entry + (start - start[0])[:, None])
+    return _Line(starts, ticks, weight, held, kept, backwards)
+
+
+def _pace(costs: Costs, stages: Sequence[int], backwards: bool) -> Floats:
+    """Return the longest pass on the way to each pass: the least between two microbatches."""
+    there, back = (
+        (costs.backward_us, costs.forward_us)
+        if backwards
+        else (costs.forward_us, costs.backward_us)
+    )
+    up = [max(there[: stage + 1]) for stage in stages]
+    down = [max(*there, *back[stage:]) for stage in reversed(stages)]
+    return np.array(up + down)
+
+
+def _entries(soonest: Floats, limit: float, held: float, trip: float) -> Floats:
+    """Return when microbatches can enter a stage that each of them leaves after `trip`."""
+    times = soonest.copy()
+    if held > 0 and limit / held < len(times):
+        inside = max(1, int(limit / held * (1 + _ROUNDING) + _ROUNDING))
+        for number in range(inside, len(times)):
+            times[number] = max(times[number], times[number - inside] + trip)
+    return times
+
+
+def _times(line: _Line, known: float) -> Floats:
+    """Return the times to look at: those just before new work can begin."""
+    times = np.unique(line.start)
+    times = times[times <= known]
+    if len(times) > MOST_TIMES:
+        soon = line.start[:, : max(1, MOST_TIMES // len(line.start))]
+        times = np.unique(soon[soon <= known])
+    return np.concatenate([[0.0], times])
+
+
+def _most_work(line: _Line, times: Floats, num_microbatches: int, limit: float) -> Floats:
+    """Return, for each time, work that no order has done more of by then."""
+    since = times[:, None, None] - line.start[None, :, :]  # [time, pass, microbatch]
+    ticks, weight = line.ticks[None, :, None], line.weight[None, :, None]
+    held, kept = line.held[None, :, None], line.kept[None, :, None]
+    work, ended = np.clip(since, 0.0, ticks), since >= ticks
+    has_weight = line.weight > 0
+    if line.backwards:  # W before B, its memory taken with it
+        work = np.where(has_weight[:, None], work + weight, work)
+        takes = np.where(has_weight[:, None], held, -held * ended)
+    else:
+        work = np.where(has_weight[:, None], work + np.clip(since - ticks, 0.0, weight), work)
+        frees = held * ended - kept * (ended & (since < ticks + weight))
+        takes = np.where(has_weight[:, None], -frees, held)
+    work = np.where(since > 0, work, -np.inf)
+    beyond = (times > line.start[0, -1]) * (num_microbatches - line.start.shape[1])
+    rest = beyond * float((line.ticks + line.weight).sum())
+    best = np.full(len(times), np.inf)
+    for price in _prices(line, limit):
+        gain, sure = work - price * takes, price * limit if price else 0.0
+        if line.backwards:  # before the B of others, as many W as pay for their memory
+            ahead = np.maximum(0.0, line.weight - price * line.kept)
+            gain -= ahead[:, None]
+            sure += float(ahead.sum()) * num_microbatches
+        most = np.maximum(np.cumsum(gain, axis=1).max(axis=1), 0.0).sum(axis=1)
+        best = np.minimum(best, most + sure)
+    return best + rest
+
+
+def _prices(line: _Line, limit: float) -> Iterator[float]:
+    """Yield prices of memory, in time per unit of it, at which the most work may change."""
+    yield 0.0
+    if not np.isfinite(limit):
+        return
+    sign = np.where(line.weight > 0, -1.0, 1.0) * (-1 if line.backwards else 1)
+    holds = np.concatenate([[0.0], np.cumsum(sign * line.held)])
+    works = np.concatenate([[0.0], np.cumsum(line.ticks + line.weight)])
+    more, longer = holds[None, :] - holds[:, None], works[None, :] - works[:, None]
+    usable = (np.abs(more) > _ROUNDING * holds.max()) & (longer / np.where(more, more, 1) > 0)
+    found = [*(longer[usable] / more[usable])]
+    found += [w / kept for w, kept in zip(line.weight, line.kept, strict=True) if kept > 0]
+    prices = np.unique(np.round(found, 12))
+    yield from prices[:: -(-len(prices) // MOST_PRICES) or 1].tolist()
