@@ -215,6 +215,9 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="take over the runs that have ended")
     parser.add_argument("--figure", type=Path, default=FIGURE)
     parser.add_argument("--table", type=Path, default=TABLE)
+    parser.add_argument(
+        "--settings", nargs="+", metavar="NAME", help="of the table above; default: all of them"
+    )
     options = parser.parse_args()
     folder = options.folder.resolve()
     few = max(options.steps // 10, 1)
@@ -223,13 +226,20 @@ def main() -> int:
         Settings("fp32", (), options.steps),
         Settings("bf16", ("--bf16",), options.steps),
     )
-    found = {each.name: compare(each, folder, options.keep) for each in chosen}
-    lines = [line for each in chosen for line in rows(each, found[each.name])]
-    options.table.parent.mkdir(parents=True, exist_ok=True)
-    with options.table.open("w", newline="") as stream:
-        csv.writer(stream, lineterminator="\n").writerows([HEAD, *lines])
-    save(picture({each.name: found[each.name] for each in chosen[1:]}), options.figure)
-    print(table([HEAD, *lines]))
+    lines, drawn = [HEAD], {}
+    for settings in chosen:
+        if options.settings and settings.name not in options.settings:
+            continue
+        found = compare(settings, folder, options.keep)
+        lines += rows(settings, found)
+        # After each, so that whoever is interrupted has what has ended.
+        options.table.parent.mkdir(parents=True, exist_ok=True)
+        with options.table.open("w", newline="") as stream:
+            csv.writer(stream, lineterminator="\n").writerows(lines)
+        if settings.steps == options.steps:
+            drawn[settings.name] = found
+            save(picture(drawn), options.figure)
+    print(table(lines))
     return 0
 
 
