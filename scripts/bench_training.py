@@ -17,6 +17,7 @@ nevertheless, the turn does not count, unless that leaves fewer than three round
 | v-zb, v-half, auto, ... | `--pipeline-schedule`, profiled while it warms up |
 | v-zb-profiled | v-zb with every step profiled: what profiling costs |
 | v-zb-fused, ... | with --gradient-accumulation-fusion, which stock Megatron has not without apex |
+| v-zb-tp2, ... | with --tensor-model-parallel-size 2, on twice as many ranks; not torch-zbv |
 
 A second table holds the prediction that this package's variants made from four steps of their
 warm-up beside the four steps that came next, and beside the steps of all rounds.
@@ -54,6 +55,7 @@ BASELINE = "megatron-1f1b"
 TORCH = "torch-zbv"
 PROFILED = "-profiled"
 FUSED = "-fused"
+TENSOR = "-tp2"
 UNFUSED_FLAG = "--no-gradient-accumulation-fusion"
 DEFAULT = (BASELINE, "megatron-interleaved", TORCH, "v-zb", "v-half", "auto", "v-zb-profiled")
 GOALS = (
@@ -117,6 +119,8 @@ class Sizes:
 
 def variant_flags(name: str) -> list[str]:
     """Return the flags that choose a variant of the trainer."""
+    if name.endswith(TENSOR):
+        return [*variant_flags(name.removesuffix(TENSOR)), "--tensor-model-parallel-size", "2"]
     if name == BASELINE:
         return []
     if name == "megatron-interleaved":
@@ -124,6 +128,11 @@ def variant_flags(name: str) -> list[str]:
     steps = ALL_STEPS if name.endswith(PROFILED) else PROFILE_STEPS
     schedule = name.removesuffix(PROFILED).removesuffix(FUSED)
     return ["--pipeline-schedule", schedule, "--pipeline-profile-iterations", steps]
+
+
+def world_size(name: str, sizes: Sizes) -> int:
+    """Return how many processes train a variant."""
+    return sizes.ranks * (2 if name.endswith(TENSOR) else 1)
 
 
 # --- one rank of one variant --------------------------------------------------------------------
@@ -184,8 +193,8 @@ def become_rank(
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(sizes.ranks),
-        LOCAL_WORLD_SIZE=str(sizes.ranks),
+        WORLD_SIZE=str(world_size(name, sizes)),
+        LOCAL_WORLD_SIZE=str(world_size(name, sizes)),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
@@ -208,7 +217,7 @@ def train_by_megatron(name: str, sizes: Sizes, gate: Gate) -> None:
     import megatron.training.training as training
 
     training.train_step = gate.around(training.train_step)
-    left_out = {UNFUSED_FLAG} if name.endswith(FUSED) else set()
+    left_out = {UNFUSED_FLAG} if name.removesuffix(TENSOR).endswith(FUSED) else set()
     fixed = [flag for flag in FIXED_FLAGS if flag not in left_out]
     sys.argv = [str(SCRIPT), *fixed, *sizes.flags(), *variant_flags(name)]
     source = compile(SCRIPT.read_text(), str(SCRIPT), "exec")
@@ -346,7 +355,7 @@ class Variant:
         self.name = name
         self._connections: list[Connection] = []
         self._logs: list[Path] = []
-        for rank in range(sizes.ranks):
+        for rank in range(world_size(name, sizes)):
             ours, theirs = context.Pipe()
             log = folder / f"{name}-{rank}.log"
             arguments = (name, sizes, rank, port, str(log), theirs)
@@ -466,7 +475,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 def table(found: Mapping[str, Sequence[Turn]], sizes: Sizes) -> str:
     """Return the Markdown table of all variants."""
-    others = [name for name in (BASELINE, TORCH) if name in found]
+    others = [name for name in (BASELINE, TORCH, BASELINE + TENSOR) if name in found]
     heads = ["variant", "quiet", "step ms (quartiles)", "fastest", "tokens/s", "CPU ms"]
     heads += [f"x {name} (quartiles)" for name in others]
     lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
@@ -567,6 +576,10 @@ def prepare_imports() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table and return 1 where a goal is missed."""
     args = parse(arguments)
+    if TORCH + TENSOR in args.variants:
+        raise SystemExit(
+            f"bench_training.py: {TORCH} has no tensor parallelism: leave {TENSOR} out"
+        )
     sizes = Sizes(
         args.ranks,
         args.microbatches,

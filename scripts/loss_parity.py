@@ -1,0 +1,253 @@
+"""Train the same GPT on real text under Megatron's 1F1B and this package's schedules; compare.
+
+    python scripts/loss_parity.py [--steps 2000] [--folder runs/loss-parity] [--keep]
+
+Every run is Megatron's own trainer (scripts/pretrain_gpt.py) on four pipeline ranks over gloo, on
+the documentation that ships with Python (scripts/prepare_text.py), from one set of weights: the
+baseline, which has no flag of this package, saves them after a first step and every run loads
+them. What a run has logged of each step, its loss and its gradient norm in float32, is read from
+its TensorBoard files. `auto` measures its costs in steps 10 to 13 and goes on with its own plan.
+
+| settings | what differs |
+|---|---|
+| fp32 | |
+| bf16 | `--bf16`: weights and activations in bfloat16, gradients added up in float32 |
+| fp32-unclipped | `--clip-grad 0`, a tenth of the steps: the gradient norm reaches no weight |
+
+It writes docs/figures/loss-parity.svg and docs/evidence/loss_parity.csv, which scripts/evidence.py
+shows. `--keep` takes over the runs that have ended; the folder then has to be of this state of the
+code. On two idle cores the runs take about an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from prepare_text import prepare
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_vshape.view.figure import save
+
+ROOT = Path(__file__).resolve().parents[1]
+FIGURE = ROOT / "docs" / "figures" / "loss-parity.svg"
+TABLE = ROOT / "docs" / "evidence" / "loss_parity.csv"
+BASELINE = "Megatron's 1F1B"
+SCHEDULES: Mapping[str, str] = {
+    BASELINE: "",
+    "V-Half": "--pipeline-schedule v-half",
+    "V-ZB": "--pipeline-schedule v-zb",
+    "auto": "--pipeline-schedule auto --pipeline-profile-iterations 10:13",
+}
+LOSS, NORM = "lm loss", "grad-norm"  # as the trainer names them in TensorBoard
+RANKS = 4
+VOCABULARY = 512
+# One layer for each of the eight stages of a V, and as many microbatches as ranks: the smallest
+# step that fills the pipeline, for what is compared does not depend on the size.
+FLAGS = (
+    f"--pipeline-model-parallel-size {RANKS} --num-layers {2 * RANKS} --hidden-size 64 "
+    "--num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    f"--micro-batch-size 1 --global-batch-size {RANKS} --position-embedding-type rope "
+    "--attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights "
+    "--split 100,0,0 --num-workers 0 --tokenizer-type SentencePieceTokenizer "
+    "--lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.025 --weight-decay 0.1 "
+    "--adam-beta2 0.95 --eval-interval 1000000 --eval-iters 0 --log-interval 100 "
+    "--tensorboard-log-interval 1 --ckpt-format torch_dist --distributed-backend gloo "
+    "--transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-persist-layer-norm --no-rope-fusion"
+).split()
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What all runs of a comparison have in common."""
+
+    name: str
+    flags: tuple[str, ...]
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """What a run has logged of its steps, [steps] each, as float32."""
+
+    loss: np.ndarray
+    norm: np.ndarray
+
+
+def train(settings: Settings, schedule: str, folder: Path, *flags: str) -> None:
+    """Train into `folder`, which is made anew; raises SystemExit where the trainer fails."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    text = prepare(None, ROOT / ".cache" / "text", VOCABULARY)
+    data = ("--data-path", str(text), "--tokenizer-model", f"{text}.model")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(RANKS), str(ROOT / "scripts" / "pretrain_gpt.py"), *FLAGS]
+    command += [*data, *settings.flags, *SCHEDULES[schedule].split(), *flags]
+    command += ["--tensorboard-dir", str(folder)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",  # more threads may add up in another order
+        "PYTHONWARNINGS": "ignore",
+    }
+    log = folder / "log"
+    with log.open("w") as stream:
+        code = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT
+        ).returncode
+    if code:
+        raise SystemExit(f"loss_parity.py: {folder.name} failed:\n{log.read_text()[-3000:]}")
+
+
+def logged(folder: Path) -> Logged:
+    """Return what the run in `folder` has logged; no steps where it has not begun."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    if folder.exists():
+        events.Reload()
+    if LOSS not in events.Tags()["scalars"]:
+        return Logged(np.empty(0), np.empty(0))
+    loss, norm = (
+        np.array([each.value for each in events.Scalars(name)], np.float32) for name in (LOSS, NORM)
+    )
+    return Logged(loss, norm)
+
+
+def compare(settings: Settings, folder: Path, keep: bool) -> dict[str, Logged]:
+    """Return what every schedule's run has logged, trained unless it is there and kept."""
+    weights = folder / f"{settings.name}-weights"
+    if not (keep and (weights / "saved" / "latest_checkpointed_iteration.txt").exists()):
+        saving = ("--train-iters", "1", "--save", str(weights / "saved"), "--save-interval", "1")
+        train(settings, BASELINE, weights, *saving)
+    found: dict[str, Logged] = {}
+    for schedule in SCHEDULES:
+        run = folder / f"{settings.name}-{schedule.rpartition(' ')[2].lower()}"
+        if not keep or len(logged(run).loss) != settings.steps:
+            print(f"{settings.name}: {schedule}, {settings.steps} steps", file=sys.stderr)
+            # --finetune takes the weights alone: the step counts from 0, over the same data.
+            loading = ("--load", str(weights / "saved"), "--finetune")
+            train(settings, schedule, run, *loading, "--train-iters", str(settings.steps))
+        found[schedule] = logged(run)
+        if len(found[schedule].loss) != settings.steps:
+            raise SystemExit(
+                f"loss_parity.py: {run} has {len(found[schedule].loss)} steps, "
+                f"not {settings.steps}: see its log"
+            )
+    return found
+
+
+def rows(settings: Settings, runs: Mapping[str, Logged]) -> list[list[str]]:
+    """Return a line for each schedule: last losses, largest differences, steps that are equal."""
+    theirs = runs[BASELINE]
+    lines = []
+    for schedule, ours in runs.items():
+        apart = np.abs(ours.loss - theirs.loss)
+        same = int(np.sum((ours.loss == theirs.loss) & (ours.norm == theirs.norm)))
+        tail = slice(-max(settings.steps // 20, 1), None)
+        lines.append(
+            [
+                settings.name,
+                schedule,
+                str(settings.steps),
+                f"{theirs.loss[0]:.3f}",
+                f"{ours.loss[tail].mean():.6f}",
+                f"{apart.max():.1e}" if apart.any() else "0",
+                str(int(apart.argmax()) + 1) if apart.any() else "-",
+                f"{ours.loss[tail].mean() - theirs.loss[tail].mean():+.1e}",
+                str(int(np.sum(ours.loss == theirs.loss))),
+                str(same),
+            ]
+        )
+    return lines
+
+
+HEAD = (
+    "settings,schedule,steps,first loss,last loss,largest difference,at step,"
+    "difference of the last loss,steps of equal loss,of equal norm too"
+).split(",")
+
+
+def picture(found: Mapping[str, Mapping[str, Logged]]) -> Figure:
+    """Return the figure: losses above, their distance from the baseline's below."""
+    figure = Figure(figsize=(9, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(2, len(found), sharex="col", sharey="row", squeeze=False)
+    for column, (name, runs) in enumerate(found.items()):
+        steps = len(runs[BASELINE].loss)
+        width = max(steps // 200, 1)
+        at = width * (1 + np.arange(steps // width))
+        for number, (schedule, run) in enumerate(runs.items()):
+            colour, style = f"C{number}", (0, (3, len(runs) - 1)) if number else "-"
+            means = run.loss[: len(at) * width].reshape(-1, width).mean(axis=1)
+            look = {"color": colour, "label": schedule, "linewidth": 1.2}
+            panels[0, column].plot(at, means, linestyle=style, **look)
+            apart = np.abs(run.loss - runs[BASELINE].loss)[: len(at) * width]
+            if number and apart.any():
+                most = apart.reshape(-1, width).max(axis=1)
+                panels[1, column].plot(at, np.where(most > 0, most, np.nan), **look)
+        panels[0, column].set_title(name, fontsize=9)
+        panels[1, column].set_yscale("log")
+        panels[1, column].set_xlabel("step", fontsize=8)
+    panels[0, 0].set_ylabel("loss", fontsize=8)
+    panels[1, 0].set_ylabel("largest distance\nfrom Megatron's 1F1B", fontsize=8)
+    panels[0, 0].legend(fontsize=7, frameon=False)
+    for axes in panels.flat:
+        axes.tick_params(labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def main() -> int:
+    """Train, compare, write the figure and the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "loss-parity")
+    parser.add_argument("--keep", action="store_true", help="take over the runs that have ended")
+    parser.add_argument("--figure", type=Path, default=FIGURE)
+    parser.add_argument("--table", type=Path, default=TABLE)
+    parser.add_argument(
+        "--settings", nargs="+", metavar="NAME", help="of the table above; default: all of them"
+    )
+    options = parser.parse_args()
+    folder = options.folder.resolve()
+    few = max(options.steps // 10, 1)
+    chosen = (
+        Settings("fp32-unclipped", ("--clip-grad", "0"), few),
+        Settings("fp32", (), options.steps),
+        Settings("bf16", ("--bf16",), options.steps),
+    )
+    lines, drawn = [HEAD], {}
+    for settings in chosen:
+        if options.settings and settings.name not in options.settings:
+            continue
+        found = compare(settings, folder, options.keep)
+        lines += rows(settings, found)
+        # After each, so that whoever is interrupted has what has ended.
+        options.table.parent.mkdir(parents=True, exist_ok=True)
+        with options.table.open("w", newline="") as stream:
+            csv.writer(stream, lineterminator="\n").writerows(lines)
+        if settings.steps == options.steps:
+            drawn[settings.name] = found
+            save(picture(drawn), options.figure)
+    print(table(lines))
+    return 0
+
+
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines as a Markdown table, the first of them its head."""
+    head, *body = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([head, "|---|---|" + "---:|" * (len(lines[0]) - 2), *body])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
