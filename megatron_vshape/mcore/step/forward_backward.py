@@ -25,7 +25,7 @@ from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.observe.iteration_log import BubbleMeter
 from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.report import RunReport
-from megatron_vshape.mcore.refusals import check_config, refusing
+from megatron_vshape.mcore.refusals import check_config, check_one_module, refusing
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.step.finite import InspectedStage, repeats_a_bad_step
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
@@ -124,6 +124,8 @@ class PipelineRunner:
         if adjust_tensor_shapes_fn is not None:
             raise ValueError("adjust_tensor_shapes_fn is not supported by --pipeline-schedule")
         call = Call(**arguments)
+        with refusing():
+            check_one_module(self._pipeline.choice.name, p2p_communicator, call.pg_collection)
         config = get_model_config(_as_list(call.model)[0])
         check_config(config, self._pipeline.options.post_validates)
         with _timed(config):
