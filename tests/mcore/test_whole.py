@@ -110,6 +110,8 @@ def test_megatrons_rl_has_one_chunk_in_the_order_of_the_ranks() -> None:
         distributed_backend="gloo",
         perform_rl_step=True,
         context_parallel_size=1,
+        rerun_mode="disabled",
+        optimizer="adam",
     )
     check_arguments(args, "zb-h1", looping(4, 1))
     for placement in (V, (3, 2, 1, 0)):

@@ -86,6 +86,7 @@ def validate_args(
     with refusing():
         session.choose(configure.prepare(args), configure.megatrons_own(args))
         session.chosen_by_flags = True
+        session.tries_again = getattr(args, "inprocess_restart", False)
     validated = original(args, *rest, **options)
     with refusing():
         configure.complete(session.pipeline, args)

@@ -44,6 +44,7 @@ class Session:
     post_validation: PostValidation | None = None  # while a run that asks for it trains
     iteration_log: IterationLog | None = None  # once Megatron's trainer runs, which logs
     step: StepState = field(default_factory=StepState)
+    tries_again: bool = False  # in this process, where a run fails (--inprocess-restart)
     # Where a library has its own configuration and trainer:
     library: PipelineOptions | None = None  # what `register` was given
     chosen_by_flags: bool = False  # Megatron's parser was asked all the same
@@ -64,7 +65,7 @@ class Session:
         measured costs, or agreed on a program, and others not.
         """
         if isinstance(self.runner, PipelineRunner):
-            self.runner.forget_data()
+            self.runner.forget_data(quietly=self.tries_again)
         self.runner = self.post_validation = self.iteration_log = self.optimizer = None
         self.built.clear()
         if self.pipeline is not None:

@@ -178,18 +178,18 @@ class PipelineRunner:
             replay.rewind()
         ahead.random.restore()
 
-    def forget_data(self) -> None:
+    def forget_data(self, quietly: bool = False) -> None:
         """Let go of all that the steps have left, when none follows, or the last one has failed.
 
         These are the weight jobs of a step that failed, the transport's threads, and the last
         step's data iterators. A loader tells its processes to end when nothing holds it; with
         --exit-signal-handler they ignore the signal that would end them otherwise, and the trainer
-        would wait for them.
+        would wait for them. `quietly` is for a process that trains again after this.
         """
         self._last, self._ahead, self._replays = None, None, []
         self._state.jobs.clear()
         if self._transport is not None:
-            self._transport.close()
+            self._transport.close(quietly)
             self._transport = None
 
     def _evaluate(self, call: Call) -> list[Any]:
