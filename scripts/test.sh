@@ -6,12 +6,15 @@ source scripts/lib.sh
 
 usage() {
     cat <<'TEXT'
-usage: bash scripts/test.sh [--slow] [--browser] [--bridge] [--megatron 0.17|0.18|0.19] [PYTEST ARGS]
+usage: bash scripts/test.sh [--slow] [--browser] [--bridge] [--megatron 0.17|0.18|0.19|CHECKOUT]
+                            [PYTEST ARGS]
 
   --slow            the tests that take minutes as well
   --browser         the playground in Chromium as well, which is installed if it is missing
   --bridge          only training with Megatron-Bridge, installed without its dependencies
   --megatron V      only the tests, in an environment of its own with that megatron-core
+  --megatron CHECKOUT
+                    only the tests, with the Megatron of a Megatron-LM checkout, such as main
 TEXT
 }
 
@@ -34,6 +37,14 @@ find_chromium() {
         die "Chromium is missing and apt-get could not install it"
 }
 
+# use_checkout CHECKOUT: has tests import its megatron instead of the installed wheel's.
+use_checkout() {
+    # Through a folder with nothing else in it: the checkout has a package `tests`, too.
+    mkdir -p .cache/checkout
+    ln -sfn "$1/megatron" .cache/checkout/megatron
+    export PYTHONPATH=$PWD/.cache/checkout${PYTHONPATH:+:$PYTHONPATH} MEGATRON_LM_PATH=$1
+}
+
 # make_bridge_environment VENV: makes .venv-bridge, which has what VENV has and Megatron-Bridge.
 make_bridge_environment() {
     local packages
@@ -53,7 +64,7 @@ check() {
 }
 
 markers='not slow and not gpu' extras=megatron,exact,search,draw,sweep,playground,dev
-megatron='' bridge='' pytest_args=()
+megatron='' checkout='' bridge='' pytest_args=()
 while (($#)); do
     case $1 in
         -h | --help) usage && exit ;;
@@ -61,8 +72,14 @@ while (($#)); do
         --browser) extras+=,browser && shift ;;
         --bridge) bridge=yes && shift ;;
         --megatron)
-            [[ ${2-} =~ ^0\.[0-9]+$ ]] || die "--megatron needs a version such as 0.18"
-            megatron=$2 && shift 2
+            if [[ -d ${2-}/megatron/core ]]; then
+                checkout=$(cd "$2" && pwd)
+            elif [[ ${2-} =~ ^0\.[0-9]+$ ]]; then
+                megatron=$2
+            else
+                die "--megatron needs a version such as 0.18, or a checkout of Megatron-LM"
+            fi
+            shift 2
             ;;
         *) pytest_args+=("$1") && shift ;;
     esac
@@ -79,6 +96,9 @@ if [[ $extras == *browser* ]]; then
     find_chromium
 fi
 PATH=$PWD/$venv/bin:$PATH
+if [[ -n $checkout ]]; then
+    use_checkout "$checkout"
+fi
 
 # Bridge is beside the environment, not in it: its dependencies would bring other versions of ours.
 if [[ -n $bridge ]]; then
@@ -86,7 +106,7 @@ if [[ -n $bridge ]]; then
     exec .venv-bridge/bin/python -m pytest tests/bridge "${pytest_args[@]}"
 fi
 
-if [[ -z $megatron ]]; then
+if [[ -z $megatron$checkout ]]; then
     check ruff ruff check .
     check shellcheck shellcheck --external-sources scripts/*.sh scripts/slurm/*.sbatch \
         patches/*.sh .ci/run

@@ -227,9 +227,9 @@ def _translated() -> str:
 
 def _refused() -> str:
     """Return the options that no schedule goes with, by what is to be done about them."""
-    from megatron_vshape.mcore.refusals import REFUSALS, has_transformer_engine
+    from megatron_vshape.mcore.refusals import CHUNK_REFUSALS, REFUSALS, has_transformer_engine
 
-    options = _by_reason(REFUSALS)
+    options = _by_reason((*REFUSALS, *CHUNK_REFUSALS))
     if not has_transformer_engine():
         options["it is not installed here"] = ["--transformer-impl transformer_engine"]
     return _told(options)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.placement import Placement
 
 
 class UnsupportedError(ValueError):
@@ -64,6 +65,10 @@ def _above_one(value: Any) -> bool:
 
 _OWN_ORDER = "it assumes the order of Megatron's own schedules: leave it out"
 _UNSPLIT = "its weight gradients cannot be put off yet: leave it out"
+_SECOND_MODEL = (
+    "a second model for inference would get the stages of the schedule: leave it out, and the "
+    "model that trains generates"
+)
 
 REFUSALS = (
     Refusal("mtp_num_layers", "multi-token prediction needs its own stage"),
@@ -86,12 +91,6 @@ REFUSALS = (
         _OWN_ORDER,
         flag="num_microbatches_with_partial_activation_checkpoints",
         is_set=_is_given,
-    ),
-    Refusal(
-        "inprocess_restart",
-        "the messages and weight jobs of a step that failed would stay in the process: leave it "
-        "out, and have the launcher start the ranks again",
-        in_config=False,
     ),
     Refusal("hybrid_context_parallel", _OWN_ORDER),
     Refusal("use_transformer_engine_op_fuser", _UNSPLIT),
@@ -116,7 +115,10 @@ REFUSALS = (
         is_set=_other_than(None, "nccl"),
         shows_value=True,
     ),
-    Refusal("perform_rl_step", "it takes weights from a rank's first chunk only: leave it out"),
+    *(
+        Refusal(f"rl_inference_{what}_model_parallel_size", _SECOND_MODEL, is_set=_is_given)
+        for what in ("tensor", "pipeline", "expert", "expert_tensor")
+    ),
     Refusal(
         "transformer_impl",
         "use local or transformer_engine",
@@ -140,6 +142,15 @@ CONFIG_REFUSALS = (
 )
 """What is turned off where it is seen in time, and breaks the layers that are built with it."""
 
+CHUNK_REFUSALS = (
+    Refusal(
+        "perform_rl_step",
+        "its loop takes a rank's first chunk for all of the rank's model, and generates with the "
+        "stages in the order of the ranks: choose a schedule with one chunk, such as zb-h1",
+    ),
+)
+"""What only schedules with one chunk per rank, in the order of the ranks, can have."""
+
 LIBRARY_REFUSALS = (
     Refusal(
         "is_hybrid_model",
@@ -147,7 +158,7 @@ LIBRARY_REFUSALS = (
         flag="a hybrid model that a library builds",
     ),
 )
-"""What schedules with several chunks per rank cannot have in a library's own configuration."""
+"""What they cannot have in a library's own configuration besides."""
 
 _REDOES = "an iteration begun early would be run, and counted, twice: leave it out"
 _NO_COPY = "a step of this optimizer cannot be undone yet: leave it out"
@@ -176,6 +187,7 @@ POST_VALIDATION_REFUSALS = (
     Refusal("save_dgrads_interval", _REDOES, is_set=_is_given),
     Refusal("rampup_batch_size", _NEW_SIZE, is_set=_is_given),
     Refusal("step_batch_size_schedule", _NEW_SIZE, is_set=_is_given),
+    Refusal("perform_rl_step", "what it trains on is made between two iterations: leave it out"),
     Refusal(
         "optimizer",
         "use adam or sgd",
@@ -201,10 +213,16 @@ def check_post_validation(args: Namespace) -> None:
     _check(POST_VALIDATION_REFUSALS, args, "--optimizer-post-validation")
 
 
-def check_arguments(args: Namespace, schedule: str) -> None:
+def check_arguments(args: Namespace, schedule: str, placement: Placement) -> None:
     """Raise UnsupportedError for the first of Megatron's options that `schedule` cannot have."""
     known = [each for each in REFUSALS if not each.is_derived]
-    _check(known, args, f"--pipeline-schedule {schedule}")
+    chunked = () if is_plain(placement) else CHUNK_REFUSALS
+    _check((*known, *chunked), args, f"--pipeline-schedule {schedule}")
+    if getattr(args, "perform_rl_step", False) and _above_one(args.context_parallel_size):
+        raise UnsupportedError(
+            f"--pipeline-schedule {schedule} does not work with --perform-rl-step and "
+            f"--context-parallel-size {args.context_parallel_size} together: {_SECOND_MODEL}"
+        )
     if args.distributed_backend == "nccl" and _above_one(getattr(args, "timing_log_level", None)):
         raise UnsupportedError(
             f"--pipeline-schedule {schedule} does not work with --timing-log-level "
@@ -238,11 +256,35 @@ def check_config(config: Any, post_validates: bool) -> None:
         _check(ahead, config, "--optimizer-post-validation")
 
 
-def check_library(config: Any, placement: Sequence[int]) -> None:
+def check_library(config: Any, placement: Placement) -> None:
     """Raise UnsupportedError for what a library's config asks for and the schedule cannot have."""
     check_config(config, post_validates=False)
-    if len(placement) > len(set(placement)):
-        _check(LIBRARY_REFUSALS, config, "the schedule")
+    if not is_plain(placement):
+        _check((*CHUNK_REFUSALS, *LIBRARY_REFUSALS), config, "the schedule")
+
+
+def is_plain(placement: Placement) -> bool:
+    """Return whether every rank holds one stage, in the order of the ranks."""
+    return placement == tuple(range(len(placement)))
+
+
+def check_one_module(schedule: str, *given: Any) -> None:
+    """Raise UnsupportedError where the trainer passes what several modules of a model share.
+
+    Such modules, an encoder of images and a language model, each have a pipeline of their own.
+    """
+    for each in given:
+        # By their names: what is refused is told where Megatron is not installed, too.
+        if any(base.__name__.startswith("MultiModule") for base in type(each).__mro__):
+            raise refused_model(schedule, type(each).__name__)
+
+
+def refused_model(schedule: str, name: str) -> UnsupportedError:
+    """Return the error that refuses a model which is not one stack of layers."""
+    return UnsupportedError(
+        f"schedule {schedule} does not work with {name}: stages are parts of one stack of layers, "
+        "and such a model has several: leave the schedule out, and Megatron runs its own"
+    )
 
 
 def _check(refusals: Iterable[Refusal], options: Any, flag: str) -> None:

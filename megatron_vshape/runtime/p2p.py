@@ -247,14 +247,15 @@ class Transport:
         unsent = self._sends.left() if self._watch is None else []
         return self._tell_send(unsent[0]) if unsent else doing + f"after {place.last_pass}"
 
-    def close(self) -> None:
+    def close(self, quietly: bool = False) -> None:
         """End the threads of this transport, once all that it has sent and posted has ended.
 
-        Its process groups end with torch.distributed.
+        What never ends ends the process, or `quietly` only the threads, where the process is to
+        train again. Its process groups end with torch.distributed.
         """
         self._sends.close()
         if self._watch is not None:
-            self._watch.close()
+            self._watch.close(quietly)
 
     def _under_way(self) -> list[str]:
         """Return what is sent or posted and has not ended; any thread may ask."""

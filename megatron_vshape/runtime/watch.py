@@ -46,7 +46,7 @@ class Watch:
         """Begin to watch."""
         self._ahead: deque[tuple[torch.cuda.Event, str]] = deque()
         self._added = 0
-        self._is_closed = self._has_ended = False
+        self._is_closed = self._has_ended = self._is_quiet = False
         self._asks_since: float | None = None
         self._waiting: list[str] = []
         for run in (self._ask, self._guard):
@@ -61,9 +61,12 @@ class Watch:
         """Return what the device waited for when it was asked last, if for anything."""
         return next(iter(self._waiting), None)
 
-    def close(self) -> None:
-        """End the watching as soon as there is nothing to watch."""
-        self._is_closed = True
+    def close(self, quietly: bool = False) -> None:
+        """End the watching as soon as there is nothing to watch.
+
+        Where that takes too long, it ends the process all the same; `quietly`, only the watching.
+        """
+        self._is_closed, self._is_quiet = True, quietly
 
     @property
     def _period_s(self) -> float:
@@ -101,7 +104,8 @@ class Watch:
 
     def _end(self, text: str) -> None:
         self._has_ended = True
-        self.stuck(text)
+        if not self._is_quiet:
+            self.stuck(text)
 
     def _find_waiting(self) -> list[str]:
         """Return what the device has yet to reach, then what else has not ended."""

@@ -4,8 +4,11 @@ Each does what sets it apart: `bridge` (NVIDIA's Megatron-Bridge) defers its con
 core.pipeline_parallel.utils which stage this is and reads losses on the physical last rank;
 `verl` initializes the process groups before it has a config, asks parallel_state, and gives every
 call another number of microbatches of other lengths; `areal` drops what the call returns and reads
-what its loss closure collected, where parallel_state says that the last stage is. All have
-imported Megatron's functions by name before any schedule is registered.
+what its loss closure collected, where parallel_state says that the last stage is; `rl`
+(megatron/rl in Megatron-LM) takes a rank's first chunk for its model, has it compute
+log-probabilities by its old weights and by others between two steps, one microbatch a call and no
+loss function, reads them on the physical last rank and sends them to all. All have imported
+Megatron's functions by name before any schedule is registered.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.utils import (
+    get_pp_last_rank,
     is_pp_first_stage,
     is_pp_last_stage,
     is_vp_first_stage,
@@ -213,6 +217,100 @@ def train(shape: str, ranks: int, register: Callable[[], None]) -> dict[str, Any
     return {"losses": losses, "gradients": gradients, "chunks": len(model)}
 
 
+def logprobs_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Return log-probabilities [b, s - 1] of the tokens on the last stage, else what it sends."""
+    positions = torch.arange(tokens.shape[1]).unsqueeze(0)
+    mask = torch.triu(torch.ones(1, 1, tokens.shape[1], tokens.shape[1]), diagonal=1).bool()
+    output = model(tokens, positions, mask)
+    if not is_pp_last_stage(mpu.get_pipeline_model_parallel_group()):
+        return output
+    return output[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+
+
+def computed_logprobs(model: nn.Module, rollouts: list[Tensor]) -> Tensor:
+    """Return every rank's copy of the log-probabilities of all rollouts."""
+
+    def forward_step(data: Any, model: nn.Module) -> tuple[Tensor, None]:
+        model.eval()
+        result = logprobs_of(model, next(data))
+        model.train()
+        return result, None
+
+    group = mpu.get_pipeline_model_parallel_group()
+    data, function, found = iter(rollouts), get_forward_backward_func(), []
+    for _ in rollouts:
+        output = function(
+            forward_step_func=forward_step,
+            data_iterator=data,
+            model=model,
+            num_microbatches=1,
+            seq_length=LONGEST,
+            micro_batch_size=1,
+            decoder_seq_length=None,
+            forward_only=True,
+            adjust_tensor_shapes_fn=None,
+            collect_non_loss_data=False,
+        )
+        if is_pp_last_stage(group):
+            found.append(output[0].detach())
+    every = torch.cat(found) if found else torch.empty(len(rollouts), LONGEST - 1)
+    dist.broadcast(every, src=get_pp_last_rank(group), group=group)
+    return every
+
+
+def reinforce(ranks: int, register: Callable[[], None]) -> dict[str, Any]:
+    """Return the losses of three steps of GRPO's shape, and the last gradients, of this rank."""
+    register()
+    mpu.initialize_model_parallel(1, ranks)
+    config = make_config("rl", ranks)
+    model_parallel_cuda_manual_seed(1)
+    model = make_model("rl", config)
+    config.finalize_model_grads_func = finalize_model_grads
+    reference = {
+        name: 0.5 * value for name, value in model[0].state_dict().items() if value is not None
+    }
+    losses: list[list[float]] = []
+    for step in range(3):
+        rollouts = [each["tokens"] for each in batches(step, 8, [LONGEST])]
+        with torch.no_grad():
+            old = computed_logprobs(model[0], rollouts)
+            own = {
+                name: value.clone()
+                for name, value in model[0].state_dict().items()
+                if value is not None
+            }
+            model[0].load_state_dict(reference, strict=False)
+            other = computed_logprobs(model[0], rollouts)
+            model[0].load_state_dict(own, strict=False)
+        model[0].zero_grad_buffer()
+        left = iter(zip(rollouts, old, other, strict=True))
+
+        def forward_step(data: Any, model: nn.Module) -> tuple[Tensor, Any]:
+            tokens, before, wanted = next(data)
+            current = logprobs_of(model, tokens)
+            if mpu.is_pipeline_last_stage():
+                distance = (wanted - current).exp() - (wanted - current) - 1
+                current = (
+                    -(current - before).exp() * torch.linspace(-1, 2, len(before)) + distance
+                ).mean()
+            return current, lambda loss: (loss, {"loss": loss.detach()})
+
+        returned = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=left,
+            model=model,
+            num_microbatches=len(rollouts),
+            seq_length=LONGEST,
+            micro_batch_size=1,
+        )
+        losses.append(losses_of("bridge", returned, []))  # which are read there, too
+        with torch.no_grad():
+            for parameter in model[0].parameters():
+                parameter -= 0.05 * parameter.main_grad
+    gradients = {name: parameter.main_grad.clone() for name, parameter in names_of(model[0].module)}
+    return {"losses": losses, "gradients": gradients, "chunks": len(model)}
+
+
 def start(rank: int, given: dict[str, Any]) -> None:
     """Run one of these trainers in a rank of the farm, and end it."""
     megatron_vshape.unregister()
@@ -222,7 +320,9 @@ def start(rank: int, given: dict[str, Any]) -> None:
         if given["schedule"] is not None:
             megatron_vshape.register(schedule=given["schedule"], **given.get("options", {}))
 
-    kept = train(given["shape"], dist.get_world_size(), register)
+    ranks = dist.get_world_size()
+    is_rl = given["shape"] == "rl"
+    kept = reinforce(ranks, register) if is_rl else train(given["shape"], ranks, register)
     torch.save(kept, f"{given['directory']}/{rank}.pt")
     dist.barrier()
     megatron_vshape.unregister()

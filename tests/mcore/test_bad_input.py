@@ -176,7 +176,7 @@ OPTIONS = [
     "--use-megatron-fsdp",
     "--tp-comm-overlap",
     "--hybrid-context-parallel",
-    "--inprocess-restart",
+    "--perform-rl-step",
     pytest.param(
         "--use-transformer-engine-op-fuser",
         marks=pytest.mark.skipif(

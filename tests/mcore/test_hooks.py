@@ -109,6 +109,14 @@ def test_every_hook_says_why() -> None:
     assert len(targets) == len(set(targets))
 
 
+def is_missed(record: registry.Target) -> bool:
+    """Return whether this Megatron must have the target; some have a copy that nothing asks."""
+    if not isinstance(record, registry.Hook):
+        return True
+    release = registry._release()
+    return not record.optional and record.since <= release <= record.until
+
+
 PRESENT = [each.record for each in registry.examine() if each.is_there and each.record.expects]
 
 
@@ -127,9 +135,14 @@ def test_every_target_that_moves_is_named_with_the_version(
     assert str(moved.value) == text + ", ".join(record.expects)
     with monkeypatch.context() as patch:
         patch.delattr(owner, name)
-        with pytest.raises(registry.HookError) as gone:
+        if is_missed(record):
+            with pytest.raises(registry.HookError) as gone:
+                registry.install()
+            text = f"{version} has no {record.target}, which this package "
+            assert str(gone.value).startswith(text)
+        else:
             registry.install()
-    assert str(gone.value).startswith(f"{version} has no {record.target}, which this package ")
+            registry.uninstall()
     assert all(a is b for a, b in zip(before, current(), strict=True))
 
 

@@ -69,6 +69,14 @@ def test_layers_may_differ_between_stages() -> None:
     assert not made.validate_layer_layout(9, None)
 
 
+def test_layers_that_route_by_tokens_stay_with_the_embedding() -> None:
+    stages.check_hash_layers(StageMap(v_shape(2), (3, 1, 3, 2)), 3)
+    with pytest.raises(
+        ScheduleError, match="moe_n_hash_layers 3 needs so many layers in the first"
+    ):
+        stages.check_hash_layers(StageMap(v_shape(2), (2, 3, 3, 1)), 3)
+
+
 def test_stage_map_knows_its_ends() -> None:
     v, line = split_layers(8, v_shape(4)), split_layers(8, linear(4))
     assert (v.num_ranks, v.num_chunks, v.last_stage, v.loss_rank) == (4, 2, 7, 0)

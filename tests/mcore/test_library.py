@@ -53,6 +53,20 @@ def test_losses_and_gradients_are_those_of_the_librarys_own_1f1b(
             torch.testing.assert_close(gradient, plain_gradients[name], rtol=1e-5, atol=1e-7)
 
 
+def test_a_loop_of_megatrons_rl_with_one_chunk(farm: Farm, tmp_path: Path) -> None:
+    plain_losses, plain_gradients, _ = run(farm, tmp_path, "rl", None)
+    assert len({tuple(each) for each in plain_losses[0]}) == 3  # the weights move
+    for schedule in ("zb-h1", "gpipe"):
+        losses, gradients, chunks = run(farm, tmp_path, "rl", schedule)
+        assert chunks == 1
+        assert len(losses) == len(plain_losses) == 1
+        for own, plain in zip(losses[0], plain_losses[0], strict=True):
+            assert own == pytest.approx(plain, abs=1e-6)
+        assert gradients.keys() == plain_gradients.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, plain_gradients[name], rtol=1e-5, atol=1e-7)
+
+
 def test_a_schedule_file_and_a_layer_split(farm: Farm, tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(make("v-half", RANKS, 8).to_json())

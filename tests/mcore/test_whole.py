@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.lowering import whole_backwards
 from megatron_vshape.mcore.refusals import (
@@ -19,12 +20,15 @@ from megatron_vshape.mcore.refusals import (
     check_arguments,
     check_config,
     check_derived,
+    check_post_validation,
 )
 from megatron_vshape.mcore.setup.arguments import add_arguments, options_of
 from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.configure import _recomputed_inputs, prepare
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.split import unsplit
+
+V = v_shape(2)
 
 
 @pytest.mark.parametrize("name", ["v-min", "v-half", "v-zb", "zb-h1"])
@@ -81,7 +85,11 @@ def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixt
         ({"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
-        ({"perform_rl_step": True}, "--perform-rl-step"),
+        ({"perform_rl_step": True}, "--perform-rl-step: its loop takes a rank's first chunk"),
+        (
+            {"rl_inference_tensor_model_parallel_size": 1},
+            "--rl-inference-tensor-model-parallel-size: a second model",
+        ),
         (
             {"pipeline_model_parallel_comm_backend": "ucc"},
             "--pipeline-model-parallel-comm-backend ucc",
@@ -91,17 +99,37 @@ def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixt
 def test_what_cannot_be_split_is_refused(option: dict[str, Any], text: str) -> None:
     args: Any = SimpleNamespace(**({"transformer_impl": "local"} | option))
     with pytest.raises(UnsupportedError) as refused:
-        check_arguments(args, "v-half")
+        check_arguments(args, "v-half", V)
     said = str(refused.value)
     assert said.startswith(f"--pipeline-schedule v-half does not work with {text}")
     assert "\n" not in said
+
+
+def test_megatrons_rl_has_one_chunk_in_the_order_of_the_ranks() -> None:
+    args: Any = SimpleNamespace(
+        transformer_impl="local",
+        distributed_backend="gloo",
+        perform_rl_step=True,
+        context_parallel_size=1,
+        rerun_mode="disabled",
+        optimizer="adam",
+    )
+    check_arguments(args, "zb-h1", looping(4, 1))
+    for placement in (V, (3, 2, 1, 0)):
+        with pytest.raises(UnsupportedError, match="with one chunk, such as zb-h1"):
+            check_arguments(args, "mine.json", placement)
+    with pytest.raises(UnsupportedError, match="--perform-rl-step: what it trains on is made"):
+        check_post_validation(args)
+    args.context_parallel_size = 2  # Megatron then builds a model without it to generate with
+    with pytest.raises(UnsupportedError, match="--context-parallel-size 2 together: a second"):
+        check_arguments(args, "zb-h1", looping(4, 1))
 
 
 def test_weight_shards_are_refused_once_megatron_has_counted_them() -> None:
     args: Any = SimpleNamespace(
         transformer_impl="local", distributed_backend="gloo", gtp_weight_remat_size=2
     )
-    check_arguments(args, "v-half")
+    check_arguments(args, "v-half", V)
     with pytest.raises(UnsupportedError, match="--tensor-parallel-num-weight-shards above"):
         check_derived(args, "v-half")
     args.gtp_weight_remat_size = 1
@@ -151,10 +179,10 @@ def test_timers_within_passes_are_refused_on_gpus() -> None:
         transformer_impl="local", distributed_backend="nccl", timing_log_level=2
     )
     with pytest.raises(UnsupportedError, match="does not work with --timing-log-level 2 on GPUs"):
-        check_arguments(args, "v-half")
+        check_arguments(args, "v-half", V)
     for level, backend in ((1, "nccl"), (2, "gloo")):
         args.timing_log_level, args.distributed_backend = level, backend
-        check_arguments(args, "v-half")
+        check_arguments(args, "v-half", V)
 
 
 def test_a_rank_gives_up_before_megatrons_watchdogs() -> None:

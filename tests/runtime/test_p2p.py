@@ -247,6 +247,18 @@ def test_the_watch_tells_of_what_nobody_takes(is_closed: bool) -> None:
     assert watched.said == ["F0.0 waits to be taken, and nothing has moved for 0.2 s"]
 
 
+def test_a_watch_closed_quietly_lets_go_of_what_never_ends() -> None:
+    before = threading.active_count()
+    watched = Watched(0.2)
+    watched.under_way = ["F0.0 waits to be taken"]
+    watched.watch.close(quietly=True)
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() <= before
+    assert watched.said == []
+
+
 def test_the_watch_is_silent_while_anything_moves() -> None:
     watched = Watched(0.4)
     events = [Event(False) for _ in range(3)]

@@ -243,6 +243,21 @@ HOOKS = (
         library.model_init,
     ),
     *(
+        Hook(
+            f"megatron.core.models.{module}",
+            f"{model}.__init__",
+            ("self",),
+            "refuses a model of several stacks of layers, of which no schedule here makes stages",
+            replacements.several_stacks_init,
+            optional=True,
+        )
+        for module, model in (
+            ("multimodal.llava_model", "LLaVAModel"),
+            ("T5.t5_model", "T5Model"),
+            ("mimo.model.base", "MimoModel"),
+        )
+    ),
+    *(
         Hook(_UTILS, name, expects, reason, replacement, everywhere=True)
         for name, expects, replacement in (
             ("is_pp_first_stage", ("pp_group",), library.is_first),

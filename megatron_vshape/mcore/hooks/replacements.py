@@ -36,7 +36,12 @@ from megatron_vshape.mcore.observe.megatrons_own import (
     count_backward,
     count_forward,
 )
-from megatron_vshape.mcore.refusals import RefusedError, refusing
+from megatron_vshape.mcore.refusals import (
+    RefusedError,
+    check_one_module,
+    refused_model,
+    refusing,
+)
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import arguments, configure
 from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_split_linear
@@ -81,6 +86,7 @@ def validate_args(
     with refusing():
         session.choose(configure.prepare(args), configure.megatrons_own(args))
         session.chosen_by_flags = True
+        session.tries_again = getattr(args, "inprocess_restart", False)
     validated = original(args, *rest, **options)
     with refusing():
         configure.complete(session.pipeline, args)
@@ -111,11 +117,14 @@ def pretrain(session: Session, original: Function, *args: Any, **options: Any) -
     provider = bound.arguments.get("model_provider")
     if provider is not None:
         bound.arguments["model_provider"] = _model_provider(session, provider)
+    if session.pipeline is not None:
+        given = (bound.arguments.get(name) for name in ("pg_collection", "p2p_communicator"))
+        with refusing():
+            check_one_module(session.pipeline.choice.name, *given)
     try:
         return original(*bound.args, **bound.kwargs)
     finally:
-        if isinstance(session.runner, PipelineRunner):
-            session.runner.forget_data()
+        session.forget()
 
 
 def _embedding_ranks(session: Session, users: Function | None) -> Function:
@@ -132,6 +141,10 @@ def _embedding_ranks(session: Session, users: Function | None) -> Function:
 def _model_provider(session: Session, provider: Function) -> Function:
     """Return a provider that builds stages; 0.18 and before call it once per chunk."""
     built: list[Any] = []
+    takes = inspect.signature(provider).parameters
+    takes_chunks = "vp_stage" in takes or any(
+        each.kind == each.VAR_KEYWORD for each in takes.values()
+    )
 
     @functools.wraps(provider)
     def provide(
@@ -141,12 +154,22 @@ def _model_provider(session: Session, provider: Function) -> Function:
         **options: Any,
     ) -> Any:
         if session.pipeline is None:
-            return provider(pre_process, post_process, vp_stage=vp_stage, **options)
+            if vp_stage is not None:
+                options["vp_stage"] = vp_stage
+            return provider(pre_process, post_process, **options)
         if not vp_stage:
             built.clear()
         rank = parallel_state.get_pipeline_model_parallel_rank()
         first, last = session.pipeline.ends(rank, vp_stage)
-        built.append(provider(first, last, vp_stage=vp_stage, **options))
+        if takes_chunks:
+            options["vp_stage"] = vp_stage
+        elif vp_stage is not None:
+            raise RefusedError(
+                f"schedule {session.pipeline.choice.name} has several chunks per rank, and the "
+                "script's model_provider takes no vp_stage: choose a schedule with one, such as "
+                "zb-h1"
+            )
+        built.append(provider(first, last, **options))
         if len(built) == session.pipeline.stage_map.num_chunks:
             configure.finish_model(session.pipeline, session.step, rank, built)
             session.ready.add(built[0])
@@ -375,11 +398,24 @@ def validate_result(
 
 
 @replaces
+def several_stacks_init(
+    session: Session, original: Function, model: Any, *args: Any, **options: Any
+) -> None:
+    """Refuse a model that is not one stack of layers before any of it is built."""
+    if session.pipeline is not None:
+        with refusing():
+            raise refused_model(session.pipeline.choice.name, type(model).__name__)
+    original(model, *args, **options)
+
+
+@replaces
 def get_forward_backward_func(
     session: Session, original: Function, *args: Any, **options: Any
 ) -> Any:
     """Hand out this package's function, or Megatron's with a meter where the user named one."""
     if session.pipeline is not None:
+        with refusing():
+            check_one_module(session.pipeline.choice.name, *args, *options.values())
         return session.own_function(original)
     function = original(*args, **options)
     if session.megatrons_own is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -23,6 +23,7 @@ from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
 from megatron_vshape.mcore.setup.library import with_messages_of_this_run
 from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.mcore.step_state import StepState
 
@@ -43,6 +44,7 @@ class Session:
     post_validation: PostValidation | None = None  # while a run that asks for it trains
     iteration_log: IterationLog | None = None  # once Megatron's trainer runs, which logs
     step: StepState = field(default_factory=StepState)
+    tries_again: bool = False  # in this process, where a run fails (--inprocess-restart)
     # Where a library has its own configuration and trainer:
     library: PipelineOptions | None = None  # what `register` was given
     chosen_by_flags: bool = False  # Megatron's parser was asked all the same
@@ -54,6 +56,20 @@ class Session:
         """Take what the flags ask for; what has run by other flags is over."""
         self.pipeline, self.megatrons_own, self.runner = pipeline, megatrons_own, None
         self.step.splits_backward = pipeline is not None
+
+    def forget(self) -> None:
+        """Let go of all that a run has left, whether it has ended or failed.
+
+        What the flags have decided stays, for another run by them in this process (Megatron's
+        --inprocess-restart): that one plans anew, since of the ranks that failed some may have
+        measured costs, or agreed on a program, and others not.
+        """
+        if isinstance(self.runner, PipelineRunner):
+            self.runner.forget_data(quietly=self.tries_again)
+        self.runner = self.post_validation = self.iteration_log = self.optimizer = None
+        self.built.clear()
+        if self.pipeline is not None:
+            self.pipeline = replace(self.pipeline, planner=Planner(self.pipeline.choice))
 
     def own_runner(self, pipeline: Pipeline) -> PipelineRunner:
         """Return what runs the steps of this package's schedule; made when first asked for."""

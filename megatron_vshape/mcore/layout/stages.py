@@ -123,6 +123,26 @@ def check_ends(stage_map: StageMap) -> None:
         )
 
 
+HASH_LAYERS = "moe_n_hash_layers"
+"""The option that says how many of the first layers route by the tokens themselves: DeepSeek-V4.
+
+Megatron-LM's branch dev has it (d48bd6be); 0.19 and main of August 2026 do not.
+"""
+
+
+def check_hash_layers(stage_map: StageMap, num_hash_layers: int) -> None:
+    """Raise ScheduleError unless layers that route by tokens are where the tokens are.
+
+    Only the stage with the embedding is given them.
+    """
+    if num_hash_layers > stage_map.layers[0]:
+        raise ScheduleError(
+            f"{HASH_LAYERS} {num_hash_layers} needs so many layers in the first stage, which has "
+            f"{stage_map.layers[0]} of {list(stage_map.layers)}: give a layer split that begins "
+            f"with {num_hash_layers} or more, or fewer stages"
+        )
+
+
 def check_tied_embeddings(stage_map: StageMap) -> None:
     """Raise ScheduleError where neither we nor Megatron can tie the two embedding ends."""
     ends = stage_map.end_ranks

@@ -71,7 +71,7 @@ def prepare(args: Namespace) -> Pipeline | None:
     if ranks == 1:  # one device has nothing to schedule
         _tell_what_does_nothing(options)
         return None
-    check_arguments(args, name)
+    check_arguments(args, name, choice.placement)
     if options.post_validates:
         check_post_validation(args)
     translated = translate(args, choice.placement, options.layer_split)
@@ -84,6 +84,7 @@ def _pipeline(args: Namespace, choice: Choice, options: PipelineOptions) -> Pipe
     split = _split(args, choice, options)
     stage_map = StageMap(choice.placement, split.layers)
     stages.check_ends(stage_map)
+    stages.check_hash_layers(stage_map, getattr(args, stages.HASH_LAYERS, None) or 0)
     ties = not args.untie_embeddings_and_output_weights
     if ties:
         stages.check_tied_embeddings(stage_map)

@@ -87,6 +87,7 @@ def prepare_config(config: Any, options: PipelineOptions) -> Pipeline:
     )
     stage_map = StageMap(choice.placement, split.layers)
     stages.check_ends(stage_map)
+    stages.check_hash_layers(stage_map, getattr(config, stages.HASH_LAYERS, None) or 0)
     tell_config(config, stage_map)
     choice = replace(
         choice,

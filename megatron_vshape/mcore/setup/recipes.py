@@ -12,10 +12,12 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.mcore.layout.given_layout import MultiTokenError
 from megatron_vshape.mcore.refusals import (
+    CHUNK_REFUSALS,
     LIBRARY_REFUSALS,
     REFUSALS,
     Refusal,
     UnsupportedError,
+    is_plain,
 )
 from megatron_vshape.mcore.setup.choice import choice_of
 from megatron_vshape.mcore.setup.translate import (
@@ -79,13 +81,13 @@ def examine(options: Mapping[str, Any], placement: Placement) -> Examined:
     given = SimpleNamespace(**options)
     translated, refused = _translate(given, placement)
     notices = translated.notices
-    has_chunks = len(placement) > max(placement) + 1
+    chunked = (*CHUNK_REFUSALS, *LIBRARY_REFUSALS)
     refused += [
         Refused((each.name,), _told(each, getattr(given, each.name)), each.why)
-        for each in (*REFUSALS, *(LIBRARY_REFUSALS if has_chunks else ()))
+        for each in (*REFUSALS, *(() if is_plain(placement) else chunked))
         if hasattr(given, each.name) and each.is_set(getattr(given, each.name))
     ]
-    told = _names(notices) | {each.name for each in (*REFUSALS, *LIBRARY_REFUSALS)}
+    told = _names(notices) | {each.name for each in (*REFUSALS, *chunked)}
     supported = [name for name, value in options.items() if name not in told and _is_on(value)]
     return Examined(tuple(supported), notices, tuple(refused), translated.layer_split)
 

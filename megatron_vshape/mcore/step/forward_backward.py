@@ -25,7 +25,7 @@ from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.observe.iteration_log import BubbleMeter
 from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.report import RunReport
-from megatron_vshape.mcore.refusals import check_config, refusing
+from megatron_vshape.mcore.refusals import check_config, check_one_module, refusing
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.step.finite import InspectedStage, repeats_a_bad_step
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
@@ -124,6 +124,8 @@ class PipelineRunner:
         if adjust_tensor_shapes_fn is not None:
             raise ValueError("adjust_tensor_shapes_fn is not supported by --pipeline-schedule")
         call = Call(**arguments)
+        with refusing():
+            check_one_module(self._pipeline.choice.name, p2p_communicator, call.pg_collection)
         config = get_model_config(_as_list(call.model)[0])
         check_config(config, self._pipeline.options.post_validates)
         with _timed(config):
@@ -176,18 +178,18 @@ class PipelineRunner:
             replay.rewind()
         ahead.random.restore()
 
-    def forget_data(self) -> None:
+    def forget_data(self, quietly: bool = False) -> None:
         """Let go of all that the steps have left, when none follows, or the last one has failed.
 
         These are the weight jobs of a step that failed, the transport's threads, and the last
         step's data iterators. A loader tells its processes to end when nothing holds it; with
         --exit-signal-handler they ignore the signal that would end them otherwise, and the trainer
-        would wait for them.
+        would wait for them. `quietly` is for a process that trains again after this.
         """
         self._last, self._ahead, self._replays = None, None, []
         self._state.jobs.clear()
         if self._transport is not None:
-            self._transport.close()
+            self._transport.close(quietly)
             self._transport = None
 
     def _evaluate(self, call: Call) -> list[Any]:

@@ -1,0 +1,102 @@
+"""Fails in the middle of a step and trains anew in the same process, as Megatron's wrapper does.
+
+What megatron/training/inprocess_restart.py has nvidia_resiliency_ext do, in its order: `pretrain`
+fails on one rank, every process group is taken away from under the others, Megatron's globals are
+destroyed, and `pretrain` is called again with the same arguments.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+import time
+from typing import Any
+
+import megatron.training
+import recorder
+import torch.distributed as dist
+from megatron.core import rerun_state_machine
+from megatron.training import arguments, global_vars, training
+
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.mcore.hooks.session import Session
+from megatron_vshape.mcore.step.forward_backward import PipelineRunner
+from megatron_vshape.mcore.step.stage import MegatronStage
+from megatron_vshape.runtime.p2p import Transport
+
+PATIENCE_S = 60
+
+
+class FailedOnPurposeError(RuntimeError):
+    """What one rank raises in a pass."""
+
+
+def fail_once(name: str, step: int) -> None:
+    """Have the rank of a B fail in it, in one step (from 1) of this process."""
+    _, stage, microbatch = Pass.parse(name)
+    original, calls = MegatronStage.backward_inputs, []
+
+    def run(self: MegatronStage, number: int, *args: Any) -> Any:
+        if (self._stage, number) == (stage, microbatch):
+            calls.append(number)
+            if len(calls) == step:
+                raise FailedOnPurposeError(name)
+        return original(self, number, *args)
+
+    MegatronStage.backward_inputs = run  # type: ignore[method-assign]
+
+
+def left_over() -> list[str]:
+    """Return what there is still of a run that is over, but for what the recorder holds of it."""
+    for each in gc.get_objects():
+        if isinstance(each, recorder.Records):
+            each._model, each._optimizer = [], None
+    gc.collect()
+    found = [
+        type(each).__name__
+        for each in gc.get_objects()
+        if isinstance(each, PipelineRunner | Transport | training.DDP)
+    ]
+    found += [each.name for each in threading.enumerate() if each.name.startswith("sends to")]
+    (session,) = [each for each in gc.get_objects() if isinstance(each, Session)]
+    state = session.step
+    found += ["jobs"] * len(state.jobs._buckets)
+    parts = (session.runner, session.optimizer, session.iteration_log, session.post_validation)
+    parts += (state.running_chunk, state.census, state.late_checks, state.gradient_sync)
+    found += [type(each).__name__ for each in parts if each is not None]
+    return found
+
+
+def start(rank: int, given: dict[str, Any]) -> None:
+    """Wrap `pretrain`."""
+    fail_once(given["fails"], given["step"])
+    pretrain = megatron.training.pretrain
+    parses_inside = not hasattr(arguments, "parse_and_validate_args")  # 0.17
+
+    def twice(*args: Any, **options: Any) -> None:
+        before = None if parses_inside else copy.deepcopy(global_vars.get_args())
+        try:
+            pretrain(*args, **options)
+        except Exception as error:
+            print(f"the first try ended: {type(error).__name__}")
+        else:
+            raise RuntimeError("the first try did not fail")
+        for group in list(dist.distributed_c10d._world.pg_map):
+            group.abort()
+        dist.destroy_process_group()
+        training.destroy_global_state()
+        rerun_state_machine.destroy_rerun_state_machine()
+        deadline = time.monotonic() + PATIENCE_S
+        while left := left_over():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"of the first try there is still {left}")
+            time.sleep(0.1)
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        if before is not None:
+            global_vars.set_global_variables(before)  # Megatron's wrapper leaves that out
+        print("the second try begins")
+        pretrain(*args, **options)
+
+    megatron.training.pretrain = twice

@@ -1,0 +1,141 @@
+"""Models that are not one stack of layers: refused before they are built, or none of our business.
+
+pretrain_vlm.py and examples/multimodal build a LLaVAModel, pretrain_t5.py a T5Model, examples/mimo
+a MimoModel; where the parts of such a model have pipelines of their own, Megatron's trainer passes
+a MultiModuleProcessGroupCollection and a MultiModulePipelineCommunicator.
+"""
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.training")
+
+import megatron.training
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
+from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+
+import megatron_vshape
+from megatron_vshape.mcore.hooks import registry, replacements
+from megatron_vshape.mcore.hooks.session import Session
+from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError, check_one_module
+
+SAID = "megatron-vshape: schedule zb-h1 does not work with {}: stages are parts of one stack of "
+MODELS = [each for each in registry.HOOKS if each.attribute.endswith("Model.__init__")]
+STACKS = [each for each in MODELS if not each.attribute.startswith("GPTModel")]
+
+
+def empty(kind: type) -> Any:
+    """Return an object of a kind whose making would take process groups."""
+    return object.__new__(kind)
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """Register a library's schedule."""
+    registry.uninstall()
+    megatron_vshape.register(schedule="zb-h1")
+    yield
+    registry.uninstall()
+
+
+def choose() -> None:
+    """Make a config, by which the library's pipeline is chosen."""
+    TransformerConfig(
+        num_layers=4,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+    )
+
+
+def test_the_models_are_found_here() -> None:
+    assert {each.attribute.partition(".")[0] for each in STACKS} == {
+        "LLaVAModel",
+        "T5Model",
+        "MimoModel",
+    }
+    assert all(each.is_there for each in registry.examine() if each.record in STACKS)
+
+
+@pytest.mark.parametrize("hook", STACKS, ids=lambda hook: hook.attribute)
+def test_a_model_of_several_stacks_is_refused_before_it_is_built(hook: registry.Hook) -> None:
+    name = hook.attribute.partition(".")[0]
+    kind = getattr(importlib.import_module(hook.module), name)
+    with pytest.raises(TypeError):  # Megatron's own: there are no arguments
+        kind()
+    choose()
+    with pytest.raises(RefusedError) as refused:
+        kind()
+    assert str(refused.value).startswith(SAID.format(name))
+    assert "\n" not in str(refused.value)
+
+
+def test_several_modules_keep_megatrons_own_function_or_are_refused() -> None:
+    modules = empty(MultiModuleProcessGroupCollection)
+    if (
+        "schedule_pg_collection"
+        in inspect.signature(schedules.get_forward_backward_func).parameters
+    ):
+        # from 0.19 on
+        own = schedules.get_forward_backward_func(schedule_pg_collection=modules)
+        assert own is schedules.forward_backward_pipelining_without_interleaving
+        choose()
+        with pytest.raises(RefusedError) as refused:
+            schedules.get_forward_backward_func(schedule_pg_collection=modules)
+        assert str(refused.value).startswith(SAID.format(type(modules).__name__))
+    for given in (modules, empty(MultiModulePipelineCommunicator)):
+        with pytest.raises(
+            UnsupportedError, match=f"v-half does not work with {type(given).__name__}"
+        ):
+            check_one_module("v-half", None, given)
+    check_one_module("v-half", None, SimpleNamespace())
+
+
+@pytest.mark.skipif(
+    "pg_collection" not in inspect.signature(megatron.training.pretrain).parameters,
+    reason="from 0.19 on pretrain takes process groups",
+)
+def test_pretrain_refuses_several_modules_before_it_begins() -> None:
+    choose()
+    config: Any = None
+    steps = (lambda *_: None, None, lambda *_: None)
+    with pytest.raises(RefusedError, match="does not work with MultiModulePipelineCommunicator"):
+        megatron.training.pretrain(
+            config, *steps, p2p_communicator=empty(MultiModulePipelineCommunicator)
+        )
+
+
+def provided(provider: Any, num_chunks: int, **options: Any) -> Any:
+    """Return what a script's provider builds when Megatron asks for rank 0's first chunk."""
+    session: Any = Session()
+    if num_chunks:
+        session.pipeline = SimpleNamespace(
+            choice=SimpleNamespace(name="v-half"),
+            stage_map=SimpleNamespace(num_chunks=99),
+            ends=lambda rank, chunk: (True, False),
+        )
+    return replacements._model_provider(session, provider)(True, True, **options)
+
+
+def test_a_provider_that_knows_no_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pretrain_vlm.py's takes no vp_stage; without a schedule, and with one chunk, that is fine."""
+
+    def provider(pre_process: bool, post_process: bool, config: Any = None) -> Any:
+        return pre_process, post_process
+
+    monkeypatch.setattr(replacements.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    assert provided(provider, 0) == (True, True)
+    assert provided(provider, 1, config=None) == (True, False)
+    with pytest.raises(RefusedError, match="model_provider takes no vp_stage: choose a schedule"):
+        provided(provider, 2, vp_stage=0)
+    chunks = provided(lambda first, last, **options: options, 2, vp_stage=1)
+    assert chunks == {"vp_stage": 1}
