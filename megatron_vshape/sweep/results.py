@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_vshape.sweep.files import Loaded, SweepError
 from megatron_vshape.sweep.grid import ADAPTIVE, Combination
-from megatron_vshape.sweep.measured_costs import MeasuredCosts
+from megatron_vshape.sweep.measured_costs import MeasuredCosts, key_of_shapes
 
 APPLICATION = 0x56534850  # "VSHP": marks the file as one of ours
 FORMAT = 1
@@ -83,8 +83,8 @@ def key_of(combination: Combination, loaded: Loaded, measured: MeasuredCosts | N
     """Return what identifies a run: change its command or its plan, and it is another run."""
     run = loaded.sweep.run
     # Measured costs change no command; of the orders, they change those that are planned.
-    planned = combination.schedule == ADAPTIVE and measured
-    costs = planned.find(combination) if planned else None
+    planned = measured if combination.schedule == ADAPTIVE else None
+    costs = (planned or {}).get(key_of_shapes(combination))
     what = {
         "combination": asdict(combination),
         "model": loaded.model.model_dump(mode="json"),
