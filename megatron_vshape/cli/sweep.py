@@ -137,10 +137,10 @@ def _check_targets(options: argparse.Namespace) -> None:
 def _expand(loaded: "Loaded") -> "tuple[Predictor, Expanded]":
     from megatron_vshape.sweep.grid import expand
     from megatron_vshape.sweep.machine import Machine
-    from megatron_vshape.sweep.measured_costs import MeasuredCosts
+    from megatron_vshape.sweep.measured_costs import load_measured
     from megatron_vshape.sweep.predict import Predictor
 
-    machine, measured = Machine.of(loaded.cluster), MeasuredCosts.load(loaded)
+    machine, measured = Machine.of(loaded.cluster), load_measured(loaded)
     predictor = Predictor(loaded.model, machine, loaded.sweep.post_validation, measured)
     return predictor, expand(loaded)
 

@@ -38,13 +38,14 @@ def make_answer(request: Request, report: Report) -> bytes:
         ScheduleError: it cannot be made; a FieldError where one field is to blame.
     """
     pricing = Pricing(request.costs)
-    if request.want is Want.MEASURED:
-        return encode(measured_pictures(request.chosen_trace(), pricing))
-    if request.want is Want.FRONTIER:
+    choice = request.schedule
+    if request.trace is not None:
+        return encode(measured_pictures(request.trace, pricing))
+    if choice is None:
         return encode([], {"points": list(points(request, pricing, report))})
     if request.want is Want.STEPS:
-        return encode(list(_steps(request, report)))
-    picture = _picture(request, pricing, report)
+        return encode(list(_steps(request, choice, report)))
+    picture = _picture(request, choice, pricing, report)
     if request.want is Want.SCHEDULE_FILE:
         return picture.timeline.schedule.to_json().encode()
     if request.want is Want.TRACE_FILE:
@@ -60,9 +61,8 @@ def trace_text(picture: Picture) -> str:
     return stream.getvalue()
 
 
-def _picture(request: Request, pricing: Pricing, report: Report) -> Picture:
-    choice = request.chosen_schedule()
-    made = make_choice(request, pricing, report)
+def _picture(request: Request, choice: ScheduleChoice, pricing: Pricing, report: Report) -> Picture:
+    made = make_choice(request, choice, pricing, report)
     schedule, costs = made.schedule, made.costs
     report({"doing": "simulating"})
     timeline = simulate(schedule, costs)
@@ -153,9 +153,8 @@ def _plan_options(choice: PlanChoice, request: Request, pricing: Pricing) -> str
     return f" --memory-limit {limit}{most}{goal}{seconds}"
 
 
-def _steps(request: Request, report: Report) -> Iterator[Picture]:
+def _steps(request: Request, choice: ScheduleChoice, report: Report) -> Iterator[Picture]:
     """Yield the four steps of the paper, all in passes of equal length: slots and unit costs."""
-    choice = request.chosen_schedule()
     if not isinstance(choice, NamedChoice):
         raise FieldError(
             "schedule", "only a schedule of the catalogue is made in the four steps; choose one"

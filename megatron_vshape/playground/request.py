@@ -134,22 +134,10 @@ class Request:
     devices: int
     microbatches: int
     costs: CostChoice
-    schedule: ScheduleChoice | None = None
-    trace: FileText | None = None
+    schedule: ScheduleChoice | None = None  # None: for the frontier, or what was measured
+    trace: FileText | None = None  # of what was measured
     plans: bool = False
     """Whether the frontier has plans beside the published schedules."""
-
-    def chosen_schedule(self) -> ScheduleChoice:
-        """Return the schedule that the answer is about; raises FieldError if there is none."""
-        if self.schedule is None:
-            raise FieldError("schedule", f"what is asked for, {self.want}, needs a schedule")
-        return self.schedule
-
-    def chosen_trace(self) -> FileText:
-        """Return the trace that the answer is about; raises FieldError if there is none."""
-        if self.trace is None:
-            raise FieldError("trace", f"what is asked for, {self.want}, needs a trace file")
-        return self.trace
 
 
 Files = Mapping[str, FileText]

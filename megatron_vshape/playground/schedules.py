@@ -17,6 +17,7 @@ from megatron_vshape.playground.request import (
     NamedChoice,
     PlanChoice,
     Request,
+    ScheduleChoice,
     check_drawn,
 )
 from megatron_vshape.playground.stage_costs import Pricing
@@ -26,13 +27,14 @@ Report = Callable[[dict[str, object]], None]
 """Called with what is known so far: the stage of the work, the best value, a point."""
 
 
-def make_choice(request: Request, pricing: Pricing, report: Report) -> Answer:
+def make_choice(
+    request: Request, choice: ScheduleChoice, pricing: Pricing, report: Report
+) -> Answer:
     """Return the schedule that the request is about, at the costs of its stages.
 
     Raises:
         FieldError: it cannot be made; names the field to blame.
     """
-    choice = request.chosen_schedule()
     if isinstance(choice, NamedChoice):
         report({"doing": f"making {choice.name}"})
         return make_named(request, choice, pricing.cut(request.devices))

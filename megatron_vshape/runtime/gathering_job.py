@@ -18,8 +18,8 @@ class GatheringJob:
     """
 
     compute: Callable[..., None]
-    tensors: list[Any]  # its arguments, this rank's part, along the first dimension, of what is
-    groups: Sequence[dist.ProcessGroup | None]  # to be gathered, if any, over the group for it
+    tensors: list[Any]  # its arguments; of one to gather this rank's part, along dimension 0
+    groups: Sequence[dist.ProcessGroup | None]  # for each the group to gather it over, if any
     _has_begun: bool = False
     _under_way: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 

@@ -7,6 +7,7 @@ CUDA stream on a GPU), which are read when the step is over.
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from threading import get_ident
 
 import torch
@@ -131,10 +132,7 @@ def merge(
     )
     ends = tuple(tuple(s.end - zero for s in row) for row, zero in zip(rows, zeros, strict=True))
     order = tuple(tuple(slot.work for slot in row) for row in rows)
-    ran = Schedule(
-        schedule.name, schedule.num_devices, schedule.num_microbatches, schedule.placement, order
-    )
-    return Timeline(ran, starts, ends)
+    return Timeline(replace(schedule, order=order), starts, ends)
 
 
 def measured_costs(timelines: Sequence[Timeline], send_us: float, held: Held) -> Costs:

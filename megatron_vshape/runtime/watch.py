@@ -38,8 +38,8 @@ class Watch:
     under_way: Callable[[], list[str]]
     doing: Callable[[], str]  # what the host did last, without a question to the device
     stuck: Callable[[str], None] = _say_and_exit
-    # Called first in the thread that asks: a new thread is on device 0, where it would make a
-    # context of some hundred MiB.
+    # Called first in the thread that asks: a new one is on device 0, and would make a context there
+    # of some hundred MiB.
     name_device: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:

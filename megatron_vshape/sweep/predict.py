@@ -16,7 +16,7 @@ from megatron_vshape.sweep.files import Model, Recompute, SweepError
 from megatron_vshape.sweep.grid import ADAPTIVE, Combination, count_stages, layers_of_stages
 from megatron_vshape.sweep.layer import Layers, Part, model_flops
 from megatron_vshape.sweep.machine import Machine
-from megatron_vshape.sweep.measured_costs import MeasuredCosts
+from megatron_vshape.sweep.measured_costs import MeasuredCosts, key_of_shapes
 from megatron_vshape.view.numbers import GIB
 
 LEAST_US = 1.0
@@ -244,7 +244,7 @@ class _Stages:
         layers = Layers(predictor.model, it, predictor.machine, split)
         first, layer, last = layers.first(), layers.layer_kernels(), layers.last_kernels()
         message_us = layers.message_us()
-        found = predictor.measured and predictor.measured.find(it)
+        found = (predictor.measured or {}).get(key_of_shapes(it))
         if found:
             first, layer = first.measured(found.first), layer.measured(found.layer)
             last, message_us = last.measured(found.last), found.send_us

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_vshape.sweep.files import Loaded, SweepError
 from megatron_vshape.sweep.grid import ADAPTIVE, Combination
-from megatron_vshape.sweep.measured_costs import MeasuredCosts
+from megatron_vshape.sweep.measured_costs import MeasuredCosts, key_of_shapes
 
 APPLICATION = 0x56534850  # "VSHP": marks the file as one of ours
 FORMAT = 1
@@ -73,18 +73,14 @@ CREATE TABLE results (
 );
 CREATE TABLE in_flight (key TEXT PRIMARY KEY, job TEXT NOT NULL);
 """
-_COLUMNS = (
-    "key, sweep, combination, status, step_s, mfu, peak_bytes, bubble, predicted_step_s, "
-    "predicted_peak_bytes, predicted_bubble, log_tail"
-)
 
 
 def key_of(combination: Combination, loaded: Loaded, measured: MeasuredCosts | None) -> str:
     """Return what identifies a run: change its command or its plan, and it is another run."""
     run = loaded.sweep.run
     # Measured costs change no command; of the orders, they change those that are planned.
-    planned = combination.schedule == ADAPTIVE and measured
-    costs = planned.find(combination) if planned else None
+    planned = measured if combination.schedule == ADAPTIVE else None
+    costs = (planned or {}).get(key_of_shapes(combination))
     what = {
         "combination": asdict(combination),
         "model": loaded.model.model_dump(mode="json"),
@@ -133,7 +129,7 @@ class Results:
         marks = ", ".join("?" * len(values))
         with self._connection:
             self._connection.execute(
-                f"INSERT OR REPLACE INTO results ({_COLUMNS}) VALUES ({marks})", values
+                f"INSERT OR REPLACE INTO results VALUES ({marks}, CURRENT_TIMESTAMP)", values
             )
             self._connection.execute("DELETE FROM in_flight WHERE key = ?", (key,))
 
@@ -156,9 +152,9 @@ class Results:
 
         Not those of a sweep's name: `ended` knows keys alone, and what is not run again is shown.
         """
-        rows = self._connection.execute(f"SELECT {_COLUMNS} FROM results ORDER BY rowid")
+        rows = self._connection.execute("SELECT * FROM results ORDER BY rowid")
         try:
-            return [_result(row) for key, _, *row in rows if key in keys]
+            return [_result(row) for key, _, *row, _ in rows if key in keys]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             why = " ".join(str(error).split())  # pydantic's has several lines
             raise SweepError(

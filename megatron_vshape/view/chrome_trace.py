@@ -10,9 +10,8 @@ from typing import TextIO
 
 from megatron_vshape.core.check.simulate import unit_costs
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import chunks_of
-from megatron_vshape.core.model.schedule import Slot, Timeline
+from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.view.memory import held_steps
 
 COMPUTE = 0
@@ -141,7 +140,12 @@ def _held(timeline: Timeline, costs: Costs, device: int, held_unit: str) -> Iter
 def _arrows(timeline: Timeline) -> Iterator[Event]:
     """Yield two events per message: its start in the pass that makes it, its end in the reader."""
     placement = timeline.schedule.placement
-    made = dict(_makers(timeline))
+    made = {
+        slot.work._replace(kind=kind): slot
+        for device in range(timeline.schedule.num_devices)
+        for slot in timeline.slots(device)
+        for kind in slot.work.parts()
+    }
     number = 0
     for device in range(timeline.schedule.num_devices):
         for reader in timeline.slots(device):
@@ -166,11 +170,3 @@ def _arrow(phase: str, number: int, device: int, time: float) -> Event:
         "tid": COMPUTE,
         "ts": time,
     }
-
-
-def _makers(timeline: Timeline) -> Iterator[tuple[Pass, Slot]]:
-    """Yield every result with the pass that makes it."""
-    for device in range(timeline.schedule.num_devices):
-        for slot in timeline.slots(device):
-            for kind in slot.work.parts():
-                yield slot.work._replace(kind=kind), slot

@@ -51,19 +51,9 @@ class Bar(NamedTuple):
     top: float = _TOP  # within its row
     bottom: float = _BOTTOM
 
-    @property
-    def middle(self) -> float:
-        """Return the middle of its height."""
-        return self.row + (self.top + self.bottom) / 2
 
-
-class Box(NamedTuple):
-    """A rectangle in the units of the axes."""
-
-    left: float
-    right: float
-    top: float
-    bottom: float
+Box = tuple[float, float, float, float]
+"""A rectangle in the units of the axes: left, right, top, bottom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +102,7 @@ def _heights(resources: Sequence[str]) -> dict[str, tuple[float, float]]:
 
 def draw_idle(axes: Axes, num_devices: int, end: float, row_points: float) -> None:
     """Draw every device's row from 0 to `end` in the colour of a bubble, its number before it."""
-    boxes = [Box(0.0, end, row + _TOP, row + _BOTTOM) for row in range(num_devices)]
+    boxes = [(0.0, end, row + _TOP, row + _BOTTOM) for row in range(num_devices)]
     axes.add_patch(PathPatch(_outline(boxes), facecolor=IDLE, edgecolor="none", gid="idle"))
     number_rows(axes, num_devices, row_points)
 
@@ -152,14 +142,14 @@ def draw_passes(
     for (kind, stage, _), row, start, end, top, bottom in bars:
         chunk = chunks[stage]
         if len(kind.does) == 1:
-            split.setdefault((kind, chunk), []).append(Box(start, end, row + top, row + bottom))
+            split.setdefault((kind, chunk), []).append((start, end, row + top, row + bottom))
             continue
         # no edge of its own, which would cut the number in two; so it is that much smaller
         x, y = edge / 2 / scale.x, edge / 2 / scale.row
         levels = [top + (bottom - top) * at / len(kind.does) for at in range(len(kind.does) + 1)]
         levels[0], levels[-1] = top + y, bottom - y
         for part, (above, below) in zip(kind.does, pairwise(levels), strict=True):
-            box = Box(start + x, end - x, row + above, row + below)
+            box = (start + x, end - x, row + above, row + below)
             whole.setdefault((part, chunk), []).append(box)
     for group, boxes, width in (("passes", split, edge), ("whole", whole, 0.0)):
         for (kind, chunk), mine in sorted(boxes.items()):
@@ -314,7 +304,7 @@ def _write(axes: Axes, bar: Bar, text: str, size: float, chunks: Sequence[int]) 
     kind = bar.work.parts()[0]
     axes.text(
         (bar.start + bar.end) / 2,
-        bar.middle,
+        bar.row + (bar.top + bar.bottom) / 2,
         text,
         size=size,
         ha="center",

@@ -16,7 +16,7 @@ from megatron_vshape.sweep.files import Layout, Loaded, Model, Recompute, load_s
 from megatron_vshape.sweep.grid import Combination, expand
 from megatron_vshape.sweep.layer import Layers, Part, model_flops
 from megatron_vshape.sweep.machine import Machine
-from megatron_vshape.sweep.measured_costs import MeasuredCosts
+from megatron_vshape.sweep.measured_costs import key_of_shapes, load_measured
 from megatron_vshape.sweep.predict import Prediction, Predictor, Verdict, plan_adaptive
 from megatron_vshape.sweep.report import load_published
 
@@ -148,7 +148,7 @@ def test_measured_costs_replace_the_analytic_ones(tmp_path: Path) -> None:
     )
     entry = {"costs": "costs.json", "layers_per_stage": 2, "sequence_length": 64}
     loaded = load_sample(tmp_path, sweep={"measured_costs": [entry]})
-    measured = MeasuredCosts.load(loaded)
+    measured = load_measured(loaded)
     predictor = replace(predictor_of(loaded), measured=measured)
     one, two = expand(loaded).possible[:2]  # the second has another microbatch size
     assert measured.find(two) is None
@@ -165,7 +165,7 @@ def test_a_costs_file_of_uneven_stages_comes_apart_by_its_layers(tmp_path: Path)
     (tmp_path / "costs.json").write_text(costs.to_json())
     entry = {"costs": "costs.json", "layers_per_stage": 2, "sequence_length": 64}
     loaded = load_sample(tmp_path, sweep={"measured_costs": [entry]})
-    found = MeasuredCosts.load(loaded).find(expand(loaded).possible[0])
+    found = load_measured(loaded).get(key_of_shapes(expand(loaded).possible[0]))
     assert found is not None
     pieces = (found.first, found.layer, found.last)
     for piece, theirs in zip(pieces, (embedding, layer, embedding.times(2.0)), strict=True):
@@ -187,7 +187,7 @@ def predicted(folder: Path, it: Combination, **over: Any) -> Prediction:
         "context_parallel": it.context_parallel,
     }
     loaded = load_sample(folder, sweep={"measured_costs": [entry]}, **over)
-    measured = MeasuredCosts.load(loaded)
+    measured = load_measured(loaded)
     assert measured.find(it) is not None
     return replace(predictor_of(loaded), measured=measured)(it)
 

@@ -18,7 +18,7 @@ from sweep.samples import CLUSTER, SWEEP, load_sample
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.sweep.files import Layout, Recompute, SweepError
 from megatron_vshape.sweep.grid import Combination, expand
-from megatron_vshape.sweep.measured_costs import MeasuredCosts
+from megatron_vshape.sweep.measured_costs import load_measured
 from megatron_vshape.sweep.results import (
     Outcome,
     Result,
@@ -271,7 +271,7 @@ def test_measured_costs_make_another_plan_and_no_other_command(tmp_path: Path) -
     for forward_us in (1000.0, 1100.0):
         costs = Costs.uniform(2, 4, forward_us, 2000.0, 2000.0, 0.0)
         (tmp_path / "costs.json").write_text(costs.to_json())
-        measured.append(MeasuredCosts.load(loaded))
+        measured.append(load_measured(loaded))
     named, planned = expand(loaded).possible
     assert len({key_of(named, loaded, costs) for costs in (None, *measured)}) == 1
     assert len({key_of(planned, loaded, costs) for costs in (None, *measured)}) == 3

@@ -41,9 +41,6 @@ class BuildingBlock:
     passes: tuple[BlockPass, ...]
     num_microbatches: int = 1
 
-    def __post_init__(self) -> None:
-        self._check()
-
     def lives(self) -> dict[tuple[int, int], tuple[int, int]]:
         """Return, by stage and microbatch, from which to which slot activations are held."""
         lives: dict[tuple[int, int], tuple[int, int]] = {}
@@ -86,7 +83,7 @@ class BuildingBlock:
             held[self.placement[stage]].append(life)
         return held
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         """Raise ScheduleError if two repeated passes of a device would run at once."""
         taken: dict[tuple[int, int], Pass] = {}
         for each in self.passes:
