@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status: 0, or 2 with one sentence on stderr."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    _ready_output()
     try:
         return _run(arguments)
     except ScheduleError as error:
@@ -51,6 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         print(f"{PROGRAM}: the output cannot be written: {error}", file=sys.stderr)
         return FAILED
+
+
+def _ready_output() -> None:
+    """Have all that is printed go somewhere: streams may be closed, terminals know ASCII alone."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by whoever started this
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _drop_output() -> None:

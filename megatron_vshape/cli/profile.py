@@ -14,7 +14,7 @@ from megatron_vshape.cli.files import Output, check_target, is_installed, write_
 from megatron_vshape.cli.options import count, float_or_nan
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
-from megatron_vshape.core.model.layers import even_layers, parse_layers
+from megatron_vshape.core.model.layers import AUTO_SPLIT, even_layers, parse_layers
 from megatron_vshape.core.model.placement import v_shape
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ OPTIONS_HERE = {
     "add --pipeline-layer-split auto": "give --layer-split",
     "--pipeline-layer-split": "--layer-split",
     "--num-layers": "--layers",
+    "neither auto nor whole numbers": "not whole numbers",
 }
-"""The trainer's options that a fault of the layers names, and what they are called here."""
+"""What a fault of the layers says of the trainer's options, and what it says here."""
 
 MIB = 2.0**20
 
@@ -129,6 +130,11 @@ def stage_layers(num_layers: int, devices: int, split: str | None) -> tuple[int,
     """
     placement = v_shape(devices)
     stages = len(placement)
+    if split == AUTO_SPLIT:
+        raise ScheduleError(
+            f"--layer-split {AUTO_SPLIT} balances by the costs that are measured here: give every "
+            "stage's layers, as in 2,3,3,2, or leave it out, and balance the run by the costs file"
+        )
     try:
         if split is not None:
             return parse_layers(split, num_layers, placement)

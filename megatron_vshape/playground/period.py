@@ -17,7 +17,8 @@ def period_of(timeline: Timeline, microbatches: int | None = None) -> Period | N
 
     `microbatches` are those of the building block; of an order that no block stands for they are
     found. The length is that of the turn: forwards of stage 0 may run ahead of the
-    rhythm.
+    rhythm. Where a block stands behind an order too short for its passes to come again, it is the
+    work of the busiest device, which is what the block's interval is of.
     """
     schedule = timeline.schedule
     if microbatches is None:
@@ -32,18 +33,19 @@ def period_of(timeline: Timeline, microbatches: int | None = None) -> Period | N
     turns = _starts(timeline, Kind.B, last, (first, first + microbatches))
     if len(begin) != 1 or len(turns) != 2 or turns[1] <= turns[0]:
         return None
-    return Period(begin[0], turns[1] - turns[0], first, microbatches)
+    length = turns[1] - turns[0]
+    if not _repeats(
+        _all_starts(timeline), range(first, first + microbatches), microbatches, length
+    ):
+        length = timeline.busy * microbatches / schedule.num_microbatches
+    return Period(begin[0], length, first, microbatches)
 
 
 def repeating_microbatches(timeline: Timeline) -> int | None:
     """Return of how many microbatches the repeat in the middle is; None if seen too rarely."""
     schedule = timeline.schedule
     last, count = schedule.num_stages - 1, schedule.num_microbatches
-    starts = {
-        slot.work: slot.start
-        for device in range(schedule.num_devices)
-        for slot in timeline.slots(device)
-    }
+    starts = _all_starts(timeline)
     turns = {
         work.microbatch: start
         for work, start in starts.items()
@@ -54,28 +56,32 @@ def repeating_microbatches(timeline: Timeline) -> int | None:
         if len(middle) < max(2 * size, LEAST_SEEN):
             return None
         length = turns[middle[0] + size] - turns[middle[0]]
-        if _repeats(turns, starts, middle, size, length):
+        # The turns are looked at first: in most orders they tell at once that it does not.
+        if all(_same(turns[at + size] - turns[at], length) for at in middle) and _repeats(
+            starts, middle, size, length
+        ):
             return size
     return None
 
 
-def _repeats(
-    turns: Mapping[int, float],
-    starts: Mapping[Pass, float],
-    middle: range,
-    size: int,
-    length: float,
-) -> bool:
-    """Return whether every pass in the middle comes again `length` later, `size` microbatches on.
+def _all_starts(timeline: Timeline) -> dict[Pass, float]:
+    return {
+        slot.work: slot.start
+        for device in range(timeline.schedule.num_devices)
+        for slot in timeline.slots(device)
+    }
 
-    The turns are looked at first: in most orders they tell at once that it does not.
-    """
 
-    def same(difference: float) -> bool:
-        return math.isclose(difference, length, abs_tol=1e-9)
+def _same(difference: float, length: float) -> bool:
+    return math.isclose(difference, length, abs_tol=1e-9)
 
-    return all(same(turns[at + size] - turns[at]) for at in middle) and all(
-        same(starts.get(work._replace(microbatch=work.microbatch + size), math.nan) - start)
+
+def _repeats(starts: Mapping[Pass, float], middle: range, size: int, length: float) -> bool:
+    """Return whether all passes in the middle come again `length` later, `size` microbatches on."""
+    return all(
+        _same(
+            starts.get(work._replace(microbatch=work.microbatch + size), math.nan) - start, length
+        )
         for work, start in starts.items()
         if work.microbatch in middle
     )

@@ -1,8 +1,13 @@
 """The entry point finds commands and turns errors into sentences."""
 
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
 import pytest
 
-from megatron_vshape import __version__
+from megatron_vshape import __version__, make
 from megatron_vshape.cli.main import COMMANDS, main
 
 
@@ -32,3 +37,25 @@ def test_help_lists_every_command(capsys):
 def test_what_is_no_command(capsys, arguments, text):
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith(f"megatron-vshape: {text}")
+
+
+def in_shell(command, **variables):
+    """Run a command of the shell, in which $RUN is the command line."""
+    run = f"{sys.executable} -m megatron_vshape.cli.main"
+    environment = os.environ | {"RUN": run} | variables
+    return subprocess.run(command, shell=True, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams(closed):
+    done = in_shell(f"$RUN schedule v-half --devices 2 --microbatches 2 {closed}")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_name_that_the_terminal_cannot_write(tmp_path):
+    schedule = replace(make("v-half", 2, 2), name="größe")
+    (tmp_path / "a.json").write_text(schedule.to_json(), encoding="utf-8")
+    ascii_alone = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = in_shell(f"$RUN schedule {tmp_path / 'a.json'}", **ascii_alone)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "gr\\xf6\\xdfe" in done.stdout

@@ -73,6 +73,11 @@ BAD = {
     "unknown key": ({"text": MODEL + "colour: red\n"}, "unknown key colour"),
     "layers": ({"options": ["--layers", "7"]}, "make --layers a multiple of 4, such as 4 or 8"),
     "split": ({"options": ["--layer-split", "1,2"]}, "--layer-split 1,2 has 2 numbers and the"),
+    "split by itself": (
+        {"options": ["--layer-split", "auto"]},
+        "--layer-split auto balances by the costs that are measured here: give every stage's",
+    ),
+    "split in words": ({"options": ["--layer-split", "even"]}, "'even' is not whole numbers with"),
     "tensor parallel": (
         {"options": ["--tensor-parallel", "3"]},
         "attention_heads 4 does not divide among 3 tensor-parallel ranks",

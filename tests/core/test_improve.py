@@ -18,6 +18,7 @@ from megatron_vshape.core.paper.reordering import reorder
 from megatron_vshape.core.paper.repeating import repeat
 from megatron_vshape.core.paper.squeezing import squeeze
 from megatron_vshape.core.planner import cyclic_orders, improve, job_shop, refilling, search
+from megatron_vshape.core.planner.compiling import compiled
 
 DEVICES = 5
 
@@ -144,3 +145,9 @@ def test_without_numba_the_plan_is_the_same() -> None:
         )
         found.append(done.stdout)
     assert found[0] == found[1]
+
+
+def test_where_no_cache_can_be_written_it_compiles_all_the_same(monkeypatch):
+    caching = pytest.importorskip("numba.core.caching")
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    assert compiled(lambda number: number + 1)(1) == 2

@@ -83,6 +83,15 @@ def test_the_period_is_the_block_s(name, length):
     assert period.length == length
 
 
+@pytest.mark.parametrize("name", ["v-zb", "zb-h1"])
+def test_the_period_of_an_order_that_never_repeats_is_the_block_s_too(name):
+    timeline = simulate(make(name, 8, 16))
+    assert repeating_microbatches(timeline) is None
+    period = period_of(timeline, 1)
+    assert period is not None
+    assert period.length == 6
+
+
 @pytest.mark.parametrize(
     ("name", "microbatches"),
     [("v-half", 1), ("1f1b", 1), ("interleaved-1f1b", 4), ("grouped-interleaved-1f1b", 4)],

@@ -3,6 +3,7 @@
 Either way the results are the same to the last bit.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -11,6 +12,8 @@ try:
     from numba.extending import register_jitable
 except ImportError:  # the extra `search` is not installed
     njit = None
+
+logger = logging.getLogger(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -24,4 +27,8 @@ def compiled(function: _Function, *called: Callable[..., Any]) -> _Function:
         return function
     for each in called:
         register_jitable(each)
-    return cast(_Function, njit(cache=True)(function))
+    try:
+        return cast(_Function, njit(cache=True)(function))
+    except RuntimeError:  # neither the package's folder nor the user's can be written
+        logger.info("%s is compiled in every run: NUMBA_CACHE_DIR may name a folder", function)
+        return cast(_Function, njit(function))
