@@ -395,13 +395,15 @@ def _frontier_rows(
     points: Sequence[Point], others: Sequence[Point], chunk: float
 ) -> list[list[str]]:
     """Return a heading, a row per limit, and a row per published schedule, in order of memory."""
-    rows = [["schedule", "limit, chunks", "peak, chunks", "value", "bubble", "lower bound"]]
+    fastest = min(point.value for point in (*points, *others))
+    heading = ["schedule", "limit, chunks", "peak, chunks", "value", "above the fastest"]
+    rows = [[*heading, "lower bound"]]
     for point in sorted([*points, *others], key=lambda each: (each.limit, each.value)):
         bound = "" if point.plan is None else f"{point.plan.lower_bound:.6g}"
         limit = "" if point.plan is None else f"{point.limit / chunk:.4g}"
         held = f"{point.peak / chunk:.4g}"
-        name = plain(point.schedule.name)
-        rows.append([name, limit, held, f"{point.value:.6g}", percent(point.bubble), bound])
+        name, slower = plain(point.schedule.name), percent(point.value / fastest - 1)
+        rows.append([name, limit, held, f"{point.value:.6g}", slower, bound])
     return rows
 
 

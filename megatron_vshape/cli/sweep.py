@@ -14,7 +14,9 @@ from megatron_vshape.cli.files import (
     check_targets,
     is_installed,
 )
+from megatron_vshape.cli.options import headroom_of
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.view.numbers import GIB
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,6 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--assumptions", action="store_true", help="print what the prediction assumes, and stop"
+    )
+    parser.add_argument(
+        "--headroom",
+        metavar="SHARE|XGiB",
+        help="what to keep free of every device's memory, as in 5%% or 4GiB (default: nothing)",
     )
     parser.add_argument("--verbose", action="store_true", help="name every dropped combination")
 
@@ -134,14 +141,15 @@ def _check_targets(options: argparse.Namespace) -> None:
         check_can_draw("--figure")
 
 
-def _expand(loaded: "Loaded") -> "tuple[Predictor, Expanded]":
+def _expand(loaded: "Loaded", headroom: str | None) -> "tuple[Predictor, Expanded]":
     from megatron_vshape.sweep.grid import expand
     from megatron_vshape.sweep.machine import Machine
     from megatron_vshape.sweep.measured_costs import load_measured
     from megatron_vshape.sweep.predict import Predictor
 
     machine, measured = Machine.of(loaded.cluster), load_measured(loaded)
-    predictor = Predictor(loaded.model, machine, loaded.sweep.post_validation, measured)
+    kept = headroom_of(headroom, loaded.cluster.device.memory_gib * GIB, in_bytes=True)
+    predictor = Predictor(loaded.model, machine, loaded.sweep.post_validation, measured, kept)
     return predictor, expand(loaded)
 
 
@@ -150,7 +158,7 @@ def _predict(
 ) -> "tuple[Predictor, list[Prediction]]":
     from rich.progress import track
 
-    predictor, expanded = _expand(loaded)
+    predictor, expanded = _expand(loaded, options.headroom)
     _print_dropped(console, expanded.dropped, "impossible", options.verbose)
     total = len(expanded.possible)
     with _quiet():
@@ -267,7 +275,7 @@ def _report(loaded: "Loaded", console: "Console", options: argparse.Namespace) -
     from megatron_vshape.sweep.results import key_of, read_results
 
     path = _results_path(loaded, options)
-    predictor, expanded = _expand(loaded)
+    predictor, expanded = _expand(loaded, options.headroom)
     keys = {key_of(each, loaded, predictor.measured) for each in expanded.possible}
     with read_results(path) as results:
         found, in_flight = results.read(keys), results.num_in_flight(keys)

@@ -144,12 +144,9 @@ def _plan_options(choice: PlanChoice, request: Request, pricing: Pricing) -> str
     limit = argument(choice.limit) + ("GiB" if choice.limit_in_gib else "")
     seconds = "" if choice.seconds is None else f" --seconds {argument(choice.seconds)}"
     goal = "" if choice.objective == "makespan" else f" --objective {choice.objective}"
+    # The command plans for as many as the layers allow unless told otherwise.
     chunks = pricing.plan_costs(request.devices, choice.chunks).num_stages // request.devices
-    # The command plans for as many as the page unless told otherwise; a costs file says its own.
-    usual = MOST_CHUNKS
-    if pricing.measured is not None:
-        usual = pricing.measured.num_stages // request.devices
-    most = "" if chunks == usual else f" --chunks {chunks}"
+    most = f" --chunks {chunks}"
     return f" --memory-limit {limit}{most}{goal}{seconds}"
 
 

@@ -1,4 +1,4 @@
-"""Memory against bubble: a point per published schedule, and per plan within a limit."""
+"""Memory against step time: a point per published schedule, and per plan within a limit."""
 
 from collections.abc import Iterator
 
@@ -82,7 +82,5 @@ def _point(schedule: Schedule, costs: Costs) -> dict[str, object]:
     timeline = known.timeline
     return {
         "peak": max(known.peak),
-        "bubble": timeline.bubble,
-        "span_bubble": timeline.span_bubble,
         "makespan": timeline.makespan,
     }

@@ -59,11 +59,12 @@ class Predictor:
     machine: Machine
     post_validation: bool = False
     measured: MeasuredCosts | None = None
+    headroom_bytes: float = 0.0  # of every device, kept free
 
     @property
     def limit_bytes(self) -> float:
-        """Return the memory of a device."""
-        return self.machine.cluster.device.memory_gib * GIB
+        """Return the memory of a device, without what is kept free."""
+        return self.machine.cluster.device.memory_gib * GIB - self.headroom_bytes
 
     def __call__(self, combination: Combination) -> Prediction:
         """Return what the combination takes."""

@@ -1,4 +1,4 @@
-"""The picture of the frontier: bubble over memory, the published schedules as points."""
+"""The picture of the frontier: step time over memory, the published schedules as points."""
 
 from collections.abc import Sequence
 
@@ -21,37 +21,44 @@ def frontier_figure(
 ) -> Figure:
     """Return the plans as steps, since more memory never hurts, and each schedule as a mark.
 
-    `scale` turns the points' unit of memory into the label's.
+    `scale` turns the points' unit of memory into the label's. Times are told by what they are above
+    the fastest, of plans and schedules alike: a bubble is a share of a device's own work, and the
+    work of the busiest device differs from placement to placement.
     """
+    fastest = min(point.value for point in (*planned, *published))
+
+    def slower(point: Point) -> float:
+        return 100 * (point.value / fastest - 1)
+
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     colour = Kind.F.colour
     limits = [point.limit * scale for point in planned]
-    bubbles = [100 * point.bubble for point in planned]
-    axes.step(limits, bubbles, where="post", color=colour, label="adaptive plan at this limit")
-    axes.plot(limits, bubbles, "o", color=colour, markersize=3)
+    times = [slower(point) for point in planned]
+    axes.step(limits, times, where="post", color=colour, label="adaptive plan at this limit")
+    axes.plot(limits, times, "o", color=colour, markersize=3)
     near = [point for point in published if point.peak * scale <= _REACH * limits[-1]]
     for point in near:
-        axes.plot(point.peak * scale, 100 * point.bubble, "D", color=HELD_COLOUR, markersize=4)
+        axes.plot(point.peak * scale, slower(point), "D", color=HELD_COLOUR, markersize=4)
     axes.plot([], [], "D", color=HELD_COLOUR, markersize=4, label="published schedules")
     axes.set_xlabel(memory_label)
-    axes.set_ylabel("bubble, % of the step")
+    axes.set_ylabel("step time, % above the fastest")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
-    _name_points(axes, near, scale)
+    _name_points(axes, [(point, point.peak * scale, slower(point)) for point in near])
     return figure
 
 
-def _name_points(axes: Axes, points: Sequence[Point], scale: float) -> None:
+def _name_points(axes: Axes, points: Sequence[tuple[Point, float, float]]) -> None:
     """Write each schedule's name beside its mark, higher where another name is in the way."""
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]
     per_point = axes.figure.dpi / 72
     taken: list[tuple[float, float]] = []
-    for point in sorted(points, key=lambda each: (each.bubble, each.peak)):
-        place = (point.peak * scale, 100 * point.bubble)
+    for point, memory, slower in sorted(points, key=lambda each: (each[2], each[1])):
+        place = memory, slower
         x, y = axes.transData.transform(place) / per_point
         up = 0.0
         while any(abs(x - a) < _NAME and abs(y + up - b) < _LINE for a, b in taken):

@@ -8,7 +8,6 @@ import pytest
 
 from megatron_vshape.core.ask import (
     AUTO,
-    Planned,
     Possible,
     Question,
     best_order,
@@ -137,17 +136,8 @@ def test_no_chunk_is_held_that_buys_nothing() -> None:
     cost = (1.0, 1.0, 1.0, 0.0)
     costs = Costs.uniform(4, 16, *cost)
     answers = [best_order(Question(AUTO, 4, 12, costs, limit=limit)) for limit in (8, 12, 16)]
-    values, peaks = ({round(f(each.plan), 9) for each in answers} for f in (value_of, peak_of))
-    assert len(values) == 1
-    assert peaks == {8.0}
-
-
-def value_of(made) -> float:
-    return made.value
-
-
-def peak_of(made) -> float:
-    return max(made.peak)
+    assert len({round(each.plan.value, 9) for each in answers}) == 1
+    assert {max(each.plan.peak) for each in answers} == {8.0}
 
 
 def test_megatrons_own_is_recommended_where_it_wins() -> None:
@@ -155,9 +145,9 @@ def test_megatrons_own_is_recommended_where_it_wins() -> None:
     costs = Costs.uniform(4, 4, 1, 1.2, 0.8, 0.05)
     dear = replace(costs, whole_backward_us=tuple(0.75 * x for x in (4.0,) * 4))
     answer = best_order(Question(AUTO, 4, 8, dear, limit="1f1b"))
-    if answer.is_megatrons:
-        assert answer.is_known == Rival("1f1b")
-        assert answer.schedule.order == make("1f1b", 4, 8).order
+    assert answer.is_megatrons
+    assert answer.is_known == Rival("1f1b")
+    assert answer.schedule.order == make("1f1b", 4, 8).order
     known = {each.rival: each for each in compare(Question(AUTO, 4, 8, dear, limit=8), answer)}
     own = known[Rival("1f1b")]
     assert not isinstance(own, Possible)
@@ -220,7 +210,3 @@ def test_the_bound_of_any_placement_holds_for_each(limit: float) -> None:
     for placement in (v_shape(3), looping(3, 2), (0, 0, 1, 1, 2, 2), (0, 1, 1, 2, 2, 0)):
         made = plan(costs, 3, 5, limit, placements=(placement,), steps=5000)
         assert bound <= made.value
-
-
-def test_an_answer_knows_its_kind() -> None:
-    assert isinstance(best_order(Question(AUTO, 2, 2, steps=100)), Planned)

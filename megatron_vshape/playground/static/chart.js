@@ -1,17 +1,17 @@
-// The frontier: memory against bubble, a point per schedule, the best of them joined by a line.
+// The frontier: memory against step time, a point per schedule, the best of them joined by a line.
 
 import { digits, element, percent } from "./dom.js";
 
 const HEIGHT = 380;
 const EDGE = { left: 56, right: 96, top: 16, bottom: 44 };
 
-/** Return the points that no other beats in both memory and bubble, by memory. */
+/** Return the points that no other beats in both memory and step time, by memory. */
 function paretoOf(points) {
-  const sorted = [...points].sort((a, b) => a.peak - b.peak || a.bubble - b.bubble);
+  const sorted = [...points].sort((a, b) => a.peak - b.peak || a.makespan - b.makespan);
   let best = Infinity;
   return sorted.filter((point) => {
-    const better = point.bubble < best - 1e-12;
-    if (better) best = point.bubble;
+    const better = point.makespan < best * (1 - 1e-9);
+    if (better) best = point.makespan;
     return better;
   });
 }
@@ -23,23 +23,25 @@ export function drawChart(points, { width, units, chosen, choose }) {
     class: "chart",
     viewBox: `0 0 ${wide} ${HEIGHT}`,
     role: "group",
-    "aria-label": "Memory against bubble",
+    "aria-label": "Memory against step time",
   });
   if (!points.length) return chart;
   const most = Math.max(...points.map(({ peak }) => peak)) * 1.06;
-  const worst = Math.max(...points.map(({ bubble }) => bubble), 0.01) * 1.08;
+  const fastest = Math.min(...points.map(({ makespan }) => makespan));
+  const slower = ({ makespan }) => makespan / fastest - 1;
+  const worst = Math.max(...points.map(slower), 0.01) * 1.08;
   const x = (peak) => EDGE.left + (peak / most) * (wide - EDGE.left - EDGE.right);
-  const y = (bubble) => HEIGHT - EDGE.bottom - (bubble / worst) * (HEIGHT - EDGE.top - EDGE.bottom);
+  const y = (share) => HEIGHT - EDGE.bottom - (share / worst) * (HEIGHT - EDGE.top - EDGE.bottom);
   drawGrid(chart, { most, worst, x, y, wide, units });
   const front = paretoOf(points);
-  drawStaircase(chart, front, x, y, wide);
-  const taken = ({ peak, bubble }) => ({ left: x(peak) - 7, right: x(peak) + 7, y: y(bubble) + 4 });
+  drawStaircase(chart, front, x, (point) => y(slower(point)), wide);
+  const taken = (point) => ({ left: x(point.peak) - 7, right: x(point.peak) + 7, y: y(slower(point)) + 4 });
   const placed = points.map(taken);
   const ordered = [...points].sort((a, b) => front.includes(b) - front.includes(a));
   for (const point of ordered) {
-    const place = { x: x(point.peak), y: y(point.bubble) };
+    const place = { x: x(point.peak), y: y(slower(point)) };
     const marked = { front: front.includes(point), chosen: chosen(point) };
-    chart.append(drawPoint(point, place, marked, placed, { units, choose }));
+    chart.append(drawPoint(point, place, marked, placed, { units, choose, slower }));
   }
   return chart;
 }
@@ -58,7 +60,7 @@ function drawGrid(chart, { most, worst, x, y, wide, units }) {
   }
   const name = `peak activations of a device, ${units.heldName}`;
   chart.append(element("text", { x: EDGE.left, y: HEIGHT - 6 }, name));
-  chart.append(element("text", { x: 0, y: 11 }, "bubble"));
+  chart.append(element("text", { x: 0, y: 11 }, "step time above the fastest"));
 }
 
 function roundSteps(most, count) {
@@ -70,14 +72,14 @@ function roundSteps(most, count) {
 function drawStaircase(chart, front, x, y, wide) {
   if (!front.length) return;
   let path = `M${x(front[0].peak)} ${EDGE.top}`;
-  for (const point of front) path += `H${x(point.peak)}V${y(point.bubble)}`;
+  for (const point of front) path += `H${x(point.peak)}V${y(point)}`;
   chart.append(element("path", { class: "line", d: `${path}H${wide - EDGE.right}` }));
 }
 
-function drawPoint(point, place, marked, placed, { units, choose }) {
+function drawPoint(point, place, marked, placed, { units, choose, slower }) {
   const plan = point.source === "plan";
   const name = plan ? `plan within ${digits(point.limit)}` : point.title;
-  const said = `${name}: ${units.held(point.peak)} ${units.heldName}, bubble ${percent(point.bubble)}`;
+  const said = `${name}: ${units.held(point.peak)} ${units.heldName}, step time ${percent(slower(point))} above the fastest`;
   const group = element(
     "g",
     {

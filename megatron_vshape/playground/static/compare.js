@@ -1,4 +1,4 @@
-// Several schedules: on one time axis, and as points of memory against bubble.
+// Several schedules: on one time axis, and as points of memory against step time.
 
 import { Refusal } from "./api.js";
 import { ask, requestOf, timelineRequest, unitsAsked } from "./asking.js";
@@ -39,7 +39,7 @@ export async function showCompared(signal) {
   return failed[0];
 }
 
-/** Show memory against bubble, and the chosen schedule under it. */
+/** Show memory against step time, and the chosen schedule under it. */
 export async function showFrontier(signal) {
   const host = byId("frontier") ?? element("div", { id: "frontier" });
   const toggle = element(
@@ -50,7 +50,7 @@ export async function showFrontier(signal) {
   );
   refill(
     byId("lead"),
-    element("p", {}, "Memory against bubble: what lies on the line is beaten by nothing else. Choose a point to see its timeline."),
+    element("p", {}, "Memory against step time: what lies on the line is beaten by nothing else. Choose a point to see its timeline."),
     toggle,
     host,
   );
