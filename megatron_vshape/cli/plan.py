@@ -37,7 +37,15 @@ from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Objective, Plan, check_size
 from megatron_vshape.view.names import placement_text, plain
-from megatron_vshape.view.numbers import GIB, argument, base_peak, enough, percent, table
+from megatron_vshape.view.numbers import (
+    GIB,
+    argument,
+    base_peak,
+    enough,
+    percent,
+    prices_told,
+    table,
+)
 from megatron_vshape.view.text import picture, wants_colour
 
 MOST_CHUNKS = 4
@@ -262,6 +270,8 @@ def _recipe(options: argparse.Namespace) -> str:
 
 
 def _print(made: Plan, limit: float, costs: Costs, in_bytes: bool) -> None:
+    from megatron_vshape.core.splitting import where_split  # brings numba along, as planning does
+
     own = regroup(costs, made.schedule.num_stages, "the plan")
     timeline = simulate(made.schedule, own)
     if made.schedule.num_devices * made.schedule.num_microbatches <= 256:
@@ -279,7 +289,10 @@ def _print(made: Plan, limit: float, costs: Costs, in_bytes: bool) -> None:
         ("gap", f"{percent(made.gap)} at most above the best"),
         ("placement", placement_text(made.schedule)),
         ("memory", f"{held(peaks[0])} at the peak, limit {held(peaks[1])}"),
+        ("B and W apart", where_split(made.schedule)),
     ]
+    if in_bytes:
+        lines += zip(["prices"] + [""] * len(prices_told(own)), prices_told(own), strict=False)
     for label, value in lines:
         print(f"{label:<16}{value}")
 

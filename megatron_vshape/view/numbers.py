@@ -6,6 +6,7 @@ from decimal import ROUND_CEILING, Context
 
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.view.names import plain
@@ -78,6 +79,23 @@ def messages_per_microbatch(schedule: Schedule) -> int:
     """Return how many activations and gradients of one microbatch cross from device to device."""
     pairs = zip(schedule.placement, schedule.placement[1:], strict=False)
     return 2 * sum(here != there for here, there in pairs)
+
+
+def prices_told(costs: Costs) -> list[str]:
+    """Return lines on what a pass takes beside its work, and on what was measured or assumed."""
+    exchanges = [
+        sum(costs.exchanges_us(kind, stage) for stage in range(costs.num_stages))
+        for kind in (Kind.F, Kind.B, Kind.BW)
+    ]
+    shown = ", ".join(
+        f"{kind} {each / 1000:.4g} ms"
+        for kind, each in zip((Kind.F, Kind.B, Kind.BW), exchanges, strict=True)
+    )
+    lines = [f"a message takes {costs.send_us:.4g} us, the host {costs.host_us:.4g} us for a pass"]
+    if any(exchanges):
+        lines.append(f"waiting for exchanges, of a microbatch in the model: {shown}")
+    untold = "the costs file does not say what was measured"
+    return [*lines, *(list(costs.sources_told()) or [untold])]
 
 
 def argument(value: float) -> str:
