@@ -95,7 +95,7 @@ def measure(
     costs = costs.with_source(f"{MEASURED} between {between}", "send_us")
     if tensor_parallel > 1:
         nothing = (0.0,) * len(layers)
-        measured = {name: getattr(costs, name) or nothing for name in EXCHANGES}
+        measured: dict[str, Any] = {name: getattr(costs, name) or nothing for name in EXCHANGES}
         costs = replace(costs, **measured)
     return costs.with_source(f"{MEASURED} {where}")
 
@@ -114,9 +114,9 @@ def assumed(costs: Costs, model: Model, tensor_parallel: int, within: Link) -> C
     last = len(sums) - 1
     backward = [(count + (at == last)) * each_us for at, count in enumerate(sums)]
     left = [max(0.0, b - w) for b, w in zip(backward, costs.weight_us, strict=True)]
-    values = map(tuple, (forward, backward, left))
+    found: dict[str, Any] = dict(zip(EXCHANGES, map(tuple, (forward, backward, left)), strict=True))
     text = f"{ASSUMED}: all-reduces over {tensor_parallel} ranks at {within}"
-    return replace(costs, **dict(zip(EXCHANGES, values, strict=True))).with_source(text, *EXCHANGES)
+    return replace(costs, **found).with_source(text, *EXCHANGES)
 
 
 def with_exchanges(alone: Piece, together: Piece) -> Piece:
