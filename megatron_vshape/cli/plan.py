@@ -48,7 +48,15 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Objective, Plan, check_size
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.view.names import placement_text, plain
-from megatron_vshape.view.numbers import GIB, argument, base_peak, enough, percent, table
+from megatron_vshape.view.numbers import (
+    GIB,
+    argument,
+    base_peak,
+    enough,
+    percent,
+    prices_told,
+    table,
+)
 from megatron_vshape.view.text import picture, wants_colour
 
 MOST_CHUNKS = 12
@@ -308,6 +316,8 @@ def _recipe(options: argparse.Namespace) -> str:
 
 
 def _print(answer: Planned, limit: float, costs: Costs, in_bytes: bool) -> None:
+    from megatron_vshape.core.splitting import where_split  # brings numba along, as planning does
+
     made = answer.plan
     timeline = simulate(made.schedule, answer.costs)
     if made.schedule.num_devices * made.schedule.num_microbatches <= 256:
@@ -325,7 +335,14 @@ def _print(answer: Planned, limit: float, costs: Costs, in_bytes: bool) -> None:
         ("gap", _gap_text(answer)),
         ("placement", placement_text(made.schedule)),
         ("memory", f"{held(peaks[0])} at the peak, limit {held(peaks[1])}"),
+        ("B and W apart", where_split(made.schedule)),
     ]
+    if in_bytes:
+        lines += zip(
+            ["prices"] + [""] * len(prices_told(answer.costs)),
+            prices_told(answer.costs),
+            strict=False,
+        )
     for label, value in lines:
         print(f"{label:<16}{value}")
 

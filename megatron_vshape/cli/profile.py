@@ -1,21 +1,28 @@
-"""megatron-vshape profile: the costs of a model's stages, measured on one device."""
+"""megatron-vshape profile: the costs of a model's stages, measured on one device or on ranks.
+
+Started by torchrun, the ranks it is given measure what they can together: passes with the exchanges
+of their tensor-parallel groups, and messages between neighbours. On one device both are
+assumed, from the links' rates, and marked so.
+"""
 
 import argparse
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vshape.cli.files import Output, check_target, is_installed, write_all
 from megatron_vshape.cli.options import count, float_or_nan
-from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.costs import ASSUMED, MEASURED, Costs, Piece
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT, even_layers, parse_layers
 from megatron_vshape.core.model.placement import v_shape
+from megatron_vshape.view.numbers import prices_told
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.one_device import Model
@@ -55,7 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=1,
         metavar="T",
-        help="measure the share of one of T ranks; their communication is not measured",
+        help="measure the share of one of T ranks; their exchanges too where torchrun has started "
+        "as many, or twice as many, which tells messages between stages too; else they are assumed",
     )
     parser.add_argument("--layers", type=count, metavar="N", help="in place of the model's own")
     parser.add_argument(
@@ -77,9 +85,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--send-us",
         type=_time,
-        default=0.0,
         metavar="US",
-        help="time of a message, which one device cannot measure (default 0)",
+        help="time of a message, in place of what is measured or follows from --link",
+    )
+    parser.add_argument(
+        "--link",
+        type=_link,
+        default="45,30",
+        metavar="GB/S,US",
+        help="assumed between stages where one device measures: rate each way, and time to begin "
+        "(default %(default)s: nine tenths of 400 Gb/s)",
+    )
+    parser.add_argument(
+        "--exchange-link",
+        type=_link,
+        default="235,20",
+        metavar="GB/S,US",
+        help="likewise between the ranks of a stage (default %(default)s: NCCL within a node)",
     )
     parser.add_argument(
         "--repeats", type=count, default=10, metavar="N", help="microbatches timed per stage"
@@ -101,25 +123,55 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = _model(options, sizes, device).shard(options.tensor_parallel)
+    model = _model(options, sizes, device)
+    model.shard(options.tensor_parallel)  # says what does not divide, before anything is made
     if device == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as torchrun has it
-    from megatron_vshape.mcore.one_device import prepare, profile_stages
+    from megatron_vshape.mcore.on_ranks import check_ranks
+    from megatron_vshape.mcore.one_device import prepare
 
+    check_ranks(options.tensor_parallel)
     with _megatron_quiet():
         prepare(device)
-        columns = "".join(f"{kind + ' ms':>10}" for kind in (*PARTS, Kind.BW))
-        print(f"{'':26}{columns}{'MiB after F':>13}{'after B':>10}")
+        is_first = torch.distributed.get_rank() == 0
+        if is_first:
+            columns = "".join(f"{kind + ' ms':>10}" for kind in (*PARTS, Kind.BW))
+            print(f"{'':26}{columns}{'MiB after F':>13}{'after B':>10}")
         try:
-            costs = profile_stages(model, layers, options.repeats, options.send_us, _tell)
+            costs = _measure(model, layers, options)
         except torch.OutOfMemoryError:
             raise ScheduleError(
                 f"a stage of {max(layers)} layers does not fit on this device: take more --devices "
                 "or --tensor-parallel, or a smaller microbatch"
             ) from None
-    write_all([Output("--output", options.output, partial(_write, costs))])
-    print(f"{options.output}: {costs.num_stages} stages for --devices {options.devices}")
+    if is_first:
+        write_all([Output("--output", options.output, partial(_write, costs))])
+        print(*prices_told(costs), sep="\n")
+        print(f"{options.output}: {costs.num_stages} stages for --devices {options.devices}")
     return 0
+
+
+def _measure(model: "Model", layers: Sequence[int], options: argparse.Namespace) -> Costs:
+    """Return the costs, of which what these ranks cannot measure is assumed."""
+    from megatron_vshape.mcore import on_ranks, one_device
+
+    ranks = options.tensor_parallel
+    if on_ranks.num_ranks() > 1:
+        costs = on_ranks.measure(model, layers, ranks, options.repeats, _tell)
+    else:
+        link = on_ranks.Link(*options.link)
+        own = model.shard(ranks)
+        found = one_device.profile_stages(own, layers, options.repeats, _tell)
+        stages = [found[name] for name in one_device.names_of(layers)]
+        host_us = on_ranks.host_us_of(own, options.repeats)
+        costs = Costs.of(stages, link.message_us(model.message_bytes), layers, host_us)
+        costs = costs.with_source(f"{ASSUMED}: {model.message_bytes:,} bytes at {link}", "send_us")
+        costs = costs.with_source(f"{MEASURED} on one device")
+        costs = on_ranks.assumed(costs, model, ranks, on_ranks.Link(*options.exchange_link))
+    if options.send_us is None:
+        return costs
+    given = replace(costs, send_us=options.send_us)
+    return given.with_source(f"{ASSUMED}: given as --send-us", "send_us")
 
 
 def stage_layers(num_layers: int, devices: int, split: str | None) -> tuple[int, ...]:
@@ -205,9 +257,21 @@ def _time(text: str) -> float:
     return value
 
 
+def _link(text: str) -> tuple[float, float]:
+    rate, _, latency = text.partition(",")
+    values = float_or_nan(rate), float_or_nan(latency)
+    if not (0 < values[0] < float("inf") and 0 <= values[1] < float("inf")):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a rate above 0 in GB/s and a time of at least 0 in us, as in 45,30"
+        )
+    return values
+
+
 def _tell(what: str, costs: Piece) -> None:
-    whole_us = costs.backward_us + costs.weight_us - costs.saved_us
-    times = (costs.forward_us, costs.backward_us, costs.weight_us, whole_us)
+    forward_us = costs.forward_us + costs.forward_exchange_us
+    backward_us = costs.backward_us + costs.backward_exchange_us
+    whole_us = backward_us + costs.weight_us - costs.saved_us - costs.hidden_exchange_us
+    times = (forward_us, backward_us, costs.weight_us, whole_us)
     held = (costs.held_after_forward_bytes, costs.held_after_backward_bytes)
     row = "".join(f"{each / 1000:10.2f}" for each in times)
     print(f"{what:26}{row}{held[0] / MIB:13.2f}{held[1] / MIB:10.2f}", flush=True)

@@ -1,7 +1,11 @@
-"""Chunks of a Megatron GPT on one device, without a pipeline: to measure what their passes take."""
+"""Chunks of a Megatron GPT, without a pipeline: to measure what their passes take.
+
+On one device, or on the ranks of a stage, each with its share.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.costs import Piece
 from megatron_vshape.core.model.kinds import KINDS, PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore import cpu
@@ -45,6 +49,7 @@ class Model:
     gated: bool = False  # two matrices into the MLP, as SwiGLU has
     dropout: float = 0.0  # of hidden states
     flash_attention: bool = True  # without it the scores are kept
+    tensor_parallel: int = 1  # ranks that each have a share of what is given here
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -56,6 +61,11 @@ class Model:
     def shape(self) -> tuple[int, int, int]:
         """Return the shape of an activation, [s, b, h]."""
         return self.sequence_length, self.microbatch_size, self.hidden_size
+
+    @property
+    def message_bytes(self) -> int:
+        """Return the size of an activation, which is that of a message between stages."""
+        return math.prod(self.shape) * self.torch_dtype.itemsize
 
     def shard(self, ranks: int) -> Model:
         """Return what one of so many tensor-parallel ranks computes, communication left out.
@@ -99,24 +109,42 @@ def choose(device: str) -> None:
 
 
 def prepare(device: str) -> Any:
-    """Make this process one rank that is a whole world; return the state of its linears.
+    """Make this process a world of one rank, or join a launcher's; return its linears' state.
 
     Raises:
         ScheduleError: as `choose` does.
     """
     choose(device)
+    if not dist.is_initialized():
+        backend = "nccl" if device == "cuda" else "gloo"
+        if device == "cuda" and "LOCAL_RANK" in os.environ:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        if "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            store = Path(tempfile.mkdtemp()) / "store"
+            dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
+        form_groups(1)
+    return split_state()
+
+
+def form_groups(tensor_parallel: int) -> None:
+    """Have so many neighbouring ranks share every layer from now on."""
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import layers, random
+    from megatron.core.tensor_parallel import random
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_parallel)
+    random.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+
+
+def split_state() -> Any:
+    """Return the state of Megatron's linears, which leave their weight gradients to it."""
+    from megatron.core.tensor_parallel import layers
 
     from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_split_linear
     from megatron_vshape.mcore.step_state import StepState
 
-    if not dist.is_initialized():
-        store = Path(tempfile.mkdtemp()) / "store"
-        backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-        random.model_parallel_cuda_manual_seed(1)
     state = StepState(splits_backward=True)
     name = "LinearWithGradAccumulationAndAsyncCommunication"
     upstream = getattr(layers, "_one_device_upstream", None) or getattr(layers, name)
@@ -175,6 +203,7 @@ def _config(model: Model, num_layers: int) -> Any:
     gated = {"gated_linear_unit": True, "activation_func": nn.functional.silu}
     return TransformerConfig(
         num_layers=num_layers,
+        tensor_model_parallel_size=model.tensor_parallel,
         hidden_size=model.hidden_size,
         num_attention_heads=model.attention_heads,
         num_query_groups=model.query_groups,
@@ -281,24 +310,27 @@ def profile_stages(
     model: Model,
     layers: Sequence[int],
     repeats: int,
-    send_us: float,
-    tell: Callable[[str, Piece], None],
-) -> Costs:
-    """Return the costs of stages with so many layers each, in model order.
+    tell: Callable[[str, Piece], None] = lambda *_: None,
+) -> dict[str, Piece]:
+    """Return what stages with so many layers each take, by `names_of` them.
 
     Only the first stage, the last and one inner stage of every size are built and run, one after
-    the other; `tell` hears of each. Messages cannot be measured on one device.
+    the other; `tell` hears of each.
     """
-    state = prepare(model.device)
+    state = split_state()
     last = len(layers) - 1
-    found: dict[tuple[int, bool, bool], Piece] = {}
-    for stage, count in enumerate(layers):
-        key = (count, stage == 0, stage == last)
-        if key not in found:
-            found[key] = _profile_stage(model, state, *key, repeats)
-            tell(_described(*key), found[key])
-    stages = [found[count, at == 0, at == last] for at, count in enumerate(layers)]
-    return Costs.of(stages, send_us, layers)
+    found: dict[str, Piece] = {}
+    for stage, (count, name) in enumerate(zip(layers, names_of(layers), strict=True)):
+        if name not in found:
+            found[name] = _profile_stage(model, state, count, stage == 0, stage == last, repeats)
+            tell(name, found[name])
+    return found
+
+
+def names_of(layers: Sequence[int]) -> list[str]:
+    """Return what every stage is called; stages that take the same are called the same."""
+    last = len(layers) - 1
+    return [_described(count, at == 0, at == last) for at, count in enumerate(layers)]
 
 
 def _described(num_layers: int, is_first: bool, is_last: bool) -> str:

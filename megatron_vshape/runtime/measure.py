@@ -4,6 +4,7 @@ Nothing waits while a step runs: a pass leaves two stamps (the clock's on a CPU,
 CUDA stream on a GPU), which are read when the step is over.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -140,13 +141,18 @@ def measured_costs(timelines: Sequence[Timeline], send_us: float, held: Held) ->
 
     A stage that ran whole backwards beside split ones has a price for either. Where it ran none
     split, a whole one is divided as those of all stages together are; where there are none at
-    all, in half.
+    all, in half. What the host takes for a pass is what lies between a W and the pass before it:
+    a W waits for no message.
     """
+    gaps: list[float] = []
     times: dict[tuple[Kind, int], list[float]] = {}
     for timeline in timelines:
         for device in range(timeline.schedule.num_devices):
-            for work, start, end in timeline.slots(device):
+            slots = list(timeline.slots(device))
+            for work, start, end in slots:
                 times.setdefault((work.kind, work.stage), []).append(end - start)
+            pairs = itertools.pairwise(slots)
+            gaps += [each.start - before.end for before, each in pairs if each.work.kind is Kind.W]
     middle = {key: statistics.median(values) for key, values in times.items()}
     stages = range(timelines[0].schedule.num_stages)
     share = _share_of_b(middle)
@@ -156,6 +162,7 @@ def measured_costs(timelines: Sequence[Timeline], send_us: float, held: Held) ->
             for at in stages
         ],
         send_us,
+        host_us=max(0.0, statistics.median(gaps)) if gaps else 0.0,
     )
 
 

@@ -6,6 +6,7 @@ from decimal import ROUND_CEILING, Context
 
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.view.names import plain
@@ -59,6 +60,23 @@ def messages_per_microbatch(schedule: Schedule) -> tuple[int, float]:
         2 * (schedule.num_devices - 1),
     )
     return messages, messages / least if least else 1.0
+
+
+def prices_told(costs: Costs) -> list[str]:
+    """Return lines on what a pass takes beside its work, and on what was measured or assumed."""
+    exchanges = [
+        sum(costs.exchanges_us(kind, stage) for stage in range(costs.num_stages))
+        for kind in (Kind.F, Kind.B, Kind.BW)
+    ]
+    shown = ", ".join(
+        f"{kind} {each / 1000:.4g} ms"
+        for kind, each in zip((Kind.F, Kind.B, Kind.BW), exchanges, strict=True)
+    )
+    lines = [f"a message takes {costs.send_us:.4g} us, the host {costs.host_us:.4g} us for a pass"]
+    if any(exchanges):
+        lines.append(f"waiting for exchanges, of a microbatch in the model: {shown}")
+    untold = "the costs file does not say what was measured"
+    return [*lines, *(list(costs.sources_told()) or [untold])]
 
 
 def argument(value: float) -> str:

@@ -1,6 +1,7 @@
 """megatron-vshape profile: a costs file that plan reads, or one sentence."""
 
 import os
+import socket
 import subprocess
 import sys
 from operator import add
@@ -10,7 +11,8 @@ import pytest
 
 from megatron_vshape.cli.main import main
 from megatron_vshape.cli.profile import stage_layers
-from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.kinds import KINDS, Kind
 
 MODEL = (
     "name: small\nlayers: 6\nhidden_size: 32\nattention_heads: 4\nvocabulary_size: 64\n"
@@ -50,6 +52,22 @@ def test_a_model_is_measured_and_planned(
     assert costs.layers == (1, 2, 2, 1)
     assert costs.send_us == 7
     assert costs.forward_us[1] == costs.forward_us[2]
+    told = "\n".join(lines[4:])
+    assert "send_us: assumed: given as --send-us" in told
+    assert "whole_exchange_us: assumed: all-reduces over 2 ranks at 235 GB/s, 20 us" in told
+    assert "host_us: measured on one device" in told
+    # 64 tokens x 32 x 4 bytes, of which each of two ranks sends all: twice a layer, and the ends.
+    each_us = 20 + 64 * 32 * 4 / 235e3
+    assert costs.forward_exchange_us == pytest.approx([count * each_us for count in (3, 4, 4, 2)])
+    assert costs.backward_exchange_us == pytest.approx([count * each_us for count in (2, 4, 4, 3)])
+    assert costs.whole_exchange_us is not None
+    assert all(
+        shown == pytest.approx(max(0.0, exchange - weight))
+        for shown, exchange, weight in zip(
+            costs.whole_exchange_us, costs.backward_exchange_us, costs.weight_us, strict=True
+        )
+    )
+    assert 0 < costs.host_us < costs.forward_us[1]
     assert lines[0].split()[:8] == "F ms B ms W ms BW ms".split()
     # A whole backward does what both halves do; where it is measured to save nothing, none is told.
     whole_us = costs.whole_backward_us or map(add, costs.backward_us, costs.weight_us)
@@ -66,7 +84,60 @@ def test_a_model_is_measured_and_planned(
     )
     plan = ["plan", "--devices", "2", "--microbatches", "4", "--costs", str(found)]
     assert main([*plan, "--memory-limit", "0.01GiB"]) == 0
-    assert "limit 0.01 GiB" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "limit 0.01 GiB" in shown
+    assert "B and W apart" in shown
+    assert "send_us: assumed: given as --send-us" in shown
+
+
+def test_ranks_measure_their_exchanges_and_messages(model: Path, tmp_path: Path) -> None:
+    """Two ranks of a stage, over gloo: everything in the file is measured."""
+    pytest.importorskip("megatron.core")
+    found = tmp_path / "costs.json"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = ["--model", model, "--devices", "2", "--tensor-parallel", "2", "--seq-length", "64"]
+    arguments += ["--device", "cpu", "--repeats", "3", "--output", found]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-port", str(port), "-m", "megatron_vshape.cli.main", "profile"]
+    run = subprocess.run(
+        [*command, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.count("inner stage, 2 layers") == 1  # one rank tells
+    costs = Costs.load(found)
+    sources = dict(costs.sources)
+    assert sources.pop("send_us") == "measured between ranks of one stage, which are all there are"
+    exchanges = {"forward_exchange_us", "backward_exchange_us", "whole_exchange_us"}
+    assert exchanges | {"forward_us", "host_us"} <= set(sources)
+    assert set(sources.values()) == {"measured on 2 ranks, tensor-parallel 2"}
+    assert costs.send_us > 0
+    assert costs.host_us > 0
+    # A sum over processes takes longer than such small products: some of it shows.
+    waits = [costs.exchanges_us(Kind.F, at) + costs.exchanges_us(Kind.B, at) for at in range(4)]
+    assert sum(waits) > 0
+    for stage in range(4):
+        whole, split = costs.time_us(Kind.BW, stage), costs.time_us(Kind.B, stage)
+        assert 0 < whole <= split + costs.time_us(Kind.W, stage)
+
+
+def test_what_is_exchange_is_told_from_the_rest() -> None:
+    pytest.importorskip("megatron.core")
+    from megatron_vshape.mcore.on_ranks import with_exchanges
+
+    alone = Piece(10.0, 10.0, 8.0, 1.0, 1.0)
+    # B waits for 6, of which a whole backward hides 4: it takes 20 where B and W take 24.
+    found = with_exchanges(alone, Piece(13.0, 16.0, 8.0, 1.0, 1.0, 4.0))
+    assert (found.forward_us, found.forward_exchange_us) == (10.0, 3.0)
+    assert (found.backward_us, found.backward_exchange_us) == (10.0, 6.0)
+    assert (found.saved_us, found.hidden_exchange_us) == (0.0, 4.0)
+    costs = Costs.of([found], 0.0)
+    assert [costs.time_us(kind, 0) for kind in KINDS] == [13.0, 16.0, 8.0, 20.0]
 
 
 BAD = {
@@ -91,6 +162,7 @@ BAD = {
         {"options": ["--transformer-engine"]},
         "--transformer-engine: it is not installed; leave it out",
     ),
+    "link": ({"options": ["--link", "45"]}, "'45' is not a rate above 0 in GB/s and a time of"),
     "time": ({"options": ["--send-us", "-1"]}, "'-1' is not a time of at least 0"),
 }
 

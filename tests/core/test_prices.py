@@ -34,9 +34,9 @@ def test_a_pass_takes_its_work_its_exchange_and_the_host() -> None:
     hidden = replace(costs, whole_exchange_us=(0.0,) * 4, whole_backward_us=(4.0,) * 4)
     assert hidden.time_us(Kind.BW, 1) == 4.125
     assert [hidden.in_passes().time_us(kind, 1) for kind in KINDS] == [1.625, 2.375, 3.125, 4.125]
-    # One microbatch: down, and back by B alone; the last W is all that is left.
-    makespan = simulate(make("v-min", 2, 1), costs).makespan
-    assert makespan == 4 * 1.625 + 4 * 2.375 + 3.125
+    # Of stages twice as large: 2 * (1 + .5) + .125 for F, 2 * (5 + .25) + .125 for BW.
+    makespan = simulate(make("gpipe", 2, 1), regroup(costs, 2, "GPipe")).makespan
+    assert makespan == 2 * (3.125 + 10.625)
 
 
 def test_halves_of_a_stage_take_half_of_the_work_and_all_of_the_host() -> None:
@@ -46,7 +46,7 @@ def test_halves_of_a_stage_take_half_of_the_work_and_all_of_the_host() -> None:
     assert coarse.forward_exchange_us == (1.0,) * 4
     assert (coarse.host_us, coarse.send_us) == (0.125, 0.05)
     assert Costs.uniform(2, 4, *REAL, 0.125).forward_us == coarse.forward_us
-    fewer, more = (make("interleaved-1f1b", 2, 8, chunks=chunks) for chunks in (2, 4))
+    fewer, more = (make("interleaved-1f1b", 2, 8, num_chunks=chunks) for chunks in (2, 4))
     # The same work: what more stages take longer on a device are as many passes of the host.
     busy = simulate(more, costs).busy - simulate(fewer, coarse).busy
     assert busy == pytest.approx(8 * 2 * 2 * 0.125)

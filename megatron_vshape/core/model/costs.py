@@ -176,7 +176,7 @@ class Costs:
         saved = (both - self._computes_us(Kind.BW, stage) for stage, both in split)
         stages = range(self.num_stages)
         forward, backward, whole = (
-            [self._exchanges_us(kind, stage) for stage in stages]
+            [self.exchanges_us(kind, stage) for stage in stages]
             for kind in (Kind.F, Kind.B, Kind.BW)
         )
         hidden = (b - left for b, left in zip(backward, whole, strict=True))
@@ -191,7 +191,7 @@ class Costs:
     def time_us(self, kind: Kind, stage: int) -> float:
         """Return how long a pass of `kind` takes on `stage`, everything counted."""
         host_us = self.host_us if kind.resource == PROCESSOR else 0.0
-        return self._computes_us(kind, stage) + self._exchanges_us(kind, stage) + host_us
+        return self._computes_us(kind, stage) + self.exchanges_us(kind, stage) + host_us
 
     def _computes_us(self, kind: Kind, stage: int) -> float:
         times = self._named(kind.time)
@@ -199,11 +199,12 @@ class Costs:
             return times[stage]
         return sum(self._computes_us(part, stage) for part in kind.does if part is not kind)
 
-    def _exchanges_us(self, kind: Kind, stage: int) -> float:
+    def exchanges_us(self, kind: Kind, stage: int) -> float:
+        """Return how long a pass of `kind` waits for other ranks of its stage."""
         times = self._named(kind.exchange)
         if times is not None:
             return times[stage]
-        return sum(self._exchanges_us(part, stage) for part in kind.does if part is not kind)
+        return sum(self.exchanges_us(part, stage) for part in kind.does if part is not kind)
 
     @property
     def whole_us(self) -> tuple[float, ...] | None:
@@ -303,6 +304,22 @@ class Costs:
             forward, *split = (self.time_us(kind, stage) for kind in PARTS)
             work[device] += forward + min(sum(split), self.time_us(Kind.BW, stage))
         return max(work) * num_microbatches
+
+    def with_source(self, text: str, *names: str) -> "Costs":
+        """Return the costs with `text` as the source of these figures, or of all without one."""
+        told = dict(self.sources)
+        given = [name for name in (*_FIELDS, *_TIMES) if getattr(self, name) is not None]
+        for name in names or [each for each in (*given, "host_us") if each not in told]:
+            told[name] = text
+        return replace(self, sources=tuple(told.items()))
+
+    def sources_told(self) -> Iterator[str]:
+        """Yield a line for each source, which names what is from it."""
+        by_text: dict[str, list[str]] = {}
+        for name, text in self.sources:
+            by_text.setdefault(text, []).append(name)
+        for text, names in by_text.items():
+            yield f"{', '.join(names)}: {text}"
 
     def to_json(self) -> str:
         """Return the costs file's text."""

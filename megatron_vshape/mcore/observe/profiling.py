@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.costs import MEASURED, Costs, Piece
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.observe.report import Checked, Prediction, RunReport, shares_processors
@@ -183,7 +183,8 @@ class Profiler:
         own = measured_costs(timelines, fmean(sends) if sends else 0.0, all_held)
         world: list[Costs] = [own] * dist.get_world_size()
         dist.all_gather_object(world, own)
-        return replace(middle_of(world), layers=self.pipeline.stage_map.layers)
+        middle = replace(middle_of(world), layers=self.pipeline.stage_map.layers)
+        return middle.with_source(f"{MEASURED} in training on {len(world)} ranks")
 
 
 def _processor_bubble(timelines: Sequence[Timeline], measured: Costs) -> float:
@@ -258,7 +259,10 @@ def middle_of(costs: Sequence[Costs]) -> Costs:
 
     stages = zip(*(each.stages() for each in costs), strict=True)
     middle = [Piece.middle(measured) for measured in stages]
-    return Costs.of(middle, median(each.send_us for each in costs))
+    send_us, host_us = (
+        median(each) for each in zip(*((c.send_us, c.host_us) for c in costs), strict=True)
+    )
+    return Costs.of(middle, send_us, host_us=host_us)
 
 
 def write_trace_files(folder: Path, planned: Timeline, measured: Timeline, costs: Costs) -> None:
