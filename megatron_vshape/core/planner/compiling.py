@@ -4,6 +4,7 @@ Either way the results are the same to the last bit.
 """
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -15,11 +16,24 @@ except ImportError:  # the extra `search` is not installed
 
 logger = logging.getLogger(__name__)
 
+
+def _cores() -> int:
+    if njit is None:
+        return 1
+    allowed = getattr(os, "sched_getaffinity", None)  # not on every system
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
+
+
+CORES = _cores()
+"""Threads that gain anything."""
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def compiled(function: _Function, *called: Callable[..., Any]) -> _Function:
     """Return the function as machine code, kept for later runs; as it is without numba.
+
+    Threads run machine code side by side: it holds no lock of the interpreter.
 
     `called` are plain functions that it calls, which other compiled ones may then call too.
     """
@@ -28,7 +42,7 @@ def compiled(function: _Function, *called: Callable[..., Any]) -> _Function:
     for each in called:
         register_jitable(each)
     try:
-        return cast(_Function, njit(cache=True)(function))
+        return cast(_Function, njit(cache=True, nogil=True)(function))
     except RuntimeError:  # neither the package's folder nor the user's can be written
         logger.info("%s is compiled in every run: NUMBA_CACHE_DIR may name a folder", function)
-        return cast(_Function, njit(function))
+        return cast(_Function, njit(nogil=True)(function))

@@ -488,6 +488,11 @@ def measure(shop: Shop, row: np.ndarray) -> int:
     return _last_end(shop, row, head)
 
 
+def stir(state: State, number: int) -> None:
+    """Let the state's random numbers go on elsewhere, for every `number` at another place."""
+    state.random[0] = ((int(state.random[0]) ^ (number * 2654435761)) & _MASK) or 1
+
+
 def new_state(row: np.ndarray, seed: int, ways: int = 1) -> State:
     """Return the state of an order before `settle` has filled it.
 

@@ -1,7 +1,9 @@
 """Orders for one placement: where they come from, and how each is improved and judged."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +35,9 @@ from megatron_vshape.core.planner.job_shop import (
 from megatron_vshape.core.planner.modulo import find_steady_orders
 from megatron_vshape.core.planner.refilling import fill, refill
 
+Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+"""Applies a function to each of several things, in threads or not; as `map` does."""
+
 STARTS = 8
 """So many orders are improved at first."""
 
@@ -46,6 +51,10 @@ DEALT = ", W dealt"
 
 SHARES = (1.0, 0.85)
 """Steady orders are made for the limit, and for less, which leaves the ends more room."""
+
+EFFORTS = (6, 64)
+"""Steady orders are annealed for one of so many parts of the budget. Less effort finds other
+orders, whose ends can be better than those of a lower period."""
 
 MOST_AT_ONCE = 300_000
 """So many steps at most until progress is shown and W is dealt out anew."""
@@ -92,6 +101,10 @@ class Candidate:
     value: int = 0
 
 
+def _call(make: Callable[[], list[CyclicOrder]]) -> list[CyclicOrder]:
+    return make()
+
+
 def _best_of(candidates: list[Candidate], count: int) -> list[Candidate]:
     """Return the candidates of least value; of equal ones, which are mostly the same, one."""
     different = {each.value: each for each in reversed(candidates)}
@@ -108,7 +121,6 @@ class PlacementSearch:
         self.shops: dict[int, improve.Shop] = {}
         self.parts_shop: improve.Shop | None = None
         self.best: tuple[int, np.ndarray, str] | None = None
-        self.steps = 0
         self.bound = bounds.lower_bound(
             problem.costs,
             problem.placement,
@@ -118,18 +130,17 @@ class PlacementSearch:
             span=problem.objective is Objective.SPAN,
         )
 
-    def begin(self, budget: int) -> list[Candidate]:
+    def begin(self, budget: int, run: Run) -> list[Candidate]:
         """Return the orders to improve: of the best cyclic orders, with W dealt out anew."""
         starts = STARTS if self.problem.num_devices <= 8 else STARTS // 2
-        found: list[Candidate] = []
-        for cyclic in self._cyclic_orders(budget):
-            found += self._candidates(cyclic)
-        for each in _best_of(found, 2 * starts):
-            found += [
-                again
-                for delay in self._delays(each)
-                if (again := self._dealt(each, delay)) is not None
-            ]
+        cyclic = [each for made in run(_call, self._makers(budget)) for each in made]
+        found = [each for made in run(self._candidates, cyclic) for each in made]
+        for each in found:
+            self.keep(each)
+        for made in run(self._all_dealt, _best_of(found, 2 * starts)):
+            for each in made:
+                self.keep(each)
+                found.append(each)
         return _best_of(found, starts)
 
     def value(self) -> float:
@@ -146,20 +157,24 @@ class PlacementSearch:
             raise ScheduleError(f"no order was found within the limits {self.problem.limits}")
         return self.best
 
-    def _cyclic_orders(self, budget: int) -> Iterator[CyclicOrder]:
+    def _makers(self, budget: int) -> list[Callable[[], list[CyclicOrder]]]:
+        """Return what makes cyclic orders, each by itself."""
         problem = self.problem
         devices = problem.num_devices
-        yield sequential(problem.placement, devices)
-        for block in published_blocks(problem.placement, devices):
-            yield cyclic_order_of_block(block)
+
+        def known() -> list[CyclicOrder]:
+            made = map(cyclic_order_of_block, published_blocks(problem.placement, devices))
+            return [sequential(problem.placement, devices), *made]
+
         if len(problem.placement) > 2 * devices:
-            return  # the loops' blocks are near the best; annealed orders only take their turns
+            return [known]  # the loops' blocks are near the best; annealed orders take their turns
         least = bounds.least_memory(problem.costs, problem.placement, devices)
         stages = stages_of(problem.placement, devices)
         # the zero-bubble V holds what 1F1B does; with more, only the ends can gain
         held = problem.costs.held_after_forward_bytes
         ample = [devices * sum(held[stage] for stage in own) for own in stages]
-        for share, steps in zip(SHARES, (budget // 48, budget // 96), strict=True):
+
+        def steady(share: float, steps: int) -> list[CyclicOrder]:
             limits = [
                 max(x, min(share * y, most))
                 for x, y, most in zip(least, problem.limits, ample, strict=True)
@@ -167,16 +182,19 @@ class PlacementSearch:
             orders = find_steady_orders(
                 problem.costs, problem.placement, devices, limits, steps, self.seed
             )
-            for at, order in enumerate(orders):
-                yield cyclic_order_of_steady(order, f"steady-{at} at {share:.0%}")
+            named = (f"steady-{at} at {share:.0%}" for at in range(len(orders)))
+            return list(map(cyclic_order_of_steady, orders, named))
+
+        efforts = [(share, budget // part) for part in EFFORTS for share in SHARES]
+        return [known, *(partial(steady, *each) for each in efforts)]
 
     def _shop(self, num_microbatches: int) -> improve.Shop:
         if num_microbatches not in self.shops:
             self.shops[num_microbatches] = make_shop(self.problem, num_microbatches)
         return self.shops[num_microbatches]
 
-    def _candidates(self, cyclic: CyclicOrder) -> Iterator[Candidate]:
-        """Yield what fits of the order, as it is, filled, and with its W dealt out anew.
+    def _candidates(self, cyclic: CyclicOrder) -> list[Candidate]:
+        """Return what fits of the order, as it is, filled, and with its W dealt out anew.
 
         It is cut to as few microbatches as show the ends, if a period then stays whole. With the
         passes of other kinds put in it is of all microbatches.
@@ -197,10 +215,11 @@ class PlacementSearch:
             starts[name + ", filled throughout"] = fill(problem, row, m)
         starts[name + DEALT] = refill(problem, row, 0)
         none = self._shop(short).length
-        for source, own in starts.items():
-            made = self._made(source, k, short, own, *(window or (none, none)))
-            if made is not None:
-                yield made
+        made = (
+            self._made(source, k, short, own, *(window or (none, none)))
+            for source, own in starts.items()
+        )
+        return [each for each in made if each is not None]
 
     def _parts_shop(self) -> improve.Shop:
         if self.parts_shop is None:
@@ -227,6 +246,11 @@ class PlacementSearch:
         made = Candidate(name, period, short, state, low, high)
         return made if self._judge(made) else None
 
+    def _all_dealt(self, candidate: Candidate) -> list[Candidate]:
+        """Return the candidate with its W dealt out anew, in every way that fits."""
+        made = (self._dealt(candidate, delay) for delay in self._delays(candidate))
+        return [each for each in made if each is not None]
+
     def _delays(self, candidate: Candidate) -> tuple[int, ...]:
         """Return the delays with which the candidate's W are dealt out anew."""
         return DELAYS if candidate.state.row.size < MANY_PASSES else DELAYS[:1]
@@ -239,33 +263,49 @@ class PlacementSearch:
         return self._made(name, candidate.period, short, row, candidate.low, candidate.high)
 
     def improve(self, candidate: Candidate, steps: int) -> None:
-        """Walk `steps` from the candidate's order, deal its W out anew, and keep what is better."""
+        """Walk `steps` from the candidate's order and deal its W out anew, if that is no worse.
+
+        Changes nothing but the candidate, so that threads can improve several.
+        """
         shop = self._shop(candidate.microbatches)
         improve.walk(shop, candidate.state, candidate.low, candidate.high, steps)
-        self.steps += steps
         self._judge(candidate)
-        for delay in self._delays(candidate):
-            again = self._dealt(candidate, delay)
-            if again is not None and again.value <= candidate.value:
+        random = candidate.state.random
+        for again in self._all_dealt(candidate):
+            if again.value <= candidate.value:
                 candidate.state, candidate.value = again.state, again.value
-                candidate.state.random[0] = (self.steps * 40503 + 1) & 0x7FFFFFFF
+                candidate.state.random[0] = random[0]
+
+    def again(self, candidate: Candidate, number: int) -> Candidate:
+        """Return a copy of the candidate that goes its own way."""
+        state = improve.State(*(part.copy() for part in candidate.state))
+        improve.stir(state, number)
+        return replace(candidate, state=state)
+
+    def keep(self, candidate: Candidate) -> None:
+        """Remember the candidate's order if it is the best so far."""
+        if self.best is None or candidate.value < self.best[0]:
+            self.best = (candidate.value, self._whole_row(candidate).copy(), candidate.name)
+
+    def _whole_row(self, candidate: Candidate) -> np.ndarray:
+        """Return the candidate's order of all microbatches."""
+        m, short = self.problem.num_microbatches, candidate.microbatches
+        row = candidate.state.row
+        if short == m:
+            return row
+        # what a whole period adds to the memory it takes away: it fits as often as once
+        return splice(row, candidate.low, candidate.high, candidate.period, short, m)
 
     def _judge(self, candidate: Candidate) -> bool:
-        """Set the candidate's value at all microbatches, keep the best; return if it can run."""
-        m, short = self.problem.num_microbatches, candidate.microbatches
-        row, shop = candidate.state.row, self._shop(m)
-        if short < m:
-            # what a whole period adds to the memory it takes away: it fits as often as once
-            row = splice(row, candidate.low, candidate.high, candidate.period, short, m)
-            value = int(improve.measure(shop, row))
-            if value == improve.NONE:
-                return False
+        """Set the candidate's value at all microbatches; return whether its order can run."""
+        m = self.problem.num_microbatches
+        if candidate.microbatches == m:
+            candidate.value = int(improve.objective(self._shop(m), candidate.state))
+            return True
+        value = int(improve.measure(self._shop(m), self._whole_row(candidate)))
+        if value != improve.NONE:
             candidate.value = value
-        else:
-            candidate.value = int(improve.objective(shop, candidate.state))
-        if self.best is None or candidate.value < self.best[0]:
-            self.best = (candidate.value, row.copy(), candidate.name)
-        return True
+        return value != improve.NONE
 
     def plan(self) -> Plan:
         """Return the best order found, as a plan."""
@@ -287,7 +327,7 @@ class PlacementSearch:
             lower_bound=min(self.bound, value),
             peak=peak_held(schedule, problem.costs),
             source=source,
-            steps=self.steps,
+            steps=0,
         )
 
     def _schedule(self, row: np.ndarray) -> Schedule:

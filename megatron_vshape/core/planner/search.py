@@ -12,7 +12,10 @@
    Passes of kinds beyond F, B and W are put into each at first (`inserting`), at all microbatches.
 4. The ends: a walk over orders that moves a pass, alone or with its neighbours in other
    microbatches, whenever the objective does not grow (`improve`). The worse half of the orders
-   drops out after each turn; W is dealt out anew in between.
+   drops out after each round, the best then go on in several ways; W is dealt out anew in between.
+   A placement whose bound is above the best order drops out too.
+5. All of it again with other random numbers, beside the best orders so far, while that gains.
+   Every order is walked by itself: cores share the work, and the plan is the same on any number.
 
 What was tried, as overheads in chunk passes (F/B/W/comm, memory in chunks, published best):
 
@@ -44,12 +47,19 @@ What was tried, as overheads in chunk passes (F/B/W/comm, memory in chunks, publ
 * Groups of 4, 5, 6 or 8 eighths of the devices: below half, a group is through before its first
   microbatch is back, and nothing fits the period.
 
+* Ten times the steps of one turn (700,000 at 8 devices) and eighty times, in per cent of the step
+  time that they save: 0.3 and no more at V-Half's memory, d=8 (160.15 is then the proven best, as
+  the bound of `core.check` says); at V-Min's 1.5 and 1.7 (d=8), 0.5 and 1.0 to 2.4 (d=16). There
+  the steady order decides: eight times the share of its annealing takes d=8, m=24, 1/1.15/.85/.05
+  from 37.75 to 36.65 and m=64 from 60.3 to 57.8; thirty times, hardly more (36.35, 57.65).
+
 Open: below V-Half's memory the period bounds the gain; at the memory of V-ZB d - 1 hops are all
 that is left; between them (24 of 32 chunks at d=16) ten times the steps still gain a fifth.
 """
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from megatron_vshape.core.check.bounds import LimitError
@@ -57,6 +67,7 @@ from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.kinds import PARTS, Kind
 from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import Objective, Plan
+from megatron_vshape.core.planner.compiling import CORES
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
 from megatron_vshape.core.planner.orders import MOST_AT_ONCE, Candidate, PlacementSearch
 
@@ -65,6 +76,21 @@ __all__ = ["Objective", "Plan", "plan"]
 ROUNDS = 4
 """The budget is spent in about so many rounds, each with half as many orders."""
 
+WALKS = 4
+"""So many orders are walked side by side at least, those of the same start in different ways."""
+
+TURNS = 5
+"""The default budget is spent so many times at most.
+
+It ends when two turns together gain less than `GAIN`, or the bound is within `NEAR`.
+"""
+
+GAIN = 0.002
+NEAR = 0.003
+
+_SAME = 1e-9
+
+_Runner = tuple[PlacementSearch, Candidate]
 
 Progress = Callable[[int, float, float], None]
 """Called with the steps taken, the best value so far and the lower bound."""
@@ -88,9 +114,9 @@ def plan(
     """Return the best schedule found whose devices hold at most `limit` each.
 
     `limit` is in the unit of the costs' memory, one value or one per device; infinity is none.
-    With `steps` (by default what takes about a second at 8 devices) the same call gives the same
-    plan everywhere; with `seconds` the search goes on until they are over, and Ctrl-C ends it with
-    the best so far.
+    With `steps` (by default what takes a few seconds at 8 devices) the same call gives the same
+    plan everywhere, on any number of cores; with `seconds` the search goes on until they are over,
+    and Ctrl-C ends it with the best so far.
     `placements` are those allowed, by default `default_placements`; costs of more stages than a
     placement has are added up. Every stage and microbatch has a pass of each of `kinds`, for which
     the costs must have what the table of kinds names. With `whole` every B stands for a BW and
@@ -131,11 +157,15 @@ def plan(
 
 
 class _Race:
-    """Spends the budget on the orders of all placements together; the better half goes on."""
+    """Spends the budget on the orders of all placements together; the better half goes on.
+
+    Every order is walked by itself, so threads share the work and change no plan.
+    """
 
     def __init__(self, searches: list[PlacementSearch]) -> None:
         self.searches = searches
         self.bound = min(search.bound for search in searches)
+        self.steps = 0
 
     @property
     def best(self) -> PlacementSearch:
@@ -145,49 +175,109 @@ class _Race:
         return min(begun or self.searches, key=PlacementSearch.value)
 
     def run(self, steps: int | None, seconds: float | None, progress: Progress | None) -> None:
-        """Search with the budget; with `seconds` again, other and twice as long, until they end."""
+        """Search with the budget; the default one up to `TURNS` times, while it gains.
+
+        With `seconds` again, other and twice as long, until they end.
+        """
         ends = None if seconds is None else time.monotonic() + seconds
         budget = default_steps(self.searches[0].problem) if steps is None else steps
+        turns = 1 if steps is not None else TURNS
+        live: list[_Runner] = []
+        values: list[float] = []
         try:
-            while True:
-                self._round(budget, ends, progress)
-                if self._closed() or ends is None or time.monotonic() >= ends:
-                    return
-                for search in self.searches:
-                    search.seed += 1
-                budget *= 2
+            with ThreadPoolExecutor(CORES) as pool:
+                try:
+                    while True:
+                        live = self._turn(live, budget, ends, progress, pool)
+                        values.append(self.best.value())
+                        if self._closed() or (ends is not None and time.monotonic() >= ends):
+                            return
+                        if ends is None and (len(values) >= turns or self._stands(values)):
+                            return
+                        for search in self.searches:
+                            search.seed += 1
+                        budget *= 1 if ends is None else 2
+                finally:
+                    pool.shutdown(cancel_futures=True)
         except KeyboardInterrupt:
             if all(search.best is None for search in self.searches):
                 raise
 
-    def _round(self, budget: int, ends: float | None, progress: Progress | None) -> None:
-        """Improve the candidates in turns; half of them stay after each."""
-        live = [(search, each) for search in self.searches for each in search.begin(budget)]
+    def _stands(self, values: list[float]) -> bool:
+        """Return whether more of the default budget is not worth its time, after these turns."""
+        near = values[-1] <= self.bound * (1 + NEAR)
+        return near or (len(values) > 2 and values[-1] > values[-3] * (1 - GAIN))
+
+    def _turn(
+        self,
+        live: list[_Runner],
+        budget: int,
+        ends: float | None,
+        progress: Progress | None,
+        pool: ThreadPoolExecutor,
+    ) -> list[_Runner]:
+        """Improve new orders and those of the turn before, in rounds; return the last ones.
+
+        After each round half of them stay. Where that leaves few, the best go on in several ways.
+        """
+        live = live + [
+            (search, each)
+            for search in self.searches
+            if self._can_win(search)
+            for each in search.begin(budget, pool.map)
+        ]
         left = budget
-        while live and left > 0 and not self._closed():
+        while left > 0 and not self._closed():
+            live = [pair for pair in live if self._can_win(pair[0])]
+            if not live:
+                break
             share = min(max(budget // (ROUNDS * len(live)), 1000), MOST_AT_ONCE)
+            jobs = []
             for search, each in live:
-                search.improve(each, min(share, left))
-                left -= min(share, left)
-                if progress is not None:
-                    steps = sum(search.steps for search in self.searches)
-                    progress(steps, self.best.value(), self.bound)
+                jobs.append((search, each, min(share, left)))
+                left -= jobs[-1][-1]
+            for at in range(0, len(jobs), CORES):
+                for search, each, steps in pool.map(_improve, jobs[at : at + CORES]):
+                    search.keep(each)
+                    self.steps += steps
+                    if progress is not None:
+                        progress(self.steps, self.best.value(), self.bound)
                 if ends is not None and time.monotonic() >= ends:
-                    return
-            live = _best_pairs(live, max(len(live) // 2, 1))
+                    return live
+            live = _spread(_best_pairs(live, max(len(live) // 2, 1)))
+        return live
+
+    def _can_win(self, search: PlacementSearch) -> bool:
+        """Return whether the bound of its placement leaves something below the best order."""
+        begun = [each for each in self.searches if each.best is not None]
+        return not begun or search.bound * (1 + _SAME) < min(each.value() for each in begun)
 
     def _closed(self) -> bool:
-        return self.best.value() <= self.bound * (1 + 1e-9)
+        return self.best.value() <= self.bound * (1 + _SAME)
 
     def plan(self) -> Plan:
         """Return the best order found, as a plan."""
-        made = self.best.plan()
-        return replace(made, steps=sum(search.steps for search in self.searches))
+        return replace(self.best.plan(), steps=self.steps)
 
 
-def _best_pairs(
-    live: list[tuple[PlacementSearch, Candidate]], count: int
-) -> list[tuple[PlacementSearch, Candidate]]:
+def _improve(job: tuple[PlacementSearch, Candidate, int]) -> tuple[PlacementSearch, Candidate, int]:
+    search, candidate, steps = job
+    if steps:
+        search.improve(candidate, steps)
+    return job
+
+
+def _spread(live: list[_Runner]) -> list[_Runner]:
+    """Return the orders, and copies of them that go other ways, until there are `WALKS`."""
+    copies = [
+        (search, search.again(each, number))
+        for number in range(1, -(-WALKS // len(live)))
+        for search, each in live
+    ]
+    return (live + copies)[: max(WALKS, len(live))]
+
+
+def _best_pairs(live: list[_Runner], count: int) -> list[_Runner]:
     """Return the orders of least value; of equal ones, which are mostly the same, one."""
     different = {
         each.value / search.problem.ticks_per_us: (search, each) for search, each in reversed(live)
