@@ -63,10 +63,10 @@ on the documentation that ships with Python, from the same weights and data unde
 Megatron's 1F1B without this package's flags, V-Half, V-ZB, and `auto`, which measures its costs in
 steps 10 to 13 and goes on with its plan.
 
-Without clipping every loss is 1F1B's to the last bit: passes, messages and the order in which
-gradients are added are the same. The gradient norm is added up over other groups of layers on each
-rank, so it differs in its last bit at times, and where it clips, so do the weights; what grows from
-that is the difference of the other rows.
+Without clipping every loss is 1F1B's to the last bit: what a pass computes, and the order in which
+the microbatches' gradients are added, are the same. The gradient norm is added up over other groups
+of layers on each rank, so it differs in its last bit at times, and where it clips, so do the
+weights; what grows from that is the difference of the other rows.
 """
 PARITY_FIGURE = "figures/loss-parity.svg"
 

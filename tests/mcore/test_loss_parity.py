@@ -1,0 +1,23 @@
+"""scripts/loss_parity.py: what it says of two runs."""
+
+import numpy as np
+import pytest
+
+loss_parity = pytest.importorskip("loss_parity", reason="it needs tensorboard and matplotlib")
+
+
+def test_the_table_tells_equal_from_nearly_equal() -> None:
+    def logged(*loss: float, norm: float = 1.0) -> object:
+        return loss_parity.Logged(np.float32(loss), np.full(len(loss), norm, np.float32))
+
+    runs = {
+        loss_parity.BASELINE: logged(4, 3, 2),
+        "same": logged(4, 3, 2),
+        "another norm": logged(4, 3, 2, norm=1.5),
+        "apart": logged(4, 3.25, 2.125),
+    }
+    settings = loss_parity.Settings("fp32", (), 3)
+    lines = {line[1]: line[5:] for line in loss_parity.rows(settings, runs)}
+    assert lines["same"] == ["0", "-", "+0.0e+00", "3", "3"]
+    assert lines["another norm"] == ["0", "-", "+0.0e+00", "3", "0"]
+    assert lines["apart"] == ["2.5e-01", "2", "+1.2e-01", "1", "1"]
