@@ -53,6 +53,23 @@ def note_sums(layers: Any, calls: list[str]) -> None:
     layers.dist_reduce_scatter_func = noted(layers.dist_reduce_scatter_func)
 
 
+def options_for(function: Any, **given: Any) -> tuple[Any, ...]:
+    """Return what follows input and weight in a call of this Megatron's Function."""
+    known = {
+        "bias": None,
+        "gradient_accumulation_fusion": False,
+        "allreduce_dgrad": False,
+        "sequence_parallel": False,
+        "grad_output_buffer": None,
+        "wgrad_deferral_limit": 0,
+        "tp_group": None,
+        "gtp_remat_size": 1,  # from 0.19 on
+        "output_dtype": None,  # from 0.20 on
+    } | given
+    names = list(inspect.signature(function.forward).parameters)
+    return tuple(known[name] for name in names[names.index("weight") + 1 :])
+
+
 def two_layers(
     rank: int, sequence_parallel: bool, split: bool, beside: bool = False
 ) -> tuple[list[list[float]], int, list[str]]:
@@ -86,11 +103,12 @@ def two_layers(
     for microbatch in range(2):
         shared = torch.Generator().manual_seed(10 + microbatch + rank * sequence_parallel)
         x = torch.randn(rows, 1, SIZE, generator=shared).requires_grad_()
-        # bias, fusion, all-reduce of dgrad, sequence parallelism, two of deferral, group
-        options = (None, False, not sequence_parallel, sequence_parallel, None, 0)
-        options += (dist.group.WORLD,)
-        if "gtp_remat_size" in inspect.signature(upstream.forward).parameters:  # from 0.19 on
-            options += (1,)
+        options = options_for(
+            upstream,
+            allreduce_dgrad=not sequence_parallel,
+            sequence_parallel=sequence_parallel,
+            tp_group=dist.group.WORLD,
+        )
         first = function.apply(x, weights[0], *options)
         part = first.chunk(2)[rank] if sequence_parallel else first
         outputs.append(function.apply(part.contiguous(), weights[1], *options))
@@ -202,17 +220,27 @@ def test_a_scattered_output_keeps_its_part_only() -> None:
         assert kept == [TOKENS * SIZE, TOKENS // 2 * 3]  # the input, which is a part; the gradient
 
 
+def widened(input: Any, weight: Any, bias: None, output_dtype: Any) -> Any:
+    """Return what Transformer Engine's product gives in another dtype than its inputs'."""
+    return input.matmul(weight.t()).to(output_dtype)
+
+
 class WiderOutput(torch.autograd.Function):
     """What Megatron's Function is from 0.20 on, of a layer without parallelism."""
 
     @staticmethod
     def forward(
-        ctx: Any, input: Any, weight: Any, bias: None, fusion: bool, output_dtype: Any
+        ctx: Any,
+        input: Any,
+        weight: Any,
+        bias: None,
+        gradient_accumulation_fusion: bool,
+        output_dtype: Any,
     ) -> Any:
         ctx.save_for_backward(input, weight)
         ctx.use_bias = ctx.allreduce_dgrad = ctx.sequence_parallel = False
-        ctx.gradient_accumulation_fusion, ctx.tp_group = fusion, None
-        return input.matmul(weight.t()).to(output_dtype)
+        ctx.gradient_accumulation_fusion, ctx.tp_group = gradient_accumulation_fusion, None
+        return widened(input, weight, bias, output_dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Any) -> Any:
@@ -221,7 +249,10 @@ class WiderOutput(torch.autograd.Function):
         return grad_output.matmul(weight), grad_output.t().matmul(input), None, None, None
 
 
-def test_the_output_may_have_another_dtype() -> None:
+@pytest.mark.parametrize("is_megatrons", [False, True])
+def test_the_output_may_have_another_dtype(
+    is_megatrons: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("megatron.core")
     from megatron.core.tensor_parallel import layers
 
@@ -229,13 +260,20 @@ def test_the_output_may_have_another_dtype() -> None:
     from megatron_vshape.mcore.step_state import StepState
 
     state = StepState(splits_backward=True)
-    function: Any = make_split_linear(state, layers, WiderOutput)
+    upstream: Any = WiderOutput
+    if is_megatrons:
+        upstream = layers.LinearWithGradAccumulationAndAsyncCommunication
+        if not hasattr(layers, "_linear_forward"):
+            pytest.skip("Megatron's outputs have the dtype of its inputs before 0.20")
+        monkeypatch.setattr(layers, "_linear_forward", widened)
+    function: Any = make_split_linear(state, layers, upstream)
+    options = options_for(upstream, output_dtype=torch.float32)
     found = []
     for split in (False, True):
         generator = torch.Generator().manual_seed(0)
         input = torch.randn(6, SIZE, generator=generator).bfloat16().requires_grad_()
         weight = torch.nn.Parameter(torch.randn(3, SIZE, generator=generator).bfloat16())
-        output = function.apply(input, weight, None, False, torch.float32)
+        output = function.apply(input, weight, *options)
         assert output.dtype == torch.float32
         with state.jobs.collect(0) if split else nullcontext():
             output.square().sum().backward()
