@@ -5,12 +5,14 @@ import csv
 import io
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 from megatron_vshape.cli.comparison import changes, comparison_rows, recommended
 from megatron_vshape.cli.files import (
@@ -393,7 +395,7 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
     limits = [chunk * chunks for chunks in range(2, 2 * devices + 1)]
     question = _question(options, costs, measured)
     with _limits_told(costs, devices, measured is not None):
-        points = frontier(question, limits)
+        points = _followed(question, limits, chunk)
     others = list(published(question))
     rows = _frontier_rows(points, others, chunk)
     unit, size = ("chunks", chunk) if measured is None else ("GiB", GIB)
@@ -406,6 +408,37 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
     )
     print(table(rows))
     return 0
+
+
+def _followed(question: Question, limits: Sequence[float], chunk: float) -> list[Point]:
+    """Return the frontier, telling of each limit; Ctrl-C ends it with those that are done.
+
+    The search of one limit takes Ctrl-C for its own, and returns the best so far.
+    """
+    points: list[Point] = []
+    interrupted: list[int] = []
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        interrupted.append(number)
+        raise KeyboardInterrupt
+
+    def report(point: Point) -> None:
+        points.append(point)
+        text = f"limit {point.limit / chunk:g} of {limits[-1] / chunk:g} chunks: bubble"
+        print(f"{text} {percent(point.bubble)}", file=sys.stderr, flush=True)
+        if interrupted:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        return frontier(question, limits, report)
+    except KeyboardInterrupt:
+        if not points:
+            raise
+        print("interrupted: what is written ends there", file=sys.stderr)
+        return points
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _frontier_rows(

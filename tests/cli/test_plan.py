@@ -1,14 +1,17 @@
 """megatron-vshape plan, and names with a plus."""
 
 import argparse
+import contextlib
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from megatron_vshape.cli import plan
 from megatron_vshape.cli.main import main
+from megatron_vshape.core.ask import Planned, Question, best_order
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import load_schedule
@@ -60,6 +63,35 @@ def test_the_frontier_is_a_picture_and_a_table(
     assert values == sorted(values, reverse=True)
     assert "V-Half" in path.read_text()
     assert "v-half" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_a_frontier_with_what_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search of the second limit takes Ctrl-C for its own, as one with time left does."""
+    pytest.importorskip("matplotlib")
+    begun = []
+
+    def interrupted(question: Question) -> Planned:
+        begun.append(question.limit)
+        if len(begun) == 2:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        return best_order(question)
+
+    monkeypatch.setattr("megatron_vshape.core.frontier.best_order", interrupted)
+    path = tmp_path / "frontier.svg"
+    arguments = ["plan", "--devices", "3", "--microbatches", "6", *COST, "--frontier", str(path)]
+    assert main(arguments) == 0
+    rows = path.with_suffix(".csv").read_text().splitlines()
+    assert sum(row.startswith("plan,") for row in rows) == len(begun) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(": ")[0] for line in told] == [
+        "limit 2 of 6 chunks",
+        "limit 3 of 6 chunks",
+        "interrupted",
+    ]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_limit_in_gib_is_of_the_costs_bytes(

@@ -1,0 +1,66 @@
+"""What mkdocs asks while it builds the site: the README as its home, and output made by the code.
+
+A block that is marked `console run` shows the output of its commands (those of `megatron-vshape`)
+below them, so that no page can tell what the code no longer does. Links that lead out of docs/ have
+nowhere to lead to on the site, and become the path's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from megatron_vshape.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+_RUN = re.compile(r"^```console run\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_OUTSIDE = re.compile(r"(?<!!)\[([^\]]+)\]\((?:\.\./)+([^)#]*)(#[^)]*)?\)")
+_NO_PAGE = re.compile(r"(?<!!)\[([^\]]+)\]\((?!http|#|\w[\w-]*\.md|figures/)([^)]+)\)")
+_OF_THE_README = re.compile(r"\]\(docs/")
+_PROMPT = "$ megatron-vshape "
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Return the page's text as the site has it."""
+    if page.file.src_uri == "index.md":
+        text = _OF_THE_README.sub("](", (ROOT / "README.md").read_text(encoding="utf-8"))
+        # Files of the repository beside docs/ are named, not linked.
+        return re.sub(
+            r"(?<!!)\[([^\]]+)\]\((?!http|#|\w[\w-]*\.md|figures/)([^)]+)\)", _named, text
+        )
+    markdown = markdown.replace("](../README.md", "](index.md")
+    return _RUN.sub(_ran, _OUTSIDE.sub(_named, markdown))
+
+
+def _named(link: re.Match[str]) -> str:
+    text, path = link[1], link[2]
+    return text if path.rstrip("/") in text else f"{text} (`{path}` in the repository)"
+
+
+def _ran(block: re.Match[str]) -> str:
+    """Return the block with what its commands print."""
+    shown = []
+    for line in block[1].splitlines():
+        if not line.startswith(_PROMPT):
+            raise ValueError(f"a block to run begins its lines with {_PROMPT!r}, not {line!r}")
+        shown += [line, _output(shlex.split(line[len(_PROMPT) :]))]
+    return "\n".join(["```text", *shown, "```"])
+
+
+def _output(arguments: list[str]) -> str:
+    """Return what the command line prints; raises if it fails."""
+    stream = io.StringIO()
+    os.environ["COLUMNS"] = "100"
+    with contextlib.redirect_stdout(stream):
+        try:
+            status = main(arguments)
+        except SystemExit as end:  # of --help
+            status = end.code
+    if status:
+        raise ValueError(f"megatron-vshape {shlex.join(arguments)} ended with {status}")
+    return stream.getvalue().rstrip() + "\n"
