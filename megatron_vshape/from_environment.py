@@ -18,7 +18,8 @@ from typing import Any
 VARIABLE = "MEGATRON_VSHAPE"
 MEGATRON = "megatron.core"
 
-_NUMBERS = ("memory_limit_gib", "timeout_seconds")
+_NUMBER = "timeout_seconds"
+_LIMIT = "memory_limit_gib"
 _STEPS = "profile_steps"
 
 
@@ -41,7 +42,10 @@ def options_in(text: str) -> dict[str, Any]:
                 f"{VARIABLE}={text!r:.80}: {part!r:.40} is no name=value, as in schedule=v-half"
             )
     try:
-        options |= {name: float(options[name]) for name in _NUMBERS if name in options}
+        if _NUMBER in options:
+            options[_NUMBER] = float(options[_NUMBER])
+        if options.get(_LIMIT, "x")[0] in "+-.0123456789":  # else a schedule, whose memory it is
+            options[_LIMIT] = float(options[_LIMIT])
         if _STEPS in options:
             first, steps_end = map(int, options[_STEPS].split(":"))
             options[_STEPS] = first, steps_end

@@ -27,7 +27,8 @@ class PipelineOptions:
     schedule: str | None  # a name, the path of a schedule file, or None: as Megatron decides
     timeout_seconds: float  # how long a rank waits for a message before it gives up
     costs_file: str | None = None
-    memory_limit_gib: float | None = None  # of a device, everything included; for auto
+    # Of a device, everything included, for auto; or of whose activations the peak is the limit.
+    memory_limit_gib: float | str | None = None
     profile_steps: tuple[int, int] | None = None  # first and last training step of this process
     trace_folder: str | None = None
     layer_split: str | None = None  # auto, or the layers of every stage with commas
@@ -67,9 +68,10 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument(
         "--pipeline-memory-limit",
-        metavar="GIB",
-        type=float,
-        help="device memory for all of a rank's tensors, for auto. Default: 1F1B's activations.",
+        metavar="GIB|NAME",
+        type=memory_limit,
+        help="device memory for all of a rank's tensors, for auto; or a schedule, as in "
+        "interleaved-1f1b:4, whose activations are the limit for activations. Default: 1f1b.",
     )
     group.add_argument(
         "--pipeline-profile-iterations",
@@ -97,6 +99,14 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "without a barrier between iterations. Takes one more copy of parameters and moments.",
     )
     return parser
+
+
+def memory_limit(text: str) -> float | str:
+    """Return the GiB that a text says, or the schedule that it names; the name is checked later."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _step_range(text: str) -> tuple[int, int]:

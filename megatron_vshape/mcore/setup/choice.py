@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, find
+from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, find, known_as
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
@@ -29,7 +29,9 @@ class Choice:
     from_file: Schedule | None = None
     costs: Costs | None = None  # in us and bytes; with None every chunk pass takes one unit,
     estimate: Costs | None = None  # or this, in such units, where stages have unlike layers
-    limit_bytes: float | None = None  # of a device, for auto; None: activations as 1F1B holds
+    limit_bytes: float | None = None  # of a device, for auto; None: activations as `limit_of` holds
+    limit_of: str | None = None  # a schedule; None: 1F1B
+    num_layers: int | None = None  # of the model, where its layers are all alike
     keeps_backward_whole: bool = False  # every B takes its W along, as where layers are recomputed
     hides: bool = False  # a B that waits for tensor-parallel ranks runs jobs of the W after it
     ties_ends: bool = False  # the first and the last stage add to one gradient
@@ -55,12 +57,13 @@ def choice_of(
     name: str,
     num_devices: int,
     costs: Costs | None = None,
-    limit_gib: float | None = None,
+    limit_gib: float | str | None = None,
     measures: bool = False,
 ) -> Choice:
     """Return the schedule that `name` names, or of the file at that path.
 
-    `measures` says that costs will be measured, where there are none yet.
+    A limit that is no number names the schedule whose activations are to fit. `measures` says that
+    costs will be measured, where there are none yet.
 
     Raises:
         ScheduleError: neither a name nor a file, an unreadable file, one for another number of
@@ -69,6 +72,8 @@ def choice_of(
     """
     if name == AUTO or name in PLUS_NAMES:
         _check_adaptive(name, num_devices, costs, limit_gib, measures)
+        if isinstance(limit_gib, str):
+            return Choice(num_devices, name, costs=costs, limit_of=limit_gib)
         limit_bytes = None if limit_gib is None else limit_gib * GIB
         return Choice(num_devices, name, costs=costs, limit_bytes=limit_bytes)
     if limit_gib is not None:
@@ -83,7 +88,7 @@ def choice_of(
 
 
 def _check_adaptive(
-    name: str, num_devices: int, costs: Costs | None, limit_gib: float | None, measures: bool
+    name: str, num_devices: int, costs: Costs | None, limit_gib: float | str | None, measures: bool
 ) -> None:
     """Raise ScheduleError for what the adaptive scheduler cannot plan by."""
     allowed = CHUNKS if name == AUTO else CHUNKS[:1]
@@ -93,7 +98,14 @@ def _check_adaptive(
             f"--pipeline-costs is for {costs.num_stages} stages, --pipeline-schedule {name} on "
             f"{num_devices} pipeline ranks has {counts}"
         )
-    if limit_gib is not None and not 0 < limit_gib < float("inf"):
+    if isinstance(limit_gib, str):
+        try:
+            known_as(limit_gib, Question(AUTO, num_devices, num_devices))
+        except ScheduleError as error:
+            raise ScheduleError(
+                f"--pipeline-memory-limit is a number of GiB or a schedule: {error}"
+            ) from None
+    elif limit_gib is not None and not 0 < limit_gib < float("inf"):
         raise ScheduleError(f"--pipeline-memory-limit {limit_gib:g} is not a number of GiB above 0")
     if name == AUTO and costs is None and not measures:
         raise ScheduleError(

@@ -14,7 +14,7 @@ from torch import nn
 from megatron_vshape.core.ask import AUTO
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.core.rivals import MEGATRONS_OWN
+from megatron_vshape.core.rivals import MEGATRONS_OWN, Rival
 from megatron_vshape.mcore.layout import hybrid, stages
 from megatron_vshape.mcore.layout.layer_split import Split, split_layers
 from megatron_vshape.mcore.layout.stages import StageMap
@@ -24,6 +24,7 @@ from megatron_vshape.mcore.refusals import (
     check_derived,
     check_post_validation,
 )
+from megatron_vshape.mcore.setup.against_megatron import megatrons_if_best
 from megatron_vshape.mcore.setup.arguments import (
     PipelineOptions,
     options_of,
@@ -56,6 +57,10 @@ def prepare(args: Namespace) -> Pipeline | None:
     options = options_of(args)
     _check_timeout(args, options)
     name, ranks = options.schedule, args.pipeline_model_parallel_size
+    rival = megatrons_if_best(args, options)
+    if rival is not None:
+        _run_megatrons(args, rival)
+        return None
     if name is None or name in MEGATRONS_OWN:
         if options.post_validates and ranks > 1:
             raise UnsupportedError(
@@ -98,6 +103,7 @@ def _pipeline(args: Namespace, choice: Choice, options: PipelineOptions) -> Pipe
         choice,
         costs=split.costs,
         estimate=split.estimate,
+        num_layers=args.num_layers,
         keeps_backward_whole=getattr(args, "recompute_granularity", None) == "full",
         # Transformer Engine's layers wait inside TE's own code, where nothing else can run.
         hides=args.tensor_model_parallel_size > 1 and args.transformer_impl == "local",
@@ -112,6 +118,19 @@ def _pipeline(args: Namespace, choice: Choice, options: PipelineOptions) -> Pipe
         args.overlap_grad_reduce,
         _recomputed_inputs(args),
     )
+
+
+def _run_megatrons(args: Namespace, rival: Rival) -> None:
+    """Have Megatron's own function run, as if its schedule had been asked for."""
+    args.pipeline_schedule, args.pipeline_costs, args.pipeline_memory_limit = rival.name, None, None
+    args.num_virtual_stages_per_pipeline_rank = rival.chunks
+    if os.environ.get("RANK", "0") == "0":
+        logger.info(
+            "no plan is faster in this memory than Megatron's own %s, which runs: %d %s a rank",
+            rival.name,
+            rival.chunks or 1,
+            "virtual stages" if rival.chunks else "stage",
+        )
 
 
 def _check_timeout(args: Namespace, options: PipelineOptions) -> None:

@@ -93,6 +93,7 @@ def prepare_config(config: Any, options: PipelineOptions) -> Pipeline:
         choice,
         costs=split.costs,
         estimate=split.estimate,
+        num_layers=config.num_layers,
         keeps_backward_whole=config.recompute_granularity == "full",
         hides=config.tensor_model_parallel_size > 1 and _is_local(config),
         ties_ends=True,  # it may be; only a model that is being built knows

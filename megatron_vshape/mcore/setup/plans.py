@@ -12,6 +12,7 @@ from megatron_vshape.core.check.bounds import least_memory
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.layers import recut
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
@@ -185,9 +186,14 @@ class Planner:
         """Return the best order within the limit; while nothing is measured, a known one."""
         if self.costs is None:
             return ask(replace(question, name=START)).schedule
+        limit = self._left_bytes(self.costs) or self.choice.limit_of
         placements = (self.choice.placement,)
-        limit = self._left_bytes(self.costs)
-        asked = replace(question, costs=self.costs, limit=limit, placements=placements)
+        costs, layers = self.costs, self.choice.num_layers
+
+        def cut(num_stages: int, name: str) -> Costs:
+            return recut(costs, num_stages, question.num_devices, name, layers)
+
+        asked = replace(question, costs=costs, cut=cut, limit=limit, placements=placements)
         return replace(ask(asked).schedule, name=AUTO)
 
     def _left_bytes(self, costs: Costs) -> tuple[float, ...] | None:

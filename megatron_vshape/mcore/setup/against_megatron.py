@@ -1,0 +1,102 @@
+"""Under auto: whether a schedule that Megatron itself runs is the best, before a model is built."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megatron_vshape.core.ask import AUTO, Question, best_order
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.layers import recut
+from megatron_vshape.core.rivals import Known, Rival, judge_rival
+from megatron_vshape.mcore.setup.arguments import PipelineOptions
+from megatron_vshape.mcore.setup.choice import choice_of
+
+MOST_CHUNKS = 12
+"""Virtual stages of a rank that are tried."""
+
+
+def megatrons_if_best(args: Namespace, options: PipelineOptions) -> Rival | None:
+    """Return the schedule of Megatron's own that no plan for the model is faster than, if any.
+
+    A model is built for one placement, so this is asked before: where there are costs by then, and
+    the limit does not depend on the memory of a model that is not there yet. None where the run
+    asks for what only the schedules of this package have, or says itself how its layers lie.
+
+    Raises:
+        ScheduleError: costs, limit and number of ranks do not go together.
+    """
+    ranks, costs = args.pipeline_model_parallel_size, options.costs_file
+    limit, microbatches = options.memory_limit_gib, _num_microbatches(args)
+    mine = options.profile_steps or options.post_validates or options.layer_split is not None
+    if options.schedule != AUTO or ranks == 1 or costs is None or isinstance(limit, float):
+        return None
+    if mine or microbatches is None or _lies_its_own_way(args):
+        return None
+    choice = choice_of(AUTO, ranks, options.costs(), limit)
+    measured, layers = choice.costs, args.num_layers
+    assert measured is not None
+
+    def cut(num_stages: int, name: str) -> Costs:
+        return recut(measured, num_stages, ranks, name, layers)
+
+    question = Question(
+        AUTO,
+        ranks,
+        microbatches,
+        measured,
+        cut,
+        choice.limit_of,
+        placements=(choice.placement,),
+        holds_less=False,
+    )
+    overlaps = getattr(args, "overlap_p2p_comm", False)
+    answer = best_order(question, *_megatrons(question, layers, overlaps))
+    return answer.is_known if answer.is_megatrons else None
+
+
+def _megatrons(question: Question, num_layers: int, overlaps: bool) -> Iterator[Known]:
+    """Yield what Megatron runs of this model, of as many layers in every stage."""
+    ranks, microbatches = question.num_devices, question.num_microbatches
+    # Megatron allows chunks on two ranks only where its messages may overlap.
+    most = MOST_CHUNKS if ranks > 2 or overlaps else 1
+    for chunks in range(1, most + 1):
+        rival = Rival("1f1b") if chunks == 1 else Rival("interleaved-1f1b", chunks)
+        if num_layers % (ranks * chunks) or not rival.is_megatrons(ranks, microbatches):
+            continue
+        try:
+            yield judge_rival(rival, ranks, microbatches, question.costs_of)
+        except ScheduleError:  # of stages that the costs do not tell apart
+            continue
+
+
+def _lies_its_own_way(args: Namespace) -> bool:
+    """Return whether the run says which layers are where, or has ends that count as layers."""
+    names = (
+        "pipeline_model_parallel_layout",
+        "hybrid_layer_pattern",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+        "mtp_num_layers",
+    )
+    return any(getattr(args, name, None) for name in names)
+
+
+def _num_microbatches(args: Namespace) -> int | None:
+    """Return the microbatches of a step; None where they change, or are not known yet."""
+    names = ("rampup_batch_size", "step_batch_size_schedule")
+    if args.global_batch_size is None or any(getattr(args, name, None) for name in names):
+        return None
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    shares = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    shares *= args.context_parallel_size
+    copies = world // shares
+    if not copies:
+        return None
+    return args.global_batch_size // (args.micro_batch_size * copies) or None

@@ -1,0 +1,56 @@
+"""Under auto, Megatron's own function runs where no plan for the model is faster."""
+
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.rivals import Rival
+from megatron_vshape.mcore.setup.against_megatron import megatrons_if_best
+from megatron_vshape.mcore.setup.arguments import PipelineOptions
+
+RANKS, MICROBATCHES = 4, 8
+
+
+def asked(tmp_path: Path, whole: float, **changed: object) -> Rival | None:
+    """Ask where a whole backward takes `whole` of a split one."""
+    costs = Costs.uniform(RANKS, 2 * RANKS, 1000, 1100, 900, 50)
+    costs = replace(costs, whole_backward_us=(whole * 2000,) * 2 * RANKS)
+    path = tmp_path / "costs.json"
+    path.write_text(costs.to_json())
+    given = {"schedule": "auto", "timeout_seconds": 60.0, "costs_file": str(path)}
+    options = PipelineOptions(**(given | {"memory_limit_gib": "interleaved-1f1b:2"} | changed))
+    args = Namespace(
+        pipeline_model_parallel_size=RANKS,
+        tensor_model_parallel_size=1,
+        context_parallel_size=1,
+        global_batch_size=MICROBATCHES,
+        micro_batch_size=1,
+        num_layers=2 * RANKS,
+    )
+    return megatrons_if_best(args, options)
+
+
+@pytest.fixture(autouse=True)
+def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(RANKS))
+
+
+def test_interleaved_runs_where_splitting_is_dear(tmp_path: Path) -> None:
+    assert asked(tmp_path, 0.6) == Rival("interleaved-1f1b", 2)
+
+
+def test_a_plan_runs_where_splitting_costs_nothing(tmp_path: Path) -> None:
+    assert asked(tmp_path, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"memory_limit_gib": 20.0}, {"profile_steps": (4, 6)}, {"post_validates": True}],
+)
+def test_a_run_that_needs_a_schedule_of_this_package_gets_one(
+    tmp_path: Path, changed: dict[str, object]
+) -> None:
+    assert asked(tmp_path, 0.6, **changed) is None
