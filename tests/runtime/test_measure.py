@@ -222,6 +222,16 @@ def test_a_stage_that_ran_both_has_a_price_for_whole_backwards() -> None:
     assert measured_costs([timeline], 0.0, HELD).whole_backward_us is None
 
 
+def test_the_host_takes_what_lies_before_a_weight_pass() -> None:
+    timeline = _timeline_of({Kind.F: 10.0, Kind.B: 12.0, Kind.W: 8.0, Kind.BW: 20.0})
+    assert measured_costs([timeline], 0.0, HELD).host_us == pytest.approx(0.0)
+    (starts,), (ends,) = timeline.starts, timeline.ends
+    at = [work.kind for work in timeline.schedule.order[0]].index(Kind.W)
+    late = [[time + 3.0 * (place >= at) for place, time in enumerate(r)] for r in (starts, ends)]
+    later = replace(timeline, starts=(tuple(late[0]),), ends=(tuple(late[1]),))
+    assert measured_costs([later], 0.0, HELD).host_us == pytest.approx(3.0)
+
+
 def test_whole_backwards_alone_are_divided_in_half() -> None:
     costs = measured_costs([_timeline_of({Kind.F: 10.0, Kind.BW: 20.0})], 0.0, HELD)
     assert costs.backward_us == (10.0, 10.0)
