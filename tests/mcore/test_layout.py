@@ -62,6 +62,13 @@ def test_megatrons_text_says_the_same() -> None:
     assert made.layout == PipelineParallelLayerLayout(megatrons_text(layers), 2).layout
 
 
+def test_what_libraries_write_of_it_into_checkpoints_can_be_read() -> None:
+    made = StageLayout(StageMap(v_shape(2), (1, 3, 3, 2)))
+    assert made.input_data == "Et|ttt|ttt|ttL"
+    read = PipelineParallelLayerLayout(made.input_data, 2)
+    assert read.flatten_layout == made.flatten_layout
+
+
 def test_layers_may_differ_between_stages() -> None:
     made = StageLayout(StageMap(v_shape(2), (1, 3, 3, 2)))
     assert first_layers(made, 2) == [[0, 7], [1, 4]]

@@ -81,7 +81,8 @@ class StageLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         stages[-1].append(LayerType.loss)
         self.stage_map = stage_map
         self.stages = stages
-        self.input_data = f"stages on ranks {list(stage_map.placement)}"
+        # What libraries write into checkpoints, and read: the stages, without their places.
+        self.input_data = megatrons_text(stage_map.layers)
         self.pipeline_model_parallel_size = stage_map.num_ranks
         self.virtual_pipeline_model_parallel_size = stage_map.num_chunks
         self.layout = [
