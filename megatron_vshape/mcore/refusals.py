@@ -143,11 +143,11 @@ CONFIG_REFUSALS = (
 LIBRARY_REFUSALS = (
     Refusal(
         "is_hybrid_model",
-        "its provider takes one chunk per rank: choose a schedule with one, such as zb-h1",
-        flag="a hybrid model that a library builds",
+        "it takes one chunk per rank: choose a schedule with one, such as zb-h1",
+        flag="Megatron-Bridge's provider of hybrid models",
     ),
 )
-"""What schedules with several chunks per rank cannot have in a library's own configuration."""
+"""What schedules with several chunks per rank cannot have in configs that build models, too."""
 
 _REDOES = "an iteration begun early would be run, and counted, twice: leave it out"
 _NO_COPY = "a step of this optimizer cannot be undone yet: leave it out"
@@ -241,7 +241,7 @@ def check_config(config: Any, post_validates: bool) -> None:
 def check_library(config: Any, placement: Sequence[int]) -> None:
     """Raise UnsupportedError for what a library's config asks for and the schedule cannot have."""
     check_config(config, post_validates=False)
-    if len(placement) > len(set(placement)):
+    if len(placement) > len(set(placement)) and hasattr(config, "provide"):
         _check(LIBRARY_REFUSALS, config, "the schedule")
 
 

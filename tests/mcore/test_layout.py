@@ -88,8 +88,8 @@ def test_stage_map_knows_its_ends() -> None:
 
 
 def test_embedding_ranks() -> None:
-    assert embedding_ranks(split_layers(8, v_shape(4)), [3, 7, 11, 15]) == [3]
-    assert embedding_ranks(split_layers(8, linear(4)), [3, 7, 11, 15]) == [3, 15]
+    assert embedding_ranks(v_shape(4), [3, 7, 11, 15]) == [3]
+    assert embedding_ranks(linear(4), [3, 7, 11, 15]) == [3, 15]
 
 
 def test_one_end_must_be_on_rank_0() -> None:

@@ -136,12 +136,12 @@ def check_tied_embeddings(stage_map: StageMap) -> None:
     )
 
 
-def embedding_ranks(stage_map: StageMap, pipeline_ranks: Sequence[int]) -> list[int]:
+def embedding_ranks(placement: Placement, pipeline_ranks: Sequence[int]) -> list[int]:
     """Return the global ranks of a pipeline whose embedding gradients Megatron must add up.
 
     One rank where it holds both ends, and then there is nothing to add: the weight is one.
     """
-    return sorted(pipeline_ranks[rank] for rank in set(stage_map.end_ranks))
+    return sorted({pipeline_ranks[placement[0]], pipeline_ranks[placement[-1]]})
 
 
 def tie_embeddings(first: Any, last: Any) -> None:
