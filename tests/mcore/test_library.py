@@ -17,11 +17,14 @@ pytest.importorskip("megatron.training")
 
 from mcore.conftest import needs_hybrid
 from mcore.farm import Farm
+from mcore.other_trainer import DeferredConfig
 
 import megatron_vshape
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.mcore.observe.report import opening_lines
 from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.setup.library import options_from, prepare_config
 
 RANKS = 4
 
@@ -191,6 +194,21 @@ def test_a_schedule_file_and_a_layer_split(farm: Farm, tmp_path: Path) -> None:
 def test_bad_options_are_refused_at_once(options: dict[str, Any], text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
         megatron_vshape.register(**options)
+
+
+def test_the_log_says_of_recomputed_inputs_what_it_says_under_flags() -> None:
+    config = DeferredConfig(
+        num_layers=8,
+        hidden_size=32,
+        num_attention_heads=4,
+        recompute_granularity="selective",
+        recompute_modules=["core_attn", "layernorm"],
+    )
+    config.pipeline_model_parallel_size = RANKS
+    pipeline = prepare_config(config, options_from({"schedule": "v-half"}))
+    assert pipeline.recomputed_inputs == ("layernorm",)
+    told = "what B recomputes of layernorm (--recompute-modules) is held until its W"
+    assert told in opening_lines(pipeline, 8)
 
 
 def test_a_limit_leaves_room_for_what_the_rank_holds_besides(farm: Farm, tmp_path: Path) -> None:
