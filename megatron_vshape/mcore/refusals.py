@@ -154,11 +154,11 @@ CHUNK_REFUSALS = (
 LIBRARY_REFUSALS = (
     Refusal(
         "is_hybrid_model",
-        "its provider takes one chunk per rank: choose a schedule with one, such as zb-h1",
-        flag="a hybrid model that a library builds",
+        "it takes one chunk per rank: choose a schedule with one, such as zb-h1",
+        flag="Megatron-Bridge's provider of hybrid models",
     ),
 )
-"""What they cannot have in a library's own configuration besides."""
+"""What schedules with several chunks per rank cannot have in configs that build models, too."""
 
 _REDOES = "an iteration begun early would be run, and counted, twice: leave it out"
 _NO_COPY = "a step of this optimizer cannot be undone yet: leave it out"
@@ -259,8 +259,9 @@ def check_config(config: Any, post_validates: bool) -> None:
 def check_library(config: Any, placement: Placement) -> None:
     """Raise UnsupportedError for what a library's config asks for and the schedule cannot have."""
     check_config(config, post_validates=False)
-    if not is_plain(placement):
-        _check((*CHUNK_REFUSALS, *LIBRARY_REFUSALS), config, "the schedule")
+    _check(() if is_plain(placement) else CHUNK_REFUSALS, config, "the schedule")
+    if len(placement) > len(set(placement)) and hasattr(config, "provide"):
+        _check(LIBRARY_REFUSALS, config, "the schedule")
 
 
 def is_plain(placement: Placement) -> bool:

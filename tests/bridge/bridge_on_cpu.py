@@ -68,8 +68,12 @@ def stand_in() -> None:
             return found if fromlist else module(name.partition(".")[0])
         return real(name, globals, locals, fromlist, level)
 
+    # What these do for a model that modelopt has not changed.
     distill = module("modelopt.torch.distill.plugins.megatron")
     distill.get_tensor_shapes_adjust_fn_for_distillation = lambda *_, **__: None
+    states = module("modelopt.torch.opt.plugins")
+    for name in ("restore_modelopt_state", "save_modelopt_state", "save_sharded_modelopt_state"):
+        setattr(states, name, lambda *_, **__: None)
     builtins.__import__ = import_
 
 
@@ -101,18 +105,35 @@ def named(chunk: Any) -> Iterator[tuple[str, Any]]:
         yield ".".join(parts), parameter
 
 
-def fill(chunks: list[Any]) -> list[Any]:
-    """Give every weight values that follow from its name: Bridge seeds by pipeline rank."""
+def fill(chunks: list[Any], part: str = "") -> list[Any]:
+    """Give weights values that follow from their names: Bridge seeds by pipeline rank.
+
+    Those whose names have this part.
+    """
     import torch
 
     for chunk in chunks:
         for name, parameter in named(chunk):
-            if parameter.dim() > 1:
+            if parameter.dim() > 1 and part in name:
                 seed = int(hashlib.sha256(name.encode()).hexdigest()[:12], 16)
                 generator = torch.Generator().manual_seed(seed)
                 values = torch.empty(parameter.shape).normal_(0, 0.05, generator=generator)
                 parameter.data.copy_(values)
     return chunks
+
+
+def lora() -> Any:
+    """Return adapters for the linear layers of every layer, none of them zero."""
+    from megatron.bridge.peft import utils
+    from megatron.bridge.peft.lora import LoRA
+
+    utils.HAVE_TE = False  # it takes Megatron-Core's names for Transformer Engine, None, for it
+
+    class FilledLoRA(LoRA):
+        def __call__(self, model: Any, training: bool = True) -> Any:
+            return fill(super().__call__(model, training), part="adapter")
+
+    return FilledLoRA(dim=4, alpha=8)
 
 
 def configuration(given: argparse.Namespace) -> Any:
@@ -128,7 +149,7 @@ def configuration(given: argparse.Namespace) -> Any:
         num_attention_heads=4,
         seq_length=32,
         vocab_size=128,
-        pipeline_model_parallel_size=4,
+        pipeline_model_parallel_size=given.pipeline,
         pipeline_dtype=torch.float32,
         params_dtype=torch.float32,
         transformer_layer_spec=local_layer_spec,
@@ -146,8 +167,8 @@ def configuration(given: argparse.Namespace) -> Any:
     model.register_pre_wrap_hook(fill)
     return c.ConfigContainer(
         model=model,
-        train=c.TrainingConfig(train_iters=3, global_batch_size=8, micro_batch_size=1),
-        validation=c.ValidationConfig(eval_interval=3, eval_iters=1),
+        train=c.TrainingConfig(train_iters=given.steps, global_batch_size=8, micro_batch_size=1),
+        validation=c.ValidationConfig(eval_interval=given.steps, eval_iters=1),
         optimizer=c.OptimizerConfig(
             optimizer="adam",
             lr=1e-3,
@@ -159,7 +180,7 @@ def configuration(given: argparse.Namespace) -> Any:
         scheduler=c.SchedulerConfig(
             lr_decay_style="constant",
             lr_warmup_iters=0,
-            lr_decay_iters=3,
+            lr_decay_iters=given.steps,
             start_weight_decay=0.0,
             end_weight_decay=0.0,
             weight_decay_incr_style="constant",
@@ -183,7 +204,14 @@ def configuration(given: argparse.Namespace) -> Any:
         ),
         tokenizer=c.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=127),
         logger=c.LoggerConfig(log_interval=1, tensorboard_dir=None),
-        checkpoint=c.CheckpointConfig(save=None, load=None),
+        peft=lora() if given.adapts else None,
+        checkpoint=c.CheckpointConfig(
+            save=given.saves_in,
+            save_interval=2,
+            load=given.resumes,
+            ckpt_step=2 if given.resumes else None,
+            pretrained_checkpoint=given.adapts,
+        ),
         rng=c.RNGConfig(seed=1234),
     )
 
@@ -199,6 +227,11 @@ def main() -> None:
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--counts-ends", action="store_true")
     parser.add_argument("--distributed-optimizer", action="store_true")
+    parser.add_argument("--pipeline", type=int, default=4, help="ranks of it")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--saves-in", help="a folder, for a checkpoint every two steps")
+    parser.add_argument("--resumes", help="a folder with checkpoints; goes on after two steps")
+    parser.add_argument("--adapts", help="the same, whose model LoRA adapts")
     given = parser.parse_args()
 
     from megatron_vshape.mcore import cpu

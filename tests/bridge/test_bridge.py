@@ -66,8 +66,8 @@ def train(folder: Path, *options: str) -> Learnt:
     return Learnt(reads["steps"], reads["evaluations"], parameters, ended.stdout + ended.stderr)
 
 
-def same(one: Learnt, other: Learnt) -> None:
-    assert len(one.steps) == 3
+def same(one: Learnt, other: Learnt, steps: int = 3) -> None:
+    assert len(one.steps) == steps
     for ours, theirs in zip(one.steps, other.steps, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6)
     assert one.evaluations == pytest.approx(other.evaluations, rel=1e-6)
@@ -104,6 +104,68 @@ def test_a_schedule_file(tmp_path: Path, plain: Learnt) -> None:
 
 def test_the_distributed_optimizer(tmp_path: Path, plain: Learnt) -> None:
     same(train(tmp_path / "run", "--schedule", "v-half", "--distributed-optimizer"), plain)
+
+
+class Saved(NamedTuple):
+    """A run that was not interrupted, and its checkpoints."""
+
+    learnt: Learnt
+    folder: str
+
+
+FOUR_STEPS = "--steps", "4", "--pipeline", "2", "--distributed-optimizer"
+"""On two replicas, which share the optimizer's state."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Saved]:
+    """What Bridge's own 1F1B and V-Half have saved, by schedule."""
+    runs = {}
+    for schedule in (None, "v-half"):
+        folder = tmp_path_factory.mktemp("saved")
+        asked = () if schedule is None else ("--schedule", schedule)
+        learnt = train(folder / "run", *FOUR_STEPS, "--saves-in", str(folder / "all"), *asked)
+        runs[schedule] = Saved(learnt, str(folder / "all"))
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("saves", "resumes"), [("v-half", "v-half"), ("v-half", None), (None, "v-half")]
+)
+def test_resumed_from_its_checkpoint_a_run_goes_on_as_if_it_had_not_ended(
+    tmp_path: Path,
+    saved: dict[str | None, Saved],
+    saves: str | None,
+    resumes: str | None,
+) -> None:
+    """Whichever schedule has saved it, and whichever goes on."""
+    whole, folder = saved[saves]
+    same(whole, saved[None].learnt, steps=4)
+    asked = () if resumes is None else ("--schedule", resumes)
+    learnt = train(tmp_path / "run", *FOUR_STEPS, "--resumes", folder, *asked)
+    same(learnt, whole._replace(steps=whole.steps[2:]), steps=2)
+
+
+@pytest.mark.parametrize("pretrains", [None, "v-half"])
+def test_lora(tmp_path: Path, saved: dict[str | None, Saved], pretrains: str | None) -> None:
+    """Bridge's adapters, which it adds when the chunks are built; what they adapt is frozen."""
+    options = "--adapts", saved[pretrains].folder, "--pipeline", "2", "--distributed-optimizer"
+    own = train(tmp_path / "own", *options)
+    ours = train(tmp_path / "ours", *options, "--schedule", "v-half")
+    same(ours, own)
+    before = saved[pretrains].learnt.parameters
+    frozen = {name.replace(".to_wrap", ""): name for name in own.parameters}
+    for name, value in before.items():
+        assert torch.equal(own.parameters[frozen[name]], value)
+    assert own.steps[0] != pytest.approx(own.steps[-1])  # the adapters have learnt
+
+
+def test_lora_is_resumed(tmp_path: Path, saved: dict[str | None, Saved]) -> None:
+    adapters = str(tmp_path / "adapters")
+    options = *FOUR_STEPS, "--adapts", saved[None].folder, "--schedule", "v-half"
+    whole = train(tmp_path / "whole", *options, "--saves-in", adapters)
+    learnt = train(tmp_path / "rest", *options, "--resumes", adapters)
+    same(learnt, whole._replace(steps=whole.steps[2:]), steps=2)
 
 
 def test_tied_embeddings(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ what its loss closure collected, where parallel_state says that the last stage i
 (megatron/rl in Megatron-LM) takes a rank's first chunk for its model, has it compute
 log-probabilities by its old weights and by others between two steps, one microbatch a call and no
 loss function, reads them on the physical last rank and sends them to all. All have imported
-Megatron's functions by name before any schedule is registered.
+Megatron's functions by name before any schedule is registered, and none needs Megatron-LM's
+trainer; `parsing_trainer` has one that does.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class DeferredConfig(TransformerConfig):
         TransformerConfig.__post_init__(self)
 
 
-def make_config(shape: str, ranks: int) -> Any:
+def make_config(shape: str, ranks: int, given: dict[str, Any]) -> Any:
     """Return the model's config, made as this library does."""
     sizes: dict[str, Any] = {
         "num_layers": LAYERS,
@@ -76,6 +77,10 @@ def make_config(shape: str, ranks: int) -> Any:
         "persist_layer_norm": False,
         "variable_seq_lengths": shape == "verl",
         "moe_token_dispatcher_type": "alltoall",  # which alone allows other lengths
+        "is_hybrid_model": "pattern" in given,
+        "use_cpu_initialization": True,
+        "mamba_head_dim": 16,
+        "mamba_num_groups": 2,
     }
     if shape != "bridge":
         return TransformerConfig(pipeline_model_parallel_size=ranks, **sizes)
@@ -85,8 +90,12 @@ def make_config(shape: str, ranks: int) -> Any:
     return config
 
 
-def make_model(shape: str, config: Any) -> list[nn.Module]:
+def make_model(shape: str, config: Any, given: dict[str, Any]) -> list[nn.Module]:
     """Return this rank's chunks, the ends where the library believes them to be."""
+    sharded = given.get("distributed_optimizer", False)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=sharded, overlap_grad_reduce=sharded, overlap_param_gather=sharded
+    )
     chunks = config.virtual_pipeline_model_parallel_size
     if shape != "bridge":
         chunks = mpu.get_virtual_pipeline_model_parallel_world_size()
@@ -100,20 +109,29 @@ def make_model(shape: str, config: Any) -> list[nn.Module]:
         else:
             first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=where)
             last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=where)
-        made = GPTModel(
-            config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(),
-            vocab_size=VOCABULARY,
-            max_sequence_length=LONGEST,
-            pre_process=first,
-            post_process=last,
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=shape == "areal",
-            vp_stage=where,
-        )
+        ends = {"pre_process": first, "post_process": last, "vp_stage": where}
+        made = build(config, given.get("pattern"), shape == "areal", ends)
         fill(made)
-        model.append(DistributedDataParallel(config, DistributedDataParallelConfig(), made))
+        whole = bool(chunk) or given.get("steps_ahead", False)
+        model.append(DistributedDataParallel(config, ddp_config, made, disable_bucketing=whole))
     return model
+
+
+def build(config: Any, pattern: str | None, ties: bool, ends: dict[str, Any]) -> nn.Module:
+    """Return a chunk of a GPT, or of a hybrid model with layers of this pattern."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "max_sequence_length": LONGEST,
+        "position_embedding_type": "rope",
+        "share_embeddings_and_output_weights": ties,
+    }
+    if pattern is None:
+        return GPTModel(config, get_gpt_layer_local_spec(), **sizes, **ends)
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    from megatron_vshape.mcore.hybrid_local import local_stack_spec
+
+    return HybridModel(config, local_stack_spec, hybrid_layer_pattern=pattern, **sizes, **ends)
 
 
 def names_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -178,30 +196,54 @@ def losses_of(shape: str, returned: list[Any], collected: list[float]) -> list[f
     return collected if shape == "areal" else [each["loss"].item() for each in returned]
 
 
-def train(shape: str, ranks: int, register: Callable[[], None]) -> dict[str, Any]:
-    """Return the losses of three steps, and the gradients of the last, that this rank has."""
+def overlap(config: Any, model: list[nn.Module]) -> None:
+    """Have the gradients of a chunk reduced while others run, as libraries do."""
+    for name, each in (("no_sync_func", "no_sync"), ("grad_sync_func", "start_grad_sync")):
+        functions = [getattr(chunk, each) for chunk in model]
+        setattr(config, name, functions if len(functions) > 1 else functions[0])
+
+
+def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]:
+    """Return what this rank has of three steps, of which the second evaluates.
+
+    The losses, the norms of all gradients, the last gradients, and the parameters afterwards.
+    """
+    shape, ranks = given["shape"], given.get("pipeline", dist.get_world_size())
+    register()
     if shape == "bridge":
-        register()
-        config = make_config(shape, ranks)
+        config = make_config(shape, ranks, given)
         chunks = config.virtual_pipeline_model_parallel_size
         mpu.initialize_model_parallel(1, ranks, chunks)
     else:
-        register()
         mpu.initialize_model_parallel(1, ranks)
-        config = make_config(shape, ranks)
+        config = make_config(shape, ranks, given)
     model_parallel_cuda_manual_seed(1)
-    model = make_model(shape, config)
+    model = make_model(shape, config, given)
     config.finalize_model_grads_func = finalize_model_grads
-    get_megatron_optimizer(OptimizerConfig(lr=1e-3), model, use_gloo_process_groups=False)
+    settings = OptimizerConfig(optimizer="sgd", lr=0.1)
+    if given.get("distributed_optimizer"):
+        ahead = given.get("steps_ahead", False)
+        settings = OptimizerConfig(
+            lr=1e-3,
+            clip_grad=0.0,
+            use_distributed_optimizer=True,
+            overlap_param_gather=True,
+            overlap_param_gather_with_optimizer_step=ahead,
+        )
+        overlap(config, model)
+    optimizer = get_megatron_optimizer(settings, model)
+    replica = mpu.get_data_parallel_rank()
     losses: list[list[float]] = []
+    norms: list[float] = []
     for step, count in enumerate((8, 4, 8) if shape == "verl" else (8, 8, 8)):
         lengths = [LONGEST, 7, 16] if shape == "verl" else [LONGEST]
         for chunk in model:
             chunk.zero_grad_buffer()
+        optimizer.zero_grad()
         collected: list[float] = []
         returned = get_forward_backward_func()(
             forward_step_func=partial(forward, shape, collected),
-            data_iterator=[batches(step, count, lengths) for _ in model],
+            data_iterator=[batches(step + 10 * replica, count, lengths) for _ in model],
             model=model,
             num_microbatches=count,
             seq_length=1 if shape == "verl" else LONGEST,
@@ -209,12 +251,21 @@ def train(shape: str, ranks: int, register: Callable[[], None]) -> dict[str, Any
             forward_only=step == 1,
         )
         losses.append(losses_of(shape, returned, collected))
-    gradients = {
-        name: parameter.main_grad.clone()
-        for chunk in model
-        for name, parameter in names_of(chunk.module)
+        if step != 1:
+            norms.append(float(optimizer.step()[1] or 0.0))
+    if given.get("distributed_optimizer"):
+        for chunk in model:
+            chunk.disable_forward_pre_hook()  # takes what is still being gathered
+    named = [pair for chunk in model for pair in names_of(chunk.module)]
+    whole = [] if given.get("distributed_optimizer") else named  # else a replica has a part
+    return {
+        "losses": losses,
+        "norms": norms,
+        "gradients": {name: each.main_grad.clone() for name, each in whole},
+        "parameters": {name: each.detach().clone() for name, each in named},
+        "chunks": len(model),
+        "stepped_ahead": settings.overlap_param_gather_with_optimizer_step,
     }
-    return {"losses": losses, "gradients": gradients, "chunks": len(model)}
 
 
 def logprobs_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -258,13 +309,14 @@ def computed_logprobs(model: nn.Module, rollouts: list[Tensor]) -> Tensor:
     return every
 
 
-def reinforce(ranks: int, register: Callable[[], None]) -> dict[str, Any]:
+def reinforce(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]:
     """Return the losses of three steps of GRPO's shape, and the last gradients, of this rank."""
     register()
+    ranks = dist.get_world_size()
     mpu.initialize_model_parallel(1, ranks)
-    config = make_config("rl", ranks)
+    config = make_config("rl", ranks, given)
     model_parallel_cuda_manual_seed(1)
-    model = make_model("rl", config)
+    model = make_model("rl", config, given)
     config.finalize_model_grads_func = finalize_model_grads
     reference = {
         name: 0.5 * value for name, value in model[0].state_dict().items() if value is not None
@@ -308,21 +360,23 @@ def reinforce(ranks: int, register: Callable[[], None]) -> dict[str, Any]:
             for parameter in model[0].parameters():
                 parameter -= 0.05 * parameter.main_grad
     gradients = {name: parameter.main_grad.clone() for name, parameter in names_of(model[0].module)}
-    return {"losses": losses, "gradients": gradients, "chunks": len(model)}
+    return {"losses": losses, "norms": [], "gradients": gradients, "chunks": len(model)}
 
 
 def start(rank: int, given: dict[str, Any]) -> None:
     """Run one of these trainers in a rank of the farm, and end it."""
     megatron_vshape.unregister()
+    if "M" in given.get("pattern", ""):
+        import mamba_on_cpu
+
+        mamba_on_cpu.start(rank, given)
     dist.init_process_group("gloo")
 
     def register() -> None:
         if given["schedule"] is not None:
             megatron_vshape.register(schedule=given["schedule"], **given.get("options", {}))
 
-    ranks = dist.get_world_size()
-    is_rl = given["shape"] == "rl"
-    kept = reinforce(ranks, register) if is_rl else train(given["shape"], ranks, register)
+    kept = reinforce(given, register) if given["shape"] == "rl" else train(given, register)
     torch.save(kept, f"{given['directory']}/{rank}.pt")
     dist.barrier()
     megatron_vshape.unregister()

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.training")
 import megatron.core
 
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.mcore.hooks.replacements import _refuse_what_was_not_seen
+from megatron_vshape.mcore.hooks.training import _refuse_what_was_not_seen
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
 from megatron_vshape.mcore.setup.arguments import add_arguments
 from megatron_vshape.mcore.setup.configure import prepare

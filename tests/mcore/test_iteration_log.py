@@ -12,12 +12,8 @@ from mcore.farm import Ended
 
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.observe import iteration_log
-from megatron_vshape.mcore.observe.iteration_log import (
-    BubbleMeter,
-    Figures,
-    IterationLog,
-    why_no_mfu,
-)
+from megatron_vshape.mcore.observe.bubble import BubbleMeter, Figures
+from megatron_vshape.mcore.observe.iteration_log import IterationLog, why_no_mfu
 from megatron_vshape.mcore.observe.peaks import peak_flops
 from megatron_vshape.runtime.measure import PassTimer
 

@@ -2,82 +2,192 @@
 
 from __future__ import annotations
 
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 pytest.importorskip("megatron.training")
 
+from mcore.conftest import needs_hybrid
 from mcore.farm import Farm
+from mcore.other_trainer import DeferredConfig
 
 import megatron_vshape
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.mcore.observe.report import opening_lines
 from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.setup.library import options_from, prepare_config
 
 RANKS = 4
 
 
-def run(farm: Farm, folder: Path, shape: str, schedule: str | None, **options: Any) -> Any:
-    folder = folder / f"{shape}-{Path(str(schedule)).stem}"
+class Learnt(NamedTuple):
+    """What a run has seen and learnt."""
+
+    losses: list[list[float]]  # of every step, where the library reads them
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    chunks: int
+    first: dict[str, Any]  # all that the first rank has kept
+
+
+def learnt(folder: Path, ranks: int = RANKS) -> Learnt:
+    kept = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    reads = [each["losses"] for each in kept if each["losses"] and each["losses"][0]]
+    merged = {
+        key: {name: value for each in kept for name, value in each.get(key, {}).items()}
+        for key in ("gradients", "parameters")
+    }
+    return Learnt(
+        sum(reads, []), kept[0]["norms"], **merged, chunks=kept[0]["chunks"], first=kept[0]
+    )
+
+
+def same(ours: Learnt, theirs: Learnt) -> None:
+    assert len(ours.losses) == len(theirs.losses)
+    for own, plain in zip(ours.losses, theirs.losses, strict=True):
+        assert own == pytest.approx(plain, abs=1e-6)
+    assert ours.norms == pytest.approx(theirs.norms, rel=1e-5)
+    for mine, plain in (
+        (ours.gradients, theirs.gradients),
+        (ours.parameters, theirs.parameters),
+    ):
+        assert mine.keys() == plain.keys()
+        for name, value in mine.items():
+            torch.testing.assert_close(value, plain[name], rtol=1e-5, atol=1e-6)
+
+
+def run(
+    farm: Farm,
+    folder: Path,
+    shape: str,
+    schedule: str | None,
+    flags: Sequence[str] = (),
+    options: dict[str, Any] | None = None,
+    **given: Any,
+) -> Learnt:
+    folder = folder / f"{shape}-{Path(str(schedule)).stem}-{len(list(folder.iterdir()))}"
     folder.mkdir()
     # Imported, as a library is: what is run as a file is no module whose names can be found.
     trainer = folder / "trainer.py"
-    trainer.write_text("from other_trainer import start")
-    given = {"shape": shape, "schedule": schedule, "directory": str(folder), "options": options}
-    farm.run(RANKS, plugin=trainer, given=given).check()
-    kept = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
-    gradients = {name: value for each in kept for name, value in each["gradients"].items()}
-    losses = [each["losses"] for each in kept if each["losses"][0]]
-    return losses, gradients, kept[0]["chunks"]
+    module = "parsing_trainer" if shape == "slime" else "other_trainer"
+    trainer.write_text(f"from {module} import start")
+    given |= {"shape": shape, "schedule": schedule, "directory": str(folder)}
+    given["options"] = options or {}
+    farm.run(RANKS, *flags, plugin=trainer, given=given).check()
+    return learnt(folder)
 
 
 @pytest.mark.parametrize("shape", ["bridge", "verl", "areal"])
-def test_losses_and_gradients_are_those_of_the_librarys_own_1f1b(
-    farm: Farm, tmp_path: Path, shape: str
-) -> None:
-    plain_losses, plain_gradients, chunks = run(farm, tmp_path, shape, None)
-    assert chunks == 1
+def test_all_is_as_under_the_librarys_own_1f1b(farm: Farm, tmp_path: Path, shape: str) -> None:
+    plain = run(farm, tmp_path, shape, None)
+    assert plain.chunks == 1
+    assert len(plain.losses) == 3  # one rank reads them
     for schedule, count in (("v-half", 2), ("v-zb", 2), ("zb-h1", 1)):
-        losses, gradients, chunks = run(farm, tmp_path, shape, schedule)
-        assert chunks == count
-        assert len(losses) == len(plain_losses) == 1  # one rank reads them
-        for own, plain in zip(losses[0], plain_losses[0], strict=True):
-            assert own == pytest.approx(plain, abs=1e-6)
-        assert gradients.keys() | {"output_layer.weight"} == plain_gradients.keys() | {
-            "output_layer.weight"
-        }
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, plain_gradients[name], rtol=1e-5, atol=1e-7)
+        ours = run(farm, tmp_path, shape, schedule)
+        assert ours.chunks == count
+        same(ours, plain)
+
+
+SLIME = (
+    "--pipeline-model-parallel-size 2 --use-distributed-optimizer --variable-seq-lengths".split()
+)
+
+
+@pytest.mark.parametrize("way", ["flags", "apart"])
+def test_a_library_with_megatrons_parser(farm: Farm, tmp_path: Path, way: str) -> None:
+    """By flags in one process, and by `register` where another one validates the arguments."""
+    plain = run(farm, tmp_path, "slime", None, SLIME, apart=False)
+    flags, options = ["--pipeline-schedule", "v-half"], {}
+    if way == "apart":
+        flags, options = [], {"schedule": "v-half"}
+    ours = run(
+        farm, tmp_path, "slime", "v-half", [*SLIME, *flags], options=options, apart=way == "apart"
+    )
+    assert (plain.chunks, ours.chunks) == (1, 2)
+    same(ours, plain)
+
+
+def test_a_schedule_that_only_another_process_has_seen_is_refused(
+    farm: Farm, tmp_path: Path
+) -> None:
+    flags = [*SLIME, "--pipeline-schedule", "v-half"]
+    with pytest.raises(AssertionError, match="v-half came with arguments that Megatron does not"):
+        run(farm, tmp_path, "slime", "v-half", flags, apart=True)
+
+
+@needs_hybrid
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
+def test_a_hybrid_model(farm: Farm, tmp_path: Path, schedule: str) -> None:
+    """The constructor alone is told the pattern; stages that it marks are its library's own."""
+    plain = run(farm, tmp_path, "areal", None, pattern="M-|*-|M*|-*")
+    ours = run(farm, tmp_path, "areal", schedule, pattern="M-*-M*-*")
+    same(ours, plain)
+    marked = run(farm, tmp_path, "areal", schedule, pattern="M-|*-|M*|-*")
+    same(marked, plain)
+
+
+@pytest.mark.parametrize(("schedule", "steps_ahead"), [("v-half", True), ("zb-h1", False)])
+def test_the_first_chunk_is_stepped_first_where_there_are_several(
+    farm: Farm, tmp_path: Path, schedule: str, steps_ahead: bool
+) -> None:
+    """On replicas; with one chunk per rank there is nothing to step first, and it is turned off."""
+    sharded = {"pipeline": 2, "distributed_optimizer": True}
+    without = run(farm, tmp_path, "bridge", schedule, **sharded)
+    ours = run(farm, tmp_path, "bridge", schedule, **sharded, steps_ahead=True)
+    assert ours.first["stepped_ahead"] is steps_ahead
+    same(ours, without)
+    same(ours, run(farm, tmp_path, "bridge", None, **sharded))
+
+
+def test_megatron_core_without_a_trainer(farm: Farm, tmp_path: Path) -> None:
+    """In processes of their own, where megatron.training cannot be imported."""
+    plain = run(farm, tmp_path, "bridge", None)
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    port = str(random.SystemRandom().randrange(10_000, 32_000))
+    alone = Path(__file__).with_name("without_trainer.py")
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+    ended = subprocess.run(
+        [sys.executable, *launcher, "--master-port", port, str(alone), str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(alone.parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    assert "flags name a schedule (No module named 'megatron.training')" in ended.stdout
+    ours = learnt(folder)
+    assert ours.chunks == 2
+    same(ours, plain)
 
 
 def test_a_loop_of_megatrons_rl_with_one_chunk(farm: Farm, tmp_path: Path) -> None:
-    plain_losses, plain_gradients, _ = run(farm, tmp_path, "rl", None)
-    assert len({tuple(each) for each in plain_losses[0]}) == 3  # the weights move
+    plain = run(farm, tmp_path, "rl", None)
+    assert len({tuple(each) for each in plain.losses}) == 3  # the weights move
     for schedule in ("zb-h1", "gpipe"):
-        losses, gradients, chunks = run(farm, tmp_path, "rl", schedule)
-        assert chunks == 1
-        assert len(losses) == len(plain_losses) == 1
-        for own, plain in zip(losses[0], plain_losses[0], strict=True):
-            assert own == pytest.approx(plain, abs=1e-6)
-        assert gradients.keys() == plain_gradients.keys()
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, plain_gradients[name], rtol=1e-5, atol=1e-7)
+        ours = run(farm, tmp_path, "rl", schedule)
+        assert ours.chunks == 1
+        same(ours, plain)
 
 
 def test_a_schedule_file_and_a_layer_split(farm: Farm, tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(make("v-half", RANKS, 8).to_json())
-    plain_losses, plain_gradients, _ = run(farm, tmp_path, "bridge", None)
-    losses, gradients, chunks = run(
-        farm, tmp_path, "bridge", str(file), layer_split="0,1,1,2,1,1,2,0"
-    )
-    assert chunks == 2
-    assert losses[0][0] == pytest.approx(plain_losses[0][0], abs=1e-6)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, plain_gradients[name], rtol=1e-5, atol=1e-7)
+    plain = run(farm, tmp_path, "bridge", None)
+    options = {"layer_split": "0,1,1,2,1,1,2,0"}
+    ours = run(farm, tmp_path, "bridge", str(file), options=options)
+    assert ours.chunks == 2
+    same(ours, plain)
 
 
 @pytest.mark.parametrize(
@@ -95,12 +205,27 @@ def test_bad_options_are_refused_at_once(options: dict[str, Any], text: str) -> 
         megatron_vshape.register(**options)
 
 
+def test_the_log_says_of_recomputed_inputs_what_it_says_under_flags() -> None:
+    config = DeferredConfig(
+        num_layers=8,
+        hidden_size=32,
+        num_attention_heads=4,
+        recompute_granularity="selective",
+        recompute_modules=["core_attn", "layernorm"],
+    )
+    config.pipeline_model_parallel_size = RANKS
+    pipeline = prepare_config(config, options_from({"schedule": "v-half"}))
+    assert pipeline.recomputed_inputs == ("layernorm",)
+    told = "what B recomputes of layernorm (--recompute-modules) is held until its W"
+    assert told in opening_lines(pipeline, 8)
+
+
 def test_a_limit_leaves_room_for_what_the_rank_holds_besides(farm: Farm, tmp_path: Path) -> None:
     costs = tmp_path / "costs.json"
     costs.write_text(Costs.uniform(RANKS, 2 * RANKS, 100, 120, 90, 5).to_json())
     options = {"costs_file": str(costs), "memory_limit_gib": 1e-9}
     with pytest.raises(AssertionError, match="nothing fits --pipeline-memory-limit 1e-09: rank 0"):
-        run(farm, tmp_path, "areal", "auto", **options)
-    losses, _, chunks = run(farm, tmp_path, "bridge", "auto", **options | {"memory_limit_gib": 8.0})
-    assert chunks == 2
-    assert len(losses) == 1
+        run(farm, tmp_path, "areal", "auto", options=options)
+    ours = run(farm, tmp_path, "bridge", "auto", options=options | {"memory_limit_gib": 8.0})
+    assert ours.chunks == 2
+    assert len(ours.losses) == 3

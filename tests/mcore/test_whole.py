@@ -24,7 +24,8 @@ from megatron_vshape.mcore.refusals import (
 )
 from megatron_vshape.mcore.setup.arguments import add_arguments, options_of
 from megatron_vshape.mcore.setup.choice import Choice
-from megatron_vshape.mcore.setup.configure import _recomputed_inputs, prepare
+from megatron_vshape.mcore.setup.configure import prepare
+from megatron_vshape.mcore.setup.pipeline import recomputed_inputs
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.split import unsplit
 
@@ -138,11 +139,11 @@ def test_weight_shards_are_refused_once_megatron_has_counted_them() -> None:
 
 def test_recomputed_inputs_are_told() -> None:
     args: Any = SimpleNamespace(recompute_granularity="selective", recompute_modules=["core_attn"])
-    assert _recomputed_inputs(args) == ()
+    assert recomputed_inputs(args) == ()
     args.recompute_modules = ["core_attn", "layernorm", "mlp"]
-    assert _recomputed_inputs(args) == ("layernorm", "mlp")
+    assert recomputed_inputs(args) == ("layernorm", "mlp")
     args.recompute_granularity = None
-    assert _recomputed_inputs(args) == ()
+    assert recomputed_inputs(args) == ()
 
 
 def test_what_one_rank_does_not_use_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,8 +12,8 @@ import inspect
 from typing import Any
 
 from megatron.core import parallel_state
-from torch import nn
 
+from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.mcore.hooks.replacements import Function, replaces
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import stages
@@ -21,6 +21,8 @@ from megatron_vshape.mcore.layout.stages import StageLayout
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.setup import library
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
+from megatron_vshape.mcore.setup.choice import choice_for
+from megatron_vshape.mcore.setup.translate import tell, translate
 
 
 def options_of(session: Session) -> PipelineOptions | None:
@@ -67,21 +69,28 @@ def initialize_model_parallel(
     session: Session, original: Function, *args: Any, **given: Any
 ) -> Any:
     """Make the embedding's group of the ranks that hold the model's ends."""
-    options = options_of(session)
     bound = inspect.signature(original).bind(*args, **given)
-    ranks = bound.arguments.get("pipeline_model_parallel_size", 1)
-    if options is not None and ranks > 1:
-        with refusing():
-            placement = library.placement_of(options, ranks)
-        ends = sorted({placement[0], placement[-1]})
-        chunks = len(placement) // ranks
+    with refusing():
+        placement = _placement(session, bound.arguments.get("pipeline_model_parallel_size", 1))
+    if placement is not None:
+        chunks = len(placement) // (max(placement) + 1)
         bound.arguments["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
-        bound.arguments["get_embedding_ranks"] = lambda group, *_: [group[end] for end in ends]
+        bound.arguments["get_embedding_ranks"] = lambda group, *_: stages.embedding_ranks(
+            placement, group
+        )
     return original(*bound.args, **bound.kwargs)
 
 
+def _placement(session: Session, ranks: int) -> Placement | None:
+    """Return which of so many pipeline ranks has which stage; None where Megatron says so."""
+    pipeline, options = session.pipeline, options_of(session)
+    if pipeline is not None and pipeline.stage_map.num_ranks == ranks:
+        return pipeline.stage_map.placement
+    return None if options is None or ranks == 1 else choice_for(options, ranks).placement
+
+
 def model_init(session: Session, original: Function) -> Function:
-    """Build a chunk as the stage that it is; once both ends are here, tie them."""
+    """Build a chunk as the stage that it is."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -101,24 +110,26 @@ def model_init(session: Session, original: Function) -> Function:
         first, last = pipeline.ends(rank, chunk)
         bound.arguments["pre_process"], bound.arguments["post_process"] = first, last
         original(*bound.args, **bound.kwargs)
-        _tie(session, pipeline.stage_map, chunk or 0, self, rank)
 
     return init
 
 
-def _tie(
-    session: Session, stage_map: stages.StageMap, chunk: int, model: nn.Module, rank: int
-) -> None:
-    """Make the embedding ends one weight where the model ties them and this rank has both."""
-    if not model.share_embeddings_and_output_weights:
+@replaces
+def setup_embeddings(session: Session, original: Function, model: Any) -> None:
+    """Make the embedding ends one weight where the model ties them and this rank has both.
+
+    The chunk with the embedding is built before the one with the output layer.
+    """
+    original(model)
+    if session.pipeline is None or not model.share_embeddings_and_output_weights:
         return
+    stage_map = session.pipeline.stage_map
     stages.check_tied_embeddings(stage_map)
-    if chunk == 0:
-        session.built.clear()
-    session.built[chunk] = model
-    ends = stage_map.chunk(0), stage_map.chunk(stage_map.last_stage)
-    if stage_map.ends_meet and rank == stage_map.loss_rank and session.built.keys() >= set(ends):
-        stages.tie_embeddings(*(session.built.pop(end) for end in ends))
+    if stage_map.ends_meet and model.pre_process:
+        session.embedding_end = model
+    elif session.embedding_end is not None:
+        stages.tie_embeddings(session.embedding_end, model)
+        session.embedding_end = None
 
 
 def _asked(session: Session, end: int, fallback: bool) -> bool:
@@ -152,6 +163,12 @@ def get_pipeline_model_parallel_last_rank(session: Session, original: Function) 
 
 @replaces
 def get_megatron_optimizer(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Remember the optimizer, whose memory a limit has to leave room for."""
+    """Remember the optimizer, whose memory a limit has to leave room for.
+
+    What its config asks for that is made for other schedules is told, and turned off.
+    """
+    if session.pipeline is not None:
+        config = inspect.signature(original).bind(*args, **options).arguments["config"]
+        tell(translate(config, session.pipeline.stage_map.placement))
     session.optimizer = made = original(*args, **options)
     return made

@@ -52,7 +52,7 @@ class Target:
         """Return the module or class that holds the attribute, or None where it is not there."""
         try:
             owner: Any = importlib.import_module(self.module)
-        except ModuleNotFoundError:
+        except ImportError:
             return None
         for part in self.attribute.split(".")[:-1]:
             owner = getattr(owner, part, None)
@@ -80,10 +80,21 @@ class Hook(Target):
     everywhere: bool = False  # also where other modules have imported it by name
 
 
+def _training(name: str) -> Callable[[Session, Any], Any]:
+    """Return a replacement of `hooks.training`, imported where it takes something's place."""
+
+    def replacement(session: Session, original: Any) -> Any:
+        module = importlib.import_module("megatron_vshape.mcore.hooks.training")
+        return getattr(module, name)(session, original)
+
+    return replacement
+
+
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _STATE = "megatron.core.parallel_state"
 _UTILS = "megatron.core.pipeline_parallel.utils"
 _LAYERS = "megatron.core.tensor_parallel.layers"
+_TRAINER = "megatron.training"
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
 
@@ -93,19 +104,15 @@ HOOKS = (
         "add_megatron_arguments",
         ("parser",),
         "adds --pipeline-schedule and its companions to Megatron's parser",
-        replacements.add_megatron_arguments,
+        _training("add_megatron_arguments"),
     ),
-    *(
-        Hook(
-            module,
-            "validate_args",
-            ("args", "defaults"),
-            "sets the number of chunks per rank, refuses what the schedule cannot have",
-            replacements.validate_args,
-            until=until,
-        )
-        # 0.17 calls a copy that it has imported.
-        for module, until in ((_ARGUMENTS, (999, 0)), ("megatron.training.initialize", (0, 17)))
+    Hook(
+        _ARGUMENTS,
+        "validate_args",
+        ("args", "defaults"),
+        "sets the number of chunks per rank, refuses what the schedule cannot have",
+        _training("validate_args"),
+        everywhere=True,
     ),
     *(
         Hook(
@@ -113,21 +120,20 @@ HOOKS = (
             "core_transformer_config_from_args",
             ("args",),
             "puts the layers of every stage on the config, where Megatron asks for them",
-            replacements.core_transformer_config_from_args,
+            _training("core_transformer_config_from_args"),
             since=since,
+            everywhere=True,
         )
         # It moved in 0.18, and the old module kept the name.
         for module, since in ((_ARGUMENTS, (0, 0)), ("megatron.training.argument_utils", (0, 18)))
     ),
-    *(
-        Hook(
-            module,
-            "pretrain",
-            ("forward_step_func", "get_embedding_ranks"),
-            "embedding group of the ranks that hold the model's ends; model chunks before 0.19",
-            replacements.pretrain,
-        )
-        for module in (_TRAINING, "megatron.training")
+    Hook(
+        _TRAINING,
+        "pretrain",
+        ("forward_step_func", "model_provider"),
+        "model chunks of the right stages before 0.19; no data is kept after the run",
+        _training("pretrain"),
+        everywhere=True,
     ),
     *(
         Hook(
@@ -146,28 +152,28 @@ HOOKS = (
         "train",
         ("forward_step_func", "model", "config"),
         "shows the schedule before the first step, speed and memory after the last",
-        replacements.train,
+        _training("train"),
     ),
     Hook(
         "megatron.training.checkpointing",
         "read_metadata",
         ("tracker_filename",),
         "makes good the file that names the last checkpoint, where a full disk left it empty",
-        replacements.read_metadata,
+        _training("read_metadata"),
     ),
     Hook(
         _TRAINING,
         "training_log",
         ("iteration",),
         "measures the bubble of the iteration that is logged",
-        replacements.training_log,
+        _training("training_log"),
     ),
     Hook(
         _TRAINING,
         "print_rank_last",
         ("message",),
         "adds bubble and MFU to an iteration's line, to TensorBoard and to W&B",
-        replacements.print_rank_last,
+        _training("print_rank_last"),
     ),
     Hook(
         "megatron.core.optimizer.optimizer",
@@ -181,40 +187,37 @@ HOOKS = (
         "logical_and_across_model_parallel_group",
         ("input",),
         "puts no barrier after a step that is validated (--optimizer-post-validation)",
-        replacements.logical_and_across_model_parallel_group,
+        _training("logical_and_across_model_parallel_group"),
     ),
     Hook(
         _TRAINING,
         "reduce_max_stat_across_model_parallel_group",
         ("stat",),
         "puts no barrier after a step that is validated (--optimizer-post-validation)",
-        replacements.reduce_max_stat_across_model_parallel_group,
+        _training("reduce_max_stat_across_model_parallel_group"),
     ),
     Hook(
         _TRAINING,
         "save_checkpoint",
         ("iteration", "model", "optimizer"),
         "saves no trace of a step that has begun early (--optimizer-post-validation)",
-        replacements.save_checkpoint,
+        _training("save_checkpoint"),
     ),
     Hook(
         "megatron.training.models.dist_utils",
         "build_virtual_pipeline_stages",
         ("build_model_func", "pg_collection", "vp_size"),
-        "embedding and loss where the first and the last stage are; one tied weight (from 0.19 on)",
-        replacements.build_virtual_pipeline_stages,
+        "embedding and loss where the first and the last stage are, in models of any class",
+        _training("build_virtual_pipeline_stages"),
         since=(0, 18),
     ),
-    *(
-        Hook(
-            module,
-            "get_forward_backward_func",
-            (),
-            "hands the trainer this package's function instead of Megatron's",
-            replacements.get_forward_backward_func,
-            everywhere=True,
-        )
-        for module in (_SCHEDULES, "megatron.core.pipeline_parallel", _TRAINING)
+    Hook(
+        _SCHEDULES,
+        "get_forward_backward_func",
+        (),
+        "hands the trainer this package's function instead of Megatron's",
+        replacements.get_forward_backward_func,
+        everywhere=True,
     ),
     Hook(
         "megatron.core.transformer.transformer_config",
@@ -231,16 +234,30 @@ HOOKS = (
             "virtual_pipeline_model_parallel_size",
             "get_embedding_ranks",
         ),
-        "makes a library's embedding group of the ranks that hold the model's ends",
+        "makes the embedding's group of the ranks that hold the model's ends",
         library.initialize_model_parallel,
         everywhere=True,
     ),
+    *(
+        Hook(
+            module,
+            name,
+            ("pre_process", "post_process", "vp_stage"),
+            "builds a library's chunk as the stage that it is",
+            library.model_init,
+            since=since,
+        )
+        for module, name, since in (
+            ("megatron.core.models.gpt.gpt_model", "GPTModel.__init__", (0, 0)),
+            ("megatron.core.models.hybrid.hybrid_model", "HybridModel.__init__", (0, 18)),
+        )
+    ),
     Hook(
-        "megatron.core.models.gpt.gpt_model",
-        "GPTModel.__init__",
-        ("pre_process", "post_process", "vp_stage"),
-        "builds a library's chunk as the stage that it is, and ties the two ends",
-        library.model_init,
+        "megatron.core.models.common.language_module.language_module",
+        "LanguageModule.setup_embeddings_and_output_layer",
+        ("self",),
+        "makes the two ends one weight where they are tied and on one rank",
+        library.setup_embeddings,
     ),
     *(
         Hook(
@@ -278,7 +295,7 @@ HOOKS = (
     Hook(
         "megatron.core.optimizer",
         "get_megatron_optimizer",
-        ("model_chunks",),
+        ("config", "model_chunks"),
         "remembers a library's optimizer, whose memory a limit has to leave room for",
         library.get_megatron_optimizer,
         everywhere=True,
@@ -424,6 +441,12 @@ def install(options: Mapping[str, Any] | None = None) -> None:
     if _replaced:
         return
     given = options_from(dict(options)) if options else None
+    why = _why_no_trainer()
+    if why is not None and given is None:
+        raise HookError(
+            f"{_version()} is here without Megatron-LM's trainer, whose flags name a schedule "
+            f"({why}): give register a schedule, or install megatron-core[training]"
+        )
     faults = [each.fault for each in examine() if each.fault is not None]
     if faults:
         raise HookError(faults[0])
@@ -492,7 +515,18 @@ def _absence(record: Target) -> str | None:
         does = "hooks"
         if record.optional or not record.since <= _release() <= record.until:
             return None
+    if record.module.startswith(_TRAINER) and _why_no_trainer() is not None:
+        return None
     return f"{_version()} has no {record.target}, which this package {does}: it {record.reason}"
+
+
+def _why_no_trainer() -> str | None:
+    """Return why Megatron-LM's trainer cannot be imported; None where it can be."""
+    try:
+        importlib.import_module(_TRAINER)
+    except ImportError as error:
+        return str(error)
+    return None
 
 
 def _other_parameters(record: Target, original: Any) -> str | None:

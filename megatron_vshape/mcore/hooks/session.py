@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -14,9 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import nn
 
-from megatron_vshape.mcore.early.post_validation import PostValidation, check_optimizer
 from megatron_vshape.mcore.observe import report, static_memory
-from megatron_vshape.mcore.observe.iteration_log import IterationLog
 from megatron_vshape.mcore.observe.megatrons_own import MeteredSchedule
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.setup import configure
@@ -26,6 +24,10 @@ from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.mcore.step_state import StepState
+
+if TYPE_CHECKING:  # they need Megatron-LM's trainer
+    from megatron_vshape.mcore.early.post_validation import PostValidation
+    from megatron_vshape.mcore.observe.iteration_log import IterationLog
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +50,15 @@ class Session:
     # Where a library has its own configuration and trainer:
     library: PipelineOptions | None = None  # what `register` was given
     chosen_by_flags: bool = False  # Megatron's parser was asked all the same
-    built: dict[int, Any] = field(default_factory=dict)  # this rank's chunks, until they are tied
-    ready: WeakSet[nn.Module] = field(default_factory=WeakSet)  # first chunks of models that are
     optimizer: Any = None
+    has_opened: bool = False  # the schedule has been shown
+    embedding_end: nn.Module | None = None  # the chunk that has it, until the other end is tied
+    ready: WeakSet[nn.Module] = field(default_factory=WeakSet)  # first chunks of models that are
 
     def choose(self, pipeline: Pipeline | None, megatrons_own: str | None) -> None:
         """Take what the flags ask for; what has run by other flags is over."""
         self.pipeline, self.megatrons_own, self.runner = pipeline, megatrons_own, None
+        self.has_opened = False
         self.step.splits_backward = pipeline is not None
 
     def forget(self) -> None:
@@ -67,7 +71,7 @@ class Session:
         if isinstance(self.runner, PipelineRunner):
             self.runner.forget_data(quietly=self.tries_again)
         self.runner = self.post_validation = self.iteration_log = self.optimizer = None
-        self.built.clear()
+        self.embedding_end, self.has_opened = None, False
         if self.pipeline is not None:
             self.pipeline = replace(self.pipeline, planner=Planner(self.pipeline.choice))
 
@@ -84,25 +88,22 @@ class Session:
     def own_function(self, original: Callable[..., Any]) -> Any:
         """Return what takes the place of Megatron's function, which prepares the model if need be.
 
-        Under Megatron's trainer the model is ready when it has been built. A library may have
-        built it in its own way, and add modules to it until the first step.
+        Whoever has built the model may have added modules to it until the first step.
         """
         if self.runner is None and self.pipeline is not None:
             self.pipeline = with_messages_of_this_run(self.pipeline)
         assert self.pipeline is not None
         runner = self.own_runner(self.pipeline)
-        if self.library is None and self.ready:
-            return runner
 
         @functools.wraps(original)
         def run(**call: Any) -> Any:
-            self._finish(call)
+            self._prepare(call)
             return runner(**call)
 
         return run
 
-    def _finish(self, call: Mapping[str, Any]) -> None:
-        """Prepare the model of the steps that begin, once whoever adds modules has done so."""
+    def _prepare(self, call: Mapping[str, Any]) -> None:
+        """Prepare the model of the steps that begin."""
         model = call["model"] if isinstance(call["model"], list) else [call["model"]]
         if model[0] in self.ready or self.pipeline is None:
             return
@@ -115,7 +116,7 @@ class Session:
                     "is made"
                 )
             configure.prepare_layers(self.step, model)
-            if not self.ready:
+            if not self.has_opened:
                 tokens = call["seq_length"] * call["micro_batch_size"]
                 text = self.opening(self.pipeline, model, tokens, call["num_microbatches"])
                 logger.log(logging.DEBUG if dist.get_rank() else logging.INFO, "%s", text)
@@ -132,6 +133,7 @@ class Session:
             ScheduleError: nothing fits the limit.
             UnsupportedError: there is a limit, and no optimizer whose memory is known.
         """
+        self.has_opened = True
         planner, limit, lines = pipeline.planner, pipeline.choice.limit_bytes, []
         carrier = self.own_runner(pipeline).connect(model)
         if carrier is not None:
@@ -165,19 +167,6 @@ class Session:
             self.runner = MeteredSchedule(self.step, self.logs, function, name)
         return self.runner
 
-    def begin_log(self) -> None:
-        """Have iterations logged from now on, with this package's figures."""
-        self.iteration_log = IterationLog()
-
-    def validate_late(self, pipeline: Pipeline, optimizer: Any) -> None:
-        """Have optimizer steps made before they are validated, until `end_validation`.
-
-        Raises:
-            UnsupportedError: steps of this optimizer cannot be undone.
-        """
-        check_optimizer(optimizer)
-        self.post_validation = PostValidation(self.own_runner(pipeline))
-
     def end_validation(self) -> str | None:
         """Validate at once from now on; return how it went, or None where that was so all along."""
         post_validation, self.post_validation = self.post_validation, None
@@ -191,6 +180,6 @@ class Session:
         """Return whether a library's trainer runs, by what `register` was given."""
         return self.library is not None and not self.chosen_by_flags
 
-    def logs(self) -> bool:
-        """Return whether Megatron's trainer runs, which logs iterations."""
-        return self.iteration_log is not None
+    def logs(self, ahead: int) -> bool:
+        """Return whether Megatron's trainer runs, and logs the step `ahead` of the one it runs."""
+        return self.iteration_log is not None and self.iteration_log.has(ahead)

@@ -68,8 +68,17 @@ def _check_segments(
 
 
 def cut(pattern: str, layers: Sequence[int]) -> str:
-    """Return the pattern with `|` between stages of so many layers."""
+    """Return the pattern with `|` between stages of so many layers.
+
+    Raises:
+        ScheduleError: it has another number of layers.
+    """
     symbols = pattern.replace(BEGINS_STAGE, "")
+    if len(symbols) != sum(layers):
+        raise ScheduleError(
+            f"the model's pattern {pattern:.80} has {len(symbols)} layers and its config "
+            f"{sum(layers)}: make num_layers fit"
+        )
     ends = accumulate(layers, initial=0)
     return BEGINS_STAGE.join(symbols[first:end] for first, end in pairwise(ends))
 

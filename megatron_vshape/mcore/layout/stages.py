@@ -81,7 +81,8 @@ class StageLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         stages[-1].append(LayerType.loss)
         self.stage_map = stage_map
         self.stages = stages
-        self.input_data = f"stages on ranks {list(stage_map.placement)}"
+        # What libraries write into checkpoints, and read: the stages, without their places.
+        self.input_data = megatrons_text(stage_map.layers)
         self.pipeline_model_parallel_size = stage_map.num_ranks
         self.virtual_pipeline_model_parallel_size = stage_map.num_chunks
         self.layout = [
@@ -155,12 +156,12 @@ def check_tied_embeddings(stage_map: StageMap) -> None:
     )
 
 
-def embedding_ranks(stage_map: StageMap, pipeline_ranks: Sequence[int]) -> list[int]:
+def embedding_ranks(placement: Placement, pipeline_ranks: Sequence[int]) -> list[int]:
     """Return the global ranks of a pipeline whose embedding gradients Megatron must add up.
 
     One rank where it holds both ends, and then there is nothing to add: the weight is one.
     """
-    return sorted(pipeline_ranks[rank] for rank in set(stage_map.end_ranks))
+    return sorted({pipeline_ranks[placement[0]], pipeline_ranks[placement[-1]]})
 
 
 def tie_embeddings(first: Any, last: Any) -> None:

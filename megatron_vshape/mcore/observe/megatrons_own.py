@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.paper import catalogue
-from megatron_vshape.mcore.observe.iteration_log import BubbleMeter
+from megatron_vshape.mcore.observe.bubble import BubbleMeter, Logs
 from megatron_vshape.mcore.observe.report import RunReport
 from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.plans import Planner
@@ -25,7 +25,7 @@ class MeteredSchedule:
     def __init__(
         self,
         state: StepState,
-        logs: Callable[[], bool],
+        logs: Logs,
         original: Callable[..., Any],
         name: str,
     ) -> None:

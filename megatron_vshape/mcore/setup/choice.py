@@ -12,7 +12,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.program.lowering import lower
-from megatron_vshape.mcore.setup.arguments import schedule_names
+from megatron_vshape.mcore.setup.arguments import PipelineOptions, schedule_names
 
 GIB = 2.0**30
 
@@ -85,6 +85,17 @@ def choice_of(
         return Choice(num_devices, name, costs=costs)
     _check_file(name, found, num_devices)
     return Choice(num_devices, name, found, costs)
+
+
+def choice_for(options: PipelineOptions, num_devices: int) -> Choice:
+    """Return the schedule that a run's options ask for; raises as `choice_of`."""
+    return choice_of(
+        str(options.schedule),
+        num_devices,
+        options.costs(),
+        options.memory_limit_gib,
+        options.profile_steps is not None,
+    )
 
 
 def _check_adaptive(

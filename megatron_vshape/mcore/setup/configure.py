@@ -17,7 +17,6 @@ from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.rivals import MEGATRONS_OWN, Rival
 from megatron_vshape.mcore.layout import hybrid, stages
 from megatron_vshape.mcore.layout.layer_split import Split, split_layers
-from megatron_vshape.mcore.layout.stages import StageMap
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     check_arguments,
@@ -30,9 +29,8 @@ from megatron_vshape.mcore.setup.arguments import (
     options_of,
     watchdog_seconds,
 )
-from megatron_vshape.mcore.setup.choice import Choice, choice_of
-from megatron_vshape.mcore.setup.pipeline import Pipeline
-from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.choice import Choice, choice_for
+from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
 from megatron_vshape.mcore.setup.translate import check_splits_nothing_else, tell, translate
 from megatron_vshape.mcore.split import te_layers, unsplit
 from megatron_vshape.mcore.split.local_layers import mark_gathered
@@ -45,16 +43,19 @@ INTERLEAVED_CHUNKS = 2
 """Chunks per rank of interleaved-1f1b where the user gives no number."""
 
 
-def prepare(args: Namespace) -> Pipeline | None:
+def prepare(args: Namespace, registered: PipelineOptions | None = None) -> Pipeline | None:
     """Return the pipeline the flags ask for, or None where Megatron runs its own schedule.
 
-    Called before Megatron validates its arguments; tells it how many chunks a rank has.
+    Called before Megatron validates its arguments; tells it how many chunks a rank has. Where the
+    flags name no schedule, they are what `register` was given.
 
     Raises:
         ScheduleError: there is no such schedule, or it does not fit this run.
         UnsupportedError: an option does not go with it.
     """
     options = options_of(args)
+    if options.schedule is None and registered is not None:
+        options = registered
     _check_timeout(args, options)
     name, ranks = options.schedule, args.pipeline_model_parallel_size
     rival = megatrons_if_best(args, options)
@@ -71,8 +72,7 @@ def prepare(args: Namespace) -> Pipeline | None:
         _prepare_megatrons_own(args, name)
         _split_megatrons_own(args, options)
         return None
-    measures = options.profile_steps is not None
-    choice = choice_of(name, ranks, options.costs(), options.memory_limit_gib, measures)
+    choice = choice_for(options, ranks)
     if ranks == 1:  # one device has nothing to schedule
         _tell_what_does_nothing(options)
         return None
@@ -86,11 +86,17 @@ def prepare(args: Namespace) -> Pipeline | None:
 
 def _pipeline(args: Namespace, choice: Choice, options: PipelineOptions) -> Pipeline:
     """Return the pipeline with its stages and all that it is planned by; tell Megatron of them."""
-    split = _split(args, choice, options)
-    stage_map = StageMap(choice.placement, split.layers)
-    stages.check_ends(stage_map)
-    stages.check_hash_layers(stage_map, getattr(args, stages.HASH_LAYERS, None) or 0)
     ties = not args.untie_embeddings_and_output_weights
+    pipeline = pipeline_of(
+        args,
+        options,
+        choice,
+        _split(args, choice, options),
+        ties_ends=ties,
+        kernels=args.distributed_backend == "nccl",
+        overlaps_grad_reduce=args.overlap_grad_reduce,
+    )
+    stage_map = pipeline.stage_map
     if ties:
         stages.check_tied_embeddings(stage_map)
     if getattr(args, "hybrid_layer_pattern", None) is None:
@@ -99,25 +105,7 @@ def _pipeline(args: Namespace, choice: Choice, options: PipelineOptions) -> Pipe
     if stage_map.num_chunks > 1:
         # Megatron allows chunks on two ranks only with this; the messages are ours either way.
         args.overlap_p2p_comm = True
-    choice = replace(
-        choice,
-        costs=split.costs,
-        estimate=split.estimate,
-        num_layers=args.num_layers,
-        keeps_backward_whole=getattr(args, "recompute_granularity", None) == "full",
-        # Transformer Engine's layers wait inside TE's own code, where nothing else can run.
-        hides=args.tensor_model_parallel_size > 1 and args.transformer_impl == "local",
-        ties_ends=ties,
-        kernels=args.distributed_backend == "nccl",
-    )
-    return Pipeline(
-        options,
-        Planner(choice),
-        stage_map,
-        stages.StageLayout(stage_map),
-        args.overlap_grad_reduce,
-        _recomputed_inputs(args),
-    )
+    return pipeline
 
 
 def _run_megatrons(args: Namespace, rival: Rival) -> None:
@@ -156,18 +144,6 @@ def _refuse_what_only_ours_have(options: PipelineOptions, ranks: int) -> None:
                 f"{flag} does nothing with {what}: leave it out, or choose a schedule of this "
                 "package with --pipeline-schedule, such as v-half"
             )
-
-
-def _recomputed_inputs(args: Namespace) -> tuple[str, ...]:
-    """Return the modules whose recomputed results are inputs of linear layers.
-
-    B computes them anew, and W needs them too. Attention's core has no linear layer after it
-    that would keep what only it recomputes.
-    """
-    if getattr(args, "recompute_granularity", None) != "selective":
-        return ()
-    modules = getattr(args, "recompute_modules", None) or ()
-    return tuple(module for module in modules if module != "core_attn")
 
 
 def _given_for_ours(options: PipelineOptions) -> list[str]:
@@ -289,18 +265,6 @@ def _num_microbatches(args: Namespace) -> int:
     return max(microbatches, 1)
 
 
-def finish_model(
-    pipeline: Pipeline, state: StepState, rank: int, chunks: Sequence[nn.Module]
-) -> None:
-    """Prepare this rank's chunks for the schedule, once they are built and not yet wrapped.
-
-    Raises:
-        StoreError: Transformer Engine's layers are not as this package knows them.
-    """
-    tie(pipeline, rank, chunks)
-    prepare_layers(state, chunks)
-
-
 def prepare_layers(state: StepState, chunks: Sequence[nn.Module]) -> None:
     """Have the chunks' linear layers put their weight gradients off, and name them in traces.
 
@@ -317,12 +281,3 @@ def prepare_layers(state: StepState, chunks: Sequence[nn.Module]) -> None:
     )
     if replicas == (0, 0):
         unsplit.tell(chunks)
-
-
-def tie(pipeline: Pipeline, rank: int, chunks: Sequence[nn.Module]) -> None:
-    """Make the two embedding ends one weight where this rank holds both and they are tied."""
-    stage_map = pipeline.stage_map
-    both_here = stage_map.ends_meet and rank == stage_map.loss_rank
-    if pipeline.choice.ties_ends and both_here:
-        last = stage_map.chunk(stage_map.last_stage)
-        stages.tie_embeddings(chunks[stage_map.chunk(0)], chunks[last])

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.rivals import MEGATRONS_OWN
-from megatron_vshape.mcore.layout import stages
-from megatron_vshape.mcore.layout.layer_split import split_layers
+from megatron_vshape.mcore.layout import hybrid
+from megatron_vshape.mcore.layout.layer_split import Split, split_layers
 from megatron_vshape.mcore.layout.stages import StageLayout, StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError, check_library
 from megatron_vshape.mcore.setup.arguments import (
@@ -25,8 +24,8 @@ from megatron_vshape.mcore.setup.arguments import (
     TRACE_STEPS,
     PipelineOptions,
 )
-from megatron_vshape.mcore.setup.choice import Choice, choice_of
-from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.mcore.setup.choice import Choice, choice_for
+from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.translate import tell, translate
 
@@ -64,11 +63,6 @@ def options_from(given: dict[str, Any]) -> PipelineOptions:
     return options
 
 
-def placement_of(options: PipelineOptions, num_devices: int) -> Placement:
-    """Return the device of every stage."""
-    return _choice(options, num_devices).placement
-
-
 def prepare_config(config: Any, options: PipelineOptions) -> Pipeline:
     """Return the pipeline for the model that this TransformerConfig describes, and tell it so.
 
@@ -78,28 +72,30 @@ def prepare_config(config: Any, options: PipelineOptions) -> Pipeline:
         ScheduleError: there is no such schedule, or it does not fit this model.
         UnsupportedError: an option of the model does not go with it.
     """
-    choice = _choice(options, config.pipeline_model_parallel_size)
+    choice = choice_for(options, config.pipeline_model_parallel_size)
     translated = translate(config, choice.placement, options.layer_split)
     tell(translated)
     check_library(config, choice.placement)
-    split = split_layers(
-        _as_arguments(config), choice.placement, translated.layer_split, choice.costs
-    )
-    stage_map = StageMap(choice.placement, split.layers)
-    stages.check_ends(stage_map)
-    stages.check_hash_layers(stage_map, getattr(config, stages.HASH_LAYERS, None) or 0)
-    tell_config(config, stage_map)
-    choice = replace(
+    pipeline = pipeline_of(
+        config,
+        replace(options, layer_split=translated.layer_split),
         choice,
-        costs=split.costs,
-        estimate=split.estimate,
-        num_layers=config.num_layers,
-        keeps_backward_whole=config.recompute_granularity == "full",
-        hides=config.tensor_model_parallel_size > 1 and _is_local(config),
-        ties_ends=True,  # it may be; only a model that is being built knows
+        _split(config, choice, translated.layer_split),
+        # Where only the model that is built from it knows, they may be tied.
+        ties_ends=getattr(config, "share_embeddings_and_output_weights", True),
         kernels=_messages_are_kernels(),
     )
-    return Pipeline(options, Planner(choice), stage_map, StageLayout(stage_map), False)
+    tell_config(config, pipeline.stage_map)
+    return pipeline
+
+
+def _split(config: Any, choice: Choice, text: str | None) -> Split:
+    """Return the layers of every stage, and what such stages cost."""
+    if not getattr(config, "is_hybrid_model", False):
+        return split_layers(_as_arguments(config), choice.placement, text, choice.costs)
+    # Where only the model's constructor is told the pattern, any one of so many layers does.
+    pattern = getattr(config, "hybrid_layer_pattern", None) or "*" * config.num_layers
+    return Split(hybrid.layers_of_stages(pattern, choice.placement, text), choice.costs)
 
 
 def tell_config(config: Any, stage_map: StageMap) -> None:
@@ -116,22 +112,10 @@ def with_messages_of_this_run(pipeline: Pipeline) -> Pipeline:
     return pipeline if choice == pipeline.choice else replace(pipeline, planner=Planner(choice))
 
 
-def _choice(options: PipelineOptions, num_devices: int) -> Choice:
-    measures = options.profile_steps is not None
-    return choice_of(
-        str(options.schedule), num_devices, options.costs(), options.memory_limit_gib, measures
-    )
-
-
 def _messages_are_kernels() -> bool:
     if dist.is_initialized():
         return "nccl" in str(dist.get_backend())
     return torch.cuda.is_available()
-
-
-def _is_local(config: Any) -> bool:
-    """Return whether the layers are Megatron's own; Transformer Engine's wait in TE's own code."""
-    return getattr(config, "transformer_impl", "transformer_engine") == "local"
 
 
 def _as_arguments(config: Any) -> Namespace:

@@ -1,10 +1,18 @@
-"""What is known of a run's schedule once the flags have been checked, and does not change."""
+"""What is known of a run's schedule once its options have been checked, and does not change."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from megatron_vshape.mcore.layout.stages import StageLayout, StageMap
+from megatron_vshape.mcore.layout.layer_split import Split
+from megatron_vshape.mcore.layout.stages import (
+    HASH_LAYERS,
+    StageLayout,
+    StageMap,
+    check_ends,
+    check_hash_layers,
+)
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
 from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.plans import Planner
@@ -12,7 +20,7 @@ from megatron_vshape.mcore.setup.plans import Planner
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A schedule that this package runs: what is known once the flags have been checked."""
+    """A schedule that this package runs: what is known once its options have been checked."""
 
     options: PipelineOptions
     planner: Planner
@@ -30,3 +38,63 @@ class Pipeline:
         """Return whether a rank's chunk is the model's first stage, and whether its last."""
         stage = self.stage_map.stage(rank, chunk)
         return stage == 0, stage == self.stage_map.last_stage
+
+
+def pipeline_of(
+    model: Any,
+    options: PipelineOptions,
+    choice: Choice,
+    split: Split,
+    *,
+    ties_ends: bool,
+    kernels: bool,
+    overlaps_grad_reduce: bool = False,
+) -> Pipeline:
+    """Return the pipeline for a model with its layers split so.
+
+    `model` are Megatron's arguments or a library's config, which name alike what is read here.
+
+    Raises:
+        ScheduleError: the ends of the model are on ranks where Megatron cannot have them.
+    """
+    stage_map = StageMap(choice.placement, split.layers)
+    check_ends(stage_map)
+    check_hash_layers(stage_map, getattr(model, HASH_LAYERS, None) or 0)
+    choice = replace(
+        choice,
+        costs=split.costs,
+        estimate=split.estimate,
+        num_layers=model.num_layers,
+        keeps_backward_whole=getattr(model, "recompute_granularity", None) == "full",
+        hides=model.tensor_model_parallel_size > 1 and _is_local(model),
+        ties_ends=ties_ends,
+        kernels=kernels,
+    )
+    return Pipeline(
+        options,
+        Planner(choice),
+        stage_map,
+        StageLayout(stage_map),
+        overlaps_grad_reduce,
+        recomputed_inputs(model),
+    )
+
+
+def _is_local(model: Any) -> bool:
+    """Return whether the layers are Megatron's own.
+
+    Transformer Engine's wait inside TE's own code, where nothing else can run.
+    """
+    return getattr(model, "transformer_impl", "transformer_engine") == "local"
+
+
+def recomputed_inputs(model: Any) -> tuple[str, ...]:
+    """Return the modules whose recomputed results are inputs of linear layers.
+
+    B computes them anew, and W needs them too. Attention's core has no linear layer after it
+    that would keep what only it recomputes.
+    """
+    if getattr(model, "recompute_granularity", None) != "selective":
+        return ()
+    modules = getattr(model, "recompute_modules", None) or ()
+    return tuple(module for module in modules if module != "core_attn")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.early_start import Cut, begun_early, drain
 from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.core.program.instructions import Program
-from megatron_vshape.mcore.observe.iteration_log import BubbleMeter
+from megatron_vshape.mcore.observe.bubble import BubbleMeter, Logs
 from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.report import RunReport
 from megatron_vshape.mcore.refusals import check_config, check_one_module, refusing
@@ -91,7 +91,7 @@ class PipelineRunner:
     takes long, the process groups of the transport, is made at the first step and kept.
     """
 
-    def __init__(self, state: StepState, pipeline: Pipeline, logs: Callable[[], bool]) -> None:
+    def __init__(self, state: StepState, pipeline: Pipeline, logs: Logs) -> None:
         """Take what layers share, the schedule, and whether the trainer logs iterations."""
         self._state = state
         self._pipeline = pipeline

@@ -1,0 +1,289 @@
+"""What stands in for attributes of Megatron-LM's trainer, with its flags and its log.
+
+A library may have megatron.core without it; then nothing here is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.training import get_args
+from megatron.training.utils import print_rank_0
+
+from megatron_vshape.mcore.early.post_validation import (
+    PostValidation,
+    check_optimizer,
+    why_no_gain,
+)
+from megatron_vshape.mcore.hooks.checkpoints import repair_tracker
+from megatron_vshape.mcore.hooks.replacements import Function, replaces
+from megatron_vshape.mcore.hooks.session import Session
+from megatron_vshape.mcore.layout import hybrid
+from megatron_vshape.mcore.observe.iteration_log import IterationLog, why_no_mfu
+from megatron_vshape.mcore.refusals import RefusedError, check_one_module, refusing
+from megatron_vshape.mcore.replaced import Replaced
+from megatron_vshape.mcore.setup import arguments, configure
+from megatron_vshape.mcore.step.forward_backward import PipelineRunner
+from megatron_vshape.runtime.last_words import last_words
+
+logger = logging.getLogger(__name__)
+
+
+@replaces
+def add_megatron_arguments(
+    session: Session, original: Function, parser: ArgumentParser
+) -> ArgumentParser:
+    """Add this package's flags after Megatron's."""
+    return arguments.add_arguments(original(parser))
+
+
+@replaces
+def validate_args(
+    session: Session, original: Function, args: Namespace, *rest: Any, **options: Any
+) -> Any:
+    """Set the pipeline up before Megatron's checks, and check what only they make known."""
+    with refusing():
+        session.choose(configure.prepare(args, session.library), configure.megatrons_own(args))
+        session.chosen_by_flags = True
+        session.tries_again = getattr(args, "inprocess_restart", False)
+    validated = original(args, *rest, **options)
+    with refusing():
+        configure.complete(session.pipeline, args)
+    return validated
+
+
+@replaces
+def core_transformer_config_from_args(
+    session: Session, original: Function, args: Namespace, *rest: Any, **options: Any
+) -> Any:
+    """Put the layout of the stages on every TransformerConfig made from the arguments.
+
+    The config checks numbers of layers when it is made, so the arguments have the layout
+    meanwhile, and only meanwhile: they are written into checkpoints.
+    """
+    if not session.chosen_by_flags and session.library is None:
+        _refuse_what_was_not_seen(args)
+    with Replaced() as replaced:
+        if session.pipeline is not None:
+            replaced.put(args, "pipeline_model_parallel_layout", session.pipeline.layout)
+        return original(args, *rest, **options)
+
+
+@replaces
+def pretrain(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+    """Build chunks of the right stages before 0.19, and leave no data behind."""
+    bound = inspect.signature(original).bind(*args, **options)
+    provider = bound.arguments.get("model_provider")
+    if provider is not None:
+        bound.arguments["model_provider"] = _model_provider(session, provider)
+    if session.pipeline is not None:
+        given = (bound.arguments.get(name) for name in ("pg_collection", "p2p_communicator"))
+        with refusing():
+            check_one_module(session.pipeline.choice.name, *given)
+    try:
+        return original(*bound.args, **bound.kwargs)
+    finally:
+        session.forget()
+
+
+def _model_provider(session: Session, provider: Function) -> Function:
+    """Return a provider that builds stages; 0.18 and before call it once per chunk."""
+    takes = inspect.signature(provider).parameters
+    takes_chunks = "vp_stage" in takes or any(
+        each.kind == each.VAR_KEYWORD for each in takes.values()
+    )
+
+    @functools.wraps(provider)
+    def provide(
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        **options: Any,
+    ) -> Any:
+        ends = pre_process, post_process
+        if session.pipeline is not None:
+            ends = session.pipeline.ends(
+                parallel_state.get_pipeline_model_parallel_rank(), vp_stage
+            )
+            if vp_stage is not None and not takes_chunks:
+                raise RefusedError(
+                    f"schedule {session.pipeline.choice.name} has several chunks per rank, and the "
+                    "script's model_provider takes no vp_stage: choose a schedule with one, such "
+                    "as zb-h1"
+                )
+        if takes_chunks:
+            options["vp_stage"] = vp_stage
+        return provider(*ends, **options)
+
+    return provide
+
+
+@replaces
+def build_virtual_pipeline_stages(
+    session: Session,
+    original: Function,
+    build_model_func: Function,
+    pg_collection: Any,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Build every chunk as the stage that it is."""
+    pipeline = session.pipeline
+    if pipeline is None:
+        return original(build_model_func, pg_collection, *args, **options)
+    rank = pg_collection.pp.rank()
+
+    def build_stage(
+        groups: Any,
+        pre_process: Any = None,
+        post_process: Any = None,
+        vp_stage: int | None = None,
+    ) -> Any:
+        first, last = pipeline.ends(rank, vp_stage)
+        return build_model_func(groups, pre_process=first, post_process=last, vp_stage=vp_stage)
+
+    return original(build_stage, pg_collection, *args, **options)
+
+
+@replaces
+def train(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+    """Show the schedule first, and what the run has measured last."""
+    pipeline = session.pipeline
+    if pipeline is not None:
+        given = inspect.signature(original).bind(*args, **options).arguments
+        with refusing():
+            tokens = get_args().seq_length * get_args().micro_batch_size
+            session.optimizer = given["optimizer"]
+            print_rank_0(session.opening(pipeline, given["model"], tokens, get_num_microbatches()))
+            if pipeline.options.post_validates:
+                check_optimizer(given["optimizer"])
+                session.post_validation = PostValidation(session.own_runner(pipeline))
+                _print_if_any(why_no_gain(get_args()))
+    elif session.megatrons_own is None:
+        _refuse_what_was_not_seen(get_args())
+    if pipeline is not None or session.megatrons_own is not None:
+        session.iteration_log = IterationLog()
+        _print_if_any(why_no_mfu())
+    try:
+        result = _told_at_failure(session, lambda: original(*args, **options))
+    except RefusedError:
+        raise
+    except SystemExit:  # by --exit-interval and the like, on all ranks after a barrier
+        _tell_end(session)
+        raise
+    _tell_end(session)
+    return result
+
+
+def _refuse_what_was_not_seen(args: Namespace) -> None:
+    """Raise RefusedError for a schedule that the checks of the arguments have not seen."""
+    schedule = getattr(args, "pipeline_schedule", None)
+    if schedule is not None and args.pipeline_model_parallel_size > 1:
+        raise RefusedError(
+            f"--pipeline-schedule {schedule} came with arguments that Megatron does not validate "
+            "here, as those of --yaml-cfg or of another process: give all of them on the command "
+            "line, or the schedule to register"
+        )
+
+
+def _told_at_failure(session: Session, train: Callable[[], Any]) -> Any:
+    """Return what `train` returns; if it fails, or SIGTERM ends it, say where this rank stood."""
+    if session.pipeline is None:
+        return train()
+    with last_words(lambda: _whereabouts(session)):
+        try:
+            return train()
+        except Exception as error:
+            where = _whereabouts(session)
+            # At once: a launcher may end this process before Python has printed the traceback.
+            logger.critical("%s: %s", where, type(error).__name__)
+            error.add_note(where)
+            raise
+
+
+def _whereabouts(session: Session) -> str:
+    """Return in which iteration this rank is, and what it does there or waits for."""
+    iteration = f"in iteration {getattr(get_args(), 'curr_iteration', 0) + 1}"
+    if isinstance(session.runner, PipelineRunner):
+        return f"{session.runner.tell()}, {iteration}"
+    return f"rank {os.environ.get('RANK', '0')}, {iteration}"
+
+
+@replaces
+def training_log(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+    """Have this package's figures ready while Megatron logs an iteration."""
+    if session.iteration_log is None or session.runner is None:
+        return original(*args, **options)
+    if isinstance(session.runner, PipelineRunner):
+        hybrid.size_expert_losses(get_args())
+    number = inspect.signature(original).bind(*args, **options).arguments["iteration"]
+    with session.iteration_log.iteration(session.runner.meter, number):
+        return original(*args, **options)
+
+
+@replaces
+def print_rank_last(session: Session, original: Function, message: Any) -> Any:
+    """Complete the line of an iteration, and TensorBoard and W&B, by this package's figures."""
+    if session.iteration_log is not None:
+        message = session.iteration_log.complete(message)
+    return original(message)
+
+
+def _tell_end(session: Session) -> None:
+    _print_if_any(session.end_validation())
+    if session.runner is not None:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        copies = parallel_state.get_data_parallel_world_size()
+        _print_if_any(session.runner.report.closing_line(group, copies))
+
+
+def _print_if_any(line: str | None) -> None:
+    if line is not None:
+        print_rank_0(line)
+
+
+@replaces
+def read_metadata(session: Session, original: Function, tracker_filename: str) -> Any:
+    """Read which checkpoint is the last, once a tracker that was cut off has been made good."""
+    # Also before the flags are validated, where --use-checkpoint-args reads it. Every rank
+    # repairs: they would all write the same, and need not wait for each other.
+    repair_tracker(Path(tracker_filename))
+    return original(tracker_filename)
+
+
+@replaces
+def logical_and_across_model_parallel_group(
+    session: Session, original: Function, input: bool, *args: Any, **options: Any
+) -> bool:
+    """Do not ask the other ranks what all know from the validated step."""
+    if session.post_validation is None or not input:
+        return bool(original(input, *args, **options))
+    return True
+
+
+@replaces
+def reduce_max_stat_across_model_parallel_group(
+    session: Session, original: Function, stat: Any, *args: Any, **options: Any
+) -> Any:
+    """Do not ask the other ranks what all know from the validated step; round as asking does."""
+    if session.post_validation is None or stat is None:
+        return original(stat, *args, **options)
+    return torch.tensor([stat], dtype=torch.float32).item()
+
+
+@replaces
+def save_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+    """Save no trace of a step that has begun early: random numbers, microbatches read."""
+    if isinstance(session.runner, PipelineRunner):
+        session.runner.drop_ahead()
+    return original(*args, **options)

@@ -1,0 +1,90 @@
+"""What share of a step devices are idle, measured in the steps that are logged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_vshape.runtime.measure import PassTimer
+
+Logs = Callable[[int], bool]
+"""Returns whether the trainer logs the step so many ahead of the one that it runs now."""
+
+PredictBubble = Callable[[int], float]
+"""Returns the bubble to be expected of a training step with so many microbatches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What this package adds to the log of one iteration; shares of one, None where unknown."""
+
+    iteration: int
+    predicted_bubble: float | None = None
+    bubble: float | None = None
+    mfu: float | None = None
+
+    def text(self) -> str:
+        """Return what goes to the end of Megatron's line."""
+        return "".join(f" {name}: {100 * share:.1f} % |" for name, share in self._known().items())
+
+    def scalars(self) -> dict[str, float]:
+        """Return the values by their names in TensorBoard and W&B."""
+        return {name.lower().replace(" ", "-"): share for name, share in self._known().items()}
+
+    def _known(self) -> dict[str, float]:
+        shares = {
+            "bubble": self.bubble,
+            "predicted bubble": self.predicted_bubble,
+            "MFU": self.mfu,
+        }
+        return {name: share for name, share in shares.items() if share is not None}
+
+
+@dataclass(eq=False)
+class BubbleMeter:
+    """Times the passes of those training steps that are logged, and of no others."""
+
+    logs: Logs
+    predict: PredictBubble | None
+    _timer: PassTimer | None = None
+    _torch_device: torch.device = torch.device("cpu")
+    _num_microbatches: int = 0
+
+    def begin_step(
+        self, num_microbatches: int, torch_device: torch.device, profiled: PassTimer | None = None
+    ) -> PassTimer | None:
+        """Return what is to observe the step that begins: `profiled` where that does anyway."""
+        self._num_microbatches, self._torch_device = num_microbatches, torch_device
+        self._timer = None
+        if not self.logs(0):
+            return profiled
+        self._timer = profiled or PassTimer(torch_device, aligned=False)
+        return self._timer
+
+    @property
+    def times_next(self) -> bool:
+        """Return whether the passes of the next step are timed."""
+        return self.logs(1)
+
+    def figures(self, iteration: int, pipeline_group: dist.ProcessGroup) -> Figures:
+        """Return the step's bubbles; all ranks of the pipeline call this for the same steps.
+
+        The bubble is, as in a simulated timeline, the share of the step in which the busiest
+        rank is idle. Ranks enter a step together, since the optimizer before it has needed the
+        gradients of all, so the step takes as long as for the rank that ends last.
+        """
+        predicted = None
+        if self.predict is not None and self._num_microbatches:
+            predicted = self.predict(self._num_microbatches)
+        if self._timer is None:
+            return Figures(iteration, predicted)
+        times = self._timer.busy_and_whole()
+        most = torch.tensor(times, dtype=torch.float64, device=self._torch_device)
+        self._timer = None
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=pipeline_group)
+        busy_us, whole_us = most.tolist()
+        bubble = 1 - busy_us / whole_us if whole_us else None  # None: no pass was observed
+        return Figures(iteration, predicted, bubble)

@@ -1,0 +1,129 @@
+"""A trainer shaped like slime's: Megatron's parser and `get_model`, and a step of its own.
+
+Arguments are validated in one process and trained with in others, or all in one. Process groups
+are made without Megatron-LM's `initialize`, the loss is made of logits by the loss function, every
+stage is given every batch, and microbatches are of unlike lengths. Everything of Megatron is
+imported by name before a schedule is registered.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.utils import get_model_config
+from megatron.training.arguments import (
+    core_transformer_config_from_args,
+    parse_args,
+    validate_args,
+)
+from megatron.training.global_vars import set_args
+from megatron.training.training import get_model
+from other_trainer import batches, fill, names_of
+from torch.nn import functional
+
+import megatron_vshape
+
+
+def provide(args: Any, pre_process: bool, post_process: bool, **others: Any) -> GPTModel:
+    """Return a chunk."""
+    made = GPTModel(
+        core_transformer_config_from_args(args),
+        get_gpt_layer_local_spec(),
+        args.padded_vocab_size,
+        args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        vp_stage=others.get("vp_stage"),
+    )
+    fill(made)
+    return made
+
+
+def forward(data: Any, model: Any) -> tuple[Any, Any]:
+    """Run a microbatch."""
+    batch = next(data)
+    length = batch["tokens"].shape[1]
+    mask = torch.triu(torch.ones(1, 1, length, length), diagonal=1).bool()
+    output = model(batch["tokens"], torch.arange(length).unsqueeze(0), mask, labels=None)
+
+    def loss_of(logits: Any) -> tuple[Any, Any, dict[str, Any]]:
+        loss = functional.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten())
+        return loss, torch.tensor(1), {"loss": loss.detach()}
+
+    return output, loss_of
+
+
+def train(args: Any) -> dict[str, Any]:
+    """Return what this rank has of three steps with these validated arguments."""
+    set_args(args)
+    dist.init_process_group("gloo")
+    mpu.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size,
+    )
+    model_parallel_cuda_manual_seed(1)
+    sizes = args.global_batch_size, args.micro_batch_size, args.data_parallel_size
+    init_num_microbatches_calculator(args.rank, None, *sizes, False)
+    model = get_model(partial(provide, args), ModelType.encoder_or_decoder)
+    settings = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True)
+    optimizer = get_megatron_optimizer(settings, model)
+    config = get_model_config(model[0])
+    config.finalize_model_grads_func = finalize_model_grads
+    losses, norms = [], []
+    for step, count in enumerate((8, 4, 6)):
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        at = step + 10 * mpu.get_data_parallel_rank()
+        reports = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[batches(at, count, [24, 7, 16]) for _ in model],
+            model=model,
+            num_microbatches=count,
+            seq_length=args.seq_length,
+            micro_batch_size=1,
+            decoder_seq_length=args.decoder_seq_length,
+            forward_only=False,
+        )
+        norms.append(float(optimizer.step()[1]))
+        if mpu.is_pipeline_last_stage(ignore_virtual=True):
+            losses.append([each["loss"].item() for each in reports])
+    named = [pair for chunk in model for pair in names_of(chunk.module)]
+    parameters = {name: each.detach().clone() for name, each in named}
+    return {"losses": losses, "norms": norms, "parameters": parameters, "chunks": len(model)}
+
+
+def start(rank: int, given: dict[str, Any]) -> None:
+    """Run it in a rank of the farm, and end it."""
+    megatron_vshape.unregister()
+    if given["schedule"] is not None:
+        megatron_vshape.register(**given["options"])
+    args = parse_args(ignore_unknown_args=True)
+    args.padded_vocab_size = 128
+    validate_args(args)
+    args.variable_seq_lengths = True
+    args.moe_token_dispatcher_type = "alltoall"  # which alone allows other lengths
+    if given["apart"]:  # now in the process of a worker, which is given the arguments
+        megatron_vshape.unregister()
+        megatron_vshape.register(**given["options"])
+    kept = train(args)
+    torch.save(kept, f"{given['directory']}/{rank}.pt")
+    dist.barrier()
+    megatron_vshape.unregister()
+    os._exit(0)
