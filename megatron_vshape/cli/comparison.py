@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron_vshape.core.ask import Planned, Possible, Question, compare
+from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.rivals import Known, fits
+from megatron_vshape.core.rivals import Known
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import percent
 

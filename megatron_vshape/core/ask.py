@@ -330,8 +330,8 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
             chosen = split_where_it_pays(each, own, limits, goal, made.steps // 2)
             found.append(judge(chosen, own))
     best = min(found, key=lambda each: goal.of(each.timeline))
-    chosen = _plan_of(best, limits, goal, made.source, made.steps)
-    return Planned(chosen.schedule, best.costs, plan=chosen, limits=limits, known=())
+    taken = _plan_of(best, limits, goal, made.source, made.steps)
+    return Planned(taken.schedule, best.costs, plan=taken, limits=limits, known=())
 
 
 def _bound(question: Question, placement: Placement, limits: Sequence[float]) -> float:

@@ -127,9 +127,8 @@ def build(config: Any, pattern: str | None, ties: bool, ends: dict[str, Any]) ->
     }
     if pattern is None:
         return GPTModel(config, get_gpt_layer_local_spec(), **sizes, **ends)
+    from hybrid_local import local_stack_spec
     from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-    from megatron_vshape.mcore.hybrid_local import local_stack_spec
 
     return HybridModel(config, local_stack_spec, hybrid_layer_pattern=pattern, **sizes, **ends)
 
