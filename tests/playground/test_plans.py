@@ -88,9 +88,9 @@ def test_two_stages_a_device_where_no_more_are_allowed():
 def test_a_costs_file_says_how_many_stages_are_told_apart(stages, chunks, planned_for):
     found = shown(costs=costs_file(stages), chunks=chunks, limit=7, limit_in_gib=True)
     assert len(found["placement"]) == planned_for
-    more = "" if stages == planned_for else f" --chunks {planned_for // DEVICES}"
     assert found["facts"]["recipe"] == (
-        f"plan --devices 5 --microbatches 9 --costs costs.json --memory-limit 7GiB{more}"
+        "plan --devices 5 --microbatches 9 --costs costs.json --memory-limit 7GiB "
+        f"--chunks {planned_for // DEVICES}"
     )
     assert max(found["numbers"]["peaks"]) <= 7 * 2.0**30
 
@@ -113,7 +113,7 @@ def test_the_command_has_every_digit():
     found = shown(costs=costs, limit=7.0000001)
     assert found["facts"]["recipe"] == (
         "plan --devices 5 --microbatches 9 --cost 1.2345678,1.1500001,0.85,1e-07 "
-        "--memory-limit 7.0000001"
+        "--memory-limit 7.0000001 --chunks 4"
     )
 
 
