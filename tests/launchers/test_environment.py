@@ -113,7 +113,8 @@ def sweep(folder: Path, environment: Mapping[str, str]) -> str:
     """A sweep, whose script may be somebody else's that imports torch first."""
     pytest.importorskip("submitit")
     theirs = write(folder / "theirs.py", "import torch")
-    job = f"Job(({str(theirs)!r},), Path({str(folder)!r}), 1, 1, 1, 1, False, 60.0, {{}})"
+    cluster = "Cluster.model_construct(nodes=1, devices_per_node=1, backend='gloo')"
+    job = f"Job([{str(theirs)!r}], Path({str(folder)!r}), Run(timeout_minutes=1), {cluster})"
     code = f"from pathlib import Path\nfrom megatron_vshape.sweep.worker import *\nrun_job({job})"
     said = run([sys.executable, "-c", code], environment)
     return said + (folder / "node0.log").read_text()
