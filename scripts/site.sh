@@ -4,7 +4,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/lib.sh
 
-make_environment .venv-site docs constraints.txt
+# With the search, since pages show plans.
+make_environment .venv-site docs,search constraints.txt
 # mkdocs-material's word on the future of mkdocs is none of this site's.
 NO_MKDOCS_2_WARNING=1 PYTHONPATH=$PWD .venv-site/bin/python -m mkdocs build --quiet --strict
 say "the site begins at site/index.html"

@@ -8,6 +8,7 @@ nowhere to lead to on the site, and become the path's name.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -15,14 +16,27 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import griffe
+
 from megatron_vshape.cli.main import main
 
 ROOT = Path(__file__).parents[1]
+_EXAMPLE = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 _RUN = re.compile(r"^```console run\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _OUTSIDE = re.compile(r"(?<!!)\[([^\]]+)\]\((?:\.\./)+([^)#]*)(#[^)]*)?\)")
-_NO_PAGE = re.compile(r"(?<!!)\[([^\]]+)\]\((?!http|#|\w[\w-]*\.md|figures/)([^)]+)\)")
+_NO_PAGE = re.compile(r"(?<!!)\[([^\]]+)\]\((?!http|#|docs/)([^)]+)\)")
 _OF_THE_README = re.compile(r"\]\(docs/")
 _PROMPT = "$ megatron-vshape "
+
+
+class FencedExamples(griffe.Extension):
+    """Has the examples of docstrings shown as code: `[...][:4]` would be a link in Markdown."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Fence the examples of a docstring."""
+        if obj.docstring:
+            text = obj.docstring.value
+            obj.docstring.value = _EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", text)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -30,9 +44,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri == "index.md":
         text = _OF_THE_README.sub("](", (ROOT / "README.md").read_text(encoding="utf-8"))
         # Files of the repository beside docs/ are named, not linked.
-        return re.sub(
-            r"(?<!!)\[([^\]]+)\]\((?!http|#|\w[\w-]*\.md|figures/)([^)]+)\)", _named, text
-        )
+        return re.sub(r"(?<!!)\[([^\]]+)\]\((?!http|#|docs/)([^)]+)\)", _named, text)
     markdown = markdown.replace("](../README.md", "](index.md")
     return _RUN.sub(_ran, _OUTSIDE.sub(_named, markdown))
 
@@ -48,12 +60,14 @@ def _ran(block: re.Match[str]) -> str:
     for line in block[1].splitlines():
         if not line.startswith(_PROMPT):
             raise ValueError(f"a block to run begins its lines with {_PROMPT!r}, not {line!r}")
-        shown += [line, _output(shlex.split(line[len(_PROMPT) :]))]
+        shown += [line, _output(line[len(_PROMPT) :])]
     return "\n".join(["```text", *shown, "```"])
 
 
-def _output(arguments: list[str]) -> str:
+@functools.cache
+def _output(command: str) -> str:
     """Return what the command line prints; raises if it fails."""
+    arguments = shlex.split(command)
     stream = io.StringIO()
     os.environ["COLUMNS"] = "100"
     with contextlib.redirect_stdout(stream):
@@ -62,5 +76,5 @@ def _output(arguments: list[str]) -> str:
         except SystemExit as end:  # of --help
             status = end.code
     if status:
-        raise ValueError(f"megatron-vshape {shlex.join(arguments)} ended with {status}")
+        raise ValueError(f"megatron-vshape {command} ended with {status}")
     return stream.getvalue().rstrip() + "\n"
