@@ -208,7 +208,7 @@ def print_row(result: Result) -> None:
         f"{cell.devices:3} {cell.microbatches:5}  {cost:17} {cell.limit:7.5g} "
         f"{result.published:9.2f} {result.ours:9.2f} {result.ratio:6.3f} {result.bound:8.2f}"
         f"{'=' if result.plan.gap <= SLACK else ' '}{100 * result.plan.gap:5.2f}% "
-        f"{result.seconds:6.2f}  {result.plan.source}{worse}",
+        f"{result.seconds:6.2f} {result.plan.source}{worse}",
         flush=True,
     )
 

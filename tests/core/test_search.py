@@ -16,6 +16,7 @@ from megatron_vshape.core.frontier import frontier
 from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.kinds import PARTS, ScheduleError
 from megatron_vshape.core.model.placement import default_placements, linear, looping, v_shape
+from megatron_vshape.core.planner import search
 from megatron_vshape.core.planner.search import Objective, Plan, plan
 
 REAL = (1.0, 1.15, 0.85, 0.05)
@@ -76,6 +77,26 @@ def test_plan_fits_and_runs(problem: tuple[Costs, int, int, tuple[float, ...], O
 def test_same_inputs_and_steps_give_the_same_plan() -> None:
     costs = Costs.uniform(6, 12, *REAL)
     assert plan(costs, 6, 20, 8, steps=STEPS) == plan(costs, 6, 20, 8, steps=STEPS)
+
+
+@pytest.mark.parametrize("steps", [STEPS, None])
+def test_the_plan_is_the_same_on_any_number_of_cores(
+    steps: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = Costs.uniform(3, 12, *REAL)
+    made = []
+    for cores in (1, 2, 5):
+        monkeypatch.setattr(search, "CORES", cores)
+        made.append(plan(costs, 3, 6, 4, steps=steps))
+    assert made[0] == made[1] == made[2]
+
+
+def test_a_placement_whose_bound_is_above_the_best_order_is_left_alone() -> None:
+    costs = Costs.uniform(8, 32)
+    alone = plan(costs, 8, 24, 10, placements=[looping(8, 4)])
+    assert alone.gap == pytest.approx(0)  # so the search ends, long before its budget
+    assert plan(costs, 8, 24, 10).value == alone.value
+    assert bounds.lower_bound(Costs.uniform(8, 16), v_shape(8), 8, 24, (10.0,) * 8) > alone.value
 
 
 def test_costs_of_four_stages_per_device_find_the_placement_of_less_bubble() -> None:

@@ -203,8 +203,8 @@ def _most_work(line: _Line, times: Floats, num_microbatches: int, limit: float) 
             sure += float(ahead.sum()) * num_microbatches
         most = np.maximum(np.cumsum(gain, axis=1).max(axis=1), 0.0).sum(axis=1)
         best = np.minimum(best, most + sure)
-    total: np.ndarray = best + rest
-    return total
+    most_work: Floats = best + rest
+    return most_work
 
 
 def _prices(line: _Line, limit: float) -> Iterator[float]:

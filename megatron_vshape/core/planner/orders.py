@@ -49,12 +49,10 @@ MANY_PASSES = 20_000
 
 DEALT = ", W dealt"
 
-SHARES = (1.0, 0.85)
-"""Steady orders are made for the limit, and for less, which leaves the ends more room."""
-
-EFFORTS = (6, 64)
-"""Steady orders are annealed for one of so many parts of the budget. Less effort finds other
-orders, whose ends can be better than those of a lower period."""
+EFFORTS = ((1.0, 6), (0.85, 12), (1.0, 48), (0.85, 96))
+"""Steady orders are annealed for a share of the limit, which leaves the ends more room, with one of
+so many parts of the budget. Less effort finds other orders, whose ends can be better than those of
+a lower period."""
 
 MOST_AT_ONCE = 300_000
 """So many steps at most until progress is shown and W is dealt out anew."""
@@ -185,8 +183,7 @@ class PlacementSearch:
             named = (f"steady-{at} at {share:.0%}" for at in range(len(orders)))
             return list(map(cyclic_order_of_steady, orders, named))
 
-        efforts = [(share, budget // part) for part in EFFORTS for share in SHARES]
-        return [known, *(partial(steady, *each) for each in efforts)]
+        return [known, *(partial(steady, share, budget // part) for share, part in EFFORTS)]
 
     def _shop(self, num_microbatches: int) -> improve.Shop:
         if num_microbatches not in self.shops:
