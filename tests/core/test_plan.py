@@ -1,6 +1,7 @@
 """The adaptive scheduler from outside: what it promises, whatever is inside."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -119,11 +120,11 @@ def test_an_interrupt_before_all_placements_have_an_order_keeps_the_best(
 ) -> None:
     begin, begun = PlacementSearch.begin, []
 
-    def interrupted(self: PlacementSearch, budget: int) -> list[Candidate]:
+    def interrupted(self: PlacementSearch, *given: Any) -> list[Candidate]:
         begun.append(self)
         if len(begun) == 2:
             raise KeyboardInterrupt
-        return begin(self, budget)
+        return begin(self, *given)
 
     monkeypatch.setattr(PlacementSearch, "begin", interrupted)
     made = plan(Costs.uniform(4, 16, *REAL), 4, 8, 8, seconds=60)

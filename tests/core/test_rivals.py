@@ -141,9 +141,9 @@ def test_no_chunk_is_held_that_buys_nothing() -> None:
 
 
 def test_megatrons_own_is_recommended_where_it_wins() -> None:
-    """A split backward costs more than a whole one, and stages cannot be made smaller."""
+    """A whole backward takes no longer than B alone, and stages cannot be made smaller."""
     costs = Costs.uniform(4, 4, 1, 1.2, 0.8, 0.05)
-    dear = replace(costs, whole_backward_us=tuple(0.75 * x for x in (4.0,) * 4))
+    dear = replace(costs, whole_backward_us=costs.backward_us)
     answer = best_order(Question(AUTO, 4, 8, dear, limit="1f1b"))
     assert answer.is_megatrons
     assert answer.is_known == Rival("1f1b")

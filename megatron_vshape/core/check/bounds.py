@@ -14,11 +14,14 @@ the least of theirs holds.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from megatron_vshape.core.check.ends import Ways, end_with_idle
 from megatron_vshape.core.model.costs import Costs, held_text, regroup
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement, check_placement, stages_of
+
+if TYPE_CHECKING:  # it brings numpy along, which no name of a schedule needs
+    from megatron_vshape.core.check.ends import Ways
 
 _ROUNDING = 1e-9
 
@@ -120,6 +123,8 @@ def lower_bound(
     For the span, each device's own first start is subtracted: when the first microbatch can be
     there, and no order that runs at once what it can starts later.
     """
+    from megatron_vshape.core.check.ends import end_with_idle
+
     costs = costs.split_no_slower()
     # a BW holds what its F left until it ends, even if a B left more for its W
     held = costs.held_after_forward_bytes, costs.held_after_backward_bytes
@@ -149,7 +154,9 @@ def _work_us(costs: Costs, stage: int) -> float:
     return costs.forward_us[stage] + costs.backward_us[stage] + costs.weight_us[stage]
 
 
-def _make_paths(costs: Costs, placement: Placement) -> Ways:
+def _make_paths(costs: Costs, placement: Placement) -> "Ways":
+    from megatron_vshape.core.check.ends import Ways
+
     stages = len(placement)
     hop = [costs.send_us if placement[s] != placement[s - 1] else 0.0 for s in range(1, stages)]
     forward, drain = [0.0], [costs.weight_us[0]]
@@ -164,7 +171,7 @@ def _make_paths(costs: Costs, placement: Placement) -> Ways:
 
 
 def _over_time(
-    costs: Costs, paths: Ways, stages: Sequence[int], num_microbatches: int, limit: float
+    costs: Costs, paths: "Ways", stages: Sequence[int], num_microbatches: int, limit: float
 ) -> float:
     """Return how long the device's memory is needed, all of it all the time."""
     if limit <= 0:
