@@ -55,6 +55,8 @@ from megatron_vshape.view.numbers import (
     argument,
     base_peak,
     enough,
+    idle_told,
+    labelled,
     percent,
     prices_told,
     table,
@@ -330,6 +332,7 @@ def _print(answer: Planned, limit: float, costs: Costs, in_bytes: bool) -> None:
         (str(made.objective), f"{_time_text(made.value, in_bytes)}"),
         ("busiest device", f"works {_time_text(made.busy, in_bytes)}"),
         ("bubble", f"{percent(made.bubble)} ({_time_text(made.overhead, in_bytes)})"),
+        *labelled("idle", idle_told(timeline, answer.costs)),
         (
             "lower bound",
             f"{_time_text(made.lower_bound, in_bytes)}: no order of this placement is faster",
@@ -340,11 +343,7 @@ def _print(answer: Planned, limit: float, costs: Costs, in_bytes: bool) -> None:
         ("B and W apart", where_split(made.schedule)),
     ]
     if in_bytes:
-        lines += zip(
-            ["prices"] + [""] * len(prices_told(answer.costs)),
-            prices_told(answer.costs),
-            strict=False,
-        )
+        lines += labelled("prices", prices_told(answer.costs))
     for label, value in lines:
         print(f"{label:<16}{value}")
 

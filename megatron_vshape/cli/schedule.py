@@ -35,6 +35,8 @@ from megatron_vshape.view.numbers import (
     Numbers,
     base_peak,
     comparison_rows,
+    idle_told,
+    labelled,
     messages_per_microbatch,
     note,
     numbers_of,
@@ -246,6 +248,7 @@ def _lines(result: _Result) -> list[tuple[str, str]]:
     return [
         ("makespan", f"{time(timeline.makespan)}, the busiest device works {time(timeline.busy)}"),
         ("bubble", percent(timeline.bubble)),
+        *labelled("idle", idle_told(timeline, result.costs)),
         ("span bubble", f"{percent(timeline.span_bubble)} (no barrier between steps)"),
         ("peak memory", f"{', '.join(peak)}: {percent(numbers.relative_peak)} of 1F1B's"),
         ("by device", _by_device(numbers.peak_chunks)),

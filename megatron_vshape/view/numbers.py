@@ -7,11 +7,15 @@ from decimal import ROUND_CEILING, Context
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.view.names import plain
 
 GIB = 2.0**30
+
+WORTH_TELLING = 0.02
+"""What the busiest device must work beyond the mean, or be spared by other layers, to be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,32 @@ def note(numbers: Numbers) -> str:
     )
 
 
+def idle_told(timeline: Timeline, costs: Costs | None = None) -> list[str]:
+    """Return what devices idle on average, which one holds the others up, and what would help.
+
+    The bubble counts against the busiest device alone, and hides what others wait for it; nothing
+    is told where they work alike.
+    """
+    work = timeline.work
+    mean, most = sum(work) / len(work), max(work)
+    if most <= mean * (1 + WORTH_TELLING):
+        return []
+    told = [
+        f"{percent(timeline.mean_idle)} of the step on average over the devices",
+        f"device {work.index(most)} holds the others up: it works {most / mean:.3g} times the mean",
+    ]
+    if costs is None or costs.layers is None:
+        return told
+    placement = timeline.schedule.placement
+    pieces = Pieces.of(costs, costs.layers)
+    layers = pieces.balanced(sum(costs.layers), placement)
+    least = pieces.costs(layers).busy_us(placement, len(work), timeline.schedule.num_microbatches)
+    if least < most * (1 - WORTH_TELLING):
+        split = ",".join(map(str, layers))
+        told.append(f"layers {split} would spare the busiest device {percent(1 - least / most)}")
+    return told
+
+
 def enough(held: float) -> str:
     """Return what must be held in 6 digits, rounded up, so that it fits the limit they say."""
     # less what a limit may be exceeded by, or sums of fractions would be rounded up a digit
@@ -106,6 +136,11 @@ def enough(held: float) -> str:
 def percent(share: float) -> str:
     """Return a share as text; what rounds to nothing is nothing."""
     return f"{100 * share:.1f} %".replace("-0.0", "0.0")
+
+
+def labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the lines with the label before the first."""
+    return [(label if at == 0 else "", line) for at, line in enumerate(lines)]
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -4,8 +4,9 @@ import pytest
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.view.numbers import GIB, enough, numbers_of
+from megatron_vshape.view.numbers import GIB, enough, idle_told, numbers_of
 
 
 @pytest.mark.parametrize(("name", "stages"), [("1f1b", 4), ("v-zb", 8)])
@@ -30,3 +31,28 @@ def test_what_holds_nothing_holds_no_more_than_1f1b() -> None:
     ones, nothing = (1.0,) * 4, (0.0,) * 4
     costs = Costs(ones, ones, ones, 0.0, nothing, nothing)
     assert numbers_of(simulate(make("1f1b", 4, 8), costs), costs).relative_peak == 1
+
+
+def test_what_waits_for_the_busiest_device_is_told() -> None:
+    """A head of six layers on 64: the bubble is 2.7 %, and devices idle two fifths of the step."""
+    pieces = Pieces.estimated(6, 4)
+    costs = pieces.costs((4,) * 16)
+    timeline = simulate(make("v-half", 8, 32), costs)
+    assert 0.02 < timeline.bubble < 0.03
+    idle, holds, helps = idle_told(timeline, costs)
+    assert idle.startswith("39.2 %")
+    assert holds == "device 0 holds the others up: it works 1.6 times the mean"
+    split = helps.split()[1]
+    layers = tuple(map(int, split.split(",")))
+    assert sum(layers) == 64
+    assert helps.endswith("would spare the busiest device 35.7 %")
+    better = simulate(make("v-half", 8, 32), pieces.costs(layers))
+    assert max(better.work) == pytest.approx((1 - 0.357) * max(timeline.work), rel=1e-3)
+    assert better.mean_idle < 0.13
+    assert len(idle_told(better, pieces.costs(layers))) <= 2  # no split is better than this one
+
+
+def test_alike_stages_have_nobody_to_wait_for() -> None:
+    timeline = simulate(make("1f1b", 4, 8))
+    assert idle_told(timeline, Costs.uniform(4, 4)) == []
+    assert timeline.mean_idle == pytest.approx(timeline.bubble)

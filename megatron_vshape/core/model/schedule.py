@@ -266,9 +266,9 @@ class Timeline:
         return max(max(e) - min(s) for s, e in zip(self.starts, self.ends, strict=True) if s)
 
     @property
-    def busy(self) -> float:
-        """Return the work of the busiest processor."""
-        return max(
+    def work(self) -> tuple[float, ...]:
+        """Return how long every device's processor works."""
+        return tuple(
             sum(self.ends[lane.device][at] for at in lane.places)
             - sum(self.starts[lane.device][at] for at in lane.places)
             for lane in self.schedule.lanes()
@@ -276,15 +276,14 @@ class Timeline:
         )
 
     @property
+    def busy(self) -> float:
+        """Return the work of the busiest processor."""
+        return max(self.work)
+
+    @property
     def mean_idle(self) -> float:
         """Return the share of the makespan in which a device's processor is idle, on average."""
-        work = sum(
-            self.ends[lane.device][at] - self.starts[lane.device][at]
-            for lane in self.schedule.lanes()
-            if lane.resource == PROCESSOR
-            for at in lane.places
-        )
-        return 1 - work / (self.makespan * self.schedule.num_devices)
+        return 1 - sum(self.work) / (self.makespan * self.schedule.num_devices)
 
     @property
     def overhead(self) -> float:
