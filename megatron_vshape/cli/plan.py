@@ -25,6 +25,7 @@ from megatron_vshape.cli.files import (
     write_all,
 )
 from megatron_vshape.cli.options import (
+    UNIT_COST,
     UNITS,
     add_cost_arguments,
     add_size_arguments,
@@ -45,8 +46,11 @@ from megatron_vshape.core.ask import (
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.frontier import Point, frontier, published
+from megatron_vshape.core.layer_choice import choose_layers
 from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.layers import AUTO_SPLIT, Pieces
+from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Plan, check_size
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.view.names import placement_text, plain
@@ -103,6 +107,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{MOST_CHUNKS}; of a costs file that does not know its layers, what it tells apart)",
     )
     parser.add_argument(
+        "--layer-split",
+        choices=(AUTO_SPLIT,),
+        help="auto: deal the layers out with the order, to stages of unequal length; takes "
+        "--layers, or a costs file that says them",
+    )
+    parser.add_argument(
+        "--head",
+        type=_head,
+        metavar="X",
+        help="with --layer-split and without --costs: the output layer takes as long as X layers",
+    )
+    parser.add_argument(
         "--against",
         metavar="NAME",
         help="say what changes against a schedule, such as interleaved-1f1b:4 (its stages a "
@@ -151,7 +167,7 @@ def run(options: argparse.Namespace) -> int:
     against = None if options.against is None else known_as(options.against, question)
     question = replace(question, limit=limit, progress=_progress(options.seconds))
     with _limits_told(costs, options.devices, measured is not None):
-        answer = best_order(question)
+        answer, layers = _answered(question)
     made = _proved(answer, limit, options.proof_seconds)
     outputs = []
     if options.export is not None:
@@ -162,6 +178,8 @@ def run(options: argparse.Namespace) -> int:
     write_all(outputs)
     answer = replace(answer, plan=made, schedule=made.schedule)
     _print(answer, limit, costs, measured is not None)
+    for label, value in labelled("layers", layers):
+        print(f"{label:<16}{value}")
     held = _held_text(costs, options.devices, measured is not None)
     time = partial(_time_text, in_bytes=measured is not None)
     print(f"\n{table(comparison_rows(question, answer, held, time))}\n\n{recommended(answer)}")
@@ -180,7 +198,42 @@ def _question(options: argparse.Namespace, costs: Costs, measured: Costs | None)
         chunks=tuple(range(1, (options.chunks or MOST_CHUNKS) + 1)),
         objective=options.objective,
         seconds=options.seconds,
+        layers=_pieces(options, measured),
     )
+
+
+def _answered(question: Question) -> tuple[Planned, list[str]]:
+    """Return the answer, and what is to be told of its layers where they are chosen with it."""
+    answer = best_order(question)
+    if question.layers is None:
+        return answer, []
+    answer, layers, balanced = choose_layers(question, answer)
+    split = ",".join(map(str, layers))
+    told = [f"--pipeline-layer-split {split}"]
+    if answer.plan.value < balanced:
+        told.append(f"balanced ones take {percent(balanced / answer.plan.value - 1)} longer")
+    return answer, told
+
+
+def _pieces(options: argparse.Namespace, measured: Costs | None) -> tuple[Pieces, int] | None:
+    """Return what layers and the model's ends cost, and how many layers there are."""
+    if options.layer_split is None:
+        if options.head is not None:
+            raise ScheduleError(f"--head {options.head:g} needs --layer-split auto")
+        return None
+    if measured is None:
+        if options.layers is None:
+            raise ScheduleError("--layer-split auto needs --layers N, or --costs FILE")
+        each = options.layers / (2 * options.devices)
+        times = options.cost or UNIT_COST
+        return Pieces.estimated(options.head or 0.0, each, times), options.layers
+    if options.head is not None:
+        raise ScheduleError("--head: the costs file says what the model's ends take; leave it out")
+    total = options.layers or sum(measured.layers or ())
+    if not total:
+        raise ScheduleError(f"{options.costs} does not say how many layers it is of: add --layers")
+    even = (total / measured.num_stages,) * measured.num_stages
+    return Pieces.of(measured, measured.layers or even), total
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -196,6 +249,13 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
+def _head(text: str) -> float:
+    value = float_or_nan(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of layers of at least 0")
+    return value
+
+
 def _seconds(text: str) -> float:
     value = float_or_nan(text)
     if not 0 < value < float("inf"):
@@ -206,6 +266,12 @@ def _seconds(text: str) -> float:
 def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
     """Return the costs of the stages that are planned for first."""
     devices, most = options.devices, options.chunks
+    split = _pieces(options, measured)
+    if split is not None:
+        pieces, num_layers = split
+        counts = (each for each in (BASE_CHUNKS, 2) if each <= (most or BASE_CHUNKS))
+        chunks = next((each for each in counts if each * devices <= num_layers + 2), 1)
+        return pieces.costs(pieces.balanced(num_layers, looping(devices, chunks)))
     cut = cut_of(devices, options.cost, measured, options.layers)
     if measured is not None:
         if most is None or measured.num_stages <= most * devices:
@@ -311,7 +377,8 @@ def _recipe(options: argparse.Namespace) -> str:
         words += ["--objective", options.objective]
     if options.proof_seconds != PROOF_SECONDS:
         words += ["--proof-seconds", argument(options.proof_seconds)]
-    for name in ("costs", "memory_limit", "headroom", "layers", "chunks", "seconds"):
+    known = ("costs", "memory_limit", "headroom", "layers", "layer_split", "head")
+    for name in (*known, "chunks", "seconds"):
         value = getattr(options, name)
         if value is not None:
             text = argument(value) if isinstance(value, float) else value

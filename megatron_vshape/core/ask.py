@@ -24,7 +24,8 @@ from megatron_vshape.core.check.bounds import (
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.placement import Placement, default_placements, looping
+from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.placement import Placement, default_placements, looping, v_shape
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, load_schedule
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.catalogue import (
@@ -92,13 +93,19 @@ class Question:
     steps: int | None = None  # the budget of planning; None: what takes about a second
     seconds: float | None = None  # search so long instead
     progress: Callable[[int, float, float], None] | None = None  # steps, best value, lower bound
+    # In place of `cut`: a model of so many layers, which every placement has balanced.
+    layers: tuple[Pieces, int] | None = None
 
     def whole(self) -> Costs:
         """Return the costs of as many stages as a plan may have."""
-        return self.costs or self.costs_of(2 * self.num_devices, "a plan")
+        return self.costs or self.costs_of(v_shape(self.num_devices), "a plan")
 
-    def costs_of(self, num_stages: int, name: str) -> Costs:
-        """Return the costs of so many stages; raises ScheduleError if they cannot be had."""
+    def costs_of(self, placement: Placement, name: str) -> Costs:
+        """Return the costs of these stages; raises ScheduleError if they cannot be had."""
+        num_stages = len(placement)
+        if self.layers is not None:
+            pieces, num_layers = self.layers
+            return pieces.costs(pieces.balanced(num_layers, placement))
         if self.cut is not None:
             return self.cut(num_stages, name)
         if self.costs is None:
@@ -170,7 +177,7 @@ def ask(question: Question) -> Answer:
         sizes, choices = (question.num_devices, question.num_microbatches), dict(question.choices)
         block = make_block(name, *sizes, **choices)
         name = make(name, *sizes, **choices)
-    return Answer(name, question.costs_of(name.num_stages, name.name), block)
+    return Answer(name, question.costs_of(name.placement, name.name), block)
 
 
 def find(name: str, names: Sequence[str] = (*NAMES, *PLUS_NAMES, AUTO)) -> str | Schedule:
@@ -219,7 +226,7 @@ def known_as(text: str, question: Question) -> Known:
             f"{text} is for {found.num_devices} devices and {found.num_microbatches} microbatches, "
             f"not for {sizes[0]} and {sizes[1]}"
         )
-    return judge(found, question.costs_of(found.num_stages, found.name))
+    return judge(found, question.costs_of(found.placement, found.name))
 
 
 def limits_of(question: Question) -> tuple[float, ...]:
@@ -257,15 +264,15 @@ def best_order(question: Question, *known: Known) -> Planned:
         question.num_devices, question.whole().num_stages
     )
     found, refused = [], None
-    try:
-        found.append(_planned(question, limits))
-    except LimitError as error:  # of all placements searched; a known schedule may have another
-        refused = error
-    value = found[0].plan.value if found else math.inf
+    for asked in _by_costs(question, searched):
+        try:
+            found.append(_planned(asked, limits))
+        except LimitError as error:  # of what was searched; a known schedule may have another
+            refused = error
+    value = min((each.plan.value for each in found), default=math.inf)
     rivals = [joined(each, goal) for each in (*known, *_rivals(question, limits, value))]
     for placement in _also_planned(question, limits, rivals, searched):
-        also = question.costs_of(len(placement), "a plan")
-        found.append(_planned(replace(question, costs=also, placements=(placement,)), limits))
+        found.append(_planned(_on(question, placement), limits))
         searched = (*searched, placement)
     plans = [judge(each.schedule, each.costs) for each in found]
     found += [_as_planned(each, limits, goal) for each in rivals if fits(each.peak, limits)]
@@ -288,6 +295,19 @@ def best_order(question: Question, *known: Known) -> Planned:
         searched_bound=min(top, best.plan.lower_bound, *bounds),
         any_bound=min(top, best.plan.lower_bound, *bounds, *anywhere),
     )
+
+
+def _by_costs(question: Question, placements: Sequence[Placement]) -> list[Question]:
+    """Return what is asked of the search: of all placements that have the same costs at once."""
+    if question.layers is None:
+        return [question]
+    return [_on(question, placement) for placement in placements]
+
+
+def _on(question: Question, placement: Placement) -> Question:
+    """Return the question for this placement alone."""
+    costs = question.costs_of(placement, "a plan")
+    return replace(question, costs=costs, placements=(placement,))
 
 
 def _rank(answer: Planned) -> tuple[float, float, bool]:
@@ -317,7 +337,7 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
         progress=question.progress,
     )
     made = planned()
-    own = question.costs_of(made.schedule.num_stages, "the plan")
+    own = question.costs_of(made.schedule.placement, "the plan")
     if own.whole_us is None:
         return Planned(made.schedule, own, plan=made, limits=limits, known=())
     found = [joined(judge(made.schedule, own), goal)]
@@ -326,7 +346,7 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
         whole = whole_backwards(planned(whole=True).schedule)
         alike = whole.placement == made.schedule.placement
         for each in [[*starts, whole]] if alike else [starts, [whole]]:
-            own = question.costs_of(each[0].num_stages, "the plan")
+            own = question.costs_of(each[0].placement, "the plan")
             chosen = split_where_it_pays(each, own, limits, goal, made.steps // 2)
             found.append(judge(chosen, own))
     best = min(found, key=lambda each: goal.of(each.timeline))
@@ -335,7 +355,7 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
 
 
 def _bound(question: Question, placement: Placement, limits: Sequence[float]) -> float:
-    costs = question.costs_of(len(placement), "a plan")
+    costs = question.costs_of(placement, "a plan")
     sizes = question.num_devices, question.num_microbatches
     return lower_bound(costs, placement, *sizes, limits, span=question.objective is Objective.SPAN)
 
@@ -344,7 +364,7 @@ def _cuts(question: Question) -> Iterator[Costs]:
     """Yield the costs of every number of stages a device that they can be had for."""
     for chunks in question.chunk_counts():
         try:
-            yield question.costs_of(chunks * question.num_devices, "a plan")
+            yield question.costs_of(looping(question.num_devices, chunks), "a plan")
         except ScheduleError:
             continue
 
@@ -373,7 +393,7 @@ def _possible(question: Question, limits: Sequence[float]) -> Iterator[Possible]
     sizes = question.num_devices, question.num_microbatches
     for rival, block in rivals_of(*sizes, question.chunk_counts()):
         try:
-            costs = question.costs_of(len(block.placement), str(rival))
+            costs = question.costs_of(block.placement, str(rival))
         except ScheduleError:  # of stages that the costs do not tell apart
             continue
         possible = may_fit(block, costs, question.num_microbatches, limits)
@@ -429,12 +449,12 @@ def _also_planned(
 
 def _is_compared(question: Question, chunks: int) -> bool:
     """Return whether there are costs of so many stages a device, and not too many passes."""
-    stages = chunks * question.num_devices
+    placement = looping(question.num_devices, chunks)
     try:
-        question.costs_of(stages, "a plan")
+        question.costs_of(placement, "a plan")
     except ScheduleError:
         return False
-    return 3 * stages * question.num_microbatches <= MOST_COMPARED
+    return 3 * len(placement) * question.num_microbatches <= MOST_COMPARED
 
 
 def _as_planned(known: Known, limits: tuple[float, ...], objective: Objective) -> Planned:

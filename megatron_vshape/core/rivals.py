@@ -8,7 +8,7 @@ from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.placement import stages_of
+from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make, make_block
@@ -83,7 +83,10 @@ def judge(schedule: Schedule, costs: Costs) -> Known:
 
 
 def judge_rival(
-    rival: Rival, num_devices: int, num_microbatches: int, costs_of: Callable[[int, str], Costs]
+    rival: Rival,
+    num_devices: int,
+    num_microbatches: int,
+    costs_of: Callable[[Placement, str], Costs],
 ) -> Known:
     """Return the catalogue's schedule with its times and its peaks.
 
@@ -91,7 +94,7 @@ def judge_rival(
         ScheduleError: it is not for these sizes, or there are no costs of its stages.
     """
     schedule = _made(rival, num_devices, num_microbatches)
-    return judge(schedule, costs_of(schedule.num_stages, str(rival)))._replace(rival=rival)
+    return judge(schedule, costs_of(schedule.placement, str(rival)))._replace(rival=rival)
 
 
 @lru_cache(maxsize=64)  # a frontier asks for the same ones at every limit

@@ -42,6 +42,15 @@ def test_chunks_bound_the_stages_of_a_device(capsys: pytest.CaptureFixture[str])
     assert "placement       2 stages a device" in capsys.readouterr().out
 
 
+def test_layers_are_dealt_out_with_the_order(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--devices", "2", "--microbatches", "4", "--chunks", "2", *COST, *NO_PROOF]
+    split = ["--layers", "9", "--layer-split", "auto", "--head", "2"]
+    assert main(["plan", *sizes, *split, "--memory-limit", "4"]) == 0
+    told = re.search(r"^layers +--pipeline-layer-split ([0-9,]+)$", capsys.readouterr().out, re.M)
+    assert told is not None
+    assert sum(map(int, told[1].split(","))) == 9
+
+
 def test_a_small_plan_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ortools")
     small = ["plan", "--devices", "2", "--microbatches", "3", *COST, "--memory-limit", "4"]
@@ -128,6 +137,12 @@ def test_the_least_limit_is_told_in_gib_and_is_enough(
         (["plan", *SIZE, "--memory-limit", "1"], "the least limit for all devices is 2"),
         (["plan", *SIZE, "--memory-limit", "six"], "--memory-limit 'six' is neither chunks"),
         (["plan", *SIZE, "--memory-limit", "4GiB"], "--memory-limit 4GiB needs --costs FILE"),
+        (["plan", *SIZE, "--layer-split", "auto"], "--layer-split auto needs --layers N"),
+        (["plan", *SIZE, "--head", "3"], "--head 3 needs --layer-split auto"),
+        (
+            ["plan", *SIZE, "--layer-split", "auto", "--layers", "1"],
+            "1 layers are too few for 4 stages",
+        ),
         (["plan", *SIZE, "--seconds", "0"], "'0' is not a number of seconds above 0"),
         (["plan", *SIZE, "--export", "plan.txt"], "--export plan.txt: the file's name must end"),
         (["plan", *SIZE, "--frontier", "f.svg", "--memory-limit", "4"], "plans at every limit"),

@@ -57,18 +57,24 @@ class Pieces:
         )
 
     @classmethod
-    def estimated(cls, head_in_layers: float, layers_per_chunk: float) -> "Pieces":
-        """Return pieces in passes and chunks of `layers_per_chunk` layers, F = B = W.
+    def estimated(
+        cls,
+        head_in_layers: float,
+        layers_per_chunk: float,
+        times: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 0.0),
+    ) -> "Pieces":
+        """Return pieces in the unit of the times of a chunk's F, B and W and of a message.
 
-        The embedding takes no products, and next to nothing; the head's logits are not counted
-        as memory, so that a chunk stays the unit that 1F1B holds 2 x devices of.
+        A chunk has `layers_per_chunk` layers and holds one. The embedding takes no products, and
+        next to nothing; the head's logits are not counted as memory, so that a chunk stays the unit
+        that 1F1B holds 2 x devices of.
         """
-        chunk = Piece(1.0, 1.0, 1.0, 1.0, 1.0)
-        layer = chunk.times(1 / layers_per_chunk)
+        forward, backward, weight, send_us = times
+        layer = Piece(forward, backward, weight, 1.0, 1.0).times(1 / layers_per_chunk)
         head = replace(
             layer.times(head_in_layers), held_after_forward_bytes=0.0, held_after_backward_bytes=0.0
         )
-        return cls(layer, layer.times(0.0), head, 0.0)
+        return cls(layer, layer.times(0.0), head, send_us)
 
     def costs(self, layers: Sequence[int]) -> Costs:
         """Return the costs of stages with so many layers each."""
