@@ -14,7 +14,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner import search
-from megatron_vshape.core.planner.orders import Candidate, PlacementSearch
+from megatron_vshape.core.planner.orders import Candidate, PlacementSearch, Run
 from megatron_vshape.core.planner.search import Objective, plan
 
 REAL = (1.0, 1.15, 0.85, 0.05)
@@ -119,11 +119,11 @@ def test_an_interrupt_before_all_placements_have_an_order_keeps_the_best(
 ) -> None:
     begin, begun = PlacementSearch.begin, []
 
-    def interrupted(self: PlacementSearch, budget: int) -> list[Candidate]:
+    def interrupted(self: PlacementSearch, budget: int, run: Run) -> list[Candidate]:
         begun.append(self)
         if len(begun) == 2:
             raise KeyboardInterrupt
-        return begin(self, budget)
+        return begin(self, budget, run)
 
     monkeypatch.setattr(PlacementSearch, "begin", interrupted)
     made = plan(Costs.uniform(4, 16, *REAL), 4, 8, 8, seconds=60)
