@@ -14,8 +14,8 @@ the least of theirs holds.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from megatron_vshape.core.check.ends import Ways, end_with_idle
 from megatron_vshape.core.model.costs import Costs, held_text, regroup
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement, check_placement, stages_of
@@ -43,6 +43,14 @@ class LimitError(ScheduleError):
             f"microbatch alone needs {text(self.need)} there; the least limit for all devices is "
             f"{text(self.least)}"
         )
+
+
+class Ways(NamedTuple):
+    """Shortest times along the way of one microbatch, per stage."""
+
+    forward: tuple[float, ...]  # until F(s) can start
+    round_trip: tuple[float, ...]  # from the start of F(s) to the end of B(s)
+    drain: tuple[float, ...]  # from the end of B(s) to the end of B(0) and its W
 
 
 def each_limit(limits: float | Sequence[float], num_devices: int) -> tuple[float, ...]:
@@ -115,6 +123,9 @@ def lower_bound(
     For the span, each device's own first start is subtracted: when the first microbatch can be
     there, and no order that runs at once what it can starts later.
     """
+    # With numpy, which the names of schedules do not need.
+    from megatron_vshape.core.check.ends import end_with_idle
+
     costs = costs.split_no_slower()
     # a BW holds what its F left until it ends, even if a B left more for its W
     held = costs.held_after_forward_bytes, costs.held_after_backward_bytes
