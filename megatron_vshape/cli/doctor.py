@@ -100,7 +100,13 @@ def _two_columns(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
+    return textwrap.wrap(
+        text,
+        width,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,  # names stay whole: they are looked for
+    )
 
 
 def _version(*distributions: str) -> str:

@@ -89,6 +89,7 @@ def test_ctrl_c_ends_a_frontier_with_what_is_done(
         return best_order(question)
 
     monkeypatch.setattr("megatron_vshape.core.frontier.best_order", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup has it ignored
     path = tmp_path / "frontier.svg"
     arguments = ["plan", "--devices", "3", "--microbatches", "6", *COST, "--frontier", str(path)]
     assert main(arguments) == 0
@@ -100,7 +101,7 @@ def test_ctrl_c_ends_a_frontier_with_what_is_done(
         "limit 3 of 6 chunks",
         "interrupted",
     ]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 def test_a_limit_in_gib_is_of_the_costs_bytes(

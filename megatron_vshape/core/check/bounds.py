@@ -14,14 +14,11 @@ the least of theirs holds.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from megatron_vshape.core.model.costs import Costs, held_text, regroup
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement, check_placement, stages_of
-
-if TYPE_CHECKING:  # it brings numpy along, which no name of a schedule needs
-    from megatron_vshape.core.check.ends import Ways
 
 _ROUNDING = 1e-9
 
@@ -46,6 +43,14 @@ class LimitError(ScheduleError):
             f"microbatch alone needs {text(self.need)} there; the least limit for all devices is "
             f"{text(self.least)}"
         )
+
+
+class Ways(NamedTuple):
+    """Shortest times along the way of one microbatch, per stage."""
+
+    forward: tuple[float, ...]  # until F(s) can start
+    round_trip: tuple[float, ...]  # from the start of F(s) to the end of B(s)
+    drain: tuple[float, ...]  # from the end of B(s) to the end of B(0) and its W
 
 
 def each_limit(limits: float | Sequence[float], num_devices: int) -> tuple[float, ...]:
@@ -123,6 +128,7 @@ def lower_bound(
     For the span, each device's own first start is subtracted: when the first microbatch can be
     there, and no order that runs at once what it can starts later.
     """
+    # With numpy, which the names of schedules do not need.
     from megatron_vshape.core.check.ends import end_with_idle
 
     costs = costs.split_no_slower()
@@ -154,9 +160,7 @@ def _work_us(costs: Costs, stage: int) -> float:
     return costs.forward_us[stage] + costs.backward_us[stage] + costs.weight_us[stage]
 
 
-def _make_paths(costs: Costs, placement: Placement) -> "Ways":
-    from megatron_vshape.core.check.ends import Ways
-
+def _make_paths(costs: Costs, placement: Placement) -> Ways:
     stages = len(placement)
     hop = [costs.send_us if placement[s] != placement[s - 1] else 0.0 for s in range(1, stages)]
     forward, drain = [0.0], [costs.weight_us[0]]
@@ -171,7 +175,7 @@ def _make_paths(costs: Costs, placement: Placement) -> "Ways":
 
 
 def _over_time(
-    costs: Costs, paths: "Ways", stages: Sequence[int], num_microbatches: int, limit: float
+    costs: Costs, paths: Ways, stages: Sequence[int], num_microbatches: int, limit: float
 ) -> float:
     """Return how long the device's memory is needed, all of it all the time."""
     if limit <= 0:

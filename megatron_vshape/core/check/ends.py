@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_vshape.core.check.bounds import Ways
 from megatron_vshape.core.model.costs import Costs
 
 Floats = npt.NDArray[np.float64]
@@ -28,14 +29,6 @@ MOST_PRICES = 8
 MOST_INSIDE = 64
 """Microbatches beyond are counted as if they could bring all their work at once."""
 _ROUNDING = 1e-9
-
-
-class Ways(NamedTuple):
-    """Shortest times along the way of one microbatch, per stage."""
-
-    forward: tuple[float, ...]  # until F(s) can start
-    round_trip: tuple[float, ...]  # from the start of F(s) to the end of B(s)
-    drain: tuple[float, ...]  # from the end of B(s) to the end of B(0) and its W
 
 
 class _Line(NamedTuple):
