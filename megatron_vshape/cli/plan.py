@@ -142,6 +142,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for up to 4 devices and 8 microbatches, let CP-SAT prove the bound or find a better "
         f"order for so long (default: {PROOF_SECONDS:g}; 0: not at all); needs the extra exact",
     )
+    _add_outputs(parser)
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--export", type=Path, metavar="FILE", help="the schedule: .json or .csv")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="the playground's page of it, in one file: .html"

@@ -82,6 +82,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transformer-engine", action="store_true", help="its layers, not Megatron's own"
     )
+    _add_links(parser)
+    parser.add_argument(
+        "--repeats", type=count, default=10, metavar="N", help="microbatches timed per stage"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE.json", help="the costs file"
+    )
+
+
+def _add_links(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--send-us",
         type=_time,
@@ -102,12 +112,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="235,20",
         metavar="GB/S,US",
         help="likewise between the ranks of a stage (default %(default)s: NCCL within a node)",
-    )
-    parser.add_argument(
-        "--repeats", type=count, default=10, metavar="N", help="microbatches timed per stage"
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE.json", help="the costs file"
     )
 
 
