@@ -11,9 +11,6 @@ from megatron_vshape.core.model.schedule import Plan, Schedule
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.core.rivals import judge
 
-STEPS = 700_000
-"""The budget of a limit: there are many, and what fits one limit helps the next."""
-
 _SAME = 1 + 1e-9
 
 
@@ -50,10 +47,7 @@ def frontier(
     placements = default_placements(question.num_devices, costs.num_stages)
     least = least_limit(costs, question.num_devices, placements)
     for limit in [each for each in sorted(limits) if each * _SAME >= least] or [max(limits)]:
-        asked = replace(question, limit=limit, holds_less=False)
-        if question.seconds is None:
-            asked = replace(asked, steps=question.steps or STEPS)
-        made = best_order(asked).plan
+        made = best_order(replace(question, limit=limit, holds_less=False)).plan
         point = Point(limit, max(made.peak), made.value, made.bubble, made.schedule, made)
         if points and points[-1].value <= point.value * _SAME:  # of equal ones what holds less
             point = replace(points[-1], limit=limit, plan=_of_both(points[-1].plan, made))

@@ -22,6 +22,7 @@ class Pieces:
     last: Piece
     send_us: float
     host_us: float = 0.0  # of a pass, however many layers it has
+    sources: tuple[tuple[str, str], ...] = ()  # of the costs that these are of
 
     @classmethod
     def of(cls, costs: Costs, layers: Sequence[float]) -> "Pieces":
@@ -54,6 +55,7 @@ class Pieces:
             stages[-1].over(layer.times(layers[-1])),
             costs.send_us,
             costs.host_us,
+            costs.sources,
         )
 
     @classmethod
@@ -84,7 +86,7 @@ class Pieces:
         least = LEAST * self.layer.time_us
 
         stages = [stage.at_least(least) for stage in stages]
-        return Costs.of(stages, self.send_us, layers, self.host_us)
+        return Costs.of(stages, self.send_us, layers, self.host_us, self.sources)
 
     def balanced(self, num_layers: int, placement: Placement) -> tuple[int, ...]:
         """Return how many layers every stage gets so that the busiest device has least to do.
