@@ -11,7 +11,7 @@ from megatron_vshape.core.rivals import Rival
 from megatron_vshape.mcore.setup.against_megatron import megatrons_if_best
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
 
-RANKS, MICROBATCHES = 4, 8
+RANKS, MICROBATCHES = 4, 4
 
 
 def asked(tmp_path: Path, whole: float, **changed: object) -> Rival | None:
@@ -39,7 +39,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_interleaved_runs_where_splitting_is_dear(tmp_path: Path) -> None:
-    assert asked(tmp_path, 0.6) == Rival("interleaved-1f1b", 2)
+    assert asked(tmp_path, 0.55) == Rival("interleaved-1f1b", 2)
 
 
 def test_a_plan_runs_where_splitting_costs_nothing(tmp_path: Path) -> None:
@@ -53,4 +53,4 @@ def test_a_plan_runs_where_splitting_costs_nothing(tmp_path: Path) -> None:
 def test_a_run_that_needs_a_schedule_of_this_package_gets_one(
     tmp_path: Path, changed: dict[str, object]
 ) -> None:
-    assert asked(tmp_path, 0.6, **changed) is None
+    assert asked(tmp_path, 0.55, **changed) is None

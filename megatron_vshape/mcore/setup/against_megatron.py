@@ -29,11 +29,12 @@ def megatrons_if_best(args: Namespace, options: PipelineOptions) -> Rival | None
         ScheduleError: costs, limit and number of ranks do not go together.
     """
     ranks, costs = args.pipeline_model_parallel_size, options.costs_file
-    limit, microbatches = options.memory_limit_gib, _num_microbatches(args)
+    limit = options.memory_limit_gib
     mine = options.profile_steps or options.post_validates or options.layer_split is not None
     if options.schedule != AUTO or ranks == 1 or costs is None or isinstance(limit, float):
         return None
-    if mine or microbatches is None or _lies_its_own_way(args):
+    microbatches = None if mine or _lies_its_own_way(args) else _num_microbatches(args)
+    if microbatches is None:
         return None
     choice = choice_of(AUTO, ranks, options.costs(), limit)
     measured, layers = choice.costs, args.num_layers
