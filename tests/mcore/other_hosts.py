@@ -12,4 +12,6 @@ from megatron_vshape.runtime import measure
 def start(rank: int, given: object) -> None:
     """Shift the clock by a day for every rank."""
     module: Any = measure
-    module.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + 86_400 * rank)
+    module.time = SimpleNamespace(
+        perf_counter=lambda: time.perf_counter() + 86_400 * rank, thread_time=time.thread_time
+    )

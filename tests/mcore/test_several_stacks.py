@@ -23,12 +23,12 @@ from megatron.core.process_groups_config import MultiModuleProcessGroupCollectio
 from megatron.core.transformer import TransformerConfig
 
 import megatron_vshape
-from megatron_vshape.mcore.hooks import registry, replacements
+from megatron_vshape.mcore.hooks import registry, replacements, training
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError, check_one_module
 
 SAID = "megatron-vshape: schedule zb-h1 does not work with {}: stages are parts of one stack of "
-MODELS = [each for each in registry.HOOKS if each.attribute.endswith("Model.__init__")]
+MODELS = [each for each in registry.HOOKS if each.replacement is replacements.several_stacks_init]
 STACKS = [each for each in MODELS if not each.attribute.startswith("GPTModel")]
 
 
@@ -123,7 +123,7 @@ def provided(provider: Any, num_chunks: int, **options: Any) -> Any:
             stage_map=SimpleNamespace(num_chunks=99),
             ends=lambda rank, chunk: (True, False),
         )
-    return replacements._model_provider(session, provider)(True, True, **options)
+    return training._model_provider(session, provider)(True, True, **options)
 
 
 def test_a_provider_that_knows_no_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

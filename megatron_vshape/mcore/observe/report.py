@@ -215,15 +215,21 @@ def _why(checked: Checked) -> list[str]:
 
 def shares_processors() -> bool:
     """Return whether the ranks of this host run on processors, and on fewer than they are."""
-    return not torch.cuda.is_available() and _local_ranks() > len(os.sched_getaffinity(0))
+    return not torch.cuda.is_available() and _local_ranks() > _processors()
 
 
 def _local_ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())  # torchrun tells
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)  # torchrun tells
+
+
+def _processors() -> int:
+    allowed = getattr(os, "sched_getaffinity", None)  # not on every system
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
 def _sharing() -> str:
-    return f"{_local_ranks()} ranks share {len(os.sched_getaffinity(0))} processors"
+    return f"{_local_ranks()} ranks share {_processors()} processors"
 
 
 def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:

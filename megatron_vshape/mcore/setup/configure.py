@@ -265,12 +265,20 @@ def _num_microbatches(args: Namespace) -> int:
     return max(microbatches, 1)
 
 
+def _unwrapped(chunk: nn.Module) -> nn.Module:
+    """Return the chunk without what data parallelism and 16 bits put around it."""
+    while isinstance(inner := getattr(chunk, "module", None), nn.Module):
+        chunk = inner
+    return chunk
+
+
 def prepare_layers(state: StepState, chunks: Sequence[nn.Module]) -> None:
     """Have the chunks' linear layers put their weight gradients off, and name them in traces.
 
     Raises:
         StoreError: Transformer Engine's layers are not as this package knows them.
     """
+    chunks = [_unwrapped(chunk) for chunk in chunks]  # whose names are the model's own
     te_layers.install(state, chunks)
     for chunk in chunks:
         mark_gathered(chunk)
