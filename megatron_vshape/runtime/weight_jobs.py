@@ -298,13 +298,18 @@ def _addmm_wide(total: Tensor, dy: Tensor, x: Tensor) -> None:
 
 def _apex_accumulate(total: Tensor, dy: Tensor, x: Tensor) -> None:
     apex = _apex()
+    if apex is None:
+        raise RuntimeError("the weight gradient kernel 'apex' needs fused_weight_gradient_mlp_cuda")
     wide = total.dtype == torch.float32
     add = apex.wgrad_gemm_accum_fp32 if wide else apex.wgrad_gemm_accum_fp16
     add(x, dy, total)
 
 
 def _te_accumulate(total: Tensor, dy: Tensor, x: Tensor) -> None:
-    _te_gemm()(x, dy, out_dtype=total.dtype, layout="NT", out=total, accumulate=True, grad=True)
+    gemm = _te_gemm()
+    if gemm is None:
+        raise RuntimeError("the weight gradient kernel 'te_gemm' needs Transformer Engine")
+    gemm(x, dy, out_dtype=total.dtype, layout="NT", out=total, accumulate=True, grad=True)
 
 
 _KERNELS: dict[WeightGradKernel, Callable[[Tensor, Tensor, Tensor], None]] = {
@@ -325,7 +330,7 @@ def _addmm_has_out_dtype() -> bool:
 
 
 @functools.cache
-def _apex() -> Any:
+def _apex() -> Any | None:
     try:
         return importlib.import_module("fused_weight_gradient_mlp_cuda")
     except ImportError:
@@ -333,10 +338,8 @@ def _apex() -> Any:
 
 
 @functools.cache
-def _te_gemm() -> Any:
-    """Return general_gemm if it is there, called with TE's own workspace where it wants one (before
-    TE 2.10).
-    """
+def _te_gemm() -> Callable[..., Any] | None:
+    """Return general_gemm, called with TE's own workspace where it wants one: before TE 2.10."""
     try:
         extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
         gemm: Callable[..., Any] = extensions.general_gemm

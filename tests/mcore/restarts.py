@@ -39,7 +39,7 @@ def fail_once(name: str, step: int) -> None:
     original, calls = MegatronStage.backward_inputs, []
 
     def run(self: MegatronStage, number: int, *args: Any) -> Any:
-        if (self._stage, number) == (stage, microbatch):
+        if (self.stage, number) == (stage, microbatch):
             calls.append(number)
             if len(calls) == step:
                 raise FailedOnPurposeError(name)
