@@ -61,7 +61,7 @@ def train(folder: Path, *options: str) -> Learnt:
     )
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-6000:]
     kept: list[Any] = [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
-    (reads,) = [each for each in kept if each["steps"]]  # one rank has the losses
+    reads = next(each for each in kept if each["steps"])  # one rank of a pipeline has the losses
     parameters = {name: value for each in kept for name, value in each["parameters"].items()}
     return Learnt(reads["steps"], reads["evaluations"], parameters, ended.stdout + ended.stderr)
 
