@@ -114,7 +114,7 @@ class Saved(NamedTuple):
 
 
 FOUR_STEPS = "--steps", "4"
-"""On one replica: loading the distributed optimizer's state fails in Megatron on this CPU (open)."""
+"""On one replica: loading the distributed optimizer's state fails in Megatron on a CPU (open)."""
 
 
 @pytest.fixture(scope="module")
