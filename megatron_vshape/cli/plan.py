@@ -106,18 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most stages that a device may hold (default: what the layers allow, up to "
         f"{MOST_CHUNKS}; of a costs file that does not know its layers, what it tells apart)",
     )
-    parser.add_argument(
-        "--layer-split",
-        choices=(AUTO_SPLIT,),
-        help="auto: deal the layers out with the order, to stages of unequal length; takes "
-        "--layers, or a costs file that says them",
-    )
-    parser.add_argument(
-        "--head",
-        type=_head,
-        metavar="X",
-        help="with --layer-split and without --costs: the output layer takes as long as X layers",
-    )
+    _add_layer_split(parser)
     parser.add_argument(
         "--against",
         metavar="NAME",
@@ -143,6 +132,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"order for so long (default: {PROOF_SECONDS:g}; 0: not at all); needs the extra exact",
     )
     _add_outputs(parser)
+
+
+def _add_layer_split(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--layer-split",
+        choices=(AUTO_SPLIT,),
+        help="auto: deal the layers out with the order, to stages of unequal length; takes "
+        "--layers, or a costs file that says them",
+    )
+    parser.add_argument(
+        "--head",
+        type=_head,
+        metavar="X",
+        help="with --layer-split and without --costs: the output layer takes as long as X layers",
+    )
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:

@@ -14,8 +14,8 @@ the least of theirs holds.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
+from megatron_vshape.core.check.ways import Ways, ways_of
 from megatron_vshape.core.model.costs import Costs, held_text, regroup
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement, check_placement, stages_of
@@ -43,14 +43,6 @@ class LimitError(ScheduleError):
             f"microbatch alone needs {text(self.need)} there; the least limit for all devices is "
             f"{text(self.least)}"
         )
-
-
-class Ways(NamedTuple):
-    """Shortest times along the way of one microbatch, per stage."""
-
-    forward: tuple[float, ...]  # until F(s) can start
-    round_trip: tuple[float, ...]  # from the start of F(s) to the end of B(s)
-    drain: tuple[float, ...]  # from the end of B(s) to the end of B(0) and its W
 
 
 def each_limit(limits: float | Sequence[float], num_devices: int) -> tuple[float, ...]:
@@ -135,7 +127,7 @@ def lower_bound(
     # a BW holds what its F left until it ends, even if a B left more for its W
     held = costs.held_after_forward_bytes, costs.held_after_backward_bytes
     costs = replace(costs, held_after_backward_bytes=tuple(map(min, *held)))
-    paths = _make_paths(costs, placement)
+    paths = ways_of(costs, placement)
     best = paths.round_trip[0] + costs.weight_us[0]
     own_ends = []
     for device, stages in enumerate(stages_of(placement, num_devices)):
@@ -158,20 +150,6 @@ def lower_bound(
 
 def _work_us(costs: Costs, stage: int) -> float:
     return costs.forward_us[stage] + costs.backward_us[stage] + costs.weight_us[stage]
-
-
-def _make_paths(costs: Costs, placement: Placement) -> Ways:
-    stages = len(placement)
-    hop = [costs.send_us if placement[s] != placement[s - 1] else 0.0 for s in range(1, stages)]
-    forward, drain = [0.0], [costs.weight_us[0]]
-    for stage in range(1, stages):
-        forward.append(forward[-1] + costs.forward_us[stage - 1] + hop[stage - 1])
-        drain.append(drain[-1] + costs.backward_us[stage - 1] + hop[stage - 1])
-    trip = [costs.forward_us[-1] + costs.backward_us[-1]]
-    for stage in reversed(range(stages - 1)):
-        own = costs.forward_us[stage] + costs.backward_us[stage]
-        trip.append(trip[-1] + own + 2 * hop[stage])
-    return Ways(tuple(forward), tuple(reversed(trip)), tuple(drain))
 
 
 def _over_time(
