@@ -195,6 +195,56 @@ Kind.BW = define(
     frees="held_after_forward_bytes",
 )
 
+# What waits in host memory (arXiv 2503.01328): a microbatch that does so has all four. The copies
+# run beside the processor; what the device holds follows from the two markers in its row, so a late
+# copy stalls and never takes more memory.
+TO_HOST, FROM_HOST = "link to the host", "link from the host"
+
+COPY_OUT = define(
+    "D",
+    label="copy to the host",
+    method="copy_out",
+    reads=[Read("F")],
+    resource=TO_HOST,
+    time="copy_out_us",
+    colour="#6b4fa0",
+    terminal=(61, 146),
+)
+RELEASE = define(
+    "L",
+    label="release",
+    words="the release of what was copied to the host",
+    method="release",
+    reads=[Read("D")],
+    frees="offloaded_bytes",
+    colour="#4d4d4d",
+    terminal=(239, 248),
+)
+RELOAD = define(
+    "R",
+    label="room for a reload",
+    words="the making of room for what is copied back",
+    method="make_room",
+    reads=[Read("L")],
+    takes="offloaded_bytes",
+    colour="#4d4d4d",
+    terminal=(239, 248),
+)
+COPY_BACK = define(
+    "H",
+    label="copy from the host",
+    method="copy_back",
+    reads=[Read("R")],
+    before=["B"],
+    resource=FROM_HOST,
+    time="copy_back_us",
+    colour="#8a3b78",
+    terminal=(96, 182),
+)
+
+OFFLOAD = (COPY_OUT, RELEASE, RELOAD, COPY_BACK)
+"""The kinds of a stage and microbatch whose activations wait in host memory."""
+
 
 def simple_kinds(kinds: Iterable[Kind]) -> tuple[Kind, ...]:
     """Return the simple kinds among these and in what they do, in the table's order."""
