@@ -235,3 +235,9 @@ def test_needs_of_a_pass() -> None:
     assert list(Pass(Kind.F, 0, 2).needs(3)) == []
     assert list(Pass(Kind.BW, 1, 2).needs(3)) == [Pass(Kind.F, 1, 2), Pass(Kind.B, 2, 2)]
     assert list(Pass(Kind.W, 1, 2).needs(3)) == [Pass(Kind.B, 1, 2)]
+
+
+def test_a_pass_of_another_kind_stands_for_none_that_is_missing() -> None:
+    order = ((Pass.parse("L0.0"), Pass.parse("BW0.0")),)
+    with pytest.raises(ScheduleError, match=r"F0\.0 runs never on device 0"):
+        verify(Schedule("mine", 1, 1, (0,), order))
