@@ -223,11 +223,13 @@ def test_a_changed_schedule_is_caught_at_length(data: st.DataObject, replay) -> 
 @example("F-1.0")
 @example("F1234567890.0")
 def test_a_pass_is_its_text(text: str) -> None:
-    if re.fullmatch(r"(BW|F|B|W)[0-9]{1,9}\.[0-9]{1,9}", text):
+    if re.fullmatch(r"(BW|F|B|W|D|L|R|H)[0-9]{1,9}\.[0-9]{1,9}", text):
         work = Pass.parse(text)
         assert Pass.parse(str(work)) == work
     else:
-        with pytest.raises(ScheduleError, match="is not a pass: expected F, B, W or BW, a stage"):
+        with pytest.raises(
+            ScheduleError, match="is not a pass: expected F, B, W, BW, D, L, R or H, a stage"
+        ):
             Pass.parse(text)
 
 
