@@ -247,6 +247,11 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
             "\nbackward passes run whole (BW): with --recompute-granularity full, a backward that "
             "is split would keep all that it recomputes"
         )
+    if pipeline.choice.whole_stages:
+        whole += (
+            "\nbackward passes run whole (BW) but on the last stage: CUDA graphs cover all their "
+            "layers"
+        )
     if pipeline.recomputed_inputs:
         whole += (
             "\nwhat B recomputes of "
