@@ -30,7 +30,7 @@ def test_a_plan_is_printed_and_exported(tmp_path: Path, capsys: pytest.CaptureFi
     assert schedule.num_stages == 16
     assert "placement       4 stages a device, a loop" in shown
     timeline = simulate(schedule, Costs.uniform(4, 16, 1, 1.15, 0.85, 0.05))
-    assert f"makespan        {timeline.makespan:.6g}" in shown
+    assert f"makespan        {timeline.makespan:.6g} in the unit of --cost\n" in shown
     assert "memory          6 chunks at the peak, limit 6 chunks" in shown
     assert "lower bound" in shown
     assert max(peak_held(schedule)) == 6
@@ -72,6 +72,20 @@ def test_the_frontier_is_a_picture_and_a_table(
     assert values == sorted(values, reverse=True)
     assert "V-Half" in path.read_text()
     assert "v-half" in capsys.readouterr().out
+
+
+def test_a_frontier_says_its_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    held = (2.0**30,) * 4
+    costs = Costs((1e6,) * 4, (1e6,) * 4, (1e6,) * 4, 0.0, held, held)
+    (tmp_path / "costs.json").write_text(costs.to_json())
+    size = ["--devices", "2", "--microbatches", "4", "--chunks", "2"]
+    written = ["--costs", str(tmp_path / "costs.json"), "--frontier", str(tmp_path / "f.svg")]
+    assert main(["plan", *size, *written]) == 0
+    heading, *rows = (tmp_path / "f.csv").read_text().splitlines()
+    assert "step time, ms" in heading
+    assert "1f1b,,4,30000," in "\n".join(rows)
+    assert "e+" not in capsys.readouterr().out
 
 
 def test_ctrl_c_ends_a_frontier_with_what_is_done(
