@@ -11,7 +11,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers, recut
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS
+from megatron_vshape.core.paper.catalogue import MOST_STAGES_A_DEVICE, NAMES, OPTIONS
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import GIB
 
@@ -48,6 +48,16 @@ def count(text: str) -> int:
         number = 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return number
+
+
+def chunks(text: str) -> int:
+    """Return the stages a device that an argument is."""
+    number = count(text)
+    if number > MOST_STAGES_A_DEVICE:
+        raise argparse.ArgumentTypeError(
+            f"{text}: a device may hold up to {MOST_STAGES_A_DEVICE} stages"
+        )
     return number
 
 

@@ -29,6 +29,7 @@ from megatron_vshape.cli.options import (
     UNITS,
     add_cost_arguments,
     add_size_arguments,
+    chunks,
     count,
     cut_of,
     float_or_nan,
@@ -104,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--chunks",
-        type=count,
+        type=chunks,
         metavar="N",
         help="most stages that a device may hold (default: what the layers allow, up to "
         f"{MOST_CHUNKS}; of a costs file that does not know its layers, what it tells apart)",

@@ -18,6 +18,7 @@ from megatron_vshape.cli.files import (
 from megatron_vshape.cli.options import (
     add_cost_arguments,
     add_size_arguments,
+    chunks,
     count,
     question_of,
 )
@@ -85,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chunks",
         dest="num_chunks",
-        type=count,
+        type=chunks,
         metavar="C",
         help="stages a device, if interleaved (default 2)",
     )

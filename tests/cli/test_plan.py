@@ -156,7 +156,12 @@ def test_the_least_limit_is_told_in_gib_and_is_enough(
         (["plan", *SIZE, "--head", "3"], "--head 3 needs --layer-split auto"),
         (
             ["plan", *SIZE, "--layer-split", "auto", "--layers", "1"],
-            "1 layers are too few for 4 stages",
+            "1 layer is too few for 4 stages",
+        ),
+        (["plan", *SIZE, "--chunks", "99999"], "99999: a device may hold up to 128 stages"),
+        (
+            ["plan", *SIZE, "--memory-limit", "interleaved-1f1b:999"],
+            "num_chunks of interleaved-1f1b is 999; a device may hold up to 128 stages",
         ),
         (["plan", *SIZE, "--seconds", "0"], "'0' is not a number of seconds above 0"),
         (["plan", *SIZE, "--export", "plan.txt"], "--export plan.txt: the file's name must end"),

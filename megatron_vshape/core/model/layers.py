@@ -150,8 +150,9 @@ def recut(
 def check_stages(num_layers: int, least: int, num_stages: int) -> None:
     """Raise ScheduleError if there are too few layers for the inner stages."""
     if num_layers < max(least, 1):
+        layers = "1 layer is" if num_layers == 1 else f"{num_layers} layers are"
         raise ScheduleError(
-            f"{num_layers} layers are too few for {num_stages} stages: only the first and the last "
+            f"{layers} too few for {num_stages} stages: only the first and the last "
             f"may be without, so make --num-layers at least {max(least, 1)}"
         )
 
