@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_vshape.core.ask import PLUS_NAMES, Cut, Question, find
@@ -107,31 +107,45 @@ def _time(text: str, name: str) -> float:
     return value
 
 
-def question_of(
-    name: str, options: argparse.Namespace, measured: Costs | None, choices: Mapping[str, int]
-) -> Question:
-    """Return the question for the schedule that `name` names, at the costs that are given.
+def questions_of(
+    names: Sequence[str],
+    options: argparse.Namespace,
+    measured: Costs | None,
+    choices: Mapping[str, int],
+) -> list[Question]:
+    """Return the questions for the schedules of these names, at the costs that are given.
 
-    `choices` are keyword arguments of `make`; those that the schedule has no use for are left out.
+    `choices` are keyword arguments of `make`; those that a schedule has no use for are left out.
+    A schedule file says its sizes, for the names beside it too.
 
     Raises:
-        ScheduleError: there is no such schedule, or a size is missing or not the file's.
+        ScheduleError: there is no such schedule, or a size is missing or not a file's.
     """
-    found = find(name, (*NAMES, *PLUS_NAMES))
+    found = {name: find(name, (*NAMES, *PLUS_NAMES)) for name in names}
     sizes = {"--devices": options.devices, "--microbatches": options.microbatches}
-    if isinstance(found, Schedule):
-        own = {"--devices": found.num_devices, "--microbatches": found.num_microbatches}
-        for option, wanted in sizes.items():
-            if wanted not in (None, own[option]):
-                raise ScheduleError(f"{name} is for {option} {own[option]}, not {wanted}")
-        sizes = own
+    for name, each in found.items():
+        if isinstance(each, Schedule):
+            own = {"--devices": each.num_devices, "--microbatches": each.num_microbatches}
+            for option, wanted in sizes.items():
+                if wanted not in (None, own[option]):
+                    raise ScheduleError(f"{name} is for {option} {own[option]}, not {wanted}")
+            sizes = own
     for option, size in sizes.items():
         if size is None:
-            raise ScheduleError(f"{name} needs {option}, as in --devices 4 --microbatches 8")
-    mine = tuple((key, choices[key]) for key in choices if key in OPTIONS.get(name, ()))
+            raise ScheduleError(f"{names[0]} needs {option}, as in --devices 4 --microbatches 8")
     devices, microbatches = sizes.values()
     cut = cut_of(devices, options.cost, measured)
-    return Question(found, devices, microbatches, measured, cut, choices=mine)
+    return [
+        Question(
+            each,
+            devices,
+            microbatches,
+            measured,
+            cut,
+            choices=tuple((key, choices[key]) for key in choices if key in OPTIONS.get(name, ())),
+        )
+        for name, each in found.items()
+    ]
 
 
 def cut_of(

@@ -20,10 +20,10 @@ from megatron_vshape.cli.options import (
     add_size_arguments,
     chunks,
     count,
-    question_of,
+    questions_of,
 )
-from megatron_vshape.cli.progress import Search, told
-from megatron_vshape.core.ask import PLUS_NAMES, SUFFIXES, ask
+from megatron_vshape.cli.progress import told
+from megatron_vshape.core.ask import PLUS_NAMES, SUFFIXES, Question, ask
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -118,7 +118,8 @@ def run(options: argparse.Namespace) -> int:
     names = list(dict.fromkeys([*filter(None, [options.name]), *options.compare]))
     time = partial(time_text, in_us=measured is not None)
     with told(time) as progress:
-        results = [_result(name, options, measured, progress.search) for name in names]
+        questions = questions_of(names, options, measured, _choices(options))
+        results = [_result(replace(each, progress=progress.search)) for each in questions]
     write_all(_outputs(options, results))
     if options.compare:
         print(table(comparison_rows([each.numbers for each in results])))
@@ -144,11 +145,8 @@ def _check(options: argparse.Namespace) -> None:
         check_can_draw("--figure")
 
 
-def _result(
-    name: str, options: argparse.Namespace, measured: Costs | None, search: Search
-) -> _Result:
-    question = question_of(name, options, measured, _choices(options))
-    answer = ask(replace(question, progress=search))
+def _result(question: Question) -> _Result:
+    answer, measured = ask(question), question.costs
     timeline = simulate(answer.schedule, answer.costs)
     numbers = numbers_of(timeline, None if measured is None else answer.costs)
     return _Result(answer.block, timeline, answer.costs, numbers, measured)

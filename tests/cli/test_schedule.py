@@ -132,6 +132,16 @@ def test_compare_prints_one_table(capsys):
     assert printed(capsys, "--compare", "1f1b", "v-min", "v-half", "v-zb", *SIZE) == out
 
 
+def test_a_file_says_the_sizes_of_what_it_is_compared_with(capsys):
+    printed(capsys, "v-half", *SIZE, "--export", "half.json")
+    whole = printed(capsys, "v-half", *SIZE, "--compare", "1f1b")
+    assert printed(capsys, "half.json", "--compare", "1f1b") == whole
+    assert printed(capsys, "--compare", "1f1b", "half.json").splitlines()[2] in whole
+    printed(capsys, "v-half", "--devices", "2", "--microbatches", "8", "--export", "two.json")
+    told = refused(capsys, "half.json", "--compare", "two.json")
+    assert told == "two.json is for --devices 2, not 4"
+
+
 def test_compare_draws_one_picture(capsys, tmp_path):
     pytest.importorskip("matplotlib", reason=FIGURE_NEEDS)
     printed(capsys, "--compare", "1f1b", "v-min", *SIZE, "--figure", "both.svg")

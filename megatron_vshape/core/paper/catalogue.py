@@ -104,7 +104,8 @@ def make_block(
             )
     if num_chunks is not None and num_chunks > MOST_STAGES_A_DEVICE:
         raise ScheduleError(
-            f"num_chunks of {name} is {num_chunks}; a device may hold up to {MOST_STAGES_A_DEVICE} stages"
+            f"num_chunks of {name} is {num_chunks}; "
+            f"a device may hold up to {MOST_STAGES_A_DEVICE} stages"
         )
     sizes = {
         "num_devices": num_devices,
