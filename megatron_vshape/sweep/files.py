@@ -58,6 +58,21 @@ class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Experts(_File):
+    """The experts that take the place of every layer's MLP."""
+
+    count: Positive
+    per_token: Positive
+    ffn_hidden_size: Positive
+    shared_ffn_hidden_size: Positive | None = None  # of an expert that every token goes through
+
+    @model_validator(mode="after")
+    def _enough(self) -> "Experts":
+        if self.per_token > self.count:
+            raise ValueError(f"per_token {self.per_token} is more than the {self.count} experts")
+        return self
+
+
 class Model(_File):
     """A GPT: the sizes that decide its time and its memory."""
 
@@ -68,6 +83,7 @@ class Model(_File):
     query_groups: Positive | None = None  # None: one per head
     ffn_hidden_size: Positive | None = None  # None: four times the hidden size
     gated: bool = False  # two matrices into the MLP, as SwiGLU has
+    experts: Experts | None = None
     vocabulary_size: Positive
     tied_embeddings: bool = False
     dropout: bool = False  # its masks are kept for the backward pass
@@ -256,6 +272,11 @@ def load_sweep(path: str | Path) -> Loaded:
     cluster = load(path.parent / sweep.cluster, Cluster)
     _check_executor(sweep.run, cluster, path)
     model = load(path.parent / sweep.model, Model)
+    if model.experts is not None:
+        raise SweepError(
+            f"{path}: the model {model.name} has experts, and a sweep predicts dense layers only; "
+            "profile measures such a model"
+        )
     return Loaded(path=path, sweep=sweep, model=model, cluster=cluster)
 
 
