@@ -32,6 +32,7 @@ from megatron_vshape.cli.options import (
     chunks,
     count,
     cut_of,
+    ends_of,
     float_or_nan,
     headroom_of,
 )
@@ -39,6 +40,7 @@ from megatron_vshape.cli.progress import Progress, told
 from megatron_vshape.core.ask import (
     AUTO,
     SUFFIXES,
+    Cut,
     Planned,
     Question,
     best_order,
@@ -145,12 +147,6 @@ def _add_layer_split(parser: argparse.ArgumentParser) -> None:
         help="auto: deal the layers out with the order, to stages of unequal length; takes "
         "--layers, or a costs file that says them",
     )
-    parser.add_argument(
-        "--head",
-        type=_head,
-        metavar="X",
-        help="with --layer-split and without --costs: the output layer takes as long as X layers",
-    )
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -207,12 +203,17 @@ def _question(options: argparse.Namespace, costs: Costs, measured: Costs | None)
         options.devices,
         options.microbatches,
         costs,
-        cut_of(options.devices, options.cost, measured, options.layers),
+        _cut(options, measured),
         chunks=tuple(range(1, (options.chunks or MOST_CHUNKS) + 1)),
         objective=options.objective,
         seconds=options.seconds,
         layers=_pieces(options, measured),
     )
+
+
+def _cut(options: argparse.Namespace, measured: Costs | None) -> Cut:
+    ends = ends_of(options, options.layers)
+    return cut_of(options.devices, options.cost, measured, options.layers, ends)
 
 
 def _answered(question: Question) -> tuple[Planned, list[str]]:
@@ -231,17 +232,14 @@ def _answered(question: Question) -> tuple[Planned, list[str]]:
 def _pieces(options: argparse.Namespace, measured: Costs | None) -> tuple[Pieces, int] | None:
     """Return what layers and the model's ends cost, and how many layers there are."""
     if options.layer_split is None:
-        if options.head is not None:
-            raise ScheduleError(f"--head {options.head:g} needs --layer-split auto")
         return None
     if measured is None:
         if options.layers is None:
             raise ScheduleError("--layer-split auto needs --layers N, or --costs FILE")
+        first, last = ends_of(options, options.layers)
         each = options.layers / (2 * options.devices)
-        times = options.cost or UNIT_COST
-        return Pieces.estimated(options.head or 0.0, each, times), options.layers
-    if options.head is not None:
-        raise ScheduleError("--head: the costs file says what the model's ends take; leave it out")
+        pieces = Pieces.estimated(0.0, each, options.cost or UNIT_COST)
+        return replace(pieces, first=first, last=last), options.layers
     total = options.layers or sum(measured.layers or ())
     if not total:
         raise ScheduleError(f"{options.costs} does not say how many layers it is of: add --layers")
@@ -262,13 +260,6 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
-def _head(text: str) -> float:
-    value = float_or_nan(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of layers of at least 0")
-    return value
-
-
 def _seconds(text: str) -> float:
     value = float_or_nan(text)
     if not 0 < value < float("inf"):
@@ -285,7 +276,7 @@ def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
         counts = (each for each in (BASE_CHUNKS, 2) if each <= (most or BASE_CHUNKS))
         chunks = next((each for each in counts if each * devices <= num_layers + 2), 1)
         return pieces.costs(pieces.balanced(num_layers, looping(devices, chunks)))
-    cut = cut_of(devices, options.cost, measured, options.layers)
+    cut = _cut(options, measured)
     if measured is not None:
         if most is None or measured.num_stages <= most * devices:
             return measured
@@ -378,11 +369,13 @@ def _recipe(options: argparse.Namespace) -> str:
         words += ["--objective", options.objective]
     if options.proof_seconds != PROOF_SECONDS:
         words += ["--proof-seconds", argument(options.proof_seconds)]
-    known = ("costs", "memory_limit", "headroom", "layers", "layer_split", "head")
+    known = ("costs", "embedding", "memory_limit", "headroom", "layers", "layer_split", "head")
     for name in (*known, "chunks", "seconds"):
         value = getattr(options, name)
         if value is not None:
             text = argument(value) if isinstance(value, float) else value
+            if isinstance(value, tuple):
+                text = ",".join(map(argument, value))
             words += [f"--{name.replace('_', '-')}", text]
     return shlex.join(map(str, words))
 

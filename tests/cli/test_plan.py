@@ -51,6 +51,21 @@ def test_layers_are_dealt_out_with_the_order(capsys: pytest.CaptureFixture[str])
     assert sum(map(int, told[1].split(","))) == 9
 
 
+def test_the_ends_of_a_model_cost_something(capsys: pytest.CaptureFixture[str]) -> None:
+    """In three numbers, or as so many of the layers, of which 8 stages have one each."""
+    shown = []
+    for head in (["--head", "2,2.3,1.7"], ["--head", "2"]):
+        arguments = ["plan", *SIZE, *COST, "--layers", "8", "--chunks", "2", *head, *NO_PROOF]
+        assert main([*arguments, "--memory-limit", "6"]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    # two stages of a chunk each, and the head: 8 microbatches of 2 x 3 + 6
+    assert "busiest device  works 96\n" in shown[0]
+    ends = ["--embedding", "0,.25,0", "--head", "2,2.3,1.7"]
+    assert main(["schedule", "1f1b", *SIZE, *COST, *ends]) == 0
+    assert "the busiest device works 96\n" in capsys.readouterr().out
+
+
 def test_a_small_plan_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ortools")
     small = ["plan", "--devices", "2", "--microbatches", "3", *COST, "--memory-limit", "4"]
@@ -153,7 +168,9 @@ def test_the_least_limit_is_told_in_gib_and_is_enough(
         (["plan", *SIZE, "--memory-limit", "six"], "--memory-limit 'six' is neither chunks"),
         (["plan", *SIZE, "--memory-limit", "4GiB"], "--memory-limit 4GiB needs --costs FILE"),
         (["plan", *SIZE, "--layer-split", "auto"], "--layer-split auto needs --layers N"),
-        (["plan", *SIZE, "--head", "3"], "--head 3 needs --layer-split auto"),
+        (["plan", *SIZE, "--head", "3"], "--head 3 is not F,B,W, as in 2,2,2; a number of layers"),
+        (["schedule", "v-half", *SIZE, "--embedding", "1,-1,1"], "'1,-1,1' is not F,B,W, three"),
+        (["schedule", "v-half", *SIZE, "--embedding", "1"], "--embedding 1 is not F,B,W, as in 2"),
         (
             ["plan", *SIZE, "--layer-split", "auto", "--layers", "1"],
             "1 layer is too few for 4 stages",
