@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
 
 from megatron_vshape.core.check.simulate import peak_held
-from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.costs import Costs, chunk_of, regroup
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.schedule import Schedule, Timeline
@@ -33,11 +33,12 @@ class Numbers:
 def numbers_of(timeline: Timeline, costs: Costs | None = None) -> Numbers:
     """Return the numbers of a timeline; `costs` of the schedule's stages are in bytes if given."""
     schedule = timeline.schedule
-    peak_chunks = peak_held(schedule)
-    peak_bytes = None if costs is None else peak_held(schedule, costs)
-    base = base_peak(schedule.num_devices, costs)
-    relative = max(peak_chunks if peak_bytes is None else peak_bytes) / base if base else 1.0
-    return Numbers(timeline, peak_chunks, peak_bytes, relative)
+    held, base = peak_held(schedule, costs), base_peak(schedule.num_devices, costs)
+    relative = max(held) / base if base else 1.0
+    if costs is None:
+        return Numbers(timeline, held, None, relative)
+    chunk = chunk_of(costs, schedule.num_devices) or 1.0
+    return Numbers(timeline, tuple(each / chunk for each in held), held, relative)
 
 
 def base_peak(num_devices: int, costs: Costs | None = None) -> float:
