@@ -29,7 +29,7 @@ export function listenTo(track) {
     held.set(event.pointerId, now);
     moved += Math.abs(now.x - before.x) + Math.abs(now.y - before.y);
     if (from !== null) {
-      if (moved > CLICK) track.shared.onRange(between(from, track.timeWithin(now.x)), false);
+      if (moved > CLICK) track.shared.onRange(stretchOf(from, track.timeWithin(now.x)), false);
     } else if (held.size === 2) spread = pinch(track, held, spread);
     else if (moved > CLICK) {
       track.choose(-1);
@@ -39,7 +39,7 @@ export function listenTo(track) {
   const release = (event) => {
     const clicked = held.delete(event.pointerId) && moved <= CLICK && event.type === "pointerup";
     if (from !== null) {
-      const range = clicked ? null : between(from, track.timeWithin(place(event).x));
+      const range = clicked ? null : stretchOf(from, track.timeWithin(place(event).x));
       from = null;
       track.shared.onRange(range, true);
     } else if (clicked && track.timeline) click(track, place(event));
@@ -58,7 +58,7 @@ function place(event) {
 }
 
 /** Return the stretch between two times, none where they are one. */
-function between(a, b) {
+function stretchOf(a, b) {
   return a === b ? null : [Math.min(a, b), Math.max(a, b)];
 }
 
