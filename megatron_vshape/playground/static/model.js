@@ -5,7 +5,7 @@ export const KIND_NAMES = [
   "forward",
   "input gradient",
   "weight gradient",
-  "input and weight gradient",
+  "whole backward",
 ];
 const ARRAYS = [
   ["start", Float64Array],
