@@ -176,6 +176,13 @@ HOOKS = (
         _training("print_rank_last"),
     ),
     Hook(
+        _TRAINING,
+        "report_theoretical_memory",
+        ("args",),
+        "leaves an estimate out that knows Megatron's own schedules only",
+        _training("report_theoretical_memory"),
+    ),
+    Hook(
         "megatron.core.optimizer.optimizer",
         "ChainedOptimizer.step",
         ("self",),
