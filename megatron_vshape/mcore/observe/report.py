@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import RELEASE
 from megatron_vshape.figures import tell
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import Plan
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.held_bytes import Census
+from megatron_vshape.runtime.offload import Offload
 
 CLOSE = 0.1
 """What a step may differ from its prediction by and still be called as planned."""
@@ -39,6 +41,8 @@ class Memory(NamedTuple):
     peak_bytes: int
     held: dict[int, tuple[float, float]]  # by stage: after F, after B; per microbatch
     within_passes: int  # what passes allocate and free, at most; 0 without a GPU
+    moved: Mapping[int, int] = {}  # by stage: what of a microbatch waits in host memory, or may
+    host_bytes: int = 0  # of host memory that this takes
     allocated_bytes: int = 0  # the allocator's peak over the run, all included; 0 without a GPU
 
 
@@ -79,6 +83,7 @@ class RunReport:
     name: str
     stages: Sequence[int]  # of this rank
     plan_of: PlanOf | None  # predicts the memory of a number of microbatches
+    offload: Offload | None = None  # once a step may need it
     _num_microbatches: int = 0
     _memory: Memory | None = None
     _started_s: float | None = None
@@ -134,7 +139,8 @@ class RunReport:
         # Before the first step the optimizer has no state yet; a peak while the model was built
         # that is higher still makes this too much rather than too little.
         within = max(torch.cuda.max_memory_allocated() - before - census.peak_bytes, 0)
-        self._memory = Memory(census.peak_bytes, held, within)
+        moved = {} if self.offload is None else dict(self.offload.bytes_by_stage)
+        self._memory = Memory(census.peak_bytes, held, within, moved)
         # The first step also sets caches up; its time says nothing about the others.
         self._started_s = None
 
@@ -145,7 +151,10 @@ class RunReport:
         """
         if self._memory is None:
             return None
-        own = self._memory._replace(allocated_bytes=torch.cuda.max_memory_allocated())
+        own = self._memory._replace(
+            host_bytes=0 if self.offload is None else self.offload.host.nbytes,
+            allocated_bytes=torch.cuda.max_memory_allocated(),
+        )
         everyones: list[Memory] = [own] * pipeline_group.size()
         dist.all_gather_object(everyones, own, group=pipeline_group)
         speed = "speed unknown (too few steps)"
@@ -158,6 +167,9 @@ class RunReport:
         if self.plan_of is not None:
             plan = self.plan_of(self._num_microbatches)
             line += f", predicted {_in_mib(plan.peak_bytes(byte_costs(everyones)))}"
+        in_host = [each.host_bytes for each in everyones]
+        if any(in_host):
+            line += f", in host memory {_in_mib(in_host)}"
         allocated = [each.allocated_bytes for each in everyones]
         if any(allocated):
             line += f", allocated in all {_in_mib(allocated)}"
@@ -276,7 +288,12 @@ def byte_costs(memories: Sequence[Memory]) -> Costs:
     held = {stage: pair for memory in memories for stage, pair in memory.held.items()}
     ones = (1.0,) * len(held)
     after_forward, after_backward = zip(*(held[stage] for stage in sorted(held)), strict=True)
-    return Costs(ones, ones, ones, 0.0, after_forward, after_backward)
+    moved = {stage: size for memory in memories for stage, size in memory.moved.items()}
+    others = ()
+    if moved:
+        waits = tuple(float(moved.get(stage, 0)) for stage in sorted(held))
+        others = ((RELEASE.frees, waits),)
+    return Costs(ones, ones, ones, 0.0, after_forward, after_backward, others=others)
 
 
 def persistent(model: Sequence[nn.Module]) -> Iterator[Tensor]:
