@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from live_bytes import LiveBytes
+from mcore.poisoned import poisoning
 from offloaded import every, offloaded
 from runtime.plain_pipeline import SHAPE, PlainStage, data_of, gradients_of, one_process
 from torch import Tensor, UntypedStorage, nn
@@ -61,17 +62,6 @@ class NoMail:
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have what is emptied, and what is not filled yet, be NaN in every dtype."""
-    resize = UntypedStorage.resize_
-
-    def fill(storage: UntypedStorage) -> None:
-        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)
-
-    def poisoning(storage: UntypedStorage, size: int) -> UntypedStorage:
-        fill(storage)
-        result = resize(storage, size)
-        fill(storage)
-        return result
-
     monkeypatch.setattr(UntypedStorage, "resize_", poisoning)
 
 
