@@ -227,7 +227,9 @@ def test_a_pass_is_its_text(text: str) -> None:
         work = Pass.parse(text)
         assert Pass.parse(str(work)) == work
     else:
-        with pytest.raises(ScheduleError, match="is not a pass: expected F, B, W or BW, a stage"):
+        with pytest.raises(
+            ScheduleError, match="is not a pass: expected F, B, W, BW, D, L, R or H, a"
+        ):
             Pass.parse(text)
 
 
