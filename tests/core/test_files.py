@@ -91,12 +91,15 @@ def test_what_is_no_schedule_file(text: str) -> None:
         ({"order": ["F0.0", []]}, "the order of device 0 is 'F0.0'; it must be a list of passes"),
         (
             {"order": [["F0.0"], [3]]},
-            "3 is not a pass: expected F, B, W, BW, D, L, R or H, a stage, a",
+            "3 is not a pass: expected F, B, W, BW, D, L, R or H, a stage, a dot and",
         ),
-        ({"order": [["X0.0"], []]}, "'X0.0' is not a pass: expected F, B, W, BW, D, L, R or H, a"),
+        (
+            {"order": [["X0.0"], []]},
+            "'X0.0' is not a pass: expected F, B, W, BW, D, L, R or H, a stage, a dot",
+        ),
         (
             {"order": [[["F0.0"]], []]},
-            "['F0.0'] is not a pass: expected F, B, W, BW, D, L, R or H, a",
+            "['F0.0'] is not a pass: expected F, B, W, BW, D, L, R or H, a stage, a",
         ),
         ({"num_devices": True}, "num_devices is True; it must be a whole number of at least 1"),
         ({"num_devices": 2.0}, "num_devices is 2.0; it must be a whole number of at least 1"),

@@ -39,11 +39,15 @@ def saving(costs: Costs, share: float) -> Costs:
 
 def test_a_pass_takes_its_work_its_exchange_and_the_host() -> None:
     costs = replace(Costs.uniform(2, 4, 1, 2, 3, 0.0, 0.125), **EXCHANGES)
-    kinds = (*PARTS, Kind.BW)
-    assert [costs.time_us(kind, 1) for kind in kinds] == [1.625, 2.375, 3.125, 5.375]
+    assert [costs.time_us(kind, 1) for kind in (*PARTS, Kind.BW)] == [1.625, 2.375, 3.125, 5.375]
     hidden = replace(costs, whole_exchange_us=(0.0,) * 4, whole_backward_us=(4.0,) * 4)
     assert hidden.time_us(Kind.BW, 1) == 4.125
-    assert [hidden.in_passes().time_us(kind, 1) for kind in kinds] == [1.625, 2.375, 3.125, 4.125]
+    assert [hidden.in_passes().time_us(kind, 1) for kind in (*PARTS, Kind.BW)] == [
+        1.625,
+        2.375,
+        3.125,
+        4.125,
+    ]
     # Of stages twice as large: 2 * (1 + .5) + .125 for F, 2 * (5 + .25) + .125 for BW.
     makespan = simulate(make("gpipe", 2, 1), regroup(costs, 2, "GPipe")).makespan
     assert makespan == 2 * (3.125 + 10.625)
