@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from megatron_vshape.core.check.bounds import each_limit
 from megatron_vshape.core.check.simulate import held_curve, simulate, unit_costs
 from megatron_vshape.core.model.costs import Costs, held_text
-from megatron_vshape.core.model.kinds import PARTS, ScheduleError
+from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import check_placement
 from megatron_vshape.core.model.schedule import Schedule
@@ -46,6 +46,11 @@ def verify(
             f"num_microbatches is {schedule.num_microbatches}; it must be at least 1"
         )
     check_placement(schedule.placement, schedule.num_devices)
+    if len(schedule.recompute) not in (0, schedule.num_stages):
+        raise ScheduleError(
+            f"the schedule has {len(schedule.recompute)} settings of recompute and "
+            f"{schedule.num_stages} stages; there must be one of each"
+        )
     _check_places(schedule)
     _check_counts(schedule)
     simulate(schedule)  # raises if it deadlocks
@@ -82,7 +87,8 @@ def _check_counts(schedule: Schedule) -> None:
         for work in passes
         for kind in work.parts()
     )
-    if len(count) == len(PARTS) * stages * microbatches and max(count.values()) == 1:
+    every = len(count) == len(PARTS) * stages * microbatches and max(count.values()) == 1
+    if every and schedule.kinds.issubset((*PARTS, Kind.BW)):
         return
     wrong = [
         work
