@@ -281,12 +281,12 @@ class _Beside:
 
     def __init__(self, schedule: Schedule) -> None:
         self._needs = NeedTable(schedule.num_stages, schedule.kinds)
+        self._resource = {kind: schedule.resource_of(kind) for kind in schedule.kinds}
         self._threads = {
-            kind.resource: ThreadPoolExecutor(
-                1, initializer=_on_stream_of(kind.resource), thread_name_prefix=kind
+            resource: ThreadPoolExecutor(
+                1, initializer=_on_stream_of(resource), thread_name_prefix=resource
             )
-            for kind in schedule.kinds
-            if kind.resource != PROCESSOR
+            for resource in set(self._resource.values()) - {PROCESSOR}
         }
         self._under_way: dict[Pass, Future[Tensor | None]] = {}
 
@@ -303,7 +303,7 @@ class _Beside:
 
         if work.kind.resource == PROCESSOR:
             return run_in_turn()
-        self._under_way[work] = self._threads[work.kind.resource].submit(run_in_turn)
+        self._under_way[work] = self._threads[self._resource[work.kind]].submit(run_in_turn)
         return None
 
     def finish(self) -> None:

@@ -13,9 +13,11 @@ from mcore.test_composition import EXPERT_PARALLEL, SEQUENCE
 from mcore.test_memory import figures
 from offloaded import every, every_third, offloaded
 
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.mcore.setup.arguments import MEGATRONS_OWN
+from megatron_vshape.mcore.setup.choice import choice_of
 
 Train = Callable[..., Ended]
 
@@ -87,9 +89,7 @@ SIZES = (
 
 
 @pytest.mark.parametrize("name", ["v-half", pytest.param("1f1b-v", marks=pytest.mark.slow)])
-def test_peaks_are_what_was_predicted(
-    train: Train, farm: Farm, tmp_path: Path, name: str
-) -> None:
+def test_peaks_are_what_was_predicted(train: Train, farm: Farm, tmp_path: Path, name: str) -> None:
     theirs, _ = figures(train(4, "--pipeline-schedule", name, *SIZES, UNTIED))
     run = trained(farm, tmp_path, offloaded(make(name, 4, 16)), *SIZES, UNTIED)
     measured, predicted = figures(run)
@@ -112,22 +112,18 @@ def test_every_byte_is_counted(farm: Farm, tmp_path: Path) -> None:
         assert record["left_bytes"] <= 8 * message_bytes + 4096
 
 
-def broken(text: str, old: str, new: str) -> Schedule:
-    return Schedule.from_csv(text.replace(old, new), placement=(0, 1, 1, 0))
-
-
-def test_a_file_whose_copies_cannot_run_is_refused(farm: Farm, tmp_path: Path) -> None:
+def test_a_file_whose_copies_cannot_run_is_refused(tmp_path: Path) -> None:
     """The row of a device says where copies begin, whatever runs beside it."""
-    schedule = offloaded(make("v-half", 2, 4), lambda stage, microbatch: (stage, microbatch) == (1, 2))
-    text = schedule.to_csv()
+    schedule = offloaded(make("v-half", 2, 4), lambda *at: at == (1, 2))
+    file = tmp_path / "waits.csv"
+    file.write_text(schedule.to_csv())
+    assert choice_of(str(file), 2).from_file is not None
     for old, new, has in (
-        ("D1.2,", "", "F, L, R, H, B"),
+        ("R1.2,H1.2,", "", "F, D, L, B"),
         ("H1.2,", "", "F, D, L, R, B"),
-        (",F1.2,D1.2", ",D1.2,F1.2", "D, F, L, R, H, B"),
+        ("F1.2,D1.2", "D1.2,F1.2", "D, F, L, R, H, B"),
     ):
-        assert old in text
-        file = tmp_path / "broken.csv"
-        file.write_text(text.replace(old, new))
-        run = farm.run(2, "--pipeline-schedule", str(file), UNTIED)
-        assert run.codes == [1, 1]
-        assert f"has {has} in this order on device 1" in run.output[0] or "reads" in run.output[0]
+        assert old in schedule.to_csv()
+        file.write_text(schedule.to_csv().replace(old, new))
+        with pytest.raises(ScheduleError, match=f"microbatch 2 of stage 1 waits .* has {has} in"):
+            choice_of(str(file), 2)

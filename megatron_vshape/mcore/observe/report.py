@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import RELEASE
+from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.figures import tell
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import Plan
@@ -255,17 +256,7 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
             f"\n{_sharing()}: passes wait for a processor, and the measured bubble, which counts "
             "that, is larger than the schedule's"
         )
-    if pipeline.choice.keeps_backward_whole:
-        whole += (
-            "\nbackward passes run whole (BW): with --recompute-granularity full, a backward that "
-            "is split would keep all that it recomputes"
-        )
-    if pipeline.recomputed_inputs:
-        whole += (
-            "\nwhat B recomputes of "
-            f"{', '.join(pipeline.recomputed_inputs)} (--recompute-modules) is held until its W: "
-            "the peak may be above the predicted one"
-        )
+    whole += _recompute_told(pipeline, schedule)
     return (
         f"pipeline schedule {schedule.name}, {schedule.num_devices} ranks, {num_microbatches} "
         "microbatches (upper case: even chunks; one row per rank):\n"
@@ -273,6 +264,28 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
         f"{_at(pipeline)}: bubble {100 * plan.timeline.bubble:.1f} %, peak {chunks:g} chunks of "
         f"1/{2 * schedule.num_devices} of the model, {100 * relative:.0f} % of 1F1B's{whole}"
     )
+
+
+def _recompute_told(pipeline: Pipeline, schedule: Schedule) -> str:
+    """Return what backwards compute again and what follows from it, a line each."""
+    if schedule.recompute:
+        return (
+            "\nbackward passes compute again, by stage: "
+            f"{', '.join(schedule.recompute)} (--recompute-granularity has no part in it)"
+        )
+    lines = ""
+    if pipeline.choice.keeps_backward_whole:
+        lines += (
+            "\nbackward passes run whole (BW): with --recompute-granularity full, a backward that "
+            "is split would keep all that it recomputes"
+        )
+    if pipeline.recomputed_inputs:
+        lines += (
+            "\nwhat B recomputes of "
+            f"{', '.join(pipeline.recomputed_inputs)} (--recompute-modules) is held until its W: "
+            "the peak may be above the predicted one"
+        )
+    return lines
 
 
 def _at(pipeline: Pipeline) -> str:

@@ -43,6 +43,14 @@ class Choice:
         return self.name == AUTO or self.name in PLUS_NAMES
 
     @property
+    def recompute(self) -> tuple[str, ...]:
+        """Return the settings of recompute that stages have, or that a plan may give them."""
+        if self.from_file is not None:
+            return self.from_file.recompute
+        priced = () if self.costs is None or self.name != AUTO else self.costs.recompute
+        return tuple(setting for setting, _ in priced)
+
+    @property
     def placement(self) -> Placement:
         """Return the device of every stage, which no number of microbatches changes."""
         if not self.plans_by_costs:

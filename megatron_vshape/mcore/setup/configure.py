@@ -31,6 +31,7 @@ from megatron_vshape.mcore.setup.arguments import (
 )
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
+from megatron_vshape.mcore.setup.recompute import check_recompute
 from megatron_vshape.mcore.setup.translate import check_splits_nothing_else, tell, translate
 from megatron_vshape.mcore.split import te_layers, unsplit
 from megatron_vshape.mcore.split.local_layers import mark_gathered
@@ -77,6 +78,7 @@ def prepare(args: Namespace, registered: PipelineOptions | None = None) -> Pipel
         _tell_what_does_nothing(options)
         return None
     check_arguments(args, name, choice.placement)
+    check_recompute(choice.recompute, args, choice.name)
     if options.post_validates:
         check_post_validation(args)
     translated = translate(args, choice.placement, options.layer_split)

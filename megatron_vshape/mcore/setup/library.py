@@ -27,6 +27,7 @@ from megatron_vshape.mcore.setup.arguments import (
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.recompute import check_recompute
 from megatron_vshape.mcore.setup.translate import tell, translate
 
 
@@ -76,6 +77,7 @@ def prepare_config(config: Any, options: PipelineOptions) -> Pipeline:
     translated = translate(config, choice.placement, options.layer_split)
     tell(translated)
     check_library(config, choice.placement)
+    check_recompute(choice.recompute, config, choice.name)
     pipeline = pipeline_of(
         config,
         replace(options, layer_split=translated.layer_split),

@@ -134,7 +134,7 @@ class Planner:
 
     def _plan(self, num_microbatches: int) -> Plan:
         schedule = self._schedule(num_microbatches)
-        if self.choice.keeps_backward_whole:
+        if self.choice.keeps_backward_whole and not schedule.recompute:
             schedule = whole_backwards(schedule)
         costs = self._costs_of(schedule)
         timeline = simulate(schedule, costs)

@@ -12,12 +12,13 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import nn
 
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.kinds import NO_RECOMPUTE, ScheduleError
 from megatron_vshape.mcore.refusals import UnsupportedError, has_transformer_engine
 
-NONE, FULL = "none", "full"
+FULL = "full"
 
 
 class Switch(NamedTuple):
@@ -75,12 +76,12 @@ def modules_of(setting: str) -> tuple[Selective, ...]:
         ScheduleError: it names what Megatron has not.
     """
     known = {each.name: each for each in MODULES}
-    names = () if setting in (NONE, FULL) else tuple(setting.split(","))
+    names = () if setting in (NO_RECOMPUTE, FULL) else tuple(setting.split(","))
     for name in names:
         if name not in known:
             raise ScheduleError(
-                f"the schedule's recompute has {setting!r:.60}; a setting is {NONE}, {FULL}, or "
-                f"with commas of {', '.join(known)}"
+                f"the schedule's recompute has {setting!r:.60}; a setting is {NO_RECOMPUTE}, "
+                f"{FULL}, or with commas of {', '.join(known)}"
             )
     return tuple(known[name] for name in names)
 
@@ -160,10 +161,33 @@ class Recompute:
             if not switches and any(len(stack.layers) for stack, _ in self._stacks):
                 raise UnsupportedError(
                     f"{what} is to recompute {module.name}, and none of its layers can: take a "
-                    f"schedule whose recompute has another setting for it, such as {NONE}"
+                    f"schedule whose recompute has another setting for it, such as {NO_RECOMPUTE}"
                 )
             for layer, switch in switches:
                 setattr(layer, switch.attribute, True)
+
+
+def set_recompute(
+    chunks: Sequence[Recompute], stages: Sequence[int], settings: Sequence[str]
+) -> None:
+    """Set what the chunks of this rank, which are these stages, compute again, or undo it.
+
+    All ranks of the world call this.
+
+    Raises:
+        UnsupportedError: on all ranks, if one of them cannot.
+    """
+    why = None
+    try:
+        for chunk, stage in zip(chunks, stages, strict=True):
+            chunk.set(settings[stage] if settings else None, f"stage {stage}")
+    except UnsupportedError as error:
+        why = str(error)
+    everyones = [why] * dist.get_world_size()
+    dist.all_gather_object(everyones, why)
+    found = next((each for each in everyones if each is not None), None)
+    if found is not None:
+        raise UnsupportedError(found)
 
 
 def _switches(chunk: nn.Module, modules: Sequence[Selective]) -> Iterator[tuple[Any, Switch]]:

@@ -28,6 +28,7 @@ from megatron_vshape.mcore.observe.report import RunReport, persistent
 from megatron_vshape.mcore.refusals import check_config, check_one_module, refusing
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import OFFLOADS
+from megatron_vshape.mcore.setup.recompute import Recompute, set_recompute
 from megatron_vshape.mcore.step.finite import InspectedStage, repeats_a_bad_step
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.late_checks import checked_late
@@ -116,6 +117,8 @@ class PipelineRunner:
         self._replays: list[Replay] = []
         self._agreement = Agreement()
         self._offload: Offload | None = None  # made for the first step that may need it
+        self._recompute: list[Recompute] = []  # of the chunks, once a schedule has settings
+        self._settings: tuple[str, ...] = ()  # of all stages, as the chunks have them now
 
     def __call__(
         self, *, adjust_tensor_shapes_fn: Any = None, p2p_communicator: Any = None, **arguments: Any
@@ -285,6 +288,8 @@ class PipelineRunner:
             sync.gather_parameters()
             iterators = self._replayed(iterators)
         program, beside = self._program(call, hides)
+        if not call.forward_only:
+            self._set_recompute(program.schedule.recompute, chunks, groups.pp.rank())
         program, early_ends = self._begun_early(program) if is_early else (program, ())
         rank = groups.pp.rank()
         offload = self._ready_offload(program, chunks)
@@ -308,6 +313,17 @@ class PipelineRunner:
 
     def _own_stages(self, rank: int) -> tuple[int, ...]:
         return self._pipeline.stage_map.stages(rank)
+
+    def _set_recompute(
+        self, settings: tuple[str, ...], chunks: Sequence[nn.Module], rank: int
+    ) -> None:
+        """Have every chunk's backward compute again what the schedule says, or as it was built."""
+        if settings == self._settings:
+            return
+        self._recompute = self._recompute or [Recompute(chunk) for chunk in chunks]
+        with refusing():
+            set_recompute(self._recompute, self._own_stages(rank), settings)
+        self._settings = settings
 
     def _ready_offload(self, program: Program, chunks: Sequence[nn.Module]) -> Offload | None:
         """Return what lets microbatches of this step wait in host memory, if any are to."""
