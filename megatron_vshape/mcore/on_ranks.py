@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_vshape.core.model.costs import ASSUMED, MEASURED, Costs, Piece
-from megatron_vshape.core.model.kinds import PARTS, ScheduleError
+from megatron_vshape.core.model.kinds import (
+    COPY_BACK,
+    COPY_OUT,
+    PARTS,
+    RELEASE,
+    ScheduleError,
+)
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.program.lowering import lower
@@ -76,6 +82,7 @@ def measure(
     the model alone. So the passes' times stay those that were measured with the exchanges.
     """
     torch.manual_seed(1)  # ranks of a stage have the same tokens
+    one_device.form_groups(1)
     alone = one_device.profile_stages(model.shard(tensor_parallel), layers, repeats)
     one_device.form_groups(tensor_parallel)
     together = one_device.profile_stages(
@@ -112,11 +119,55 @@ def assumed(costs: Costs, model: Model, tensor_parallel: int, within: Link) -> C
     sums = [ALL_REDUCES * count for count in costs.layers]
     forward = [(count + (at == 0)) * each_us for at, count in enumerate(sums)]
     last = len(sums) - 1
-    backward = [(count + (at == last)) * each_us for at, count in enumerate(sums)]
+    again = sum(AGAIN.get(module, 0) for module in model.recompute.split(","))
+    backward = [
+        (count + (at == last) + again * layers) * each_us
+        for at, (count, layers) in enumerate(zip(sums, costs.layers, strict=True))
+    ]
     left = [max(0.0, b - w) for b, w in zip(backward, costs.weight_us, strict=True)]
     found: dict[str, Any] = dict(zip(EXCHANGES, map(tuple, (forward, backward, left)), strict=True))
     text = f"{ASSUMED}: all-reduces over {tensor_parallel} ranks at {within}"
     return replace(costs, **found).with_source(text, *EXCHANGES)
+
+
+AGAIN = {"full": ALL_REDUCES, "mlp": 1, "moe": 1}
+"""By module, how many of a layer's sums in F are made again where a backward computes it again."""
+
+ONE_WAY = 1.5
+"""Copies that take so much longer beside one the other way are those of a half duplex link."""
+
+
+def with_copies(
+    costs: Costs, model: Model, layers: Sequence[int], tensor_parallel: int, repeats: int
+) -> Costs:
+    """Return the costs with those of copies to the host and back, all ranks copying at once.
+
+    Where the two directions do not slow each other down much, the times are those beside each
+    other, as in a step most are; else the link is half duplex and they are those of each alone.
+    """
+    alone = num_ranks() == 1
+    own = model.shard(tensor_parallel) if alone else replace(model, tensor_parallel=tensor_parallel)
+    found = {
+        name: one_device.Copies(*map(median, zip(*_of_all(tuple(each)), strict=True)))
+        for name, each in one_device.profile_copies(own, layers, repeats).items()
+    }
+    largest = max(found.values(), key=lambda each: each.num_bytes)
+    beside = largest.out_beside_us + largest.back_beside_us
+    half_duplex = beside > ONE_WAY * (largest.out_us + largest.back_us)
+    stages = [found[name] for name in one_device.names_of(layers)]
+    copies = [
+        (each.out_us, each.back_us) if half_duplex else (each.out_beside_us, each.back_beside_us)
+        for each in stages
+    ]
+    out_us, back_us = zip(*copies, strict=True)
+    others = {
+        COPY_OUT.time: out_us,
+        RELEASE.frees: tuple(each.num_bytes for each in stages),
+        COPY_BACK.time: back_us,
+    }
+    costs = replace(costs, others=tuple(others.items()), half_duplex=half_duplex)
+    where = "one device" if alone else f"{dist.get_world_size()} ranks at once"
+    return costs.with_source(f"{MEASURED} on {where}", *others)
 
 
 def with_exchanges(alone: Piece, together: Piece) -> Piece:
