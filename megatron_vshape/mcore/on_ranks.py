@@ -13,19 +13,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_vshape.core.model.costs import ASSUMED, MEASURED, Costs, Piece
-from megatron_vshape.core.model.kinds import (
-    COPY_BACK,
-    COPY_OUT,
-    PARTS,
-    RELEASE,
-    ScheduleError,
-)
+from megatron_vshape.core.model.kinds import PARTS, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.mcore import one_device
 from megatron_vshape.mcore.one_device import Model
 from megatron_vshape.mcore.setup.plans import one_microbatch
+from megatron_vshape.runtime.copies import Copies, priced
 from megatron_vshape.runtime.measure import PassTimer, measure_send_us
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import run_program
@@ -133,41 +128,20 @@ def assumed(costs: Costs, model: Model, tensor_parallel: int, within: Link) -> C
 AGAIN = {"full": ALL_REDUCES, "mlp": 1, "moe": 1}
 """By module, how many of a layer's sums in F are made again where a backward computes it again."""
 
-ONE_WAY = 1.5
-"""Copies that take so much longer beside one the other way are those of a half duplex link."""
-
 
 def with_copies(
     costs: Costs, model: Model, layers: Sequence[int], tensor_parallel: int, repeats: int
 ) -> Costs:
-    """Return the costs with those of copies to the host and back, all ranks copying at once.
-
-    Where the two directions do not slow each other down much, the times are those beside each
-    other, as in a step most are; else the link is half duplex and they are those of each alone.
-    """
+    """Return the costs with those of copies to the host and back, all ranks copying at once."""
     alone = num_ranks() == 1
     own = model.shard(tensor_parallel) if alone else replace(model, tensor_parallel=tensor_parallel)
     found = {
-        name: one_device.Copies(*map(median, zip(*_of_all(tuple(each)), strict=True)))
+        name: Copies(*map(median, zip(*_of_all(tuple(each)), strict=True)))
         for name, each in one_device.profile_copies(own, layers, repeats).items()
     }
-    largest = max(found.values(), key=lambda each: each.num_bytes)
-    beside = largest.out_beside_us + largest.back_beside_us
-    half_duplex = beside > ONE_WAY * (largest.out_us + largest.back_us)
     stages = [found[name] for name in one_device.names_of(layers)]
-    copies = [
-        (each.out_us, each.back_us) if half_duplex else (each.out_beside_us, each.back_beside_us)
-        for each in stages
-    ]
-    out_us, back_us = zip(*copies, strict=True)
-    others = {
-        COPY_OUT.time: out_us,
-        RELEASE.frees: tuple(each.num_bytes for each in stages),
-        COPY_BACK.time: back_us,
-    }
-    costs = replace(costs, others=tuple(others.items()), half_duplex=half_duplex)
     where = "one device" if alone else f"{dist.get_world_size()} ranks at once"
-    return costs.with_source(f"{MEASURED} on {where}", *others)
+    return priced(costs, stages, f"{MEASURED} on {where}")
 
 
 def with_exchanges(alone: Piece, together: Piece) -> Piece:

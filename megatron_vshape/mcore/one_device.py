@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.mcore import cpu
+from megatron_vshape.runtime.copies import Copies
 from megatron_vshape.runtime.measure import PassTimer
 from megatron_vshape.runtime.program_runner import run_program
 
@@ -387,19 +388,6 @@ def _profile_stage(
     saved = max(backward + weight - whole, 0.0)  # below 0 is noise: it may do both in turn
     after_forward, after_backward = census.held_bytes(0)
     return Piece(forward, backward, weight, after_forward, after_backward, saved)
-
-
-class Copies(NamedTuple):
-    """What of a stage's microbatch may wait in host memory, and how long it is copied.
-
-    The times `beside` are those of copies there while another goes back.
-    """
-
-    num_bytes: float
-    out_us: float
-    back_us: float
-    out_beside_us: float
-    back_beside_us: float
 
 
 def profile_copies(model: Model, layers: Sequence[int], repeats: int) -> dict[str, Copies]:

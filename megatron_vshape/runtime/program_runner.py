@@ -284,7 +284,7 @@ class _Beside:
         self._resource = {kind: schedule.resource_of(kind) for kind in schedule.kinds}
         self._threads = {
             resource: ThreadPoolExecutor(
-                1, initializer=_on_stream_of(resource), thread_name_prefix=resource
+                1, initializer=on_stream_of(resource), thread_name_prefix=resource
             )
             for resource in set(self._resource.values()) - {PROCESSOR}
         }
@@ -315,7 +315,7 @@ class _Beside:
             thread.shutdown()
 
 
-def _on_stream_of(resource: str) -> Callable[[], None]:
+def on_stream_of(resource: str) -> Callable[[], None]:
     """Return what makes a new thread use this one's GPU, and a stream that is the resource's.
 
     Else it would begin with the first GPU, and launch behind the passes it is to run beside.

@@ -98,6 +98,11 @@ class RunReport:
         return {} if self._memory is None else self._memory.held
 
     @property
+    def moved(self) -> Mapping[int, int]:
+        """Return what of a microbatch may wait in host memory, where steps have looked at that."""
+        return {} if self._memory is None else self._memory.moved
+
+    @property
     def within_passes_bytes(self) -> int:
         """Return what this rank's passes allocate and free again, which no plan knows of."""
         return 0 if self._memory is None else self._memory.within_passes

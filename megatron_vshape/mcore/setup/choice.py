@@ -36,6 +36,7 @@ class Choice:
     hides: bool = False  # a B that waits for tensor-parallel ranks runs jobs of the W after it
     ties_ends: bool = False  # the first and the last stage add to one gradient
     kernels: bool = False  # messages are kernels, as on NCCL
+    may_offload: bool = False  # what copies to the host take is measured with the rest
 
     @property
     def plans_by_costs(self) -> bool:

@@ -83,10 +83,13 @@ def prepare(args: Namespace, registered: PipelineOptions | None = None) -> Pipel
         check_post_validation(args)
     translated = translate(args, choice.placement, options.layer_split)
     tell(translated)
-    return _pipeline(args, choice, replace(options, layer_split=translated.layer_split))
+    options = replace(options, layer_split=translated.layer_split)
+    return _pipeline(args, choice, options, translated.may_offload)
 
 
-def _pipeline(args: Namespace, choice: Choice, options: PipelineOptions) -> Pipeline:
+def _pipeline(
+    args: Namespace, choice: Choice, options: PipelineOptions, may_offload: bool
+) -> Pipeline:
     """Return the pipeline with its stages and all that it is planned by; tell Megatron of them."""
     ties = not args.untie_embeddings_and_output_weights
     pipeline = pipeline_of(
@@ -97,6 +100,7 @@ def _pipeline(args: Namespace, choice: Choice, options: PipelineOptions) -> Pipe
         ties_ends=ties,
         kernels=args.distributed_backend == "nccl",
         overlaps_grad_reduce=args.overlap_grad_reduce,
+        may_offload=may_offload,
     )
     stage_map = pipeline.stage_map
     if ties:

@@ -86,6 +86,7 @@ def prepare_config(config: Any, options: PipelineOptions) -> Pipeline:
         # Where only the model that is built from it knows, they may be tied.
         ties_ends=getattr(config, "share_embeddings_and_output_weights", True),
         kernels=_messages_are_kernels(),
+        may_offload=translated.may_offload,
     )
     tell_config(config, pipeline.stage_map)
     return pipeline

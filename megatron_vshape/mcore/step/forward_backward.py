@@ -327,7 +327,8 @@ class PipelineRunner:
 
     def _ready_offload(self, program: Program, chunks: Sequence[nn.Module]) -> Offload | None:
         """Return what lets microbatches of this step wait in host memory, if any are to."""
-        if OFFLOADS.isdisjoint(program.schedule.kinds):
+        may = self._pipeline.choice.may_offload and self.report.measures_next
+        if OFFLOADS.isdisjoint(program.schedule.kinds) and not may:
             return None
         if self._offload is None:
             self._offload = Offload(_device_of(chunks[0]))
