@@ -254,6 +254,17 @@ class TestTheRest:
         assert translated.layer_split is None
         assert translate(options, v_shape(4)).notices == ()  # the second time there is nothing
 
+    def test_offloading_becomes_part_of_the_plan(self) -> None:
+        name = "fine_grained_activation_offloading"
+        options = Namespace(**{name: True}, offload_modules=["core_attn"])
+        translated = translate(options, v_shape(4))
+        assert translated.may_offload
+        (notice,) = translated.notices
+        assert str(notice).startswith(f"{name}: part of the plan: auto decides which microbatches")
+        assert notice.outcome == Outcome.TRANSLATED
+        assert getattr(options, name) is False
+        assert not translate(options, v_shape(4)).may_offload
+
     def test_the_schedules_own_number_of_chunks_is_not_told(self) -> None:
         options = Namespace(num_virtual_stages_per_pipeline_rank=2)
         assert translate(options, v_shape(4)).notices == ()

@@ -46,6 +46,11 @@ def verify(
             f"num_microbatches is {schedule.num_microbatches}; it must be at least 1"
         )
     check_placement(schedule.placement, schedule.num_devices)
+    if len(schedule.recompute) not in (0, schedule.num_stages):
+        raise ScheduleError(
+            f"the schedule has {len(schedule.recompute)} settings of recompute and "
+            f"{schedule.num_stages} stages; there must be one of each"
+        )
     _check_places(schedule)
     _check_counts(schedule)
     simulate(schedule)  # raises if it deadlocks

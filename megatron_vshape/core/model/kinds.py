@@ -10,6 +10,7 @@ alone, so that it does not depend on how fast a copy is: a kind of another resou
 and a pass of the processor that reads it, which may take no time, lets go of what was copied.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -244,6 +245,22 @@ COPY_BACK = define(
 
 OFFLOAD = (COPY_OUT, RELEASE, RELOAD, COPY_BACK)
 """The kinds of a stage and microbatch whose activations wait in host memory."""
+
+
+def resource_of(kind: Kind, half_duplex: bool) -> str:
+    """Return where passes of this kind run, if the link to the host may go one way at a time."""
+    return TO_HOST if half_duplex and kind.resource == FROM_HOST else kind.resource
+
+
+NO_RECOMPUTE = "none"
+"""The setting of a stage whose backward computes nothing again."""
+
+_SETTING = re.compile(r"[a-z][a-z0-9_]{0,30}(,[a-z][a-z0-9_]{0,30}){0,15}", re.ASCII)
+
+
+def is_setting(text: str) -> bool:
+    """Return whether a text may say what is computed again: `none`, `full` or `layernorm,mlp`."""
+    return _SETTING.fullmatch(text) is not None
 
 
 def simple_kinds(kinds: Iterable[Kind]) -> tuple[Kind, ...]:
