@@ -68,7 +68,7 @@ the microbatches' gradients are added, are the same. The gradient norm is added 
 of layers on each rank, so it differs in its last bit at times, and where it clips, so do the
 weights; what grows from that is the difference of the other rows.
 """
-PARITY_FIGURE = "figures/loss-parity.svg"
+PARITY_FIGURES = "loss-parity-*.svg"
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,8 +347,9 @@ def trained_here() -> Iterator[str]:
             rows = list(csv.reader(stream))
         yield "## Losses, beside Megatron's own 1F1B\n"
         yield PARITY
-        if (ROOT / "docs" / PARITY_FIGURE).exists():
-            yield f"![Losses, and their distance from those of Megatron's 1F1B]({PARITY_FIGURE})\n"
+        for path in sorted((ROOT / "docs" / "figures").glob(PARITY_FIGURES)):
+            about = "Losses, and their distance from those of Megatron's 1F1B"
+            yield f"![{about}](figures/{path.name})\n"
         yield table(rows, text_columns=2)
     if speed.exists():
         yield "## Measured speed\n"

@@ -14,9 +14,9 @@ its TensorBoard files. `auto` measures its costs in steps 10 to 13 and goes on w
 | bf16 | `--bf16`: weights and activations in bfloat16, gradients added up in float32 |
 | fp32-unclipped | `--clip-grad 0`, a tenth of the steps: the gradient norm reaches no weight |
 
-It writes docs/figures/loss-parity.svg and docs/evidence/loss_parity.csv, which scripts/evidence.py
-shows. `--keep` takes over the runs that have ended; the folder then has to be of this state of the
-code. On two idle cores the runs take about an hour.
+It writes docs/figures/loss-parity-SETTINGS.svg and docs/evidence/loss_parity.csv, which
+scripts/evidence.py shows. `--keep` takes over the runs that have ended; the folder then has to be
+of this state of the code. On two idle cores the runs take about an hour.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_vshape.view.figure import save
 
 ROOT = Path(__file__).resolve().parents[1]
-FIGURE = ROOT / "docs" / "figures" / "loss-parity.svg"
+FIGURES = ROOT / "docs" / "figures"
 TABLE = ROOT / "docs" / "evidence" / "loss_parity.csv"
 BASELINE = "Megatron's 1F1B"
 SCHEDULES: Mapping[str, str] = {
@@ -177,34 +178,41 @@ HEAD = (
 ).split(",")
 
 
-def picture(found: Mapping[str, Mapping[str, Logged]]) -> Figure:
+def picture(name: str, runs: Mapping[str, Logged]) -> Figure:
     """Return the figure: losses above, their distance from the baseline's below."""
-    figure = Figure(figsize=(9, 4.4), layout="constrained")
+    figure = Figure(figsize=(4.5, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(2, len(found), sharex="col", sharey="row", squeeze=False)
-    for column, (name, runs) in enumerate(found.items()):
-        steps = len(runs[BASELINE].loss)
-        width = max(steps // 200, 1)
-        at = width * (1 + np.arange(steps // width))
-        for number, (schedule, run) in enumerate(runs.items()):
-            colour, style = f"C{number}", (0, (3, len(runs) - 1)) if number else "-"
-            means = run.loss[: len(at) * width].reshape(-1, width).mean(axis=1)
-            look = {"color": colour, "label": schedule, "linewidth": 1.2}
-            panels[0, column].plot(at, means, linestyle=style, **look)
-            apart = np.abs(run.loss - runs[BASELINE].loss)[: len(at) * width]
-            if number and apart.any():
-                most = apart.reshape(-1, width).max(axis=1)
-                panels[1, column].plot(at, np.where(most > 0, most, np.nan), **look)
-        panels[0, column].set_title(name, fontsize=9)
-        panels[1, column].set_yscale("log")
-        panels[1, column].set_xlabel("step", fontsize=8)
-    panels[0, 0].set_ylabel("loss", fontsize=8)
-    panels[1, 0].set_ylabel("largest distance\nfrom Megatron's 1F1B", fontsize=8)
-    panels[0, 0].legend(fontsize=7, frameon=False)
-    for axes in panels.flat:
+    losses, distances = figure.subplots(2, sharex="col")
+    steps = len(runs[BASELINE].loss)
+    width = max(steps // 200, 1)
+    at = width * (1 + np.arange(steps // width))
+    for number, (schedule, run) in enumerate(runs.items()):
+        colour, style = f"C{number}", (0, (3, len(runs) - 1)) if number else "-"
+        means = run.loss[: len(at) * width].reshape(-1, width).mean(axis=1)
+        look = {"color": colour, "label": schedule, "linewidth": 1.2}
+        losses.plot(at, means, linestyle=style, **look)
+        apart = np.abs(run.loss - runs[BASELINE].loss)[: len(at) * width]
+        if number and apart.any():
+            most = apart.reshape(-1, width).max(axis=1)
+            distances.plot(at, np.where(most > 0, most, np.nan), **look)
+    losses.set_title(name, fontsize=9)
+    losses.set_ylabel("loss", fontsize=8)
+    losses.legend(fontsize=7, frameon=False)
+    distances.set_yscale("log")
+    distances.set_xlabel("step", fontsize=8)
+    distances.set_ylabel("largest distance\nfrom Megatron's 1F1B", fontsize=8)
+    for axes in (losses, distances):
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def kept_lines(table: Path) -> list[list[str]]:
+    """Return the lines of the table that there is; without its head."""
+    if not table.exists():
+        return []
+    with table.open(newline="") as stream:
+        return list(csv.reader(stream))[1:]
 
 
 def main() -> int:
@@ -213,10 +221,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "loss-parity")
     parser.add_argument("--keep", action="store_true", help="take over the runs that have ended")
-    parser.add_argument("--figure", type=Path, default=FIGURE)
+    parser.add_argument("--figures", type=Path, default=FIGURES)
     parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument(
-        "--settings", nargs="+", metavar="NAME", help="of the table above; default: all of them"
+        "--settings",
+        nargs="+",
+        metavar="NAME",
+        help="of the table above; what others have left stays; default: all of them",
     )
     options = parser.parse_args()
     folder = options.folder.resolve()
@@ -226,20 +237,23 @@ def main() -> int:
         Settings("fp32", (), options.steps),
         Settings("bf16", ("--bf16",), options.steps),
     )
-    lines, drawn = [HEAD], {}
+    lines: dict[str, list[list[str]]] = {each.name: [] for each in chosen}
+    for line in kept_lines(options.table):
+        lines[line[0]].append(line)
     for settings in chosen:
         if options.settings and settings.name not in options.settings:
             continue
         found = compare(settings, folder, options.keep)
-        lines += rows(settings, found)
+        lines[settings.name] = rows(settings, found)
         # After each, so that whoever is interrupted has what has ended.
         options.table.parent.mkdir(parents=True, exist_ok=True)
         with options.table.open("w", newline="") as stream:
-            csv.writer(stream, lineterminator="\n").writerows(lines)
+            csv.writer(stream, lineterminator="\n").writerows([HEAD, *chain(*lines.values())])
         if settings.steps == options.steps:
-            drawn[settings.name] = found
-            save(picture(drawn), options.figure)
-    print(table(lines))
+            save(
+                picture(settings.name, found), options.figures / f"loss-parity-{settings.name}.svg"
+            )
+    print(table([HEAD, *chain(*lines.values())]))
     return 0
 
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_vshape.cli.main import main
 from megatron_vshape.cli.profile import stage_layers
 from megatron_vshape.core.model.costs import Costs, Piece
-from megatron_vshape.core.model.kinds import KINDS, Kind
+from megatron_vshape.core.model.kinds import PARTS, Kind
 
 MODEL = (
     "name: small\nlayers: 6\nhidden_size: 32\nattention_heads: 4\nvocabulary_size: 64\n"
@@ -137,7 +137,7 @@ def test_what_is_exchange_is_told_from_the_rest() -> None:
     assert (found.backward_us, found.backward_exchange_us) == (10.0, 6.0)
     assert (found.saved_us, found.hidden_exchange_us) == (0.0, 4.0)
     costs = Costs.of([found], 0.0)
-    assert [costs.time_us(kind, 0) for kind in KINDS] == [13.0, 16.0, 8.0, 20.0]
+    assert [costs.time_us(kind, 0) for kind in (*PARTS, Kind.BW)] == [13.0, 16.0, 8.0, 20.0]
 
 
 BAD = {

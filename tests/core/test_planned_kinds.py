@@ -1,7 +1,7 @@
 """The planner plans whatever kinds the table has: here copies of activations to the host and back.
 
-D copies what F keeps to the host, R lets go of it, A makes room again, and U copies it back before
-B. The copies run beside the processor, each way on a lane of its own.
+OFFLOAD has them: copies beside the processor, each way on a lane of its own, and what lets go of
+memory and takes it again in the processor's row.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model import kinds
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import PARTS, PROCESSOR, Kind, Read, ScheduleError
+from megatron_vshape.core.model.kinds import OFFLOAD, PARTS, PROCESSOR, Kind, Read, ScheduleError
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.paper.blocks import v_half
@@ -28,22 +28,9 @@ STEPS = 40_000
 
 
 @pytest.fixture
-def offloading() -> Iterator[tuple[Kind, ...]]:
-    """Return F, B, W and the four kinds that copy, which are in the table for one test."""
-    rows = {
-        "D": {"reads": [Read("F")], "resource": "to host", "time": "copy_us"},
-        "R": {"reads": [Read("D")], "frees": "part_bytes"},
-        "A": {"reads": [Read("R")], "takes": "part_bytes"},
-        "U": {"reads": [Read("A")], "resource": "from host", "time": "copy_us", "before": ["B"]},
-    }
-    made = []
-    try:
-        for name, row in rows.items():
-            made.append(kinds.define(name, label=name, method=name, **row))  # type: ignore[arg-type]
-        yield (*PARTS, *made)
-    finally:
-        for kind in reversed(made):
-            kinds.remove(kind)
+def offloading() -> tuple[Kind, ...]:
+    """Return F, B, W and the four kinds that copy."""
+    return (*PARTS, *OFFLOAD)
 
 
 def costs_of(copy_us: float, part: float = 0.6, devices: int = DEVICES) -> Costs:
@@ -52,7 +39,8 @@ def costs_of(copy_us: float, part: float = 0.6, devices: int = DEVICES) -> Costs
     def each(value: float) -> tuple[float, ...]:
         return (value,) * stages
 
-    others = (("copy_us", each(copy_us)), ("part_bytes", each(part)))
+    copies = (("copy_out_us", each(copy_us)), ("copy_back_us", each(copy_us)))
+    others = (*copies, ("offloaded_bytes", each(part)))
     return Costs(each(1), each(1.15), each(0.85), 0.05, each(1), each(1), others=others)
 
 
@@ -143,9 +131,9 @@ def checking(offloading: tuple[Kind, ...]) -> Iterator[tuple[Kind, ...]]:
         label="check",
         method="check",
         reads=[Read("F", +1), Read("F", -1), Read("D")],
-        time="copy_us",
-        takes="part_bytes",
-        frees="part_bytes",
+        time="copy_out_us",
+        takes="offloaded_bytes",
+        frees="offloaded_bytes",
     )
     try:
         yield (*offloading, kind)
@@ -182,7 +170,7 @@ def test_memory_that_is_needed_only_while_a_pass_runs_counts(checking: tuple[Kin
 
 def test_the_kinds_must_be_complete(offloading: tuple[Kind, ...]) -> None:
     costs = costs_of(0.4)
-    with pytest.raises(ScheduleError, match="of the kinds F, B, W, R, A, U lacks D"):
+    with pytest.raises(ScheduleError, match="of the kinds F, B, W, L, R, H lacks D"):
         plan(costs, DEVICES, 4, 4, kinds=[kind for kind in offloading if kind != "D"])
     with pytest.raises(ScheduleError, match="of the kinds F, B lacks W"):
         plan(costs, DEVICES, 4, 4, kinds=(Kind.F, Kind.B))

@@ -223,11 +223,13 @@ def test_a_changed_schedule_is_caught_at_length(data: st.DataObject, replay) -> 
 @example("F-1.0")
 @example("F1234567890.0")
 def test_a_pass_is_its_text(text: str) -> None:
-    if re.fullmatch(r"(BW|F|B|W)[0-9]{1,9}\.[0-9]{1,9}", text):
+    if re.fullmatch(r"(BW|F|B|W|D|L|R|H)[0-9]{1,9}\.[0-9]{1,9}", text):
         work = Pass.parse(text)
         assert Pass.parse(str(work)) == work
     else:
-        with pytest.raises(ScheduleError, match="is not a pass: expected F, B, W or BW, a stage"):
+        with pytest.raises(
+            ScheduleError, match="is not a pass: expected F, B, W, BW, D, L, R or H, a stage"
+        ):
             Pass.parse(text)
 
 
@@ -235,3 +237,9 @@ def test_needs_of_a_pass() -> None:
     assert list(Pass(Kind.F, 0, 2).needs(3)) == []
     assert list(Pass(Kind.BW, 1, 2).needs(3)) == [Pass(Kind.F, 1, 2), Pass(Kind.B, 2, 2)]
     assert list(Pass(Kind.W, 1, 2).needs(3)) == [Pass(Kind.B, 1, 2)]
+
+
+def test_a_pass_of_another_kind_stands_for_none_that_is_missing() -> None:
+    order = ((Pass.parse("L0.0"), Pass.parse("BW0.0")),)
+    with pytest.raises(ScheduleError, match=r"F0\.0 runs never on device 0"):
+        verify(Schedule("mine", 1, 1, (0,), order))

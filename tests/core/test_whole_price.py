@@ -12,7 +12,7 @@ from megatron_vshape.core.check.bounds import lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, Piece, regroup
-from megatron_vshape.core.model.kinds import KINDS, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
@@ -35,7 +35,7 @@ def test_the_simulator_takes_the_price() -> None:
     costs = replace(Costs.uniform(2, 2), whole_backward_us=(3.0, 2.5))
     # A stage takes 2 for each of F, B and W: F F on the way there, BW BW on the way back.
     assert simulate(make("gpipe", 2, 1), costs).makespan == 2 + 2 + 2.5 + 3
-    assert [costs.time_us(kind, 1) for kind in KINDS] == [2, 2, 2, 2.5]
+    assert [costs.time_us(kind, 1) for kind in (*PARTS, Kind.BW)] == [2, 2, 2, 2.5]
 
 
 def test_files_may_say_it_and_old_ones_do_not() -> None:

@@ -18,7 +18,7 @@ import torch
 from faults.conftest import INJECTION, Inject, Tally
 from mcore.farm import MODEL, SCRIPT, Ended, Farm
 
-from megatron_vshape.core.model.kinds import KINDS, Kind
+from megatron_vshape.core.model.kinds import PARTS, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Run
 from megatron_vshape.mcore.setup.choice import Choice
@@ -85,7 +85,7 @@ def test_a_killed_rank_ends_the_run_and_a_restart_continues_bitwise(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("device", "at"), [(0, "first"), (1, "middle"), (3, "last")])
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", [*PARTS, Kind.BW])
 def test_killed_in_each_kind_of_pass(
     farm: Farm,
     train: Callable[..., Ended],

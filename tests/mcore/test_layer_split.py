@@ -3,12 +3,14 @@
 import json
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from mcore.farm import Ended
 from mcore.test_training import FOUR, assert_equal_training
 
+from megatron_vshape.core.ask import Question, best_order
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.placement import linear, looping, v_shape
@@ -99,6 +101,24 @@ def test_auto_by_the_sizes_of_the_model() -> None:
     assert split.estimate.forward_us[-1] == pytest.approx((3 + 25 / 13) * 8 / 31)
     moe = arguments(num_experts=8, moe_router_topk=2, moe_layer_freq=[1, 0], moe_ffn_hidden_size=64)
     assert split_layers(moe, linear(4), "auto", None).layers == (8, 8, 9, 6)
+
+
+def test_auto_with_measured_costs_chooses_the_layers_with_the_order() -> None:
+    pieces = Pieces.estimated(2.0, 9 / 4, (1, 1.15, 0.85, 0.05))
+    balanced = pieces.balanced(9, v_shape(2))
+    question = Question("auto", 2, 6, placements=(v_shape(2),), steps=10_000)
+    split = split_layers(
+        arguments(num_layers=9), v_shape(2), "auto", pieces.costs(balanced), question
+    )
+    assert split.layers != balanced
+    assert split.costs is not None
+    assert split.costs.layers == split.layers
+    asked = replace(question, limit=split.limits)
+
+    def value(layers: tuple[int, ...]) -> float:
+        return best_order(replace(asked, costs=pieces.costs(layers))).plan.value
+
+    assert value(split.layers) < 0.95 * value(balanced)
 
 
 def test_costs_of_known_layers_serve_any_split() -> None:

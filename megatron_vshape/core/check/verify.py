@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from megatron_vshape.core.check.bounds import each_limit
 from megatron_vshape.core.check.simulate import held_curve, simulate, unit_costs
 from megatron_vshape.core.model.costs import Costs, held_text
-from megatron_vshape.core.model.kinds import PARTS, ScheduleError
+from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import check_placement
 from megatron_vshape.core.model.schedule import Schedule
@@ -82,7 +82,8 @@ def _check_counts(schedule: Schedule) -> None:
         for work in passes
         for kind in work.parts()
     )
-    if len(count) == len(PARTS) * stages * microbatches and max(count.values()) == 1:
+    every = len(count) == len(PARTS) * stages * microbatches and max(count.values()) == 1
+    if every and schedule.kinds.issubset((*PARTS, Kind.BW)):
         return
     wrong = [
         work

@@ -8,6 +8,8 @@ from argparse import Namespace
 from dataclasses import replace
 from typing import NamedTuple
 
+from megatron_vshape.core.ask import Question, best_order
+from megatron_vshape.core.layer_choice import choose_layers
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import (
@@ -29,20 +31,28 @@ class Split(NamedTuple):
     layers: tuple[int, ...]
     costs: Costs | None  # measured, if any were given
     estimate: Costs | None = None  # in chunks and their passes; None where all stages are alike
+    limits: tuple[float, ...] | None = None  # that the order was chosen for, where it was
 
 
 def split_layers(
-    args: Namespace, placement: Placement, text: str | None, costs: Costs | None
+    args: Namespace,
+    placement: Placement,
+    text: str | None,
+    costs: Costs | None,
+    question: Question | None = None,
 ) -> Split:
     """Return the split that `text` asks for, or the even one.
 
     `costs` are those of a file. If it says of how many layers they are, or `text` is auto, they
-    are taken apart and put together anew; else they are taken for this run's own stages.
+    are taken apart and put together anew; else they are taken for this run's own stages. `question`
+    is what the run's order will be asked by, if that is known: then auto chooses the layers with
+    the order, at measured costs.
 
     Raises:
         ScheduleError: the layers do not fit the stages, or the costs do not.
     """
     measured = None if costs is None else _pieces_of(args.num_layers, costs)
+    limits = None
     if text == AUTO_SPLIT:
         if measured is None and _vocabulary(args) is None:
             raise ScheduleError(
@@ -51,6 +61,10 @@ def split_layers(
             )
         pieces = measured or _estimated(args, len(placement))
         layers = pieces.balanced(args.num_layers, placement)
+        if question is not None and measured is not None:
+            asked = replace(question, layers=(measured, args.num_layers))
+            _, layers, _ = chosen = choose_layers(asked, best_order(asked))
+            limits = chosen.answer.limits
     elif text is not None:
         layers = parse_layers(text, args.num_layers, placement)
     else:
@@ -63,7 +77,7 @@ def split_layers(
     if costs is not None and measured is not None and costs.layers != layers:
         if costs.layers is not None or text == AUTO_SPLIT:
             costs = measured.costs(layers)
-    return Split(layers, costs, estimate)
+    return Split(layers, costs, estimate, limits)
 
 
 def _pieces_of(num_layers: int, costs: Costs) -> Pieces:

@@ -33,7 +33,7 @@ def megatrons_if_best(args: Namespace, options: PipelineOptions) -> Rival | None
     mine = options.profile_steps or options.post_validates or options.layer_split is not None
     if options.schedule != AUTO or ranks == 1 or costs is None or isinstance(limit, float):
         return None
-    microbatches = None if mine or _lies_its_own_way(args) else _num_microbatches(args)
+    microbatches = None if mine or _lies_its_own_way(args) else num_microbatches(args)
     if microbatches is None:
         return None
     choice = choice_of(AUTO, ranks, options.costs(), limit)
@@ -89,7 +89,7 @@ def _lies_its_own_way(args: Namespace) -> bool:
     return any(getattr(args, name, None) for name in names)
 
 
-def _num_microbatches(args: Namespace) -> int | None:
+def num_microbatches(args: Namespace) -> int | None:
     """Return the microbatches of a step; None where they change, or are not known yet."""
     names = ("rampup_batch_size", "step_batch_size_schedule")
     if args.global_batch_size is None or any(getattr(args, name, None) for name in names):

@@ -30,7 +30,7 @@ class Choice:
     costs: Costs | None = None  # in us and bytes; with None every chunk pass takes one unit,
     estimate: Costs | None = None  # or this, in such units, where stages have unlike layers
     limit_bytes: float | None = None  # of a device, for auto; None: activations as `limit_of` holds
-    limit_of: str | None = None  # a schedule; None: 1F1B
+    limit_of: str | tuple[float, ...] | None = None  # a schedule, or its peaks; None: 1F1B's
     num_layers: int | None = None  # of the model, where its layers are all alike
     keeps_backward_whole: bool = False  # every B takes its W along, as where layers are recomputed
     hides: bool = False  # a B that waits for tensor-parallel ranks runs jobs of the W after it

@@ -11,7 +11,7 @@ from dataclasses import replace
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron_vshape.core.ask import AUTO
+from megatron_vshape.core.ask import AUTO, Question
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.rivals import MEGATRONS_OWN, Rival
@@ -23,7 +23,7 @@ from megatron_vshape.mcore.refusals import (
     check_derived,
     check_post_validation,
 )
-from megatron_vshape.mcore.setup.against_megatron import megatrons_if_best
+from megatron_vshape.mcore.setup.against_megatron import megatrons_if_best, num_microbatches
 from megatron_vshape.mcore.setup.arguments import (
     PipelineOptions,
     options_of,
@@ -194,11 +194,26 @@ def _split(args: Namespace, choice: Choice, options: PipelineOptions) -> Split:
     """Return the layers of every stage, and what such stages cost."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is None:
-        return split_layers(args, choice.placement, options.layer_split, choice.costs)
+        asked = _question(args, choice, options)
+        return split_layers(args, choice.placement, options.layer_split, choice.costs, asked)
     layers = hybrid.layers_of_stages(pattern, choice.placement, options.layer_split)
     # Megatron counts the layers and the chunks of a rank by the pattern.
     args.hybrid_layer_pattern = hybrid.cut(pattern, layers)
     return Split(layers, choice.costs)
+
+
+def _question(args: Namespace, choice: Choice, options: PipelineOptions) -> Question | None:
+    """Return what auto will ask, where that is known before a model is built.
+
+    It is not where costs are measured anew, and with a limit in GiB: what that leaves for
+    activations depends on what the layers themselves take.
+    """
+    microbatches = num_microbatches(args)
+    later = options.profile_steps is not None or choice.limit_bytes is not None
+    if choice.name != AUTO or later or microbatches is None:
+        return None
+    sizes, placements = (choice.num_devices, microbatches), (choice.placement,)
+    return Question(AUTO, *sizes, limit=choice.limit_of, placements=placements)
 
 
 def _split_megatrons_own(args: Namespace, options: PipelineOptions) -> None:

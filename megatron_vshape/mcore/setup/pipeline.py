@@ -66,6 +66,7 @@ def pipeline_of(
         choice,
         costs=split.costs,
         estimate=split.estimate,
+        limit_of=split.limits or choice.limit_of,
         num_layers=model.num_layers,
         keeps_backward_whole=getattr(model, "recompute_granularity", None) == "full",
         hides=model.tensor_model_parallel_size > 1 and _is_local(model),
