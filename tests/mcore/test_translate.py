@@ -64,7 +64,7 @@ class TestLayouts:
 
     def test_some_have_multi_token_prediction(self) -> None:
         counts = [layers_in(layout)[1] for layout, _ in layouts_of_recipes().values()]
-        assert 10 <= sum(counts) < len(counts)
+        assert {0, 1} <= set(counts)
 
     @pytest.mark.parametrize(
         ("layout", "placement", "expected"),
