@@ -61,7 +61,7 @@ def test_every_order_of_the_catalogue_trains_the_same(
 
 
 PARALLEL = {
-    "experts": (4, EXPERT_PARALLEL),
+    "experts": (4, f"{EXPERT_PARALLEL} --global-batch-size 16"),  # twice data-parallel
     "TP + SP": (4, SEQUENCE),
     "bf16, recompute": (
         2,
