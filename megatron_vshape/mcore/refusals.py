@@ -71,7 +71,6 @@ _SECOND_MODEL = (
 )
 
 REFUSALS = (
-    Refusal("mtp_num_layers", "multi-token prediction needs its own stage"),
     Refusal(
         "cuda_graph_impl",
         _OWN_ORDER,

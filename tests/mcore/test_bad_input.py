@@ -168,7 +168,6 @@ class TestScheduleFiles:
 
 
 OPTIONS = [
-    "--mtp-num-layers 1",
     "--cuda-graph-impl local",
     "--overlap-moe-expert-parallel-comm",
     "--delay-wgrad-compute",

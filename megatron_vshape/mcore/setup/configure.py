@@ -15,7 +15,7 @@ from megatron_vshape.core.ask import AUTO, Question
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.rivals import MEGATRONS_OWN, Rival
-from megatron_vshape.mcore.layout import hybrid, stages
+from megatron_vshape.mcore.layout import hybrid, multi_token, stages
 from megatron_vshape.mcore.layout.layer_split import Split, split_layers
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
@@ -237,7 +237,9 @@ def _split_megatrons_own(args: Namespace, options: PipelineOptions) -> None:
     check_splits_nothing_else(args, options.schedule)
     chunks = args.num_virtual_stages_per_pipeline_rank or 1
     split = split_layers(args, looping(ranks, chunks), text, options.costs())
-    args.pipeline_model_parallel_layout = stages.megatrons_text(split.layers)
+    args.pipeline_model_parallel_layout = stages.megatrons_text(
+        split.layers, multi_token.num_predicting(args)
+    )
     args.num_virtual_stages_per_pipeline_rank = None  # the text says how many
 
 

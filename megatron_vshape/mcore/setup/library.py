@@ -126,6 +126,7 @@ def _as_arguments(config: Any) -> Namespace:
     groups = config.num_query_groups
     return Namespace(
         num_layers=config.num_layers,
+        mtp_num_layers=config.mtp_num_layers,
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
         kv_channels=config.kv_channels,

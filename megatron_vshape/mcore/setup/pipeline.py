@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.layer_split import Split
 from megatron_vshape.mcore.layout.stages import (
     HASH_LAYERS,
@@ -58,8 +59,9 @@ def pipeline_of(
     Raises:
         ScheduleError: the ends of the model are on ranks where Megatron cannot have them.
     """
-    stage_map = StageMap(choice.placement, split.layers)
+    stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))
     check_ends(stage_map)
+    multi_token.check_ends(stage_map)
     check_hash_layers(stage_map, getattr(model, HASH_LAYERS, None) or 0)
     choice = replace(
         choice,
