@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.runtime.held_bytes import size_now
 
 
 class LiveBytes(TorchDispatchMode):
@@ -21,7 +22,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._made: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(
         self,
@@ -38,15 +39,15 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(each, Tensor) and _key(each) not in given:
                 storage = each.untyped_storage()
                 # The weak reference keeps the key from being used again.
-                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self._made[storage._cdata] = StorageWeakRef(storage)
         return result
 
     def count(self) -> int:
-        """Return the bytes of all storages made and not yet freed."""
-        dead = [key for key, (reference, _) in self._made.items() if reference.expired()]
+        """Return the bytes that all storages made and not yet freed have now."""
+        dead = [key for key, reference in self._made.items() if reference.expired()]
         for key in dead:
             del self._made[key]
-        return sum(size for _, size in self._made.values())
+        return sum(map(size_now, self._made.values()))
 
 
 class LivePeak(LiveBytes):

@@ -169,7 +169,6 @@ class TestScheduleFiles:
 
 OPTIONS = [
     "--cuda-graph-impl local",
-    "--fine-grained-activation-offloading",
     "--overlap-moe-expert-parallel-comm",
     "--delay-wgrad-compute",
     "--use-megatron-fsdp",

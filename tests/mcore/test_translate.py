@@ -230,7 +230,7 @@ class TestEnds:
     def test_nearest(self) -> None:
         assert nearest(4, 4) == (1, 1, 1, 1)
         assert nearest(2, 4, 1, 1) == (0, 1, 1, 0)
-        with pytest.raises(ScheduleError, match="1 layers are too few for 4 stages"):
+        with pytest.raises(ScheduleError, match="1 layer is too few for 4 stages"):
             nearest(1, 4)
 
 
@@ -260,6 +260,17 @@ class TestTheRest:
         assert getattr(options, name) is off
         assert translated.layer_split is None
         assert translate(options, v_shape(4)).notices == ()  # the second time there is nothing
+
+    def test_offloading_becomes_part_of_the_plan(self) -> None:
+        name = "fine_grained_activation_offloading"
+        options = Namespace(**{name: True}, offload_modules=["core_attn"])
+        translated = translate(options, v_shape(4))
+        assert translated.may_offload
+        (notice,) = translated.notices
+        assert str(notice).startswith(f"{name}: part of the plan: auto decides which microbatches")
+        assert notice.outcome == Outcome.TRANSLATED
+        assert getattr(options, name) is False
+        assert not translate(options, v_shape(4)).may_offload
 
     def test_the_schedules_own_number_of_chunks_is_not_told(self) -> None:
         options = Namespace(num_virtual_stages_per_pipeline_rank=2)

@@ -16,6 +16,7 @@ devices join in that pass; it is no message, and every device has to come to it 
 (`program.lowering` proves that it does).
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -347,6 +348,22 @@ LOOKUP_WEIGHT = define(
 
 VOCABULARY = (LOOKUP, LOOKED_UP, LOGITS, LOSS, HEAD_WEIGHT, LOOKUP_WEIGHT)
 """The kinds of a vocabulary that is shared out over all devices."""
+
+
+def resource_of(kind: Kind, half_duplex: bool) -> str:
+    """Return where passes of this kind run, if the link to the host may go one way at a time."""
+    return TO_HOST if half_duplex and kind.resource == FROM_HOST else kind.resource
+
+
+NO_RECOMPUTE = "none"
+"""The setting of a stage whose backward computes nothing again."""
+
+_SETTING = re.compile(r"[a-z][a-z0-9_]{0,30}(,[a-z][a-z0-9_]{0,30}){0,15}", re.ASCII)
+
+
+def is_setting(text: str) -> bool:
+    """Return whether a text may say what is computed again: `none`, `full` or `layernorm,mlp`."""
+    return _SETTING.fullmatch(text) is not None
 
 
 def simple_kinds(kinds: Iterable[Kind]) -> tuple[Kind, ...]:

@@ -68,7 +68,7 @@ from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.kinds import PARTS, Kind
 from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import Objective, Plan
-from megatron_vshape.core.planner.compiling import CORES
+from megatron_vshape.core.planner.compiling import CORES, say_if_slow
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
 from megatron_vshape.core.planner.orders import MOST_AT_ONCE, Candidate, PlacementSearch
 
@@ -146,6 +146,7 @@ def plan(
         ScheduleError: the counts, the costs, the kinds and the placements do not match, there is no
             such objective, or with kinds beyond F, B and W no order was found to fit.
     """
+    say_if_slow()
     allowed = list(placements) or default_placements(num_devices, costs.num_stages)
     goal, kinds = Objective(objective), tuple(kinds)
     begun: list[PlacementSearch] = []

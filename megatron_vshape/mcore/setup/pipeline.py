@@ -50,6 +50,7 @@ def pipeline_of(
     ties_ends: bool,
     kernels: bool,
     overlaps_grad_reduce: bool = False,
+    may_offload: bool = False,
 ) -> Pipeline:
     """Return the pipeline for a model with its layers split so.
 
@@ -72,6 +73,7 @@ def pipeline_of(
         hides=model.tensor_model_parallel_size > 1 and _is_local(model),
         ties_ends=ties_ends,
         kernels=kernels,
+        may_offload=may_offload,
     )
     return Pipeline(
         options,

@@ -58,11 +58,12 @@ class Translation(NamedTuple):
     is_chunks: bool = False  # the value is a number of chunks per rank
     for_one_chunk: bool = False  # where ranks have more, the option is left as it is
     usual: str | None = None  # the option that Megatron takes its value from, if none is given
+    offloads: bool = False  # the plan may have activations wait in host memory
 
     @property
     def outcome(self) -> Outcome:
         """Return whether something is made of the options."""
-        makes = self.layers is not None or self.renames is not None
+        makes = self.layers is not None or self.renames is not None or self.offloads
         return Outcome.TRANSLATED if makes else Outcome.SET_ASIDE
 
     def given(self, options: Any) -> dict[str, Any]:
@@ -260,6 +261,13 @@ TRANSLATIONS = (
         "taken for hybrid_layer_pattern, its name now",
         renames="hybrid_layer_pattern",
     ),
+    Translation(
+        ("fine_grained_activation_offloading",),
+        "part of the plan: auto decides which microbatches wait in host memory, whole stages of "
+        "them, and a schedule file says it; of other schedules none does",
+        False,
+        offloads=True,
+    ),
 )
 """Every option of Megatron that a schedule takes for something else, and what it takes it for."""
 
@@ -270,6 +278,11 @@ class Translated:
 
     layer_split: str | None  # as --pipeline-layer-split takes it; None: equally many
     notices: tuple[Notice, ...]
+
+    @property
+    def may_offload(self) -> bool:
+        """Return whether an option asks that activations wait in host memory."""
+        return any(notice.rule.offloads for notice in self.notices)
 
 
 def translate(options: Any, placement: Placement, layer_split: str | None = None) -> Translated:
