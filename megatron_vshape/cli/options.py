@@ -4,6 +4,7 @@ import argparse
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_vshape.core.ask import PLUS_NAMES, Cut, Question, find
 from megatron_vshape.core.model.costs import Costs
@@ -38,6 +39,29 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--costs", type=Path, metavar="FILE", help="costs of every stage, in us and bytes (JSON)"
     )
+
+
+class Link(NamedTuple):
+    """How long a copy to the host takes: in F, one way, of all that a stage holds."""
+
+    forwards: float
+    half_duplex: bool
+
+
+_LINK_WORDS = {"": (1, False), "half": (1, True), "shared": (2, False)}
+
+
+def link(text: str) -> Link:
+    """Return the link that --offload names."""
+    number, _, word = text.partition(",")
+    value = float_or_nan(number)
+    if not 0 < value < math.inf or word not in _LINK_WORDS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a time above 0, as in 1.5, which half or shared may follow, as in "
+            "1.5,half"
+        )
+    sharers, half_duplex = _LINK_WORDS[word]
+    return Link(sharers * value, half_duplex)
 
 
 def count(text: str) -> int:
@@ -129,6 +153,7 @@ def cut_of(
     cost: tuple[float, float, float, float] | None,
     measured: Costs | None,
     num_layers: int | None = None,
+    offload: Link | None = None,
 ) -> Cut:
     """Return what gives the costs of any number of stages: measured if there are, else equal.
 
@@ -141,6 +166,7 @@ def cut_of(
             return recut(measured, num_stages, devices, plain(name), num_layers)
         if num_layers is not None:
             even_layers(num_layers, looping(devices, num_stages // devices))
-        return Costs.uniform(devices, num_stages, *(cost or UNIT_COST))
+        costs = Costs.uniform(devices, num_stages, *(cost or UNIT_COST))
+        return costs if offload is None else costs.with_copies(*offload)
 
     return cut

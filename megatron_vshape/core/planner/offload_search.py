@@ -1,0 +1,105 @@
+"""The search for orders of one placement in which some activations wait in host memory.
+
+They begin from orders planned for more memory (`LEVELS`), into which copies are put (`offloading`)
+and W dealt out anew. From there on the walk moves copies and their markers as it does any pass.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_vshape.core.check.choices import bound_of_choices
+from megatron_vshape.core.model.kinds import PARTS
+from megatron_vshape.core.model.placement import Placement, stages_of
+from megatron_vshape.core.model.schedule import Objective, Way
+from megatron_vshape.core.planner.job_shop import Problem, make_problem
+from megatron_vshape.core.planner.offloading import with_copies
+from megatron_vshape.core.planner.orders import (
+    DELAYS,
+    STARTS,
+    Candidate,
+    PlacementSearch,
+    Run,
+    best_of,
+)
+from megatron_vshape.core.planner.refilling import refill
+
+LEVELS = (1.0, 0.5, 0.25)
+"""Orders are planned for the limit and so much of what is missing to the memory of 1F1B."""
+
+SLACKS = (0.0, 0.5, 1.0, 2.0)
+"""So many chunks less than the limit are filled when it is chosen what is copied."""
+
+BASES = 3
+"""So many orders of each level have copies put in."""
+
+
+class _Base(NamedTuple):
+    """An order of F, B and W that may hold more than the limit."""
+
+    name: str
+    row: np.ndarray
+
+
+Bases = dict[Placement, list[_Base]]
+"""The orders that copies are put into, which are as good for stages of other settings."""
+
+
+class OffloadSearch(PlacementSearch):
+    """As `PlacementSearch`, but that the activations of some microbatches are copied."""
+
+    def __init__(self, problem: Problem, seed: int, way: Way, bases: Bases | None = None) -> None:
+        super().__init__(problem, seed, way)
+        self.bases: Bases = {} if bases is None else bases
+
+    def _bound(self) -> float:
+        problem = self.problem
+        return bound_of_choices(
+            [problem.costs],
+            True,
+            problem.placement,
+            problem.num_devices,
+            problem.num_microbatches,
+            problem.limits,
+            span=problem.objective is Objective.SPAN,
+        )
+
+    def begin(self, budget: int, run: Run) -> list[Candidate]:
+        """Return the orders to improve: those planned for more memory, with copies put in."""
+        self._parts_shop()
+        own = self.problem.placement
+        if own not in self.bases:
+            made = [base for level in LEVELS for base in self._bases(level, budget, run)]
+            self.bases[own] = made
+        jobs = [(base, slack) for base in self.bases[own] for slack in SLACKS]
+        found = [each for made in run(self._with_copies, jobs) for each in made]
+        for each in found:
+            self.keep(each)
+        return best_of(found, STARTS)
+
+    def _bases(self, level: float, budget: int, run: Run) -> Iterator[_Base]:
+        """Yield orders planned for more memory than there is."""
+        problem, held = self.problem, self.problem.costs.held_after_forward_bytes
+        devices = problem.num_devices
+        limits = []
+        stages = stages_of(problem.placement, devices)
+        for own, limit in zip(stages, problem.limits, strict=True):
+            ample = max(limit, devices * sum(held[stage] for stage in own))
+            limits.append(limit + level * (ample - limit))
+        sizes = devices, problem.num_microbatches, limits, problem.objective, problem.placement
+        search = PlacementSearch(make_problem(problem.costs, *sizes, PARTS), self.seed)
+        for each in best_of(search.begin(budget, run), BASES):
+            yield _Base(f"{each.name} at {level:.0%}", search.whole_row(each))
+
+    def _with_copies(self, job: tuple[_Base, float]) -> list[Candidate]:
+        """Return the order with copies put in, in every way that fits."""
+        (name, row), slack = job
+        problem, m = self.problem, self.problem.num_microbatches
+        rows = with_copies(problem, self._parts_shop(), row, slack, self.way.throughout)
+        if rows is None:
+            return []
+        none = np.zeros(1, np.int64)
+        dealt = (refill(problem, rows, delay, m) for delay in DELAYS)
+        made = (self._made(f"{name}, copies", 1, m, each, none, none) for each in (rows, *dealt))
+        return [each for each in made if each is not None]
