@@ -65,6 +65,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure the share of one of T ranks; their exchanges too where torchrun has started "
         "as many, or twice as many, which tells messages between stages too; else they are assumed",
     )
+    parser.add_argument(
+        "--expert-parallel",
+        type=count,
+        default=1,
+        metavar="E",
+        help="measure the experts of one of E ranks, and their exchanges likewise; a stage has "
+        "as many ranks as the larger of T and E",
+    )
+    parser.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="the tensor-parallel ranks share the tokens of norms and dropout, as Megatron's flag "
+        "has it; only measured, under torchrun",
+    )
     parser.add_argument("--layers", type=count, metavar="N", help="in place of the model's own")
     parser.add_argument(
         "--layer-split",
@@ -128,13 +142,13 @@ def run(options: argparse.Namespace) -> int:
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = _model(options, sizes, device)
-    model.shard(options.tensor_parallel)  # says what does not divide, before anything is made
+    model.alone()  # says what does not divide, before anything is made
     if device == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as torchrun has it
     from megatron_vshape.mcore.on_ranks import check_ranks
     from megatron_vshape.mcore.one_device import prepare
 
-    check_ranks(options.tensor_parallel)
+    check_ranks(model)
     with _megatron_quiet():
         prepare(device)
         is_first = torch.distributed.get_rank() == 0
@@ -159,19 +173,18 @@ def _measure(model: "Model", layers: Sequence[int], options: argparse.Namespace)
     """Return the costs, of which what these ranks cannot measure is assumed."""
     from megatron_vshape.mcore import on_ranks, one_device
 
-    ranks = options.tensor_parallel
     if on_ranks.num_ranks() > 1:
-        costs = on_ranks.measure(model, layers, ranks, options.repeats, _tell)
+        costs = on_ranks.measure(model, layers, options.repeats, _tell)
     else:
         link = on_ranks.Link(*options.link)
-        own = model.shard(ranks)
+        own = model.alone()
         found = one_device.profile_stages(own, layers, options.repeats, _tell)
         stages = [found[name] for name in one_device.names_of(layers)]
         host_us = on_ranks.host_us_of(own, options.repeats)
         costs = Costs.of(stages, link.message_us(model.message_bytes), layers, host_us)
         costs = costs.with_source(f"{ASSUMED}: {model.message_bytes:,} bytes at {link}", "send_us")
         costs = costs.with_source(f"{MEASURED} on one device")
-        costs = on_ranks.assumed(costs, model, ranks, on_ranks.Link(*options.exchange_link))
+        costs = on_ranks.assumed(costs, model, on_ranks.Link(*options.exchange_link))
     if options.send_us is None:
         return costs
     given = replace(costs, send_us=options.send_us)
@@ -220,8 +233,16 @@ def _megatron_quiet() -> Iterator[None]:
 
 
 def _model(options: argparse.Namespace, sizes: "ModelFile", device: str) -> "Model":
-    from megatron_vshape.mcore.one_device import Model
+    from megatron_vshape.mcore.one_device import Experts, Model
 
+    experts = sizes.experts
+    if experts is None and options.expert_parallel > 1:
+        raise ScheduleError(
+            f"--expert-parallel {options.expert_parallel}: {options.model} has no experts; add "
+            "experts: with count, per_token and ffn_hidden_size, or leave the option out"
+        )
+    if options.sequence_parallel and options.tensor_parallel == 1:
+        raise ScheduleError("--sequence-parallel needs --tensor-parallel of at least 2")
     own = "bfloat16" if sizes.parameter_bytes == 2 and device == "cuda" else "float32"
     return Model(
         layers=sizes.layers,
@@ -238,6 +259,10 @@ def _model(options: argparse.Namespace, sizes: "ModelFile", device: str) -> "Mod
         gated=sizes.gated,
         dropout=0.1 if sizes.dropout else 0.0,
         flash_attention=sizes.flash_attention,
+        experts=None if experts is None else Experts(**experts.model_dump()),
+        tensor_parallel=options.tensor_parallel,
+        expert_parallel=options.expert_parallel,
+        sequence_parallel=options.sequence_parallel,
     )
 
 

@@ -28,6 +28,9 @@ EXCHANGES = ("forward_exchange_us", "backward_exchange_us", "whole_exchange_us")
 ALL_REDUCES = 2
 """Of a layer with tensor parallelism, in F and again in B: after attention, and after the MLP."""
 
+ALL_TO_ALLS = 2
+"""Of a layer of experts, likewise: to the experts that tokens go to, and back."""
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -44,6 +47,10 @@ class Link:
         """Return the time of a sum over ranks, which each sends twice but for its own part."""
         return self.message_us(2 * (ranks - 1) / ranks * num_bytes) if ranks > 1 else 0.0
 
+    def all_to_all_us(self, num_bytes: float, ranks: int) -> float:
+        """Return the time in which every rank sends so much, in equal parts, one to itself."""
+        return self.message_us((ranks - 1) / ranks * num_bytes) if ranks > 1 else 0.0
+
     def __str__(self) -> str:
         return f"{self.gb_per_s:g} GB/s, {self.latency_us:g} us"
 
@@ -53,69 +60,91 @@ def num_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def check_ranks(tensor_parallel: int) -> None:
+def check_ranks(model: Model) -> None:
     """Raise ScheduleError unless the ranks there are make whole stages."""
-    if num_ranks() > 1 and num_ranks() % tensor_parallel:
+    of_stage = model.ranks
+    for name, share in (("tensor", model.tensor_parallel), ("expert", model.expert_parallel)):
+        if of_stage % share:
+            raise ScheduleError(
+                f"--{name}-parallel {share} does not divide the {of_stage} ranks of a stage"
+            )
+    if num_ranks() > 1 and num_ranks() % of_stage:
         raise ScheduleError(
-            f"--tensor-parallel {tensor_parallel} does not divide the {num_ranks()} ranks that "
-            f"were started: start {tensor_parallel} for the exchanges, or twice as many for "
-            "messages between stages too"
+            f"a stage has {of_stage} ranks, which does not divide the {num_ranks()} that were "
+            f"started: start {of_stage} for the exchanges, or twice as many for messages between "
+            "stages too"
+        )
+    if num_ranks() == 1 and model.sequence_parallel:
+        raise ScheduleError(
+            "--sequence-parallel is measured on the ranks of a stage: start this with torchrun "
+            f"--nproc-per-node {of_stage}"
         )
 
 
 def measure(
-    model: Model,
-    layers: Sequence[int],
-    tensor_parallel: int,
-    repeats: int,
-    tell: Callable[[str, Piece], None],
+    model: Model, layers: Sequence[int], repeats: int, tell: Callable[[str, Piece], None]
 ) -> Costs:
     """Return what these ranks measure together, the same on every one; rank 0 tells of it.
 
     An exchange takes what a pass takes longer on a rank of its stage than with the same share of
     the model alone. So the passes' times stay those that were measured with the exchanges.
     """
-    torch.manual_seed(1)  # ranks of a stage have the same tokens
-    alone = one_device.profile_stages(model.shard(tensor_parallel), layers, repeats)
-    one_device.form_groups(tensor_parallel)
-    together = one_device.profile_stages(
-        replace(model, tensor_parallel=tensor_parallel), layers, repeats
-    )
+    torch.manual_seed(1)  # ranks that share a layer have the same tokens, others have others
+    alone = one_device.profile_stages(model.alone(), layers, repeats)
+    one_device.form_groups(model.tensor_parallel, model.expert_parallel)
+    torch.manual_seed(1 + dist.get_rank() // model.tensor_parallel)
+    together = one_device.profile_stages(model, layers, repeats)
     found: dict[str, Piece] = {}
     for name, piece in together.items():
-        own = with_exchanges(alone[name], piece) if tensor_parallel > 1 else piece
+        own = with_exchanges(alone[name], piece) if model.ranks > 1 else piece
         found[name] = Piece.middle(_of_all(own))
         if dist.get_rank() == 0:
             tell(name, found[name])
-    host_us = median(_of_all(host_us_of(replace(model, tensor_parallel=tensor_parallel), repeats)))
-    send_us, between = _send_us(model, tensor_parallel)
+    host_us = median(_of_all(host_us_of(model, repeats)))
+    send_us, between = _send_us(model)
     stages = [found[name] for name in one_device.names_of(layers)]
-    where = f"on {dist.get_world_size()} ranks, tensor-parallel {tensor_parallel}"
+    where = f"on {dist.get_world_size()} ranks, {_shared(model)}"
     costs = Costs.of(stages, send_us, layers, host_us)
     costs = costs.with_source(f"{MEASURED} between {between}", "send_us")
-    if tensor_parallel > 1:
+    if model.ranks > 1:
         nothing = (0.0,) * len(layers)
         measured: dict[str, Any] = {name: getattr(costs, name) or nothing for name in EXCHANGES}
         costs = replace(costs, **measured)
     return costs.with_source(f"{MEASURED} {where}")
 
 
-def assumed(costs: Costs, model: Model, tensor_parallel: int, within: Link) -> Costs:
+def _shared(model: Model) -> str:
+    """Return by how many ranks a layer is shared, in words."""
+    told = f"tensor-parallel {model.tensor_parallel}"
+    told += " with sequence parallelism" * model.sequence_parallel
+    return told + f", expert-parallel {model.expert_parallel}" * (model.expert_parallel > 1)
+
+
+def assumed(costs: Costs, model: Model, within: Link) -> Costs:
     """Return costs of one device with the exchanges of a stage's ranks as they are assumed.
 
-    In F and B every layer sums twice over the ranks, the embedding's F and the head's B once. In a
-    whole backward they run beside the weight gradients, as long as these last.
+    In F and B every layer sums twice over the tensor-parallel ranks, the embedding's F and the
+    head's B once. A layer of experts sums once, and for a shared expert twice; its tokens, as often
+    as they go to an expert, go to the expert-parallel ranks and back. In a whole backward all of it
+    runs beside the weight gradients, as long as these last.
     """
-    if tensor_parallel == 1 or costs.layers is None:
+    if model.ranks == 1 or costs.layers is None:
         return costs
-    each_us = within.all_reduce_us(model.message_bytes, tensor_parallel)
-    sums = [ALL_REDUCES * count for count in costs.layers]
-    forward = [(count + (at == 0)) * each_us for at, count in enumerate(sums)]
-    last = len(sums) - 1
-    backward = [(count + (at == last)) * each_us for at, count in enumerate(sums)]
+    experts, ranks = model.experts, (model.tensor_parallel, model.expert_parallel)
+    sum_us = within.all_reduce_us(model.message_bytes, ranks[0])
+    layer_us, told = ALL_REDUCES * sum_us, [f"all-reduces over {ranks[0]} ranks"] * (ranks[0] > 1)
+    if experts is not None:
+        sums = ALL_REDUCES if experts.shared_ffn_hidden_size else ALL_REDUCES - 1
+        # Tensor-parallel ranks have the same tokens, and send their share of them.
+        sent = experts.per_token * model.message_bytes / ranks[0]
+        layer_us = sums * sum_us + ALL_TO_ALLS * within.all_to_all_us(sent, ranks[1])
+        told += [f"all-to-alls over {ranks[1]} ranks"] * (ranks[1] > 1)
+    layers = [count * layer_us for count in costs.layers]
+    forward = [layers[0] + sum_us, *layers[1:]]
+    backward = [*layers[:-1], layers[-1] + sum_us]
     left = [max(0.0, b - w) for b, w in zip(backward, costs.weight_us, strict=True)]
     found: dict[str, Any] = dict(zip(EXCHANGES, map(tuple, (forward, backward, left)), strict=True))
-    text = f"{ASSUMED}: all-reduces over {tensor_parallel} ranks at {within}"
+    text = f"{ASSUMED}: {' and '.join(told)} at {within}"
     return replace(costs, **found).with_source(text, *EXCHANGES)
 
 
@@ -162,11 +191,11 @@ def host_us_of(model: Model, repeats: int) -> float:
     return median(max(0.0, after.start - before.end) for before, after in pairwise(slots))
 
 
-def _send_us(model: Model, tensor_parallel: int) -> tuple[float, str]:
+def _send_us(model: Model) -> tuple[float, str]:
     """Return the mean time of a message between neighbours, all pipelines at once, and of whom."""
-    world = dist.get_world_size()
-    if world > tensor_parallel:
-        pipelines = [tuple(range(at, world, tensor_parallel)) for at in range(tensor_parallel)]
+    world, of_stage = dist.get_world_size(), model.ranks
+    if world > of_stage:
+        pipelines = [tuple(range(at, world, of_stage)) for at in range(of_stage)]
         between = "pipeline neighbours"
     else:
         pipelines, between = [tuple(range(world))], "ranks of one stage, which are all there are"

@@ -31,6 +31,38 @@ WARM_UP = 2
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts that take the place of every layer's MLP."""
+
+    count: int
+    per_token: int
+    ffn_hidden_size: int
+    shared_ffn_hidden_size: int | None = None
+
+    def shard(self, ranks: int) -> Experts:
+        """Return those of one of so many ranks, which compute as much for each of its tokens.
+
+        As many products as tokens bring there on average: of fewer experts than a token goes to,
+        all, and wider.
+
+        Raises:
+            ScheduleError: they do not divide.
+        """
+        if self.count % ranks:
+            raise ScheduleError(
+                f"{self.count} experts do not divide among {ranks} expert-parallel ranks"
+            )
+        count = self.count // ranks
+        each = min(self.per_token, count)
+        return replace(
+            self,
+            count=count,
+            per_token=each,
+            ffn_hidden_size=self.ffn_hidden_size * self.per_token // each,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """What is measured: a GPT, its microbatches and where they run."""
 
@@ -49,7 +81,11 @@ class Model:
     gated: bool = False  # two matrices into the MLP, as SwiGLU has
     dropout: float = 0.0  # of hidden states
     flash_attention: bool = True  # without it the scores are kept
-    tensor_parallel: int = 1  # ranks that each have a share of what is given here
+    experts: Experts | None = None  # in place of the MLP
+    # Ranks that each have a share of what is given here: of all but the experts, and of these.
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    sequence_parallel: bool = False  # the tensor-parallel ranks share the tokens of the rest
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -59,20 +95,28 @@ class Model:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Return the shape of an activation, [s, b, h]."""
-        return self.sequence_length, self.microbatch_size, self.hidden_size
+        """Return the shape of an activation on a rank, [s, b, h]."""
+        share = self.tensor_parallel if self.sequence_parallel else 1
+        return self.sequence_length // share, self.microbatch_size, self.hidden_size
 
     @property
     def message_bytes(self) -> int:
         """Return the size of an activation, which is that of a message between stages."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
-    def shard(self, ranks: int) -> Model:
-        """Return what one of so many tensor-parallel ranks computes, communication left out.
+    @property
+    def ranks(self) -> int:
+        """Return how many ranks a stage has at least, for both ways to share."""
+        return max(self.tensor_parallel, self.expert_parallel)
+
+    def alone(self) -> Model:
+        """Return what one of its ranks computes, communication left out.
 
         Raises:
-            ScheduleError: heads, groups, the MLP or the vocabulary do not divide.
+            ScheduleError: heads, groups, the MLP, the vocabulary, the tokens or the experts do not
+                divide.
         """
+        ranks = self.tensor_parallel
         ffn = self.ffn_hidden_size or 4 * self.hidden_size
         groups = self.query_groups or self.attention_heads
         sizes = {
@@ -81,14 +125,19 @@ class Model:
             "ffn_hidden_size": ffn,
             "vocabulary_size": self.vocabulary_size,
         }
-        for name, size in sizes.items():
+        tokens = {"the sequence of": self.sequence_length} if self.sequence_parallel else {}
+        for name, size in (sizes | tokens).items():
             if size % ranks:
                 raise ScheduleError(
                     f"{name} {size} does not divide among {ranks} tensor-parallel ranks"
                 )
         head_size = self.head_size or self.hidden_size // self.attention_heads
         parts: dict[str, Any] = {name: size // ranks for name, size in sizes.items()}
-        return replace(self, head_size=head_size, **parts)
+        experts = self.experts and self.experts.shard(self.expert_parallel)
+        apart: dict[str, Any] = {"tensor_parallel": 1, "expert_parallel": 1}
+        return replace(
+            self, head_size=head_size, experts=experts, sequence_parallel=False, **apart, **parts
+        )
 
 
 def choose(device: str) -> None:
@@ -124,17 +173,21 @@ def prepare(device: str) -> Any:
         else:
             store = Path(tempfile.mkdtemp()) / "store"
             dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
-        form_groups(1)
+        form_groups()
     return split_state()
 
 
-def form_groups(tensor_parallel: int) -> None:
-    """Have so many neighbouring ranks share every layer from now on."""
+def form_groups(tensor_parallel: int = 1, expert_parallel: int = 1) -> None:
+    """Have so many neighbouring ranks share every layer, and its experts, from now on."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor_parallel)
+    parallel_state.initialize_model_parallel(
+        tensor_parallel,
+        expert_model_parallel_size=expert_parallel,
+        expert_tensor_parallel_size=1,
+    )
     random.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
 
 
@@ -172,6 +225,16 @@ class SdpaAttention(nn.Module):
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
 
+class Norm(nn.LayerNorm):
+    """The norm of Megatron's own layers, which without apex refuse a part of the sequence.
+
+    Nobody here adds up its gradients over the ranks, all of which the refusal is for.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **options: Any) -> None:
+        super().__init__(hidden_size, eps)
+
+
 def build(model: Model, state: Any, num_layers: int, is_first: bool, is_last: bool) -> nn.Module:
     """Return so many layers with the embedding and the loss where asked for, wrapped in DDP."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -182,7 +245,7 @@ def build(model: Model, state: Any, num_layers: int, is_first: bool, is_last: bo
     config = _config(model, num_layers)
     chunk: nn.Module = GPTModel(
         config,
-        _layer_spec(model),
+        _layers_spec(model, num_layers),
         model.vocabulary_size,
         model.sequence_length,
         pre_process=is_first,
@@ -204,6 +267,7 @@ def _config(model: Model, num_layers: int) -> Any:
     return TransformerConfig(
         num_layers=num_layers,
         tensor_model_parallel_size=model.tensor_parallel,
+        sequence_parallel=model.sequence_parallel,
         hidden_size=model.hidden_size,
         num_attention_heads=model.attention_heads,
         num_query_groups=model.query_groups,
@@ -219,18 +283,45 @@ def _config(model: Model, num_layers: int) -> Any:
         deallocate_pipeline_outputs=True,
         transformer_impl="transformer_engine" if model.use_te else "local",
         **(gated if model.gated else {}),
+        **_of_experts(model),
     )
 
 
-def _layer_spec(model: Model) -> Any:
-    from megatron.core.models.gpt import gpt_layer_specs as specs
+def _of_experts(model: Model) -> dict[str, Any]:
+    if model.experts is None:
+        return {}
+    return {
+        "num_moe_experts": model.experts.count,
+        "moe_router_topk": model.experts.per_token,
+        "moe_ffn_hidden_size": model.experts.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": model.experts.shared_ffn_hidden_size,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": model.use_te,
+        "expert_model_parallel_size": model.expert_parallel,
+        "expert_tensor_parallel_size": 1,
+        "add_bias_linear": False,
+    }
 
+
+def _layers_spec(model: Model, num_layers: int) -> Any:
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    count = None if model.experts is None else model.experts.count
     if model.use_te:
-        return specs.get_gpt_layer_with_transformer_engine_spec()
-    spec = specs.get_gpt_layer_local_spec()
+        return specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=count, moe_grouped_gemm=count is not None
+        )
+    spec = specs.get_gpt_layer_local_spec(num_experts=count)
+    own = spec.submodules
     if model.flash_attention:
-        spec.submodules.self_attention.submodules.core_attention = SdpaAttention
-    return spec
+        own.self_attention.submodules.core_attention = SdpaAttention
+    if own.pre_mlp_layernorm is not WrappedTorchNorm:
+        return spec
+    own.input_layernorm = own.pre_mlp_layernorm = Norm
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=Norm)
 
 
 def unwrap(chunk: nn.Module) -> Any:

@@ -58,6 +58,21 @@ class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Experts(_File):
+    """The experts that take the place of every layer's MLP."""
+
+    count: Positive
+    per_token: Positive
+    ffn_hidden_size: Positive
+    shared_ffn_hidden_size: Positive | None = None  # of an expert that every token goes through
+
+    @model_validator(mode="after")
+    def _enough(self) -> "Experts":
+        if self.per_token > self.count:
+            raise ValueError(f"per_token {self.per_token} is more than the {self.count} experts")
+        return self
+
+
 class Model(_File):
     """A GPT: the sizes that decide its time and its memory."""
 
@@ -68,6 +83,7 @@ class Model(_File):
     query_groups: Positive | None = None  # None: one per head
     ffn_hidden_size: Positive | None = None  # None: four times the hidden size
     gated: bool = False  # two matrices into the MLP, as SwiGLU has
+    experts: Experts | None = None
     vocabulary_size: Positive
     tied_embeddings: bool = False
     dropout: bool = False  # its masks are kept for the backward pass
@@ -256,6 +272,11 @@ def load_sweep(path: str | Path) -> Loaded:
     cluster = load(path.parent / sweep.cluster, Cluster)
     _check_executor(sweep.run, cluster, path)
     model = load(path.parent / sweep.model, Model)
+    if model.experts is not None:
+        raise SweepError(
+            f"{path}: the model {model.name} has experts, and a sweep predicts dense layers only; "
+            "profile measures such a model"
+        )
     return Loaded(path=path, sweep=sweep, model=model, cluster=cluster)
 
 
@@ -282,6 +303,8 @@ def load(path: Path, kind: type[Kind]) -> Kind:
         data = yaml.load(text, _Loader)
     except RecursionError:
         raise SweepError(f"{path} is not YAML: it is nested too deep") from None
+    except _NotReadError as error:
+        raise SweepError(f"{path}: {error}") from None
     # Dates and numbers that are none make PyYAML fail with these.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise SweepError(f"{path} is not YAML: {' '.join(str(error).split()):.500}") from None
@@ -293,20 +316,41 @@ def load(path: Path, kind: type[Kind]) -> Kind:
         raise SweepError(f"{path}: {_first_of(error, kind)}") from None
 
 
+class _NotReadError(Exception):
+    """Something that YAML has and these files may not; the text says what and where."""
+
+
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """PyYAML's safe loader without aliases and tags.
+    """PyYAML's safe loader without aliases, tags and keys that stand twice.
 
     Nine of nine of nine ... aliases fill any memory. A value that its tag does not fit, such as
-    !!bool x, makes PyYAML fail with whatever it trips over.
+    !!bool x, makes PyYAML fail with whatever it trips over. Of equal keys it takes the last.
     """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
+        line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
-            raise yaml.YAMLError(f"the alias *{event.anchor} is not read: write the value out")
+            raise _NotReadError(
+                f"line {line} has the alias *{event.anchor:.60}, and aliases are not read: write "
+                "the value out"
+            )
         if getattr(event, "tag", None) is not None:
-            raise yaml.YAMLError(f"the tag {event.tag:.60} is not read: leave it out")
+            raise _NotReadError(
+                f"line {line} has the tag {event.tag:.60}, and tags are not read: leave it out"
+            )
         return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line, name = key.start_mark.line + 1, str(key.value)
+            if name in lines:
+                raise _NotReadError(
+                    f"the key {name:.60} stands twice, in lines {lines[name]} and {line}"
+                )
+            lines[name] = line
+        return super().construct_mapping(node, deep)
 
 
 def _first_of(error: ValidationError, kind: type[BaseModel]) -> str:

@@ -109,42 +109,54 @@ def _rank(row: Row) -> tuple[float, float]:
     return row.best_mfu, -row.predicted_peak_gib
 
 
-def result_table(rows: Sequence[Row], title: str) -> Table:
-    """Return the rows as a table, the best of each workload in bold."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for name in ("sequence", "batch", "schedule", "DP TP PP CP mbs", "layout", "status"):
-        table.add_column(name, no_wrap=True)
+def result_tables(rows: Sequence[Row]) -> list[Table]:
+    """Return a table per workload, the best row in bold.
+
+    What is the same in all rows is said once, above them; on a narrow terminal the figures keep
+    their columns, and what follows them is broken into lines.
+    """
+    workloads = dict.fromkeys(row.combination.workload for row in rows)
+    groups = [[row for row in rows if row.combination.workload == each] for each in workloads]
+    return [_result_table(group) for group in groups]
+
+
+def _result_table(rows: Sequence[Row]) -> Table:
+    sequence, batch = rows[0].combination.workload
+    said = [f"sequence {sequence}, batch {batch}"]
+    table = Table(title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("schedule", no_wrap=True)
     for name in ("MFU %", "step s", "bubble %", "peak GiB"):
         table.add_column(name, justify="right", no_wrap=True)
-    winners = _winners(rows)
-    for row in rows:
-        table.add_row(*_cells(row), style="bold" if row in winners else None)
+    table.add_column("DP TP PP CP mbs", overflow="fold")
+    cells = [_cells(row) for row in rows]
+    told = {"layout": list(map(_layout, rows)), "status": [row.verdict for row in rows]}
+    for name, texts in told.items():
+        if len(set(texts)) == 1:
+            said.append(f"{name}: {texts[0]}")
+        else:
+            table.add_column(name, overflow="fold")
+            cells = [[*row, text] for row, text in zip(cells, texts, strict=True)]
+    best = max(rows, key=lambda row: row.best_mfu)
+    for row, texts in zip(rows, cells, strict=True):
+        table.add_row(*texts, style="bold" if row is best and row.best_mfu else None)
+    table.title = ", ".join(said)
     return table
 
 
-def _winners(rows: Sequence[Row]) -> list[Row]:
-    best: dict[tuple[int, int], Row] = {}
-    for row in rows:
-        workload = row.combination.workload
-        if row.best_mfu > (best[workload].best_mfu if workload in best else 0.0):
-            best[workload] = row
-    return list(best.values())
+def _layout(row: Row) -> str:
+    it = row.combination
+    return it.layout + (", recompute" if it.recompute is Recompute.FULL else "")
 
 
 def _cells(row: Row) -> list[str]:
     it = row.combination
-    layout = it.layout + (", recompute" if it.recompute is Recompute.FULL else "")
     return [
-        str(it.sequence_length),
-        str(it.global_batch_size),
         display_name(it.schedule),
-        parallel(it),
-        layout,
-        row.verdict,
         _both(row, row.mfu, row.predicted_mfu, 100, 2),
         _both(row, row.step_s, row.predicted_step_s, 1, 3),
         _both(row, row.bubble, row.predicted_bubble, 100, 1),
         _both(row, row.peak_gib, row.predicted_peak_gib, 1, 1),
+        parallel(it),
     ]
 
 

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from operator import add
 from pathlib import Path
 
@@ -18,6 +19,8 @@ MODEL = (
     "name: small\nlayers: 6\nhidden_size: 32\nattention_heads: 4\nvocabulary_size: 64\n"
     "parameter_bytes: 4\nflash_attention: false\n"
 )
+
+EXPERTS = "experts: {count: 4, per_token: 2, ffn_hidden_size: 64}\n"
 
 
 @pytest.fixture
@@ -90,15 +93,14 @@ def test_a_model_is_measured_and_planned(
     assert "send_us: assumed: given as --send-us" in shown
 
 
-def test_ranks_measure_their_exchanges_and_messages(model: Path, tmp_path: Path) -> None:
-    """Two ranks of a stage, over gloo: everything in the file is measured."""
+def on_two_ranks(model: Path, found: Path, *more: str) -> tuple[str, Costs]:
+    """Profile on two ranks over gloo; return what was printed, and the costs."""
     pytest.importorskip("megatron.core")
-    found = tmp_path / "costs.json"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    arguments = ["--model", model, "--devices", "2", "--tensor-parallel", "2", "--seq-length", "64"]
-    arguments += ["--device", "cpu", "--repeats", "3", "--output", found]
+    arguments = ["--model", model, "--devices", "2", "--seq-length", "64"]
+    arguments += ["--device", "cpu", "--repeats", "3", "--output", found, *more]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--master-port", str(port), "-m", "megatron_vshape.cli.main", "profile"]
     run = subprocess.run(
@@ -109,8 +111,13 @@ def test_ranks_measure_their_exchanges_and_messages(model: Path, tmp_path: Path)
         timeout=300,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.count("inner stage, 2 layers") == 1  # one rank tells
-    costs = Costs.load(found)
+    return run.stdout, Costs.load(found)
+
+
+def test_ranks_measure_their_exchanges_and_messages(model: Path, tmp_path: Path) -> None:
+    """Two ranks of a stage, over gloo: everything in the file is measured."""
+    printed, costs = on_two_ranks(model, tmp_path / "costs.json", "--tensor-parallel", "2")
+    assert printed.count("inner stage, 2 layers") == 1  # one rank tells
     sources = dict(costs.sources)
     assert sources.pop("send_us") == "measured between ranks of one stage, which are all there are"
     exchanges = {"forward_exchange_us", "backward_exchange_us", "whole_exchange_us"}
@@ -124,6 +131,73 @@ def test_ranks_measure_their_exchanges_and_messages(model: Path, tmp_path: Path)
     for stage in range(4):
         whole, split = costs.time_us(Kind.BW, stage), costs.time_us(Kind.B, stage)
         assert 0 < whole <= split + costs.time_us(Kind.W, stage)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_ranks_measure_what_their_experts_exchange(
+    model: Path, tmp_path: Path, sequence_parallel: bool
+) -> None:
+    model.write_text(MODEL + EXPERTS)
+    flags = ["--expert-parallel", "2"]
+    flags += ["--tensor-parallel", "2", "--sequence-parallel"] * sequence_parallel
+    _, costs = on_two_ranks(model, tmp_path / "costs.json", *flags)
+    shared = (
+        "tensor-parallel 2 with sequence parallelism"
+        if sequence_parallel
+        else ("tensor-parallel 1")
+    )
+    told = dict(costs.sources)["forward_exchange_us"]
+    assert told == f"measured on 2 ranks, {shared}, expert-parallel 2"
+    waits = [costs.exchanges_us(Kind.F, at) + costs.exchanges_us(Kind.B, at) for at in range(4)]
+    assert sum(waits) > 0
+    assert min(costs.forward_us) > 0
+
+
+def test_what_experts_exchange_is_assumed_on_one_device() -> None:
+    pytest.importorskip("megatron.core")
+    from megatron_vshape.mcore.on_ranks import Link, assumed
+    from megatron_vshape.mcore.one_device import Experts, Model
+
+    costs = Costs.of([Piece(10.0, 10.0, 8.0, 1.0, 1.0)] * 2, 0.0, layers=(1, 2))
+    model = Model(3, 32, 4, 64, 64, 1, "cpu", "float32", tensor_parallel=2, expert_parallel=4)
+    experts = Experts(count=8, per_token=3, ffn_hidden_size=64)
+    found = assumed(costs, replace(model, experts=experts), Link(1.0, 0.0))
+    size_us = 64 * 32 * 4 / 1e3  # of an activation at 1 GB/s
+    # A layer: one sum over two ranks, and there and back three quarters of half of its tokens, each
+    # of which goes to three experts. The embedding sums once in F, the head in B.
+    layer_us = size_us + 2 * 3 * size_us / 2 * 3 / 4
+    assert found.forward_exchange_us == pytest.approx([layer_us + size_us, 2 * layer_us])
+    assert found.backward_exchange_us == pytest.approx([layer_us, 2 * layer_us + size_us])
+    told = "all-reduces over 2 ranks and all-to-alls over 4 ranks at 1 GB/s, 0 us"
+    assert dict(found.sources)["whole_exchange_us"] == f"assumed: {told}"
+
+
+def test_a_rank_alone_computes_as_much_as_with_others() -> None:
+    pytest.importorskip("megatron.core")
+    from megatron_vshape.mcore.one_device import Experts
+
+    assert Experts(8, 2, 64).shard(2) == Experts(4, 2, 64)
+    assert Experts(8, 4, 64).shard(4) == Experts(2, 2, 128)  # wider, as there are only two
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--expert-parallel", "2"], "has no experts; add experts: with count, per_token and"),
+        (["--sequence-parallel"], "--sequence-parallel needs --tensor-parallel of at least 2"),
+        (
+            ["--sequence-parallel", "--tensor-parallel", "2"],
+            "start this with torchrun --nproc-per-node 2",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    pytest.importorskip("megatron.core")
+    given = ["--model", str(model), "--devices", "2", "--seq-length", "64", "--device", "cpu"]
+    assert main(["profile", *given, "--output", str(tmp_path / "costs.json"), *flags]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_what_is_exchange_is_told_from_the_rest() -> None:

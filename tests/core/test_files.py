@@ -139,6 +139,7 @@ def test_a_missing_key(key: str) -> None:
         ("", "the CSV holds no pass; it needs one line per device"),
         ("\n\n", "the CSV holds no pass; it needs one line per device"),
         ("F0.0,,B0.0\n", "'' is not a pass: expected F, B, W, BW, D, L, R or H"),
+        ("F0.0,BW0.0\nF1.0,F0.0\n", "F0.0 stands on device 1, but stage 0 has passes on device 0"),
         ("F0.0\nF2.0\n", "stage 1 has no pass, but stage 2 has"),
         ("F0.0\nF1.0,F2.0\n", "the placement has 3 stages for 2 devices; every device must hold"),
         ("F0.999999999\n", "1 stages and 1000000000 microbatches are more than the 20000000"),

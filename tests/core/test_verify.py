@@ -90,7 +90,7 @@ def test_a_strange_stage_or_microbatch_is_marked() -> None:
     assert (
         refuse(schedule)
         == """
-F2.0 stands on device 1, but there are only 2 stages, counted from 0
+F2.0 stands on device 1, but the last stage is 1
     device 0 |  F0.0   BW0.0
     device 1 |  F1.0   BW1.0 [F2.0]   <-- here"""
     )
@@ -98,7 +98,7 @@ F2.0 stands on device 1, but there are only 2 stages, counted from 0
     assert (
         refuse(schedule)
         == """
-F0.7 stands on device 0, but there are only 1 microbatches, counted from 0
+F0.7 stands on device 0, but the last microbatch is 0
     device 0 |  F0.0   BW0.0 [F0.7]   <-- here"""
     )
 
@@ -116,8 +116,15 @@ B1.1 runs never on device 1; every pass must run once
     assert (
         refuse(schedule)
         == """
-B0.0 runs 2 times on device 0; every pass must run once
+B0.0 runs 2 times, as B0.0 and BW0.0, on device 0; every pass must run once
     device 0 |  F0.0   B0.0  [BW0.0]   <-- here"""
+    )
+    schedule = parse((0,), "F0.0 BW0.0 BW0.0 F0.1")
+    assert (
+        refuse(schedule)
+        == """
+BW0.0 runs 2 times on device 0; every pass must run once (and 1 more are wrong)
+    device 0 |  F0.0   BW0.0 [BW0.0] F0.1   <-- here"""
     )
 
 

@@ -223,7 +223,7 @@ class TestEnds:
     def test_nearest(self) -> None:
         assert nearest(4, 4) == (1, 1, 1, 1)
         assert nearest(2, 4, 1, 1) == (0, 1, 1, 0)
-        with pytest.raises(ScheduleError, match="1 layers are too few for 4 stages"):
+        with pytest.raises(ScheduleError, match="1 layer is too few for 4 stages"):
             nearest(1, 4)
 
 

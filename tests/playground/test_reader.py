@@ -489,6 +489,6 @@ def test_the_seconds_that_a_plan_takes_are_not_read_out(page, server):
 
 def test_why_no_command_makes_a_plan_is_said(page, server):
     pytest.importorskip("numba", reason="without numba a plan takes minutes")
-    load(page, server, "d=4&m=8&h=0.5,0.5,0.5,0&s=plan:6:makespan:1")
+    load(page, server, "d=4&m=8&h=0.5,0.5,0.5,1&s=plan:6:makespan:1")
     assert not page.query_selector("#command-recipe")
     assert "No command makes this plan" in page.inner_text("#share")

@@ -16,6 +16,7 @@ def test_the_peak_in_bytes_is_compared_with_1f1b_in_bytes(name: str, stages: int
     numbers = numbers_of(simulate(make(name, 4, 8), costs), costs)
     assert numbers.peak_bytes is not None
     assert max(numbers.peak_bytes) == 8 * GIB
+    assert max(numbers.peak_chunks) == 8
     assert numbers.relative_peak == 1
 
 
@@ -25,6 +26,14 @@ def test_the_peak_in_bytes_is_compared_with_1f1b_in_bytes(name: str, stages: int
 def test_a_limit_is_rounded_up(held: float, text: str) -> None:
     assert enough(held) == text
     assert float(text) * (1 + 1e-9) >= held
+
+
+def test_a_chunk_is_a_share_of_what_the_model_holds() -> None:
+    """Of a model whose last stage holds five times the others, 1F1B's first device holds less."""
+    held = (1.0, 1.0, 1.0, 5.0)
+    costs = Costs((1.0,) * 4, (1.0,) * 4, (1.0,) * 4, 0.0, held, held)
+    numbers = numbers_of(simulate(make("1f1b", 4, 8), costs), costs)
+    assert numbers.peak_chunks == (4, 3, 2, 5)  # of an eighth of 8
 
 
 def test_what_holds_nothing_holds_no_more_than_1f1b() -> None:

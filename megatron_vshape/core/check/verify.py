@@ -65,9 +65,9 @@ def _check_places(schedule: Schedule) -> None:
     for device, passes in enumerate(schedule.order):
         for at, (_, stage, microbatch) in enumerate(passes):
             if not 0 <= stage < stages:
-                wrong = f"there are only {stages} stages, counted from 0"
+                wrong = f"the last stage is {stages - 1}"
             elif not 0 <= microbatch < microbatches:
-                wrong = f"there are only {microbatches} microbatches, counted from 0"
+                wrong = f"the last microbatch is {microbatches - 1}"
             elif schedule.placement[stage] != device:
                 wrong = f"its stage is on device {schedule.placement[stage]}"
             else:
@@ -103,12 +103,24 @@ def _check_counts(schedule: Schedule) -> None:
         return
     culprit = wrong[0]
     device, at = _place_of(schedule, culprit)
-    times = f"{count[culprit]} times" if count[culprit] else "never"
-    more = f" (and {len(wrong) - 1} more passes not once)" if len(wrong) > 1 else ""
+    others = {work[1:] for work in wrong} - {culprit[1:]}
+    more = f" (and {len(others)} more are wrong)" if others else ""
     raise ScheduleError(
-        f"{culprit} runs {times} on device {device}; every pass must run once{more}\n"
+        f"{_times_told(schedule, culprit)} on device {device}; every pass must run once{more}\n"
         + excerpt(schedule, device, at)
     )
+
+
+def _times_told(schedule: Schedule, culprit: Pass) -> str:
+    """Return how often a pass runs, by the names that stand in the order: a BW runs B and W."""
+    row = schedule.order[schedule.placement[culprit.stage]]
+    same = (work for work in row if work[1:] == culprit[1:])
+    found = [str(work) for work in same if culprit.kind in work.parts()]
+    if not found:
+        return f"{culprit} runs never"
+    if len(set(found)) == 1:
+        return f"{found[0]} runs {len(found)} times"
+    return f"{culprit} runs {len(found)} times, as {' and '.join(dict.fromkeys(found))},"
 
 
 def _check_reads(schedule: Schedule, count: Counter[Pass]) -> None:

@@ -147,11 +147,19 @@ def recut(
     return pieces.costs((even_layers if even else pieces.balanced)(total, placement))
 
 
+def with_ends(costs: Costs, first: Piece, last: Piece) -> Costs:
+    """Return the costs with what the embedding adds to the first stage and the head to the last."""
+    stages = costs.stages()
+    stages[0], stages[-1] = stages[0].plus(first), stages[-1].plus(last)
+    return Costs.of(stages, costs.send_us, costs.layers, costs.host_us, costs.sources)
+
+
 def check_stages(num_layers: int, least: int, num_stages: int) -> None:
     """Raise ScheduleError if there are too few layers for the inner stages."""
     if num_layers < max(least, 1):
+        layers = "1 layer is" if num_layers == 1 else f"{num_layers} layers are"
         raise ScheduleError(
-            f"{num_layers} layers are too few for {num_stages} stages: only the first and the last "
+            f"{layers} too few for {num_stages} stages: only the first and the last "
             f"may be without, so make --num-layers at least {max(least, 1)}"
         )
 

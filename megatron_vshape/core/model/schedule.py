@@ -492,8 +492,16 @@ def _parse_rows(rows: Sequence[object]) -> tuple[tuple[Pass, ...], ...]:
 
 
 def _placement_of(order: Sequence[Sequence[Pass]]) -> Placement:
-    """Return the device of every stage, which is that of the last pass of it."""
-    device_of = {work.stage: device for device, row in enumerate(order) for work in row}
+    """Return the device of every stage, which is that of its passes."""
+    device_of: dict[int, int] = {}
+    for device, row in enumerate(order):
+        for work in row:
+            first = device_of.setdefault(work.stage, device)
+            if first != device:
+                raise ScheduleError(
+                    f"{work} stands on device {device}, but stage {work.stage} has passes on "
+                    f"device {first}; a stage is on one device"
+                )
     missing = next((at for at, stage in enumerate(sorted(device_of)) if at != stage), None)
     if missing is not None:
         raise ScheduleError(f"stage {missing} has no pass, but stage {max(device_of)} has")

@@ -72,8 +72,7 @@ class OffloadSearch(PlacementSearch):
         if own not in self.bases:
             made = [base for level in LEVELS for base in self._bases(level, budget, run)]
             self.bases[own] = made
-        jobs = [(base, slack) for base in self.bases[own] for slack in SLACKS]
-        found = [each for made in run(self._with_copies, jobs) for each in made]
+        found = [each for made in run(self._with_copies, self.bases[own]) for each in made]
         for each in found:
             self.keep(each)
         return best_of(found, STARTS)
@@ -92,14 +91,15 @@ class OffloadSearch(PlacementSearch):
         for each in best_of(search.begin(budget, run), BASES):
             yield _Base(f"{each.name} at {level:.0%}", search.whole_row(each))
 
-    def _with_copies(self, job: tuple[_Base, float]) -> list[Candidate]:
+    def _with_copies(self, base: _Base) -> list[Candidate]:
         """Return the order with copies put in, in every way that fits."""
-        (name, row), slack = job
         problem, m = self.problem, self.problem.num_microbatches
-        rows = with_copies(problem, self._parts_shop(), row, slack, self.way.throughout)
-        if rows is None:
-            return []
         none = np.zeros(1, np.int64)
-        dealt = (refill(problem, rows, delay, m) for delay in DELAYS)
-        made = (self._made(f"{name}, copies", 1, m, each, none, none) for each in (rows, *dealt))
+        made = []
+        slacks = SLACKS[:1] if self.way.throughout else SLACKS
+        for rows in with_copies(problem, self._parts_shop(), base.row, slacks, self.way.throughout):
+            dealt = (refill(problem, rows, delay, m) for delay in DELAYS)
+            made += [
+                self._made(f"{base.name}, copies", 1, m, row, none, none) for row in (rows, *dealt)
+            ]
         return [each for each in made if each is not None]

@@ -16,7 +16,7 @@ W, and V-ZB's own order with copies runs out of memory in its tail, where W wait
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -59,61 +59,97 @@ def with_copies(
     problem: Problem,
     parts: Shop,
     row: np.ndarray,
-    slack: float = 0.0,
+    slacks: Sequence[float] = (0.0,),
     throughout: Sequence[int] = (),
-) -> np.ndarray | None:
-    """Return the order with copies, as rows of all lanes; None where no copies make it fit.
+) -> Iterator[np.ndarray]:
+    """Yield the order with copies, as rows of all lanes, for every slack with which it fits.
 
-    `row` is one of F, B and W, of the shop `parts`. By `slack` times what a chunk holds at most the
-    limit counts as lower: where passes are late, what was let go of in time no longer is. If any
-    stages are to be copied `throughout`, they are and nothing else.
+    `row` is one of F, B and W, of the shop `parts`. By the slack times what a chunk holds at most
+    the limit counts as lower: where passes are late, what was let go of in time no longer is. If
+    any stages are to be copied `throughout`, they are and nothing else.
     """
     m = problem.num_microbatches
     place, head = np.empty(row.size, np.int32), np.empty(row.size, np.int64)
     for own in row:
         place[own] = np.arange(len(own))
     run_rows(parts, row, place, head)
-    stages = len(problem.placement)
-    ends = head.reshape(stages, len(PARTS), m)
-    starts = (head - parts.ticks).reshape(stages, len(PARTS), m)
-    lanes: list[list[int]] = [[] for _ in problem.room]
-    for device, own in enumerate(stages_of(problem.placement, problem.num_devices)):
-        if not _add_device(problem, device, own, starts, ends, slack, throughout, lanes):
-            return None
-    made = np.full((len(lanes), max(map(len, lanes))), NONE, np.int64)
-    for lane, passes in enumerate(lanes):
-        made[lane, : len(passes)] = passes
-    return made
+    ends = head.reshape(len(problem.placement), len(PARTS), m)
+    starts = (head - parts.ticks).reshape(ends.shape)
+    stages = stages_of(problem.placement, problem.num_devices)
+    devices = [
+        _Device(problem, device, own, starts, ends, throughout) for device, own in enumerate(stages)
+    ]
+    for slack in slacks:
+        lanes: list[list[int]] = [[] for _ in problem.room]
+        if not all(device.add_to(lanes, slack) for device in devices):
+            continue
+        made = np.full((len(lanes), max(map(len, lanes))), NONE, np.int64)
+        for lane, passes in enumerate(lanes):
+            made[lane, : len(passes)] = passes
+        yield made
 
 
-def _add_device(
-    problem: Problem,
-    device: int,
-    stages: Sequence[int],
-    starts: np.ndarray,
-    ends: np.ndarray,
-    slack: float,
-    throughout: Sequence[int],
-    lanes: list[list[int]],
-) -> bool:
-    """Add the passes of a device to its lanes; return whether they fit."""
-    chunks = _chunks_of(problem, stages, starts, ends)
-    limit = int(problem.room[device])
-    bounds = np.sort(starts[list(stages)].ravel())
-    wanted = limit - int(slack * chunks.held.max())
-    copies = _chosen(problem, chunks, wanted, throughout, bounds)
-    row = _Fitted(_events(problem, chunks, copies, bounds), limit).run()
-    if row is None:
-        return False
-    lanes[device] += row
-    lane_of = {kind: _lane_of(problem, kind, stages[0]) for kind in (COPY_OUT, COPY_BACK)}
-    when: dict[int, list[tuple[int, int]]] = {lane: [] for lane in lane_of.values()}
-    for at in np.flatnonzero(copies.away).tolist():
-        for kind, time in ((COPY_OUT, copies.begins[at]), (COPY_BACK, copies.returns[at])):
-            when[lane_of[kind]].append((int(time), _pass(problem, chunks, at, kind)))
-    for lane, own in when.items():
-        lanes[lane] += [work for _, work in sorted(own)]
-    return True
+class _Device:
+    """What a device runs and holds, and what it copies."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        device: int,
+        stages: Sequence[int],
+        starts: np.ndarray,
+        ends: np.ndarray,
+        throughout: Sequence[int],
+    ) -> None:
+        self.problem, self.device = problem, device
+        self.chunks = _chunks_of(problem, stages, starts, ends)
+        self.limit = int(problem.room[device])
+        self.bounds = np.sort(starts[list(stages)].ravel())
+        self.lane_of = {kind: _lane_of(problem, kind, stages[0]) for kind in (COPY_OUT, COPY_BACK)}
+        self.throughout = throughout
+        self.tried: dict[int, tuple[int, _Copies]] = {}  # by how many chunks: peak and copies
+
+    def add_to(self, lanes: list[list[int]], slack: float) -> bool:
+        """Add the passes of the device to its lanes; return whether they fit."""
+        problem, chunks = self.problem, self.chunks
+        copies = self._chosen(self.limit - int(slack * chunks.held.max()))
+        row = _Fitted(_events(problem, chunks, copies, self.bounds), self.limit).run()
+        if row is None:
+            return False
+        lanes[self.device] += row
+        when: dict[int, list[tuple[int, int]]] = {lane: [] for lane in self.lane_of.values()}
+        for at in np.flatnonzero(copies.away).tolist():
+            for kind, time in ((COPY_OUT, copies.begins[at]), (COPY_BACK, copies.returns[at])):
+                when[self.lane_of[kind]].append((int(time), _pass(problem, chunks, at, kind)))
+        for lane, own in when.items():
+            lanes[lane] += [work for _, work in sorted(own)]
+        return True
+
+    def _chosen(self, limit: int) -> _Copies:
+        """Return the fewest copies of what lives longest that fit, or those that hold least."""
+        chunks, problem = self.chunks, self.problem
+        if self.throughout:
+            return _timed(problem, chunks, np.flatnonzero(np.isin(chunks.stage, self.throughout)))
+        gain = (chunks.due - chunks.ready - chunks.out - chunks.back) * chunks.moved
+        ranked = np.argsort(-gain / (chunks.out + chunks.back), kind="stable")
+        ranked = ranked[gain[ranked] > 0]
+
+        def peak(count: int) -> int:
+            if count not in self.tried:
+                copies = _timed(problem, chunks, ranked[:count])
+                self.tried[count] = _peak(chunks, copies, self.bounds), copies
+            return self.tried[count][0]
+
+        low, high = 0, len(ranked)
+        while low < high:
+            middle = (low + high) // 2
+            if peak(middle) <= limit:
+                high = middle
+            else:
+                low = middle + 1
+        if peak(low) > limit:  # the link is full: of those tried, what holds least
+            low = min(self.tried, key=lambda count: (self.tried[count][0], count))
+        return self.tried[low][1]
 
 
 def _chunks_of(
@@ -149,36 +185,6 @@ def _lane_of(problem: Problem, kind: Kind, stage: int) -> int:
 def _pass(problem: Problem, chunks: _Chunks, at: int, kind: Kind) -> int:
     sort = len(problem.kinds) * int(chunks.stage[at]) + problem.kinds.index(kind)
     return sort * problem.num_microbatches + int(chunks.microbatch[at])
-
-
-def _chosen(
-    problem: Problem, chunks: _Chunks, limit: int, throughout: Sequence[int], bounds: np.ndarray
-) -> _Copies:
-    """Return the fewest copies of what lives longest with which the device fits, or holds least."""
-    gain = (chunks.due - chunks.ready - chunks.out - chunks.back) * chunks.moved
-    worth = gain / (chunks.out + chunks.back)
-    if throughout:
-        return _timed(problem, chunks, np.flatnonzero(np.isin(chunks.stage, throughout)))
-    ranked = np.argsort(-worth, kind="stable")
-    ranked = ranked[gain[ranked] > 0]
-    tried: dict[int, tuple[int, _Copies]] = {}
-
-    def peak(count: int) -> int:
-        if count not in tried:
-            copies = _timed(problem, chunks, ranked[:count])
-            tried[count] = _peak(chunks, copies, bounds), copies
-        return tried[count][0]
-
-    low, high = 0, len(ranked)
-    while low < high:
-        middle = (low + high) // 2
-        if peak(middle) <= limit:
-            high = middle
-        else:
-            low = middle + 1
-    if peak(low) > limit:  # the link is full: of those tried, what holds least
-        low = min(tried, key=lambda count: (tried[count][0], count))
-    return tried[low][1]
 
 
 def _timed(problem: Problem, chunks: _Chunks, ranked: np.ndarray) -> _Copies:

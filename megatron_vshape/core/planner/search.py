@@ -69,7 +69,7 @@ from megatron_vshape.core.model.kinds import OFFLOAD, PARTS, Kind
 from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import ORDER_ALONE, Objective, Plan, Tried
 from megatron_vshape.core.planner.choosing import ways_to_save
-from megatron_vshape.core.planner.compiling import CORES
+from megatron_vshape.core.planner.compiling import CORES, say_if_slow
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
 from megatron_vshape.core.planner.offload_search import Bases, OffloadSearch
 from megatron_vshape.core.planner.orders import MOST_AT_ONCE, Candidate, PlacementSearch
@@ -152,6 +152,7 @@ def plan(
         ScheduleError: the counts, the costs, the kinds and the placements do not match, there is no
             such objective, or with kinds beyond F, B and W no order was found to fit.
     """
+    say_if_slow()
     allowed = list(placements) or default_placements(num_devices, costs.num_stages)
     goal, kinds = Objective(objective), tuple(kinds)
     sizes = num_devices, num_microbatches, limit, goal

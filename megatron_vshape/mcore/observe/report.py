@@ -235,8 +235,7 @@ def _sharing() -> str:
 def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
     """Return the schedule's picture with its bubble and its peak."""
     plan = pipeline.planner.training(num_microbatches)
-    schedule, chunks = plan.schedule, plan.peak_chunks
-    relative = chunks / (2 * schedule.num_devices)
+    schedule = plan.schedule
     whole = ""
     if shares_processors():
         whole = (
@@ -258,8 +257,9 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
         f"pipeline schedule {schedule.name}, {schedule.num_devices} ranks, {num_microbatches} "
         "microbatches (upper case: even chunks; one row per rank):\n"
         f"{plan.timeline.draw(COLUMNS)}\n"
-        f"{_at(pipeline)}: bubble {100 * plan.timeline.bubble:.1f} %, peak {chunks:g} chunks of "
-        f"1/{2 * schedule.num_devices} of the model, {100 * relative:.0f} % of 1F1B's{whole}"
+        f"{_at(pipeline)}: bubble {100 * plan.timeline.bubble:.1f} %, "
+        f"peak {plan.peak_chunks:.4g} chunks of 1/{2 * schedule.num_devices} of the model, "
+        f"{100 * plan.relative_peak:.0f} % of 1F1B's{whole}"
     )
 
 

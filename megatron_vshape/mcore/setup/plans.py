@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask
+from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, limits_of
 from megatron_vshape.core.check.bounds import least_memory
 from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.layers import recut
 from megatron_vshape.core.model.passes import Pass
@@ -37,13 +37,27 @@ class Plan:
     schedule: Schedule
     timeline: Timeline  # in us of the costs, or in passes of one of 2 * devices stages
     program: Program
-    estimate: Costs | None = None  # in chunks, where stages differ
+    costs: Costs | None = None  # that the timeline is of; None: all passes are alike
     beside: Mapping[Pass, Beside] = field(default_factory=dict)  # by B, what it runs of a W
 
     @property
     def peak_chunks(self) -> float:
-        """Return the most any device holds; 1F1B holds 2 * devices such chunks."""
-        return max(peak_held(self.schedule, self.estimate))
+        """Return the most any device holds, in chunks of 1 / (2 * devices) of the model."""
+        peak = max(peak_held(self.schedule, self.costs))
+        return peak if self.costs is None else peak / chunk_of(self.costs, len(self.schedule.order))
+
+    @property
+    def relative_peak(self) -> float:
+        """Return the most any device holds, over what 1F1B does of as many microbatches as ranks.
+
+        Where the costs' stages cannot be added up to 1F1B's, its stages count as alike.
+        """
+        ranks = self.schedule.num_devices
+        try:
+            (most, *_) = limits_of(Question(AUTO, ranks, ranks, self.costs))
+        except ScheduleError:
+            return self.peak_chunks / (2 * ranks)
+        return max(peak_held(self.schedule, self.costs)) / most
 
     def peak_bytes(self, costs: Costs) -> tuple[float, ...]:
         """Return the most every device holds, where `costs` says what a stage holds in bytes."""
@@ -130,7 +144,7 @@ class Planner:
         costs = self._costs_of(schedule)
         timeline = simulate(schedule, costs)
         program = lower(schedule, timeline, kernels=self.choice.kernels, takes=self._takes)
-        return Plan(schedule, timeline, program, self.choice.estimate, self._beside(program, costs))
+        return Plan(schedule, timeline, program, costs, self._beside(program, costs))
 
     def predicted_bubble(self, num_microbatches: int) -> float:
         """Return the bubble of a training step at the costs that are known by now."""
