@@ -243,7 +243,7 @@ def cut_of(
         if num_layers is not None:
             even_layers(num_layers, looping(devices, num_stages // devices))
         costs = Costs.uniform(devices, num_stages, *(cost or UNIT_COST))
-        costs = costs if offload is None else costs.with_copies(*offload)
-        return costs if ends == (NOTHING, NOTHING) else with_ends(costs, *ends)
+        costs = costs if ends == (NOTHING, NOTHING) else with_ends(costs, *ends)
+        return costs if offload is None else costs.with_copies(*offload)
 
     return cut

@@ -253,9 +253,14 @@ class Costs:
         )
 
     def with_copies(self, forwards: float, half_duplex: bool = False) -> "Costs":
-        """Return the costs where all that a stage holds may be copied, in so many F one way."""
-        times = tuple(forwards * each for each in self.forward_us)
-        amounts = times, self.held_after_forward_bytes, times
+        """Return the costs where all that a stage holds may be copied, in so many F one way.
+
+        In those of a stage in the middle: what the ends compute beside their layers holds nothing.
+        """
+        held = self.held_after_forward_bytes
+        each = median(us / more for us, more in zip(self.forward_us, held, strict=True) if more)
+        times = tuple(max(forwards * each * more, LEAST * forwards * each) for more in held)
+        amounts = times, held, times
         names = COPY_OUT.time, RELOAD.takes, COPY_BACK.time
         own = self.without_copies()
         others = (*own.others, *zip(names, amounts, strict=True))

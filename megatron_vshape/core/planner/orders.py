@@ -139,9 +139,13 @@ class PlacementSearch:
         )
 
     def begin(self, budget: int, run: Run) -> list[Candidate]:
-        """Return the orders to improve: of the best cyclic orders, with W dealt out anew."""
+        """Return the orders to improve: of the best cyclic orders, with W dealt out anew.
+
+        Without a budget they are those of the published blocks alone.
+        """
         starts = STARTS if self.problem.num_devices <= 8 else STARTS // 2
-        cyclic = [each for made in run(_call, self._makers(budget)) for each in made]
+        makers = self._makers(budget)
+        cyclic = [each for made in run(_call, makers if budget else makers[:1]) for each in made]
         found = [each for made in run(self._candidates, cyclic) for each in made]
         for each in found:
             self.keep(each)

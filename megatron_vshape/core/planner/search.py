@@ -97,6 +97,9 @@ Beside these in every turn, new orders drop out before they are as good: d=4, m=
 6 chunks then stays at 10.9 instead of 9.9.
 """
 
+TURNS_OF_TRADES = 4
+"""With copies or recompute, where there is more to walk; only the first begins anew."""
+
 NEAR = 0.003
 
 STEPS_OF_PASS = 1800
@@ -178,7 +181,7 @@ def plan(
         raise min(refused, key=lambda error: error.least)
     if trades:
         begun = _worth_racing(begun)
-    race = _Race(begun)
+    race = _Race(begun, trades)
     race.run(steps, seconds, progress)
     return race.plan()
 
@@ -198,8 +201,8 @@ class _Race:
     Every order is walked by itself, so threads share the work and change no plan.
     """
 
-    def __init__(self, searches: list[PlacementSearch]) -> None:
-        self.searches = searches
+    def __init__(self, searches: list[PlacementSearch], trades: bool = False) -> None:
+        self.searches, self.trades = searches, trades
         self.bound = min(search.bound for search in searches)
         self.steps = 0
 
@@ -219,13 +222,14 @@ class _Race:
         budget = steps
         if budget is None:
             budget = max(default_steps(search.problem) for search in self.searches)
-        last = 1 if steps is not None and ends is None else TURNS
+        turns = TURNS_OF_TRADES if self.trades else TURNS
+        last = 1 if steps is not None and ends is None else turns
         stayed: list[_Runner] = []
         try:
             with ThreadPoolExecutor(CORES) as pool:
                 try:
                     for turn in count(1):
-                        again = turn % OLD == 0
+                        again = turn > 1 if self.trades else turn % OLD == 0
                         live = stayed if again else self._begin(budget, pool)
                         kept = [] if again else stayed
                         stayed = kept + self._turn(live, budget, ends, progress, pool)
