@@ -482,7 +482,7 @@ class Costs:
         )
         check_keys(data, _FIELDS, "the costs file")
         send_us = _numbers("send_us", [data["send_us"]])[0]
-        lists = {name: _numbers(name, data[name]) for name in _PER_STAGE}
+        lists: dict[str, Any] = {name: _numbers(name, data[name]) for name in _PER_STAGE}
         if not any(lists["held_after_forward_bytes"]):
             raise ScheduleError(
                 "held_after_forward_bytes is 0 for every stage; some must hold more"
