@@ -209,7 +209,7 @@ Kind.W = define(
 )
 Kind.BW = define(
     "BW",
-    label="input and weight gradient",
+    label="whole backward",
     words="the whole backward pass",
     method="backward",
     reads=Kind.B.reads,

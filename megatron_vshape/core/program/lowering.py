@@ -146,7 +146,7 @@ def fuse(timeline: Timeline) -> Schedule:
 def needed_us(timeline: Timeline) -> dict[Pass, float]:
     """Return, by result that another stage reads, until when it must be made to be there."""
     placement = timeline.schedule.placement
-    needed = {}
+    needed: dict[Pass, float] = {}
     for device in range(timeline.schedule.num_devices):
         for (kind, stage, microbatch), start, _ in timeline.slots(device):
             for read in kind.reads:
