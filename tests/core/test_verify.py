@@ -235,7 +235,8 @@ def test_a_pass_is_its_text(text: str) -> None:
         assert Pass.parse(str(work)) == work
     else:
         with pytest.raises(
-            ScheduleError, match="is not a pass: expected F, B, W, BW, D, L, R or H, a stage"
+            ScheduleError,
+            match="is not a pass: expected F, B, W, BW, D, L, R, H, I, E, S, C, T or J, a stage",
         ):
             Pass.parse(text)
 
