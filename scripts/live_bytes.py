@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from megatron_vshape.core.model.kinds import PROCESSOR
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.runtime.held_bytes import size_now
 
@@ -96,8 +97,9 @@ class LiveAfterPasses:
         """Do nothing."""
 
     def ends(self, work: Pass) -> None:
-        """Count."""
-        self.found.append((work, self._live.count()))
+        """Count, unless a copy has ended, in a thread of its own: it changes nothing."""
+        if work.kind.resource == PROCESSOR:
+            self.found.append((work, self._live.count()))
 
     @property
     def peak_bytes(self) -> int:

@@ -4,6 +4,7 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_vshape.core.ask import PLUS_NAMES, Cut, Question, find
 from megatron_vshape.core.model.costs import Costs, Piece
@@ -52,6 +53,29 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
         help="what the passes of the last stage take longer, in the unit of --cost (default 0); "
         "plan: or X, as long as X of the layers that --layers says",
     )
+
+
+class Link(NamedTuple):
+    """How long a copy to the host takes: in F, one way, of all that a stage holds."""
+
+    forwards: float
+    half_duplex: bool
+
+
+_LINK_WORDS = {"": (1, False), "half": (1, True), "shared": (2, False)}
+
+
+def link(text: str) -> Link:
+    """Return the link that --offload names."""
+    number, _, word = text.partition(",")
+    value = float_or_nan(number)
+    if not 0 < value < math.inf or word not in _LINK_WORDS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a time above 0, as in 1.5, which half or shared may follow, as in "
+            "1.5,half"
+        )
+    sharers, half_duplex = _LINK_WORDS[word]
+    return Link(sharers * value, half_duplex)
 
 
 def count(text: str) -> int:
@@ -203,6 +227,7 @@ def cut_of(
     measured: Costs | None,
     num_layers: int | None = None,
     ends: tuple[Piece, Piece] = (NOTHING, NOTHING),
+    offload: Link | None = None,
 ) -> Cut:
     """Return what gives the costs of any number of stages: measured if there are, else equal.
 
@@ -218,6 +243,7 @@ def cut_of(
         if num_layers is not None:
             even_layers(num_layers, looping(devices, num_stages // devices))
         costs = Costs.uniform(devices, num_stages, *(cost or UNIT_COST))
-        return costs if ends == (NOTHING, NOTHING) else with_ends(costs, *ends)
+        costs = costs if ends == (NOTHING, NOTHING) else with_ends(costs, *ends)
+        return costs if offload is None else costs.with_copies(*offload)
 
     return cut

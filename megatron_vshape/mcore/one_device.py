@@ -38,6 +38,7 @@ from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.mcore import cpu
 from megatron_vshape.runtime.copies import Copies
 from megatron_vshape.runtime.measure import PassTimer
+from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import run_program
 
 WARM_UP = 2
@@ -506,7 +507,11 @@ def _profile_copies(model: Model, state: Any, chunk: nn.Module, repeats: int) ->
     row = tuple(work for pair in range(pairs) for work in _pair_of_copies(2 * pair))
     program = lower(Schedule("alone", 1, 2 * pairs, (0,), (row,)))
     timer = PassTimer(torch.device(model.device))
-    run_program(program, 0, {0: _Fed(model, stage)}, _NoMail(), timer)
+    ranks = [[rank] for rank in range(dist.get_world_size())]
+    transport = Transport(ranks, model.shape, model.torch_dtype, model.device)
+    transport.prepare(program)
+    run_program(program, 0, {0: _Fed(model, stage)}, transport, timer)
+    transport.close()
     times: dict[tuple[Kind, bool], list[float]] = {}
     for work, start, end in timer.slots():
         if work.microbatch >= 2 * WARM_UP:
@@ -557,16 +562,6 @@ class _Fed:
     def __getattr__(self, name: str) -> Any:
         """Return the stage's own method for a pass that receives nothing."""
         return getattr(self._stage, name)
-
-
-class _NoMail:
-    """The messages of a device that is alone."""
-
-    def poll(self) -> None:
-        """Do nothing."""
-
-    def drain(self) -> None:
-        """Do nothing."""
 
 
 def alone(model: Model, state: Any, chunk: nn.Module, num_microbatches: int) -> Any:

@@ -43,6 +43,7 @@ def test_settings_by_stage_change_no_bit(
 
 def test_settings_beside_experts_and_copies(train: Train, farm: Farm, tmp_path: Path) -> None:
     flags = (*STEPS, "--pipeline-model-parallel-size", "2", *EXPERT_PARALLEL.split())
+    flags = (*flags, "--global-batch-size", "16")  # twice data-parallel
     theirs = train(4, "--pipeline-schedule", "v-half", *flags)
     schedule = offloaded(make("v-half", 2, 8), every_third)
     schedule = replace(schedule, recompute=("moe", "full", "none", "core_attn,moe"))

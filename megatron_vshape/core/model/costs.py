@@ -17,11 +17,14 @@ from megatron_vshape.core.model.files import (
     read_text,
 )
 from megatron_vshape.core.model.kinds import (
+    COPY_BACK,
+    COPY_OUT,
     KINDS,
     NO_RECOMPUTE,
     OFFLOAD,
     PARTS,
     PROCESSOR,
+    RELOAD,
     Kind,
     ScheduleError,
     is_setting,
@@ -249,6 +252,42 @@ class Costs:
             recompute=(),
         )
 
+    def with_copies(self, forwards: float, half_duplex: bool = False) -> "Costs":
+        """Return the costs where all that a stage holds may be copied, in so many F one way.
+
+        In those of a stage in the middle: what the ends compute beside their layers holds nothing.
+        """
+        held = self.held_after_forward_bytes
+        each = median(us / more for us, more in zip(self.forward_us, held, strict=True) if more)
+        times = tuple(max(forwards * each * more, LEAST * forwards * each) for more in held)
+        amounts = times, held, times
+        names = COPY_OUT.time, RELOAD.takes, COPY_BACK.time
+        own = self.without_copies()
+        others = (*own.others, *zip(names, amounts, strict=True))
+        made = replace(own, others=others, recompute=(), half_duplex=half_duplex)
+        settings = ((name, made.with_prices(name, each._lists())) for name, each in own.recompute)
+        return replace(made, recompute=tuple(settings))
+
+    @property
+    def trades(self) -> bool:
+        """Return whether these say what memory may be traded for, beside the order."""
+        return self.copies or bool(self.recompute)
+
+    @property
+    def copies(self) -> bool:
+        """Return whether these say what it takes that activations wait in host memory."""
+        return set(_names_of_others(OFFLOAD)) <= {name for name, _ in self.others}
+
+    def without_copies(self) -> "Costs":
+        """Return the costs of stages whose activations never wait in host memory."""
+        left = tuple(each for each in self.others if each[0] not in _names_of_others(OFFLOAD))
+        others = tuple((setting, each.without_copies()) for setting, each in self.recompute)
+        return replace(self, others=left, recompute=others, half_duplex=False)
+
+    def in_order_alone(self) -> "Costs":
+        """Return the costs without copies to the host and without a price list of recompute."""
+        return replace(self, recompute=()).without_copies()
+
     def with_prices(self, setting: str, prices: Mapping[str, tuple[float, ...]]) -> "Costs":
         """Return the costs where `prices`, by name and with a value per stage, replace these.
 
@@ -443,7 +482,7 @@ class Costs:
         )
         check_keys(data, _FIELDS, "the costs file")
         send_us = _numbers("send_us", [data["send_us"]])[0]
-        lists = {name: _numbers(name, data[name]) for name in _PER_STAGE}
+        lists: dict[str, Any] = {name: _numbers(name, data[name]) for name in _PER_STAGE}
         if not any(lists["held_after_forward_bytes"]):
             raise ScheduleError(
                 "held_after_forward_bytes is 0 for every stage; some must hold more"

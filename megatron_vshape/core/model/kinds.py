@@ -209,7 +209,7 @@ Kind.W = define(
 )
 Kind.BW = define(
     "BW",
-    label="input and weight gradient",
+    label="whole backward",
     words="the whole backward pass",
     method="backward",
     reads=Kind.B.reads,
@@ -268,6 +268,22 @@ COPY_BACK = define(
 
 OFFLOAD = (COPY_OUT, RELEASE, RELOAD, COPY_BACK)
 """The kinds of a stage and microbatch whose activations wait in host memory."""
+
+
+def resource_of(kind: Kind, half_duplex: bool) -> str:
+    """Return where passes of this kind run, if the link to the host may go one way at a time."""
+    return TO_HOST if half_duplex and kind.resource == FROM_HOST else kind.resource
+
+
+NO_RECOMPUTE = "none"
+"""The setting of a stage whose backward computes nothing again."""
+
+_SETTING = re.compile(r"[a-z][a-z0-9_]{0,30}(,[a-z][a-z0-9_]{0,30}){0,15}", re.ASCII)
+
+
+def is_setting(text: str) -> bool:
+    """Return whether a text may say what is computed again: `none`, `full` or `layernorm,mlp`."""
+    return _SETTING.fullmatch(text) is not None
 
 
 # A vocabulary that is shared out (arXiv 2411.05288, its Algorithm 2): every device has rows of the
@@ -348,22 +364,6 @@ LOOKUP_WEIGHT = define(
 
 VOCABULARY = (LOOKUP, LOOKED_UP, LOGITS, LOSS, HEAD_WEIGHT, LOOKUP_WEIGHT)
 """The kinds of a vocabulary that is shared out over all devices."""
-
-
-def resource_of(kind: Kind, half_duplex: bool) -> str:
-    """Return where passes of this kind run, if the link to the host may go one way at a time."""
-    return TO_HOST if half_duplex and kind.resource == FROM_HOST else kind.resource
-
-
-NO_RECOMPUTE = "none"
-"""The setting of a stage whose backward computes nothing again."""
-
-_SETTING = re.compile(r"[a-z][a-z0-9_]{0,30}(,[a-z][a-z0-9_]{0,30}){0,15}", re.ASCII)
-
-
-def is_setting(text: str) -> bool:
-    """Return whether a text may say what is computed again: `none`, `full` or `layernorm,mlp`."""
-    return _SETTING.fullmatch(text) is not None
 
 
 def simple_kinds(kinds: Iterable[Kind]) -> tuple[Kind, ...]:

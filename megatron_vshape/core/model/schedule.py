@@ -381,12 +381,36 @@ class Objective(StrEnum):
         raise ScheduleError(f"there is no objective {value!r:.40}; choose {' or '.join(cls)}")
 
 
+class Way(NamedTuple):
+    """How less is held, beside the order: what stages compute again, and what is copied.
+
+    `settings` are of every stage, or none. With `copies` those of the activations are copied to the
+    host that are chosen; those of the stages `throughout`, if there are any.
+    """
+
+    settings: tuple[str, ...] = ()
+    copies: bool = False
+    throughout: tuple[int, ...] = ()
+
+
+ORDER_ALONE = Way()
+
+
+class Tried(NamedTuple):
+    """The best value that was found in a way; None if its bound was above that of another."""
+
+    way: Way
+    value: float | None
+    lower_bound: float
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A schedule that fits, what it costs, and how far it may be from the best.
 
     `value` is the makespan or span in the costs' unit; no order of the same placement within the
-    limits is below `lower_bound`. `source` names what the search began from.
+    limits is below `lower_bound`. `source` names what the search began from. `tried` are the ways
+    to hold less that it was chosen from.
     """
 
     schedule: Schedule
@@ -397,6 +421,7 @@ class Plan:
     peak: tuple[float, ...]
     source: str
     steps: int
+    tried: tuple[Tried, ...] = ()
 
     @property
     def overhead(self) -> float:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
@@ -307,11 +307,9 @@ def byte_costs(memories: Sequence[Memory]) -> Costs:
     ones = (1.0,) * len(held)
     after_forward, after_backward = zip(*(held[stage] for stage in sorted(held)), strict=True)
     moved = {stage: size for memory in memories for stage, size in memory.moved.items()}
-    others = ()
-    if moved:
-        waits = tuple(float(moved.get(stage, 0)) for stage in sorted(held))
-        others = ((RELEASE.frees, waits),)
-    return Costs(ones, ones, ones, 0.0, after_forward, after_backward, others=others)
+    costs = Costs(ones, ones, ones, 0.0, after_forward, after_backward)
+    waits = tuple(float(moved.get(stage, 0)) for stage in sorted(held))
+    return replace(costs, others=((RELEASE.frees, waits),)) if moved else costs
 
 
 def persistent(model: Sequence[nn.Module]) -> Iterator[Tensor]:

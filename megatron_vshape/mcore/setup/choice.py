@@ -183,7 +183,7 @@ def _check_copies(device: int, row: Sequence[Pass]) -> None:
             continue
         found = [own.get(kind, -1) for kind in wanted]
         if -1 in found or found != sorted(found):
-            there = ", ".join(sorted((kind for kind in own if kind in wanted), key=own.__getitem__))
+            there = ", ".join(kind for kind in sorted(own, key=own.__getitem__) if kind in wanted)
             raise ScheduleError(
                 f"microbatch {microbatch} of stage {stage} waits in host memory and has {there} in "
                 f"this order on device {device}; there must be {', '.join(wanted)} in this order"

@@ -130,7 +130,7 @@ class Recompute:
             (layer, switch, getattr(layer, switch.attribute))
             for layer, switch in _switches(chunk, MODULES)
         ]
-        self._stacks = [
+        self._stacks: list[tuple[Any, Any]] = [
             (each, each.config)
             for each in chunk.modules()
             if any(base.__name__ in STACKS for base in type(each).__mro__)
