@@ -431,8 +431,8 @@ def _possible(question: Question, limits: Sequence[float]) -> Iterator[Possible]
         except ScheduleError:  # of stages that the costs do not tell apart
             continue
         possible = may_fit(block, costs, question.num_microbatches, limits)
-        sizes = question.num_microbatches, limits, question.objective
-        least = _bound_at(costs.in_order_alone(), block.placement, *sizes)
+        alone, placement = costs.in_order_alone(), block.placement
+        least = _bound_at(alone, placement, question.num_microbatches, limits, question.objective)
         yield Possible(rival, block.placement, possible, least)
 
 
