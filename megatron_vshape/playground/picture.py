@@ -146,12 +146,13 @@ def _header(picture: Picture) -> dict[str, object]:
 def _numbers(picture: Picture) -> dict[str, object]:
     timeline = picture.timeline
     messages, relative = messages_per_microbatch(timeline.schedule)
+    makespan, span, busy = timeline.makespan, timeline.span, timeline.busy  # each a look at all
     return {
-        "makespan": timeline.makespan,
-        "span": timeline.span,
-        "busy": timeline.busy,
-        "bubble": timeline.bubble,
-        "span_bubble": timeline.span_bubble,
+        "makespan": makespan,
+        "span": span,
+        "busy": busy,
+        "bubble": (makespan - busy) / makespan,
+        "span_bubble": 1 - busy / span,
         "peaks": peak_held(timeline.schedule, picture.costs),
         "messages": messages,
         "relative_messages": relative,

@@ -21,13 +21,18 @@ from megatron_vshape.view.names import display_name
 from megatron_vshape.view.numbers import GIB
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-COLOURS = (
-    "#4477aa #ee6677 #228833 #ccbb44 #66ccee #aa3377 "
-    "#994400 #000000 #88ccaa #ddaa33 #775588 #555555"
-).split()
-"""Told apart by people who see red and green alike; the order of the catalogue decides."""
+    from megatron_vshape.view.labels import Mark
+
+COLOURS = "#4477aa #ee6677 #228833 #aa8800 #33aadd #aa3377 #994400 #000000".split()
+SHAPES = "o s".split()
+"""Colours told apart by people who see red and green alike, and two shapes of each: the catalogue's
+order decides, and after all its names comes whatever it does not name."""
+
+NAMED = 12
+"""So many points of the front have their configuration beside them at most, those of most MFU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +318,7 @@ def draw_pareto(rows: Sequence[Row], path: Path, title: str) -> None:
     from matplotlib.figure import Figure
 
     from megatron_vshape.view.figure import FORMATS, save
+    from megatron_vshape.view.labels import name_marks
 
     if path.suffix not in FORMATS:
         raise SweepError(f"{path} must end in one of {', '.join(FORMATS)}")
@@ -320,20 +326,43 @@ def draw_pareto(rows: Sequence[Row], path: Path, title: str) -> None:
     workloads = list(dict.fromkeys(row.combination.workload for row in shown))
     if not shown:
         raise SweepError(f"no combination fits, so there is nothing to draw in {path}")
-    figure = Figure(figsize=(4.2 * len(workloads) + 0.6, 3.6), layout="constrained")
+    figure = Figure(figsize=(4.2 * len(workloads) + 2.2, 3.6), layout="constrained")
     panels = figure.subplots(1, len(workloads), squeeze=False)[0]
+    fronts = []
     for axes, workload in zip(panels, workloads, strict=True):
-        _panel(axes, [row for row in shown if row.combination.workload == workload])
+        fronts.append(_panel(axes, [row for row in shown if row.combination.workload == workload]))
         length, batch = workload
         axes.set_title(f"sequence length {length}, global batch {batch}", fontsize=9)
     figure.suptitle(title, fontsize=10)
+    kinds = {text: mark for axes in panels for mark, text in zip(*_legend_of(axes), strict=True)}
+    figure.legend(
+        list(kinds.values()),
+        list(kinds),
+        loc="outside right upper",
+        fontsize=7,
+        frameon=False,
+        title="on the front: DP TP PP CP mbs",
+        title_fontsize=7,
+    )
+    for axes, (marks, others) in zip(panels, fronts, strict=True):  # as the legend takes room
+        name_marks(axes, marks, others)
     save(figure, path)
 
 
-def _panel(axes: "Axes", rows: Sequence[Row]) -> None:
+def _legend_of(axes: "Axes") -> "tuple[list[Artist], list[str]]":
+    """Return the axes' marks with what they stand for."""
+    marks, texts = axes.get_legend_handles_labels()
+    return list(marks), list(texts)
+
+
+def _panel(axes: "Axes", rows: Sequence[Row]) -> "tuple[list[Mark], list[tuple[float, float]]]":
+    """Draw the rows of one workload; return the points to name, and those not to."""
+    from megatron_vshape.view.labels import Mark
+
     points = [(row.peak_gib or row.predicted_peak_gib, 100 * row.best_mfu) for row in rows]
     memory, throughput = zip(*pareto(points), strict=True)
     axes.plot(memory, throughput, color="#999999", lw=0.8, zorder=1)
+    named = sorted(zip(throughput, memory, strict=True), reverse=True)[:NAMED]
     for schedule in dict.fromkeys(row.combination.schedule for row in rows):
         for measured in (False, True):
             mine = [
@@ -342,12 +371,13 @@ def _panel(axes: "Axes", rows: Sequence[Row]) -> None:
                 if row.combination.schedule == schedule and (row.mfu is not None) == measured
             ]
             if mine:
-                colour = _colour(schedule)
+                colour, shape = _look(schedule)
                 memory, throughput = zip(*mine, strict=True)
                 axes.scatter(
                     memory,
                     throughput,
                     s=22,
+                    marker=shape,
                     zorder=2,
                     edgecolors=colour,
                     facecolors=colour if measured else "none",
@@ -355,8 +385,12 @@ def _panel(axes: "Axes", rows: Sequence[Row]) -> None:
                 )
     axes.set_xlabel("peak memory of a device, GiB", fontsize=8)
     axes.set_ylabel("MFU, %", fontsize=8)
-    axes.legend(fontsize=7, frameon=False)
+    texts = {(y, x): parallel(row.combination) for (x, y), row in zip(points, rows, strict=True)}
+    others = [(x, y) for x, y in points if (y, x) not in named]
+    return [Mark(x, y, texts[y, x]) for y, x in named], others
 
 
-def _colour(schedule: str) -> str:
-    return COLOURS[NAMES.index(schedule) % len(COLOURS)] if schedule in NAMES else "#333333"
+def _look(schedule: str) -> tuple[str, str]:
+    """Return a schedule's colour and shape."""
+    at = NAMES.index(schedule) if schedule in NAMES else len(NAMES)
+    return COLOURS[at % len(COLOURS)], SHAPES[at // len(COLOURS) % len(SHAPES)]

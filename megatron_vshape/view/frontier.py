@@ -2,18 +2,16 @@
 
 from collections.abc import Sequence
 
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_vshape.core.frontier import Point
 from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.view.labels import Mark, name_marks
 from megatron_vshape.view.names import display_name
 from megatron_vshape.view.palette import HELD_COLOUR
 
 _REACH = 2.0  # schedules that hold more than so many times the highest limit are left out
-_LINE = 7.5  # points from one name's line to the next
-_NAME = 95.0  # points that a name may be wide
 
 
 def frontier_figure(
@@ -48,26 +46,11 @@ def frontier_figure(
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
-    _name_points(axes, [(point, point.peak * scale, slower(point)) for point in near])
+    name_marks(
+        axes,
+        [
+            Mark(point.peak * scale, slower(point), display_name(point.schedule.name))
+            for point in near
+        ],
+    )
     return figure
-
-
-def _name_points(axes: Axes, points: Sequence[tuple[Point, float, float]]) -> None:
-    """Write each schedule's name beside its mark, higher where another name is in the way."""
-    axes.figure.draw_without_rendering()  # type: ignore[union-attr]
-    per_point = axes.figure.dpi / 72
-    taken: list[tuple[float, float]] = []
-    for point, memory, slower in sorted(points, key=lambda each: (each[2], each[1])):
-        place = memory, slower
-        x, y = axes.transData.transform(place) / per_point
-        up = 0.0
-        while any(abs(x - a) < _NAME and abs(y + up - b) < _LINE for a, b in taken):
-            up += 1.0
-        taken.append((x, y + up))
-        axes.annotate(
-            display_name(point.schedule.name),
-            place,
-            textcoords="offset points",
-            xytext=(6, up - 2),
-            fontsize=7,
-        )

@@ -7,16 +7,19 @@ import pytest
 from rich.console import Console
 from sweep.samples import SWEEP, load_sample
 
+from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.sweep.files import Loaded, Pruning, SweepError
 from megatron_vshape.sweep.grid import Combination, expand
 from megatron_vshape.sweep.machine import Machine
 from megatron_vshape.sweep.predict import Prediction, Predictor, Verdict
 from megatron_vshape.sweep.prune import prune
 from megatron_vshape.sweep.report import (
+    _look,
     best_rows,
     comparison_table,
     draw_pareto,
     load_published,
+    parallel,
     result_tables,
     rows_of,
 )
@@ -96,6 +99,27 @@ def test_each_workload_has_its_panel(two_batches: list[Prediction], tmp_path: Pa
     text = path.read_text()
     assert "sequence length 64, global batch 8<" in text
     assert "sequence length 64, global batch 64<" in text
+
+
+def test_the_front_names_configurations_and_tells_schedules_apart(
+    two_batches: list[Prediction], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    looks = [_look(name) for name in (*NAMES, "adaptive")]
+    assert len(set(looks)) == len(looks)
+    dark = [colour for colour, _ in looks if int(colour[1:], 16) and max(rgb(colour)) < 0x60]
+    assert not dark  # but for black itself, which stands once
+    assert [colour for colour, _ in looks].count("#000000") == 1
+    path = tmp_path / "pareto.svg"
+    draw_pareto(rows_of(two_batches), path, "title")
+    text = path.read_text()
+    assert "on the front: DP TP PP CP mbs<" in text
+    best = max(two_batches, key=lambda each: each.mfu or 0.0)
+    assert f">{parallel(best.combination)}<" in text
+
+
+def rgb(colour: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(colour[1:]))
 
 
 @pytest.mark.parametrize("backwards", [False, True])

@@ -239,7 +239,16 @@ class Widths:
     @property
     def head_in_layers(self) -> float:
         """Return how many layers' products the output layer's take; tensor parallel or not."""
+        return self.hidden * self.vocabulary / self._layer
+
+    @property
+    def merging_in_layers(self) -> float:
+        """Return what multi-token prediction takes to merge two hidden states into one."""
+        return 2 * self.hidden**2 / self._layer
+
+    @property
+    def _layer(self) -> float:
         projections = self.hidden * (2 * self.attention + self.key_value)
         feed_forward = self.hidden * self.feed_forward * (3 if self.gated else 2)
         scores = self.sequence * self.attention  # the causal half of two products
-        return self.hidden * self.vocabulary / (projections + feed_forward + scores)
+        return projections + feed_forward + scores

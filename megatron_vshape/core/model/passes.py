@@ -55,10 +55,9 @@ class Pass(NamedTuple):
         A need is always a simple pass; a whole backward satisfies the need for its B. What a pass
         waits for only where it is there, `NeedTable` adds.
         """
-        for name, step in self.kind.reads:
-            stage = self.stage + step
-            if 0 <= stage < num_stages:
-                yield Pass(find_kind(name), stage, self.microbatch)
+        for read in self.kind.reads:
+            for stage in read.stages(self.stage, num_stages):
+                yield Pass(find_kind(read.kind), stage, self.microbatch)
 
 
 class NeedTable:

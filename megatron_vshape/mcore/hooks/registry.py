@@ -256,7 +256,7 @@ HOOKS = (
         "megatron.core.models.common.language_module.language_module",
         "LanguageModule.setup_embeddings_and_output_layer",
         ("self",),
-        "makes the two ends one weight where they are tied and on one rank",
+        "makes one weight of the ends that are tied, or look tokens up twice, on one rank",
         library.setup_embeddings,
     ),
     *(
@@ -416,6 +416,12 @@ PROBES = (
             "cp_group",
         ),
         "says which shape the messages have",
+    ),
+    Probe(
+        "megatron.core.transformer.multi_token_prediction",
+        "MTPLossLoggingHelper.tracker",
+        (),
+        "has the losses of multi-token prediction, which another rank logs",
     ),
     Probe(
         _TRAINING,

@@ -120,7 +120,7 @@ function labelOf(name, place, placed) {
     const free = placed.every(
       (other) => box.left > other.right || box.right < other.left || Math.abs(box.y - other.y) > 13,
     );
-    if (!free || box.left < 0) continue;
+    if (!free || box.left < 0 || box.y > HEIGHT - EDGE.bottom - 3) continue; // there is the axis
     placed.push(box);
     return [element("text", { x: box.left, y: box.y }, name)];
   }
