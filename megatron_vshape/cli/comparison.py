@@ -42,6 +42,8 @@ def _tried_rows(answer: Planned, time: Text) -> Iterator[tuple[bool, float, list
     placement, best = answer.schedule.placement, answer.plan
     by_words: dict[str, tuple[float, bool]] = {}
     for way, value, bound in best.tried:
+        if value is None and len(set(way.settings)) > 1:  # many, of which none was worth a plan
+            continue
         words = f"plan: {way_text(way, placement)}"
         found = (bound, True) if value is None else (value, False)
         by_words[words] = min(found, by_words.get(words, found))
