@@ -160,7 +160,9 @@ def _chunks_of(
     forward, backward, _ = range(len(PARTS))
 
     def of(amounts: object, kind: Kind) -> np.ndarray:
-        return np.asarray(amounts)[len(problem.kinds) * stage + problem.kinds.index(kind)]
+        sort = len(problem.kinds) * stage + problem.kinds.index(kind)
+        made: np.ndarray = np.asarray(amounts)[sort]
+        return made
 
     return _Chunks(
         stage=stage,

@@ -63,7 +63,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 
-from megatron_vshape.core.check.bounds import LimitError
+from megatron_vshape.core.check.bounds import LimitError, each_limit
+from megatron_vshape.core.check.choices import bound_of_choices
 from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.kinds import OFFLOAD, PARTS, Kind
 from megatron_vshape.core.model.placement import Placement, default_placements
@@ -183,16 +184,24 @@ def plan(
         begun = _worth_racing(begun)
     race = _Race(begun, trades)
     race.run(steps, seconds, progress)
-    return race.plan()
+    made = race.plan()
+    if not trades:
+        return made
+    placement = made.schedule.placement
+    own = regroup(costs, len(placement), "the plan")
+    settings = [own, *(each for _, each in own.recompute)]
+    limits = each_limit(limit, num_devices)
+    counts = placement, num_devices, num_microbatches
+    bound = bound_of_choices(settings, own.copies, *counts, limits, goal is Objective.SPAN)
+    return replace(made, lower_bound=min(bound, made.value))
 
 
 def _worth_racing(searches: Sequence[PlacementSearch]) -> list[PlacementSearch]:
-    """Return the searches whose bounds promise most, and of the same those with copies first.
+    """Return the searches whose bounds promise most first, and of the same those with copies.
 
     What their bounds leave nothing below the best order then never begins.
     """
-    ranked = sorted(searches, key=lambda each: (each.bound, not isinstance(each, OffloadSearch)))
-    return ranked
+    return sorted(searches, key=lambda each: (each.bound, not isinstance(each, OffloadSearch)))
 
 
 class _Race:
