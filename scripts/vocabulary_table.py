@@ -6,9 +6,10 @@
 A GPT of 32 layers (h = s = 4096) on 8 devices, 32 microbatches of one sequence: the step in passes
 of two layers (F = B = W = 1, a message 0), and GiB of the rank that holds most, activations and
 what belongs to parameters (18 bytes each). `even` has two layers in every stage, `balanced` what
---pipeline-layer-split auto makes of it, in the published order; `shared` two layers in every stage,
-embedding and output layer cut into 8 parts (`planner.vocabulary`), whose sums take 0.1. With
---predicting the last stage has so many layers of multi-token prediction, each with an output layer.
+--pipeline-layer-split auto makes of it, in the published order; `shared` has embedding and output
+layer cut into 8 parts (`planner.vocabulary`), whose sums take 0.1, and the layers dealt out without
+them. With --predicting the last stage has so many layers of multi-token prediction, each with an
+output layer of its own.
 """
 
 import argparse
@@ -115,10 +116,12 @@ def row(name: str, vocabulary: int, predicting: int) -> list[Cell]:
     ]
     beside = replace(pieces, last=replace(bare.last, held_after_backward_bytes=0.0))
     logits_bytes = TOKENS * (2 * vocabulary / DEVICES + 2 * HIDDEN) * (1 + predicting)
-    costs = shared_costs(beside, even, DEVICES, SUM, logits_bytes)
+    alone = further(replace(bare, last=bare.first), predicting)  # without output layers
+    layers = alone.balanced(LAYERS, plain.placement)
+    costs = shared_costs(beside, layers, DEVICES, SUM, logits_bytes)
     if predicting:
-        costs = with_layers(costs, further(replace(bare, last=bare.first), predicting).last)
-    own = parameters_of(plain.placement, even, vocabulary, predicting, shared=True)
+        costs = with_layers(costs, alone.last)
+    own = parameters_of(plain.placement, layers, vocabulary, predicting, shared=True)
     made = share_vocabulary(plain, costs, MORE.get(name, 0) * each * LAYER_BYTES)
     verify(made)
     lower(made, kernels=True)  # proved to end

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_vshape.mcore.split import te_layers
 from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.runtime.gathering_job import plain_tensors
 
 SIZE, TOKENS = 6, 8
 SPLITS = [3, 0, 5]
@@ -182,7 +183,7 @@ def test_a_job_keeps_the_very_tensors(kind: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(state, "census", SimpleNamespace(add=kept.append), raising=False)
     with state.jobs.collect(0):
         call(layer, torch.randn(TOKENS, SIZE)).sum().backward()
-    storages = [each.untyped_storage().data_ptr() for each in te_layers.plain_tensors(handed)]
+    storages = [each.untyped_storage().data_ptr() for each in plain_tensors(handed)]
     assert [each.untyped_storage().data_ptr() for each in kept] == storages
     references = [weakref.ref(each) for each in kept]
     handed.clear()

@@ -33,7 +33,7 @@ from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
 from megatron_vshape.mcore.setup.recompute import check_recompute
 from megatron_vshape.mcore.setup.translate import check_splits_nothing_else, tell, translate
-from megatron_vshape.mcore.split import te_layers, unsplit
+from megatron_vshape.mcore.split import graphs, te_layers, unsplit
 from megatron_vshape.mcore.split.local_layers import mark_gathered
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.labels import name_weights
@@ -302,7 +302,8 @@ def prepare_layers(state: StepState, chunks: Sequence[nn.Module]) -> None:
         StoreError: Transformer Engine's layers are not as this package knows them.
     """
     chunks = [_unwrapped(chunk) for chunk in chunks]  # whose names are the model's own
-    te_layers.install(state, chunks)
+    whole = graphs.covered(chunks)
+    te_layers.install(state, chunks, whole)
     for chunk in chunks:
         mark_gathered(chunk)
         name_weights(chunk)
@@ -311,4 +312,4 @@ def prepare_layers(state: StepState, chunks: Sequence[nn.Module]) -> None:
         parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
     if replicas == (0, 0):
-        unsplit.tell(chunks)
+        unsplit.tell(chunks, whole)

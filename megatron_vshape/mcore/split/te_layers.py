@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar
@@ -44,8 +44,13 @@ class StoreError(RuntimeError):
     """This Transformer Engine is not one the adapter was written for; the text says where."""
 
 
-def install(state: StepState, chunks: Iterable[nn.Module]) -> int:
+def install(
+    state: StepState, chunks: Iterable[nn.Module], whole: Set[nn.Module] = frozenset()
+) -> int:
     """Give every TE linear layer in `chunks` a store whose jobs wait for W; return how many.
+
+    Not those in `whole`, whose weight gradients stay in B. A store would tell TE, which captures
+    its CUDA graphs itself, to capture a W as well.
 
     Raises:
         StoreError: TE's store has other methods than those it is used by.
@@ -55,7 +60,7 @@ def install(state: StepState, chunks: Iterable[nn.Module]) -> int:
     layer: TELayer
     for chunk in chunks:
         for layer in chunk.modules():
-            if is_splittable(layer):
+            if is_splittable(layer) and layer not in whole:
                 check_protocol(layer.wgrad_store)
                 _forget_first_microbatch(layer)
                 layer.wgrad_store = JobStore(state, layer, warn_once)
@@ -150,7 +155,7 @@ class JobStore:
             sums = () if layer.fuse_wgrad_accumulation else weights
             compute = partial(_run, func, sums, biases)
         job = GatheringJob(compute, tensors, sources)
-        self.state.defer(job, [*weights, *biases], list(plain_tensors(tensors)))
+        self.state.defer(job, [*weights, *biases])
 
     def pop(self) -> None:
         """Refuse: TE's own backward_dw does not know which microbatch it is for."""
@@ -328,17 +333,6 @@ def _gathered(layer: TELayer, func: Gemm) -> int | None:
     if _is_mlp(layer):
         return 0 if _mlp_part(func) == "fc1" else 1
     return {"column": 0, "row": 1}.get(layer.parallel_mode)
-
-
-def plain_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors that hold the data of tensors, quantized ones, and lists of both."""
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from plain_tensors(each)
-    elif hasattr(value, "get_data_tensors"):
-        yield from plain_tensors(value.get_data_tensors())
-    elif isinstance(value, Tensor):
-        yield value
 
 
 def _runs_backward() -> bool:

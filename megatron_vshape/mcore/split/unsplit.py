@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -22,24 +22,28 @@ SHOWN = 3
 _EXPECTED = "as it should"
 
 
-def whole_layers(chunks: Iterable[nn.Module]) -> dict[tuple[str, str], list[str]]:
+def whole_layers(
+    chunks: Iterable[nn.Module], graphed: Set[nn.Module] = frozenset()
+) -> dict[tuple[str, str], list[str]]:
     """Return the names of layers whose weight gradients run in B, by their class and the reason.
+
+    `graphed` are those that CUDA graphs cover.
 
     Only matrices count: the gradients of norms and biases are sums, and cheap.
     """
     found: dict[tuple[str, str], list[str]] = {}
     for number, chunk in enumerate(chunks):
         for name, layer in chunk.named_modules():
-            reason = _why_whole(layer)
+            reason = _why_graphed(layer) if layer in graphed else _why_whole(layer)
             if reason is not None:
                 key = (type(layer).__name__, reason)
                 found.setdefault(key, []).append(f"chunk {number} {name}".rstrip())
     return found
 
 
-def tell(chunks: Iterable[nn.Module]) -> None:
+def tell(chunks: Iterable[nn.Module], graphed: Set[nn.Module] = frozenset()) -> None:
     """Log, once, which linear layers are not split and why; a warning where one might be."""
-    for (kind, reason), names in whole_layers(chunks).items():
+    for (kind, reason), names in whole_layers(chunks, graphed).items():
         shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
         level = logging.INFO if reason.startswith(_EXPECTED) else logging.WARNING
         logger.log(
@@ -50,6 +54,10 @@ def tell(chunks: Iterable[nn.Module]) -> None:
             reason,
             shown,
         )
+
+
+def _why_graphed(layer: nn.Module) -> str | None:
+    return f"{_EXPECTED}: a CUDA graph replays them with B" if _has_matrix(layer) else None
 
 
 def _why_whole(layer: nn.Module) -> str | None:
