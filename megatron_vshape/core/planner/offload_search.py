@@ -17,6 +17,7 @@ from megatron_vshape.core.planner.job_shop import Problem, make_problem
 from megatron_vshape.core.planner.offloading import with_copies
 from megatron_vshape.core.planner.orders import (
     DELAYS,
+    MANY_PASSES,
     STARTS,
     Candidate,
     PlacementSearch,
@@ -100,9 +101,12 @@ class OffloadSearch(PlacementSearch):
         problem, m = self.problem, self.problem.num_microbatches
         none = np.zeros(1, np.int64)
         made = []
-        slacks = SLACKS[:1] if self.way.throughout else SLACKS
+        slacks, delays = (SLACKS, DELAYS)
+        if base.row.size >= MANY_PASSES:
+            slacks, delays = SLACKS[::2], DELAYS[:1]
+        slacks = SLACKS[:1] if self.way.throughout else slacks
         for rows in with_copies(problem, self._parts_shop(), base.row, slacks, self.way.throughout):
-            dealt = (refill(problem, rows, delay, m) for delay in DELAYS)
+            dealt = (refill(problem, rows, delay, m) for delay in delays)
             made += [
                 self._made(f"{base.name}, copies", 1, m, row, none, none) for row in (rows, *dealt)
             ]

@@ -53,6 +53,13 @@ class Choice:
         return tuple(setting for setting, _ in priced)
 
     @property
+    def copies(self) -> bool:
+        """Return whether activations wait in host memory, or may by what the costs say."""
+        if self.from_file is not None:
+            return not self.from_file.kinds.isdisjoint(OFFLOAD)
+        return self.name == AUTO and self.costs is not None and self.costs.copies
+
+    @property
     def placement(self) -> Placement:
         """Return the device of every stage, which no number of microbatches changes."""
         if not self.plans_by_costs:
