@@ -4,7 +4,7 @@ They begin from orders planned for more memory (`LEVELS`), into which copies are
 and W dealt out anew. From there on the walk moves copies and their markers as it does any pass.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -102,7 +102,7 @@ class OffloadSearch(PlacementSearch):
         none = np.zeros(1, np.int64)
         made = []
         is_large = base.row.size >= MANY_PASSES
-        slacks = SLACKS[::2] if is_large else SLACKS
+        slacks: Sequence[float] = SLACKS[::2] if is_large else SLACKS
         slacks = SLACKS[:1] if self.way.throughout else slacks
         delays = DELAYS[:1] if is_large else DELAYS
         for rows in with_copies(problem, self._parts_shop(), base.row, slacks, self.way.throughout):
