@@ -13,7 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from megatron_vshape.core.model.kinds import PROCESSOR
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.runtime.held_bytes import size_now
 
 
 class LiveBytes(TorchDispatchMode):
@@ -21,7 +23,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._made: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(
         self,
@@ -38,15 +40,15 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(each, Tensor) and _key(each) not in given:
                 storage = each.untyped_storage()
                 # The weak reference keeps the key from being used again.
-                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self._made[storage._cdata] = StorageWeakRef(storage)
         return result
 
     def count(self) -> int:
-        """Return the bytes of all storages made and not yet freed."""
-        dead = [key for key, (reference, _) in self._made.items() if reference.expired()]
+        """Return the bytes that all storages made and not yet freed have now."""
+        dead = [key for key, reference in self._made.items() if reference.expired()]
         for key in dead:
             del self._made[key]
-        return sum(size for _, size in self._made.values())
+        return sum(map(size_now, self._made.values()))
 
 
 class LivePeak(LiveBytes):
@@ -95,8 +97,9 @@ class LiveAfterPasses:
         """Do nothing."""
 
     def ends(self, work: Pass) -> None:
-        """Count."""
-        self.found.append((work, self._live.count()))
+        """Count, unless a copy has ended, in a thread of its own: it changes nothing."""
+        if work.kind.resource == PROCESSOR:
+            self.found.append((work, self._live.count()))
 
     @property
     def peak_bytes(self) -> int:

@@ -13,6 +13,7 @@ its TensorBoard files. `auto` measures its costs in steps 10 to 13 and goes on w
 | fp32 | |
 | bf16 | `--bf16`: weights and activations in bfloat16, gradients added up in float32 |
 | fp32-unclipped | `--clip-grad 0`, a tenth of the steps: the gradient norm reaches no weight |
+| bf16-unclipped | both |
 
 It writes docs/figures/loss-parity-SETTINGS.svg and docs/evidence/loss_parity.csv, which
 scripts/evidence.py shows. `--keep` takes over the runs that have ended; the folder then has to be
@@ -235,6 +236,7 @@ def main() -> int:
     chosen = (
         Settings("fp32-unclipped", ("--clip-grad", "0"), few),
         Settings("fp32", (), options.steps),
+        Settings("bf16-unclipped", ("--bf16", "--clip-grad", "0"), few),
         Settings("bf16", ("--bf16",), options.steps),
     )
     lines: dict[str, list[list[str]]] = {each.name: [] for each in chosen}

@@ -55,7 +55,6 @@ _FLOAT_KEYS = ["loss_mask"]
 # Each needs inputs on the stages between the first and the last, which this script feeds nothing.
 _UNSUPPORTED_FLAGS = {
     "sft": "--sft",
-    "mtp_num_layers": "--mtp-num-layers",
     "reset_attention_mask": "--reset-attention-mask",
     "hybrid_context_parallel": "--hybrid-context-parallel",
 }
@@ -83,6 +82,7 @@ def forward_step(
         batch.get("position_ids"),
         None,  # the causal mask, which attention makes by itself
         labels=batch.get("labels"),
+        loss_mask=batch.get("loss_mask"),  # for multi-token prediction
     )
     return output, partial(_loss, batch.get("loss_mask"))
 
@@ -206,7 +206,12 @@ def _model_provider(
             **chunk, hybrid_layer_pattern=pattern, hybrid_stack_spec=_hybrid_spec(args)
         )
     spec = _gpt_spec(args, config, vp_stage)
-    return GPTModel(**chunk, transformer_layer_spec=spec, rope_scaling=args.use_rope_scaling)
+    return GPTModel(
+        **chunk,
+        transformer_layer_spec=spec,
+        mtp_block_spec=_multi_token_spec(args, config, vp_stage),
+        rope_scaling=args.use_rope_scaling,
+    )
 
 
 def _gpt_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
@@ -232,6 +237,19 @@ def _gpt_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
             use_te_activation_func=config.use_te_activation_func,
         )
     return specs.get_gpt_layer_local_spec(**attention, **norms)
+
+
+def _multi_token_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
+    """Return layers as the decoder's last, for multi-token prediction; None without that."""
+    if args.mtp_num_layers is None:
+        return None
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    on_transformer_engine = args.transformer_impl == "transformer_engine"
+    options = {"use_transformer_engine": on_transformer_engine, "vp_stage": vp_stage}
+    norms = {"normalization": args.normalization, "qk_l2_norm": args.qk_l2_norm}
+    layers = specs.get_gpt_decoder_layer_specs(config, **options, **norms)  # of all stages
+    return specs.get_gpt_mtp_block_spec(config, layers[-1], **options)
 
 
 def _hybrid_spec(args: Namespace) -> Any:
@@ -263,6 +281,12 @@ def _refuse_unsupported(args: Namespace) -> None:
     for name, flag in _UNSUPPORTED_FLAGS.items():
         if getattr(args, name, None):
             raise SystemExit(f"{flag} is not supported by this script: leave it out")
+    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    if isinstance(layout, str) and "m" in layout.rpartition("|")[0]:
+        raise SystemExit(
+            f"--pipeline-model-parallel-layout {layout} has multi-token prediction in a stage that "
+            "this script feeds nothing: put it into the last, as in ...|tmL"
+        )
     without_hybrid = importlib.util.find_spec("megatron.core.models.hybrid") is None
     if without_hybrid and args.hybrid_layer_pattern is not None:
         raise SystemExit("--hybrid-layer-pattern needs megatron-core 0.18 or later in this script")

@@ -2,21 +2,23 @@
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_vshape.core.ask import PLUS_NAMES, Cut, Question, find
-from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import even_layers, recut
+from megatron_vshape.core.model.layers import even_layers, recut, with_ends
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS
+from megatron_vshape.core.paper.catalogue import MOST_STAGES_A_DEVICE, NAMES, OPTIONS
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import GIB
 
 UNIT_COST = (1.0, 1.0, 1.0, 0.0)
 _COST_NAMES = ("F", "B", "W", "COMM")
+NOTHING = Piece(0.0, 0.0, 0.0, 0.0, 0.0)
 UNITS = {"gib": GIB, "mib": 2.0**20}
 
 
@@ -38,6 +40,43 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--costs", type=Path, metavar="FILE", help="costs of every stage, in us and bytes (JSON)"
     )
+    parser.add_argument(
+        "--embedding",
+        type=end,
+        metavar="F,B,W",
+        help="what the passes of the first stage take longer, in the unit of --cost (default 0)",
+    )
+    parser.add_argument(
+        "--head",
+        type=end,
+        metavar="F,B,W",
+        help="what the passes of the last stage take longer, in the unit of --cost (default 0); "
+        "plan: or X, as long as X of the layers that --layers says",
+    )
+
+
+class Link(NamedTuple):
+    """How long a copy to the host takes: in F, one way, of all that a stage holds."""
+
+    forwards: float
+    half_duplex: bool
+    text: str  # of the argument
+
+
+_LINK_WORDS = {"": (1, False), "half": (1, True), "shared": (2, False)}
+
+
+def link(text: str) -> Link:
+    """Return the link that --offload names."""
+    number, _, word = text.partition(",")
+    value = float_or_nan(number)
+    if not 0 < value < math.inf or word not in _LINK_WORDS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a time above 0, as in 1.5, which half or shared may follow, as in "
+            "1.5,half"
+        )
+    sharers, half_duplex = _LINK_WORDS[word]
+    return Link(sharers * value, half_duplex, text)
 
 
 def count(text: str) -> int:
@@ -51,6 +90,16 @@ def count(text: str) -> int:
     return number
 
 
+def chunks(text: str) -> int:
+    """Return the stages a device that an argument is."""
+    number = count(text)
+    if number > MOST_STAGES_A_DEVICE:
+        raise argparse.ArgumentTypeError(
+            f"{text}: a device may hold up to {MOST_STAGES_A_DEVICE} stages"
+        )
+    return number
+
+
 def cost(text: str) -> tuple[float, float, float, float]:
     """Return the times that --cost names."""
     parts = text.split(",")
@@ -60,6 +109,41 @@ def cost(text: str) -> tuple[float, float, float, float]:
         )
     forward, backward, weight, send = map(_time, parts, _COST_NAMES)
     return forward, backward, weight, send
+
+
+def end(text: str) -> tuple[float, ...]:
+    """Return the times that --embedding or --head names, or the one number of layers."""
+    values = tuple(map(float_or_nan, text.split(",")))
+    if len(values) not in (1, 3) or not all(0 <= value < math.inf for value in values):
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.40} is not F,B,W, three finite numbers of at least 0, as in 2,2,2"
+        )
+    return values
+
+
+def ends_of(options: argparse.Namespace, num_layers: int | None = None) -> tuple[Piece, Piece]:
+    """Return what the embedding and the head add to their stages.
+
+    Raises:
+        ScheduleError: there is a costs file, which says that itself, or a number stands for layers
+            and nobody says how many there are.
+    """
+    forward, backward, weight, _ = options.cost or UNIT_COST
+    chunk, ends = Piece(forward, backward, weight, 0.0, 0.0), []
+    for name in ("embedding", "head"):
+        values = getattr(options, name)
+        if values is not None and options.costs is not None:
+            raise ScheduleError(f"--{name}: --costs says what the model's ends take; leave it out")
+        if values is None:
+            ends.append(NOTHING)
+        elif len(values) == 3:
+            ends.append(Piece(values[0], values[1], values[2], 0.0, 0.0))
+        elif num_layers is None or name == "embedding":
+            need = "" if name == "embedding" else "; a number of layers needs --layers N of plan"
+            raise ScheduleError(f"--{name} {values[0]:g} is not F,B,W, as in 2,2,2{need}")
+        else:
+            ends.append(chunk.times(values[0] * 2 * options.devices / num_layers))
+    return ends[0], ends[1]
 
 
 def float_or_nan(text: str) -> float:
@@ -97,31 +181,45 @@ def _time(text: str, name: str) -> float:
     return value
 
 
-def question_of(
-    name: str, options: argparse.Namespace, measured: Costs | None, choices: Mapping[str, int]
-) -> Question:
-    """Return the question for the schedule that `name` names, at the costs that are given.
+def questions_of(
+    names: Sequence[str],
+    options: argparse.Namespace,
+    measured: Costs | None,
+    choices: Mapping[str, int],
+) -> list[Question]:
+    """Return the questions for the schedules of these names, at the costs that are given.
 
-    `choices` are keyword arguments of `make`; those that the schedule has no use for are left out.
+    `choices` are keyword arguments of `make`; those that a schedule has no use for are left out.
+    A schedule file says its sizes, for the names beside it too.
 
     Raises:
-        ScheduleError: there is no such schedule, or a size is missing or not the file's.
+        ScheduleError: there is no such schedule, or a size is missing or not a file's.
     """
-    found = find(name, (*NAMES, *PLUS_NAMES))
+    found = {name: find(name, (*NAMES, *PLUS_NAMES)) for name in names}
     sizes = {"--devices": options.devices, "--microbatches": options.microbatches}
-    if isinstance(found, Schedule):
-        own = {"--devices": found.num_devices, "--microbatches": found.num_microbatches}
-        for option, wanted in sizes.items():
-            if wanted not in (None, own[option]):
-                raise ScheduleError(f"{name} is for {option} {own[option]}, not {wanted}")
-        sizes = own
+    for name, each in found.items():
+        if isinstance(each, Schedule):
+            own = {"--devices": each.num_devices, "--microbatches": each.num_microbatches}
+            for option, wanted in sizes.items():
+                if wanted not in (None, own[option]):
+                    raise ScheduleError(f"{name} is for {option} {own[option]}, not {wanted}")
+            sizes = own
     for option, size in sizes.items():
         if size is None:
-            raise ScheduleError(f"{name} needs {option}, as in --devices 4 --microbatches 8")
-    mine = tuple((key, choices[key]) for key in choices if key in OPTIONS.get(name, ()))
+            raise ScheduleError(f"{names[0]} needs {option}, as in --devices 4 --microbatches 8")
     devices, microbatches = sizes.values()
-    cut = cut_of(devices, options.cost, measured)
-    return Question(found, devices, microbatches, measured, cut, choices=mine)
+    cut = cut_of(devices, options.cost, measured, ends=ends_of(options))
+    return [
+        Question(
+            each,
+            devices,
+            microbatches,
+            measured,
+            cut,
+            choices=tuple((key, choices[key]) for key in choices if key in OPTIONS.get(name, ())),
+        )
+        for name, each in found.items()
+    ]
 
 
 def cut_of(
@@ -129,8 +227,12 @@ def cut_of(
     cost: tuple[float, float, float, float] | None,
     measured: Costs | None,
     num_layers: int | None = None,
+    ends: tuple[Piece, Piece] = (NOTHING, NOTHING),
+    offload: Link | None = None,
 ) -> Cut:
     """Return what gives the costs of any number of stages: measured if there are, else equal.
+
+    Equal but for what `ends`, the embedding and the head, add.
 
     `num_layers` are the model's, where they are known: then there are none for stages that cannot
     have equally many, and measured ones for others than those measured.
@@ -141,6 +243,10 @@ def cut_of(
             return recut(measured, num_stages, devices, plain(name), num_layers)
         if num_layers is not None:
             even_layers(num_layers, looping(devices, num_stages // devices))
-        return Costs.uniform(devices, num_stages, *(cost or UNIT_COST))
+        costs = Costs.uniform(devices, num_stages, *(cost or UNIT_COST))
+        costs = costs if ends == (NOTHING, NOTHING) else with_ends(costs, *ends)
+        return (
+            costs if offload is None else costs.with_copies(offload.forwards, offload.half_duplex)
+        )
 
     return cut

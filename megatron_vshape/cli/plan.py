@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,23 +29,29 @@ from megatron_vshape.cli.options import (
     UNITS,
     add_cost_arguments,
     add_size_arguments,
+    chunks,
     count,
     cut_of,
+    ends_of,
     float_or_nan,
     headroom_of,
+    link,
 )
+from megatron_vshape.cli.progress import Progress, told
 from megatron_vshape.core.ask import (
     AUTO,
     SUFFIXES,
+    Cut,
     Planned,
     Question,
     best_order,
     known_as,
     limits_of,
+    with_more,
 )
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.frontier import Point, frontier, published
+from megatron_vshape.core.frontier import Point, families, frontier, published
 from megatron_vshape.core.layer_choice import choose_layers
 from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -59,13 +65,16 @@ from megatron_vshape.view.numbers import (
     argument,
     base_peak,
     enough,
+    fixed,
     idle_told,
     labelled,
     percent,
     prices_told,
     table,
+    time_text,
 )
-from megatron_vshape.view.text import picture, wants_colour
+from megatron_vshape.view.text import columns, picture, wants_colour
+from megatron_vshape.view.trades import trades_told
 
 MOST_CHUNKS = 12
 """Stages a device where nothing says how many layers the model has."""
@@ -101,12 +110,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--chunks",
-        type=count,
+        type=chunks,
         metavar="N",
         help="most stages that a device may hold (default: what the layers allow, up to "
         f"{MOST_CHUNKS}; of a costs file that does not know its layers, what it tells apart)",
     )
     _add_layer_split(parser)
+    parser.add_argument(
+        "--offload",
+        type=link,
+        metavar="T[,half|,shared]",
+        help="activations may wait in host memory: copying all that a stage holds there takes T of "
+        "its F one way, both ways at a time; half: one way at a time; shared: the neighbour copies "
+        "on the same link (a costs file says this itself)",
+    )
     parser.add_argument(
         "--against",
         metavar="NAME",
@@ -141,12 +158,6 @@ def _add_layer_split(parser: argparse.ArgumentParser) -> None:
         help="auto: deal the layers out with the order, to stages of unequal length; takes "
         "--layers, or a costs file that says them",
     )
-    parser.add_argument(
-        "--head",
-        type=_head,
-        metavar="X",
-        help="with --layer-split and without --costs: the output layer takes as long as X layers",
-    )
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -173,10 +184,15 @@ def run(options: argparse.Namespace) -> int:
     question = _question(options, costs, measured)
     limit = _limit(options, question, measured is not None)
     against = None if options.against is None else known_as(options.against, question)
-    question = replace(question, limit=limit, progress=_progress(options.seconds))
-    with _limits_told(costs, options.devices, measured is not None):
+    held = _held_text(costs, options.devices, measured is not None)
+    time = partial(time_text, in_us=measured is not None)
+    with told(time) as progress, _limits_told(costs, options.devices, measured is not None):
+        question = replace(question, limit=limit, progress=progress.search)
         answer, layers = _answered(question)
-    made = _proved(answer, limit, options.proof_seconds)
+        made = _proved(answer, limit, options.proof_seconds)
+        answer = replace(answer, plan=made, schedule=made.schedule)
+        more = _more_told(question, answer, GIB if measured is not None else None)
+        compared = table(comparison_rows(question, answer, held, time))
     outputs = []
     if options.export is not None:
         outputs.append(schedule_output("--export", options.export, made.schedule))
@@ -184,13 +200,10 @@ def run(options: argparse.Namespace) -> int:
         page = partial(_write_html, made=made, own=answer.costs, limit=limit, options=options)
         outputs.append(Output("--html", options.html, page))
     write_all(outputs)
-    answer = replace(answer, plan=made, schedule=made.schedule)
     _print(answer, limit, costs, measured is not None)
-    for label, value in labelled("layers", layers):
+    for label, value in (*more, *labelled("layers", layers)):
         print(f"{label:<16}{value}")
-    held = _held_text(costs, options.devices, measured is not None)
-    time = partial(_time_text, in_bytes=measured is not None)
-    print(f"\n{table(comparison_rows(question, answer, held, time))}\n\n{recommended(answer)}")
+    print(f"\n{compared}\n\n{recommended(answer)}")
     if against is not None:
         print("\n" + "\n".join(changes(against, answer, held, time)))
     return 0
@@ -202,12 +215,17 @@ def _question(options: argparse.Namespace, costs: Costs, measured: Costs | None)
         options.devices,
         options.microbatches,
         costs,
-        cut_of(options.devices, options.cost, measured, options.layers),
+        _cut(options, measured),
         chunks=tuple(range(1, (options.chunks or MOST_CHUNKS) + 1)),
         objective=options.objective,
         seconds=options.seconds,
         layers=_pieces(options, measured),
     )
+
+
+def _cut(options: argparse.Namespace, measured: Costs | None) -> Cut:
+    ends = ends_of(options, options.layers)
+    return cut_of(options.devices, options.cost, measured, options.layers, ends, options.offload)
 
 
 def _answered(question: Question) -> tuple[Planned, list[str]]:
@@ -226,20 +244,22 @@ def _answered(question: Question) -> tuple[Planned, list[str]]:
 def _pieces(options: argparse.Namespace, measured: Costs | None) -> tuple[Pieces, int] | None:
     """Return what layers and the model's ends cost, and how many layers there are."""
     if options.layer_split is None:
-        if options.head is not None:
-            raise ScheduleError(f"--head {options.head:g} needs --layer-split auto")
         return None
     if measured is None:
         if options.layers is None:
             raise ScheduleError("--layer-split auto needs --layers N, or --costs FILE")
+        first, last = ends_of(options, options.layers)
         each = options.layers / (2 * options.devices)
-        times = options.cost or UNIT_COST
-        return Pieces.estimated(options.head or 0.0, each, times), options.layers
-    if options.head is not None:
-        raise ScheduleError("--head: the costs file says what the model's ends take; leave it out")
+        pieces = Pieces.estimated(0.0, each, options.cost or UNIT_COST)
+        return replace(pieces, first=first, last=last), options.layers
     total = options.layers or sum(measured.layers or ())
     if not total:
         raise ScheduleError(f"{options.costs} does not say how many layers it is of: add --layers")
+    if measured.trades:
+        raise ScheduleError(
+            f"--layer-split auto: the copies and the recompute in {options.costs} are of the "
+            "stages that were measured, not of layers; leave one of the two out"
+        )
     even = (total / measured.num_stages,) * measured.num_stages
     return Pieces.of(measured, measured.layers or even), total
 
@@ -249,19 +269,15 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name) is None:
             raise ScheduleError(f"plan needs --{name}, as in --devices 8 --microbatches 64")
     check_targets(options, _TARGETS)
+    if options.offload is not None and (options.costs or options.layer_split):
+        other = "--costs, which says what copies take" if options.costs else "--layer-split"
+        raise ScheduleError(f"--offload cannot stand beside {other}: leave one of them out")
     if options.frontier is not None:
         check_can_draw("--frontier")
     if options.frontier is not None and (options.memory_limit or options.export or options.html):
         raise ScheduleError(
             "--frontier plans at every limit: leave --memory-limit, --export and --html out"
         )
-
-
-def _head(text: str) -> float:
-    value = float_or_nan(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of layers of at least 0")
-    return value
 
 
 def _seconds(text: str) -> float:
@@ -280,7 +296,7 @@ def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
         counts = (each for each in (BASE_CHUNKS, 2) if each <= (most or BASE_CHUNKS))
         chunks = next((each for each in counts if each * devices <= num_layers + 2), 1)
         return pieces.costs(pieces.balanced(num_layers, looping(devices, chunks)))
-    cut = cut_of(devices, options.cost, measured, options.layers)
+    cut = _cut(options, measured)
     if measured is not None:
         if most is None or measured.num_stages <= most * devices:
             return measured
@@ -340,18 +356,6 @@ def _limits_told(costs: Costs, devices: int, in_bytes: bool) -> Iterator[None]:
         raise ScheduleError(error.told(_held_text(costs, devices, in_bytes, enough))) from None
 
 
-def _progress(seconds: float | None) -> Callable[[int, float, float], None] | None:
-    """Return what shows a long search's progress on a terminal."""
-    if seconds is None or seconds <= 2 or not sys.stderr.isatty():
-        return None
-
-    def show(steps: int, best: float, bound: float) -> None:
-        text = f"\r{steps:,} steps, best {best:,.6g}, lower bound {bound:,.6g}"
-        print(text, end="", file=sys.stderr, flush=True)
-
-    return show
-
-
 def _write_html(
     path: Path, *, made: Plan, own: Costs, limit: float, options: argparse.Namespace
 ) -> None:
@@ -372,8 +376,8 @@ def _write_html(
 
 def _short_limit(limit: float, costs: Costs, devices: int, in_bytes: bool) -> str:
     if in_bytes:
-        return f"{limit / GIB:.4g} GiB"
-    return f"{limit / chunk_of(costs, devices):.4g} chunks"
+        return f"{fixed(limit / GIB)} GiB"
+    return f"{fixed(limit / chunk_of(costs, devices))} chunks"
 
 
 def _recipe(options: argparse.Namespace) -> str:
@@ -385,11 +389,15 @@ def _recipe(options: argparse.Namespace) -> str:
         words += ["--objective", options.objective]
     if options.proof_seconds != PROOF_SECONDS:
         words += ["--proof-seconds", argument(options.proof_seconds)]
-    known = ("costs", "memory_limit", "headroom", "layers", "layer_split", "head")
+    if options.offload is not None:
+        words += ["--offload", options.offload.text]
+    known = ("costs", "embedding", "memory_limit", "headroom", "layers", "layer_split", "head")
     for name in (*known, "chunks", "seconds"):
         value = getattr(options, name)
         if value is not None:
             text = argument(value) if isinstance(value, float) else value
+            if isinstance(value, tuple):
+                text = ",".join(map(argument, value))
             words += [f"--{name.replace('_', '-')}", text]
     return shlex.join(map(str, words))
 
@@ -400,27 +408,42 @@ def _print(answer: Planned, limit: float, costs: Costs, in_bytes: bool) -> None:
     made = answer.plan
     timeline = simulate(made.schedule, answer.costs)
     if made.schedule.num_devices * made.schedule.num_microbatches <= 256:
-        print(picture(timeline, None, wants_colour(sys.stdout)) + "\n")
+        print(picture(timeline, columns(), wants_colour(sys.stdout)) + "\n")
     held = _held_text(costs, made.schedule.num_devices, in_bytes)
     peaks = max(made.peak), limit
+    time, unit = partial(time_text, in_us=in_bytes), "" if in_bytes else " in the unit of --cost"
     lines = [
-        (str(made.objective), f"{_time_text(made.value, in_bytes)}"),
-        ("busiest device", f"works {_time_text(made.busy, in_bytes)}"),
-        ("bubble", f"{percent(made.bubble)} ({_time_text(made.overhead, in_bytes)})"),
+        (str(made.objective), f"{time(made.value)}{unit}"),
+        ("busiest device", f"works {time(made.busy)}"),
+        ("bubble", f"{percent(made.bubble)} ({time(made.overhead)})"),
         *labelled("idle", idle_told(timeline, answer.costs)),
         (
             "lower bound",
-            f"{_time_text(made.lower_bound, in_bytes)}: no order of this placement is faster",
+            f"{time(made.lower_bound)}: no order of this placement is faster",
         ),
         ("gap", _gap_text(answer)),
         ("placement", placement_text(made.schedule)),
         ("memory", f"{held(peaks[0])} at the peak, limit {held(peaks[1])}"),
         ("B and W apart", where_split(made.schedule)),
+        *trades_told(timeline, answer.costs, held),
     ]
     if in_bytes:
         lines += labelled("prices", prices_told(answer.costs))
     for label, value in lines:
         print(f"{label:<16}{value}")
+
+
+def _more_told(question: Question, answer: Planned, unit: float | None) -> list[tuple[str, str]]:
+    """Return what a GiB more would buy, or without a unit a chunk, where memory is traded."""
+    if not answer.costs.trades:
+        return []
+    what = "chunk" if unit is None else "GiB"
+    size = chunk_of(question.whole(), question.num_devices) if unit is None else unit
+    value = with_more(question, answer, size)
+    time = time_text(value, unit is not None)
+    saved = 1 - value / answer.plan.value
+    told = f"saves {percent(saved)}: {time}" if saved > 1e-4 else "buys nothing"
+    return [(f"a {what} more", told)]
 
 
 def _gap_text(answer: Planned) -> str:
@@ -435,6 +458,8 @@ def _gap_text(answer: Planned) -> str:
 def _proved(answer: Planned, limit: float, seconds: float) -> Plan:
     """Return a small plan with CP-SAT's bound, or CP-SAT's better plan, if OR-tools is there."""
     made, schedule = answer.plan, answer.schedule
+    if answer.costs.trades:  # CP-SAT knows of the order alone
+        return made
     small = schedule.num_devices <= PROVABLE[0] and schedule.num_microbatches <= PROVABLE[1]
     if not small or made.gap <= 0 or seconds <= 0 or not is_installed("ortools"):
         return made
@@ -443,12 +468,8 @@ def _proved(answer: Planned, limit: float, seconds: float) -> Plan:
     return prove(made, answer.costs, limit, seconds, workers=os.cpu_count() or 1)
 
 
-def _time_text(value: float, in_bytes: bool) -> str:
-    return f"{value / 1000:,.5g} ms" if in_bytes else f"{value:.6g}"
-
-
 def _held_text(
-    costs: Costs, devices: int, in_bytes: bool, number: Callable[[float], str] = "{:.4g}".format
+    costs: Costs, devices: int, in_bytes: bool, number: Callable[[float], str] = fixed
 ) -> Callable[[float], str]:
     chunk = chunk_of(costs, devices)
 
@@ -468,12 +489,19 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
     chunk = chunk_of(costs, devices)
     limits = [chunk * chunks for chunks in range(2, 2 * devices + 1)]
     question = _question(options, costs, measured)
-    with _limits_told(costs, devices, measured is not None):
-        points = _followed(question, limits, chunk)
-    others = list(published(question))
-    rows = _frontier_rows(points, others, chunk)
+    time = partial(time_text, in_us=measured is not None)
+    with told(time) as progress, _limits_told(costs, devices, measured is not None):
+        drawn_by = {}
+        for name, each in families(question).items():
+            if each is not question:
+                progress.line(f"with {name}:" if name != "order alone" else "with the order alone:")
+            drawn_by[name] = _followed(each, limits, chunk, progress)
+        points = _no_worse(drawn_by.pop("all"), drawn_by.values())
+        others = list(published(question))
+    named = [_named(point, name) for name, own in drawn_by.items() for point in own]
+    rows = _frontier_rows([*points, *named], others, chunk, in_us=measured is not None)
     unit, size = ("chunks", chunk) if measured is None else ("GiB", GIB)
-    drawn = frontier_figure(points, others, f"memory limit, {unit}", 1 / size)
+    drawn = frontier_figure(points, others, f"memory limit, {unit}", 1 / size, drawn_by)
     write_all(
         [
             Output("--frontier", options.frontier, partial(save, drawn)),
@@ -484,7 +512,26 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
     return 0
 
 
-def _followed(question: Question, limits: Sequence[float], chunk: float) -> list[Point]:
+def _no_worse(points: Sequence[Point], others: Iterable[Sequence[Point]]) -> list[Point]:
+    """Return the points, or what was found at their limits with less to choose from, if better."""
+    found = [point for own in others for point in own]
+    return [
+        min([point, *(each for each in found if each.limit == point.limit)], key=_value)
+        for point in points
+    ]
+
+
+def _value(point: Point) -> float:
+    return point.value
+
+
+def _named(point: Point, name: str) -> Point:
+    return replace(point, schedule=replace(point.schedule, name=f"plan, {name}"))
+
+
+def _followed(
+    question: Question, limits: Sequence[float], chunk: float, progress: Progress
+) -> list[Point]:
     """Return the frontier, telling of each limit; Ctrl-C ends it with those that are done.
 
     The search of one limit takes Ctrl-C for its own, and returns the best so far.
@@ -499,35 +546,43 @@ def _followed(question: Question, limits: Sequence[float], chunk: float) -> list
     def report(point: Point) -> None:
         points.append(point)
         text = f"limit {point.limit / chunk:g} of {limits[-1] / chunk:g} chunks: bubble"
-        print(f"{text} {percent(point.bubble)}", file=sys.stderr, flush=True)
+        progress.line(f"{text} {percent(point.bubble)}")
         if interrupted:
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, interrupt)
     try:
-        return frontier(question, limits, report)
+        return frontier(replace(question, progress=progress.search), limits, report)
     except KeyboardInterrupt:
         if not points:
             raise
-        print("interrupted: what is written ends there", file=sys.stderr)
+        progress.line("interrupted: what is written ends there")
         return points
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def _frontier_rows(
-    points: Sequence[Point], others: Sequence[Point], chunk: float
+    points: Sequence[Point], others: Sequence[Point], chunk: float, in_us: bool
 ) -> list[list[str]]:
-    """Return a heading, a row per limit, and a row per published schedule, in order of memory."""
+    """Return a heading, a row per limit, and a row per published schedule, in order of memory.
+
+    Numbers are such as a spreadsheet reads.
+    """
     fastest = min(point.value for point in (*points, *others))
-    heading = ["schedule", "limit, chunks", "peak, chunks", "value", "above the fastest"]
-    rows = [[*heading, "lower bound"]]
+    unit, times = (", ms", 1000.0) if in_us else ("", 1.0)
+    heading = ["schedule", "limit, chunks", "peak, chunks", f"step time{unit}", "above the fastest"]
+    rows = [[*heading, f"lower bound{unit}"]]
+
+    def number(value: float, digits: int = 4) -> str:
+        return fixed(value, digits).replace(",", "")
+
     for point in sorted([*points, *others], key=lambda each: (each.limit, each.value)):
-        bound = "" if point.plan is None else f"{point.plan.lower_bound:.6g}"
-        limit = "" if point.plan is None else f"{point.limit / chunk:.4g}"
-        held = f"{point.peak / chunk:.4g}"
+        bound = "" if point.plan is None else number(point.plan.lower_bound / times, 6)
+        limit = "" if point.plan is None else number(point.limit / chunk)
+        held, value = number(point.peak / chunk), number(point.value / times, 6)
         name, slower = plain(point.schedule.name), percent(point.value / fastest - 1)
-        rows.append([name, limit, held, f"{point.value:.6g}", slower, bound])
+        rows.append([name, limit, held, value, slower, bound])
     return rows
 
 

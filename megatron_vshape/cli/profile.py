@@ -9,17 +9,26 @@ import argparse
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vshape.cli.files import Output, check_target, is_installed, write_all
 from megatron_vshape.cli.options import count, float_or_nan
 from megatron_vshape.core.model.costs import ASSUMED, MEASURED, Costs, Piece
-from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import (
+    COPY_BACK,
+    COPY_OUT,
+    NO_RECOMPUTE,
+    PARTS,
+    RELEASE,
+    Kind,
+    ScheduleError,
+)
 from megatron_vshape.core.model.layers import AUTO_SPLIT, even_layers, parse_layers
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.view.numbers import prices_told
@@ -96,6 +105,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transformer-engine", action="store_true", help="its layers, not Megatron's own"
     )
+    parser.add_argument(
+        "--recompute",
+        nargs="+",
+        default=[NO_RECOMPUTE],
+        metavar="SETTING",
+        help="measure every stage with these as well: full, or Megatron's modules, as in "
+        "layernorm,mlp; a plan then chooses one for each stage",
+    )
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="measure copies of what a stage holds to host memory and back; a plan then chooses "
+        "which microbatches wait there",
+    )
     _add_links(parser)
     parser.add_argument(
         "--repeats", type=count, default=10, metavar="N", help="microbatches timed per stage"
@@ -156,7 +179,7 @@ def run(options: argparse.Namespace) -> int:
             columns = "".join(f"{kind + ' ms':>10}" for kind in (*PARTS, Kind.BW))
             print(f"{'':26}{columns}{'MiB after F':>13}{'after B':>10}")
         try:
-            costs = _measure(model, layers, options)
+            costs = _measure_all(model, layers, options)
         except torch.OutOfMemoryError:
             raise ScheduleError(
                 f"a stage of {max(layers)} layers does not fit on this device: take more --devices "
@@ -164,27 +187,74 @@ def run(options: argparse.Namespace) -> int:
             ) from None
     if is_first:
         write_all([Output("--output", options.output, partial(_write, costs))])
+        if options.offload:
+            print(_copies_told(costs))
         print(*prices_told(costs), sep="\n")
         print(f"{options.output}: {costs.num_stages} stages for --devices {options.devices}")
     return 0
+
+
+def _measure_all(model: "Model", layers: Sequence[int], options: argparse.Namespace) -> Costs:
+    """Return the costs of the stages, with a price list where they are to have other settings."""
+    settings = [each for each in options.recompute if each != NO_RECOMPUTE]
+    # Megatron hands the biases of an MLP that it computes again out of it.
+    model = replace(model, biases=not any("mlp" in each.split(",") for each in settings))
+    own, *others = (
+        _measure(replace(model, recompute=setting), layers, options)
+        for setting in (NO_RECOMPUTE, *settings)
+    )
+    return price_list(own, dict(zip(settings, others, strict=True)))
+
+
+def price_list(costs: Costs, others: Mapping[str, Costs]) -> Costs:
+    """Return the costs with those of the same stages under other settings of recompute beside."""
+    every = [costs, *others.values()]
+    if any(each.whole_backward_us is not None for each in every):
+        every = [_with_whole(each) for each in every]
+    own, *rest = every
+    priced = tuple(
+        (setting, own.with_prices(setting, _lists(each)))
+        for setting, each in zip(others, rest, strict=True)
+    )
+    return replace(own, recompute=priced)
+
+
+def _with_whole(costs: Costs) -> Costs:
+    """Return the costs with what a whole backward takes said, where it saves nothing."""
+    both = tuple(map(add, costs.backward_us, costs.weight_us))
+    return replace(costs, whole_backward_us=costs.whole_backward_us or both)
+
+
+def _lists(costs: Costs) -> dict[str, tuple[float, ...]]:
+    """Return what is measured of every stage, by name."""
+    names = (
+        *("forward_us", "backward_us", "weight_us", "whole_backward_us"),
+        *("held_after_forward_bytes", "held_after_backward_bytes"),
+        *("forward_exchange_us", "backward_exchange_us", "whole_exchange_us"),
+    )
+    found = {name: getattr(costs, name) for name in names} | dict(costs.others)
+    return {name: values for name, values in found.items() if values is not None}
 
 
 def _measure(model: "Model", layers: Sequence[int], options: argparse.Namespace) -> Costs:
     """Return the costs, of which what these ranks cannot measure is assumed."""
     from megatron_vshape.mcore import on_ranks, one_device
 
+    tell = partial(_tell, model.recompute)
     if on_ranks.num_ranks() > 1:
-        costs = on_ranks.measure(model, layers, options.repeats, _tell)
+        costs = on_ranks.measure(model, layers, options.repeats, tell)
     else:
         link = on_ranks.Link(*options.link)
         own = model.alone()
-        found = one_device.profile_stages(own, layers, options.repeats, _tell)
+        found = one_device.profile_stages(own, layers, options.repeats, tell)
         stages = [found[name] for name in one_device.names_of(layers)]
         host_us = on_ranks.host_us_of(own, options.repeats)
         costs = Costs.of(stages, link.message_us(model.message_bytes), layers, host_us)
         costs = costs.with_source(f"{ASSUMED}: {model.message_bytes:,} bytes at {link}", "send_us")
         costs = costs.with_source(f"{MEASURED} on one device")
         costs = on_ranks.assumed(costs, model, on_ranks.Link(*options.exchange_link))
+    if options.offload:
+        costs = on_ranks.with_copies(costs, model, layers, options.repeats)
     if options.send_us is None:
         return costs
     given = replace(costs, send_us=options.send_us)
@@ -296,14 +366,30 @@ def _link(text: str) -> tuple[float, float]:
     return values
 
 
-def _tell(what: str, costs: Piece) -> None:
+def _tell(setting: str, what: str, costs: Piece) -> None:
     forward_us = costs.forward_us + costs.forward_exchange_us
     backward_us = costs.backward_us + costs.backward_exchange_us
     whole_us = backward_us + costs.weight_us - costs.saved_us - costs.hidden_exchange_us
     times = (forward_us, backward_us, costs.weight_us, whole_us)
     held = (costs.held_after_forward_bytes, costs.held_after_backward_bytes)
     row = "".join(f"{each / 1000:10.2f}" for each in times)
+    what += "" if setting == NO_RECOMPUTE else f", {setting}"
     print(f"{what:26}{row}{held[0] / MIB:13.2f}{held[1] / MIB:10.2f}", flush=True)
+
+
+def _copies_told(costs: Costs) -> str:
+    """Return what can wait in host memory, and at what rate it is copied."""
+    copied = dict(costs.others)
+    sizes = copied[RELEASE.frees]
+    rates = [
+        f"{max(size / us for size, us in zip(sizes, copied[kind.time], strict=True)) / 1e3:.1f}"
+        for kind in (COPY_OUT, COPY_BACK)
+    ]
+    how = "one way at a time" if costs.half_duplex else "both ways at once"
+    return (
+        f"copies to host memory of up to {max(sizes) / MIB:.2f} MiB a microbatch and stage: "
+        f"{rates[0]} GB/s out, {rates[1]} GB/s back, {how}"
+    )
 
 
 def _write(costs: Costs, path: Path) -> None:

@@ -1,10 +1,10 @@
 """megatron-vshape schedule: make a schedule, show it, draw it, export it, compare it."""
 
 import argparse
-import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megatron_vshape.cli.files import (
@@ -18,10 +18,12 @@ from megatron_vshape.cli.files import (
 from megatron_vshape.cli.options import (
     add_cost_arguments,
     add_size_arguments,
+    chunks,
     count,
-    question_of,
+    questions_of,
 )
-from megatron_vshape.core.ask import PLUS_NAMES, SUFFIXES, ask
+from megatron_vshape.cli.progress import told
+from megatron_vshape.core.ask import PLUS_NAMES, SUFFIXES, Question, ask
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -35,6 +37,7 @@ from megatron_vshape.view.numbers import (
     Numbers,
     base_peak,
     comparison_rows,
+    fixed,
     idle_told,
     labelled,
     messages_per_microbatch,
@@ -42,8 +45,9 @@ from megatron_vshape.view.numbers import (
     numbers_of,
     percent,
     table,
+    time_text,
 )
-from megatron_vshape.view.text import picture, wants_colour
+from megatron_vshape.view.text import columns, picture, wants_colour
 
 _CHOICES = {"num_chunks": "--chunks", "group_size": "--group-size"}
 _TARGETS = {
@@ -82,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chunks",
         dest="num_chunks",
-        type=count,
+        type=chunks,
         metavar="C",
         help="stages a device, if interleaved (default 2)",
     )
@@ -112,7 +116,10 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     measured = None if options.costs is None else Costs.load(options.costs)
     names = list(dict.fromkeys([*filter(None, [options.name]), *options.compare]))
-    results = [_result(name, options, measured) for name in names]
+    time = partial(time_text, in_us=measured is not None)
+    with told(time) as progress:
+        questions = questions_of(names, options, measured, _choices(options))
+        results = [_result(replace(each, progress=progress.search)) for each in questions]
     write_all(_outputs(options, results))
     if options.compare:
         print(table(comparison_rows([each.numbers for each in results])))
@@ -138,8 +145,8 @@ def _check(options: argparse.Namespace) -> None:
         check_can_draw("--figure")
 
 
-def _result(name: str, options: argparse.Namespace, measured: Costs | None) -> _Result:
-    answer = ask(question_of(name, options, measured, _choices(options)))
+def _result(question: Question) -> _Result:
+    answer, measured = ask(question), question.costs
     timeline = simulate(answer.schedule, answer.costs)
     numbers = numbers_of(timeline, None if measured is None else answer.costs)
     return _Result(answer.block, timeline, answer.costs, numbers, measured)
@@ -225,9 +232,9 @@ def _size(result: _Result) -> str:
 def _print(result: _Result) -> None:
     """Print the picture and the numbers."""
     colour = wants_colour(sys.stdout)
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(f"{plain(result.schedule.name)}, {_size(result)}\n")
-    print(picture(result.timeline, columns, colour))
+    unit = ", times in the unit of --cost" if result.measured is None else ""
+    print(f"{plain(result.schedule.name)}, {_size(result)}{unit}\n")
+    print(picture(result.timeline, columns(), colour))
     print()
     for label, value in _lines(result):
         print(f"{label:<14}{value}")
@@ -238,13 +245,13 @@ def _lines(result: _Result) -> list[tuple[str, str]]:
     numbers, timeline = result.numbers, result.timeline
     messages, share = messages_per_microbatch(timeline.schedule)
 
-    def time(value: float) -> str:
-        return f"{value:.6g}" if result.measured is None else f"{value / 1000:,.5g} ms"
-
-    chunks = f"{max(numbers.peak_chunks):.4g} chunks of 1/{2 * result.schedule.num_devices} model"
+    time = partial(time_text, in_us=result.measured is not None)
+    chunks = (
+        f"{fixed(max(numbers.peak_chunks))} chunks of 1/{2 * result.schedule.num_devices} model"
+    )
     peak = [chunks]
     if numbers.peak_bytes is not None:
-        peak.insert(0, f"{max(numbers.peak_bytes) / GIB:.4g} GiB")
+        peak.insert(0, f"{fixed(max(numbers.peak_bytes) / GIB)} GiB")
     return [
         ("makespan", f"{time(timeline.makespan)}, the busiest device works {time(timeline.busy)}"),
         ("bubble", percent(timeline.bubble)),
@@ -261,5 +268,5 @@ def _lines(result: _Result) -> list[tuple[str, str]]:
 
 def _by_device(peaks: Sequence[float]) -> str:
     """Return every device's peak, or the one that all share."""
-    texts = [f"{peak:.4g}" for peak in peaks]
+    texts = [fixed(peak) for peak in peaks]
     return " ".join(texts) if len(set(texts)) > 1 else f"{texts[0]} on every device"

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--predict-only", action="store_true", help="predict and rank; needs no cluster"
     )
     instead.add_argument(
-        "--dry-run", action="store_true", help="print the commands of the runs, start none"
+        "--dry-run",
+        action="store_true",
+        help="print the commands of the runs, write the plans that they name, start none",
     )
     instead.add_argument(
         "--report",
@@ -96,8 +99,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.report:
         return _report(loaded, console, options)
-    if not options.predict_only and not options.dry_run:
-        _check_script(loaded)
+    if not options.predict_only:
+        _check_can_launch(loaded, options.dry_run)
     published = load_published(options.compare) if options.compare is not None else None
     predictor, predictions = _predict(loaded, console, options)
 
@@ -108,20 +111,26 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         from megatron_vshape.sweep.launch import dry_run
 
-        dry_run(loaded, chosen.run, print)
+        dry_run(loaded, predictor, chosen.run, _results_path(loaded, options).parent, print)
         return 0
     if options.predict_only:
         return _report_predictions(console, loaded, predictions, published, options)
     return _launch(console, loaded, predictor, predictions, chosen, options)
 
 
-def _check_script(loaded: "Loaded") -> None:
-    """Raise ScheduleError for a trainer that is not there, before long predicting."""
+def _check_can_launch(loaded: "Loaded", dry_run: bool) -> None:
+    """Raise ScheduleError for a trainer or a SLURM that is not there, before long predicting."""
     script = Path(loaded.sweep.run.script)
     if not script.is_file():
         raise ScheduleError(
             f"{loaded.path}: run.script {script} is no file in {Path.cwd()}: start the sweep from "
             "the checkout, or give the script's whole path"
+        )
+    missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
+    if missing and loaded.sweep.run.executor == "slurm" and not dry_run:
+        raise ScheduleError(
+            f"{loaded.path}: run.executor is slurm, but {' and '.join(missing)} cannot be found "
+            "here: start the sweep where jobs are submitted; --predict-only and --dry-run need none"
         )
 
 
@@ -208,11 +217,11 @@ def _report_predictions(
     published: "Sequence[Published] | None",
     options: argparse.Namespace,
 ) -> int:
-    from megatron_vshape.sweep.report import best_rows, comparison_table, result_table, rows_of
+    from megatron_vshape.sweep.report import best_rows, comparison_table, rows_of
 
     rows = rows_of(predictions)
     title = f"{loaded.model.name} on {loaded.cluster.name}: the best predicted of each schedule"
-    console.print(result_table(best_rows(rows), title))
+    _print_tables(console, title, best_rows(rows))
     _write_files(rows, loaded, options.csv, options.figure)
     if published is not None:
         table, same = comparison_table(best_rows(rows), published)
@@ -293,15 +302,23 @@ def _results_path(loaded: "Loaded", options: argparse.Namespace) -> Path:
 
 def _show(console: "Console", loaded: "Loaded", rows: "list[Row]") -> None:
     """Print the table, why runs failed, and how good the predictions were."""
-    from megatron_vshape.sweep.report import ranking_line, result_table
+    from megatron_vshape.sweep.report import ranking_line
 
     rows.sort(key=lambda row: (row.combination.workload, -(row.mfu or 0.0)))
     title = f"{loaded.model.name} on {loaded.cluster.name}: measured (predicted)"
-    console.print(result_table(rows, title))
+    _print_tables(console, title, rows)
     for row in rows:
         if row.note and row.verdict != "ok":
             _say(console, f"{row.verdict}: {row.combination}: {row.note}")
     console.print(ranking_line(rows))
+
+
+def _print_tables(console: "Console", title: str, rows: "Sequence[Row]") -> None:
+    from megatron_vshape.sweep.report import result_tables
+
+    _say(console, title)
+    for table in result_tables(rows):
+        console.print(table)
 
 
 def _print_assumptions(console: "Console", machine: "Machine") -> None:

@@ -279,13 +279,12 @@ def best_order(question: Question, *known: Known) -> Planned:
     if not found:
         raise refused or ScheduleError("nothing fits")
     best = min(found, key=_rank)
-    if question.holds_less:
+    if question.holds_less and not best.costs.trades:
         best = _holding_less(question, best)
     verify(best.schedule, limits, best.costs)
     bounds = [_bound(question, placement, limits) for placement in searched]
     anywhere = [
-        bound_of_any_placement(each, question.num_microbatches, limits, goal is Objective.SPAN)
-        for each in _cuts(question)
+        _bound_anywhere(each, question.num_microbatches, limits, goal) for each in _cuts(question)
     ]
     top = best.plan.value
     return replace(
@@ -295,6 +294,24 @@ def best_order(question: Question, *known: Known) -> Planned:
         searched_bound=min(top, best.plan.lower_bound, *bounds),
         any_bound=min(top, best.plan.lower_bound, *bounds, *anywhere),
     )
+
+
+def with_more(question: Question, answer: Planned, more: float) -> float:
+    """Return what is made small by a plan on the answer's placement with so much more memory.
+
+    No more than without: what fits the limits fits higher ones.
+    """
+    costs = question.costs_of(answer.schedule.placement, "the plan")
+    asked = replace(
+        question,
+        costs=costs,
+        placements=(answer.schedule.placement,),
+        layers=None,
+        seconds=None,
+        progress=None,
+    )
+    found = _planned(asked, tuple(limit + more for limit in answer.limits))
+    return min(answer.plan.value, found.plan.value)
 
 
 def _by_costs(question: Question, placements: Sequence[Placement]) -> list[Question]:
@@ -323,7 +340,7 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
     from megatron_vshape.core.splitting import WORTH, saves, split_where_it_pays
 
     costs, goal = question.whole(), question.objective
-    chooses = saves(costs) >= WORTH
+    chooses, trades = saves(costs) >= WORTH, costs.trades
     planned = partial(
         plan,
         costs,
@@ -335,6 +352,7 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
         steps=question.steps,
         seconds=None if question.seconds is None else question.seconds / (1 + chooses),
         progress=question.progress,
+        trades=trades,
     )
     made = planned()
     own = question.costs_of(made.schedule.placement, "the plan")
@@ -344,20 +362,54 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
     if chooses:
         starts = [made.schedule, found[0].schedule]
         whole = whole_backwards(planned(whole=True).schedule)
-        alike = whole.placement == made.schedule.placement
+        alike = (whole.placement, whole.recompute) == (
+            made.schedule.placement,
+            made.schedule.recompute,
+        )
         for each in [[*starts, whole]] if alike else [starts, [whole]]:
             own = question.costs_of(each[0].placement, "the plan")
             chosen = split_where_it_pays(each, own, limits, goal, made.steps // 2)
             found.append(judge(chosen, own))
     best = min(found, key=lambda each: goal.of(each.timeline))
     taken = _plan_of(best, limits, goal, made.source, made.steps)
+    taken = replace(taken, tried=made.tried)
     return Planned(taken.schedule, best.costs, plan=taken, limits=limits, known=())
 
 
 def _bound(question: Question, placement: Placement, limits: Sequence[float]) -> float:
     costs = question.costs_of(placement, "a plan")
-    sizes = question.num_devices, question.num_microbatches
-    return lower_bound(costs, placement, *sizes, limits, span=question.objective is Objective.SPAN)
+    return _bound_at(costs, placement, question.num_microbatches, limits, question.objective)
+
+
+def _bound_at(
+    costs: Costs,
+    placement: Placement,
+    num_microbatches: int,
+    limits: Sequence[float],
+    goal: Objective,
+) -> float:
+    """Return a value that no order of this placement is below, whatever the costs let it choose."""
+    sizes = placement, len(limits), num_microbatches
+    if not costs.trades:
+        return lower_bound(costs, *sizes, limits, span=goal is Objective.SPAN)
+    from megatron_vshape.core.check.choices import bound_of_choices  # with numpy
+
+    settings = [costs, *(each for _, each in costs.recompute)]
+    return bound_of_choices(settings, costs.copies, *sizes, limits, span=goal is Objective.SPAN)
+
+
+def _bound_anywhere(
+    costs: Costs, num_microbatches: int, limits: Sequence[float], goal: Objective
+) -> float:
+    """Return a value that no order is below, wherever the stages lie and whatever they choose."""
+    span = goal is Objective.SPAN
+    if not costs.trades:
+        return bound_of_any_placement(costs, num_microbatches, limits, span)
+    from megatron_vshape.core.check.choices import least_of  # with numpy
+
+    least = least_of([costs, *(each for _, each in costs.recompute)])
+    unlimited = (math.inf,) * len(limits) if costs.copies else limits
+    return bound_of_any_placement(least, num_microbatches, unlimited, span)
 
 
 def _cuts(question: Question) -> Iterator[Costs]:
@@ -397,7 +449,9 @@ def _possible(question: Question, limits: Sequence[float]) -> Iterator[Possible]
         except ScheduleError:  # of stages that the costs do not tell apart
             continue
         possible = may_fit(block, costs, question.num_microbatches, limits)
-        yield Possible(rival, block.placement, possible, _bound(question, block.placement, limits))
+        alone, placement = costs.in_order_alone(), block.placement
+        least = _bound_at(alone, placement, question.num_microbatches, limits, question.objective)
+        yield Possible(rival, block.placement, possible, least)
 
 
 def _made(question: Question, possible: Possible) -> Known:
@@ -469,8 +523,8 @@ def _plan_of(
 ) -> Plan:
     """Return a schedule as a plan."""
     schedule, costs, timeline, peak, _ = known
-    sizes = schedule.placement, schedule.num_devices, schedule.num_microbatches
-    bound = lower_bound(costs, *sizes, limits, span=objective is Objective.SPAN)
+    sizes = schedule.placement, schedule.num_microbatches
+    bound = _bound_at(costs, *sizes, limits, objective)
     value = objective.of(timeline)
     named = replace(schedule, name="plan")
     bound = min(bound, value)

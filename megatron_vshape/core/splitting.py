@@ -26,7 +26,7 @@ import numpy as np
 from megatron_vshape.core.check.bounds import LimitError, fits
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import PARTS, Kind
+from megatron_vshape.core.model.kinds import OFFLOAD, PARTS, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.planner import improve
@@ -87,7 +87,7 @@ def joined(schedule: Schedule, costs: Costs, objective: Objective) -> Schedule:
     Only where BW has a price of its own; else `lower` does it, and it changes no time. First those
     that delay nobody, then all, and if that is too much, those of one stage after the other.
     """
-    if costs.whole_us is None:
+    if costs.at(schedule.recompute).whole_us is None:
         return schedule
     best = fuse(simulate(schedule, costs))
     value = objective.of(simulate(best, costs))
@@ -124,18 +124,21 @@ def split_where_it_pays(
 ) -> Schedule:
     """Return the best order found from these, of one placement, with as many walking steps.
 
-    None of these, which fit the limits, is faster.
+    None of these, which fit the limits and have the same settings of recompute, is faster. Of
+    orders with copies to the host they are the only ones.
 
     Raises:
         ScheduleError: the costs are of other stages.
     """
     found = list(starts)
+    plain = [each for each in starts if each.kinds.isdisjoint(OFFLOAD)]
     try:
-        search = _Search(starts[0], costs, limits, objective)
+        like = (plain or starts)[0]
+        search = _Search(like, costs.at(like.recompute), limits, objective)
     except LimitError:  # a W that comes later than its B does not fit: nothing is split
         pass
     else:
-        found += search.run(starts, steps)
+        found += search.run(plain, steps) if plain else ()
     fitting = [each for each in found if fits(peak_held(each, costs), limits)]
     return min(fitting, key=lambda each: objective.of(simulate(each, costs)))
 

@@ -20,6 +20,7 @@ from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.mcore import one_device
 from megatron_vshape.mcore.one_device import Model
 from megatron_vshape.mcore.setup.plans import one_microbatch
+from megatron_vshape.runtime.copies import Copies, priced
 from megatron_vshape.runtime.measure import PassTimer, measure_send_us
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import run_program
@@ -90,6 +91,7 @@ def measure(
     the model alone. So the passes' times stay those that were measured with the exchanges.
     """
     torch.manual_seed(1)  # ranks that share a layer have the same tokens, others have others
+    one_device.form_groups()
     alone = one_device.profile_stages(model.alone(), layers, repeats)
     one_device.form_groups(model.tensor_parallel, model.expert_parallel)
     torch.manual_seed(1 + dist.get_rank() // model.tensor_parallel)
@@ -133,19 +135,37 @@ def assumed(costs: Costs, model: Model, within: Link) -> Costs:
     experts, ranks = model.experts, (model.tensor_parallel, model.expert_parallel)
     sum_us = within.all_reduce_us(model.message_bytes, ranks[0])
     layer_us, told = ALL_REDUCES * sum_us, [f"all-reduces over {ranks[0]} ranks"] * (ranks[0] > 1)
+    mlp_us = sum_us
     if experts is not None:
-        sums = ALL_REDUCES if experts.shared_ffn_hidden_size else ALL_REDUCES - 1
         # Tensor-parallel ranks have the same tokens, and send their share of them.
         sent = experts.per_token * model.message_bytes / ranks[0]
-        layer_us = sums * sum_us + ALL_TO_ALLS * within.all_to_all_us(sent, ranks[1])
+        mlp_us = ALL_TO_ALLS * within.all_to_all_us(sent, ranks[1])
+        mlp_us += sum_us if experts.shared_ffn_hidden_size else 0.0
+        layer_us = (ALL_REDUCES - 1) * sum_us + mlp_us
         told += [f"all-to-alls over {ranks[1]} ranks"] * (ranks[1] > 1)
     layers = [count * layer_us for count in costs.layers]
     forward = [layers[0] + sum_us, *layers[1:]]
-    backward = [*layers[:-1], layers[-1] + sum_us]
+    again_us = {"full": layer_us, "mlp": mlp_us, "moe": mlp_us}
+    more_us = sum(again_us.get(module, 0.0) for module in model.recompute.split(","))
+    backward = [own + count * more_us for own, count in zip(layers, costs.layers, strict=True)]
+    backward[-1] += sum_us
     left = [max(0.0, b - w) for b, w in zip(backward, costs.weight_us, strict=True)]
     found: dict[str, Any] = dict(zip(EXCHANGES, map(tuple, (forward, backward, left)), strict=True))
     text = f"{ASSUMED}: {' and '.join(told)} at {within}"
     return replace(costs, **found).with_source(text, *EXCHANGES)
+
+
+def with_copies(costs: Costs, model: Model, layers: Sequence[int], repeats: int) -> Costs:
+    """Return the costs with those of copies to the host and back, all ranks copying at once."""
+    alone = num_ranks() == 1
+    own = model.alone() if alone else model
+    found = {
+        name: Copies(*map(median, zip(*_of_all(tuple(each)), strict=True)))
+        for name, each in one_device.profile_copies(own, layers, repeats).items()
+    }
+    stages = [found[name] for name in one_device.names_of(layers)]
+    where = "one device" if alone else f"{dist.get_world_size()} ranks at once"
+    return priced(costs, stages, f"{MEASURED} on {where}")
 
 
 def with_exchanges(alone: Piece, together: Piece) -> Piece:

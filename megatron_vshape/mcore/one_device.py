@@ -21,10 +21,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.core.model.costs import Piece
-from megatron_vshape.core.model.kinds import KINDS, PARTS, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import (
+    COPY_BACK,
+    COPY_OUT,
+    KINDS,
+    NO_RECOMPUTE,
+    PARTS,
+    RELEASE,
+    RELOAD,
+    Kind,
+    ScheduleError,
+)
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.mcore import cpu
+from megatron_vshape.runtime.copies import Copies
 from megatron_vshape.runtime.measure import PassTimer
+from megatron_vshape.runtime.p2p import Transport
+from megatron_vshape.runtime.program_runner import run_program
 
 WARM_UP = 2
 """Microbatches before those that count."""
@@ -86,6 +101,8 @@ class Model:
     tensor_parallel: int = 1
     expert_parallel: int = 1
     sequence_parallel: bool = False  # the tensor-parallel ranks share the tokens of the rest
+    biases: bool = True  # in linear layers
+    recompute: str = NO_RECOMPUTE  # what backwards compute again
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -240,6 +257,7 @@ def build(model: Model, state: Any, num_layers: int, is_first: bool, is_last: bo
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
 
+    from megatron_vshape.mcore.setup.recompute import Recompute, check_recompute
     from megatron_vshape.mcore.split import te_layers
 
     config = _config(model, num_layers)
@@ -255,6 +273,9 @@ def build(model: Model, state: Any, num_layers: int, is_first: bool, is_last: bo
     )
     chunk = chunk.to(model.device, model.torch_dtype)
     te_layers.install(state, [chunk])
+    if model.recompute != NO_RECOMPUTE:
+        check_recompute([model.recompute], config, "to be measured")
+        Recompute(chunk).set(model.recompute, "the model")
     options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     chunk = DistributedDataParallel(config, options, chunk)
     return chunk
@@ -278,6 +299,7 @@ def _config(model: Model, num_layers: int) -> Any:
         pipeline_dtype=model.torch_dtype,
         attention_dropout=0.0,
         hidden_dropout=model.dropout,
+        add_bias_linear=model.biases and model.experts is None,
         gradient_accumulation_fusion=True,
         masked_softmax_fusion=False,
         deallocate_pipeline_outputs=True,
@@ -300,7 +322,6 @@ def _of_experts(model: Model) -> dict[str, Any]:
         "moe_grouped_gemm": model.use_te,
         "expert_model_parallel_size": model.expert_parallel,
         "expert_tensor_parallel_size": 1,
-        "add_bias_linear": False,
     }
 
 
@@ -458,6 +479,89 @@ def _profile_stage(
     saved = max(backward + weight - whole, 0.0)  # below 0 is noise: it may do both in turn
     after_forward, after_backward = census.held_bytes(0)
     return Piece(forward, backward, weight, after_forward, after_backward, saved)
+
+
+def profile_copies(model: Model, layers: Sequence[int], repeats: int) -> dict[str, Copies]:
+    """Return what copies to and from the host take, as `profile_stages` does of the passes."""
+    state = split_state()
+    last = len(layers) - 1
+    found: dict[str, Copies] = {}
+    for stage, (count, name) in enumerate(zip(layers, names_of(layers), strict=True)):
+        if name not in found:
+            chunk = build(model, state, count, stage == 0, stage == last)
+            found[name] = _profile_copies(model, state, chunk, repeats)
+    return found
+
+
+def _profile_copies(model: Model, state: Any, chunk: nn.Module, repeats: int) -> Copies:
+    """Run pairs of microbatches of which one is copied back while the other is copied out."""
+    from megatron_vshape.mcore.observe.report import persistent
+    from megatron_vshape.runtime.offload import Offload
+
+    zero_gradients([chunk])
+    offload = Offload(torch.device(model.device))
+    offload.keep(persistent([chunk]))
+    pairs = WARM_UP + repeats
+    stage = alone(model, state, chunk, 2 * pairs)
+    stage.step.offload = offload
+    row = tuple(work for pair in range(pairs) for work in _pair_of_copies(2 * pair))
+    program = lower(Schedule("alone", 1, 2 * pairs, (0,), (row,)))
+    timer = PassTimer(torch.device(model.device))
+    ranks = [[rank] for rank in range(dist.get_world_size())]
+    transport = Transport(ranks, model.shape, model.torch_dtype, model.device)
+    transport.prepare(program)
+    run_program(program, 0, {0: _Fed(model, stage)}, transport, timer)
+    transport.close()
+    times: dict[tuple[Kind, bool], list[float]] = {}
+    for work, start, end in timer.slots():
+        if work.microbatch >= 2 * WARM_UP:
+            times.setdefault((work.kind, work.microbatch % 2 == 1), []).append(end - start)
+    offload.clear()
+    out_us, back_us, out_beside_us, back_beside_us = (
+        median(times[kind, is_second])
+        for kind, is_second in (
+            (COPY_OUT, False),
+            (COPY_BACK, True),
+            (COPY_OUT, True),
+            (COPY_BACK, False),
+        )
+    )
+    moved = float(offload.bytes_by_stage[0])
+    return Copies(moved, out_us, back_us, out_beside_us, back_beside_us)
+
+
+def _pair_of_copies(first: int) -> list[Pass]:
+    """Return the passes of two microbatches: the first is copied out alone, the second back."""
+    second = first + 1
+    turns = [
+        *((Kind.F, first), (Kind.F, second), (COPY_OUT, first), (RELEASE, first), (RELOAD, first)),
+        *((COPY_BACK, first), (COPY_OUT, second), (RELEASE, second), (Kind.B, first)),
+        *((Kind.W, first), (RELOAD, second), (COPY_BACK, second), (Kind.B, second)),
+        (Kind.W, second),
+    ]
+    return [Pass(kind, 0, microbatch) for kind, microbatch in turns]
+
+
+class _Fed:
+    """A stage that is given what neighbours would send it."""
+
+    def __init__(self, model: Model, stage: Any) -> None:
+        self._model, self._stage = model, stage
+        chunk = unwrap(stage.model)
+        self._receives = not chunk.pre_process, not chunk.post_process
+
+    def forward(self, microbatch: int, received: Tensor | None) -> None:
+        """Run F."""
+        self._stage.forward(microbatch, made_up(self._model) if self._receives[0] else None)
+
+    def backward_inputs(self, microbatch: int, received: Tensor | None) -> None:
+        """Run B."""
+        gradient = made_up(self._model) if self._receives[1] else None
+        self._stage.backward_inputs(microbatch, gradient)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the stage's own method for a pass that receives nothing."""
+        return getattr(self._stage, name)
 
 
 def alone(model: Model, state: Any, chunk: nn.Module, num_microbatches: int) -> Any:

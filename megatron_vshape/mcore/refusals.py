@@ -76,7 +76,6 @@ _SECOND_MODEL = (
 )
 
 REFUSALS = (
-    Refusal("mtp_num_layers", "multi-token prediction needs its own stage"),
     Refusal(
         "cuda_graph_impl",
         f"its graphs are captured within the schedule that this one replaces: {_GRAPHS_OF_TE}",
@@ -94,7 +93,6 @@ REFUSALS = (
         "enable_cuda_graph",
         f"its graphs are captured within the schedule that this one replaces: {_GRAPHS_OF_TE}",
     ),
-    Refusal("fine_grained_activation_offloading", _OWN_ORDER),
     Refusal("overlap_moe_expert_parallel_comm", _OWN_ORDER),
     Refusal("delay_wgrad_compute", _OWN_ORDER),
     Refusal("use_megatron_fsdp", "use DDP, with or without --use-distributed-optimizer"),
@@ -146,6 +144,7 @@ _TOO_LATE = (
     "its layers are built with it by now: set it where the config is made, and it is turned off"
 )
 CONFIG_REFUSALS = (
+    Refusal("fine_grained_activation_offloading", _TOO_LATE),
     Refusal("defer_embedding_wgrad_compute", _TOO_LATE, flag="defer_embedding_wgrad_compute"),
     Refusal(
         "overlap_dispatch_backward_with_experts_wgrad",

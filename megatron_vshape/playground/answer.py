@@ -14,7 +14,6 @@ from megatron_vshape.playground.period import period_of
 from megatron_vshape.playground.picture import Facts, Picture, encode
 from megatron_vshape.playground.request import (
     MOST_CHUNKS,
-    Extra,
     FieldError,
     FileChoice,
     NamedChoice,
@@ -114,11 +113,11 @@ def _train(choice: ScheduleChoice) -> str:
 
 def _no_recipe(choice: ScheduleChoice, request: Request) -> str:
     """Return why no command makes this; empty where one does."""
-    extras = request.costs.embedding, request.costs.head
-    if not isinstance(choice, PlanChoice) or extras == (Extra(), Extra()):
+    held = request.costs.embedding.held or request.costs.head.held
+    if not isinstance(choice, PlanChoice) or not held:
         return ""
     return (
-        "No command makes this plan: it depends on what the embedding and the head add, which no "
+        "No command makes this plan: it depends on what the embedding and the head hold, which no "
         "argument says. Save it with Schedule JSON."
     )
 
@@ -131,6 +130,10 @@ def _recipe(choice: ScheduleChoice, request: Request, pricing: Pricing) -> str:
     priced = f" --cost {','.join(map(argument, times))}"
     if costs.file is not None:
         priced = f" --costs {costs.file.argument}"
+    for name, more in (("embedding", costs.embedding), ("head", costs.head)):
+        added = (more.forward, more.backward, more.weight)
+        if any(added):
+            priced += f" --{name} {','.join(map(argument, added))}"
     if isinstance(choice, PlanChoice):
         return f"plan {size}{priced}{_plan_options(choice, request, pricing)}"
     if isinstance(choice, FileChoice):

@@ -9,6 +9,7 @@ from enum import StrEnum
 from megatron_vshape.core.model.files import is_number, is_whole
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Objective, Schedule
+from megatron_vshape.core.paper import catalogue
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS
 
 MAX_DEVICES = 256
@@ -184,7 +185,7 @@ def _schedule(data: object, files: Files) -> ScheduleChoice:
     takes = OPTIONS.get(name, frozenset())
     chunks = group = None
     if "num_chunks" in takes and body.get("chunks") is not None:
-        chunks = _whole(body["chunks"], "chunks", 64)
+        chunks = _whole(body["chunks"], "chunks", catalogue.MOST_STAGES_A_DEVICE)
     if "group_size" in takes and body.get("group_size") is not None:
         group = _whole(body["group_size"], "group_size", MAX_MICROBATCHES)
     return NamedChoice(name, chunks, group)
@@ -199,7 +200,7 @@ def _plan(body: dict[str, object]) -> PlanChoice:
         seconds = _number(body["seconds"], "seconds", above=0.0, most=MAX_SECONDS)
     chunks = MOST_CHUNKS
     if body.get("chunks") is not None:
-        chunks = _whole(body["chunks"], "chunks", 64)
+        chunks = _whole(body["chunks"], "chunks", catalogue.MOST_STAGES_A_DEVICE)
     if chunks not in PLAN_CHUNKS:
         raise FieldError("chunks", f"a plan has up to 2 or up to 4 stages a device, not {chunks}")
     return PlanChoice(limit, in_gib, objective, seconds, chunks)

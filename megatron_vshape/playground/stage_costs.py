@@ -3,7 +3,8 @@
 from megatron_vshape.core.ask import AUTO, Cut, Question
 from megatron_vshape.core.model.costs import Costs, Piece, regroup
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.playground.request import CostChoice, FieldError
+from megatron_vshape.core.model.layers import with_ends
+from megatron_vshape.playground.request import CostChoice, Extra, FieldError
 from megatron_vshape.view.numbers import base_peak
 
 _CHUNKS = (4, 2, 1)
@@ -76,9 +77,8 @@ class Pricing:
         costs = Costs.uniform(
             num_devices, num_stages, choice.forward, choice.backward, choice.weight, choice.send
         )
-        stages = costs.stages()
-        for at, more in ((0, choice.embedding), (-1, choice.head)):
-            held = more.held
-            added = Piece(more.forward, more.backward, more.weight, held, held)
-            stages[at] = stages[at].plus(added)
-        return Costs.of(stages, costs.send_us, host_us=costs.host_us)
+        return with_ends(costs, *map(_piece, (choice.embedding, choice.head)))
+
+
+def _piece(more: Extra) -> Piece:
+    return Piece(more.forward, more.backward, more.weight, more.held, more.held)

@@ -14,6 +14,7 @@ from functools import cache
 from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,7 +28,7 @@ class Census:
 
     def __init__(self, not_counted: Iterable[Tensor]) -> None:
         self._excluded = {tensor.untyped_storage()._cdata for tensor in not_counted}
-        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._known: dict[int, StorageWeakRef] = {}
         self._held = 0
         self._added: dict[tuple[Kind, int], list[int]] = {}
         self.peak_bytes = 0
@@ -37,20 +38,21 @@ class Census:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._excluded and key not in self._known and storage.nbytes():
-            self._known[key] = (StorageWeakRef(storage), storage.nbytes())
+            self._known[key] = StorageWeakRef(storage)
 
     def add_graph(self, output: Tensor) -> None:
         """Count all that the graph behind `output` saves."""
         if output.grad_fn is not None:
-            for tensor in _saved_tensors(output.grad_fn):
-                self.add(tensor)
+            for node in nodes_behind(output.grad_fn):
+                for _, tensor in saved_by(node):
+                    self.add(tensor)
 
     def ends(self, work: Pass) -> None:
         """Take stock after a pass."""
-        dead = [key for key, (reference, _) in self._known.items() if reference.expired()]
+        dead = [key for key, reference in self._known.items() if reference.expired()]
         for key in dead:
             del self._known[key]
-        held = sum(size for _, size in self._known.values())
+        held = sum(map(size_now, self._known.values()))
         self._added.setdefault((work.kind, work.stage), []).append(held - self._held)
         self._held = held
         self.peak_bytes = max(self.peak_bytes, held)
@@ -65,20 +67,31 @@ class Census:
         return float(after_forward), float(max(after_forward + change, 0))
 
 
-def _saved_tensors(root: Node) -> Iterator[Tensor]:
-    """Yield what every node of the graph saves; a tensor can come more than once."""
+def size_now(reference: StorageWeakRef) -> int:
+    """Return the bytes that a storage has now, which may have been emptied, or filled again."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return 0 if storage is None else storage.nbytes()
+
+
+def nodes_behind(root: Node) -> Iterator[Node]:
+    """Yield every node of the graph once."""
     seen, ahead = {root}, [root]
     while ahead:
         node = ahead.pop()
-        for name in _saving_attributes(type(node)):
-            yield from _tensors_in(getattr(node, name))
-        # A custom Function may keep tensors on its context beside the saved ones.
-        for value in getattr(node, "__dict__", {}).values():
-            yield from _tensors_in(value)
+        yield node
         for follower, _ in node.next_functions:
             if follower is not None and follower not in seen:
                 seen.add(follower)
                 ahead.append(follower)
+
+
+def saved_by(node: Node) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a node saves, by the name of the attribute; a tensor can come more than once."""
+    for name in _saving_attributes(type(node)):
+        yield from ((name, each) for each in _tensors_in(getattr(node, name)))
+    # A custom Function may keep tensors on its context beside the saved ones.
+    for name, value in getattr(node, "__dict__", {}).items():
+        yield from ((name, each) for each in _tensors_in(value))
 
 
 @cache

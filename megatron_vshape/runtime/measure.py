@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from threading import get_ident
+from threading import Lock, get_ident
 
 import torch
 import torch.distributed as dist
@@ -42,15 +42,17 @@ class PassTimer:
         self._ends: list[object] = []
         self._spent: list[tuple[float, float]] = []  # of its thread's processor, before and after
         self._open: dict[int, int] = {}  # by thread: which of its passes runs
+        self._lock = Lock()  # what belongs to one pass stands at one place of all lists
         self._made = self._clock.stamp()
 
     def begins(self, work: Pass) -> None:
         """Stamp the start."""
-        self._open[get_ident()] = len(self._passes)
-        self._passes.append(work)
-        self._ends.append(None)
-        self._spent.append((time.thread_time(), 0.0))
-        self._starts.append(self._clock.stamp())
+        with self._lock:
+            self._open[get_ident()] = len(self._passes)
+            self._passes.append(work)
+            self._ends.append(None)
+            self._spent.append((time.thread_time(), 0.0))
+            self._starts.append(self._clock.stamp())
 
     def ends(self, work: Pass) -> None:
         """Stamp the end."""
@@ -151,7 +153,9 @@ def measured_costs(timelines: Sequence[Timeline], send_us: float, held: Held) ->
             slots = list(timeline.slots(device))
             for work, start, end in slots:
                 times.setdefault((work.kind, work.stage), []).append(end - start)
-            pairs = itertools.pairwise(slots)
+            pairs = itertools.pairwise(
+                slot for slot in slots if slot.work.kind.resource == PROCESSOR
+            )
             gaps += [each.start - before.end for before, each in pairs if each.work.kind is Kind.W]
     middle = {key: statistics.median(values) for key, values in times.items()}
     stages = range(timelines[0].schedule.num_stages)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -281,10 +281,12 @@ class _Beside:
 
     def __init__(self, schedule: Schedule) -> None:
         self._needs = NeedTable(schedule.num_stages, schedule.kinds)
+        self._resource = {kind: schedule.resource_of(kind) for kind in schedule.kinds}
         self._threads = {
-            kind.resource: ThreadPoolExecutor(1, initializer=_use_device(), thread_name_prefix=kind)
-            for kind in schedule.kinds
-            if kind.resource != PROCESSOR
+            resource: ThreadPoolExecutor(
+                1, initializer=on_stream_of(resource), thread_name_prefix=resource
+            )
+            for resource in set(self._resource.values()) - {PROCESSOR}
         }
         self._under_way: dict[Pass, Future[Tensor | None]] = {}
 
@@ -301,7 +303,7 @@ class _Beside:
 
         if work.kind.resource == PROCESSOR:
             return run_in_turn()
-        self._under_way[work] = self._threads[work.kind.resource].submit(run_in_turn)
+        self._under_way[work] = self._threads[self._resource[work.kind]].submit(run_in_turn)
         return None
 
     def finish(self) -> None:
@@ -313,8 +315,23 @@ class _Beside:
             thread.shutdown()
 
 
-def _use_device() -> Callable[[], None]:
-    """Return what makes a new thread use this one's GPU: it begins with the first."""
+def on_stream_of(resource: str) -> Callable[[], None]:
+    """Return what makes a new thread use this one's GPU, and a stream that is the resource's.
+
+    Else it would begin with the first GPU, and launch behind the passes it is to run beside.
+    """
     if not torch.cuda.is_initialized():
         return lambda: None
-    return partial(torch.cuda.set_device, torch.cuda.current_device())
+    device = torch.cuda.current_device()
+
+    def begin() -> None:
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(_stream_of(resource, device))
+
+    return begin
+
+
+@cache
+def _stream_of(resource: str, device: int) -> torch.cuda.Stream:
+    """Return the one stream of a resource; torch has few, and hands them out again."""
+    return torch.cuda.Stream(device)

@@ -9,7 +9,8 @@ class Stage(Protocol):
     """One stage of the model on this rank.
 
     The runner calls the passes in the program's order; what a pass must keep for a later one of
-    the same microbatch, the stage keeps itself, and drops as soon as that has run.
+    the same microbatch, the stage keeps itself, and drops as soon as that has run. A schedule with
+    passes of other kinds calls the methods that their rows name, with the microbatch alone.
     """
 
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:

@@ -303,6 +303,8 @@ def load(path: Path, kind: type[Kind]) -> Kind:
         data = yaml.load(text, _Loader)
     except RecursionError:
         raise SweepError(f"{path} is not YAML: it is nested too deep") from None
+    except _NotReadError as error:
+        raise SweepError(f"{path}: {error}") from None
     # Dates and numbers that are none make PyYAML fail with these.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise SweepError(f"{path} is not YAML: {' '.join(str(error).split()):.500}") from None
@@ -314,20 +316,41 @@ def load(path: Path, kind: type[Kind]) -> Kind:
         raise SweepError(f"{path}: {_first_of(error, kind)}") from None
 
 
+class _NotReadError(Exception):
+    """Something that YAML has and these files may not; the text says what and where."""
+
+
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """PyYAML's safe loader without aliases and tags.
+    """PyYAML's safe loader without aliases, tags and keys that stand twice.
 
     Nine of nine of nine ... aliases fill any memory. A value that its tag does not fit, such as
-    !!bool x, makes PyYAML fail with whatever it trips over.
+    !!bool x, makes PyYAML fail with whatever it trips over. Of equal keys it takes the last.
     """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
+        line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
-            raise yaml.YAMLError(f"the alias *{event.anchor} is not read: write the value out")
+            raise _NotReadError(
+                f"line {line} has the alias *{event.anchor:.60}, and aliases are not read: write "
+                "the value out"
+            )
         if getattr(event, "tag", None) is not None:
-            raise yaml.YAMLError(f"the tag {event.tag:.60} is not read: leave it out")
+            raise _NotReadError(
+                f"line {line} has the tag {event.tag:.60}, and tags are not read: leave it out"
+            )
         return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line, name = key.start_mark.line + 1, str(key.value)
+            if name in lines:
+                raise _NotReadError(
+                    f"the key {name:.60} stands twice, in lines {lines[name]} and {line}"
+                )
+            lines[name] = line
+        return super().construct_mapping(node, deep)
 
 
 def _first_of(error: ValidationError, kind: type[BaseModel]) -> str:

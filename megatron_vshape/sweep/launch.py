@@ -14,9 +14,9 @@ from pathlib import Path
 import submitit
 from submitit.slurm.slurm import SlurmInfoWatcher
 
+from megatron_vshape.environment import missing
 from megatron_vshape.sweep import worker
 from megatron_vshape.sweep.files import Loaded, SweepError
-from megatron_vshape.sweep.grid import ADAPTIVE
 from megatron_vshape.sweep.predict import Prediction, Predictor
 from megatron_vshape.sweep.progress import Progress
 from megatron_vshape.sweep.results import Outcome, Result, Results, Status, key_of
@@ -291,8 +291,26 @@ def _cancelled(running: Sequence[_Running]) -> Iterator[None]:
         raise
 
 
-def dry_run(loaded: Loaded, chosen: Sequence[Prediction], show: Callable[[str], None]) -> None:
-    """Show the command of every run instead of running it."""
+def dry_run(
+    loaded: Loaded,
+    predictor: Predictor,
+    chosen: Sequence[Prediction],
+    folder: Path,
+    show: Callable[[str], None],
+) -> None:
+    """Show the command of every run, for a shell on a node, instead of running it."""
+    nodes, where = loaded.cluster.nodes, "--standalone"
+    if nodes > 1:
+        show(
+            f"# on each of {nodes} nodes, with its number as NODE and the first one's name as HOST"
+        )
+        where = f'--nnodes {nodes} --node-rank "$NODE" --master-addr "$HOST" --master-port '
+        where += str(worker.FIRST_PORT)
     for each in chosen:
-        plan = Path("PLAN.json") if each.combination.schedule == ADAPTIVE else None
-        show(shlex.join(trainer_command(loaded, each.combination, plan)))
+        run = folder / key_of(each.combination, loaded, predictor.measured)
+        if each.planned is not None:
+            run.mkdir(parents=True, exist_ok=True)
+        job = worker.Job(_command(loaded, each, run), run, loaded.sweep.run, loaded.cluster)
+        given = job.environment | missing(os.environ | job.environment)
+        variables = [f"{name}={shlex.quote(value)}" for name, value in given.items()]
+        show(" ".join([*variables, "torchrun", where, shlex.join(job.ranks)]))

@@ -21,13 +21,18 @@ from megatron_vshape.view.names import display_name
 from megatron_vshape.view.numbers import GIB
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-COLOURS = (
-    "#4477aa #ee6677 #228833 #ccbb44 #66ccee #aa3377 "
-    "#994400 #000000 #88ccaa #ddaa33 #775588 #555555"
-).split()
-"""Told apart by people who see red and green alike; the order of the catalogue decides."""
+    from megatron_vshape.view.labels import Mark
+
+COLOURS = "#4477aa #ee6677 #228833 #aa8800 #33aadd #aa3377 #994400 #000000".split()
+SHAPES = "o s".split()
+"""Colours told apart by people who see red and green alike, and two shapes of each: the catalogue's
+order decides, and after all its names comes whatever it does not name."""
+
+NAMED = 12
+"""So many points of the front have their configuration beside them at most, those of most MFU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,42 +114,54 @@ def _rank(row: Row) -> tuple[float, float]:
     return row.best_mfu, -row.predicted_peak_gib
 
 
-def result_table(rows: Sequence[Row], title: str) -> Table:
-    """Return the rows as a table, the best of each workload in bold."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for name in ("sequence", "batch", "schedule", "DP TP PP CP mbs", "layout", "status"):
-        table.add_column(name, no_wrap=True)
+def result_tables(rows: Sequence[Row]) -> list[Table]:
+    """Return a table per workload, the best row in bold.
+
+    What is the same in all rows is said once, above them; on a narrow terminal the figures keep
+    their columns, and what follows them is broken into lines.
+    """
+    workloads = dict.fromkeys(row.combination.workload for row in rows)
+    groups = [[row for row in rows if row.combination.workload == each] for each in workloads]
+    return [_result_table(group) for group in groups]
+
+
+def _result_table(rows: Sequence[Row]) -> Table:
+    sequence, batch = rows[0].combination.workload
+    said = [f"sequence {sequence}, batch {batch}"]
+    table = Table(title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("schedule", no_wrap=True)
     for name in ("MFU %", "step s", "bubble %", "peak GiB"):
         table.add_column(name, justify="right", no_wrap=True)
-    winners = _winners(rows)
-    for row in rows:
-        table.add_row(*_cells(row), style="bold" if row in winners else None)
+    table.add_column("DP TP PP CP mbs", overflow="fold")
+    cells = [_cells(row) for row in rows]
+    told = {"layout": list(map(_layout, rows)), "status": [row.verdict for row in rows]}
+    for name, texts in told.items():
+        if len(set(texts)) == 1:
+            said.append(f"{name}: {texts[0]}")
+        else:
+            table.add_column(name, overflow="fold")
+            cells = [[*row, text] for row, text in zip(cells, texts, strict=True)]
+    best = max(rows, key=lambda row: row.best_mfu)
+    for row, texts in zip(rows, cells, strict=True):
+        table.add_row(*texts, style="bold" if row is best and row.best_mfu else None)
+    table.title = ", ".join(said)
     return table
 
 
-def _winners(rows: Sequence[Row]) -> list[Row]:
-    best: dict[tuple[int, int], Row] = {}
-    for row in rows:
-        workload = row.combination.workload
-        if row.best_mfu > (best[workload].best_mfu if workload in best else 0.0):
-            best[workload] = row
-    return list(best.values())
+def _layout(row: Row) -> str:
+    it = row.combination
+    return it.layout + (", recompute" if it.recompute is Recompute.FULL else "")
 
 
 def _cells(row: Row) -> list[str]:
     it = row.combination
-    layout = it.layout + (", recompute" if it.recompute is Recompute.FULL else "")
     return [
-        str(it.sequence_length),
-        str(it.global_batch_size),
         display_name(it.schedule),
-        parallel(it),
-        layout,
-        row.verdict,
         _both(row, row.mfu, row.predicted_mfu, 100, 2),
         _both(row, row.step_s, row.predicted_step_s, 1, 3),
         _both(row, row.bubble, row.predicted_bubble, 100, 1),
         _both(row, row.peak_gib, row.predicted_peak_gib, 1, 1),
+        parallel(it),
     ]
 
 
@@ -301,6 +318,7 @@ def draw_pareto(rows: Sequence[Row], path: Path, title: str) -> None:
     from matplotlib.figure import Figure
 
     from megatron_vshape.view.figure import FORMATS, save
+    from megatron_vshape.view.labels import name_marks
 
     if path.suffix not in FORMATS:
         raise SweepError(f"{path} must end in one of {', '.join(FORMATS)}")
@@ -308,20 +326,43 @@ def draw_pareto(rows: Sequence[Row], path: Path, title: str) -> None:
     workloads = list(dict.fromkeys(row.combination.workload for row in shown))
     if not shown:
         raise SweepError(f"no combination fits, so there is nothing to draw in {path}")
-    figure = Figure(figsize=(4.2 * len(workloads) + 0.6, 3.6), layout="constrained")
+    figure = Figure(figsize=(4.2 * len(workloads) + 2.2, 3.6), layout="constrained")
     panels = figure.subplots(1, len(workloads), squeeze=False)[0]
+    fronts = []
     for axes, workload in zip(panels, workloads, strict=True):
-        _panel(axes, [row for row in shown if row.combination.workload == workload])
+        fronts.append(_panel(axes, [row for row in shown if row.combination.workload == workload]))
         length, batch = workload
         axes.set_title(f"sequence length {length}, global batch {batch}", fontsize=9)
     figure.suptitle(title, fontsize=10)
+    kinds = {text: mark for axes in panels for mark, text in zip(*_legend_of(axes), strict=True)}
+    figure.legend(
+        list(kinds.values()),
+        list(kinds),
+        loc="outside right upper",
+        fontsize=7,
+        frameon=False,
+        title="on the front: DP TP PP CP mbs",
+        title_fontsize=7,
+    )
+    for axes, (marks, others) in zip(panels, fronts, strict=True):  # as the legend takes room
+        name_marks(axes, marks, others)
     save(figure, path)
 
 
-def _panel(axes: "Axes", rows: Sequence[Row]) -> None:
+def _legend_of(axes: "Axes") -> "tuple[list[Artist], list[str]]":
+    """Return the axes' marks with what they stand for."""
+    marks, texts = axes.get_legend_handles_labels()
+    return list(marks), list(texts)
+
+
+def _panel(axes: "Axes", rows: Sequence[Row]) -> "tuple[list[Mark], list[tuple[float, float]]]":
+    """Draw the rows of one workload; return the points to name, and those not to."""
+    from megatron_vshape.view.labels import Mark
+
     points = [(row.peak_gib or row.predicted_peak_gib, 100 * row.best_mfu) for row in rows]
     memory, throughput = zip(*pareto(points), strict=True)
     axes.plot(memory, throughput, color="#999999", lw=0.8, zorder=1)
+    named = sorted(zip(throughput, memory, strict=True), reverse=True)[:NAMED]
     for schedule in dict.fromkeys(row.combination.schedule for row in rows):
         for measured in (False, True):
             mine = [
@@ -330,12 +371,13 @@ def _panel(axes: "Axes", rows: Sequence[Row]) -> None:
                 if row.combination.schedule == schedule and (row.mfu is not None) == measured
             ]
             if mine:
-                colour = _colour(schedule)
+                colour, shape = _look(schedule)
                 memory, throughput = zip(*mine, strict=True)
                 axes.scatter(
                     memory,
                     throughput,
                     s=22,
+                    marker=shape,
                     zorder=2,
                     edgecolors=colour,
                     facecolors=colour if measured else "none",
@@ -343,8 +385,12 @@ def _panel(axes: "Axes", rows: Sequence[Row]) -> None:
                 )
     axes.set_xlabel("peak memory of a device, GiB", fontsize=8)
     axes.set_ylabel("MFU, %", fontsize=8)
-    axes.legend(fontsize=7, frameon=False)
+    texts = {(y, x): parallel(row.combination) for (x, y), row in zip(points, rows, strict=True)}
+    others = [(x, y) for x, y in points if (y, x) not in named]
+    return [Mark(x, y, texts[y, x]) for y, x in named], others
 
 
-def _colour(schedule: str) -> str:
-    return COLOURS[NAMES.index(schedule) % len(COLOURS)] if schedule in NAMES else "#333333"
+def _look(schedule: str) -> tuple[str, str]:
+    """Return a schedule's colour and shape."""
+    at = NAMES.index(schedule) if schedule in NAMES else len(NAMES)
+    return COLOURS[at % len(COLOURS)], SHAPES[at // len(COLOURS) % len(SHAPES)]

@@ -54,6 +54,11 @@ class Job:
         return 60.0 * self.run.timeout_minutes
 
     @property
+    def ranks(self) -> list[str]:
+        """Return what torchrun is told of a node's ranks, whichever node it is."""
+        return ["--nproc-per-node", str(self.cluster.devices_per_node), *self.command]
+
+    @property
     def environment(self) -> dict[str, str]:
         """Return what the trainer has in its environment beside the node's own."""
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.cluster.backend == "gloo" else {}
@@ -71,8 +76,7 @@ def run_job(job: Job) -> Outcome:
     log = job.folder / f"node{node}.log"
     measured = job.folder / f"node{node}.jsonl"
     measured.unlink(missing_ok=True)  # of a run that was ended half way
-    per_node = ("--nproc-per-node", str(job.cluster.devices_per_node))
-    command = [sys.executable, "-m", "torch.distributed.run", *where, *per_node, *job.command]
+    command = [sys.executable, "-m", "torch.distributed.run", *where, *job.ranks]
     with _told_to_end(job.folder) as told:
         with log.open("w") as output:
             environment = job.environment | {figures.VARIABLE: str(measured.absolute())}

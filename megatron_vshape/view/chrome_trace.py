@@ -120,7 +120,7 @@ def _passes(timeline: Timeline, device: int) -> Iterator[Event]:
             "name": str(work),
             "cat": work.kind.label,
             "pid": device,
-            "tid": threads.index(work.kind.resource),
+            "tid": threads.index(timeline.schedule.resource_of(work.kind)),
             "ts": start,
             "dur": end - start,
             "args": {

@@ -23,7 +23,7 @@ from matplotlib.textpath import TextPath
 
 from megatron_vshape.core.check.simulate import peak_held, unit_costs
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import ScheduleError, simple_kinds
+from megatron_vshape.core.model.kinds import KINDS, ScheduleError
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
@@ -201,7 +201,8 @@ class _Page:
             for start, stop in zip(starts, stops, strict=True)
             if stop > start
         ]
-        self.kinds = simple_kinds(kind for each in timelines for kind in each.schedule.kinds)
+        drawn = {kind for each in timelines for kind in each.schedule.kinds}
+        self.kinds = [kind for kind in KINDS if kind in drawn]
         wanted = _PASS_WIDTH * end / panels.typical_length(lengths)
         self.width = min(max(wanted, _NARROWEST), _WIDEST)
         devices = max(timeline.schedule.num_devices for timeline in timelines)
@@ -246,9 +247,12 @@ class _Page:
             at -= 3
             for chunk in reversed(range(num_chunks)):
                 at -= 8
-                box = Rectangle((at, 2.2), 8, 7.6, facecolor=shade(kind, chunk, num_chunks))
-                axes.add_patch(box)
-                box.set_clip_on(False)
+                high = 7.6 / len(kind.does)  # one above the other, as in the picture
+                for place, part in enumerate(kind.does):
+                    colour = shade(part, chunk, num_chunks)
+                    box = Rectangle((at, 2.2 + place * high), 8, high, facecolor=colour)
+                    axes.add_patch(box)
+                    box.set_clip_on(False)
             at -= 12
         axes.text(at + 4, 6, note, size=7, ha="right", va="center_baseline", color=panels.QUIET)
 

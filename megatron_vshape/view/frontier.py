@@ -1,31 +1,37 @@
 """The picture of the frontier: step time over memory, the published schedules as points."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_vshape.core.frontier import Point
-from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.kinds import COPY_OUT, Kind
+from megatron_vshape.view.labels import Mark, name_marks
 from megatron_vshape.view.names import display_name
 from megatron_vshape.view.palette import HELD_COLOUR
 
 _REACH = 2.0  # schedules that hold more than so many times the highest limit are left out
-_LINE = 7.5  # points from one name's line to the next
-_NAME = 95.0  # points that a name may be wide
+
+_LESS = (Kind.B, Kind.W, COPY_OUT)  # whose colours the plans with less have
 
 
 def frontier_figure(
-    planned: Sequence[Point], published: Sequence[Point], memory_label: str, scale: float = 1.0
+    planned: Sequence[Point],
+    published: Sequence[Point],
+    memory_label: str,
+    scale: float = 1.0,
+    less: Mapping[str, Sequence[Point]] = MappingProxyType({}),
 ) -> Figure:
     """Return the plans as steps, since more memory never hurts, and each schedule as a mark.
 
-    `scale` turns the points' unit of memory into the label's. Times are told by what they are above
-    the fastest, of plans and schedules alike: a bubble is a share of a device's own work, and the
-    work of the busiest device differs from placement to placement.
+    `less` are plans that may do less to hold less, by name. `scale` turns the points' unit of
+    memory into the label's. Times are told by what they are above the fastest, of plans and
+    schedules alike: a bubble is a share of a device's own work, and the work of the busiest device
+    differs from placement to placement.
     """
-    fastest = min(point.value for point in (*planned, *published))
+    fastest = min(point.value for point in (*planned, *published))  # plans with less are no faster
 
     def slower(point: Point) -> float:
         return 100 * (point.value / fastest - 1)
@@ -38,6 +44,9 @@ def frontier_figure(
     times = [slower(point) for point in planned]
     axes.step(limits, times, where="post", color=colour, label="adaptive plan at this limit")
     axes.plot(limits, times, "o", color=colour, markersize=3)
+    for (name, points), other in zip(less.items(), _LESS, strict=False):
+        memory = [point.limit * scale for point in points]
+        axes.step(memory, [*map(slower, points)], where="post", color=other.colour, label=name)
     near = [point for point in published if point.peak * scale <= _REACH * limits[-1]]
     for point in near:
         axes.plot(point.peak * scale, slower(point), "D", color=HELD_COLOUR, markersize=4)
@@ -48,26 +57,11 @@ def frontier_figure(
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
-    _name_points(axes, [(point, point.peak * scale, slower(point)) for point in near])
+    name_marks(
+        axes,
+        [
+            Mark(point.peak * scale, slower(point), display_name(point.schedule.name))
+            for point in near
+        ],
+    )
     return figure
-
-
-def _name_points(axes: Axes, points: Sequence[tuple[Point, float, float]]) -> None:
-    """Write each schedule's name beside its mark, higher where another name is in the way."""
-    axes.figure.draw_without_rendering()  # type: ignore[union-attr]
-    per_point = axes.figure.dpi / 72
-    taken: list[tuple[float, float]] = []
-    for point, memory, slower in sorted(points, key=lambda each: (each[2], each[1])):
-        place = memory, slower
-        x, y = axes.transData.transform(place) / per_point
-        up = 0.0
-        while any(abs(x - a) < _NAME and abs(y + up - b) < _LINE for a, b in taken):
-            up += 1.0
-        taken.append((x, y + up))
-        axes.annotate(
-            display_name(point.schedule.name),
-            place,
-            textcoords="offset points",
-            xytext=(6, up - 2),
-            fontsize=7,
-        )

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megatron_vshape.core.check.simulate import held_curve
+from megatron_vshape.core.check.simulate import costs_of, held_curve
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PROCESSOR
 from megatron_vshape.core.model.placement import chunks_of
@@ -15,6 +15,7 @@ def held_steps(timeline: Timeline, costs: Costs, device: int) -> list[tuple[floa
     A simulated and a measured timeline have the same steps at other times: what a pass holds and
     lets go follows from the order. The last step is to zero.
     """
+    costs = costs_of(timeline.schedule, costs)
     curve = held_curve(timeline.schedule, costs, device)
     pairs = [
         (slot, held)
@@ -45,6 +46,7 @@ def held_steps(timeline: Timeline, costs: Costs, device: int) -> list[tuple[floa
 def costs_up_to(timeline: Timeline, costs: Costs, chunk: int) -> Costs:
     """Return the costs with no memory but that of the chunks up to `chunk`."""
     chunks = chunks_of(timeline.schedule.placement)
+    costs = costs_of(timeline.schedule, costs)
 
     def early(values: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(
@@ -53,7 +55,11 @@ def costs_up_to(timeline: Timeline, costs: Costs, chunk: int) -> Costs:
 
     return replace(
         costs,
+        recompute=(),
         held_after_forward_bytes=early(costs.held_after_forward_bytes),
         held_after_backward_bytes=early(costs.held_after_backward_bytes),
-        others=tuple((name, early(values)) for name, values in costs.others),
+        others=tuple(
+            (name, values if name.endswith("_us") else early(values))
+            for name, values in costs.others
+        ),
     )

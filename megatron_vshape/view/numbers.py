@@ -1,5 +1,6 @@
 """The numbers that stand beside a picture, and their text form."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
@@ -74,10 +75,12 @@ def prices_told(costs: Costs) -> list[str]:
         for kind in (Kind.F, Kind.B, Kind.BW)
     ]
     shown = ", ".join(
-        f"{kind} {each / 1000:.4g} ms"
+        f"{kind} {fixed(each / 1000)} ms"
         for kind, each in zip((Kind.F, Kind.B, Kind.BW), exchanges, strict=True)
     )
-    lines = [f"a message takes {costs.send_us:.4g} us, the host {costs.host_us:.4g} us for a pass"]
+    lines = [
+        f"a message takes {fixed(costs.send_us)} us, the host {fixed(costs.host_us)} us for a pass"
+    ]
     if any(exchanges):
         lines.append(f"waiting for exchanges, of a microbatch in the model: {shown}")
     untold = "the costs file does not say what was measured"
@@ -91,9 +94,9 @@ def argument(value: float) -> str:
 
 def note(numbers: Numbers) -> str:
     """Return the numbers that stand beside a schedule's title."""
-    peak = f"{max(numbers.peak_chunks):.4g} chunks"
+    peak = f"{fixed(max(numbers.peak_chunks))} chunks"
     if numbers.peak_bytes is not None:
-        peak = f"{max(numbers.peak_bytes) / GIB:.4g} GiB"
+        peak = f"{fixed(max(numbers.peak_bytes) / GIB)} GiB"
     return (
         f"bubble {percent(numbers.timeline.bubble)}, "
         f"span bubble {percent(numbers.timeline.span_bubble)}, "
@@ -134,6 +137,20 @@ def enough(held: float) -> str:
     return f"{float(rounded):.6g}"
 
 
+def fixed(value: float, digits: int = 4) -> str:
+    """Return a number with so many digits and no exponent, thousands apart: 14,570 or 0.0123."""
+    if not value or not math.isfinite(value):
+        return f"{value:g}"
+    decimals = max(digits - 1 - math.floor(math.log10(abs(value))), 0)
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if decimals else text
+
+
+def time_text(value: float, in_us: bool) -> str:
+    """Return a time of the costs: in ms where those are in us, else as it is."""
+    return f"{fixed(value / 1000, 5)} ms" if in_us else fixed(value, 6)
+
+
 def percent(share: float) -> str:
     """Return a share as text; what rounds to nothing is nothing."""
     return f"{100 * share:.1f} %".replace("-0.0", "0.0")
@@ -163,10 +180,9 @@ def comparison_rows(numbers: Sequence[Numbers]) -> list[list[str]]:
     for each in numbers:
         timeline = each.timeline
         messages, share = messages_per_microbatch(timeline.schedule)
-        peak = f"{max(each.peak_chunks):.4g} chunks"
+        peak = f"{fixed(max(each.peak_chunks))} chunks"
         if in_bytes and each.peak_bytes is not None:
-            peak = f"{max(each.peak_bytes) / GIB:.4g} GiB"
-        makespan = f"{timeline.makespan / 1000:,.4g} ms" if in_bytes else f"{timeline.makespan:.6g}"
+            peak = f"{fixed(max(each.peak_bytes) / GIB)} GiB"
         rows.append(
             [
                 plain(timeline.schedule.name),
@@ -174,7 +190,7 @@ def comparison_rows(numbers: Sequence[Numbers]) -> list[list[str]]:
                 percent(each.relative_peak),
                 percent(timeline.bubble),
                 percent(timeline.span_bubble),
-                makespan,
+                time_text(timeline.makespan, in_bytes),
                 f"{messages} ({share:.3g} x)",
             ]
         )

@@ -78,7 +78,7 @@ def bars_of(timeline: Timeline, time_scale: float = 1.0) -> list[Bar]:
             device,
             (start - first) * time_scale,
             (end - first) * time_scale,
-            *heights[device][work.kind.resource],
+            *heights[device][timeline.schedule.resource_of(work.kind)],
         )
         for device in heights
         for work, start, end in timeline.slots(device)

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 from collections.abc import Iterable
 from typing import TextIO
 
@@ -10,6 +11,9 @@ from megatron_vshape.core.model.schedule import Timeline
 
 RESET = "\x1b[0m"
 CUT = " … "
+PIPED_COLUMNS = 132
+"""Where neither a terminal nor COLUMNS says how many there are."""
+
 _LEAST_COLUMNS = 20
 
 
@@ -18,6 +22,11 @@ def wants_colour(stream: TextIO) -> bool:
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     return stream.isatty()
+
+
+def columns() -> int:
+    """Return how wide a picture may be: as the terminal, or as COLUMNS says."""
+    return shutil.get_terminal_size((PIPED_COLUMNS, 24)).columns
 
 
 def picture(timeline: Timeline, columns: int | None = None, colour: bool = False) -> str:

@@ -30,7 +30,7 @@ def test_a_plan_is_printed_and_exported(tmp_path: Path, capsys: pytest.CaptureFi
     assert schedule.num_stages == 16
     assert "placement       4 stages a device, a loop" in shown
     timeline = simulate(schedule, Costs.uniform(4, 16, 1, 1.15, 0.85, 0.05))
-    assert f"makespan        {timeline.makespan:.6g}" in shown
+    assert f"makespan        {timeline.makespan:.6g} in the unit of --cost\n" in shown
     assert "memory          6 chunks at the peak, limit 6 chunks" in shown
     assert "lower bound" in shown
     assert max(peak_held(schedule)) == 6
@@ -49,6 +49,21 @@ def test_layers_are_dealt_out_with_the_order(capsys: pytest.CaptureFixture[str])
     told = re.search(r"^layers +--pipeline-layer-split ([0-9,]+)$", capsys.readouterr().out, re.M)
     assert told is not None
     assert sum(map(int, told[1].split(","))) == 9
+
+
+def test_the_ends_of_a_model_cost_something(capsys: pytest.CaptureFixture[str]) -> None:
+    """In three numbers, or as so many of the layers, of which 8 stages have one each."""
+    shown = []
+    for head in (["--head", "2,2.3,1.7"], ["--head", "2"]):
+        arguments = ["plan", *SIZE, *COST, "--layers", "8", "--chunks", "2", *head, *NO_PROOF]
+        assert main([*arguments, "--memory-limit", "6"]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    # two stages of a chunk each, and the head: 8 microbatches of 2 x 3 + 6
+    assert "busiest device  works 96\n" in shown[0]
+    ends = ["--embedding", "0,.25,0", "--head", "2,2.3,1.7"]
+    assert main(["schedule", "1f1b", *SIZE, *COST, *ends]) == 0
+    assert "the busiest device works 96\n" in capsys.readouterr().out
 
 
 def test_a_small_plan_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,6 +87,20 @@ def test_the_frontier_is_a_picture_and_a_table(
     assert values == sorted(values, reverse=True)
     assert "V-Half" in path.read_text()
     assert "v-half" in capsys.readouterr().out
+
+
+def test_a_frontier_says_its_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    held = (2.0**30,) * 4
+    costs = Costs((1e6,) * 4, (1e6,) * 4, (1e6,) * 4, 0.0, held, held)
+    (tmp_path / "costs.json").write_text(costs.to_json())
+    size = ["--devices", "2", "--microbatches", "4", "--chunks", "2"]
+    written = ["--costs", str(tmp_path / "costs.json"), "--frontier", str(tmp_path / "f.svg")]
+    assert main(["plan", *size, *written]) == 0
+    heading, *rows = (tmp_path / "f.csv").read_text().splitlines()
+    assert "step time, ms" in heading
+    assert "1f1b,,4,30000," in "\n".join(rows)
+    assert "e+" not in capsys.readouterr().out
 
 
 def test_ctrl_c_ends_a_frontier_with_what_is_done(
@@ -139,10 +168,17 @@ def test_the_least_limit_is_told_in_gib_and_is_enough(
         (["plan", *SIZE, "--memory-limit", "six"], "--memory-limit 'six' is neither chunks"),
         (["plan", *SIZE, "--memory-limit", "4GiB"], "--memory-limit 4GiB needs --costs FILE"),
         (["plan", *SIZE, "--layer-split", "auto"], "--layer-split auto needs --layers N"),
-        (["plan", *SIZE, "--head", "3"], "--head 3 needs --layer-split auto"),
+        (["plan", *SIZE, "--head", "3"], "--head 3 is not F,B,W, as in 2,2,2; a number of layers"),
+        (["schedule", "v-half", *SIZE, "--embedding", "1,-1,1"], "'1,-1,1' is not F,B,W, three"),
+        (["schedule", "v-half", *SIZE, "--embedding", "1"], "--embedding 1 is not F,B,W, as in 2"),
         (
             ["plan", *SIZE, "--layer-split", "auto", "--layers", "1"],
-            "1 layers are too few for 4 stages",
+            "1 layer is too few for 4 stages",
+        ),
+        (["plan", *SIZE, "--chunks", "99999"], "99999: a device may hold up to 128 stages"),
+        (
+            ["plan", *SIZE, "--memory-limit", "interleaved-1f1b:999"],
+            "num_chunks of interleaved-1f1b is 999; a device may hold up to 128 stages",
         ),
         (["plan", *SIZE, "--seconds", "0"], "'0' is not a number of seconds above 0"),
         (["plan", *SIZE, "--export", "plan.txt"], "--export plan.txt: the file's name must end"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vshape.cli.main import main
-from megatron_vshape.cli.profile import stage_layers
+from megatron_vshape.cli.profile import price_list, stage_layers
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.kinds import PARTS, Kind
 
@@ -91,6 +91,55 @@ def test_a_model_is_measured_and_planned(
     assert "limit 0.01 GiB" in shown
     assert "B and W apart" in shown
     assert "send_us: assumed: given as --send-us" in shown
+
+
+def test_settings_of_recompute_and_copies_are_measured(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    found = tmp_path / "costs.json"
+    arguments = ["--model", model, "--devices", "2", "--seq-length", "64", "--device", "cpu"]
+    arguments += ["--repeats", "3", "--recompute", "none", "mlp", "full", "--offload"]
+    run = subprocess.run(
+        [sys.executable, "-m", "megatron_vshape.cli.main", "profile"]
+        + [*map(str, arguments), "--output", str(found)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    for told in (
+        "first stage, 1 layer ",
+        "first stage, 1 layer, mlp",
+        "inner stage, 2 layers, full",
+    ):
+        assert run.stdout.count(told) == 1
+    assert "copies to host memory of up to " in run.stdout
+    costs = Costs.load(found)
+    assert Costs.from_json(costs.to_json()) == costs
+    prices = {"none": costs} | dict(costs.recompute)
+    assert list(prices) == ["none", "mlp", "full"]
+    assert dict(costs.sources)["copy_back_us"] == "measured on one device"
+    for stage in range(4):
+        none, mlp, full = (each.held_after_forward_bytes[stage] for each in prices.values())
+        assert none > mlp > full > 0
+        # After B, what it computed again is there for W, whatever the setting.
+        assert full < prices["full"].held_after_backward_bytes[stage] < 1.2 * none
+        for each in prices.values():
+            others = {name: values[stage] for name, values in each.others}
+            assert 0 < others["offloaded_bytes"] <= each.held_after_forward_bytes[stage]
+            assert others["copy_out_us"] > 0
+            assert others["copy_back_us"] > 0
+        # All but the output of the stage and what is small.
+        assert dict(costs.others)["offloaded_bytes"][stage] > 0.8 * none
+
+
+def test_a_price_list_says_whole_backwards_of_all_or_of_none() -> None:
+    costs = Costs.uniform(2, 4)
+    assert price_list(costs, {}) == costs
+    full = replace(costs, backward_us=(2.0,) * 4, whole_backward_us=(2.5,) * 4)
+    priced = price_list(costs, {"full": full})
+    assert priced.whole_backward_us == (2.0,) * 4
+    assert dict(priced.recompute)["full"].whole_backward_us == (2.5,) * 4
+    assert price_list(costs, {"mlp": costs}).whole_backward_us is None
 
 
 def on_two_ranks(model: Path, found: Path, *more: str) -> tuple[str, Costs]:

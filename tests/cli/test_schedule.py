@@ -59,7 +59,7 @@ def refused(capsys, *arguments):
 
 def test_prints_the_picture_and_the_numbers(capsys):
     assert printed(capsys, "v-half", *SIZE) == (
-        "v-half, 4 devices, 8 microbatches\n\n"
+        "v-half, 4 devices, 8 microbatches, times in the unit of --cost\n\n"
         + simulate(make("v-half", 4, 8)).draw()
         + """
 
@@ -78,7 +78,7 @@ communication 12 messages a microbatch, 2 x 1F1B's
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_is_made(capsys, name):
     out = printed(capsys, name, *SIZE, "--cost", "1,1.15,.85,.05")
-    assert out.startswith(f"{name}, 4 devices, 8 microbatches\n")
+    assert out.startswith(f"{name}, 4 devices, 8 microbatches, times in ")
     assert "of 1F1B's" in out
 
 
@@ -132,6 +132,16 @@ def test_compare_prints_one_table(capsys):
     assert printed(capsys, "--compare", "1f1b", "v-min", "v-half", "v-zb", *SIZE) == out
 
 
+def test_a_file_says_the_sizes_of_what_it_is_compared_with(capsys):
+    printed(capsys, "v-half", *SIZE, "--export", "half.json")
+    whole = printed(capsys, "v-half", *SIZE, "--compare", "1f1b")
+    assert printed(capsys, "half.json", "--compare", "1f1b") == whole
+    assert printed(capsys, "--compare", "1f1b", "half.json").splitlines()[2] in whole
+    printed(capsys, "v-half", "--devices", "2", "--microbatches", "8", "--export", "two.json")
+    told = refused(capsys, "half.json", "--compare", "two.json")
+    assert told == "two.json is for --devices 2, not 4"
+
+
 def test_compare_draws_one_picture(capsys, tmp_path):
     pytest.importorskip("matplotlib", reason=FIGURE_NEEDS)
     printed(capsys, "--compare", "1f1b", "v-min", *SIZE, "--figure", "both.svg")
@@ -150,6 +160,24 @@ def test_measured_costs_are_shown_in_their_units(capsys, costs_file):
     table = printed(capsys, "--compare", "1f1b", "v-half", *SIZE, "--costs", costs_file)
     assert "  8 GiB  100.0 % " in table
     assert " ms " in table
+
+
+def test_long_times_have_one_form(capsys, tmp_path):
+    slow = Costs((1e6,) * 8, (1e6,) * 8, (1e6,) * 8, 0.0, (2.0**44,) * 8, (0.0,) * 8)
+    (tmp_path / "slow.json").write_text(slow.to_json())
+    out = printed(capsys, "v-half", *SIZE, "--costs", "slow.json")
+    assert out.startswith("v-half, 4 devices, 8 microbatches\n")
+    assert "makespan      53,000 ms, the busiest device works 48,000 ms\n" in out
+    assert "peak memory   98,304 GiB, 6 chunks" in out
+    assert "e+0" not in out + printed(capsys, "--compare", "1f1b", *SIZE, "--costs", "slow.json")
+
+
+def test_a_picture_in_a_pipe_is_no_wider_than_a_page(capsys, monkeypatch):
+    long = ["v-half", "--devices", "2", "--microbatches", "99"]
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert max(map(len, printed(capsys, *long).split("\n"))) == 132
+    monkeypatch.setenv("COLUMNS", "2000")
+    assert simulate(make("v-half", 2, 99)).draw() in printed(capsys, *long)
 
 
 def test_measured_costs_reach_figure_and_trace(capsys, tmp_path, costs_file):
@@ -297,7 +325,7 @@ def test_files_follow_the_users_mask(capsys, tmp_path):
 def test_hostile_name_does_not_reach_the_terminal(capsys, tmp_path):
     name = "\x1b]0;owned\x07\n.csv"
     (tmp_path / name).write_text(make("1f1b", 1, 1).to_csv())
-    assert printed(capsys, name).startswith("?]0;owned??, 1 device, 1 microbatch\n")
+    assert printed(capsys, name).startswith("?]0;owned??, 1 device, 1 microbatch, ")
     assert "\x1b" not in printed(capsys, "--compare", name)
 
 

@@ -1,6 +1,7 @@
 """Schedule files and costs files: they round-trip, and bad ones end in one clear sentence."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,15 +91,15 @@ def test_what_is_no_schedule_file(text: str) -> None:
         ({"order": ["F0.0", []]}, "the order of device 0 is 'F0.0'; it must be a list of passes"),
         (
             {"order": [["F0.0"], [3]]},
-            "3 is not a pass: expected F, B, W, BW, D, L, R or H, a stage, a dot and",
+            "3 is not a pass: expected F, B, W, BW, D, ",
         ),
         (
             {"order": [["X0.0"], []]},
-            "'X0.0' is not a pass: expected F, B, W, BW, D, L, R or H, a stage, a dot",
+            "'X0.0' is not a pass: expected F, B, W, BW, D, ",
         ),
         (
             {"order": [[["F0.0"]], []]},
-            "['F0.0'] is not a pass: expected F, B, W, BW, D, L, R or H, a stage, a",
+            "['F0.0'] is not a pass: expected F, B, W, BW, D, ",
         ),
         ({"num_devices": True}, "num_devices is True; it must be a whole number of at least 1"),
         ({"num_devices": 2.0}, "num_devices is 2.0; it must be a whole number of at least 1"),
@@ -137,7 +138,8 @@ def test_a_missing_key(key: str) -> None:
     [
         ("", "the CSV holds no pass; it needs one line per device"),
         ("\n\n", "the CSV holds no pass; it needs one line per device"),
-        ("F0.0,,B0.0\n", "'' is not a pass: expected F, B, W, BW, D, L, R or H"),
+        ("F0.0,,B0.0\n", "'' is not a pass: expected F, B, W, BW, D, "),
+        ("F0.0,BW0.0\nF1.0,F0.0\n", "F0.0 stands on device 1, but stage 0 has passes on device 0"),
         ("F0.0\nF2.0\n", "stage 1 has no pass, but stage 2 has"),
         ("F0.0\nF1.0,F2.0\n", "the placement has 3 stages for 2 devices; every device must hold"),
         ("F0.999999999\n", "1 stages and 1000000000 microbatches are more than the 20000000"),
@@ -209,6 +211,32 @@ def test_costs_round_trip(data: st.DataObject, num_stages: int) -> None:
     assert Costs.from_json(costs.to_json()) == costs
 
 
+def test_settings_of_recompute_and_the_link_stand_in_the_schedule_file() -> None:
+    plain = make("v-half", 2, 2)
+    schedule = replace(plain, recompute=("none", "mlp", "layernorm,moe_act", "full"))
+    schedule = replace(schedule, half_duplex=True)
+    data = json.loads(schedule.to_json())
+    assert data["recompute"] == list(schedule.recompute)
+    assert data["half_duplex"] is True
+    assert Schedule.from_json(schedule.to_json()) == schedule != plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recompute": ["mlp"]}, "recompute is 1 values; it must be a list with the setting of ea"),
+        ({"recompute": "mlp"}, "recompute is 'mlp'; it must be a list with the setting of each of"),
+        ({"recompute": ["mlp", ""]}, "recompute of stage 1 is ''; it must be none, full or modul"),
+        ({"recompute": ["M LP", "none"]}, "recompute of stage 0 is 'M LP'; it must be none, full"),
+        ({"half_duplex": 1}, "half_duplex is 1; it must be true or false"),
+    ],
+)
+def test_a_setting_that_is_none(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        Schedule.from_json(json.dumps(GOOD | changes))
+    assert str(error.value).startswith(message)
+
+
 COSTS = json.loads(Costs.uniform(1, 2).to_json())
 
 
@@ -231,6 +259,25 @@ COSTS = json.loads(Costs.uniform(1, 2).to_json())
         ({"send_us": -1}, "send_us is -1.0; it must be finite and not below 0"),
         ({"send_us": None}, "send_us holds None, which is not a number"),
         ({"held_after_backward_bytes": [1, -1]}, "held_after_backward_bytes of stage 1 is -1.0; "),
+        ({"half_duplex": 1}, "half_duplex is 1; it must be true or false"),
+        ({"recompute": 3}, "recompute is 3; it must be an object with the prices of each setting"),
+        ({"recompute": {"mlp": 3}}, "recompute 'mlp' is 3; it must be an object with prices"),
+        (
+            {"recompute": {"mlp": {"weight": [1, 1]}}},
+            "recompute 'mlp' has 'weight', which does not stand beside recompute; it may hold forw",
+        ),
+        (
+            {"recompute": {"none": {"weight_us": [1, 1]}}},
+            "recompute has prices of 'none'; a setting is full, or modules with commas, as in lay",
+        ),
+        (
+            {"recompute": {"mlp": {"weight_us": [1]}}},
+            "the costs have 1 values of weight_us and 2 of forward_us; there must be one of each",
+        ),
+        (
+            {"whole_backward_us": [1, 1], "recompute": {"mlp": {"weight_us": [2, 2]}}},
+            "recompute 'mlp' lacks whole_backward_us, which stands beside recompute",
+        ),
         ({"bytes": 3}, "the costs file has the unknown key 'bytes'; it may hold forward_us, back"),
     ],
 )

@@ -10,9 +10,18 @@ from megatron_vshape.core.check.bounds import lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, Piece, regroup
-from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import (
+    FROM_HOST,
+    OFFLOAD,
+    PARTS,
+    PROCESSOR,
+    TO_HOST,
+    Kind,
+    ScheduleError,
+)
 from megatron_vshape.core.model.layers import Pieces
-from megatron_vshape.core.model.schedule import Objective
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.program.lowering import whole_backwards
@@ -70,6 +79,47 @@ def test_files_have_them_and_their_sources_and_old_ones_have_none() -> None:
     made = pieces.costs((2, 1))
     assert made.time_us(Kind.F, 0) == 2 * 1.5 + 0.125
     assert made.time_us(Kind.BW, 0) == 2 * 2.0 + 0.125
+
+
+def test_stages_cost_what_their_settings_of_recompute_do() -> None:
+    """A price list says what differs; copies to the host take their share of what is held."""
+    own = Costs.uniform(2, 4, *REAL, kinds=OFFLOAD)
+    cheap = {"backward_us": (1.2,) * 4, "held_after_forward_bytes": (0.5,) * 4}
+    costs = replace(own, recompute=(("mlp", own.with_prices("mlp", cheap)),))
+    assert Costs.from_json(costs.to_json()) == costs
+    schedule = make("v-half", 2, 6)
+    mixed = replace(schedule, recompute=("mlp", "none", "none", "mlp"))
+    at = costs.at(mixed.recompute)
+    assert at.backward_us == (1.2, 1.15, 1.15, 1.2)
+    assert at.time_us(OFFLOAD[0], 3) == 0.5
+    assert at.recompute == ()
+    assert simulate(mixed, costs) == replace(simulate(schedule, at), schedule=mixed)
+    assert peak_held(mixed, costs) == peak_held(schedule, at) < peak_held(schedule, costs)
+    assert simulate(schedule, costs) == simulate(schedule, own)
+    assert simulate(mixed, own) == replace(simulate(schedule, own), schedule=mixed)
+    # of two stages of the file added up, and without the list in what bounds are made of
+    assert dict(regroup(costs, 2, "1F1B").recompute)["mlp"].backward_us == (2.4, 2.4)
+    assert lower_bound(costs, schedule.placement, 2, 6, (6, 6)) > 0
+    with pytest.raises(ScheduleError, match="no prices of recompute 'full'; they have none, mlp"):
+        simulate(replace(schedule, recompute=("full",) * 4), costs)
+    with pytest.raises(ScheduleError, match="2 settings of recompute and 4 stages"):
+        verify(replace(schedule, recompute=("mlp", "mlp")))
+
+
+def test_a_link_that_copies_one_way_at_a_time() -> None:
+    """On it both copies are one lane; where the costs say so, of any schedule."""
+    copies = [Pass(kind, 0, 0) for kind in OFFLOAD]
+    row = [Pass(Kind.F, 0, 0), *copies]
+    row += [Pass(Kind.F, 0, 1), *(each._replace(microbatch=1) for each in copies)]
+    row += [Pass(Kind.B, 0, j) for j in (0, 1)] + [Pass(Kind.W, 0, j) for j in (0, 1)]
+    schedule = Schedule("copies", 1, 2, (0,), (tuple(row),))
+    costs = Costs.uniform(1, 1, 0.5, 0.5, 0.5, kinds=OFFLOAD)  # of a stage as long as two
+    assert [lane.resource for lane in schedule.lanes()] == [PROCESSOR, TO_HOST, FROM_HOST]
+    late = replace(schedule, half_duplex=True)
+    assert [lane.resource for lane in late.lanes()] == [PROCESSOR, TO_HOST]
+    duplex, one_way = (simulate(each, costs) for each in (schedule, late))
+    assert (duplex.makespan, one_way.makespan) == (11, 12)
+    assert simulate(schedule, replace(costs, half_duplex=True)).ends == one_way.ends
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ def test_yaml_that_grows_is_refused(tmp_path: Path, tally: Tally) -> None:
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
     (tmp_path / "sweep.yaml").write_text("\n".join(lines))
     said = command("sweep", tmp_path / "sweep.yaml")
-    assert "the alias *a0 is not read: write the value out" in said
+    assert "has the alias *a0, and aliases are not read: write the value out" in said
 
 
 def test_a_sweeps_name_leads_nowhere(tmp_path: Path, tally: Tally) -> None:

@@ -29,7 +29,10 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -94,6 +97,7 @@ def make_config(shape: str, ranks: int, given: dict[str, Any]) -> Any:
         "use_cpu_initialization": True,
         "mamba_head_dim": 16,
         "mamba_num_groups": 2,
+        "mtp_num_layers": given.get("predicting"),
     }
     if shape != "bridge":
         return TransformerConfig(pipeline_model_parallel_size=ranks, **sizes)
@@ -144,7 +148,10 @@ def build(config: Any, pattern: str | None, ties: bool, ends: dict[str, Any]) ->
         "share_embeddings_and_output_weights": ties,
     }
     if pattern is None:
-        return GPTModel(config, get_gpt_layer_local_spec(), **sizes, **ends)
+        layer, further = get_gpt_layer_local_spec(), None
+        if config.mtp_num_layers is not None:
+            further = get_gpt_mtp_block_spec(config, layer, False, ends["vp_stage"])
+        return GPTModel(config, layer, mtp_block_spec=further, **sizes, **ends)
     from hybrid_local import local_stack_spec
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
@@ -193,7 +200,8 @@ def forward(shape: str, collected: list[float], data: Any, model: nn.Module) -> 
     positions = torch.arange(tokens.shape[1]).unsqueeze(0)
     mask = torch.triu(torch.ones(1, 1, tokens.shape[1], tokens.shape[1]), diagonal=1).bool()
     labels = batch["labels"] if ends[1] else None
-    output = model(tokens if ends[0] else None, positions, mask, labels=labels)
+    reads = ends[0] or (ends[1] and getattr(model.module, "mtp_process", False))
+    output = model(tokens if reads else None, positions, mask, labels=labels)
 
     def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss = output.float().mean()

@@ -168,9 +168,7 @@ class TestScheduleFiles:
 
 
 OPTIONS = [
-    "--mtp-num-layers 1",
     "--cuda-graph-impl local",
-    "--fine-grained-activation-offloading",
     "--overlap-moe-expert-parallel-comm",
     "--delay-wgrad-compute",
     "--use-megatron-fsdp",

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from mcore.conftest import needs_hybrid
+from mcore.conftest import UNTIED, needs_hybrid
 from mcore.farm import Ended, Farm
 
 Save = Callable[[str], tuple[Path, Ended]]
@@ -24,6 +24,7 @@ class Run(NamedTuple):
 
 
 SPLIT = "--pipeline-layer-split"
+PREDICTS = "--mtp-num-layers 2"
 RUNS = {
     "one rank": Run(1, ""),
     "v-half": Run(4, "--pipeline-schedule v-half"),
@@ -46,6 +47,11 @@ RUNS = {
     "hybrid, v-half": Run(4, "--pipeline-schedule v-half --hybrid-layer-pattern *|-*|-|*|-|*|-|*"),
     "hybrid, stock": Run(2, "--hybrid-layer-pattern *-*|-*-*-*", stock=True),
     "stock, TP 2": Run(2, "--pipeline-model-parallel-size 1 --tensor-model-parallel-size 2", True),
+    "v-half, tied, MTP": Run(2, f"--pipeline-schedule v-half {PREDICTS}"),
+    "zb-h1, tied, MTP": Run(2, f"--pipeline-schedule zb-h1 {PREDICTS}"),
+    "v-zb, MTP": Run(4, f"--pipeline-schedule v-zb {PREDICTS} {UNTIED}"),
+    "stock, MTP": Run(2, f"{PREDICTS} {UNTIED}", stock=True),
+    "one rank, tied, MTP": Run(1, PREDICTS, stock=True),
 }
 
 
@@ -83,12 +89,17 @@ def assert_same_state(loaded: Ended, saved: Ended) -> None:
         assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
 
 
-GPTS = [name for name in RUNS if "hybrid" not in name]
+GPTS = [name for name in RUNS if "hybrid" not in name and "MTP" not in name]
 PAIRS = [
     ("v-half", "stock"),
     ("v-half", "v-half, uneven"),
     ("stock", "v-half"),
     ("v-half, uneven", "v-zb, TP 2"),
+    ("v-zb, MTP", "stock, MTP"),
+    ("stock, MTP", "v-zb, MTP"),
+    ("v-half, tied, MTP", "one rank, tied, MTP"),
+    ("one rank, tied, MTP", "zb-h1, tied, MTP"),
+    ("zb-h1, tied, MTP", "v-half, tied, MTP"),
     *((first, "v-half") for first in GPTS if first not in ("v-half", "stock")),
     *(("v-half", second) for second in GPTS if second not in ("v-half", "stock", "v-half, uneven")),
     ("hybrid, v-half", "hybrid, stock"),
@@ -98,7 +109,7 @@ PAIRS = [
     ("v-zb, TP 2", "stock, TP 2"),
     ("stock, TP 2", "v-zb, TP 2"),
 ]
-FAST = 4
+FAST = 6
 
 
 @pytest.mark.parametrize(

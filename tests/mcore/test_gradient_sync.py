@@ -33,13 +33,12 @@ def chunk_of(name: str, log: list[str], groups: int = 2, experts: int = 0) -> An
 
 
 def sync_of(
-    chunks: list[Any], ties: bool = False, recomputes: bool = False, forward_only: bool = False
+    chunks: list[Any], recomputes: bool = False, forward_only: bool = False
 ) -> GradientSync:
     config = SimpleNamespace(param_sync_func=None, no_sync_func=None)
     pipeline = SimpleNamespace(
         overlaps_grad_reduce=True,
-        choice=SimpleNamespace(keeps_backward_whole=recomputes, ties_ends=ties),
-        stage_map=SimpleNamespace(ends_meet=True),
+        choice=SimpleNamespace(keeps_backward_whole=recomputes),
     )
     return GradientSync(config, chunks, pipeline, 2, False, forward_only)  # type: ignore[arg-type]
 
@@ -93,7 +92,7 @@ def test_the_bucket_of_a_tied_weight_waits_for_the_last_stage() -> None:
     chunks = [chunk_of("first", log), chunk_of("last", log)]
     tied = chunks[0].bucket_groups[1].parameters[0]
     tied.zero_out_wgrad = True
-    sync = sync_of(chunks, ties=True)
+    sync = sync_of(chunks)
     sync.weights_done(0)
     sync.weights_done(1)
     sync.deferred([tied])  # by the output layer, in the last stage's B

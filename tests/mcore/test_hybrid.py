@@ -74,10 +74,14 @@ def test_the_pattern_or_the_flag_says_where_stages_begin() -> None:
     assert cut("M|*-M", (3, 1)) == "M*-|M"
 
 
+def test_multi_token_prediction_comes_after_the_stages() -> None:
+    assert layers_of_stages("M*-M/M*/M*", v_shape(2), None) == (1, 1, 1, 1)
+    assert cut("M*-M/M*/M*", (0, 2, 2, 0)) == "|M*|-M|/M*/M*"
+
+
 @pytest.mark.parametrize(
     ("pattern", "split", "said"),
     [
-        ("M*-M/M*", None, "multi-token prediction, which needs its own stage: leave / and what"),
         ("M*|-M", None, "has 2 parts and the schedule 4 stages: put 3 times | into it, or none"),
         ("M*||-|M", None, "leaves stage 1 without layers"),
         ("M|*|-|M", "1,1,1,1", "so does --pipeline-layer-split: leave one of them out"),

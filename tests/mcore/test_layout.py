@@ -55,6 +55,15 @@ def test_a_looping_placement_is_megatrons_own() -> None:
     assert made.layout == text.layout
 
 
+def test_multi_token_prediction_is_in_the_last_stage() -> None:
+    made = StageLayout(StageMap(v_shape(2), (2, 2, 2, 1), 2))
+    assert [len(stage) for stage in made.layout[0]] == [3, 4]
+    assert made.get_num_layers_to_build(LayerType.mtp, vp_stage=1, pp_rank=0) == 2
+    assert made.get_layer_offset(LayerType.mtp, vp_stage=1, pp_rank=0) == 0
+    made.validate_layer_layout(7, 2)
+    assert made.input_data == "Ett|tt|tt|tmmL"
+
+
 def test_megatrons_text_says_the_same() -> None:
     layers = (0, 3, 2, 1)
     made = StageLayout(StageMap(looping(2, 2), layers))

@@ -37,12 +37,6 @@ def layouts_of_recipes() -> dict[str, tuple[Any, int]]:
     return found
 
 
-def without_mtp(layout: Any) -> Any:
-    if isinstance(layout, str):
-        return layout.replace("m", "")
-    return [[name for name in stage if name != "mtp"] for stage in layout]
-
-
 def counts(layers: str) -> tuple[int, ...]:
     """Return the counts that a short form such as 5,14*6,5 says: 14 times 6."""
     stages: list[int] = []
@@ -60,16 +54,17 @@ class TestLayouts:
     def test_it_is_read_as_megatron_reads_it(self, name: str) -> None:
         layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
         layout, ranks = layouts_of_recipes()[name]
-        if "m" in str(layout).replace("embedding", ""):
-            with pytest.raises(UnsupportedError, match="has multi-token prediction, which needs"):
-                layers_in(layout)
-        layout = without_mtp(layout)
         theirs = layouts.PipelineParallelLayerLayout(layout, ranks)
         chunks = range(theirs.virtual_pipeline_model_parallel_size)
         stages = [theirs.layout[rank][chunk] for chunk in chunks for rank in range(ranks)]
-        expected = [stage.count(layouts.LayerType.decoder) for stage in stages]
-        assert list(layers_in(layout)) == expected
-        assert layers_in(theirs) == tuple(expected)  # Megatron's own object
+        layers = tuple(stage.count(layouts.LayerType.decoder) for stage in stages)
+        expected = layers, theirs.flatten_layout.count(layouts.LayerType.mtp)
+        assert layers_in(layout) == expected
+        assert layers_in(theirs) == expected  # Megatron's own object
+
+    def test_some_have_multi_token_prediction(self) -> None:
+        counts = [layers_in(layout)[1] for layout, _ in layouts_of_recipes().values()]
+        assert {0, 1} <= set(counts)
 
     @pytest.mark.parametrize(
         ("layout", "placement", "expected"),
@@ -83,6 +78,7 @@ class TestLayouts:
             ("Et*3|t*5|t*5|t*3L", v_shape(4), "1,2,3,2,3,2,2,1"),  # 4 stages, each cut in two
             ("E|tt|tt|L", v_shape(2), "0,2,2,0"),
             ("E|t|t|t|t|t|t|L", v_shape(2), "1,2,2,1"),
+            ("Et*4|(t*4|)*14tmL", v_shape(8), "15*4,1"),
             ([["embedding", "decoder"], ["decoder", "decoder", "loss"]], linear(2), "1,2"),
             ([["Embedding "], ["decoder"] * 2, ["decoder"], ["loss"]], v_shape(2), "0,2,1,0"),
             # neither: as even as can be, with the ends as much shorter as the layout has them
@@ -139,10 +135,21 @@ class TestLayouts:
         assert said in str(error.value)
 
     @pytest.mark.parametrize("layout", ["Et|ttmL", "Et|tt|m|L", [["embedding"], ["mtp", "loss"]]])
-    def test_multi_token_prediction_is_refused(self, layout: Any) -> None:
-        options = Namespace(pipeline_model_parallel_layout=layout, num_layers=3)
-        with pytest.raises(UnsupportedError, match="multi-token prediction, which needs its own"):
-            translate(options, v_shape(2))
+    def test_multi_token_prediction_is_as_much_as_the_model_has(self, layout: Any) -> None:
+        layers, predicting = layers_in(layout)
+        assert predicting == 1
+        options = {"pipeline_model_parallel_layout": layout, "num_layers": sum(layers)}
+        with pytest.raises(ScheduleError, match="mtp_num_layers is 0: make them agree"):
+            translate(Namespace(**options, mtp_num_layers=None), linear(2))
+        options["num_layers"] = None  # not known yet, as in a recipe
+        with pytest.raises(ScheduleError, match="mtp_num_layers is 2: make them agree"):
+            translate(Namespace(**options, mtp_num_layers=2), linear(2))
+        translate(Namespace(**options, mtp_num_layers=None), linear(2))
+
+    def test_multi_token_prediction_without_the_loss_goes_to_the_last_stage(self) -> None:
+        options = Namespace(pipeline_model_parallel_layout="Et|tt|m|L", mtp_num_layers=1)
+        (notice,) = translate(options, linear(2)).notices
+        assert str(notice).endswith(": its 4 stages as the schedule's 2: layers per stage 3,0")
 
     def test_the_layout_of_this_package_is_left_alone(self) -> None:
         own = SimpleNamespace(stage_map=object())
@@ -223,7 +230,7 @@ class TestEnds:
     def test_nearest(self) -> None:
         assert nearest(4, 4) == (1, 1, 1, 1)
         assert nearest(2, 4, 1, 1) == (0, 1, 1, 0)
-        with pytest.raises(ScheduleError, match="1 layers are too few for 4 stages"):
+        with pytest.raises(ScheduleError, match="1 layer is too few for 4 stages"):
             nearest(1, 4)
 
 
@@ -253,6 +260,17 @@ class TestTheRest:
         assert getattr(options, name) is off
         assert translated.layer_split is None
         assert translate(options, v_shape(4)).notices == ()  # the second time there is nothing
+
+    def test_offloading_becomes_part_of_the_plan(self) -> None:
+        name = "fine_grained_activation_offloading"
+        options = Namespace(**{name: True}, offload_modules=["core_attn"])
+        translated = translate(options, v_shape(4))
+        assert translated.may_offload
+        (notice,) = translated.notices
+        assert str(notice).startswith(f"{name}: part of the plan: auto decides which microbatches")
+        assert notice.outcome == Outcome.TRANSLATED
+        assert getattr(options, name) is False
+        assert not translate(options, v_shape(4)).may_offload
 
     @pytest.mark.parametrize("overlaps", [True, False])
     def test_userbuffers_hide_nothing_behind_a_weight_gradient(self, overlaps: bool) -> None:

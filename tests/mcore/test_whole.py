@@ -164,7 +164,6 @@ def test_what_a_script_sets_in_the_config_alone_is_refused() -> None:
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     check_config(config, post_validates=True)
     for name, value, option in (
-        ("mtp_num_layers", 1, "--mtp-num-layers"),
         ("delay_wgrad_compute", True, "--delay-wgrad-compute"),
         ("defer_embedding_wgrad_compute", True, "defer_embedding_wgrad_compute: its layers are"),
         ("num_microbatches_with_partial_activation_checkpoints", 2, "num_microbatches_with_"),

@@ -31,7 +31,7 @@ from playground.driving import (
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.check.simulate import simulate, unit_costs
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.kinds import PARTS, Kind
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make
@@ -73,7 +73,7 @@ def check_drawn(page: Any, timeline: Timeline) -> None:
                 idle.append(((left + right) / 2, y + 12))
             before = end
     assert pixels(page, places) == wanted
-    colours = {shade(kind, chunk, count) for kind in "FBW" for chunk in range(count)}
+    colours = {shade(kind, chunk, count) for kind in PARTS for chunk in range(count)}
     assert colours.isdisjoint(pixels(page, idle))
     assert len(idle) > 3
 

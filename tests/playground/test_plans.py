@@ -99,13 +99,14 @@ def test_the_command_makes_this_very_plan_and_training_takes_its_file(tmp_path):
     plans = pytest.importorskip("megatron_vshape.mcore.setup.plans")
     choice = pytest.importorskip("megatron_vshape.mcore.setup.choice")
     path = tmp_path / "plan.json"
-    recipe = shlex.split(shown()["facts"]["recipe"])
+    priced = {**COST, "embedding": [0.25, 0, 0, 0], "head": [0.5, 0.25, 0.5, 0]}
+    recipe = shlex.split(shown(costs=priced)["facts"]["recipe"])
     assert main([*recipe, "--export", str(path)]) == 0
-    schedule = Schedule.from_json(planned("schedule-file").decode())
+    schedule = Schedule.from_json(planned("schedule-file", costs=priced).decode())
     assert load_schedule(path) == schedule
     planner = plans.Planner(choice.choice_of(str(path), DEVICES))
     assert planner.training(MICROBATCHES).schedule == schedule
-    assert shown()["facts"]["train"] == ""  # no name stands for it: the page names the file
+    assert shown(costs=priced)["facts"]["train"] == ""  # the page names the file
 
 
 def test_the_command_has_every_digit():
@@ -118,7 +119,9 @@ def test_the_command_has_every_digit():
 
 
 def test_extras_that_no_argument_says_leave_no_command():
-    facts = shown(costs={**COST, "head": [0.5, 0.5, 0.5, 0]})["facts"]
+    priced = {**COST, "head": [0.5, 0.25, 0.5, 0]}
+    assert " --head 0.5,0.25,0.5 --memory-limit " in shown(costs=priced)["facts"]["recipe"]
+    facts = shown(costs={**COST, "head": [0.5, 0.5, 0.5, 1]})["facts"]
     assert facts["recipe"] == ""
     assert facts["no_recipe"].endswith("which no argument says. Save it with Schedule JSON.")
     assert shown()["facts"]["no_recipe"] == ""

@@ -267,8 +267,8 @@ def test_what_is_saved_is_what_is_shown(page, server):
 def test_compare_says_which_schedule_failed_and_shows_the_others(page, server):
     for active, marked in ((0, 0), (1, 1)):
         page.goto("about:blank")
-        page.goto(f"{server}#tab=compare&d=4&m=8&s=v-half~interleaved-1f1b:c65&a={active}")
-        assert said(page) == "Interleaved-1F1B: 65 is outside 1 to 64"
+        page.goto(f"{server}#tab=compare&d=4&m=8&s=v-half~interleaved-1f1b:c129&a={active}")
+        assert said(page) == "Interleaved-1F1B: 129 is outside 1 to 128"
         page.wait_for_selector('#stage[aria-busy="false"]')
         assert len(page.query_selector_all("[aria-invalid]")) == marked
         assert len(page.query_selector_all("canvas.track")) == 1
@@ -489,6 +489,6 @@ def test_the_seconds_that_a_plan_takes_are_not_read_out(page, server):
 
 def test_why_no_command_makes_a_plan_is_said(page, server):
     pytest.importorskip("numba", reason="without numba a plan takes minutes")
-    load(page, server, "d=4&m=8&h=0.5,0.5,0.5,0&s=plan:6:makespan:1")
+    load(page, server, "d=4&m=8&h=0.5,0.5,0.5,1&s=plan:6:makespan:1")
     assert not page.query_selector("#command-recipe")
     assert "No command makes this plan" in page.inner_text("#share")

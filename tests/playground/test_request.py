@@ -63,7 +63,7 @@ def test_a_request():
         (
             {"schedule": {"source": "name", "name": "interleaved-1f1b", "chunks": 0}},
             "chunks",
-            "0 is outside 1 to 64",
+            "0 is outside 1 to 128",
         ),
         (
             {

@@ -30,7 +30,7 @@ class CopyingStage(PlainStage):
 
 
 def run_rank(rank: int, text: str) -> list[tuple[int, list[Any], int]]:
-    define("C", reads=[Read("F")], before=["B"], time=TIME, **COPY)
+    define("K", reads=[Read("F")], before=["B"], time=TIME, **COPY)
     program = lower(Schedule.from_json(text))
     transport = Transport([[0, 1]], SHAPE, torch.float32, "cpu")
     transport.prepare(program)
@@ -42,14 +42,14 @@ def run_rank(rank: int, text: str) -> list[tuple[int, list[Any], int]]:
 
 
 def test_a_copy_beside_the_processor_is_planned_proved_drawn_and_run() -> None:
-    copy = define("C", reads=[Read("F")], before=["B"], time=TIME, **COPY)
+    copy = define("K", reads=[Read("F")], before=["B"], time=TIME, **COPY)
     try:
         costs = Costs.uniform(2, 4, kinds=[copy])
         found = plan(costs, 2, 5, limit=3, kinds=(*PARTS, copy))
         verify(found.schedule, 3, costs)
         timeline = simulate(found.schedule, costs)
         assert timeline.makespan == found.value
-        assert timeline.draw().count("C") + timeline.draw().count("c") == 4 * 5
+        assert timeline.draw().count("K") + timeline.draw().count("k") == 4 * 5
         text = found.schedule.to_json()
         assert Schedule.from_json(text) == found.schedule
         expected, _ = one_process(4, 5, 0, torch.float32)

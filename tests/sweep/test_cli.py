@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from sweep.samples import ROOT, SWEEP, write_sweep
 
 from megatron_vshape.cli import sweep
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.schedule import load_schedule
 from megatron_vshape.sweep.results import open_results
 
 
@@ -47,6 +49,47 @@ def test_dry_run_prints_commands(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert call(write_sweep(tmp_path), "--dry-run") == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum("--pipeline-schedule v-half" in line for line in lines) == 2
+
+
+def test_a_command_of_a_dry_run_can_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the plan that it names, and the environment that the run would have."""
+    grid = {**SWEEP["grid"], "schedule": ["adaptive"], "microbatch_size": [1]}
+    path = write_sweep(tmp_path, sweep={"grid": grid, "run": {**SWEEP["run"], "threads": 3}})
+    assert call(path, "--results", tmp_path / "here" / "results.db", "--dry-run") == 0
+    command = capsys.readouterr().out.splitlines()[-1]
+    (plan,) = (tmp_path / "here").glob("*/schedule.json")
+    assert f"--pipeline-schedule {plan}" in command
+    assert load_schedule(plan).num_devices == 2
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("PYTHONPATH")
+    told = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert "OMP_NUM_THREADS=3 " in command
+    assert "iteration 3 |" in told.stdout
+
+
+def test_a_dry_run_for_several_nodes_says_what_each_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = {"nodes": 2, "devices_per_node": 1}
+    path = write_sweep(
+        tmp_path, cluster=cluster, sweep={"run": {**SWEEP["run"], "executor": "slurm"}}
+    )
+    assert call(path, "--dry-run") == 0
+    shown = capsys.readouterr().out
+    assert "# on each of 2 nodes, with its number as NODE and the first one's name as HOST" in shown
+    assert ' torchrun --nnodes 2 --node-rank "$NODE" --master-addr "$HOST" --master-port ' in shown
+
+
+def test_a_slurm_that_is_not_there_is_told_before_predicting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_sweep(tmp_path, sweep={"run": {**SWEEP["run"], "executor": "slurm"}})
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(sweep, "_predict", None)
+    with pytest.raises(ScheduleError, match="executor is slurm, but sbatch and srun cannot be fou"):
+        call(path, "--results", tmp_path / "results.db")
 
 
 def test_assumptions_have_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,10 +212,13 @@ def test_a_trainer_that_is_not_there_is_told_before_predicting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_sweep(tmp_path, sweep={"run": {**SWEEP["run"], "script": "gone.py"}})
-    assert call(path, "--dry-run") == 0
+    assert call(path, "--predict-only") == 0
     monkeypatch.setattr(sweep, "_predict", None)
-    with pytest.raises(ScheduleError, match=r"run\.script gone\.py is no file in .*: start the"):
-        call(path, "--results", tmp_path / "results.db")
+    for more in ([], ["--dry-run"]):
+        with pytest.raises(
+            ScheduleError, match=r"run\.script gone\.py is no file in .*: start the"
+        ):
+            call(path, "--results", tmp_path / "results.db", *more)
 
 
 def test_published_figures_stand_beside_predicted_ones_only(tmp_path: Path) -> None:

@@ -76,10 +76,19 @@ def test_wrong_sweep(tmp_path: Path, over: dict[str, Any], text: str) -> None:
     [
         ("a: [", "is not YAML"),
         ("- 1", "must hold keys with values, not \\[1\\]"),
-        ("!!python/object/apply:os.system [true]", "is not YAML"),
-        ("name: !!bool x", "the tag tag:yaml.org,2002:bool is not read: leave it out"),
-        ("name: !!timestamp x", "is not read: leave it out"),
-        ("name: !!int ''", "is not read: leave it out"),
+        (
+            "!!python/object/apply:os.system [true]",
+            "sweep.yaml: line 1 has the tag tag:yaml.org,2002:python/object/apply:os.system, and ",
+        ),
+        ("name: !!bool x", "line 1 has the tag tag:yaml.org,2002:bool, and tags are not read: lea"),
+        ("name: !!timestamp x", "tags are not read: leave it out"),
+        ("name: !!int ''", "tags are not read: leave it out"),
+        (
+            "name: &a x\nmodel: *a",
+            "sweep.yaml: line 2 has the alias \\*a, and aliases are not read",
+        ),
+        ("name: x\nmodel: y\nname: z", "sweep.yaml: the key name stands twice, in lines 1 and 3"),
+        ("grid: {a: 1, a: 1}", "the key a stands twice, in lines 1 and 1"),
         ("name: x", "the key model is missing \\(and 3 more\\)"),
     ],
 )

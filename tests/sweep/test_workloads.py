@@ -1,21 +1,26 @@
 """Runs are compared within a workload: one sequence length and one global batch size."""
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from sweep.samples import SWEEP, load_sample
 
+from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.sweep.files import Loaded, Pruning, SweepError
 from megatron_vshape.sweep.grid import Combination, expand
 from megatron_vshape.sweep.machine import Machine
 from megatron_vshape.sweep.predict import Prediction, Predictor, Verdict
 from megatron_vshape.sweep.prune import prune
 from megatron_vshape.sweep.report import (
+    _look,
     best_rows,
     comparison_table,
     draw_pareto,
     load_published,
-    result_table,
+    parallel,
+    result_tables,
     rows_of,
 )
 from megatron_vshape.sweep.results import Outcome, Result, Status
@@ -46,10 +51,26 @@ def test_a_large_batch_is_not_slower_for_being_large(two_batches: list[Predictio
 def test_each_workload_has_its_best(two_batches: list[Prediction]) -> None:
     rows = best_rows(rows_of(two_batches))
     assert [row.combination.workload for row in rows] == [(64, 8), (64, 64)]
-    table = result_table(rows, "title")
-    assert [row.style for row in table.rows] == ["bold", "bold"]
-    batch = next(column for column in table.columns if column.header == "batch")
-    assert list(batch.cells) == ["8", "64"]
+    tables = result_tables(rows)
+    assert [row.style for table in tables for row in table.rows] == ["bold", "bold"]
+    assert [table.title for table in tables] == [
+        f"sequence 64, batch {batch}, layout: even, status: predicted runs" for batch in (8, 64)
+    ]
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_the_figures_fit_a_narrow_terminal(two_batches: list[Prediction], measured: bool) -> None:
+    ran = [
+        Result(each.combination, Outcome(Status.OK, 12.345, 99 * 2.0**30, 0.123), 0.4567, 1, 1, 0.1)
+        for each in two_batches[: 3 if measured else 0]
+    ]
+    stream = io.StringIO()
+    for table in result_tables(rows_of(two_batches, ran)):
+        Console(file=stream, width=80).print(table)
+    text = stream.getvalue()
+    assert "…" not in text
+    assert max(map(len, text.split("\n"))) <= 80
+    assert text.count("45.67 (") == text.count("99.0 (") == len(ran)
 
 
 def test_a_run_that_failed_is_no_winner(two_batches: list[Prediction], tmp_path: Path) -> None:
@@ -63,9 +84,9 @@ def test_a_run_that_failed_is_no_winner(two_batches: list[Prediction], tmp_path:
         failed = Result(best.combination, Outcome(status), None, 1.0, 1.0, 0.1)
         rows = rows_of([best, other], [failed, ran])
         assert best_rows(rows) == [rows[1]]
-        table = result_table(rows, "title")
+        (table,) = result_tables(rows)
         assert [row.style for row in table.rows] == [None, "bold"]
-        assert list(table.columns[6].cells)[0] == f"- ({100 * best.mfu:.2f})"
+        assert list(table.columns[1].cells)[0] == f"- ({100 * best.mfu:.2f})"
         assert rows[0].best_mfu == 0
         with pytest.raises(SweepError, match="there is nothing to draw"):
             draw_pareto(rows[:1], tmp_path / "pareto.svg", "title")
@@ -78,6 +99,27 @@ def test_each_workload_has_its_panel(two_batches: list[Prediction], tmp_path: Pa
     text = path.read_text()
     assert "sequence length 64, global batch 8<" in text
     assert "sequence length 64, global batch 64<" in text
+
+
+def test_the_front_names_configurations_and_tells_schedules_apart(
+    two_batches: list[Prediction], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    looks = [_look(name) for name in (*NAMES, "adaptive")]
+    assert len(set(looks)) == len(looks)
+    dark = [colour for colour, _ in looks if int(colour[1:], 16) and max(rgb(colour)) < 0x60]
+    assert not dark  # but for black itself, which stands once
+    assert [colour for colour, _ in looks].count("#000000") == 1
+    path = tmp_path / "pareto.svg"
+    draw_pareto(rows_of(two_batches), path, "title")
+    text = path.read_text()
+    assert "on the front: DP TP PP CP mbs<" in text
+    best = max(two_batches, key=lambda each: each.mfu or 0.0)
+    assert f">{parallel(best.combination)}<" in text
+
+
+def rgb(colour: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(colour[1:]))
 
 
 @pytest.mark.parametrize("backwards", [False, True])

@@ -100,6 +100,10 @@ def test_texts_say_what_is_drawn(tmp_path):
     assert "chunks; broken line: 8, as 1F1B holds" in texts
     assert "time, in passes of one chunk" in texts
     assert {"forward", "input gradient", "weight gradient", "peak"} <= set(texts)
+    assert "whole backward" not in texts
+    whole = draw(tmp_path, schedule_figure(simulate(make("1f1b", 4, 8)))).texts
+    assert "whole backward" in whole
+    assert "weight gradient" not in whole
 
 
 def test_costs_in_bytes_are_shown_in_gib(tmp_path):

@@ -1,6 +1,7 @@
 """The event simulator: a schedule and costs become a timeline."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from megatron_vshape.core.check.deadlock import explain_deadlock
 from megatron_vshape.core.model.costs import Costs
@@ -12,7 +13,8 @@ from megatron_vshape.core.model.schedule import Lane, Schedule, Timeline
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Return when every pass runs if each starts as soon as its device and its inputs allow.
 
-    A resource of a device runs its passes in order, one at a time. A result that crosses devices
+    A resource of a device runs its passes in order, one at a time; where the schedule or the costs
+    say half duplex, both links to the host are one. A result that crosses devices
     arrives `send_us` after its pass has ended; sending occupies no device. Without `costs` every
     chunk pass takes one unit and messages take none.
 
@@ -24,9 +26,19 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     Raises:
         ScheduleError: the costs are for another number of stages, or the order deadlocks.
     """
-    costs = unit_costs(schedule) if costs is None else costs
+    return _Simulation(schedule, costs_of(schedule, costs)).run()
+
+
+def costs_of(schedule: Schedule, costs: Costs | None = None) -> Costs:
+    """Return what the stages cost with the schedule's settings of recompute; or unit costs.
+
+    Raises:
+        ScheduleError: the costs are for another number of stages, or lack a setting.
+    """
+    if costs is None:
+        return unit_costs(schedule)
     check_costs(costs, schedule.num_stages)
-    return _Simulation(schedule, costs).run()
+    return costs.at(schedule.recompute)
 
 
 def unit_costs(schedule: Schedule) -> Costs:
@@ -52,7 +64,8 @@ class _Simulation:
         stages, microbatches = schedule.num_stages, schedule.num_microbatches
         self.schedule = schedule
         self.costs = costs
-        self.lanes = schedule.lanes()
+        one_way = costs.half_duplex and not schedule.half_duplex
+        self.lanes = (replace(schedule, half_duplex=True) if one_way else schedule).lanes()
         kinds = schedule.kinds
         self.table = NeedTable(stages, kinds)
         self.needs, self.parts_of = self.table.needs, self.table.parts_of
@@ -134,7 +147,7 @@ def _by_device(
 
 def held_curve(schedule: Schedule, costs: Costs, device: int) -> list[float]:
     """Return what the device holds while each of its passes runs, in the unit of the costs."""
-    passes = schedule.order[device]
+    passes, costs = schedule.order[device], costs_of(schedule, costs)
     return _held(passes, costs, {work.kind for work in passes})
 
 
@@ -147,8 +160,7 @@ def peak_held(schedule: Schedule, costs: Costs | None = None) -> tuple[float, ..
     >>> peak_held(make("1f1b", 4, 8)), peak_held(make("v-half", 4, 8))
     ((8.0, 6.0, 4.0, 2.0), (6.0, 6.0, 6.0, 6.0))
     """
-    costs = unit_costs(schedule) if costs is None else costs
-    check_costs(costs, schedule.num_stages)
+    costs = costs_of(schedule, costs)
     kinds = schedule.kinds
     return tuple(max(_held(passes, costs, kinds), default=0.0) for passes in schedule.order)
 

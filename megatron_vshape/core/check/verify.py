@@ -6,7 +6,19 @@ from collections.abc import Iterator, Sequence
 from megatron_vshape.core.check.bounds import each_limit
 from megatron_vshape.core.check.simulate import held_curve, simulate, unit_costs
 from megatron_vshape.core.model.costs import Costs, held_text
-from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import (
+    COPY_BACK,
+    DEVICE,
+    EVERY,
+    FIRST,
+    KINDS,
+    LAST,
+    OFFLOAD,
+    PARTS,
+    Kind,
+    Read,
+    ScheduleError,
+)
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import check_placement
 from megatron_vshape.core.model.schedule import Schedule
@@ -46,6 +58,11 @@ def verify(
             f"num_microbatches is {schedule.num_microbatches}; it must be at least 1"
         )
     check_placement(schedule.placement, schedule.num_devices)
+    if len(schedule.recompute) not in (0, schedule.num_stages):
+        raise ScheduleError(
+            f"the schedule has {len(schedule.recompute)} settings of recompute and "
+            f"{schedule.num_stages} stages; there must be one of each"
+        )
     _check_places(schedule)
     _check_counts(schedule)
     simulate(schedule)  # raises if it deadlocks
@@ -58,11 +75,13 @@ def _check_places(schedule: Schedule) -> None:
     """Raise ScheduleError at a pass that does not exist or stands on the wrong device."""
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     for device, passes in enumerate(schedule.order):
-        for at, (_, stage, microbatch) in enumerate(passes):
+        for at, (kind, stage, microbatch) in enumerate(passes):
             if not 0 <= stage < stages:
-                wrong = f"there are only {stages} stages, counted from 0"
+                wrong = f"the last stage is {stages - 1}"
             elif not 0 <= microbatch < microbatches:
-                wrong = f"there are only {microbatches} microbatches, counted from 0"
+                wrong = f"the last microbatch is {microbatches - 1}"
+            elif stage != {FIRST: 0, LAST: stages - 1}.get(kind.of, stage):
+                wrong = f"only the {kind.of} stage has a {kind}"
             elif schedule.placement[stage] != device:
                 wrong = f"its stage is on device {schedule.placement[stage]}"
             else:
@@ -95,15 +114,28 @@ def _check_counts(schedule: Schedule) -> None:
     wrong += [work for work, times in count.items() if times > 1 and not work.kind.everywhere]
     if not wrong:
         _check_reads(schedule, count)
+        _check_shared(schedule)
         return
     culprit = wrong[0]
     device, at = _place_of(schedule, culprit)
-    times = f"{count[culprit]} times" if count[culprit] else "never"
-    more = f" (and {len(wrong) - 1} more passes not once)" if len(wrong) > 1 else ""
+    others = {work[1:] for work in wrong} - {culprit[1:]}
+    more = f" (and {len(others)} more are wrong)" if others else ""
     raise ScheduleError(
-        f"{culprit} runs {times} on device {device}; every pass must run once{more}\n"
+        f"{_times_told(schedule, culprit)} on device {device}; every pass must run once{more}\n"
         + excerpt(schedule, device, at)
     )
+
+
+def _times_told(schedule: Schedule, culprit: Pass) -> str:
+    """Return how often a pass runs, by the names that stand in the order: a BW runs B and W."""
+    row = schedule.order[schedule.placement[culprit.stage]]
+    same = (work for work in row if work[1:] == culprit[1:])
+    found = [str(work) for work in same if culprit.kind in work.parts()]
+    if not found:
+        return f"{culprit} runs never"
+    if len(set(found)) == 1:
+        return f"{found[0]} runs {len(found)} times"
+    return f"{culprit} runs {len(found)} times, as {' and '.join(dict.fromkeys(found))},"
 
 
 def _check_reads(schedule: Schedule, count: Counter[Pass]) -> None:
@@ -111,11 +143,48 @@ def _check_reads(schedule: Schedule, count: Counter[Pass]) -> None:
     for device, passes in enumerate(schedule.order):
         for at, work in enumerate(passes):
             for need in work.needs(schedule.num_stages):
-                if not count[need]:
+                if not count[need] and not _is_of_another(need, work):
                     raise ScheduleError(
                         f"{work} on device {device} reads {need}, which no device runs\n"
                         + excerpt(schedule, device, at)
                     )
+            back = work._replace(kind=COPY_BACK)
+            if work.kind in OFFLOAD and not count[back]:
+                raise ScheduleError(
+                    f"{work} on device {device} has no {back}: what waits in host memory must be "
+                    "copied back before its B\n" + excerpt(schedule, device, at)
+                )
+
+
+def _is_of_another(need: Pass, work: Pass) -> bool:
+    """Return whether a pass may do without this need, as its device has one of another stage."""
+    return need.kind.of == DEVICE and any(
+        read.at == EVERY for read in work.kind.reads if read.kind == need.kind
+    )
+
+
+def _check_shared(schedule: Schedule) -> None:
+    """Raise ScheduleError unless each device has every part of the work that they share, once."""
+    shared = [kind for kind in schedule.kinds if kind.of]
+    count = Counter(
+        (work.kind, device, work.microbatch)
+        for device, passes in enumerate(schedule.order)
+        for work in passes
+        if work.kind.of
+    )
+    devices = range(schedule.num_devices)
+    ends = {FIRST: schedule.placement[:1], LAST: schedule.placement[-1:]}
+    for kind in sorted(shared):
+        joint = [each for each in KINDS if Read(kind, at=EVERY) in each.reads]
+        for each in (*joint, kind):
+            for device in ends.get(each.of, devices):
+                for microbatch in range(schedule.num_microbatches):
+                    times = count[each, device, microbatch]
+                    if times != 1:
+                        raise ScheduleError(
+                            f"{each} of microbatch {microbatch} runs {times or 'no'} times on "
+                            f"device {device}; a schedule with {kind} needs it once there"
+                        )
 
 
 def _place_of(schedule: Schedule, culprit: Pass) -> tuple[int, int]:

@@ -2,9 +2,9 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from operator import add
+from operator import add, mul
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
@@ -16,7 +16,19 @@ from megatron_vshape.core.model.files import (
     parse_object,
     read_text,
 )
-from megatron_vshape.core.model.kinds import KINDS, PARTS, PROCESSOR, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import (
+    COPY_BACK,
+    COPY_OUT,
+    KINDS,
+    NO_RECOMPUTE,
+    OFFLOAD,
+    PARTS,
+    PROCESSOR,
+    RELOAD,
+    Kind,
+    ScheduleError,
+    is_setting,
+)
 
 LEAST, MOST = 1e-6, 1e15
 """Of a time, and of what is held; times stay far from where floats end."""
@@ -109,6 +121,8 @@ class Costs:
     whole_exchange_us: tuple[float, ...] | None = None  # None: as B's
     sources: tuple[tuple[str, str], ...] = ()  # "measured ..." or "assumed ...", by name
     others: tuple[tuple[str, tuple[float, ...]], ...] = ()  # what other kinds take or hold, by name
+    recompute: tuple[tuple[str, "Costs"], ...] = ()
+    half_duplex: bool = False
 
     def __post_init__(self) -> None:
         self._check()
@@ -215,9 +229,12 @@ class Costs:
         return tuple(self.time_us(Kind.BW, stage) for stage in range(self.num_stages))
 
     def in_passes(self) -> "Costs":
-        """Return the costs with all that a pass takes in its own time, exchanges and host too."""
+        """Return the costs with all that a pass takes in its own time, exchanges and host too.
+
+        Without the price list: `at` comes before.
+        """
         if not self.host_us and all(getattr(self, name) is None for name in _EXCHANGES):
-            return self
+            return replace(self, recompute=()) if self.recompute else self
         stages = range(self.num_stages)
         forward, backward, weight = (
             tuple(self.time_us(kind, stage) for stage in stages) for kind in PARTS
@@ -232,7 +249,110 @@ class Costs:
             forward_exchange_us=None,
             backward_exchange_us=None,
             whole_exchange_us=None,
+            recompute=(),
         )
+
+    def with_copies(self, forwards: float, half_duplex: bool = False) -> "Costs":
+        """Return the costs where all that a stage holds may be copied, in so many F one way.
+
+        In those of a stage in the middle: what the ends compute beside their layers holds nothing.
+        """
+        held = self.held_after_forward_bytes
+        each = median(us / more for us, more in zip(self.forward_us, held, strict=True) if more)
+        times = tuple(max(forwards * each * more, LEAST * forwards * each) for more in held)
+        amounts = times, held, times
+        names = COPY_OUT.time, RELOAD.takes, COPY_BACK.time
+        own = self.without_copies()
+        others = (*own.others, *zip(names, amounts, strict=True))
+        made = replace(own, others=others, recompute=(), half_duplex=half_duplex)
+        settings = ((name, made.with_prices(name, each._lists())) for name, each in own.recompute)
+        return replace(made, recompute=tuple(settings))
+
+    @property
+    def trades(self) -> bool:
+        """Return whether these say what memory may be traded for, beside the order."""
+        return self.copies or bool(self.recompute)
+
+    @property
+    def copies(self) -> bool:
+        """Return whether these say what it takes that activations wait in host memory."""
+        return set(_names_of_others(OFFLOAD)) <= {name for name, _ in self.others}
+
+    def without_copies(self) -> "Costs":
+        """Return the costs of stages whose activations never wait in host memory."""
+        left = tuple(each for each in self.others if each[0] not in _names_of_others(OFFLOAD))
+        others = tuple((setting, each.without_copies()) for setting, each in self.recompute)
+        return replace(self, others=left, recompute=others, half_duplex=False)
+
+    def in_order_alone(self) -> "Costs":
+        """Return the costs without copies to the host and without a price list of recompute."""
+        return replace(self, recompute=()).without_copies()
+
+    def with_prices(self, setting: str, prices: Mapping[str, tuple[float, ...]]) -> "Costs":
+        """Return the costs where `prices`, by name and with a value per stage, replace these.
+
+        The same share of what is held is copied to the host and back, unless they say otherwise.
+
+        Raises:
+            ScheduleError: a name that these lack, or a whole backward that may differ is missing.
+        """
+        known = self._lists()
+        for name in prices:
+            if name not in known:
+                raise ScheduleError(
+                    f"recompute {setting!r:.60} has {name!r:.40}, which does not stand beside "
+                    f"recompute; it may hold {', '.join(known)}"
+                )
+        splits = {"backward_us", "weight_us"}.intersection(prices)
+        if splits and "whole_backward_us" in known and "whole_backward_us" not in prices:
+            raise ScheduleError(
+                f"recompute {setting!r:.60} lacks whole_backward_us, which stands beside recompute"
+            )
+        held = prices.get("held_after_forward_bytes", self.held_after_forward_bytes)
+        pairs = zip(held, self.held_after_forward_bytes, strict=False)
+        share = [new / old if old else 1.0 for new, old in pairs]
+        moved = _names_of_others(OFFLOAD)
+        changed = {name: each for name, each in prices.items() if name not in dict(self.others)}
+        others = tuple(
+            (name, prices.get(name, tuple(map(mul, each, share)) if name in moved else each))
+            for name, each in self.others
+        )
+        return replace(self, recompute=(), others=others, **changed)  # type: ignore[arg-type]
+
+    def at(self, settings: Sequence[str]) -> "Costs":
+        """Return the costs of stages that have these settings; of none, or of `none` alone, these.
+
+        Costs without a price list are of whatever the stages do, and are taken as they are.
+
+        Raises:
+            ScheduleError: the list lacks a setting, or there are more or fewer than stages.
+        """
+        if not self.recompute or not settings:
+            return self
+        if len(settings) != self.num_stages:
+            raise ScheduleError(
+                f"the costs are for {self.num_stages} stages, {len(settings)} have a setting of "
+                "recompute"
+            )
+        by_name = {NO_RECOMPUTE: self} | dict(self.recompute)
+        missing = next((each for each in settings if each not in by_name), None)
+        if missing is not None:
+            raise ScheduleError(
+                f"the costs have no prices of recompute {missing!r:.60}; they have "
+                f"{', '.join(by_name)}"
+            )
+        given = [by_name[setting] for setting in settings]
+        changed: dict[str, Any] = {
+            name: tuple(getattr(each, name)[stage] for stage, each in enumerate(given))
+            for name in (*_PER_STAGE, *_TIMES)
+            if getattr(self, name) is not None
+        }
+        others = zip(self.others, *(each.others for each in given), strict=True)
+        changed["others"] = tuple(
+            (own[0], tuple(each[1][stage] for stage, each in enumerate(rest)))
+            for own, *rest in others
+        )
+        return replace(self, recompute=(), **changed)
 
     def changes(self, kind: Kind) -> tuple[Sequence[float], Sequence[float]]:
         """Return, by stage, how much more is held when such a pass starts, and when it ends."""
@@ -329,7 +449,16 @@ class Costs:
             known["host_us"] = self.host_us
         if self.sources:
             known["sources"] = dict(self.sources)
+        if self.half_duplex:
+            known["half_duplex"] = True
+        if self.recompute:
+            known["recompute"] = {name: each._lists() for name, each in self.recompute}
         return json.dumps(known | dict(self.others), indent=1)
+
+    def _lists(self) -> dict[str, tuple[float, ...]]:
+        """Return all that is given for every stage, by name."""
+        given = {name: getattr(self, name) for name in (*_PER_STAGE, *_TIMES)}
+        return {name: each for name, each in given.items() if each is not None} | dict(self.others)
 
     @classmethod
     def from_json(cls, text: str) -> "Costs":
@@ -342,6 +471,9 @@ class Costs:
         layers = _whole_numbers("layers", data.pop("layers")) if "layers" in data else None
         host_us = _numbers("host_us", [data.pop("host_us", 0.0)])[0]
         sources = _sources(data.pop("sources", {}))
+        recompute, half_duplex = data.pop("recompute", {}), data.pop("half_duplex", False)
+        if not isinstance(half_duplex, bool):
+            raise ScheduleError(f"half_duplex is {half_duplex!r:.40}; it must be true or false")
         optional = {name: _numbers(name, data.pop(name)) for name in _TIMES if name in data}
         others = tuple(
             (each, _numbers(each, data.pop(each)))
@@ -350,20 +482,22 @@ class Costs:
         )
         check_keys(data, _FIELDS, "the costs file")
         send_us = _numbers("send_us", [data["send_us"]])[0]
-        lists = {name: _numbers(name, data[name]) for name in _PER_STAGE}
+        lists: dict[str, Any] = {name: _numbers(name, data[name]) for name in _PER_STAGE}
         if not any(lists["held_after_forward_bytes"]):
             raise ScheduleError(
                 "held_after_forward_bytes is 0 for every stage; some must hold more"
             )
         lists |= optional
-        return cls(
+        made = cls(
             send_us=send_us,
             **lists,
             layers=layers,
             host_us=host_us,
             sources=sources,
             others=others,
+            half_duplex=half_duplex,
         )
+        return replace(made, recompute=tuple(_settings(recompute, made)))
 
     @classmethod
     def load(cls, path: str | Path) -> "Costs":
@@ -387,6 +521,7 @@ class Costs:
             for stage, value in enumerate(values):
                 _check_value(name, f"{name} of stage {stage}", value, name in _EXCHANGES)
         self._check_layers()
+        self._check_recompute()
         _check_value("send_us", "send_us", self.send_us, may_be_zero=True)
         _check_value("host_us", "host_us", self.host_us, may_be_zero=True)
         times = [time for name in values_of if name.endswith("_us") for time in values_of[name]]
@@ -397,6 +532,22 @@ class Costs:
                 f"the times reach from {shortest} to {longest}; none may be more than "
                 f"{MAX_RATIO:g} times another"
             )
+
+    def _check_recompute(self) -> None:
+        for setting, each in self.recompute:
+            if not is_setting(setting) or setting == NO_RECOMPUTE:
+                raise ScheduleError(
+                    f"recompute has prices of {setting!r:.40}; a setting is full, or modules with "
+                    f"commas, as in layernorm,mlp, and what stands beside the list is "
+                    f"{NO_RECOMPUTE}"
+                )
+            own, other = self._lists(), each._lists()
+            if own.keys() != other.keys() or self.num_stages != each.num_stages:
+                raise ScheduleError(
+                    f"the prices of recompute {setting} are {', '.join(other)} of "
+                    f"{each.num_stages} stages, those without it {', '.join(own)} of "
+                    f"{self.num_stages}; they must be of the same"
+                )
 
     def _check_layers(self) -> None:
         if self.layers is None:
@@ -425,7 +576,7 @@ _EXCHANGES = ("forward_exchange_us", "backward_exchange_us", "whole_exchange_us"
 _TIMES = ("whole_backward_us", *_EXCHANGES)  # of every stage, where they are known
 _OPTIONAL = ("layers", *_TIMES)
 _FIELDS = (*_PER_STAGE[:3], "send_us", *_PER_STAGE[3:])
-_KNOWN = frozenset((*_FIELDS, *_OPTIONAL, "host_us", "sources"))
+_KNOWN = frozenset((*_FIELDS, *_OPTIONAL, "host_us", "sources", "recompute", "half_duplex"))
 
 MEASURED, ASSUMED = "measured", "assumed"
 """How the source of a figure begins."""
@@ -453,6 +604,28 @@ def _sources(given: object) -> tuple[tuple[str, str], ...]:
                 f"the source of {name} is {text!r:.60}; it must begin with {MEASURED} or {ASSUMED}"
             )
     return tuple(given.items())
+
+
+def _settings(given: object, own: Costs) -> Iterator[tuple[str, Costs]]:
+    """Yield the costs of every setting read from JSON, which has what differs from `own`.
+
+    The same share of what is held is copied to the host and back, unless it says otherwise.
+
+    Raises:
+        ScheduleError: not an object of objects, a name that `own` lacks, or a whole backward that
+            may differ is missing.
+    """
+    if not isinstance(given, dict):
+        raise ScheduleError(
+            f"recompute is {given!r:.60}; it must be an object with the prices of each setting"
+        )
+    for setting, prices in given.items():
+        if not isinstance(prices, dict):
+            raise ScheduleError(
+                f"recompute {setting!r:.60} is {prices!r:.60}; it must be an object with prices"
+            )
+        lists = {name: _numbers(name, values) for name, values in prices.items()}
+        yield setting, own.with_prices(setting, lists)
 
 
 def _numbers(name: str, values: object) -> tuple[float, ...]:
@@ -510,7 +683,11 @@ def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
     changed["others"] = tuple((name, tuple(_sums(each, size))) for name, each in costs.others)
     if costs.layers is not None:
         changed["layers"] = tuple(map(int, changed["layers"]))
-    return replace(costs, **changed)
+    finer = replace(costs, recompute=())
+    changed["recompute"] = tuple(
+        (setting, regroup(each, num_stages, name)) for setting, each in costs.recompute
+    )
+    return replace(finer, **changed)
 
 
 def _sums(values: tuple[float, ...], size: int) -> Iterator[float]:

@@ -8,8 +8,15 @@ they stand in the device's row; those of two resources run side by side, and wai
 only where one reads what the other makes. What a device holds follows from its processor's passes
 alone, so that it does not depend on how fast a copy is: a kind of another resource holds nothing,
 and a pass of the processor that reads it, which may take no time, lets go of what was copied.
+
+Some work is no stage's: a vocabulary that is shared out has a part on every device. Such a kind is
+of the `DEVICE`: each has one pass for every microbatch, written with the number of any stage of it.
+What all of them read of one stage, or one reads of all of them, comes by a collective that all
+devices join in that pass; it is no message, and every device has to come to it in the same order
+(`program.lowering` proves that it does).
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -22,14 +29,27 @@ PROCESSOR = "processor"
 """The resource that computes. Others have whatever name their kinds give them."""
 
 
+FIRST, LAST, EVERY, DEVICE = "first", "last", "every", "device"
+"""Which stages: the first, the last, all, or any one of each device."""
+
+
 class Read(NamedTuple):
     """A result that a pass reads: of the same microbatch, of the stage `step` after its own.
 
-    Where there is no such stage, there is nothing to read.
+    Where there is no such stage, there is nothing to read. With `at` it is that of the FIRST stage,
+    of the LAST, or of EVERY one that has such a pass.
     """
 
     kind: str
     step: int = 0
+    at: str = ""
+
+    def stages(self, own: int, num_stages: int) -> range:
+        """Return the stages that a pass of the stage `own` reads of."""
+        if self.at == EVERY:
+            return range(num_stages)
+        stage = {FIRST: 0, LAST: num_stages - 1}.get(self.at, own + self.step)
+        return range(stage, stage + 1) if 0 <= stage < num_stages else range(0)
 
 
 class Kind(str):
@@ -58,6 +78,8 @@ class Kind(str):
     does: tuple["Kind", ...]  # simple kinds; of a simple kind itself
     before: tuple[str, ...]  # kinds of its stage and microbatch that wait for it where it is
     everywhere: bool  # whether every stage and microbatch must have it
+    of: str  # FIRST, LAST or DEVICE: where a schedule that has it has one for every microbatch
+    joins: bool  # whether no device leaves such a pass before all have come to theirs
     resource: str
     time: str
     exchange: str
@@ -93,6 +115,8 @@ def define(
     does: Sequence[Kind] = (),
     before: Iterable[str] = (),
     everywhere: bool = False,
+    of: str = "",
+    joins: bool = False,
     resource: str = PROCESSOR,
     time: str = "",
     exchange: str = "",
@@ -123,7 +147,7 @@ def define(
     kind.label, kind.words, kind.method = label, words or f"the {label}", method
     kind.receives = any(read.step for read in kind.reads)
     kind.does = tuple(does) or (kind,)
-    kind.everywhere, kind.resource = everywhere, resource
+    kind.everywhere, kind.of, kind.joins, kind.resource = everywhere, of, joins, resource
     kind.time, kind.exchange = time, exchange
     kind.takes, kind.keeps, kind.frees = takes, keeps, frees
     kind.colour, kind.terminal = colour, terminal
@@ -185,7 +209,7 @@ Kind.W = define(
 )
 Kind.BW = define(
     "BW",
-    label="input and weight gradient",
+    label="whole backward",
     words="the whole backward pass",
     method="backward",
     reads=Kind.B.reads,
@@ -244,6 +268,102 @@ COPY_BACK = define(
 
 OFFLOAD = (COPY_OUT, RELEASE, RELOAD, COPY_BACK)
 """The kinds of a stage and microbatch whose activations wait in host memory."""
+
+
+def resource_of(kind: Kind, half_duplex: bool) -> str:
+    """Return where passes of this kind run, if the link to the host may go one way at a time."""
+    return TO_HOST if half_duplex and kind.resource == FROM_HOST else kind.resource
+
+
+NO_RECOMPUTE = "none"
+"""The setting of a stage whose backward computes nothing again."""
+
+_SETTING = re.compile(r"[a-z][a-z0-9_]{0,30}(,[a-z][a-z0-9_]{0,30}){0,15}", re.ASCII)
+
+
+def is_setting(text: str) -> bool:
+    """Return whether a text may say what is computed again: `none`, `full` or `layernorm,mlp`."""
+    return _SETTING.fullmatch(text) is not None
+
+
+# A vocabulary that is shared out (arXiv 2411.05288, its Algorithm 2): every device has rows of the
+# embedding and of the output layer. The last stage's F ends where logits would begin; each device
+# makes its part of these, and the part of the input's gradient, which are put together before that
+# stage's B. The weight's gradient needs nothing more of others but the loss's own gradient, which
+# comes with what the next microbatch's S reads.
+COLLECTIVES = "collectives"
+
+LOOKUP = define(
+    "I",
+    label="embedding of own tokens",
+    method="look_up",
+    joins=True,
+    of=DEVICE,
+    time="lookup_us",
+    colour="#7a6a1f",
+    terminal=(101, 186),
+)
+LOOKED_UP = define(
+    "E",
+    label="sum of embeddings",
+    method="sum_embeddings",
+    reads=[Read("I", at=EVERY)],
+    before=["F"],
+    of=FIRST,
+    resource=COLLECTIVES,
+    time="lookup_sum_us",
+    colour="#7a6a1f",
+    terminal=(101, 186),
+)
+LOGITS = define(
+    "S",
+    label="own part of the output layer",
+    method="own_logits",
+    joins=True,
+    reads=[Read("F", at=LAST)],
+    of=DEVICE,
+    time="logits_us",
+    takes="logits_bytes",
+    colour="#a02c5a",
+    terminal=(125, 205),
+)
+LOSS = define(
+    "C",
+    label="sum over the vocabulary",
+    method="sum_vocabulary",
+    reads=[Read("S", at=EVERY)],
+    before=["B"],
+    of=LAST,
+    resource=COLLECTIVES,
+    time="logits_sum_us",
+    colour="#a02c5a",
+    terminal=(125, 205),
+)
+HEAD_WEIGHT = define(
+    "T",
+    label="weight gradient of the output layer",
+    method="own_head_weights",
+    reads=[Read("S"), Read("C", at=LAST)],
+    of=DEVICE,
+    time="head_weight_us",
+    frees="logits_bytes",
+    colour="#3d7d2f",
+    terminal=(64, 150),
+)
+LOOKUP_WEIGHT = define(
+    "J",
+    label="gradient of the embedding",
+    method="own_embedding_weights",
+    joins=True,
+    reads=[Read("B", at=FIRST)],
+    of=DEVICE,
+    time="lookup_weight_us",
+    colour="#4a6b8a",
+    terminal=(67, 110),
+)
+
+VOCABULARY = (LOOKUP, LOOKED_UP, LOGITS, LOSS, HEAD_WEIGHT, LOOKUP_WEIGHT)
+"""The kinds of a vocabulary that is shared out over all devices."""
 
 
 def simple_kinds(kinds: Iterable[Kind]) -> tuple[Kind, ...]:

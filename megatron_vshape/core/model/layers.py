@@ -147,11 +147,19 @@ def recut(
     return pieces.costs((even_layers if even else pieces.balanced)(total, placement))
 
 
+def with_ends(costs: Costs, first: Piece, last: Piece) -> Costs:
+    """Return the costs with what the embedding adds to the first stage and the head to the last."""
+    stages = costs.stages()
+    stages[0], stages[-1] = stages[0].plus(first), stages[-1].plus(last)
+    return Costs.of(stages, costs.send_us, costs.layers, costs.host_us, costs.sources)
+
+
 def check_stages(num_layers: int, least: int, num_stages: int) -> None:
     """Raise ScheduleError if there are too few layers for the inner stages."""
     if num_layers < max(least, 1):
+        layers = "1 layer is" if num_layers == 1 else f"{num_layers} layers are"
         raise ScheduleError(
-            f"{num_layers} layers are too few for {num_stages} stages: only the first and the last "
+            f"{layers} too few for {num_stages} stages: only the first and the last "
             f"may be without, so make --num-layers at least {max(least, 1)}"
         )
 
@@ -231,7 +239,16 @@ class Widths:
     @property
     def head_in_layers(self) -> float:
         """Return how many layers' products the output layer's take; tensor parallel or not."""
+        return self.hidden * self.vocabulary / self._layer
+
+    @property
+    def merging_in_layers(self) -> float:
+        """Return what multi-token prediction takes to merge two hidden states into one."""
+        return 2 * self.hidden**2 / self._layer
+
+    @property
+    def _layer(self) -> float:
         projections = self.hidden * (2 * self.attention + self.key_value)
         feed_forward = self.hidden * self.feed_forward * (3 if self.gated else 2)
         scores = self.sequence * self.attention  # the causal half of two products
-        return self.hidden * self.vocabulary / (projections + feed_forward + scores)
+        return projections + feed_forward + scores

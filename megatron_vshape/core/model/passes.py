@@ -55,10 +55,9 @@ class Pass(NamedTuple):
         A need is always a simple pass; a whole backward satisfies the need for its B. What a pass
         waits for only where it is there, `NeedTable` adds.
         """
-        for name, step in self.kind.reads:
-            stage = self.stage + step
-            if 0 <= stage < num_stages:
-                yield Pass(find_kind(name), stage, self.microbatch)
+        for read in self.kind.reads:
+            for stage in read.stages(self.stage, num_stages):
+                yield Pass(find_kind(read.kind), stage, self.microbatch)
 
 
 class NeedTable:
@@ -115,17 +114,22 @@ class NeedTable:
     def direct_needs(self) -> dict[Kind, list[tuple[tuple[int, int], ...]]]:
         """Return `needs` without those that another need of the same pass waits for itself.
 
-        Whoever waits for the rest waits for all, if every microbatch has all passes.
+        Whoever waits for the rest waits for all, whichever passes a microbatch does without.
         """
         own, behind = dict[tuple[int, int], int](), dict[tuple[int, int], int]()  # sets, as bits
+
+        def waited_for(needs: tuple[tuple[int, int], ...]) -> int:
+            """Return what these passes wait for, if they are there in any case."""
+            return reduce(or_, (behind[need] for need in needs if need[0] not in self.at_will), 0)
+
         for number, (at, stage) in enumerate(self.in_turn()):
             needs = self.needs[self.parts[at]][stage]
             own[at, stage] = 1 << number
-            behind[at, stage] = reduce(or_, (own[need] | behind[need] for need in needs), 0)
+            certain = (own[need] for need in needs if need[0] not in self.at_will)
+            behind[at, stage] = reduce(or_, certain, waited_for(needs))
 
         def direct(needs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-            others = reduce(or_, (behind[need] for need in needs), 0)
-            return tuple(need for need in needs if not own[need] & others)
+            return tuple(need for need in needs if not own[need] & waited_for(needs))
 
         return {kind: list(map(direct, by_stage)) for kind, by_stage in self.needs.items()}
 

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_vshape.core.model.files import check_keys, is_whole, parse_object, read_text
-from megatron_vshape.core.model.kinds import KINDS, PARTS, PROCESSOR, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import (
+    KINDS,
+    NO_RECOMPUTE,
+    PARTS,
+    PROCESSOR,
+    Kind,
+    ScheduleError,
+    is_setting,
+    resource_of,
+)
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, check_placement, chunks_of
 
@@ -52,6 +61,9 @@ class Schedule:
     """The order in which every device runs its passes; it holds no times.
 
     `placement[stage]` is the device of a stage, `order[device]` the passes of a device.
+    `recompute[stage]` is what the stage's backward computes again, such as `mlp` or `full`; without
+    it no stage does. With `half_duplex` a device's copies to and from its host share one link,
+    which runs them in the order of the device's passes.
 
     >>> from megatron_vshape import Schedule, make
     >>> schedule = make("1f1b", 2, 2)
@@ -67,6 +79,8 @@ class Schedule:
     num_microbatches: int
     placement: Placement
     order: tuple[tuple[Pass, ...], ...]
+    recompute: tuple[str, ...] = ()
+    half_duplex: bool = False
     _kinds: list[frozenset[Kind]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -93,6 +107,10 @@ class Schedule:
         """Return whether any weight gradient is a pass of its own."""
         return Kind.W in self.kinds
 
+    def resource_of(self, kind: Kind) -> str:
+        """Return the resource of a device on which passes of this kind run."""
+        return resource_of(kind, self.half_duplex)
+
     def lanes(self) -> list[Lane]:
         """Return every device's passes by resource: the processors', device by device, first."""
         if all(kind.resource == PROCESSOR for kind in self.kinds):
@@ -102,7 +120,7 @@ class Schedule:
         }
         for device, row in enumerate(self.order):
             for at, work in enumerate(row):
-                places.setdefault((device, work.kind.resource), []).append(at)
+                places.setdefault((device, self.resource_of(work.kind)), []).append(at)
         return [
             Lane(device, resource, [self.order[device][at] for at in own], own)
             for (device, resource), own in places.items()
@@ -110,16 +128,19 @@ class Schedule:
 
     def to_json(self) -> str:
         """Return the schedule file's text; `from_json` reads it back."""
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "name": self.name,
-                "num_devices": self.num_devices,
-                "num_microbatches": self.num_microbatches,
-                "placement": list(self.placement),
-                "order": [[str(each) for each in passes] for passes in self.order],
-            }
-        )
+        data = {
+            "format": FORMAT,
+            "name": self.name,
+            "num_devices": self.num_devices,
+            "num_microbatches": self.num_microbatches,
+            "placement": list(self.placement),
+            "order": [[str(each) for each in passes] for passes in self.order],
+        }
+        if self.recompute:
+            data["recompute"] = list(self.recompute)
+        if self.half_duplex:
+            data["half_duplex"] = True
+        return json.dumps(data)
 
     def to_csv(self) -> str:
         """Return one line per device, its passes separated by commas."""
@@ -139,6 +160,7 @@ class Schedule:
             raise ScheduleError(
                 f"the format is {data.get('format')!r:.40}; this version reads {FORMAT}"
             )
+        recompute, half_duplex = data.pop("recompute", []), data.pop("half_duplex", False)
         check_keys(data, ("format", *_KEYS), "the schedule file")
         name, devices, microbatches, placement, order = (data[key] for key in _KEYS)
         devices = _count("num_devices", devices)
@@ -158,7 +180,11 @@ class Schedule:
         check_size(len(placement), microbatches)
         simple = sum(kind.does == (kind,) for kind in KINDS)
         _check_lengths(order, simple * len(placement) // devices * microbatches)
-        return cls(name, devices, microbatches, tuple(placement), _parse_rows(order))
+        if not isinstance(half_duplex, bool):
+            raise ScheduleError(f"half_duplex is {half_duplex!r:.40}; it must be true or false")
+        settings = _settings(recompute, len(placement))
+        rows = _parse_rows(order)
+        return cls(name, devices, microbatches, tuple(placement), rows, settings, half_duplex)
 
     @classmethod
     def from_csv(
@@ -355,12 +381,36 @@ class Objective(StrEnum):
         raise ScheduleError(f"there is no objective {value!r:.40}; choose {' or '.join(cls)}")
 
 
+class Way(NamedTuple):
+    """How less is held, beside the order: what stages compute again, and what is copied.
+
+    `settings` are of every stage, or none. With `copies` those of the activations are copied to the
+    host that are chosen; those of the stages `throughout`, if there are any.
+    """
+
+    settings: tuple[str, ...] = ()
+    copies: bool = False
+    throughout: tuple[int, ...] = ()
+
+
+ORDER_ALONE = Way()
+
+
+class Tried(NamedTuple):
+    """The best value that was found in a way; None if its bound was above that of another."""
+
+    way: Way
+    value: float | None
+    lower_bound: float
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A schedule that fits, what it costs, and how far it may be from the best.
 
     `value` is the makespan or span in the costs' unit; no order of the same placement within the
-    limits is below `lower_bound`. `source` names what the search began from.
+    limits is below `lower_bound`. `source` names what the search began from. `tried` are the ways
+    to hold less that it was chosen from.
     """
 
     schedule: Schedule
@@ -371,6 +421,7 @@ class Plan:
     peak: tuple[float, ...]
     source: str
     steps: int
+    tried: tuple[Tried, ...] = ()
 
     @property
     def overhead(self) -> float:
@@ -402,6 +453,23 @@ def _filled(line: Sequence[str]) -> list[str]:
     return cells
 
 
+def _settings(recompute: object, num_stages: int) -> tuple[str, ...]:
+    """Return the setting of every stage; raises ScheduleError unless there is a text for each."""
+    if not isinstance(recompute, list) or len(recompute) not in (0, num_stages):
+        found = f"{len(recompute)} values" if isinstance(recompute, list) else f"{recompute!r:.40}"
+        raise ScheduleError(
+            f"recompute is {found}; it must be a list with the setting of each of the {num_stages} "
+            f'stages, as in "{NO_RECOMPUTE}" or "mlp"'
+        )
+    for stage, setting in enumerate(recompute):
+        if not isinstance(setting, str) or not is_setting(setting):
+            raise ScheduleError(
+                f"recompute of stage {stage} is {setting!r:.40}; it must be {NO_RECOMPUTE}, full "
+                'or modules with commas, as in "layernorm,mlp"'
+            )
+    return tuple(recompute)
+
+
 def _check_lengths(order: Sequence[object], most: int) -> None:
     """Raise ScheduleError at a device with more passes than it can have, which take memory."""
     for device, row in enumerate(order):
@@ -424,8 +492,16 @@ def _parse_rows(rows: Sequence[object]) -> tuple[tuple[Pass, ...], ...]:
 
 
 def _placement_of(order: Sequence[Sequence[Pass]]) -> Placement:
-    """Return the device of every stage, which is that of the last pass of it."""
-    device_of = {work.stage: device for device, row in enumerate(order) for work in row}
+    """Return the device of every stage, which is that of its passes."""
+    device_of: dict[int, int] = {}
+    for device, row in enumerate(order):
+        for work in row:
+            first = device_of.setdefault(work.stage, device)
+            if first != device:
+                raise ScheduleError(
+                    f"{work} stands on device {device}, but stage {work.stage} has passes on "
+                    f"device {first}; a stage is on one device"
+                )
     missing = next((at for at, stage in enumerate(sorted(device_of)) if at != stage), None)
     if missing is not None:
         raise ScheduleError(f"stage {missing} has no pass, but stage {max(device_of)} has")

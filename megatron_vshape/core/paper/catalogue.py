@@ -60,6 +60,9 @@ OPTIONS: dict[str, frozenset[str]] = {
 }
 """What may be chosen besides devices and microbatches."""
 
+MOST_STAGES_A_DEVICE = 128
+"""Stages a device that may be chosen: as many layers as the deepest models have on one."""
+
 
 def no_such_schedule(name: str, names: Sequence[str], more: str = "") -> ScheduleError:
     """Return the error that tells what is nearest among `names`, all of them, and what else is."""
@@ -99,6 +102,11 @@ def make_block(
             raise ScheduleError(
                 f"{what} of {name} is {count!r:.40}; it must be a whole number of at least 1"
             )
+    if num_chunks is not None and num_chunks > MOST_STAGES_A_DEVICE:
+        raise ScheduleError(
+            f"num_chunks of {name} is {num_chunks}; "
+            f"a device may hold up to {MOST_STAGES_A_DEVICE} stages"
+        )
     sizes = {
         "num_devices": num_devices,
         "num_microbatches": num_microbatches,

@@ -15,12 +15,15 @@ from itertools import accumulate, chain, pairwise
 from typing import NamedTuple, Protocol
 
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.kinds import PARTS, PROCESSOR, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import PARTS, PROCESSOR, Kind, ScheduleError, resource_of
 from megatron_vshape.core.model.passes import NeedTable
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Schedule
 
 NONE = -1
+
+WITHOUT = -2
+"""In place of a pass that a microbatch does without: nobody waits for it."""
 
 LATE = 1 << 62
 """A start that is never."""
@@ -160,7 +163,7 @@ class Order(NamedTuple):
     begin: Numbers  # of a lane; at last where all end
     sort: Numbers
     microbatch: Numbers
-    place_of: Numbers  # [sort * num_microbatches + microbatch], NONE if there is no such pass
+    place_of: Numbers  # [sort * num_microbatches + microbatch], NONE or WITHOUT if there is none
     limit: Numbers  # of a lane
     lag: int  # ticks that a result takes to another device
     num_microbatches: int
@@ -189,6 +192,7 @@ def make_sorts(
     kinds: Sequence[Kind],
     placement: Placement,
     amounts: Callable[[Kind, int], tuple[int, int, int]],
+    half_duplex: bool = False,
 ) -> Sorts:
     """Return the sorts of all stages, in lists; a sort is len(kinds) * stage + place in `kinds`.
 
@@ -200,7 +204,10 @@ def make_sorts(
     sorts = [(kind, stage) for stage in range(len(placement)) for kind in kinds]
     number = {sort: at for at, sort in enumerate(sorts)}
     lanes = {(device, PROCESSOR): device for device in range(max(placement) + 1)}
-    lane = [lanes.setdefault((placement[s], kind.resource), len(lanes)) for kind, s in sorts]
+    lane = [
+        lanes.setdefault((placement[stage], resource_of(kind, half_duplex)), len(lanes))
+        for kind, stage in sorts
+    ]
     needs = [
         [number[table.parts[part], s] for part, s in direct[kind][stage]] for kind, stage in sorts
     ]
@@ -295,6 +302,8 @@ def ready(order: Order, run: Run, place: int, start: int) -> int:
     needs, sort, microbatch = order.sorts.needs, order.sort[place], order.microbatch[place]
     for at in range(needs.begin[sort], needs.begin[sort + 1]):
         need = order.place_of[needs.of[at] * order.num_microbatches + microbatch]
+        if need == WITHOUT:
+            continue
         if need == NONE or run.end[need] == LATE:
             return LATE
         there = run.end[need] + order.lag * order.sorts.away[at]

@@ -3,6 +3,7 @@
 Either way the results are the same to the last bit.
 """
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -46,3 +47,13 @@ def compiled(function: _Function, *called: Callable[..., Any]) -> _Function:
     except RuntimeError:  # neither the package's folder nor the user's can be written
         logger.info("%s is compiled in every run: NUMBA_CACHE_DIR may name a folder", function)
         return cast(_Function, njit(nogil=True)(function))
+
+
+@functools.cache
+def say_if_slow() -> None:
+    """Say once that there is no numba, for whoever waits for a plan."""
+    if njit is None:
+        logger.warning(
+            "planning takes about a hundred times longer without numba: "
+            "pip install 'megatron-vshape[search]'"
+        )

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -157,7 +157,7 @@ def _arrays(
         Lists(*(np.array(part, np.int64) for part in each))
         if isinstance(each, Lists)
         else np.array(each, np.int64)
-        for each in make_sorts(kinds, placement, amounts)
+        for each in make_sorts(kinds, placement, amounts, costs.half_duplex)
     ]
     return Sorts(*made)
 
@@ -205,6 +205,54 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.Shop:
         limit=problem.room,
         due=_due(problem),
     )
+
+
+class Chosen(NamedTuple):
+    """The shop of the passes that an order has, numbered without gaps, in the lanes that have any.
+
+    Of kinds that a microbatch may do without, an order has some passes only.
+    """
+
+    shop: improve.Shop
+    passes: np.ndarray  # their numbers among all
+    number: np.ndarray  # of all, NONE of those left out
+    lanes: np.ndarray  # their numbers among all
+
+    def row(self, whole: np.ndarray) -> np.ndarray:
+        """Return an order of all lanes in the shop's own numbers."""
+        made: np.ndarray = np.append(self.number, improve.NONE)[whole[self.lanes]]
+        return made.astype(np.int32)
+
+    def whole(self, row: np.ndarray, num_lanes: int) -> np.ndarray:
+        """Return the shop's order in the numbers of all lanes and passes."""
+        made = np.full((num_lanes, row.shape[1]), improve.NONE, np.int64)
+        made[self.lanes] = np.append(self.passes, improve.NONE)[row]
+        return made
+
+
+def choose(shop: improve.Shop, row: np.ndarray) -> Chosen:
+    """Return what is left of a shop with the passes that an order has; nobody waits for others."""
+    there = np.zeros(len(shop.sort), bool)
+    there[row[row != improve.NONE]] = True
+    number = np.where(there, np.cumsum(there) - 1, improve.NONE)
+    padded = np.append(number, improve.NONE).astype(np.int32)
+    length = np.bincount(shop.lane[there], minlength=len(shop.length))
+    lanes = np.flatnonzero(length)
+    lane = np.cumsum(length > 0) - 1
+    left = shop._replace(
+        before=padded[shop.before[there]],
+        lag=shop.lag[there],
+        after=padded[shop.after[there]],
+        after_lag=shop.after_lag[there],
+        behind=padded[shop.behind[there]],
+        ticks=shop.ticks[there],
+        lane=lane[shop.lane[there]].astype(np.int32),
+        sort=shop.sort[there],
+        length=length[lanes],
+        limit=shop.limit[lanes],
+        due=shop.due[lanes],
+    )
+    return Chosen(left, np.flatnonzero(there), number, lanes)
 
 
 class _Ways:

@@ -13,7 +13,7 @@ from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.kinds import PARTS, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
-from megatron_vshape.core.model.schedule import Objective, Plan, Schedule
+from megatron_vshape.core.model.schedule import ORDER_ALONE, Objective, Plan, Schedule, Way
 from megatron_vshape.core.paper import blocks
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.planner import improve
@@ -27,7 +27,9 @@ from megatron_vshape.core.planner.cyclic_orders import (
 )
 from megatron_vshape.core.planner.inserting import insert
 from megatron_vshape.core.planner.job_shop import (
+    Chosen,
     Problem,
+    choose,
     make_shop,
     proven_limits,
     with_parts_alone,
@@ -96,6 +98,8 @@ class Candidate:
     state: improve.State
     low: np.ndarray
     high: np.ndarray
+    shop: improve.Shop
+    chosen: Chosen | None = None  # whose numbers the state's are, where passes are left out
     value: int = 0
 
 
@@ -103,7 +107,7 @@ def _call(make: Callable[[], list[CyclicOrder]]) -> list[CyclicOrder]:
     return make()
 
 
-def _best_of(candidates: list[Candidate], count: int) -> list[Candidate]:
+def best_of(candidates: list[Candidate], count: int) -> list[Candidate]:
     """Return the candidates of least value; of equal ones, which are mostly the same, one."""
     different = {each.value: each for each in reversed(candidates)}
     return sorted(different.values(), key=lambda each: each.value)[:count]
@@ -112,14 +116,20 @@ def _best_of(candidates: list[Candidate], count: int) -> list[Candidate]:
 class PlacementSearch:
     """The search for orders of one placement: makes them, improves them, holds the best so far."""
 
-    def __init__(self, problem: Problem, seed: int) -> None:
+    def __init__(self, problem: Problem, seed: int, way: Way = ORDER_ALONE) -> None:
         self.problem = problem
+        self.way = way  # with whose settings the stages cost what they do
         self.parts = problem if problem.kinds == PARTS else with_parts_alone(problem)
         self.seed = seed
         self.shops: dict[int, improve.Shop] = {}
         self.parts_shop: improve.Shop | None = None
         self.best: tuple[int, np.ndarray, str] | None = None
-        self.bound = bounds.lower_bound(
+        self.bound = self._bound()
+
+    def _bound(self) -> float:
+        """Return a value that no order of this placement and these kinds is below."""
+        problem = self.problem
+        return bounds.lower_bound(
             problem.costs,
             problem.placement,
             problem.num_devices,
@@ -129,17 +139,21 @@ class PlacementSearch:
         )
 
     def begin(self, budget: int, run: Run) -> list[Candidate]:
-        """Return the orders to improve: of the best cyclic orders, with W dealt out anew."""
+        """Return the orders to improve: of the best cyclic orders, with W dealt out anew.
+
+        Without a budget they are those of the published blocks alone.
+        """
         starts = STARTS if self.problem.num_devices <= 8 else STARTS // 2
-        cyclic = [each for made in run(_call, self._makers(budget)) for each in made]
+        makers = self._makers(budget)
+        cyclic = [each for made in run(_call, makers if budget else makers[:1]) for each in made]
         found = [each for made in run(self._candidates, cyclic) for each in made]
         for each in found:
             self.keep(each)
-        for made in run(self._all_dealt, _best_of(found, 2 * starts)):
+        for made in run(self._all_dealt, best_of(found, 2 * starts)):
             for each in made:
                 self.keep(each)
                 found.append(each)
-        return _best_of(found, starts)
+        return best_of(found, starts)
 
     def value(self) -> float:
         """Return the least value so far, in whole ticks, in the costs' unit of time.
@@ -236,11 +250,15 @@ class PlacementSearch:
         whole = int(low[0]) == int(high[0])
         if row is None or not (whole or is_period(row, low, high, short, period)):
             return None
-        shop = self._shop(short)
+        shop, chosen = self._shop(short), None
+        if np.count_nonzero(row != improve.NONE) < len(shop.sort):
+            chosen = choose(shop, row)
+            shop, row = chosen.shop, chosen.row(row)
+            low = high = shop.length
         state = improve.new_state(row, self.seed, max(shop.before.shape[1], shop.after.shape[1]))
         if not improve.settle(shop, state):
             return None
-        made = Candidate(name, period, short, state, low, high)
+        made = Candidate(name, period, short, state, low, high, shop, chosen)
         return made if self._judge(made) else None
 
     def _all_dealt(self, candidate: Candidate) -> list[Candidate]:
@@ -255,7 +273,7 @@ class PlacementSearch:
     def _dealt(self, candidate: Candidate, delay: int) -> Candidate | None:
         """Return the candidate with its W dealt out anew."""
         short = candidate.microbatches
-        row = refill(self.problem, candidate.state.row, delay)
+        row = refill(self.problem, self._row(candidate), delay, short)
         name = candidate.name.removesuffix(DEALT) + DEALT
         return self._made(name, candidate.period, short, row, candidate.low, candidate.high)
 
@@ -264,8 +282,7 @@ class PlacementSearch:
 
         Changes nothing but the candidate, so that threads can improve several.
         """
-        shop = self._shop(candidate.microbatches)
-        improve.walk(shop, candidate.state, candidate.low, candidate.high, steps)
+        improve.walk(candidate.shop, candidate.state, candidate.low, candidate.high, steps)
         self._judge(candidate)
         random = candidate.state.random
         for again in self._all_dealt(candidate):
@@ -282,12 +299,17 @@ class PlacementSearch:
     def keep(self, candidate: Candidate) -> None:
         """Remember the candidate's order if it is the best so far."""
         if self.best is None or candidate.value < self.best[0]:
-            self.best = (candidate.value, self._whole_row(candidate).copy(), candidate.name)
+            self.best = (candidate.value, self.whole_row(candidate).copy(), candidate.name)
 
-    def _whole_row(self, candidate: Candidate) -> np.ndarray:
+    def _row(self, candidate: Candidate) -> np.ndarray:
+        """Return the candidate's order in the numbers of all passes."""
+        row, chosen = candidate.state.row, candidate.chosen
+        return row if chosen is None else chosen.whole(row, len(self.problem.room))
+
+    def whole_row(self, candidate: Candidate) -> np.ndarray:
         """Return the candidate's order of all microbatches."""
         m, short = self.problem.num_microbatches, candidate.microbatches
-        row = candidate.state.row
+        row = self._row(candidate)
         if short == m:
             return row
         # what a whole period adds to the memory it takes away: it fits as often as once
@@ -297,9 +319,9 @@ class PlacementSearch:
         """Set the candidate's value at all microbatches; return whether its order can run."""
         m = self.problem.num_microbatches
         if candidate.microbatches == m:
-            candidate.value = int(improve.objective(self._shop(m), candidate.state))
+            candidate.value = int(improve.objective(candidate.shop, candidate.state))
             return True
-        value = int(improve.measure(self._shop(m), self._whole_row(candidate)))
+        value = int(improve.measure(self._shop(m), self.whole_row(candidate)))
         if value != improve.NONE:
             candidate.value = value
         return value != improve.NONE
@@ -339,14 +361,17 @@ class PlacementSearch:
             for stage in range(len(problem.placement))
             for kind in problem.kinds
         ]
-        if self.parts is not problem:
-            row = self._in_one_row(row)
-        order = tuple(tuple(made[work // m][work % m] for work in own) for own in row.tolist())
-        return Schedule("plan", problem.num_devices, m, problem.placement, order)
+        rows = row.tolist() if self.parts is problem else self._in_one_row(row)
+        order = tuple(tuple(made[work // m][work % m] for work in own) for own in rows)
+        one_way = problem.costs.half_duplex and self.parts is not problem
+        sizes = problem.num_devices, m, problem.placement
+        return Schedule("plan", *sizes, order, self.way.settings, one_way)
 
-    def _in_one_row(self, row: np.ndarray) -> np.ndarray:
+    def _in_one_row(self, row: np.ndarray) -> list[list[int]]:
         """Return, of every device, the passes of all its lanes."""
-        shop, state = self._shop(self.problem.num_microbatches), improve.new_state(row, 1)
+        chosen = choose(self._shop(self.problem.num_microbatches), row)
+        shop, row = chosen.shop, chosen.row(row)
+        state = improve.new_state(row, 1)
         improve.settle(shop, state)
         ran = improve.run_rows(shop, row, state.place, state.head).tolist()
         anchor: dict[int, int] = {}  # the place in the processor's order behind which a pass stands
@@ -361,4 +386,4 @@ class PlacementSearch:
             else:
                 anchor[work] = last[lane] = max([last[lane], *(anchor[need] for need in own)])
             rows[device].append((anchor[work], at, work))
-        return np.array([[work for *_, work in sorted(each)] for each in rows])
+        return [[int(chosen.passes[work]) for *_, work in sorted(each)] for each in rows]

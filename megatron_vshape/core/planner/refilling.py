@@ -11,6 +11,7 @@ from megatron_vshape.core.paper import reordering
 from megatron_vshape.core.paper.reordering import (
     LATE,
     NONE,
+    WITHOUT,
     Order,
     Run,
     begin_run,
@@ -27,24 +28,30 @@ EIGHTHS = 8
 _fill = compiled(reordering.fill, *reordering.CALLED)
 
 
-def fill(problem: Problem, row: np.ndarray, cool: int) -> np.ndarray | None:
+def fill(
+    problem: Problem, row: np.ndarray, cool: int, num_microbatches: int = 0
+) -> np.ndarray | None:
     """Return the order with its idle time filled; None if the rules get stuck in the memory.
 
-    W waits until nothing else can run once a device has at most `cool` forwards left.
+    W waits until nothing else can run once a device has at most `cool` forwards left. How many
+    microbatches there are must be given of an order that lacks passes.
     """
-    order, flat = _order_of(problem, row)
+    order, flat = _order_of(problem, row, num_microbatches)
     made = np.empty(len(flat), np.int64)
     if _fill(order, new_run(order, _zeros), made, cool, NONE) < len(flat):
         return None
     return _rows(row, flat[made])
 
 
-def refill(problem: Problem, row: np.ndarray, delay: int) -> np.ndarray | None:
+def refill(
+    problem: Problem, row: np.ndarray, delay: int, num_microbatches: int = 0
+) -> np.ndarray | None:
     """Return the order with its W dealt out anew; None if the memory does not suffice.
 
-    A W may delay what follows it by `delay` eighths of its own time.
+    A W may delay what follows it by `delay` eighths of its own time. How many microbatches there
+    are must be given of an order that lacks passes.
     """
-    order, flat = _order_of(problem, row)
+    order, flat = _order_of(problem, row, num_microbatches)
     made, queue = np.empty(len(flat), np.int64), np.empty(len(flat), np.int64)
     if not _deal(order, new_run(order, _zeros), problem.weight_of, queue, made, delay):
         return None
@@ -62,17 +69,17 @@ def _rows(like: np.ndarray, flat: np.ndarray) -> np.ndarray:
     return rows
 
 
-def _order_of(problem: Problem, row: np.ndarray) -> tuple[Order, np.ndarray]:
+def _order_of(problem: Problem, row: np.ndarray, num_microbatches: int) -> tuple[Order, np.ndarray]:
     """Return the order for step 4, and the passes that its places stand for."""
     flat = row[row != NONE].astype(np.int64)
     sorts = problem.sorts
-    m = len(flat) // len(sorts.ticks)
+    m = num_microbatches or len(flat) // len(sorts.ticks)
     sort, microbatch = np.divmod(flat, m)
-    place_of = np.empty(len(flat), np.int64)
+    place_of = np.full(len(sorts.ticks) * m, WITHOUT)
     place_of[flat] = np.arange(len(flat))
     order = Order(
         sorts=sorts,
-        begin=np.asarray(sorts.of_lane.begin) * m,
+        begin=np.append(0, np.cumsum(np.count_nonzero(row != NONE, axis=1))),
         sort=sort,
         microbatch=microbatch,
         place_of=place_of,

@@ -53,23 +53,32 @@ What was tried, as overheads in chunk passes (F/B/W/comm, memory in chunks, publ
   the steady order decides: eight times the share of its annealing takes d=8, m=24, 1/1.15/.85/.05
   from 37.75 to 36.65 and m=64 from 60.3 to 57.8; thirty times, hardly more (36.35, 57.65).
 
+With activations in host memory (`trades`, overheads at d=8, 1/1.15/.85/.05, m=32, a copy as long
+as an F; `scripts/bench_offload.py` prints more): greedy copies and W dealt out anew alone give
+11.55 at 8 chunks, and the walk 10.4 to 10.9, from V-ZB's order; at 4 chunks 14.5 from grouped
+interleaved ones of a loop, where the best V has 21.9. Orders planned for a quarter of what is
+missing to 1F1B's memory: never the best, and a fifth of the time.
+
 Open: below V-Half's memory the period bounds the gain; at the memory of V-ZB d - 1 hops are all
 that is left; between them (24 of 32 chunks at d=16) ten times the steps still gain a fifth.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 
-from megatron_vshape.core.check.bounds import LimitError
+from megatron_vshape.core.check.bounds import LimitError, each_limit
+from megatron_vshape.core.check.choices import bound_of_choices
 from megatron_vshape.core.model.costs import Costs, regroup
-from megatron_vshape.core.model.kinds import PARTS, Kind
+from megatron_vshape.core.model.kinds import OFFLOAD, PARTS, Kind
 from megatron_vshape.core.model.placement import Placement, default_placements
-from megatron_vshape.core.model.schedule import Objective, Plan
-from megatron_vshape.core.planner.compiling import CORES
+from megatron_vshape.core.model.schedule import ORDER_ALONE, Objective, Plan, Tried
+from megatron_vshape.core.planner.choosing import ways_to_save
+from megatron_vshape.core.planner.compiling import CORES, say_if_slow
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
+from megatron_vshape.core.planner.offload_search import Bases, OffloadSearch
 from megatron_vshape.core.planner.orders import MOST_AT_ONCE, Candidate, PlacementSearch
 
 __all__ = ["Objective", "Plan", "plan"]
@@ -95,6 +104,9 @@ Beside these in every turn, new orders drop out before they are as good: d=4, m=
 6 chunks then stays at 10.9 instead of 9.9.
 """
 
+TURNS_OF_TRADES = 4
+"""With copies or recompute, where there is more to walk; only the first begins anew."""
+
 NEAR = 0.003
 
 STEPS_OF_PASS = 1800
@@ -118,6 +130,7 @@ def plan(
     placements: Sequence[Placement] = (),
     kinds: Iterable[Kind] = PARTS,
     whole: bool = False,
+    trades: bool = False,
     steps: int | None = None,
     seconds: float | None = None,
     progress: Progress | None = None,
@@ -132,8 +145,11 @@ def plan(
     `placements` are those allowed, by default `default_placements`; costs of more stages than a
     placement has are added up. Every stage and microbatch has a pass of each of `kinds`, for which
     the costs must have what the table of kinds names. With `whole` every B stands for a BW and
-    takes its time, and no W counts: the order is meant to run without. The first run compiles the
-    inner loops, which numba keeps for later ones.
+    takes its time, and no W counts: the order is meant to run without.
+    With `trades` activations may wait in host memory, where the costs say what copies take, and
+    stages may compute them again, where the costs have prices of that: chosen by microbatch and by
+    stage, and never worse than the order alone. The first run compiles the inner loops, which numba
+    keeps for later ones.
 
     >>> from megatron_vshape import Costs, plan
     >>> costs = Costs.uniform(4, 8, forward=1, backward=1.2, weight=0.8, send=0.05)
@@ -146,26 +162,52 @@ def plan(
         ScheduleError: the counts, the costs, the kinds and the placements do not match, there is no
             such objective, or with kinds beyond F, B and W no order was found to fit.
     """
+    say_if_slow()
     allowed = list(placements) or default_placements(num_devices, costs.num_stages)
     goal, kinds = Objective(objective), tuple(kinds)
+    sizes = num_devices, num_microbatches, limit, goal
     begun: list[PlacementSearch] = []
     refused: list[LimitError] = []
+    bases: Bases = {}
     for placement in allowed:
         own = regroup(costs, len(placement), f"a placement of {len(placement)} stages")
-        own = own.never_split() if whole else own
-        try:
-            problem = make_problem(
-                own, num_devices, num_microbatches, limit, goal, placement, kinds
-            )
-        except LimitError as error:
-            refused.append(error)
-        else:
-            begun.append(PlacementSearch(problem, seed))
+        for way in ways_to_save(own, placement) if trades else [ORDER_ALONE]:
+            priced = own.at(way.settings)
+            priced = priced.never_split() if whole else priced
+            every = (*kinds, *OFFLOAD) if way.copies else kinds
+            try:
+                problem = make_problem(priced, *sizes, placement, every)
+            except LimitError as error:
+                refused.append(error)
+                continue
+            if way.copies:
+                begun.append(OffloadSearch(problem, seed, way, bases))
+            else:
+                begun.append(PlacementSearch(problem, seed, way))
     if not begun:
         raise min(refused, key=lambda error: error.least)
-    race = _Race(begun)
+    if trades:
+        begun = _worth_racing(begun)
+    race = _Race(begun, trades)
     race.run(steps, seconds, progress)
-    return race.plan()
+    made = race.plan()
+    if not trades:
+        return made
+    placement = made.schedule.placement
+    own = regroup(costs, len(placement), "the plan")
+    settings = [own, *(each for _, each in own.recompute)]
+    limits = each_limit(limit, num_devices)
+    counts = placement, num_devices, num_microbatches
+    bound = bound_of_choices(settings, own.copies, *counts, limits, goal is Objective.SPAN)
+    return replace(made, lower_bound=min(bound, made.value))
+
+
+def _worth_racing(searches: Sequence[PlacementSearch]) -> list[PlacementSearch]:
+    """Return the searches whose bounds promise most first, and of the same those with copies.
+
+    What their bounds leave nothing below the best order then never begins.
+    """
+    return sorted(searches, key=lambda each: (each.bound, not isinstance(each, OffloadSearch)))
 
 
 class _Race:
@@ -174,8 +216,8 @@ class _Race:
     Every order is walked by itself, so threads share the work and change no plan.
     """
 
-    def __init__(self, searches: list[PlacementSearch]) -> None:
-        self.searches = searches
+    def __init__(self, searches: list[PlacementSearch], trades: bool = False) -> None:
+        self.searches, self.trades = searches, trades
         self.bound = min(search.bound for search in searches)
         self.steps = 0
 
@@ -195,13 +237,14 @@ class _Race:
         budget = steps
         if budget is None:
             budget = max(default_steps(search.problem) for search in self.searches)
-        last = 1 if steps is not None and ends is None else TURNS
+        turns = TURNS_OF_TRADES if self.trades else TURNS
+        last = 1 if steps is not None and ends is None else turns
         stayed: list[_Runner] = []
         try:
             with ThreadPoolExecutor(CORES) as pool:
                 try:
                     for turn in count(1):
-                        again = turn % OLD == 0
+                        again = turn > 1 if self.trades else turn % OLD == 0
                         live = stayed if again else self._begin(budget, pool)
                         kept = [] if again else stayed
                         stayed = kept + self._turn(live, budget, ends, progress, pool)
@@ -272,7 +315,14 @@ class _Race:
 
     def plan(self) -> Plan:
         """Return the best order found, as a plan."""
-        return replace(self.best.plan(), steps=self.steps)
+        return replace(self.best.plan(), steps=self.steps, tried=tuple(self._tried()))
+
+    def _tried(self) -> Iterator[Tried]:
+        """Yield the best of every way to hold less, on any placement."""
+        for way in dict.fromkeys(search.way for search in self.searches):
+            own = [search for search in self.searches if search.way == way]
+            values = [search.value() for search in own if search.best is not None]
+            yield Tried(way, min(values, default=None), min(search.bound for search in own))
 
 
 def _improve(job: tuple[PlacementSearch, Candidate, int]) -> tuple[PlacementSearch, Candidate, int]:

@@ -42,9 +42,9 @@ def cut(program: Program, stops: Callable[[Pass], bool]) -> Cut:
 
 
 def forward_cut(program: Program) -> Cut:
-    """Return the latest cut before every backward pass and every forward of the last stage.
+    """Return the latest cut before all that is no forward and every forward of the last stage.
 
-    So nothing before it adds to a gradient or reports a loss.
+    So nothing before it adds to a gradient or reports a loss, and no copy to the host is under way.
     """
     last = program.schedule.num_stages - 1
     return cut(program, lambda work: work.kind is not Kind.F or work.stage == last)

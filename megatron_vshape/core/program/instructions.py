@@ -165,6 +165,8 @@ class Messages:
 
     def _add_input(self, work: Pass) -> None:
         """Note the message that brings the pass what a stage on another device has made."""
+        if work.kind.of:  # what it reads of others comes by a collective
+            return
         placement, chunks = self.schedule.placement, self.chunks
         target = placement[work.stage]
         for need in work.needs(self.schedule.num_stages):

@@ -40,7 +40,7 @@ from megatron_vshape.core.program.instructions import (
     Source,
     source_of,
 )
-from megatron_vshape.core.program.stuck import explain_stuck_messages
+from megatron_vshape.core.program.stuck import Meetings, explain_stuck_messages
 
 AHEAD = 1
 """How many passes before its reader a receive is posted, where that is safe.
@@ -99,6 +99,7 @@ def waits_for_ever(program: Program, *, takes: bool = False) -> dict[int, Instru
     at = [0] * len(program.instructions)
     is_open: list[set[Message]] = [set() for _ in at]  # of which a device has reached its end alone
     sent: set[Message] = set()
+    meetings = Meetings(len(at))
     awake = list(range(len(at)))
     while awake:
         device = awake.pop()
@@ -106,7 +107,7 @@ def waits_for_ever(program: Program, *, takes: bool = False) -> dict[int, Instru
         while at[device] < len(row):
             each = row[at[device]]
             if isinstance(each, Run):
-                if is_open[device]:
+                if is_open[device] or not meetings.comes(device, each.work, awake):
                     break
             elif isinstance(each, Send | Receive):
                 if takes and isinstance(each, Receive) and each.message not in sent:
@@ -237,9 +238,13 @@ def _transfers(
     """Return every message with its receive posted in the first gap after it is sent, by the plan.
 
     That is right before its reader at the latest. Waits then agree with the plan's times, but for
-    those of senders, which the walk settles.
+    those of senders, which the walk settles. What is sent between two passes that all devices join
+    is posted between these, too.
     """
     sent, read = {}, {}
+    joins = [
+        [at for at, work in enumerate(row) if work.kind.joins] for row in messages.schedule.order
+    ]
     for row in messages.schedule.order:
         for at, work in enumerate(row):
             result, message = messages.sent_after(work), messages.read_by.get(work)
@@ -254,7 +259,10 @@ def _transfers(
             for message in reversed(stream):  # none is posted before those sent earlier
                 sent_us = planned.ends[message.source][sent[message] - 1]
                 gap = bisect_left(planned.starts[message.target], sent_us)
-                posted, least = min(posted, gap, read[message]), 0
+                joined = bisect_left(joins[message.source], sent[message])
+                past = [-1, *joins[message.target], len(planned.starts[message.target])]
+                posted, least = min(posted, gap, read[message], past[joined + 1]), past[joined] + 1
+                posted = max(posted, least)
                 if early is not None:
                     stop = early[message.target]
                     is_early = sent[message] <= early[message.source]

@@ -7,6 +7,7 @@ block their device until the receive is posted: what finishes then finishes unde
 a real transport. Where messages are kernels, as on NCCL, `program.kernels` says when to post.
 """
 
+import math
 from collections.abc import Container, Iterator
 from dataclasses import replace
 
@@ -28,7 +29,7 @@ from megatron_vshape.core.program.instructions import (
     source_of,
 )
 from megatron_vshape.core.program.kernels import lower_to_kernels
-from megatron_vshape.core.program.stuck import explain_stuck_messages
+from megatron_vshape.core.program.stuck import Meetings, explain_stuck_messages
 
 WINDOW = 2
 """Receives posted ahead per stream and sender.
@@ -149,14 +150,15 @@ def fuse(timeline: Timeline) -> Schedule:
 def needed_us(timeline: Timeline) -> dict[Pass, float]:
     """Return, by result that another stage reads, until when it must be made to be there."""
     placement = timeline.schedule.placement
-    needed = {}
+    needed: dict[Pass, float] = {}
     for device in range(timeline.schedule.num_devices):
         for (kind, stage, microbatch), start, _ in timeline.slots(device):
-            for name, step in kind.reads:
-                maker = stage + step
-                if step and 0 <= maker < len(placement):
-                    send_us = 0.0 if placement[maker] == device else timeline.send_us
-                    needed[Pass(find_kind(name), maker, microbatch)] = start - send_us
+            for read in kind.reads:
+                for maker in read.stages(stage, len(placement)):
+                    if maker != stage or read.at:
+                        send_us = 0.0 if placement[maker] == device else timeline.send_us
+                        made = Pass(find_kind(read.kind), maker, microbatch)
+                        needed[made] = min(start - send_us, needed.get(made, math.inf))
     return needed
 
 
@@ -226,6 +228,7 @@ def _stuck(rows: Rows) -> dict[int, Instruction]:
     at = [0] * len(rows)
     posted: set[Pass] = set()
     sent: set[Pass] = set()
+    meetings = Meetings(len(rows))
     awake = list(range(len(rows)))
     while awake:
         device = awake.pop()
@@ -238,6 +241,9 @@ def _stuck(rows: Rows) -> dict[int, Instruction]:
                     break
                 sent.add(each.message.work)
                 awake.append(each.message.target)
+            elif isinstance(each, Run):
+                if not meetings.comes(device, each.work, awake):
+                    break
             elif isinstance(each, Await) and each.message.work not in sent:
                 break
             at[device] += 1

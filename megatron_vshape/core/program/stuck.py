@@ -3,10 +3,30 @@
 import itertools
 from collections.abc import Mapping
 
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Await, Instruction, Run, Send
 
 LISTED_DEVICES = 8
 """A deadlock of messages names at most so many devices."""
+
+
+class Meetings:
+    """Who has come to the passes that all devices join, in a walk over what each does in turn."""
+
+    def __init__(self, num_devices: int) -> None:
+        self._num_devices = num_devices
+        self._come: dict[tuple[str, int], set[int]] = {}
+
+    def comes(self, device: int, work: Pass, awake: list[int]) -> bool:
+        """Return whether the device may go on, which has come to this pass; wake who may then."""
+        if not work.kind.joins:
+            return True
+        come = self._come.setdefault((work.kind, work.microbatch), set())
+        come.add(device)
+        if len(come) < self._num_devices:
+            return False
+        awake.extend(come - {device})
+        return True
 
 
 def explain_stuck_messages(stuck: Mapping[int, Instruction]) -> str:
@@ -21,6 +41,8 @@ def explain_stuck_messages(stuck: Mapping[int, Instruction]) -> str:
 
 
 def _tell_instruction(instruction: Instruction) -> str:
+    if isinstance(instruction, Run) and instruction.work.kind.joins:
+        return f"waits in {instruction.work} for the other devices"
     if isinstance(instruction, Run):
         return f"waits for all of its messages in {instruction.work}"
     message = instruction.message

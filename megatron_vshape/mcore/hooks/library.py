@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.mcore.hooks.replacements import Function, replaces
 from megatron_vshape.mcore.hooks.session import Session
-from megatron_vshape.mcore.layout import stages
+from megatron_vshape.mcore.layout import multi_token, stages
 from megatron_vshape.mcore.layout.stages import StageLayout
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.replaced import Replaced
@@ -145,6 +145,7 @@ def model_init(session: Session, original: Function) -> Function:
                 f"{type(self).__name__} is built without a vp_stage, and every rank has "
                 f"{pipeline.stage_map.num_chunks} chunks: choose a schedule with one, such as zb-h1"
             )
+        multi_token.check_model(pipeline.stage_map, bound.arguments["config"])
         rank = parallel_state.get_pipeline_model_parallel_rank()
         first, last = pipeline.ends(rank, chunk)
         bound.arguments["pre_process"], bound.arguments["post_process"] = first, last
@@ -155,20 +156,28 @@ def model_init(session: Session, original: Function) -> Function:
 
 @replaces
 def setup_embeddings(session: Session, original: Function, model: Any) -> None:
-    """Make the embedding ends one weight where the model ties them and this rank has both.
+    """Make one weight of what the last stage shares with the embedding, where this rank has both.
 
-    The chunk with the embedding is built before the one with the output layer.
+    That is the output layer where the model ties it, and what multi-token prediction looks up. The
+    chunk with the embedding is built before the last.
     """
     original(model)
-    if session.pipeline is None or not model.share_embeddings_and_output_weights:
+    if session.pipeline is None:
         return
-    stage_map = session.pipeline.stage_map
-    stages.check_tied_embeddings(stage_map)
+    stage_map, ties = session.pipeline.stage_map, model.share_embeddings_and_output_weights
+    predicts = getattr(model, "mtp_process", False)
+    if ties:
+        stages.check_tied_embeddings(stage_map)
     if stage_map.ends_meet and model.pre_process:
         session.embedding_end = model
     elif session.embedding_end is not None:
-        stages.tie_embeddings(session.embedding_end, model)
-        session.embedding_end = None
+        first, session.embedding_end = session.embedding_end, None
+        if predicts:
+            multi_token.share_embedding(first, model)
+        if ties:
+            stages.tie_embeddings(first, model)
+    elif ties and predicts and model.post_process:
+        model.output_layer.weight = None  # it is never read, and no checkpoint can be saved with it
 
 
 def _asked(session: Session, end: int, fallback: bool) -> bool:

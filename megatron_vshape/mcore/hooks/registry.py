@@ -177,6 +177,13 @@ HOOKS = (
         _training("print_rank_last"),
     ),
     Hook(
+        _TRAINING,
+        "report_theoretical_memory",
+        ("args",),
+        "leaves an estimate out that knows Megatron's own schedules only",
+        _training("report_theoretical_memory"),
+    ),
+    Hook(
         "megatron.core.optimizer.optimizer",
         "ChainedOptimizer.step",
         ("self",),
@@ -257,7 +264,7 @@ HOOKS = (
         "megatron.core.models.common.language_module.language_module",
         "LanguageModule.setup_embeddings_and_output_layer",
         ("self",),
-        "makes the two ends one weight where they are tied and on one rank",
+        "makes one weight of the ends that are tied, or look tokens up twice, on one rank",
         library.setup_embeddings,
     ),
     *(
@@ -431,6 +438,12 @@ PROBES = (
             "cp_group",
         ),
         "says which shape the messages have",
+    ),
+    Probe(
+        "megatron.core.transformer.multi_token_prediction",
+        "MTPLossLoggingHelper.tracker",
+        (),
+        "has the losses of multi-token prediction, which another rank logs",
     ),
     Probe(
         _TRAINING,

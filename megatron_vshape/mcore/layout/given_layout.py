@@ -11,15 +11,10 @@ from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import check_layers, check_stages
-from megatron_vshape.mcore.refusals import UnsupportedError
 
 OPTION = "pipeline_model_parallel_layout"
 EMBEDDING, DECODER, MTP, LOSS = "embedding", "decoder", "mtp", "loss"
 LETTERS = {"E": EMBEDDING, "t": DECODER, "m": MTP, "L": LOSS}
-
-
-class MultiTokenError(UnsupportedError):
-    """A layout has stages for multi-token prediction."""
 
 
 def is_own(layout: Any) -> bool:
@@ -27,31 +22,28 @@ def is_own(layout: Any) -> bool:
     return getattr(layout, "stage_map", None) is not None
 
 
-def layers_in(layout: Any) -> tuple[int, ...]:
-    """Return the layers of every stage of a layout, in model order.
+def layers_in(layout: Any) -> tuple[tuple[int, ...], int]:
+    """Return the layers of every stage of a layout, in model order, and those that predict further.
+
+    Multi-token prediction may have a stage without the loss there; ours has both in the last.
 
     `layout` is a text such as `Et|(tt|)*30L`, a list of lists of names, or Megatron's object.
     Megatron numbers the stages chunk by chunk, and in a chunk rank by rank: that is the order of
     the model, whatever placement they are for.
 
     Raises:
-        ScheduleError: it is no layout, or does not begin with the embedding or end with the loss.
-        MultiTokenError: it has multi-token prediction.
+        ScheduleError: it is no layout, or its layers are in another order.
     """
     stages = _names_of(layout)
     told = _told(layout)
     names = [name for stage in stages for name in stage]
-    if MTP in names:
-        raise MultiTokenError(
-            f"{OPTION} {told} has multi-token prediction, which needs its own stage: leave it out"
-        )
-    others = [name for name in names if name != DECODER]
-    if others != [EMBEDDING, LOSS] or names[0] != EMBEDDING or names[-1] != LOSS:
+    counts = names.count(DECODER), names.count(MTP)
+    if names != [EMBEDDING, *[DECODER] * counts[0], *[MTP] * counts[1], LOSS]:
         raise ScheduleError(
             f"{OPTION} {told} must begin with the embedding and end with the loss, with decoder "
-            "layers between them"
+            "layers between them, and then those of multi-token prediction if there are any"
         )
-    return tuple(stage.count(DECODER) for stage in stages)
+    return tuple(stage.count(DECODER) for stage in stages), counts[1]
 
 
 def _told(layout: Any) -> str:

@@ -1,4 +1,7 @@
-"""HybridModel: its layers are a pattern of symbols, in which `|` begins the next stage."""
+"""HybridModel: its layers are a pattern of symbols, in which `|` begins the next stage.
+
+After them, each behind a `/`, come the layers of multi-token prediction, all in the last stage.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +32,9 @@ def layers_of_stages(pattern: str, placement: Placement, split: str | None) -> t
 
     Raises:
         ScheduleError: the pattern does not fit the stages.
-        UnsupportedError: it has multi-token prediction, or the flags contradict it.
+        UnsupportedError: the flags contradict it.
     """
-    if BEGINS_MTP in pattern:
-        raise UnsupportedError(
-            f"{FLAG} {pattern:.80} has multi-token prediction, which needs its own stage: leave "
-            f"{BEGINS_MTP} and what follows out"
-        )
-    segments = pattern.split(BEGINS_STAGE)
-    num_layers = sum(map(len, segments))
+    segments = pattern.partition(BEGINS_MTP)[0].split(BEGINS_STAGE)
     if len(segments) > 1:
         _check_segments(pattern, segments, placement, split)
         return tuple(map(len, segments))
@@ -47,8 +44,8 @@ def layers_of_stages(pattern: str, placement: Placement, split: str | None) -> t
             f"are not: put a {BEGINS_STAGE} into the pattern wherever a stage begins"
         )
     if split is not None:
-        return parse_layers(split, num_layers, placement)
-    return even_layers(num_layers, placement)
+        return parse_layers(split, num_layers(pattern), placement)
+    return even_layers(num_layers(pattern), placement)
 
 
 def _check_segments(
@@ -67,20 +64,32 @@ def _check_segments(
     check_layers(f"{FLAG} {pattern:.80}", [len(segment) for segment in segments])
 
 
+def num_layers(pattern: str) -> int:
+    """Return how many layers the pattern has besides those of multi-token prediction."""
+    return len(pattern.partition(BEGINS_MTP)[0].replace(BEGINS_STAGE, ""))
+
+
+def num_predicting(pattern: str) -> int:
+    """Return how many parts for multi-token prediction the pattern has."""
+    return sum(bool(part) for part in pattern.split(BEGINS_MTP)[1:])
+
+
 def cut(pattern: str, layers: Sequence[int]) -> str:
     """Return the pattern with `|` between stages of so many layers.
 
     Raises:
         ScheduleError: it has another number of layers.
     """
-    symbols = pattern.replace(BEGINS_STAGE, "")
+    main, slash, predicting = pattern.partition(BEGINS_MTP)
+    symbols = main.replace(BEGINS_STAGE, "")
     if len(symbols) != sum(layers):
         raise ScheduleError(
             f"the model's pattern {pattern:.80} has {len(symbols)} layers and its config "
             f"{sum(layers)}: make num_layers fit"
         )
     ends = accumulate(layers, initial=0)
-    return BEGINS_STAGE.join(symbols[first:end] for first, end in pairwise(ends))
+    stages = BEGINS_STAGE.join(symbols[first:end] for first, end in pairwise(ends))
+    return stages + slash + predicting
 
 
 EXPERT_LOSSES = {

@@ -20,6 +20,7 @@ from megatron_vshape.core.model.layers import (
     parse_layers,
 )
 from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.mcore.layout import multi_token
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +72,8 @@ def split_layers(
     if text is not None and os.environ.get("RANK", "0") == "0":
         told = ",".join(map(str, layers))
         logger.info("layers per stage, in model order: %s", told)
-    uneven = len(set(layers)) > 1
-    estimate = _estimated(args, len(placement)).costs(layers) if uneven else None
+    unlike = len(set(layers)) > 1 or multi_token.num_predicting(args) > 0
+    estimate = _estimated(args, len(placement)).costs(layers) if unlike else None
     if costs is not None and measured is not None and costs.layers != layers:
         if costs.layers is not None or text == AUTO_SPLIT:
             costs = measured.costs(layers)
@@ -88,10 +89,13 @@ def _pieces_of(num_layers: int, costs: Costs) -> Pieces:
 def _estimated(args: Namespace, num_stages: int) -> Pieces:
     """Return what the products of the layers and of the head say; a unit is an even stage's.
 
-    A head of unknown size takes nothing.
+    Each layer of multi-token prediction is one with a head of its own. A head of unknown size
+    takes nothing.
     """
-    head_in_layers = _widths(args, _vocabulary(args) or 0).head_in_layers
-    return Pieces.estimated(head_in_layers, args.num_layers / num_stages)
+    widths, predicting = _widths(args, _vocabulary(args) or 0), multi_token.num_predicting(args)
+    heads = (1 + predicting) * widths.head_in_layers + predicting * widths.merging_in_layers
+    pieces = Pieces.estimated(heads, args.num_layers / num_stages)
+    return replace(pieces, last=pieces.last.plus(pieces.layer.times(predicting)))
 
 
 def _vocabulary(args: Namespace) -> int | None:

@@ -18,11 +18,13 @@ from megatron_vshape.core.model.placement import Placement, chunks_of, stages_of
 class StageMap:
     """The place of every stage: `placement[stage]` is a pipeline rank, its chunk counts there.
 
-    `layers[stage]` is how many transformer layers the stage has.
+    `layers[stage]` is how many transformer layers the stage has; `predicting` layers of multi-token
+    prediction follow those of the last.
     """
 
     placement: Placement
     layers: tuple[int, ...]
+    predicting: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -78,11 +80,11 @@ class StageLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
     def __init__(self, stage_map: StageMap) -> None:
         stages = [[LayerType.decoder] * count for count in stage_map.layers]
         stages[0].insert(0, LayerType.embedding)
-        stages[-1].append(LayerType.loss)
+        stages[-1] += [LayerType.mtp] * stage_map.predicting + [LayerType.loss]
         self.stage_map = stage_map
         self.stages = stages
         # What libraries write into checkpoints, and read: the stages, without their places.
-        self.input_data = megatrons_text(stage_map.layers)
+        self.input_data = megatrons_text(stage_map.layers, stage_map.predicting)
         self.pipeline_model_parallel_size = stage_map.num_ranks
         self.virtual_pipeline_model_parallel_size = stage_map.num_chunks
         self.layout = [
@@ -104,10 +106,10 @@ class StageLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         return sum(layers.count(layer_type) for layers in self.stages[:stage])
 
 
-def megatrons_text(layers: Sequence[int]) -> str:
+def megatrons_text(layers: Sequence[int], predicting: int = 0) -> str:
     """Return Megatron's own text for stages with so many layers, which it places looping."""
     stages = ["t" * count for count in layers]
-    stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
+    stages[0], stages[-1] = "E" + stages[0], stages[-1] + "m" * predicting + "L"
     return "|".join(stages)
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from operator import add
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import MEASURED, Costs, Piece
+from megatron_vshape.core.model.kinds import NO_RECOMPUTE
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.observe.report import Checked, Prediction, RunReport, shares_processors
@@ -22,6 +24,7 @@ from megatron_vshape.mcore.observe.static_memory import most_of_replicas
 from megatron_vshape.mcore.refusals import refusing
 from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.runtime.copies import Copies, measure_copies, priced
 from megatron_vshape.runtime.measure import (
     Held,
     PassTimer,
@@ -95,7 +98,12 @@ class Profiler:
         timelines = [merge(each.schedule, rows, ahead_us) for each, rows in gathered]
         if self._prediction is None:
             send_us = measure_send_us(program, group.rank(), transport, message)
-            self._costs = self._agreed_costs(timelines, send_us, held, group)
+            measured = self._agreed_costs(timelines, send_us, held, group)
+            if self.report.moved:
+                measured = with_copies(measured, self.report.moved, message.device)
+            self._costs = with_settings(
+                measured, self.pipeline.choice.costs, program.schedule.recompute
+            )
             rest_us = _rest_us([rows for _, rows in gathered], timelines)
             self._keep_free(group)
             self._prediction = self._predict(program, self._costs, rest_us)
@@ -186,6 +194,7 @@ def _processor_bubble(timelines: Sequence[Timeline], measured: Costs) -> float:
         for stage, piece in enumerate(measured.stages())
     }
     costs = measured_costs(timelines, measured.send_us, held)
+    costs = replace(costs, others=measured.others, half_duplex=measured.half_duplex)
     return simulate(timelines[0].schedule, costs).bubble
 
 
@@ -255,6 +264,62 @@ def middle_of(costs: Sequence[Costs]) -> Costs:
         median(each) for each in zip(*((c.send_us, c.host_us) for c in costs), strict=True)
     )
     return Costs.of(middle, send_us, host_us=host_us)
+
+
+def with_copies(costs: Costs, moved: Mapping[int, int], device: torch.device) -> Costs:
+    """Return the costs with what copies to host memory take, measured on all ranks at once.
+
+    `moved` are the bytes of this rank's stages. All ranks of the world call this.
+    """
+    own = measure_copies(device, max(moved.values()))
+    mine = {stage: own.of(size) for stage, size in moved.items()}
+    everyones = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    found = [
+        Copies(
+            *map(median, zip(*(each[stage] for each in everyones if stage in each), strict=True))
+        )
+        for stage in range(costs.num_stages)
+    ]
+    return priced(costs, found, f"{MEASURED} on {dist.get_world_size()} ranks at once")
+
+
+def with_settings(measured: Costs, known: Costs | None, settings: Sequence[str]) -> Costs:
+    """Return measured costs with the price list of those known before, in the same proportions.
+
+    The passes measured had these settings of recompute, and none has been run with the others.
+    """
+    if known is None or not known.recompute or known.num_stages != measured.num_stages:
+        return measured
+    ran = known.at(settings)
+    own = measured.with_prices(NO_RECOMPUTE, _in_proportion(measured, known, ran))
+    others = (
+        (name, own.with_prices(name, _in_proportion(measured, each, ran)))
+        for name, each in known.recompute
+    )
+    return replace(own, recompute=tuple(others))
+
+
+def _in_proportion(measured: Costs, price: Costs, ran: Costs) -> dict[str, tuple[float, ...]]:
+    """Return by name what is to the measured as one price is to that of what ran."""
+    lists = [_lists(each) for each in (measured, price, ran)]
+    if measured.whole_backward_us is None:
+        del lists[0]["whole_backward_us"]
+    return {
+        name: tuple(
+            value * other / was if was else value
+            for value, other, was in zip(values, lists[1][name], lists[2][name], strict=True)
+        )
+        for name, values in lists[0].items()
+    }
+
+
+def _lists(costs: Costs) -> dict[str, tuple[float, ...]]:
+    """Return what a setting of recompute changes, by name."""
+    names = ("forward_us", "backward_us", "weight_us")
+    held = ("held_after_forward_bytes", "held_after_backward_bytes")
+    whole = costs.whole_backward_us or tuple(map(add, costs.backward_us, costs.weight_us))
+    return {"whole_backward_us": whole} | {name: getattr(costs, name) for name in (*names, *held)}
 
 
 def write_trace_files(folder: Path, planned: Timeline, measured: Timeline, costs: Costs) -> None:

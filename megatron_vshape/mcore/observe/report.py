@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
@@ -15,11 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import RELEASE
+from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.figures import tell
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import Plan
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.held_bytes import Census
+from megatron_vshape.runtime.offload import Offload
 
 CLOSE = 0.1
 """What a step may differ from its prediction by and still be called as planned."""
@@ -39,6 +42,8 @@ class Memory(NamedTuple):
     peak_bytes: int
     held: dict[int, tuple[float, float]]  # by stage: after F, after B; per microbatch
     within_passes: int  # what passes allocate and free, at most; 0 without a GPU
+    moved: Mapping[int, int] = {}  # by stage: what of a microbatch waits in host memory, or may
+    host_bytes: int = 0  # of host memory that this takes
     allocated_bytes: int = 0  # the allocator's peak over the run, all included; 0 without a GPU
 
 
@@ -79,6 +84,7 @@ class RunReport:
     name: str
     stages: Sequence[int]  # of this rank
     plan_of: PlanOf | None  # predicts the memory of a number of microbatches
+    offload: Offload | None = None  # once a step may need it
     _num_microbatches: int = 0
     _memory: Memory | None = None
     _started_s: float | None = None
@@ -90,6 +96,11 @@ class RunReport:
     def held(self) -> dict[int, tuple[float, float]]:
         """Return what a microbatch holds of each of this rank's stages, after F and after B."""
         return {} if self._memory is None else self._memory.held
+
+    @property
+    def moved(self) -> Mapping[int, int]:
+        """Return what of a microbatch may wait in host memory, where steps have looked at that."""
+        return {} if self._memory is None else self._memory.moved
 
     @property
     def within_passes_bytes(self) -> int:
@@ -134,7 +145,8 @@ class RunReport:
         # Before the first step the optimizer has no state yet; a peak while the model was built
         # that is higher still makes this too much rather than too little.
         within = max(torch.cuda.max_memory_allocated() - before - census.peak_bytes, 0)
-        self._memory = Memory(census.peak_bytes, held, within)
+        moved = {} if self.offload is None else dict(self.offload.bytes_by_stage)
+        self._memory = Memory(census.peak_bytes, held, within, moved)
         # The first step also sets caches up; its time says nothing about the others.
         self._started_s = None
 
@@ -145,7 +157,10 @@ class RunReport:
         """
         if self._memory is None:
             return None
-        own = self._memory._replace(allocated_bytes=torch.cuda.max_memory_allocated())
+        own = self._memory._replace(
+            host_bytes=0 if self.offload is None else self.offload.host.nbytes,
+            allocated_bytes=torch.cuda.max_memory_allocated(),
+        )
         everyones: list[Memory] = [own] * pipeline_group.size()
         dist.all_gather_object(everyones, own, group=pipeline_group)
         speed = "speed unknown (too few steps)"
@@ -158,6 +173,9 @@ class RunReport:
         if self.plan_of is not None:
             plan = self.plan_of(self._num_microbatches)
             line += f", predicted {_in_mib(plan.peak_bytes(byte_costs(everyones)))}"
+        in_host = [each.host_bytes for each in everyones]
+        if any(in_host):
+            line += f", in host memory {_in_mib(in_host)}"
         allocated = [each.allocated_bytes for each in everyones]
         if any(allocated):
             line += f", allocated in all {_in_mib(allocated)}"
@@ -242,21 +260,11 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
             f"\n{_sharing()}: passes wait for a processor, and the measured bubble, which counts "
             "that, is larger than the schedule's"
         )
-    if pipeline.choice.keeps_backward_whole:
-        whole += (
-            "\nbackward passes run whole (BW): with --recompute-granularity full, a backward that "
-            "is split would keep all that it recomputes"
-        )
+    whole += _recompute_told(pipeline, schedule)
     if pipeline.choice.whole_stages:
         whole += (
             "\nbackward passes run whole (BW) but on the last stage: CUDA graphs cover all their "
             "layers"
-        )
-    if pipeline.recomputed_inputs:
-        whole += (
-            "\nwhat B recomputes of "
-            f"{', '.join(pipeline.recomputed_inputs)} (--recompute-modules) is held until its W: "
-            "the peak may be above the predicted one"
         )
     return (
         f"pipeline schedule {schedule.name}, {schedule.num_devices} ranks, {num_microbatches} "
@@ -266,6 +274,28 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
         f"peak {plan.peak_chunks:.4g} chunks of 1/{2 * schedule.num_devices} of the model, "
         f"{100 * plan.relative_peak:.0f} % of 1F1B's{whole}"
     )
+
+
+def _recompute_told(pipeline: Pipeline, schedule: Schedule) -> str:
+    """Return what backwards compute again and what follows from it, a line each."""
+    if schedule.recompute:
+        return (
+            "\nbackward passes compute again, by stage: "
+            f"{', '.join(schedule.recompute)} (--recompute-granularity has no part in it)"
+        )
+    lines = ""
+    if pipeline.choice.keeps_backward_whole:
+        lines += (
+            "\nbackward passes run whole (BW): with --recompute-granularity full, a backward that "
+            "is split would keep all that it recomputes"
+        )
+    if pipeline.recomputed_inputs:
+        lines += (
+            "\nwhat B recomputes of "
+            f"{', '.join(pipeline.recomputed_inputs)} (--recompute-modules) is held until its W: "
+            "the peak may be above the predicted one"
+        )
+    return lines
 
 
 def _at(pipeline: Pipeline) -> str:
@@ -281,7 +311,10 @@ def byte_costs(memories: Sequence[Memory]) -> Costs:
     held = {stage: pair for memory in memories for stage, pair in memory.held.items()}
     ones = (1.0,) * len(held)
     after_forward, after_backward = zip(*(held[stage] for stage in sorted(held)), strict=True)
-    return Costs(ones, ones, ones, 0.0, after_forward, after_backward)
+    moved = {stage: size for memory in memories for stage, size in memory.moved.items()}
+    costs = Costs(ones, ones, ones, 0.0, after_forward, after_backward)
+    waits = tuple(float(moved.get(stage, 0)) for stage in sorted(held))
+    return replace(costs, others=((RELEASE.frees, waits),)) if moved else costs
 
 
 def persistent(model: Sequence[nn.Module]) -> Iterator[Tensor]:

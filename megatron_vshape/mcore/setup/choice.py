@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, find, known_as
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.kinds import OFFLOAD, VOCABULARY, Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
@@ -37,11 +37,27 @@ class Choice:
     hides: bool = False  # a B that waits for tensor-parallel ranks runs jobs of the W after it
     ties_ends: bool = False  # the first and the last stage add to one gradient
     kernels: bool = False  # messages are kernels, as on NCCL
+    may_offload: bool = False  # what copies to the host take is measured with the rest
 
     @property
     def plans_by_costs(self) -> bool:
         """Return whether the adaptive scheduler makes the order."""
         return self.name == AUTO or self.name in PLUS_NAMES
+
+    @property
+    def recompute(self) -> tuple[str, ...]:
+        """Return the settings of recompute that stages have, or that a plan may give them."""
+        if self.from_file is not None:
+            return self.from_file.recompute
+        priced = () if self.costs is None or self.name != AUTO else self.costs.recompute
+        return tuple(setting for setting, _ in priced)
+
+    @property
+    def copies(self) -> bool:
+        """Return whether activations wait in host memory, or may by what the costs say."""
+        if self.from_file is not None:
+            return not self.from_file.kinds.isdisjoint(OFFLOAD)
+        return self.name == AUTO and self.costs is not None and self.costs.copies
 
     @property
     def placement(self) -> Placement:
@@ -132,9 +148,15 @@ def _check_file(name: str, schedule: Schedule, num_devices: int) -> None:
             f"the schedule file {name} is for {schedule.num_devices} devices, this run has "
             f"{num_devices} pipeline ranks: make --pipeline-model-parallel-size fit"
         )
+    if not schedule.kinds.isdisjoint(VOCABULARY):
+        raise ScheduleError(
+            f"the schedule file {name} has passes of a vocabulary that all devices share, which no "
+            f"run has yet: leave those of {', '.join(VOCABULARY)} out"
+        )
     try:
         for device, row in enumerate(schedule.order):
             _check_in_turn(device, row)
+            _check_copies(device, row)
         lower(schedule)
     except ScheduleError as error:
         raise ScheduleError(f"the schedule file {name} cannot run: {error}") from None
@@ -148,7 +170,7 @@ def _check_in_turn(device: int, row: Sequence[Pass]) -> None:
     """
     last: dict[tuple[bool, int], Pass] = {}
     for work in row:
-        if work.kind is Kind.W:
+        if work.kind is Kind.W or work.kind in OFFLOAD:
             continue
         before = last.setdefault((work.kind is Kind.F, work.stage), work)
         if before.microbatch > work.microbatch:
@@ -157,3 +179,25 @@ def _check_in_turn(device: int, row: Sequence[Pass]) -> None:
                 "stage the microbatches in turn: number them in the order in which they run"
             )
         last[work.kind is Kind.F, work.stage] = work
+
+
+def _check_copies(device: int, row: Sequence[Pass]) -> None:
+    """Raise ScheduleError unless what waits in host memory is copied, let go of and brought back.
+
+    Copies run beside the processor, which begins each of them where it stands in the row.
+    """
+    places: dict[tuple[int, int], dict[Kind, int]] = {}
+    for at, work in enumerate(row):
+        for part in work.parts():
+            places.setdefault(work[1:], {})[part] = at
+    wanted = (Kind.F, *OFFLOAD, Kind.B)
+    for (stage, microbatch), own in places.items():
+        if own.keys().isdisjoint(OFFLOAD):
+            continue
+        found = [own.get(kind, -1) for kind in wanted]
+        if -1 in found or found != sorted(found):
+            there = ", ".join(kind for kind in sorted(own, key=own.__getitem__) if kind in wanted)
+            raise ScheduleError(
+                f"microbatch {microbatch} of stage {stage} waits in host memory and has {there} in "
+                f"this order on device {device}; there must be {', '.join(wanted)} in this order"
+            )

@@ -15,7 +15,7 @@ from megatron_vshape.core.ask import AUTO, Question
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.rivals import MEGATRONS_OWN, Rival
-from megatron_vshape.mcore.layout import hybrid, stages
+from megatron_vshape.mcore.layout import hybrid, multi_token, stages
 from megatron_vshape.mcore.layout.layer_split import Split, split_layers
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
@@ -31,6 +31,7 @@ from megatron_vshape.mcore.setup.arguments import (
 )
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
+from megatron_vshape.mcore.setup.recompute import check_copies, check_recompute
 from megatron_vshape.mcore.setup.translate import check_splits_nothing_else, tell, translate
 from megatron_vshape.mcore.split import graphs, te_layers, unsplit
 from megatron_vshape.mcore.split.local_layers import mark_gathered
@@ -77,14 +78,20 @@ def prepare(args: Namespace, registered: PipelineOptions | None = None) -> Pipel
         _tell_what_does_nothing(options)
         return None
     check_arguments(args, name, choice.placement)
+    check_recompute(choice.recompute, args, choice.name)
+    check_copies(choice.copies, args, choice.name)
     if options.post_validates:
         check_post_validation(args)
     translated = translate(args, choice.placement, options.layer_split)
     tell(translated)
-    return _pipeline(args, choice, replace(options, layer_split=translated.layer_split))
+    options = replace(options, layer_split=translated.layer_split)
+    check_copies(translated.may_offload and name == AUTO, args, choice.name)
+    return _pipeline(args, choice, options, translated.may_offload)
 
 
-def _pipeline(args: Namespace, choice: Choice, options: PipelineOptions) -> Pipeline:
+def _pipeline(
+    args: Namespace, choice: Choice, options: PipelineOptions, may_offload: bool
+) -> Pipeline:
     """Return the pipeline with its stages and all that it is planned by; tell Megatron of them."""
     ties = not args.untie_embeddings_and_output_weights
     pipeline = pipeline_of(
@@ -95,6 +102,7 @@ def _pipeline(args: Namespace, choice: Choice, options: PipelineOptions) -> Pipe
         ties_ends=ties,
         kernels=args.distributed_backend == "nccl",
         overlaps_grad_reduce=args.overlap_grad_reduce,
+        may_offload=may_offload,
     )
     stage_map = pipeline.stage_map
     if ties:
@@ -231,7 +239,9 @@ def _split_megatrons_own(args: Namespace, options: PipelineOptions) -> None:
     check_splits_nothing_else(args, options.schedule)
     chunks = args.num_virtual_stages_per_pipeline_rank or 1
     split = split_layers(args, looping(ranks, chunks), text, options.costs())
-    args.pipeline_model_parallel_layout = stages.megatrons_text(split.layers)
+    args.pipeline_model_parallel_layout = stages.megatrons_text(
+        split.layers, multi_token.num_predicting(args)
+    )
     args.num_virtual_stages_per_pipeline_rank = None  # the text says how many
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_vshape.core.ask import AUTO
 from megatron_vshape.core.rivals import MEGATRONS_OWN
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.layer_split import Split, split_layers
@@ -27,6 +28,7 @@ from megatron_vshape.mcore.setup.arguments import (
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.recompute import check_copies, check_recompute
 from megatron_vshape.mcore.setup.translate import tell, translate
 
 
@@ -76,6 +78,9 @@ def prepare_config(config: Any, options: PipelineOptions) -> Pipeline:
     translated = translate(config, choice.placement, options.layer_split)
     tell(translated)
     check_library(config, choice.placement)
+    check_recompute(choice.recompute, config, choice.name)
+    asks = translated.may_offload and choice.name == AUTO
+    check_copies(choice.copies or asks, config, choice.name)
     pipeline = pipeline_of(
         config,
         replace(options, layer_split=translated.layer_split),
@@ -84,6 +89,7 @@ def prepare_config(config: Any, options: PipelineOptions) -> Pipeline:
         # Where only the model that is built from it knows, they may be tied.
         ties_ends=getattr(config, "share_embeddings_and_output_weights", True),
         kernels=_messages_are_kernels(),
+        may_offload=translated.may_offload,
     )
     tell_config(config, pipeline.stage_map)
     return pipeline
@@ -123,6 +129,7 @@ def _as_arguments(config: Any) -> Namespace:
     groups = config.num_query_groups
     return Namespace(
         num_layers=config.num_layers,
+        mtp_num_layers=config.mtp_num_layers,
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
         kv_channels=config.kv_channels,

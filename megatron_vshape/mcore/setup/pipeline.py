@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.layer_split import Split
 from megatron_vshape.mcore.layout.stages import (
     HASH_LAYERS,
@@ -51,6 +52,7 @@ def pipeline_of(
     ties_ends: bool,
     kernels: bool,
     overlaps_grad_reduce: bool = False,
+    may_offload: bool = False,
 ) -> Pipeline:
     """Return the pipeline for a model with its layers split so.
 
@@ -59,8 +61,9 @@ def pipeline_of(
     Raises:
         ScheduleError: the ends of the model are on ranks where Megatron cannot have them.
     """
-    stage_map = StageMap(choice.placement, split.layers)
+    stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))
     check_ends(stage_map)
+    multi_token.check_ends(stage_map)
     check_hash_layers(stage_map, getattr(model, HASH_LAYERS, None) or 0)
     choice = replace(
         choice,
@@ -74,6 +77,7 @@ def pipeline_of(
         hides=model.tensor_model_parallel_size > 1 and _is_local(model),
         ties_ends=ties_ends,
         kernels=kernels,
+        may_offload=may_offload,
     )
     if choice.plans_by_costs and options.profile_steps and captures_graphs(model):
         graphs.capture_late(model, options.checked_steps[1])

@@ -11,7 +11,14 @@ from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, limits_of
 from megatron_vshape.core.check.bounds import least_memory
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, chunk_of
-from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.kinds import (
+    COPY_BACK,
+    COPY_OUT,
+    OFFLOAD,
+    RELEASE,
+    Kind,
+    ScheduleError,
+)
 from megatron_vshape.core.model.layers import recut
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
@@ -22,6 +29,8 @@ from megatron_vshape.core.program.lowering import forward_wave, lower, whole_bac
 from megatron_vshape.mcore.setup.choice import GIB, Choice
 
 logger = logging.getLogger(__name__)
+
+OFFLOADS = frozenset(OFFLOAD)
 
 START = "v-half"
 """What auto runs until it knows the costs."""
@@ -139,7 +148,7 @@ class Planner:
 
     def _plan(self, num_microbatches: int) -> Plan:
         schedule = self._schedule(num_microbatches)
-        if self.choice.keeps_backward_whole:
+        if self.choice.keeps_backward_whole and not schedule.recompute:
             schedule = whole_backwards(schedule)
         elif self.choice.whole_stages:
             schedule = whole_backwards(schedule, self.choice.whole_stages)
@@ -179,8 +188,21 @@ class Planner:
 
     def _costs_of(self, schedule: Schedule) -> Costs | None:
         """Return the costs if they are for this schedule's stages."""
-        fits = self.costs is not None and self.costs.num_stages == schedule.num_stages
-        return self.costs if fits else self.choice.estimate
+        if self.costs is not None and self.costs.num_stages == schedule.num_stages:
+            return self.costs
+        return self._estimate(schedule)
+
+    def _estimate(self, schedule: Schedule) -> Costs | None:
+        """Return the choice's, with copies of all that a stage holds, each as long as its F."""
+        estimate = self.choice.estimate
+        if estimate is None or OFFLOADS.isdisjoint(schedule.kinds):
+            return estimate
+        others = {
+            COPY_OUT.time: estimate.forward_us,
+            RELEASE.frees: estimate.held_after_forward_bytes,
+            COPY_BACK.time: estimate.forward_us,
+        }
+        return replace(estimate, others=tuple(others.items()))
 
     def _schedule(self, num_microbatches: int) -> Schedule:
         choice = self.choice

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement
-from megatron_vshape.mcore.layout.given_layout import MultiTokenError
 from megatron_vshape.mcore.refusals import (
     CHUNK_REFUSALS,
     REFUSALS,
@@ -103,10 +102,7 @@ def _translate(given: SimpleNamespace, placement: Placement) -> tuple[Translated
     rest = translate(copy(given), placement)
     if not isinstance(fault, UnknownLayersError):
         names = tuple(name for each in named.values() for name in each)
-        told = ", ".join(names)
-        if isinstance(fault, MultiTokenError):
-            names = ("mtp_num_layers",)
-        return rest, [Refused(names, told, str(fault))]
+        return rest, [Refused(names, ", ".join(names), str(fault))]
     notices = [
         Notice(rule, written(each), f"{rule.becomes}, which needs num_layers", rule.outcome)
         for rule, each in named.items()

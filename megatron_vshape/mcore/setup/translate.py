@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT
 from megatron_vshape.core.model.placement import Placement
-from megatron_vshape.mcore.layout import given_layout
-from megatron_vshape.mcore.layout.hybrid import BEGINS_MTP, BEGINS_STAGE
+from megatron_vshape.mcore.layout import given_layout, hybrid, multi_token
+from megatron_vshape.mcore.layout.hybrid import BEGINS_STAGE
 from megatron_vshape.mcore.layout.hybrid import FLAG as PATTERN
 from megatron_vshape.mcore.refusals import UnsupportedError
 
@@ -59,11 +59,12 @@ class Translation(NamedTuple):
     for_one_chunk: bool = False  # where ranks have more, the option is left as it is
     only_with: str | None = None  # the option without which this one says nothing
     usual: str | None = None  # the option that Megatron takes its value from, if none is given
+    offloads: bool = False  # the plan may have activations wait in host memory
 
     @property
     def outcome(self) -> Outcome:
         """Return whether something is made of the options."""
-        makes = self.layers is not None or self.renames is not None
+        makes = self.layers is not None or self.renames is not None or self.offloads
         return Outcome.TRANSLATED if makes else Outcome.SET_ASIDE
 
     def given(self, options: Any) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def _count_layers(options: Any) -> int | None:
     """Return how many layers the model has, or None where that is not known yet."""
     pattern = getattr(options, "hybrid_layer_pattern", None)
     if pattern is not None:
-        return len(pattern.partition(BEGINS_MTP)[0].replace(BEGINS_STAGE, ""))
+        return hybrid.num_layers(pattern)
     layers: int | None = getattr(options, "num_layers", None)
     return layers
 
@@ -155,11 +156,17 @@ def _can_be_balanced(options: Any) -> bool:
 def _of_layout(options: Any, placement: Placement) -> Layers:
     """Return what a layout says; Megatron's stages are those of the model's order, as ours are."""
     layout = options.pipeline_model_parallel_layout
-    layers = given_layout.layers_in(layout)
+    layers, predicting = given_layout.layers_in(layout)
     total, stages = _count_layers(options), len(placement)
     if total is not None and sum(layers) != total:
         raise ScheduleError(
             f"{given_layout.OPTION} {_told(layout)} has {sum(layers)} layers and the model {total}"
+        )
+    predicts = multi_token.num_predicting(options)
+    if predicting != predicts and (predicts or total is not None):
+        raise ScheduleError(
+            f"{given_layout.OPTION} {_told(layout)} has {predicting} layers of multi-token "
+            f"prediction and {multi_token.OPTION} is {predicts}: make them agree"
         )
     ours = given_layout.regrouped(layers, stages)
     if ours is None:
@@ -264,6 +271,13 @@ TRANSLATIONS = (
         "taken for hybrid_layer_pattern, its name now",
         renames="hybrid_layer_pattern",
     ),
+    Translation(
+        ("fine_grained_activation_offloading",),
+        "part of the plan: auto decides which microbatches wait in host memory, whole stages of "
+        "them, and a schedule file says it; of other schedules none does",
+        False,
+        offloads=True,
+    ),
 )
 """Every option of Megatron that a schedule takes for something else, and what it takes it for."""
 
@@ -274,6 +288,11 @@ class Translated:
 
     layer_split: str | None  # as --pipeline-layer-split takes it; None: equally many
     notices: tuple[Notice, ...]
+
+    @property
+    def may_offload(self) -> bool:
+        """Return whether an option asks that activations wait in host memory."""
+        return any(notice.rule.offloads for notice in self.notices)
 
 
 def translate(options: Any, placement: Placement, layer_split: str | None = None) -> Translated:

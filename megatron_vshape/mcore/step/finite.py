@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
@@ -77,6 +78,10 @@ class InspectedStage:
     def backward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run B and W at once."""
         return self._backward(Kind.BW, self._stage.backward, microbatch, received)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the stage's own method for a pass that computes nothing."""
+        return getattr(self._stage, name)
 
     def _backward(
         self,

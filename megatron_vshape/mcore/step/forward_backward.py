@@ -25,9 +25,11 @@ from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.observe.bubble import BubbleMeter, Logs
 from megatron_vshape.mcore.observe.profiling import Profiler
-from megatron_vshape.mcore.observe.report import RunReport
+from megatron_vshape.mcore.observe.report import RunReport, persistent
 from megatron_vshape.mcore.refusals import check_config, check_one_module, refusing
 from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.mcore.setup.plans import OFFLOADS
+from megatron_vshape.mcore.setup.recompute import Recompute, set_recompute
 from megatron_vshape.mcore.step.finite import InspectedStage, repeats_a_bad_step
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.late_checks import checked_late
@@ -36,6 +38,7 @@ from megatron_vshape.mcore.step.run_ahead import RandomState, Replay
 from megatron_vshape.mcore.step.same_plan import Agreement
 from megatron_vshape.mcore.step.stage import MegatronStage, Step, zero_tokens
 from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.runtime.offload import Offload
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import Observer, Place, ProgramRun, run_drain
 from megatron_vshape.runtime.stage import Stage
@@ -75,6 +78,7 @@ class _Begun:
     program: Program
     early_ends: Cut  # how far it runs early, where it does
     run: ProgramRun
+    learns: bool  # what of its stages may wait in host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,9 @@ class PipelineRunner:
         self._early: tuple[Program, tuple[Program, Cut]] | None = None
         self._replays: list[Replay] = []
         self._agreement = Agreement()
+        self._offload: Offload | None = None  # made for the first step that may need it
+        self._recompute: list[Recompute] = []  # of the chunks, once a schedule has settings
+        self._settings: tuple[str, ...] = ()  # of all stages, as the chunks have them now
 
     def __call__(
         self, *, adjust_tensor_shapes_fn: Any = None, p2p_communicator: Any = None, **arguments: Any
@@ -181,6 +188,8 @@ class PipelineRunner:
         begun = ahead.begun
         instructions = drain(begun.program, begun.early_ends, begun.groups.pp.rank())
         run_drain(instructions, begun.transport, begun.transport.blank())
+        if self._offload is not None:
+            self._offload.forget()
         for replay in self._replays:
             replay.rewind()
         ahead.random.restore()
@@ -188,13 +197,16 @@ class PipelineRunner:
     def forget_data(self, quietly: bool = False) -> None:
         """Let go of all that the steps have left, when none follows, or the last one has failed.
 
-        These are the weight jobs of a step that failed, the transport's threads, and the last
-        step's data iterators. A loader tells its processes to end when nothing holds it; with
-        --exit-signal-handler they ignore the signal that would end them otherwise, and the trainer
-        would wait for them. `quietly` is for a process that trains again after this.
+        These are the weight jobs of a step that failed, what waits in host memory and that memory
+        itself, the transport's threads, and the last step's data iterators. A loader tells its
+        processes to end when nothing holds it; with --exit-signal-handler they ignore the signal
+        that would end them otherwise, and the trainer would wait for them. `quietly` is for a
+        process that trains again after this.
         """
         self._last, self._ahead, self._replays = None, None, []
         self._state.jobs.clear()
+        if self._offload is not None:
+            self._offload.clear()
         if self._transport is not None:
             self._transport.close(quietly)
             self._transport = None
@@ -231,6 +243,9 @@ class PipelineRunner:
                 self.report.held,
                 begun.groups.pp,
             )
+        if begun.learns and OFFLOADS.intersection(begun.program.schedule.kinds):
+            # More was held than usual, while it was learned what may wait (see runtime.offload).
+            self.report.remeasure()
         if begun.step.config.finalize_model_grads_func is not None:
             self._finalize(begun)
         self._last = call
@@ -280,7 +295,12 @@ class PipelineRunner:
             sync.gather_parameters()
             iterators = self._replayed(iterators)
         program, beside = self._program(call, hides)
+        if not call.forward_only:
+            self._set_recompute(program.schedule.recompute, chunks, groups.pp.rank())
         program, early_ends = self._begun_early(program) if is_early else (program, ())
+        rank = groups.pp.rank()
+        offload = self._ready_offload(program, chunks)
+        learns = offload is not None and not offload.has_learned(self._own_stages(rank))
         step = Step(
             config=config,
             forward_step_func=call.forward_step_func,
@@ -292,11 +312,36 @@ class PipelineRunner:
             gradient_sync=sync,
             num_tokens=zero_tokens(_device_of(chunks[0])),
             beside=beside,
+            offload=offload,
         )
-        rank = groups.pp.rank()
         stages = self._stages(step, chunks, iterators, rank)
         run = ProgramRun(program, rank, stages, transport, timer, self._place)
-        return _Begun(call, chunks, groups, transport, step, program, early_ends, run)
+        return _Begun(call, chunks, groups, transport, step, program, early_ends, run, learns)
+
+    def _own_stages(self, rank: int) -> tuple[int, ...]:
+        return self._pipeline.stage_map.stages(rank)
+
+    def _set_recompute(
+        self, settings: tuple[str, ...], chunks: Sequence[nn.Module], rank: int
+    ) -> None:
+        """Have every chunk's backward compute again what the schedule says, or as it was built."""
+        if settings == self._settings:
+            return
+        self._recompute = self._recompute or [Recompute(chunk) for chunk in chunks]
+        with refusing():
+            set_recompute(self._recompute, self._own_stages(rank), settings)
+        self._settings = settings
+
+    def _ready_offload(self, program: Program, chunks: Sequence[nn.Module]) -> Offload | None:
+        """Return what lets microbatches of this step wait in host memory, if any are to."""
+        may = self._pipeline.choice.may_offload and self.report.measures_next
+        if OFFLOADS.isdisjoint(program.schedule.kinds) and not may:
+            return None
+        if self._offload is None:
+            self._offload = Offload(_device_of(chunks[0]))
+            self.report.offload = self._offload
+        self._offload.keep(persistent(chunks))
+        return self._offload
 
     def _program(self, call: Call, hides: bool) -> tuple[Program, Mapping[Pass, Beside]]:
         """Return what all ranks run in a step, and which W's its B's hide."""
@@ -331,7 +376,7 @@ class PipelineRunner:
                 is_last=stage == stage_map.last_stage,
                 has_chunks=stage_map.num_chunks > 1,
             )
-            for chunk, stage in enumerate(stage_map.stages(rank))
+            for chunk, stage in enumerate(self._own_stages(rank))
         }
         if step.forward_only or not repeats_a_bad_step():
             return stages

@@ -62,10 +62,8 @@ class GradientSync:
         self._queues: list[deque[_Reduction]] = []
         self._reduction_of: dict[Tensor, _Reduction] = {}
         if self.overlaps:
-            # A tied weight belongs to the first chunk and gets gradients from the last one too.
-            ties = pipeline.choice.ties_ends and pipeline.stage_map.ends_meet
             for chunk in range(len(model)):
-                self._plan(chunk, ties)
+                self._plan(chunk)
 
     def gather_parameters(self) -> None:
         """Start to gather the parameters of all chunks, where Megatron leaves that to the step."""
@@ -128,7 +126,7 @@ class GradientSync:
                 with _overlap(self._model, True):
                     queue.popleft().start()
 
-    def _plan(self, chunk: int, ties: bool) -> None:
+    def _plan(self, chunk: int) -> None:
         """Line up the reductions of a chunk's bucket groups, those of experts apart."""
         model: Any = self._model[chunk]
         if not hasattr(model, "bucket_groups"):
@@ -140,8 +138,9 @@ class GradientSync:
             queue: deque[_Reduction] = deque()
             for group in groups:
                 parameters = [each for bucket in group.buckets for each in bucket.params_list]
-                tied = ties and any(getattr(each, "zero_out_wgrad", False) for each in parameters)
-                chunks = range(len(self._model)) if tied else [chunk]
+                # The embedding, marked where the last chunk's passes add to its gradient too.
+                shared = any(getattr(each, "zero_out_wgrad", False) for each in parameters)
+                chunks = range(len(self._model)) if shared else [chunk]
                 reduction = _Reduction(partial(self._start_group, group), frozenset(chunks))
                 self._reduction_of.update(dict.fromkeys(parameters, reduction))
                 queue.append(reduction)

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_vshape.mcore.layout import multi_token
+
 
 class Courier:
     """Brings the loss rank's results to others; what it sends is kept until `forget`.
@@ -31,14 +33,16 @@ class Courier:
 
         The trainer averages, prints and logs losses on the pipeline's last rank, whichever stage
         that holds. What the loss function reports is any nest of dicts, lists and tensors, so it
-        travels as an object, with tensors on the CPU.
+        travels as an object, with tensors on the CPU. What Megatron has counted of multi-token
+        prediction goes along.
         """
         last_rank = pipeline_group.size() - 1
         rank = pipeline_group.rank()
         if loss_rank == last_rank or rank not in (loss_rank, last_rank):
             return store
         if rank == loss_rank:
-            content = pickle.dumps(_moved(store, torch.device("cpu")))
+            news = store, multi_token.take_metrics()
+            content = pickle.dumps(_moved(news, torch.device("cpu")))
             parcel = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
             size = torch.tensor([parcel.numel()], dtype=torch.int64, device=device)
             self._send(size, last_rank, pipeline_group)
@@ -49,8 +53,10 @@ class Courier:
         parcel = torch.empty(int(size), dtype=torch.uint8, device=device)
         dist.recv(parcel, group=pipeline_group, group_src=loss_rank)
         # Written by another rank of this very run.
-        brought: list[Any] = _moved(pickle.loads(parcel.cpu().numpy().tobytes()), device)
-        return brought
+        brought, metrics = _moved(pickle.loads(parcel.cpu().numpy().tobytes()), device)
+        multi_token.add_metrics(metrics)
+        reports: list[Any] = brought
+        return reports
 
     def bring_tokens(
         self, tokens: Tensor, loss_rank: int, pipeline_group: dist.ProcessGroup

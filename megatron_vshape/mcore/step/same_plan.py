@@ -33,7 +33,8 @@ class Agreement:
         if any(program is each for each in self._agreed):
             return
         schedule = program.schedule
-        text = f"{schedule.placement} {program.text()} {sorted((beside or {}).items())}"
+        settings = f"{schedule.placement} {schedule.recompute} {schedule.half_duplex}"
+        text = f"{settings} {program.text()} {sorted((beside or {}).items())}"
         own = hashlib.sha256(text.encode()).hexdigest()
         everyones = [own] * dist.get_world_size()
         dist.all_gather_object(everyones, own)

@@ -10,11 +10,12 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor, nn
 
-from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.kinds import RELEASE, RELOAD, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.mcore.step.gradient_sync import GradientSync
 from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.runtime.offload import Offload
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class Step:
     gradient_sync: GradientSync
     num_tokens: Tensor  # of this rank's microbatches; only the last stage counts any
     beside: Mapping[Pass, Beside] = field(default_factory=dict)  # by B, what it runs of a W
+    offload: Offload | None = None  # where microbatches may wait in host memory
     loss_store: list[Any] = field(default_factory=list)
 
 
@@ -85,6 +87,8 @@ class MegatronStage:
             return None if self.is_last else output.detach()
         self._inputs[microbatch], self._outputs[microbatch] = received, output
         self._count(Pass(Kind.F, self.stage, microbatch), output)
+        if step.offload is not None:
+            step.offload.ends_forward(self.stage, microbatch, output)
         if self.is_last:
             return None
         # Of the output only grad_fn is still needed here; its memory goes with the alias.
@@ -108,6 +112,8 @@ class MegatronStage:
 
     def backward_weights(self, microbatch: int) -> None:
         """Run W."""
+        if self.step.offload is not None:
+            self.step.offload.begins_weights(Pass(Kind.W, self.stage, microbatch))
         self.step.gradient_sync.weights_begin(self.chunk)
         self.state.jobs.run((self.stage, microbatch))
         self._count(Pass(Kind.W, self.stage, microbatch))
@@ -119,12 +125,40 @@ class MegatronStage:
             gradient = self.backward_inputs(microbatch, received)
             self.backward_weights(microbatch)
             return gradient
-        gradient = self._backward(microbatch, received)
+        gradient = self._backward(microbatch, received, Kind.BW)
         self._count(Pass(Kind.BW, self.stage, microbatch))
         self.step.gradient_sync.weights_done(self.chunk)
         return gradient
 
-    def _backward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
+    def copy_out(self, microbatch: int) -> None:
+        """Run D, as all that runs beside the processor in a thread of its own."""
+        self._offload.copy_out(self.stage, microbatch)
+
+    def release(self, microbatch: int) -> None:
+        """Run L."""
+        self._offload.release(self.stage, microbatch)
+        self._count(Pass(RELEASE, self.stage, microbatch))
+
+    def make_room(self, microbatch: int) -> None:
+        """Run R."""
+        self._offload.make_room(self.stage, microbatch)
+        self._count(Pass(RELOAD, self.stage, microbatch))
+
+    def copy_back(self, microbatch: int) -> None:
+        """Run H, in a thread of its own."""
+        self._offload.copy_back(self.stage, microbatch)
+
+    @property
+    def _offload(self) -> Offload:
+        if self.step.offload is None:
+            raise RuntimeError("a microbatch is to wait in host memory, and this step has none")
+        return self.step.offload
+
+    def _backward(
+        self, microbatch: int, received: Tensor | None, kind: Kind = Kind.B
+    ) -> Tensor | None:
+        if self.step.offload is not None:
+            self.step.offload.begins_backward(Pass(kind, self.stage, microbatch))
         with self.state.meanwhile(running_chunk=self.chunk):
             gradient: Tensor | None = schedules.backward_step(
                 self._inputs.pop(microbatch),

@@ -2,12 +2,18 @@
 
 import { element } from "./dom.js";
 
-const KINDS_SHOWN = [[0, "forward"], [1, "input gradient"], [2, "weight gradient"]];
+// What a legend names, by the kinds of pass that have it: a whole backward is drawn as both halves.
+const LEGEND = [
+  { of: [0], parts: [0], name: "forward" },
+  { of: [1], parts: [1], name: "input gradient" },
+  { of: [2], parts: [2], name: "weight gradient" },
+  { of: [3], parts: [1, 2], name: "whole backward" },
+];
 
 /** Return the tool bar's parts. */
-export function barParts({ state, view, chunkCount, palette, hasPeriod, change }) {
+export function barParts({ state, view, chunkCount, kinds, palette, hasPeriod, seek, change }) {
   const button = (id, text, title, act, pressed) =>
-    element("button", { type: "button", class: "button", id, title, "aria-label": title, "aria-pressed": pressed, click: act }, text);
+    element("button", { type: "button", class: "button", id, title, "aria-label": text.length < 4 ? title : null, "aria-pressed": pressed, click: act }, text);
   const parts = [
     element(
       "span",
@@ -20,27 +26,59 @@ export function barParts({ state, view, chunkCount, palette, hasPeriod, change }
     ),
   ];
   if (hasPeriod) {
-    const on = state.block && state.follow === null; // a followed microbatch hides it
+    const on = state.block && state.follow === null && state.range === null; // which hide it
     parts.push(button("block", "Block's repeat", "Mark the building block's repeat", () =>
-      change({ block: !on, follow: null }), String(on)));
+      change({ block: !on, follow: null, range: null }), String(on)));
   }
   if (state.follow !== null) {
     parts.push(button("let-go", `Following microbatch ${state.follow}  ×`, "Let it go", () => change({ follow: null }), "true"));
   }
-  parts.push(legend(chunkCount, palette));
+  if (state.range !== null) {
+    parts.push(button("no-range", "Measured range  ×", "Measure no longer", () => change({ range: null }), "true"));
+  }
+  parts.push(finder(seek), legend(chunkCount, kinds, palette));
   return parts;
 }
 
-function legend(chunkCount, palette) {
+let sought = ""; // what was last looked for; the bar is made anew meanwhile
+
+function finder(seek) {
+  const find = (event) => {
+    if (event.key !== "Enter") return;
+    event.preventDefault();
+    const there = seek(event.target.value);
+    event.target.setAttribute("aria-invalid", String(!there));
+    event.target.title = there ? "" : "No such pass: a kind, a stage, a dot, a microbatch, as in F3.12";
+  };
+  const keep = (event) => {
+    sought = event.target.value;
+    event.target.removeAttribute("aria-invalid");
+  };
+  return element("input", {
+    type: "search",
+    id: "find",
+    value: sought,
+    placeholder: "Find F3.12",
+    "aria-label": "Find a pass by its name, as F3.12, with Enter",
+    spellcheck: "false",
+    input: keep,
+    keydown: find,
+  });
+}
+
+function legend(chunkCount, kinds, palette) {
   const fills = palette.fills[Math.min(chunkCount, palette.fills.length) - 1];
-  const swatch = (colours) =>
+  const swatch = (rows) =>
     element(
       "svg",
-      { width: 10 * colours.length, height: 11, "aria-hidden": "true" },
-      ...colours.map((fill, at) => element("rect", { x: 10 * at, width: 10, height: 11, fill })),
+      { width: 10 * rows[0].length, height: 12, "aria-hidden": "true" },
+      ...rows.flatMap((colours, row) => colours.map((fill, at) => {
+        const height = 12 / rows.length;
+        return element("rect", { x: 10 * at, y: row * height, width: 10, height, fill });
+      })),
     );
-  const entries = KINDS_SHOWN.map(([kind, name]) =>
-    element("span", {}, swatch(fills[kind]), name));
+  const entries = LEGEND.filter(({ of }) => of.some((kind) => kinds.has(kind))).map(({ parts, name }) =>
+    element("span", {}, swatch(parts.map((part) => fills[part])), name));
   const note = chunkCount > 1 ? [element("span", {}, `dark: chunk 0, light: chunk ${chunkCount - 1}`)] : [];
   return element("span", { class: "legend" }, ...entries, element("span", {}, element("i", { class: "hatched" }), "bubble"), ...note);
 }

@@ -87,7 +87,6 @@ function drawPoint(point, place, marked, placed, { units, choose, slower }) {
       id: `point-${name}`,
       tabindex: 0,
       role: "button",
-      "aria-label": said,
       "data-plan": String(plan),
       "data-front": String(marked.front),
       "data-chosen": String(marked.chosen),
@@ -120,9 +119,9 @@ function labelOf(name, place, placed) {
     const free = placed.every(
       (other) => box.left > other.right || box.right < other.left || Math.abs(box.y - other.y) > 13,
     );
-    if (!free || box.left < 0) continue;
+    if (!free || box.left < 0 || box.y > HEIGHT - EDGE.bottom - 3) continue; // there is the axis
     placed.push(box);
-    return [element("text", { x: box.left, y: box.y }, name)];
+    return [element("text", { x: box.left, y: box.y, "aria-hidden": "true" }, name)]; // its title says it
   }
   return [];
 }

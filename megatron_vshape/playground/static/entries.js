@@ -52,7 +52,7 @@ export function drawTabs() {
   const tabs = Object.entries(TAB_TITLES).filter(([tab]) => !app.embedded || app.embedded.has(tab));
   const made = tabs.map(([tab, title]) => {
     const selected = app.state.tab === tab;
-    const act = { click: () => change({ tab, follow: null, window: null }), keydown: stepTabs };
+    const act = { click: () => change({ tab, follow: null, window: null, range: null }), keydown: stepTabs };
     return element(
       "button",
       { type: "button", role: "tab", id: `tab-${tab}`, "aria-controls": "stage", "aria-selected": String(selected), tabindex: selected ? 0 : -1, ...act },
@@ -88,7 +88,7 @@ export function drawEntries() {
   if (app.embedded || state.tab === "measured") return refill(byId("entries"));
   const chips = state.entries.map((entry, at) => {
     const title = entryTitle(entry);
-    const parts = [element("button", { type: "button", id: `entry-${at}`, "aria-pressed": String(at === state.active), click: () => change({ active: at, window: null }) }, title)];
+    const parts = [element("button", { type: "button", id: `entry-${at}`, "aria-pressed": String(at === state.active), click: () => change({ active: at, window: null, range: null }) }, title)];
     if (state.entries.length > 1) {
       parts.push(element("button", { type: "button", id: `remove-${at}`, "aria-label": `Remove ${title}`, click: () => removeEntry(at) }, "×"));
     }

@@ -5,7 +5,7 @@ export const KIND_NAMES = [
   "forward",
   "input gradient",
   "weight gradient",
-  "input and weight gradient",
+  "whole backward",
 ];
 const ARRAYS = [
   ["start", Float64Array],
@@ -60,7 +60,11 @@ export class Timeline {
       first = Math.min(first, this.start[low]);
       last = Math.max(last, this.end[high - 1]);
     }
-    for (let at = 0; at < this.size; at++) if (this.held[at] > highest) highest = this.held[at];
+    this.kinds = new Set();
+    for (let at = 0; at < this.size; at++) {
+      if (this.held[at] > highest) highest = this.held[at];
+      this.kinds.add(this.kind[at]);
+    }
     this.first = first;
     this.last = last;
     this.highest = highest;
@@ -126,6 +130,27 @@ export class Timeline {
         this.indexed[place] = at;
       }
     }
+  }
+
+  /** Return the pass of this name, or the one that does it as well; -1 if there is none. */
+  named(text) {
+    const found = /^(F|B|W|BW)(\d+)\.(\d+)$/.exec(text.trim().toUpperCase());
+    if (!found) return -1;
+    const [stage, microbatch] = [Number(found[2]), Number(found[3])];
+    if (stage >= this.meta.placement.length) return -1;
+    return this.find(this.meta.parts[KINDS.indexOf(found[1])][0], stage, microbatch);
+  }
+
+  /** Return how long passes of each kind run between two times, summed over the devices. */
+  workBetween(t0, t1) {
+    const work = KINDS.map(() => 0);
+    for (let device = 0; device < this.devices; device++) {
+      const [low, high] = this.range(device, t0, t1);
+      for (let at = low; at < high; at++) {
+        work[this.kind[at]] += Math.min(this.end[at], t1) - Math.max(this.start[at], t0);
+      }
+    }
+    return work;
   }
 
   /** Return what a pass reads: the pass that makes it, and when it is there. */

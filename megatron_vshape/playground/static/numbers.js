@@ -1,5 +1,6 @@
 // The numbers beside a picture: of one schedule, and of several in a table.
 
+import { KIND_NAMES } from "./model.js";
 import { digits, element, percent } from "./dom.js";
 
 /** Return the numbers of a timeline as terms and values. */
@@ -22,6 +23,18 @@ export function numberCards(timeline, units, gibPerChunk) {
   return cards.map(([term, value, note]) =>
     element("div", {}, element("dt", {}, term), element("dd", {}, value, element("small", {}, note))),
   );
+}
+
+/** Say how long a stretch of time is, and what the devices do in it. */
+export function rangeText(timeline, [from, to], units) {
+  const time = (value) => units.time(value - timeline.first);
+  const work = timeline.workBetween(from, to);
+  const all = timeline.devices * (to - from);
+  const parts = KIND_NAMES.map((name, kind) => [name, work[kind] / all]).filter(([, share]) => share > 0);
+  const idle = 1 - work.reduce((sum, each) => sum + each, 0) / all;
+  const shares = [["idle", Math.max(idle, 0)], ...parts].map(([name, share]) => `${name} ${percent(share)}`);
+  const length = `${units.time(to - from)} ${units.timeName}`;
+  return `${length}, from ${time(from)} to ${time(to)}. Of the devices' time: ${shares.join(", ")}.`;
 }
 
 function peakNote(peak, facts, gibPerChunk) {

@@ -227,6 +227,31 @@ export function drawChosen(pen, track, at) {
   pen.restore();
 }
 
+/** Mark a stretch of time that is measured, with how long it is. */
+export function drawRange(pen, track, [from, to]) {
+  const { geometry, skin, units } = track;
+  const [left, right] = [track.xOf(from), track.xOf(to)];
+  clipPlot(pen, track, 0);
+  pen.globalAlpha = 0.12;
+  pen.fillStyle = skin.ink;
+  pen.fillRect(left, MARGIN.top - 2, right - left, geometry.bottom - MARGIN.top + 2);
+  pen.globalAlpha = 1;
+  pen.strokeStyle = skin.ink;
+  pen.fillStyle = skin.ink;
+  pen.lineWidth = 1;
+  pen.beginPath();
+  for (const x of [left, right]) {
+    pen.moveTo(Math.round(x) + 0.5, MARGIN.top - 6);
+    pen.lineTo(Math.round(x) + 0.5, geometry.bottom);
+  }
+  pen.stroke();
+  pen.font = fontOf(10.5, 600);
+  pen.textAlign = "center";
+  const middle = (Math.max(left, MARGIN.left) + Math.min(right, MARGIN.left + track.plotWidth)) / 2;
+  pen.fillText(`${units.time(to - from)} ${units.timeName}`, middle, MARGIN.top - 12);
+  pen.restore();
+}
+
 function clipPlot(pen, track, top) {
   pen.save();
   pen.beginPath();

@@ -5,8 +5,8 @@ import { afterPress } from "./press.js";
 import { readState, writeState } from "./state.js";
 import { View } from "./view.js";
 
-const VIEW_ONLY = new Set(["follow", "block", "window", "theme", "step", "tab", "active"]);
-const REDRAWN = new Set(["follow", "block", "theme"]); // what needs no schedule made
+const VIEW_ONLY = new Set(["follow", "block", "window", "range", "theme", "step", "tab", "active"]);
+const REDRAWN = new Set(["follow", "block", "range", "theme"]); // what needs no schedule made
 
 export const app = {
   state: null,
@@ -24,25 +24,26 @@ export const view = new View(() => {
   app.state.window = view.whole ? null : [view.start, view.end];
   writeUrlSoon();
 });
-const writeUrlSoon = debounced(writeUrl, 200);
+const writeUrlSoon = debounced(() => writeUrl(), 200);
 
 const acts = {};
 let urlTurn = 0; // of reading and writing the address: both take a moment, and the last one counts
+let stepOwed = false; // whether the next address written is one that Back leads away from
 
 /** Say what follows from a change: `render`, `redraw`, `dress`, and `open` for files. */
 export function connect(given) {
   Object.assign(acts, given);
 }
 
-/** Take a change of the reader's into the state and show what follows from it. */
-export function change(patch) {
+/** Take a change of the reader's into the state and show what follows from it; Back undoes it. */
+export function change(patch, { undoable = true } = {}) {
   app.complaint = null;
   if (patch.files) return acts.open(patch.files);
   const sameMaterial = Object.keys(patch).every((key) => VIEW_ONLY.has(key));
   Object.assign(app.state, patch);
-  if (!sameMaterial) Object.assign(app.state, { window: null, follow: null });
+  if (!sameMaterial) Object.assign(app.state, { window: null, follow: null, range: null });
   if ("theme" in patch) acts.dress();
-  writeUrl();
+  writeUrl(undoable);
   if (Object.keys(patch).every((key) => REDRAWN.has(key))) acts.redraw();
   else showAgain();
 }
@@ -62,17 +63,22 @@ export async function readUrl() {
   const mine = ++urlTurn;
   const state = await readState(text);
   if (mine !== urlTurn) return false;
+  stepOwed = false;
   app.written = text;
   app.state = state;
   return true;
 }
 
-/** Write the state into the address. */
-export async function writeUrl() {
+/** Write the state into the address, as a new one in the history if Back is to undo it. */
+export async function writeUrl(undoable = false) {
+  stepOwed ||= undoable;
   const mine = ++urlTurn;
   const { text, whole } = await writeState(app.state);
   if (mine !== urlTurn) return;
+  const step = stepOwed && text !== app.written;
+  stepOwed = false;
   app.written = text;
   app.linkWhole = whole;
-  history.replaceState(null, "", `#${text}`);
+  if (step) history.pushState(null, "", `#${text}`);
+  else history.replaceState(null, "", `#${text}`);
 }

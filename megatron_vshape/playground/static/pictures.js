@@ -5,6 +5,7 @@ import { byId, element, refill } from "./dom.js";
 import { playMorph } from "./morph.js";
 import { app, change, view } from "./page.js";
 import { setTheme, themeColours } from "./theme.js";
+import { rangeText } from "./numbers.js";
 import { makeTip } from "./tip.js";
 import { Track } from "./track.js";
 import { unitsFor } from "./units.js";
@@ -19,7 +20,41 @@ export const shared = {
   follow: () => app.state.follow,
   showsBlock: () => app.state.block,
   onFollow: (microbatch) => change({ follow: microbatch }),
+  range: () => drawnRange ?? app.state.range,
+  onRange,
+  onLetGo: () => change({ follow: null, range: null }),
+  onSeek: () => byId("find").focus(),
 };
+
+let drawnRange = null; // while it is drawn
+
+/** Measure a stretch of time, or none; it is of the state once it is `done`. */
+function onRange(range, done) {
+  drawnRange = done ? null : range;
+  if (done) return change({ range });
+  drawRangeNote();
+  for (const track of app.tracks) track.request();
+}
+
+function drawRangeNote() {
+  const range = shared.range();
+  const lines = range === null ? [] : app.shown.map(({ timeline, title }) => {
+    const said = rangeText(timeline, range, shared.unitsOf(timeline));
+    return element("p", {}, app.shown.length > 1 ? `${title}: ${said}` : said);
+  });
+  byId("range").replaceChildren(...lines);
+}
+
+/** Show the pass of this name in the first picture that has one; return whether there is any. */
+function seek(name) {
+  for (const track of app.tracks) {
+    const at = track.timeline?.named(name) ?? -1;
+    if (at < 0) continue;
+    track.seek(at);
+    return true;
+  }
+  return false;
+}
 
 /** Return a timeline as it is shown, under its title and with what there is to note. */
 export function captioned(timeline) {
@@ -74,6 +109,7 @@ export function clearPictures() {
 }
 
 function drawBar() {
+  drawRangeNote();
   if (!app.shown.length) return refill(byId("bar"));
   const timelines = app.shown.map(({ timeline }) => timeline);
   const parts = barParts({
@@ -81,6 +117,8 @@ function drawBar() {
     view,
     palette: app.offers.palette,
     chunkCount: Math.max(...timelines.map((timeline) => timeline.chunkCount)),
+    kinds: new Set(timelines.flatMap((timeline) => [...timeline.kinds])),
+    seek,
     hasPeriod: timelines.some((timeline) => timeline.meta.facts.period !== null),
     change,
   });

@@ -1,4 +1,4 @@
-// Mouse, touch and keys on a track: pan, zoom, choose a pass, follow a microbatch.
+// Mouse, touch and keys on a track: pan, zoom, choose a pass, follow a microbatch, measure a range.
 
 import { MARGIN } from "./geometry.js";
 
@@ -10,6 +10,7 @@ export function listenTo(track) {
   const held = new Map(); // pointers that are down, by id
   let moved = 0;
   let spread = 0;
+  let from = null; // the time that a range is drawn from
 
   canvas.addEventListener("pointerdown", (event) => {
     if (event.button !== 0) return; // its menu may take the release
@@ -17,6 +18,7 @@ export function listenTo(track) {
     if (event.isTrusted) canvas.setPointerCapture(event.pointerId);
     moved = 0;
     spread = distance(held);
+    from = event.shiftKey && track.timeline ? track.timeWithin(place(event).x) : null;
   });
   canvas.addEventListener("pointermove", (event) => {
     if (!track.timeline) return;
@@ -26,7 +28,9 @@ export function listenTo(track) {
     if (before === undefined) return track.choose(track.passAt(now.x, now.y));
     held.set(event.pointerId, now);
     moved += Math.abs(now.x - before.x) + Math.abs(now.y - before.y);
-    if (held.size === 2) spread = pinch(track, held, spread);
+    if (from !== null) {
+      if (moved > CLICK) track.shared.onRange(stretchOf(from, track.timeWithin(now.x)), false);
+    } else if (held.size === 2) spread = pinch(track, held, spread);
     else if (moved > CLICK) {
       track.choose(-1);
       track.view.pan((before.x - now.x) / track.scale);
@@ -34,12 +38,16 @@ export function listenTo(track) {
   });
   const release = (event) => {
     const clicked = held.delete(event.pointerId) && moved <= CLICK && event.type === "pointerup";
-    if (clicked && track.timeline) click(track, place(event));
+    if (from !== null) {
+      const range = clicked ? null : stretchOf(from, track.timeWithin(place(event).x));
+      from = null;
+      track.shared.onRange(range, true);
+    } else if (clicked && track.timeline) click(track, place(event));
   };
   canvas.addEventListener("pointerup", release);
   canvas.addEventListener("pointercancel", release);
   canvas.addEventListener("pointerleave", () => held.size || track.choose(-1));
-  canvas.addEventListener("blur", () => track.choose(-1));
+  canvas.addEventListener("blur", () => track.hideTip());
   canvas.addEventListener("wheel", (event) => turn(track, event), { passive: false });
   canvas.addEventListener("dblclick", (event) => track.view.zoom(2, track.timeAt(place(event).x)));
   canvas.addEventListener("keydown", (event) => press(track, event));
@@ -47,6 +55,11 @@ export function listenTo(track) {
 
 function place(event) {
   return { x: event.offsetX, y: event.offsetY };
+}
+
+/** Return the stretch between two times, none where they are one. */
+function stretchOf(a, b) {
+  return a === b ? null : [Math.min(a, b), Math.max(a, b)];
 }
 
 function distance(held) {
@@ -94,6 +107,8 @@ function press(track, event) {
     0: () => view.fit(),
     Home: () => view.show(view.first),
     End: () => view.show(view.last),
+    m: () => measure(track),
+    "/": () => track.shared.onSeek(),
     Enter: () => follow(track, track.chosen),
     " ": () => follow(track, track.chosen),
     Escape: () => letGo(track),
@@ -102,6 +117,17 @@ function press(track, event) {
   if (!act || !track.timeline || event.ctrlKey || event.metaKey || event.altKey) return;
   event.preventDefault();
   act();
+}
+
+/** Measure the chosen pass, and from it to the pass at which the key is pressed again. */
+function measure(track) {
+  const { timeline, chosen } = track;
+  if (chosen < 0) return;
+  const began = track.shared.range() === null ? chosen : (track.measuredFrom ?? chosen);
+  track.measuredFrom = began;
+  const starts = [began, chosen].map((at) => timeline.start[at]);
+  const ends = [began, chosen].map((at) => timeline.end[at]);
+  track.shared.onRange([Math.min(...starts), Math.max(...ends)], true);
 }
 
 function step(track, by, panned) {
@@ -131,5 +157,6 @@ function follow(track, at) {
 
 function letGo(track) {
   track.choose(-1);
-  track.shared.onFollow(null);
+  track.measuredFrom = null;
+  track.shared.onLetGo();
 }

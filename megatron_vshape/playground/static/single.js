@@ -53,7 +53,7 @@ export async function showSteps(signal) {
 
 async function playSteps() {
   for (const step of [1, 2, 3, 4]) {
-    change({ step, follow: null });
+    change({ step, follow: null }, { undoable: step === 1 });
     await new Promise((done) => setTimeout(done, 2200));
     if (app.state.tab !== "steps" || app.state.step !== step) return;
   }

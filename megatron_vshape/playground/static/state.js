@@ -24,6 +24,7 @@ export function firstState() {
     block: true,
     follow: null,
     window: null,
+    range: null,
     theme: "auto",
   };
 }
@@ -53,6 +54,7 @@ export async function writeState(state) {
   put("b", state.block ? 1 : 0, 1);
   put("f", state.follow, null);
   put("w", state.window?.join() ?? null, null);
+  put("r", state.range?.join() ?? null, null);
   put("t", state.theme, "auto");
   return addFiles(given, loaded);
 }
@@ -119,10 +121,15 @@ export async function readState(text) {
   state.step = Math.min(Math.max(Math.trunc(number("step", 0)), 0), 4);
   state.block = given.get("b") !== "0";
   state.follow = number("f", null);
-  const stretch = numbers(given.get("w"), 2);
-  state.window = stretch && stretch[0] < stretch[1] ? stretch : null;
+  state.window = stretch(given.get("w"));
+  state.range = stretch(given.get("r"));
   state.theme = ["light", "dark"].includes(given.get("t")) ? given.get("t") : "auto";
   return state;
+}
+
+function stretch(text) {
+  const found = numbers(text, 2);
+  return found && found[0] < found[1] ? found : null;
 }
 
 function numbers(text, count) {

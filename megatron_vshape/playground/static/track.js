@@ -2,21 +2,23 @@
 
 import { element } from "./dom.js";
 import { MARGIN, layOut } from "./geometry.js";
-import { describePass, drawChosen, drawFollowed, drawFrame, drawPeriod } from "./overlay.js";
+import { describePass, drawChosen, drawFollowed, drawFrame, drawPeriod, drawRange } from "./overlay.js";
 import { coloursOf, isBoxed, makeHatch, mixingTable, paintTile } from "./paint.js";
 import { listenTo } from "./pointer.js";
 
 const TILE = 512; // CSS pixels; a multiple of the hatch, so that it meets at the seams
 const MOST_TILES = 24;
+const SOUGHT = 40; // passes across the picture around one that was asked for by name
 
 export class Track {
-  /** `shared`: view, units, palette, theme(), follow(), onFollow(microbatch), tip. */
+  /** `shared`: view, units, palette, theme(), follow(), onFollow(microbatch), range(), onRange, tip. */
   constructor(host, shared) {
     this.shared = shared;
     this.layout = {};
     this.view = shared.view;
     this.timeline = null;
     this.chosen = -1;
+    this.said = null; // of the chosen pass, while it is shown
     this.tiles = new Map();
     this.waiting = 0;
     this.canvas = element("canvas", { tabindex: 0, role: "application", class: "track" });
@@ -57,6 +59,12 @@ export class Track {
     return MARGIN.left + (time - this.view.start) * this.scale;
   }
 
+  /** Return the time at a place of the canvas, or the nearest that there is. */
+  timeWithin(x) {
+    const time = Math.min(Math.max(this.timeAt(x), this.view.start), this.view.end);
+    return Math.min(Math.max(time, this.view.first), this.view.last);
+  }
+
   timeAt(x) {
     return this.view.start + (x - MARGIN.left) / this.scale;
   }
@@ -65,8 +73,11 @@ export class Track {
   show(timeline, label) {
     this.timeline = timeline;
     this.chosen = -1;
+    this.measuredFrom = null; // the pass that a range begins at
+    this.hideTip();
     this.canvas.setAttribute("aria-label", `${label}. Arrow keys move from pass to pass, Enter
-      follows a microbatch, plus and minus zoom, 0 shows all, Escape lets go.`);
+      follows a microbatch, plus and minus zoom, 0 shows all, M measures from pass to pass, slash
+      finds a pass by its name, Escape lets go.`);
     this.resize();
   }
 
@@ -126,10 +137,13 @@ export class Track {
     pen.clearRect(0, 0, this.width, this.geometry.height);
     this.drawTiles(pen);
     const follow = this.shared.follow();
+    const range = this.shared.range();
     if (follow !== null) drawFollowed(pen, this, follow);
-    else if (this.shared.showsBlock()) drawPeriod(pen, this);
+    else if (range === null && this.shared.showsBlock()) drawPeriod(pen, this);
+    if (range !== null) drawRange(pen, this, range);
     if (this.chosen >= 0) drawChosen(pen, this, this.chosen);
     drawFrame(pen, this);
+    if (this.said) this.placeTip();
   }
 
   drawTiles(pen) {
@@ -186,19 +200,41 @@ export class Track {
   choose(at, spoken = false) {
     if (at === this.chosen && !spoken) return;
     this.chosen = at;
-    if (at < 0) this.shared.tip.hide();
+    const { start, end } = this.timeline;
+    this.view.anchor = at < 0 ? null : (start[at] + end[at]) / 2;
+    if (at < 0) this.hideTip();
     else this.tell(at, spoken);
     this.request();
+  }
+
+  /** Choose a pass that was asked for by name, wide enough to be seen by itself. */
+  seek(at) {
+    const { start, end, typical } = this.timeline;
+    const span = SOUGHT * typical;
+    if (!this.boxed) this.view.show((start[at] + end[at] - span) / 2, span);
+    this.choose(at, true);
   }
 
   tell(at, spoken) {
     const { timeline } = this;
     if (spoken) this.view.reveal(timeline.start[at], timeline.end[at]);
-    const said = describePass(timeline, at, this.units);
-    if (spoken) this.told.textContent = `${said.name}: ${said.lines.join(", ")}`;
+    this.said = describePass(timeline, at, this.units);
+    if (spoken) this.told.textContent = `${this.said.name}: ${this.said.lines.join(", ")}`;
+    this.placeTip();
+  }
+
+  /** Show what is said of the chosen pass beside it, wherever it has moved. */
+  placeTip() {
+    const { timeline, chosen, geometry } = this;
     const box = this.canvas.getBoundingClientRect();
-    const device = timeline.deviceOf(at);
-    const x = Math.min(Math.max(this.xOf(timeline.start[at]), MARGIN.left), this.width);
-    this.shared.tip.show(said, box.left + x, box.top + this.geometry.top(device), this.geometry.row);
+    const x = Math.min(Math.max(this.xOf(timeline.start[chosen]), MARGIN.left), this.width);
+    const y = geometry.top(timeline.deviceOf(chosen));
+    this.shared.tip.show(this.said, box.left + x, box.top + y, geometry.row);
+  }
+
+  /** Show no longer what is said of the chosen pass; it stays chosen. */
+  hideTip() {
+    this.said = null;
+    this.shared.tip.hide();
   }
 }

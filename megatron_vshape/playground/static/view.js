@@ -6,6 +6,7 @@ export class View {
   constructor(onChange) {
     this.onChange = onChange;
     this.listeners = new Set();
+    this.anchor = null; // the time that a zoom from no other place keeps where it is
     this.setBounds(0, 1, 1);
   }
 
@@ -20,6 +21,12 @@ export class View {
 
   get end() {
     return this.start + this.span;
+  }
+
+  /** The chosen pass where it is in sight, else the middle of what is seen. */
+  get middle() {
+    const seen = this.anchor !== null && this.anchor >= this.start && this.anchor <= this.end;
+    return seen ? this.anchor : this.start + this.span / 2;
   }
 
   get whole() {
@@ -39,7 +46,7 @@ export class View {
   }
 
   /** Magnify by `factor` so that `time` stays where it is. */
-  zoom(factor, time = this.start + this.span / 2) {
+  zoom(factor, time = this.middle) {
     const span = Math.min(Math.max(this.span / factor, this.least), this.last - this.first);
     this.show(time - ((time - this.start) * span) / this.span, span);
   }

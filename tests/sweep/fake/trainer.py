@@ -28,5 +28,5 @@ for step in range(int(flag("--train-iters", "1"))):
     time.sleep(float(flag("--sleep", "0")))
     took_ms = 100.0 * int(flag("--micro-batch-size", "1")) + (1000.0 if step == 0 else 0.0)
     print(f" iteration {step + 1} | elapsed time per iteration (ms): {took_ms:.1f} |", flush=True)
-    with Path(os.environ["MEGATRON_VSHAPE_FIGURES"]).open("a") as figures:
+    with Path(os.environ.get("MEGATRON_VSHAPE_FIGURES", os.devnull)).open("a") as figures:
         figures.write(json.dumps({"step_s": took_ms * 1e-3, "bubble": None}) + "\n")

@@ -1,0 +1,81 @@
+"""What a command tells on stderr while it works for long."""
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+FIRST_S = 2.0
+"""On a terminal, whatever takes less is done before anybody wonders."""
+
+TERMINAL_S, FILE_S = 0.5, 30.0
+"""From one word to the next: a terminal has one line that changes, a file gains a line each."""
+
+Search = Callable[[int, float, float], None]
+"""Takes the steps so far, the best value and the lower bound, as the planner gives them."""
+
+_CLEAR = "\r\x1b[K"
+
+
+class Progress:
+    """Tells of a search for as long as it lasts, whether or not the search says anything itself."""
+
+    def __init__(self, time_text: Callable[[float], str], stream: TextIO) -> None:
+        self._time_text = time_text
+        self._stream = stream
+        self._said = ""
+        self._began = time.monotonic()
+        self._writing = threading.Lock()
+
+    def search(self, steps: int, best: float, bound: float) -> None:
+        """Take what the planner says, to be told with the next word."""
+        told = f"{steps:,} steps, best {self._time_text(best)}"
+        self._said = f": {told}, lower bound {self._time_text(bound)}"
+
+    def line(self, text: str) -> None:
+        """Print a line that stays."""
+        with self._writing:
+            print(f"{self._clear}{text}", file=self._stream, flush=True)
+
+    def run(self, ended: threading.Event) -> None:
+        """Tell how long it has been, until the event is set."""
+        wait, every = (FIRST_S, TERMINAL_S) if self._stream.isatty() else (FILE_S, FILE_S)
+        while not ended.wait(wait):
+            wait = every
+            text = f"at work for {time.monotonic() - self._began:.0f} s{self._said}"
+            with self._writing:
+                if self._clear:
+                    shown = text[: shutil.get_terminal_size().columns - 1]
+                    print(f"{_CLEAR}{shown}", end="", file=self._stream, flush=True)
+                else:
+                    print(text, file=self._stream, flush=True)
+
+    def end(self) -> None:
+        """Take the line away that changes."""
+        with self._writing:
+            print(self._clear, end="", file=self._stream, flush=True)
+
+    @property
+    def _clear(self) -> str:
+        return _CLEAR if self._stream.isatty() else ""
+
+
+@contextmanager
+def told(time_text: Callable[[float], str]) -> Iterator[Progress]:
+    """Tell on stderr of what is planned within, once that takes long.
+
+    A thread tells, since much of the work (orders begun, inner loops compiled for the first time)
+    says nothing.
+    """
+    progress, ended = Progress(time_text, sys.stderr), threading.Event()
+    telling = threading.Thread(target=progress.run, args=(ended,), daemon=True)
+    telling.start()
+    try:
+        yield progress
+    finally:
+        ended.set()
+        telling.join()
+        progress.end()

@@ -1,0 +1,275 @@
+"""A vocabulary that all devices share: its passes put into an order of F, B and W, and its costs.
+
+What all devices join runs on each as soon as what it reads is there, and in one order everywhere,
+that in which it comes to be. So a device that has not come to such a pass yet is in one that began
+before, which reads nothing made after it by another: no order of this kind can deadlock, even where
+each of these passes waits until all devices have come to it. T waits for nobody, so it fills idle
+time, and follows the S of the next microbatch, with which the gradient of its loss comes along.
+
+What it takes besides is a lag between the last stage's F and B: a message, the longest pass of a
+device, S and two collectives. V-Half with an even number of devices, and V-Min, have room for it.
+V-ZB as published has none, and with one chunk more it has; 1F1B takes two, a microbatch, and with
+whole backwards still waits.
+"""
+
+import itertools
+import math
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.kinds import (
+    HEAD_WEIGHT,
+    LOGITS,
+    LOOKED_UP,
+    LOOKUP,
+    LOOKUP_WEIGHT,
+    LOSS,
+    Kind,
+    ScheduleError,
+)
+from megatron_vshape.core.model.layers import LEAST, Pieces
+from megatron_vshape.core.model.passes import NeedTable, Pass
+from megatron_vshape.core.model.placement import stages_of
+from megatron_vshape.core.model.schedule import Schedule
+
+WAITING = (1, 3)
+"""Microbatches of which a device holds its part of the logits for a T that finds no idle time."""
+
+LATE = (0.0, 0.5, 1.0)
+"""The share of a pass run sooner by which it may hold up the one whose turn it is.
+
+In chunk passes at d = 8, m = 32, an output layer of 2.46 layers: V-ZB with one chunk more takes
+216.5, 214.0 and 215.9, 1F1B with two 305, 293 and 301; V-Half at its own memory 223.8 by all.
+"""
+
+FURTHER = 24
+"""Passes of its order of which a device may run one sooner."""
+
+_ROUNDING = 1e-9
+
+AHEAD = 2
+"""Microbatches by which tokens are looked up before the first stage's F of them."""
+
+
+def shared_costs(
+    pieces: Pieces, layers: tuple[int, ...], num_devices: int, sum_us: float, logits_bytes: float
+) -> Costs:
+    """Return the costs of stages with so many layers and the ends of the model shared out.
+
+    Of the output layer S computes forward and input gradient, T the weight gradient, each device
+    its part. `sum_us` is what putting the parts together takes, on all devices; `logits_bytes` what
+    each holds of a microbatch from S to T.
+    """
+    nothing = Piece(*(0.0,) * 5)
+    bare = replace(pieces, first=nothing, last=nothing).costs(layers)
+    head, embedding = pieces.last, pieces.first
+    least = LEAST * pieces.layer.time_us / num_devices  # some kernels
+    times_us = {
+        LOOKUP.time: embedding.forward_us / num_devices,
+        LOOKED_UP.time: sum_us,
+        LOGITS.time: (head.forward_us + head.backward_us) / num_devices,
+        LOSS.time: sum_us,
+        HEAD_WEIGHT.time: head.weight_us / num_devices,
+        LOOKUP_WEIGHT.time: (embedding.backward_us + embedding.weight_us) / num_devices,
+    }
+    amounts = {name: max(least, value) for name, value in times_us.items()}
+    amounts[HEAD_WEIGHT.frees] = logits_bytes
+    others = tuple((name, (value,) * len(layers)) for name, value in amounts.items())
+    return replace(bare, others=(*bare.others, *others))
+
+
+def share_vocabulary(schedule: Schedule, costs: Costs, more: float = 0.0) -> Schedule:
+    """Return the schedule with the passes of a vocabulary that all devices share.
+
+    `costs` are those of `shared_costs`. Where a device would wait, it runs an F or a W that comes
+    later, if without the logits it then holds at most so much `more` than ever in the schedule. Of
+    several ways the order that takes least time, and of these the one that holds least.
+
+    Raises:
+        ScheduleError: the schedule has such passes already, is not complete, or deadlocks.
+    """
+    if any(kind.of for kind in schedule.kinds):
+        raise ScheduleError(f"{schedule.name} has passes of a shared vocabulary already")
+    verify(schedule)
+    limits = [peak + more for peak in peak_held(schedule, costs)]
+    made = [
+        _Dealer(schedule, costs, limits, *way).deal() for way in itertools.product(WAITING, LATE)
+    ]
+    return min(made, key=lambda each: (simulate(each, costs).makespan, max(peak_held(each, costs))))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Joined:
+    """A pass that all devices join: from when on, where the result that it reads is."""
+
+    made_us: float
+    microbatch: int
+    kind: Kind
+    device: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Action:
+    """What a device does next."""
+
+    start_us: float
+    work: Pass
+
+
+class _Dealer:
+    """Runs the schedule, and on each device whatever else there is to do in between."""
+
+    def __init__(
+        self, schedule: Schedule, costs: Costs, limits: list[float], waiting: int, late: float
+    ) -> None:
+        self.schedule, self.costs, self.limits = schedule, costs, limits
+        self.waiting, self.late = waiting, late
+        self.changes = {kind: costs.changes(kind) for kind in schedule.kinds}
+        self.held = [0.0] * schedule.num_devices
+        devices = schedule.num_devices
+        self.homes = [stages[0] for stages in stages_of(schedule.placement, devices)]
+        self.ends = schedule.placement[0], schedule.placement[-1]
+        self.last = schedule.num_stages - 1
+        self.table = NeedTable(schedule.num_stages, schedule.kinds)
+        self.left = [list(row) for row in schedule.order]
+        self.joins = [0] * devices  # of `joined`
+        self.logits = [0] * devices  # so many S have run,
+        self.weights = [0] * devices  # and T
+        self.clock_us = [0.0] * devices
+        self.made: list[list[Pass]] = [[] for _ in range(devices)]
+        self.done_us: dict[tuple[Kind, int, int], float] = {}
+        self.parts: dict[tuple[Kind, int], list[float]] = {}  # when they are there to be summed
+        self.collectives_us = [0.0] * devices  # until when they are under way
+        self.joined = [
+            _Joined(0.0, microbatch, LOOKUP, self.ends[0])
+            for microbatch in range(min(AHEAD, schedule.num_microbatches))
+        ]
+
+    def deal(self) -> Schedule:
+        left = sum(map(len, self.schedule.order))
+        left += 4 * self.schedule.num_devices * self.schedule.num_microbatches
+        for _ in range(left):
+            actions = [(self._next(device), device) for device in range(len(self.made))]
+            action, device = min(actions, key=lambda each: (each[0].start_us, each[1]))
+            self._run(action, device)
+        return replace(self.schedule, order=tuple(map(tuple, self.made)))
+
+    def _next(self, device: int) -> _Action:
+        """Return what the device does next, as far as is known by now."""
+        now, options = self.clock_us[device], []
+        if self.joins[device] < len(self.joined):
+            item = self.joined[self.joins[device]]
+            start = max(now, self._arrives(item.made_us, item.device, device))
+            options.append(_Action(start, Pass(item.kind, self.homes[device], item.microbatch)))
+        given = _Action(math.inf, Pass(HEAD_WEIGHT, self.homes[device], -1))
+        if self.left[device]:
+            given = self._action(self.left[device][0], device)
+        filler = self._filler(device, now)
+        if filler is not None and self._fits(filler, given, device):
+            options.append(filler)
+        if given.start_us > now:
+            options += self._later(given, device)
+        return min((*options, given), key=lambda each: each.start_us)
+
+    def _action(self, work: Pass, device: int) -> _Action:
+        return _Action(max(self.clock_us[device], self._ready_us(work, device)), work)
+
+    def _later(self, given: _Action, device: int) -> Iterator[_Action]:
+        """Yield a W and an F that come later, and would not hold up the given pass by much."""
+        seen = set()
+        for work in self.left[device][:FURTHER]:
+            kind, stage, _ = work
+            if kind in seen or kind not in (Kind.F, Kind.W):
+                continue
+            seen.add(kind)
+            action, takes = self._action(work, device), self.changes[kind][0][stage]
+            if takes and self.held[device] + takes > self.limits[device] * (1 + _ROUNDING):
+                continue
+            least_us = (1 - self.late) * self.costs.time_us(kind, stage)
+            if action.start_us < math.inf and action.start_us + least_us <= given.start_us:
+                yield action
+
+    def _fits(self, filler: _Action, given: _Action, device: int) -> bool:
+        must = self.logits[device] - self.weights[device] > self.waiting
+        takes_us = 0.0 if must else self.costs.time_us(HEAD_WEIGHT, self.homes[device])
+        return filler.start_us + takes_us <= given.start_us
+
+    def _filler(self, device: int, now: float) -> _Action | None:
+        """Return the next T, if it may run: the S of the next microbatch has."""
+        microbatch = self.weights[device]
+        ready = min(self.logits[device], microbatch + 2)
+        if ready < min(microbatch + 2, self.schedule.num_microbatches) or ready == microbatch:
+            return None
+        done = self.done_us.get((LOSS, self.last, microbatch))
+        if done is None:
+            return None
+        start = max(now, self._arrives(done, self.ends[1], device))
+        return _Action(start, Pass(HEAD_WEIGHT, self.homes[device], microbatch))
+
+    def _arrives(self, made_us: float, source: int, device: int) -> float:
+        return made_us + (self.costs.send_us if source != device else 0.0)
+
+    def _ready_us(self, work: Pass, device: int) -> float:
+        """Return when the pass has all that it reads; infinity where that is not known."""
+        return max((self._arrived(*need, device) for need in self._needs(work)), default=0.0)
+
+    def _needs(self, work: Pass) -> Iterator[tuple[Kind, int, int]]:
+        for part, stage in self.table.needs[work.kind][work.stage]:
+            yield self.table.parts[part], stage, work.microbatch
+        if work.kind is Kind.F and work.stage == 0:
+            yield LOOKED_UP, 0, work.microbatch
+        if Kind.B in work.parts() and work.stage == self.last:
+            yield LOSS, self.last, work.microbatch
+
+    def _arrived(self, kind: Kind, stage: int, microbatch: int, device: int) -> float:
+        done = self.done_us.get((kind, stage, microbatch), math.inf)
+        return self._arrives(done, self.schedule.placement[stage], device)
+
+    def _run(self, action: _Action, device: int) -> None:
+        kind, stage, microbatch = work = action.work
+        end = action.start_us + self.costs.time_us(kind, stage)
+        self.made[device].append(work)
+        self.clock_us[device] = end
+        for part in work.parts():
+            self.done_us[part, stage, microbatch] = end
+        if kind.joins:
+            self.joins[device] += 1
+        if kind is LOGITS:
+            self.logits[device] += 1
+            self._sum(LOSS, self.last, microbatch, end, device)
+        elif kind is LOOKUP:
+            self._sum(LOOKED_UP, 0, microbatch, end, device)
+        elif kind is HEAD_WEIGHT:
+            self.weights[device] += 1
+        else:
+            self._call(work, end, device)
+        if not kind.of:
+            self.left[device].remove(work)
+            self.held[device] += sum(change[stage] for change in self.changes[kind])
+
+    def _call(self, work: Pass, end: float, device: int) -> None:
+        """Have all devices join what reads this pass's result, or makes that of a later one."""
+        if work.kind is Kind.F and work.stage == 0:
+            ahead = work.microbatch + AHEAD
+            if ahead < self.schedule.num_microbatches:
+                insort(self.joined, _Joined(end, ahead, LOOKUP, device))
+        if work.kind is Kind.F and work.stage == self.last:
+            insort(self.joined, _Joined(end, work.microbatch, LOGITS, device))
+        if Kind.B in work.parts() and work.stage == 0:
+            insort(self.joined, _Joined(end, work.microbatch, LOOKUP_WEIGHT, device))
+
+    def _sum(self, kind: Kind, stage: int, microbatch: int, end: float, device: int) -> None:
+        """Put the parts together once all are there, where the sum is read."""
+        home = self.schedule.placement[stage]
+        parts = self.parts.setdefault((kind, microbatch), [])
+        parts.append(self._arrives(end, device, home))
+        if device == home:
+            self.made[home].append(Pass(kind, stage, microbatch))
+        if len(parts) == self.schedule.num_devices:
+            begins = max(*parts, self.collectives_us[home])
+            ends = begins + self.costs.time_us(kind, stage)
+            self.done_us[kind, stage, microbatch] = self.collectives_us[home] = ends

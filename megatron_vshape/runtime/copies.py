@@ -1,0 +1,111 @@
+"""How long copies between a device and its host take, alone and beside one the other way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, FROM_HOST, RELEASE, TO_HOST
+from megatron_vshape.runtime.program_runner import on_stream_of
+
+MOST_BYTES = 256 << 20
+"""More is not copied to measure: from there on twice the bytes take twice as long."""
+
+ONE_WAY = 1.5
+"""Copies that take so much longer beside one the other way are those of a half duplex link."""
+
+
+class Copies(NamedTuple):
+    """What of a stage's microbatch may wait in host memory, and how long it is copied.
+
+    The times `beside` are those of copies there while another goes back.
+    """
+
+    num_bytes: float
+    out_us: float
+    back_us: float
+    out_beside_us: float
+    back_beside_us: float
+
+    @property
+    def half_duplex(self) -> bool:
+        """Return whether the link takes one direction at a time."""
+        beside_us = self.out_beside_us + self.back_beside_us
+        return beside_us > ONE_WAY * (self.out_us + self.back_us)
+
+    def times_us(self, half_duplex: bool) -> tuple[float, float]:
+        """Return what a copy there and one back are planned with.
+
+        Most of a step's are beside another, so on a link for both directions at once those count.
+        """
+        if half_duplex:
+            return self.out_us, self.back_us
+        return self.out_beside_us, self.back_beside_us
+
+    def of(self, num_bytes: float) -> Copies:
+        """Return what so many bytes take; of none, as long as a copy takes to begin."""
+        factor = max(num_bytes, 1.0) / max(self.num_bytes, 1.0)
+        return Copies(num_bytes, *(factor * each for each in self[1:]))
+
+
+def priced(costs: Costs, stages: Sequence[Copies], source: str) -> Costs:
+    """Return the costs with those of copies, of every stage, and where they are from."""
+    half_duplex = max(stages).half_duplex
+    out_us, back_us = zip(*(each.times_us(half_duplex) for each in stages), strict=True)
+    others = {
+        COPY_OUT.time: out_us,
+        RELEASE.frees: tuple(float(each.num_bytes) for each in stages),
+        COPY_BACK.time: back_us,
+    }
+    costs = replace(costs, others=tuple(others.items()), half_duplex=half_duplex)
+    return costs.with_source(source, *others)
+
+
+def measure_copies(device: torch.device, num_bytes: int, rounds: int = 5) -> Copies:
+    """Return the median times of copies of so many bytes, made on streams as those of a step are.
+
+    Takes up to MOST_BYTES twice of the device's memory, and of the host's, and gives them back.
+    """
+    size = max(1, min(num_bytes, MOST_BYTES))
+    pinned = device.type == "cuda"
+    here = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    there = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    out = there[0], here[0]
+    back = here[1], there[1]
+    times: list[list[float]] = [[], [], [], []]
+    with (
+        ThreadPoolExecutor(1, initializer=on_stream_of(TO_HOST)) as outward,
+        ThreadPoolExecutor(1, initializer=on_stream_of(FROM_HOST)) as homeward,
+    ):
+        run = _copier(device)
+        for at in range(rounds + 1):
+            found = [outward.submit(run, *out).result(), homeward.submit(run, *back).result()]
+            both = outward.submit(run, *out), homeward.submit(run, *back)
+            found += [each.result() for each in both]
+            if at:  # the first finds caches cold
+                for kept, each in zip(times, found, strict=True):
+                    kept.append(each)
+    return Copies(size, *map(median, times)).of(num_bytes)
+
+
+def _copier(device: torch.device) -> Callable[[Tensor, Tensor], float]:
+    """Return what copies, on its thread's stream, and returns for how many us."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # what is to be copied has been made on another stream
+
+    def run(target: Tensor, source: Tensor) -> float:
+        start = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return 1e6 * (time.perf_counter() - start)
+
+    return run

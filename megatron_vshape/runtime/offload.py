@@ -1,0 +1,290 @@
+"""Activations that wait in host memory between F and B (PipeOffload, arXiv 2503.01328).
+
+After F the graph is read for what it saves, as `held_bytes` reads it. What belongs to this
+microbatch alone is copied to the host (pass D), its storages are emptied (L), later made as large
+as they were (R) and filled again (H), before B. Tensors, views, contexts of custom Functions and
+weight jobs see their data again, as if nothing had been: no version of a tensor changes, and what
+B computes is the same to the last bit. There are no saved-tensor hooks: what those return has lost
+Megatron's attributes of parameters, and torch no longer sees what is changed in place.
+
+On a GPU, D and H are launched by threads of their own on streams of their own (see
+`program_runner`), and the streams wait for each other at the markers L and R, which the stream that
+computes runs: so memory is given back and taken in its order alone, and follows from the device's
+row however far the host is ahead. Nothing needs `record_stream`, whose memory comes back when the
+host next allocates after the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, RELEASE, RELOAD, Kind
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.runtime.held_bytes import nodes_behind, saved_by
+from megatron_vshape.runtime.host_memory import HostMemory, Moment
+
+SMALL = 1 / 64
+"""Of a microbatch's largest storage: what is smaller, such as a norm's statistics, stays."""
+
+CLOSE = 1.05
+"""What is said to wait may be less than all by this factor and still mean all: it is a median."""
+
+WALKS = 2
+"""Microbatches of a stage whose graphs are compared before anything of it is emptied."""
+
+
+class OffloadError(RuntimeError):
+    """A pass found activations elsewhere than it needs them; the text says which and where."""
+
+
+class _At(StrEnum):
+    """Where the activations of a microbatch are."""
+
+    MADE = "on the device"
+    COPIED = "on the device and in host memory"
+    RELEASED = "in host memory"
+    MADE_ROOM = "in host memory, with room on the device"
+    BACK = "on the device again"
+
+
+class _Name(NamedTuple):
+    """What a storage is in every microbatch of a stage: the how-manieth node of a type saves it."""
+
+    node: str
+    number: int
+    attribute: str
+    place: int
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """The activations of one microbatch of one stage."""
+
+    root: Node | None  # of its graph, until that has been read
+    output: int  # the storage of F's output, which belongs to its reader
+    made: Moment
+    stays: bool  # as it is not known yet what belongs to this microbatch alone
+    at: _At = _At.MADE
+    storages: list[tuple[UntypedStorage, int]] = field(default_factory=list)  # and their bytes
+    blocks: list[Tensor] = field(default_factory=list)
+    moment: Moment = Moment(None)  # of the last copy, or of the room for it
+
+
+class Offload:
+    """What of this rank's stages waits in host memory, by stage and microbatch."""
+
+    def __init__(self, device: torch.device, share: Mapping[int, float] | None = None) -> None:
+        """Take the device that computes, and by stage how many bytes are to wait; else all do."""
+        self.host = HostMemory(device)
+        self._device = device
+        self._share = share or {}
+        self._kept: frozenset[int] = frozenset()
+        self._waiting: dict[tuple[int, int], _Waiting] = {}
+        self._walks: dict[int, int] = {}
+        self._seen: dict[int, tuple[StorageWeakRef, tuple[int, int], _Name]] = {}
+        self._shared: set[tuple[int, _Name]] = set()
+        self._bytes: dict[int, int] = {}
+
+    @property
+    def bytes_by_stage(self) -> Mapping[int, int]:
+        """Return what of a microbatch waits, or could, of the stages of which that is known."""
+        return self._bytes
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Never touch these: parameters, gradients, buffers."""
+        self._kept = frozenset(each.untyped_storage()._cdata for each in tensors)
+
+    def share(self, bytes_by_stage: Mapping[int, float]) -> None:
+        """Have so many bytes of a stage's microbatches wait from now on, those saved first."""
+        self._share = bytes_by_stage
+
+    def has_learned(self, stages: Collection[int]) -> bool:
+        """Return whether it is known what belongs to one microbatch alone, of all these stages."""
+        return all(self._walks.get(stage, 0) >= WALKS for stage in stages)
+
+    def ends_forward(self, stage: int, microbatch: int, output: Tensor) -> None:
+        """Take note of what F has left behind; `output` still has its data.
+
+        The graphs of a stage's first microbatches are compared: what two of them save, such as the
+        table of a rotary embedding, belongs to neither. Until that is known, all stays.
+        """
+        if output.grad_fn is None:
+            return
+        storage: int = output.untyped_storage()._cdata
+        learns = self._walks.get(stage, 0) < WALKS
+        waiting = _Waiting(output.grad_fn, storage, Moment.of(self._device), learns)
+        self._waiting[stage, microbatch] = waiting
+        if learns:
+            self._learn(stage, waiting, output.grad_fn)
+            waiting.stays = self._walks[stage] < WALKS
+
+    def copy_out(self, stage: int, microbatch: int) -> None:
+        """Run D: copy what is to wait, on the stream of this thread."""
+        waiting = self._find(COPY_OUT, stage, microbatch, _At.MADE)
+        root, waiting.root = waiting.root, None
+        if not waiting.stays and root is not None:
+            chosen = self._chosen(stage, root, waiting.output)
+            blocks = self.host.take(sum(size for _, size in chosen)) if chosen else None
+            if blocks is not None:
+                waiting.storages, waiting.blocks = chosen, blocks
+        waiting.made.wait()
+        for part, place in self._parts(waiting):
+            place.copy_(part, non_blocking=True)
+        waiting.moment = Moment.of(self._device)
+        waiting.at = _At.COPIED
+
+    def release(self, stage: int, microbatch: int) -> None:
+        """Run L: empty what has been copied."""
+        waiting = self._find(RELEASE, stage, microbatch, _At.COPIED)
+        waiting.moment.wait()
+        for storage, _ in waiting.storages:
+            storage.resize_(0)
+        waiting.at = _At.RELEASED
+
+    def make_room(self, stage: int, microbatch: int) -> None:
+        """Run R: make what was emptied as large as it was."""
+        waiting = self._find(RELOAD, stage, microbatch, _At.RELEASED)
+        for storage, size in waiting.storages:
+            storage.resize_(size)
+        waiting.moment = Moment.of(self._device)
+        waiting.at = _At.MADE_ROOM
+
+    def copy_back(self, stage: int, microbatch: int) -> None:
+        """Run H: fill it again, on the stream of this thread."""
+        waiting = self._find(COPY_BACK, stage, microbatch, _At.MADE_ROOM)
+        waiting.moment.wait()
+        for part, place in self._parts(waiting):
+            part.copy_(place, non_blocking=True)
+        waiting.moment = Moment.of(self._device)
+        self.host.give_back(waiting.blocks, waiting.moment)
+        waiting.blocks = []
+        waiting.at = _At.BACK
+
+    def begins_backward(self, work: Pass) -> None:
+        """Have B, or a whole backward, find what it reads.
+
+        An emptied storage has no address, so a backward that read one would end the process.
+
+        Raises:
+            OffloadError: it is not there.
+        """
+        waiting = self._waiting.pop(work[1:], None)
+        if waiting is None:
+            return
+        if waiting.at not in (_At.MADE, _At.BACK):
+            self._waiting[work[1:]] = waiting
+            raise OffloadError(_where(work, waiting.at))
+        waiting.moment.wait()
+
+    def begins_weights(self, work: Pass) -> None:
+        """Check that W finds what it reads: its B has, so nothing of it may wait any more."""
+        waiting = self._waiting.get(work[1:])
+        if waiting is not None:
+            raise OffloadError(_where(work, waiting.at))
+
+    def forget(self) -> None:
+        """Let go of what waits; after a step that failed, or that is undone."""
+        self._waiting.clear()
+
+    def clear(self) -> None:
+        """Let go of all host memory too."""
+        self.forget()
+        self.host.clear()
+
+    def _find(self, kind: Kind, stage: int, microbatch: int, wanted: _At) -> _Waiting:
+        waiting = self._waiting.get((stage, microbatch))
+        if waiting is None or waiting.at is not wanted:
+            at = "gone, or not made yet" if waiting is None else waiting.at.value
+            raise OffloadError(_where(Pass(kind, stage, microbatch), at))
+        return waiting
+
+    def _learn(self, stage: int, waiting: _Waiting, root: Node) -> None:
+        """Compare a microbatch's storages with those of others that are still there."""
+        walk = stage, self._walks.get(stage, 0)
+        self._walks[stage] = walk[1] + 1
+        self._seen = {key: seen for key, seen in self._seen.items() if not seen[0].expired()}
+        for name, storage in self._saved(root, waiting.output):
+            _, other, known_as = self._seen.setdefault(
+                storage._cdata, (StorageWeakRef(storage), walk, name)
+            )
+            if other != walk:
+                self._shared.update({(stage, name), (other[0], known_as)})
+        self._bytes[stage] = sum(size for _, size in self._chosen(stage, root, waiting.output))
+
+    def _chosen(self, stage: int, root: Node, output: int) -> list[tuple[UntypedStorage, int]]:
+        """Return what of a microbatch is to wait, with its bytes; what was saved first is first."""
+        names: dict[int, tuple[UntypedStorage, list[_Name]]] = {}
+        for name, storage in self._saved(root, output):
+            names.setdefault(storage._cdata, (storage, []))[1].append(name)
+        own = [
+            (storage, storage.nbytes())
+            for storage, known_as in names.values()
+            if not any((stage, name) in self._shared for name in known_as)
+        ]
+        least = SMALL * max((size for _, size in own), default=0)
+        own = [(storage, size) for storage, size in own if size >= least]
+        return _first(own, self._share.get(stage))
+
+    def _saved(self, root: Node, output: int) -> Iterator[tuple[_Name, UntypedStorage]]:
+        """Yield the storages that a graph saves and that can be emptied, in the order of F."""
+        numbers: dict[str, int] = {}
+        for node in sorted(nodes_behind(root), key=lambda node: node._sequence_nr()):
+            kind = type(node).__name__
+            numbers[kind] = numbers.get(kind, -1) + 1
+            places: dict[str, int] = {}
+            for attribute, tensor in saved_by(node):
+                places[attribute] = places.get(attribute, -1) + 1
+                # A subclass may hold its data elsewhere, and a CPU's tensor is on the host.
+                if type(tensor) is not Tensor or tensor.device.type != self._device.type:
+                    continue
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key == output or key in self._kept:
+                    continue
+                if storage.nbytes() and storage.resizable():
+                    yield _Name(kind, numbers[kind], attribute, places[attribute]), storage
+
+    def _parts(self, waiting: _Waiting) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parts of the storages and of the blocks that they fill one after the other."""
+        blocks = iter(waiting.blocks)
+        left = torch.empty(0, dtype=torch.uint8)
+        for storage, _ in waiting.storages:
+            # Through a tensor of our own, so that no other's version counter moves.
+            rest = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            while rest.numel():
+                if not left.numel():
+                    left = next(blocks)
+                size = min(rest.numel(), left.numel())
+                yield rest[:size], left[:size]
+                rest, left = rest[size:], left[size:]
+
+
+def _first(
+    own: Sequence[tuple[UntypedStorage, int]], share: float | None
+) -> list[tuple[UntypedStorage, int]]:
+    """Return so many of the first that their bytes are nearest to `share`; all without one."""
+    total = sum(size for _, size in own)
+    if share is None or share * CLOSE >= total:
+        return list(own)
+    found, taken = [], 0.0
+    for each in own:
+        if taken + each[1] / 2 > share:
+            break
+        found.append(each)
+        taken += each[1]
+    return found
+
+
+def _where(work: Pass, at: str) -> str:
+    return (
+        f"{work}: the activations of stage {work.stage} for microbatch {work.microbatch} are {at}; "
+        "F, D, L, R, H and B of a microbatch run in this order, each of them once"
+    )

@@ -1,0 +1,136 @@
+"""Names beside the marks of a picture, where they cover neither each other nor what is drawn."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+
+SIZE = 7.0
+"""Of a name, in points."""
+
+_RADII = (7.0, 12.0, 18.0, 26.0, 36.0, 48.0, 62.0)
+_ANGLES = (20, -20, 160, -160, 90, -90, 50, -50, 130, -130)
+"""Where a name is tried, the best first: points from its mark, and degrees around it."""
+
+_MARK = 4.0
+_LED = 15.0
+"""Half of what a mark takes, and from where on a thin line leads to it; points."""
+
+_CROSSED = 3.0
+"""What crossing a line counts, in points of distance for each of its points that are covered."""
+
+
+class Mark(NamedTuple):
+    """A mark's place in the axes' data, and its name."""
+
+    x: float
+    y: float
+    name: str
+
+
+class _Box(NamedTuple):
+    left: float
+    bottom: float
+    right: float
+    top: float
+
+    def meets(self, other: "_Box") -> bool:
+        return (
+            self.left < other.right
+            and other.left < self.right
+            and self.bottom < other.top
+            and other.bottom < self.top
+        )
+
+    def within(self, other: "_Box") -> bool:
+        return (
+            self.left >= other.left
+            and self.right <= other.right
+            and self.bottom >= other.bottom
+            and self.top <= other.top
+        )
+
+
+def name_marks(
+    axes: Axes, marks: Sequence[Mark], others: Sequence[tuple[float, float]] = ()
+) -> None:
+    """Write the names beside their marks once all else is drawn; a thin line leads to far ones.
+
+    A name for which there is no room beside all others, and beside `others`, marks without a name,
+    is left out: none covers another.
+    """
+    axes.figure.draw_without_rendering()  # type: ignore[union-attr]
+    scale = 72 / axes.figure.dpi
+    places = [tuple(axes.transData.transform((mark.x, mark.y)) * scale) for mark in marks]
+    unnamed = [axes.transData.transform(place) * scale for place in others]
+    taken = [_around(x, y) for x, y in (*places, *unnamed)]
+    edge = _Box(*(scale * np.asarray(axes.get_window_extent().extents)))
+    legend = axes.get_legend()
+    if legend is not None:
+        taken.append(_Box(*(scale * np.asarray(legend.get_window_extent().extents))))
+    lines = _line_points(axes) * scale
+    for mark, (x, y) in sorted(zip(marks, places, strict=True), key=lambda each: -each[1][1]):
+        wide, high = _size(axes, mark.name, scale)
+        tried = _candidates(x, y, wide, high)
+        free = [
+            (distance + _CROSSED * _covered(box, lines), distance, box)
+            for distance, box in tried
+            if box.within(edge) and not any(box.meets(each) for each in taken)
+        ]
+        if not free:
+            continue
+        _, distance, box = min(free, key=lambda each: each[0])
+        taken.append(box)
+        led = {"arrowstyle": "-", "lw": 0.4, "color": "#888888", "shrinkA": 0, "shrinkB": 3}
+        axes.annotate(
+            mark.name,
+            (mark.x, mark.y),
+            textcoords="offset points",
+            xytext=(box.left - x, box.bottom - y),
+            va="bottom",  # of all of it, as it was measured
+            fontsize=SIZE,
+            arrowprops=led if distance > _LED else None,
+        )
+
+
+def _around(x: float, y: float) -> _Box:
+    return _Box(x - _MARK, y - _MARK, x + _MARK, y + _MARK)
+
+
+def _candidates(x: float, y: float, wide: float, high: float) -> Iterator[tuple[float, _Box]]:
+    """Yield the boxes that a name may have, with their distance from its mark."""
+    for radius in _RADII:
+        for angle in _ANGLES:
+            dx, dy = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+            # its nearest corner, or the middle of its nearest side, is that far from the mark
+            left = x + radius * dx - wide * (1 - round(dx)) / 2
+            bottom = y + radius * dy - high * (1 - round(dy)) / 2
+            yield radius, _Box(left, bottom, left + wide, bottom + high)
+
+
+def _size(axes: Axes, name: str, scale: float) -> tuple[float, float]:
+    """Return how wide and high a name is, in points."""
+    text = axes.text(0, 0, name, fontsize=SIZE, transform=None)
+    extent = text.get_window_extent()
+    text.remove()
+    return extent.width * scale, extent.height * scale
+
+
+def _line_points(axes: Axes) -> np.ndarray:
+    """Return points close to one another along all lines, in pixels; marks have none between."""
+    found = [np.empty((0, 2))]
+    for line in axes.lines:
+        if line.get_linestyle() == "None":
+            continue
+        path = np.asarray(line.get_transform().transform_path(line.get_path()).vertices)
+        for a, b in zip(path, path[1:], strict=False):
+            steps = max(int(np.hypot(*(b - a)) / 3), 1)
+            found.append(a + (b - a) * np.linspace(0, 1, steps + 1)[:, None])
+    return np.concatenate(found)
+
+
+def _covered(box: _Box, points: np.ndarray) -> int:
+    x, y = points[:, 0], points[:, 1]
+    return int(((x > box.left) & (x < box.right) & (y > box.bottom) & (y < box.top)).sum())

@@ -1,0 +1,79 @@
+"""Print what a plan gains where activations may wait in host memory or be computed again.
+
+    python scripts/bench_offload.py [--devices 8] [--only 32,4]
+
+Overhead in F beyond the work of order alone, 6 F a microbatch: planned with the order alone, with
+what is computed again, with copies to the host, and with all; planning seconds beside. F, B, W and
+a message take 1, 1.15, 0.85 and 0.05, a chunk is held as a whole from F to W, and t is how many F
+a copy of it takes one way. Cheap recompute (norms and activation functions) keeps 0.625 after F,
+which B makes 1 again in 0.04 F more.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.planner.search import plan
+from megatron_vshape.view.numbers import table
+
+CELLS = (
+    (32, 10, 1.0, False, False),
+    (32, 8, 1.0, False, False),
+    (32, 4, 1.0, False, False),
+    (32, 4, 2.0, True, True),
+    (64, 8, 1.0, False, False),
+    (64, 4, 1.0, False, False),
+)
+"""Microbatches, chunks, t, half duplex, cheap recompute."""
+
+
+def costs_of(devices: int, t: float, half_duplex: bool, cheap: bool) -> Costs:
+    """Return the costs of two stages a device."""
+    own = Costs.uniform(devices, 2 * devices, 1.0, 1.15, 0.85, 0.05).with_copies(t, half_duplex)
+    if not cheap:
+        return own
+    each = 2 * devices
+    prices = {"backward_us": (1.19,) * each, "held_after_forward_bytes": (0.625,) * each}
+    return replace(own, recompute=(("cheap", own.with_prices("cheap", prices)),))
+
+
+def rows(devices: int, only: str | None) -> Iterator[list[str]]:
+    """Yield a row per cell."""
+    for microbatches, chunks, t, half_duplex, cheap in CELLS:
+        if only not in (None, f"{microbatches},{chunks}"):
+            continue
+        costs = costs_of(devices, t, half_duplex, cheap)
+        ways = [costs.in_order_alone(), costs.without_copies(), replace(costs, recompute=()), costs]
+        if not cheap:
+            del ways[1], ways[-1]
+        link = f"{t:g}{', half duplex' if half_duplex else ''}{', cheap' if cheap else ''}"
+        row = [str(microbatches), str(chunks), link]
+        for at, each in enumerate(ways):
+            begin, worked = time.monotonic(), time.process_time()
+            made = plan(each, devices, microbatches, chunks, trades=True)
+            seconds, worked = time.monotonic() - begin, time.process_time() - worked
+            took = f"{seconds:.1f} s, {worked:.1f} s of processors"
+            row.append(f"{made.value - 6 * microbatches:.1f} ({took})")
+            if not cheap and not at:
+                row.append("")
+        row += [""] * (not cheap)
+        row.append(f"{made.gap:.1%}")
+        yield row
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", type=int, default=8, metavar="D")
+    parser.add_argument("--only", metavar="M,CHUNKS", help="these cells alone")
+    options = parser.parse_args()
+    warm = costs_of(2, 1.0, half_duplex=False, cheap=False)
+    plan(warm, 2, 4, 4, trades=True, steps=1000)  # compiles
+    heading = ["microbatches", "chunks", "t", "order alone", "recompute", "copies", "all", "gap"]
+    print(table([heading, *rows(options.devices, options.only)]))
+
+
+if __name__ == "__main__":
+    main()

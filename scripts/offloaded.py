@@ -1,0 +1,44 @@
+"""Orders of the catalogue in which some microbatches wait in host memory, for tests and benches."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, RELEASE, RELOAD, Kind
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.schedule import Schedule
+
+
+def every(stage: int, microbatch: int) -> bool:
+    """Choose all."""
+    return True
+
+
+def every_third(stage: int, microbatch: int) -> bool:
+    """Choose some, of every stage others."""
+    return (stage + microbatch) % 3 == 0
+
+
+def offloaded(schedule: Schedule, chosen: Callable[[int, int], bool] = every) -> Schedule:
+    """Return the order with D right after the F of chosen microbatches, and the rest beside passes.
+
+    L and R leave a pass for each copy where F and B are so far apart.
+    """
+    return replace(schedule, order=tuple(_row(row, chosen) for row in schedule.order))
+
+
+def _row(row: tuple[Pass, ...], chosen: Callable[[int, int], bool]) -> tuple[Pass, ...]:
+    at = {(part, *work[1:]): place for place, work in enumerate(row) for part in work.parts()}
+    placed = [(float(place), work) for place, work in enumerate(row)]
+    for kind, stage, microbatch in at:
+        if kind is not Kind.F or not chosen(stage, microbatch):
+            continue
+        first, last = at[Kind.F, stage, microbatch], at[Kind.B, stage, microbatch]
+        wide = last - first > 2
+        places = {
+            COPY_OUT: first + 0.1,
+            RELEASE: first + 1.2 if wide else first + 0.2,
+            RELOAD: last - 1.4 if wide else first + 0.3,
+            COPY_BACK: last - 1.3 if wide else first + 0.4,
+        }
+        placed += [(place, Pass(each, stage, microbatch)) for each, place in places.items()]
+    return tuple(work for _, work in sorted(placed, key=lambda each: each[0]))

@@ -1,0 +1,74 @@
+"""What is told of a search that takes long."""
+
+import io
+import time
+
+import pytest
+
+from megatron_vshape.cli import progress
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.planner import compiling
+from megatron_vshape.core.planner.search import plan
+from megatron_vshape.view.numbers import fixed, time_text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> str:
+    """Return what is written of a search that says something once, then takes its time."""
+    monkeypatch.setattr(progress, "FIRST_S", 0.02)
+    monkeypatch.setattr(progress, "TERMINAL_S", 0.02)
+    monkeypatch.setattr(progress, "FILE_S", 0.02)
+    monkeypatch.setattr("sys.stderr", stream)
+    with progress.told(fixed) as told:
+        told.search(12_345, 678.5, 600.0)
+        while stream.getvalue().count("at work") < 2:
+            time.sleep(0.01)
+        told.line("limit 2")
+    return stream.getvalue()
+
+
+def test_a_terminal_has_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    text = shown(monkeypatch, Terminal())
+    assert "\r\x1b[Kat work for 0 s: 12,345 steps, best 678.5, lower bound 600" in text
+    assert text.count("\n") == 1  # that of the line that stays
+    assert text.endswith("\r\x1b[K")
+
+
+def test_a_file_has_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(monkeypatch, io.StringIO())
+    assert "\x1b" not in text
+    assert "at work for 0 s: 12,345 steps, best 678.5, lower bound 600\n" in text
+
+
+def test_what_is_quick_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    with progress.told(fixed):
+        pass
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(14_568_000, "14,568,000 ms"), (9930, "9,930 ms"), (0.01234, "0.01234 ms"), (0, "0 ms")],
+)
+def test_a_time_has_one_form(value: float, text: str) -> None:
+    assert time_text(1000 * value, in_us=True) == text
+
+
+def test_planning_without_numba_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiling, "njit", None)
+    compiling.say_if_slow.cache_clear()
+    for _ in range(2):
+        plan(Costs.uniform(2, 4), 2, 2, limit=4, steps=100)
+    assert [each.message for each in caplog.records if "numba" in each.message] == [
+        "planning takes about a hundred times longer without numba: "
+        "pip install 'megatron-vshape[search]'"
+    ]

@@ -1,0 +1,249 @@
+"""Memory is traded for time: what waits in host memory and what is computed again, chosen.
+
+Plans are judged by `link_replay`, which knows nothing of the package.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+from link_replay import Found, Prices, replay
+
+from megatron_vshape.core.check.choices import bound_of_choices
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import (
+    COPY_BACK,
+    COPY_OUT,
+    NO_RECOMPUTE,
+    OFFLOAD,
+    PARTS,
+    RELOAD,
+    Kind,
+    ScheduleError,
+)
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.placement import looping, v_shape
+from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Way
+from megatron_vshape.core.planner import improve, job_shop
+from megatron_vshape.core.planner.offload_search import OffloadSearch
+from megatron_vshape.core.planner.search import plan
+
+REAL = (1.0, 1.15, 0.85, 0.05)
+
+
+def costs_of(
+    devices: int,
+    t: float,
+    half_duplex: bool = False,
+    settings: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+) -> Costs:
+    """Return costs of two stages a device; settings are what is held after F, and longer in B."""
+    own = Costs.uniform(devices, 2 * devices, *REAL).with_copies(t, half_duplex)
+    each = 2 * devices
+    prices = (
+        (name, {"backward_us": (1.15 + more,) * each, "held_after_forward_bytes": (held,) * each})
+        for name, (held, more) in settings.items()
+    )
+    return replace(
+        own, recompute=tuple((name, own.with_prices(name, given)) for name, given in prices)
+    )
+
+
+def judged(made: Plan, costs: Costs, limit: float) -> Found:
+    """Return what the replay says of a plan; raise unless the plan says the same and fits."""
+    schedule = made.schedule
+    by_name = {NO_RECOMPUTE: costs} | dict(costs.recompute)
+    names = schedule.recompute or (NO_RECOMPUTE,) * schedule.num_stages
+    stages = []
+    for stage, name in enumerate(names):
+        own = by_name[name]
+        kinds = (*PARTS, COPY_OUT, COPY_BACK) if own.copies else PARTS
+        times = {str(kind): own.time_us(kind, stage) for kind in kinds}
+        moved = own.held(RELOAD)[0][stage] if own.copies else 0.0
+        held = own.held_after_forward_bytes[stage], own.held_after_backward_bytes[stage]
+        stages.append(Prices(times, *held, moved))
+    found = replay(schedule.to_json(), stages, costs.send_us, costs.half_duplex)
+    verify(schedule, limit, costs)
+    assert found.makespan == pytest.approx(made.value)
+    assert found.peak == pytest.approx(made.peak)
+    assert max(found.peak) <= limit * (1 + 1e-9)
+    assert made.lower_bound <= made.value
+    return found
+
+
+CELLS = [
+    (32, 10, 1.0, False, {}, 10.7),
+    (32, 8, 1.0, False, {}, 12.4),
+    (32, 4, 1.0, False, {}, 15.4),
+    (64, 8, 1.0, False, {}, 13.2),
+    (64, 4, 1.0, False, {}, 15.3),
+    (32, 4, 2.0, True, {"cheap": (0.625, 0.04)}, 19.1),
+]
+"""Microbatches, chunks, F of a copy, half duplex, settings, and the overhead to reach."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("microbatches", "limit", "t", "half_duplex", "settings", "most"), CELLS, ids=map(str, CELLS)
+)
+def test_the_overheads_asked_for(
+    microbatches: int,
+    limit: float,
+    t: float,
+    half_duplex: bool,
+    settings: Mapping[str, tuple[float, float]],
+    most: float,
+) -> None:
+    costs = costs_of(8, t, half_duplex, settings)
+    made = plan(costs, 8, microbatches, limit, trades=True)
+    assert judged(made, costs, limit).makespan - 6 * microbatches <= most + 1e-6
+    for each in made.tried:
+        assert each.value is None or each.value >= made.value * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("half_duplex", [False, True])
+@pytest.mark.parametrize("limit", [2.5, 4.0, 6.0])
+def test_no_worse_than_order_alone_or_the_first_chunk_or_full_recompute(
+    limit: float, half_duplex: bool
+) -> None:
+    costs = costs_of(4, 1.0, half_duplex, {"full": (0.0625, 1.0)})
+    made = plan(costs, 4, 12, limit, trades=True, steps=60_000)
+    judged(made, costs, limit)
+    ways = {each.way: each for each in made.tried}
+    full = Way(("full",) * 8)
+    first = Way(copies=True, throughout=(0, 1, 2, 3))
+    assert {Way(), full, first} <= set(ways)
+    for each in made.tried:
+        assert (each.value or each.lower_bound) >= made.value * (1 - 1e-6)
+    alone = costs.in_order_alone()
+    if limit > 2.5:
+        assert made.value <= plan(alone, 4, 12, limit, steps=60_000).value + 1e-6
+
+
+def test_what_is_copied_is_chosen() -> None:
+    """The less room there is, the more is copied; with room for all of it nothing has to be."""
+    costs = costs_of(4, 1.0)
+    copied = [
+        judged(plan(costs, 4, 12, limit, trades=True, steps=40_000), costs, limit).copied
+        for limit in (2.5, 5.0)
+    ]
+    assert 96 >= copied[0] > copied[1] > 0
+    alone = plan(costs.in_order_alone(), 4, 12, 24.0, steps=40_000)
+    roomy = plan(costs, 4, 12, 24.0, trades=True, steps=40_000)
+    assert roomy.value <= alone.value + 0.5
+
+
+def test_copies_that_take_for_ever_buy_nothing() -> None:
+    costs = costs_of(3, 500.0)
+    made = plan(costs, 3, 8, 4.0, trades=True, steps=30_000)
+    assert made.schedule.kinds <= set(PARTS)
+    alone = plan(costs.in_order_alone(), 3, 8, 4.0, steps=30_000)
+    assert made.value == pytest.approx(alone.value, rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bounds_hold_whatever_is_chosen(seed: int) -> None:
+    """Of stages that all differ, in settings that do: no plan is below the bound for its choice."""
+    luck = random.Random(seed)
+    devices, microbatches = luck.choice([(2, 5), (3, 6)])
+    each = range(2 * devices)
+
+    def some(low: float, high: float) -> tuple[float, ...]:
+        return tuple(round(luck.uniform(low, high), 3) for _ in each)
+
+    times = some(0.5, 2), some(0.5, 2), some(0.3, 1.5)
+    held = some(0.5, 2)
+    own = Costs(*times, 0.1, held, held).with_copies(luck.uniform(0.3, 2), luck.random() < 0.5)
+    prices = {
+        "backward_us": tuple(time + luck.uniform(0, 1) for time in own.backward_us),
+        "held_after_forward_bytes": tuple(luck.uniform(0.1, 1) * each for each in held),
+    }
+    costs = replace(own, recompute=(("mlp", own.with_prices("mlp", prices)),))
+    limit = luck.uniform(1.3, 2.5) * max(held) * 2
+    for objective in Objective:
+        made = plan(costs, devices, microbatches, limit, objective, trades=True, steps=20_000)
+        verify(made.schedule, limit, costs)
+        sizes = made.schedule.placement, devices, microbatches, (limit,) * devices
+        settings = [own, dict(costs.recompute)["mlp"]]
+        bound = bound_of_choices(settings, True, *sizes, span=objective is Objective.SPAN)
+        assert 0 < bound <= made.value * (1 + 1e-9)
+        # of one choice alone it is no weaker
+        fixed = costs.at(made.schedule.recompute)
+        own_bound = bound_of_choices([fixed], True, *sizes, span=objective is Objective.SPAN)
+        assert bound <= own_bound * (1 + 1e-6)
+        assert own_bound <= made.value * (1 + 1e-9)
+
+
+def test_the_bound_knows_the_link_and_the_memory() -> None:
+    """One device: all is held or copied for at least as long as its own passes and copies take."""
+    costs = replace(Costs.uniform(1, 1, 0.5, 0.5, 0.5), send_us=0.0).with_copies(4.0, True)
+    bound = bound_of_choices([costs], True, (0,), 1, 10, (2.0,))
+    assert bound == pytest.approx(10 * 3.0, rel=1e-6)  # order alone needs 3 at a limit of 2
+    two = Costs.uniform(2, 4, 1.0, 1.0, 1.0).with_copies(1.0)
+    sizes = v_shape(2), 2, 1000
+    # Held for 7 and 5 on device 1, of which a chunk that is copied takes 5, and for 1.5 T in all.
+    alone, copies = (bound_of_choices([two], each, *sizes, (1.5, 1.5)) for each in (False, True))
+    assert alone == pytest.approx(1000 * 12 / 1.5 + 1, rel=1e-6)
+    assert copies == pytest.approx(1000 * 10 / 1.5 + 1, rel=1e-3)
+
+
+@pytest.mark.parametrize("placement", [v_shape(4), looping(4, 2)])
+@pytest.mark.parametrize("half_duplex", [False, True])
+def test_the_walk_keeps_everything_up_to_date_where_passes_are_left_out(
+    placement: tuple[int, ...], half_duplex: bool
+) -> None:
+    costs = costs_of(4, 1.0, half_duplex)
+    kinds = (*PARTS, *OFFLOAD)
+    problem = job_shop.make_problem(costs, 4, 10, 4.0, Objective.MAKESPAN, placement, kinds)
+    search = OffloadSearch(problem, 1, Way(copies=True))
+    found = search.begin(2000, map)
+    assert found
+    copied = []
+    for each in found[:3]:
+        shop, ways = each.shop, max(each.shop.before.shape[1], each.shop.after.shape[1])
+        before = improve.objective(shop, each.state)
+        value = improve.walk(shop, each.state, shop.length, shop.length, 10_000)
+        again = improve.new_state(each.state.row, 1, ways)
+        assert improve.settle(shop, again)
+        assert value == improve.objective(shop, again) <= before
+        for name in ("place", "head", "tail", "held"):
+            size = shop.length.sum() if name != "held" else None
+            old, new = getattr(each.state, name), getattr(again, name)
+            assert np.array_equal(old[:size], new[:size]) or name == "held"
+        search.keep(each)
+        copied.append(int(shop.length.sum()))
+    assert min(copied) < 7 * 80  # some passes are left out
+    judged(search.plan(), costs, 4.0)
+
+
+def test_links_are_part_of_the_proof() -> None:
+    """A link whose order its device's markers cannot follow is a deadlock, and told as one."""
+    out = [Pass(kind, 0, j) for j in (0, 1) for kind in OFFLOAD[:2]]
+    row = [Pass(Kind.F, 0, 0), Pass(Kind.F, 0, 1), *out]
+    first = [Pass(OFFLOAD[2], 0, 0), Pass(OFFLOAD[3], 0, 0), Pass(Kind.B, 0, 0)]
+    second = [each._replace(microbatch=1) for each in first]
+    rest = [Pass(Kind.W, 0, 0), Pass(Kind.W, 0, 1)]
+    good = Schedule("good", 1, 2, (0,), ((*row, *first, *second, *rest),))
+    verify(good)
+    # the link brings back microbatch 1 first, for which room is made only behind B0.0
+    late = [first[0], second[1], first[1], first[2], second[0], second[2]]
+    bad = replace(good, order=((*row, *late, *rest),))
+    with pytest.raises(ScheduleError, match=r"deadlocks; each pass below waits for the next"):
+        verify(bad)
+    lacking = replace(good, order=((*row, *first[::2], *second, *rest),))
+    with pytest.raises(ScheduleError, match=r"D0.0 on device 0 has no H0.0: what waits in host"):
+        verify(lacking)
+
+
+def test_settings_that_the_costs_offer_are_planned_without_copies_too() -> None:
+    costs = costs_of(4, 1.0, settings={"cheap": (0.5, 0.04)}).without_copies()
+    made = plan(costs, 4, 12, 4.0, trades=True, steps=40_000)
+    assert made.schedule.recompute
+    assert made.value < plan(costs.in_order_alone(), 4, 12, 4.0, steps=40_000).value
+    assert peak_held(made.schedule, costs) == made.peak
+    assert simulate(made.schedule, costs).makespan == pytest.approx(made.value)

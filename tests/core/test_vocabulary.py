@@ -1,0 +1,212 @@
+"""A vocabulary that all devices share: its passes, their order, and the proof that none hangs."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.kinds import (
+    HEAD_WEIGHT,
+    LOGITS,
+    LOOKUP,
+    LOSS,
+    PARTS,
+    VOCABULARY,
+    Kind,
+    ScheduleError,
+)
+from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.placement import v_shape
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.planner.search import plan
+from megatron_vshape.core.planner.vocabulary import share_vocabulary, shared_costs
+from megatron_vshape.core.program.kernels import waits_for_ever
+from megatron_vshape.core.program.lowering import lower
+
+HEAD = 2.46
+"""Layers that an output layer of 128k takes at h = s = 4096."""
+
+
+def costs_of(schedule: Schedule, head: float = HEAD, sum_us: float = 0.1) -> Costs:
+    """Return costs in chunk passes of a model with as many layers as chunks, times two."""
+    layers_per_chunk = 4 * schedule.num_devices / schedule.num_stages
+    pieces = Pieces.estimated(head, layers_per_chunk)
+    layers = (int(layers_per_chunk),) * schedule.num_stages
+    return shared_costs(pieces, layers, schedule.num_devices, sum_us, 0.25)
+
+
+def joined(schedule: Schedule) -> list[list[tuple[Kind, int]]]:
+    return [
+        [(work.kind, work.microbatch) for work in row if work.kind.joins] for row in schedule.order
+    ]
+
+
+SIZES = [(2, 1), (2, 5), (4, 1), (4, 3), (4, 13), (8, 7), (8, 24)]
+
+
+@pytest.mark.parametrize(("devices", "microbatches"), SIZES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_of_the_catalogue_can_share_it(
+    name: str, devices: int, microbatches: int
+) -> None:
+    try:
+        plain = make(name, devices, microbatches)
+    except ScheduleError as error:
+        pytest.skip(str(error))
+    costs = costs_of(plain)
+    shared = share_vocabulary(plain, costs)
+    verify(shared, costs=costs)
+    assert shared.kinds >= set(VOCABULARY)
+    for own, row in zip(plain.order, shared.order, strict=True):
+        assert sorted(work for work in row if not work.kind.of) == sorted(own)
+    first, *others = joined(shared)
+    assert others == [first] * (devices - 1)
+    timeline = simulate(shared, costs)
+    lower(shared)
+    lower(shared, timeline)
+    program = lower(shared, timeline, kernels=True)
+    assert waits_for_ever(program) == {}
+
+
+def test_what_it_takes_is_near_an_output_layer_that_is_spread_and_waits_for_nothing() -> None:
+    """The figures of reference: the head dealt out evenly, in chunk passes; stock rank 0 has it."""
+    layers = (2,) * 16
+    for vocabulary, head, spread in ((32, 0.615, 213.0), (128, 2.46, 225.1), (256, 4.92, 241.2)):
+        plain = make("v-half", 8, 32)
+        costs = costs_of(plain, head)
+        takes = simulate(share_vocabulary(plain, costs), costs).makespan
+        assert takes < 1.02 * spread, vocabulary
+        stock = simulate(plain, Pieces.estimated(head, 2.0).costs(layers)).makespan
+        assert takes < {32: 0.93, 128: 0.71, 256: 0.55}[vocabulary] * stock
+
+
+def test_logits_wait_for_few_microbatches() -> None:
+    for name in ("v-min", "v-half", "v-zb"):
+        plain = make(name, 8, 24)
+        costs = costs_of(plain)
+        nothing = (0.0,) * 16
+        only = replace(costs, held_after_forward_bytes=nothing, held_after_backward_bytes=nothing)
+        assert max(peak_held(share_vocabulary(plain, costs), only)) <= 5 * 0.25
+
+
+def test_no_more_is_held_than_is_allowed_and_it_buys_time() -> None:
+    plain = make("v-zb", 8, 32)
+    costs = replace_logits(costs_of(plain), 0.0)
+    runs = [share_vocabulary(plain, costs, more) for more in (0.0, 1.0)]
+    assert [max(peak_held(run, costs)) for run in runs] == [16, 17]
+    steps = [simulate(run, costs).makespan for run in runs]
+    assert steps[1] < 0.98 * steps[0]
+    assert steps[1] < 214.6  # the figure of reference, which takes two
+
+
+def replace_logits(costs: Costs, held: float) -> Costs:
+    others = {name: (held,) * 16 if name == LOGITS.takes else v for name, v in costs.others}
+    return replace(costs, others=tuple(others.items()))
+
+
+def test_the_next_microbatch_brings_what_t_needs() -> None:
+    plain = make("v-zb", 4, 6)
+    shared = share_vocabulary(plain, costs_of(plain))
+    for row in shared.order:
+        for work in row:
+            if work.kind is HEAD_WEIGHT and work.microbatch < 5:
+                after = work._replace(kind=LOGITS, microbatch=work.microbatch + 1)
+                assert row.index(after) < row.index(work)
+
+
+def test_an_output_layer_alone() -> None:
+    """As when its embedding is not worth sharing: any of the kinds may be left out together."""
+    plain = make("v-half", 4, 6)
+    shared = share_vocabulary(plain, costs_of(plain))
+    alone = keep(shared, (*PARTS, LOGITS, LOSS, HEAD_WEIGHT))
+    verify(alone)
+    lower(alone)
+
+
+def keep(schedule: Schedule, kinds: tuple[Kind, ...]) -> Schedule:
+    rows = tuple(tuple(w for w in row if set(w.parts()) <= set(kinds)) for row in schedule.order)
+    return replace(schedule, order=rows)
+
+
+def swapped(schedule: Schedule, device: int, one: Pass, other: Pass) -> Schedule:
+    row = list(schedule.order[device])
+    at, to = row.index(one), row.index(other)
+    row[at], row[to] = other, one
+    order = list(schedule.order)
+    order[device] = tuple(row)
+    return replace(schedule, order=tuple(order))
+
+
+def test_devices_that_join_in_another_order_are_told_of() -> None:
+    plain = make("v-half", 4, 6)
+    shared = share_vocabulary(plain, costs_of(plain))
+    wrong = swapped(shared, 2, Pass(LOOKUP, 2, 0), Pass(LOOKUP, 2, 1))
+    verify(wrong)  # nothing reads what comes too late
+    for kernels in (False, True):
+        with pytest.raises(ScheduleError, match=r"device 2 waits in I2\.1 for the other devices"):
+            lower(wrong, kernels=kernels)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda row: row.replace("S2.1,", ""), "T2.1 on device 2 reads S2.1, which no device runs"),
+        (
+            lambda row: row.replace("I2.1,", ""),
+            "I of microbatch 1 runs no times on device 2; a schedule with I needs it once there",
+        ),
+        (lambda row: row.replace("C7.1,", ""), "reads C7.1, which no device runs"),
+        (lambda row: row.replace("E0.1,", ""), "E of microbatch 1 runs no times on device 0"),
+        (lambda row: row.replace("C7.1,", "C0.1,"), "only the last stage has a C"),
+        (lambda row: row.replace("T2.1", "T5.1"), "reads S5.1, which no device runs"),
+        (lambda row: row.replace("J2.1", "J2.1,J5.1"), "J of microbatch 1 runs 2 times"),
+    ],
+)
+def test_what_is_missing_or_elsewhere_is_told(change: object, said: str) -> None:
+    plain = make("v-half", 4, 6)
+    shared = share_vocabulary(plain, costs_of(plain))
+    assert callable(change)
+    wrong = Schedule.from_csv(change(shared.to_csv()), shared.placement)
+    with pytest.raises(ScheduleError) as error:
+        verify(wrong)
+    assert said in str(error.value)
+
+
+def test_it_is_shared_once() -> None:
+    plain = make("v-half", 4, 6)
+    costs = costs_of(plain)
+    with pytest.raises(ScheduleError, match="v-half has passes of a shared vocabulary already"):
+        share_vocabulary(share_vocabulary(plain, costs), costs)
+
+
+def test_files_keep_it() -> None:
+    plain = make("v-min", 4, 6)
+    shared = share_vocabulary(plain, costs_of(plain))
+    assert Schedule.from_json(shared.to_json()) == shared
+    assert Schedule.from_csv(shared.to_csv(), shared.placement, shared.name) == shared
+
+
+def test_costs_share_the_ends_out() -> None:
+    head, embedding = Piece(8, 6, 4, 100, 50), Piece(4, 2, 2, 0, 0)
+    pieces = Pieces(Piece(1, 1, 1, 10, 5), embedding, head, 0.5)
+    costs = shared_costs(pieces, (1, 1, 1, 1), 2, 0.25, 7)
+    assert costs.forward_us == costs.backward_us == (1, 1, 1, 1)
+    assert costs.held_after_forward_bytes == (10, 10, 10, 10)
+    times = [costs.time_us(kind, 0) for kind in VOCABULARY]
+    assert times == [2, 0.25, 7, 0.25, 2, 2]
+    assert costs.changes(LOGITS) == ((7,) * 4, [0] * 4)
+    assert costs.changes(HEAD_WEIGHT)[1] == [-7] * 4
+
+
+def test_a_plan_can_share_it() -> None:
+    costs = Costs.uniform(4, 8, 1, 1.15, 0.85, 0.05)
+    found = plan(costs, 4, 12, 6, steps=10_000, placements=[v_shape(4)]).schedule
+    own = replace(costs, others=costs_of(found).others)
+    shared = share_vocabulary(found, own)
+    verify(shared)
+    lower(shared, kernels=True)
+    assert simulate(shared, own).makespan < 1.25 * simulate(found, costs).makespan

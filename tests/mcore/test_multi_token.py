@@ -1,0 +1,265 @@
+"""Multi-token prediction under every placement: the numbers of one rank and of Megatron's 1F1B."""
+
+import re
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mcore.conftest import UNTIED, needs_hybrid
+from mcore.farm import Ended, Farm
+from mcore.test_composition import CONTEXT, EXPERT_PARALLEL, OVERLAP, SEQUENCE, STEPS, assert_equal
+from mcore.test_iteration_log import of_wandb
+from mcore.test_library import run as run_library
+from mcore.test_library import same
+from mcore.test_training import all_forwards_first, assert_equal_training
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.placement import linear, looping, v_shape
+from megatron_vshape.mcore.layout import multi_token
+from megatron_vshape.mcore.layout.layer_split import split_layers
+from megatron_vshape.mcore.layout.stages import StageMap
+from megatron_vshape.mcore.refusals import UnsupportedError
+
+Train = Callable[..., Ended]
+
+ONE, TWO = ("--mtp-num-layers", "1"), ("--mtp-num-layers", "2")
+STARTS = ("--train-iters", "3", "--eval-interval", "3", "--eval-iters", "1")
+SAYS = (
+    *("--wandb-project", "project", "--wandb-exp-name", "name"),
+    *("--wandb-save-dir", tempfile.gettempdir()),
+)
+
+RUNS = {
+    "v-half, untied": ("v-half", ONE, UNTIED),
+    "v-zb, tied, depth 2": ("v-zb", TWO, ""),
+    "zb-h1, tied": ("zb-h1", ONE, ""),
+    "grouped-interleaved-1f1b, untied, depth 2": ("grouped-interleaved-1f1b", TWO, UNTIED),
+    "v-min, a last stage without other layers": (
+        "v-min",
+        ONE,
+        f"{UNTIED} --pipeline-layer-split 1,2,1,1,1,1,1,0",
+    ),
+    "v-half, balanced": ("v-half", ONE, "--pipeline-layer-split auto"),
+    "v-half, stages of a layout": (
+        "v-half",
+        ONE,
+        f"{UNTIED} --pipeline-model-parallel-layout Et*2|t|t|t|t|t|t|mL",
+    ),
+    "per-token loss": ("v-half", TWO, f"{UNTIED} --calculate-per-token-loss"),
+    "recompute": (
+        "v-half",
+        ONE,
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "post-validation": ("v-zb", ONE, "--optimizer-post-validation"),
+    "zb-h1, untied": ("zb-h1", TWO, UNTIED),
+    "one layer for all depths": ("v-half", TWO, f"{UNTIED} --mtp-use-repeated-layer"),
+}
+FAST = 6
+OURS_ALONE = ("--pipeline-layer-split", "--pipeline-model-parallel-layout")
+
+
+def metrics(run: Ended) -> dict[str, list[tuple[int, float]]]:
+    """Return what the log tells of multi-token prediction."""
+    return {name: values for name, values in of_wandb(run).items() if name.startswith("mtp_")}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "depth", "flags"),
+    [
+        pytest.param(*run, id=name, marks=[pytest.mark.slow] * (number >= FAST))
+        for number, (name, run) in enumerate(RUNS.items())
+    ],
+)
+def test_training_equals_one_rank(
+    train: Train, schedule: str, depth: tuple[str, ...], flags: str
+) -> None:
+    common = [*flags.split()]
+    for flag in (*OURS_ALONE, "--optimizer-post-validation"):
+        if flag in common:
+            at = common.index(flag)
+            del common[at : at + (2 if flag in OURS_ALONE else 1)]
+    theirs = train(1, *depth, *STARTS, *SAYS, *common)
+    ours = train(4, "--pipeline-schedule", schedule, *depth, *STARTS, *SAYS, *flags.split())
+    assert_equal_training(ours, theirs)
+    assert_equal_gradients(ours, theirs)
+    told = metrics(ours)
+    assert len([name for name in told if name.endswith(" loss")]) == int(depth[1])
+    for name, values in metrics(theirs).items():
+        assert [step for step, _ in told[name]] == [step for step, _ in values]
+        found = [value for _, value in told[name]]
+        assert found == pytest.approx([value for _, value in values], rel=1e-5), name
+    assert "stay in B, because" not in ours.output[0]  # all its products are put off
+
+
+def assert_equal_gradients(ours: Ended, theirs: Ended) -> None:
+    mine, yours = ours.merged("gradients"), theirs.merged("gradients")
+    assert mine.keys() == yours.keys()
+    assert any(name.startswith("mtp.layers.") for name in mine)
+    for name, expected in yours.items():
+        torch.testing.assert_close(mine[name], expected, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_megatrons_own_1f1b_trains_the_same(train: Train) -> None:
+    """Whose last rank has a copy of the embedding, filled and summed between the two ends."""
+    flags = (*ONE, *STARTS, *SAYS, UNTIED)
+    theirs = train(4, "--pipeline-schedule", "1f1b", *flags)
+    ours = train(4, "--pipeline-schedule", "v-half", *flags)
+    assert_equal_training(ours, theirs)
+    assert_equal_gradients(ours, theirs)
+    assert metrics(ours).keys() == metrics(theirs).keys() != set()
+
+
+def test_an_embedding_on_one_rank_is_one_parameter(train: Train) -> None:
+    """A copy there would train, but stay as it was filled: with nothing."""
+    run = train(4, "--pipeline-schedule", "v-half", *ONE, *STARTS, *SAYS, UNTIED)
+    names = [list(record["parameters"]) for record in run.records]
+    assert [each.count("embedding.word_embeddings.weight") for each in names] == [1, 0, 0, 0]
+    assert all("mtp." not in name for each in names[1:] for name in each)
+    sizes = sum(value.numel() for value in run.records[0]["parameters"].values())
+    assert re.search(rf"number of parameters on .* rank \(0, .*0\): {sizes}\n", run.output[0])
+
+
+PARALLEL = {
+    "TP, SP": (4, f"{SEQUENCE} {UNTIED}"),
+    "EP, overlap": (4, f"{EXPERT_PARALLEL} {OVERLAP}"),
+    "tied, DP, overlap": (4, OVERLAP),
+    "CP": (4, f"{CONTEXT} {UNTIED}"),
+    "everything": (8, f"{SEQUENCE} {CONTEXT} {EXPERT_PARALLEL} {OVERLAP}"),
+    "bf16": (2, f"--bf16 {UNTIED}"),
+}
+
+
+@pytest.mark.parametrize("schedule", ["v-half", pytest.param("zb-h1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("TP, SP", "EP, overlap")))
+        for name in PARALLEL
+    ],
+)
+def test_beside_other_parallelism(train: Train, parallel: str, schedule: str) -> None:
+    ranks, text = PARALLEL[parallel]
+    pipeline = ("--pipeline-model-parallel-size", "2")
+    flags = (*STEPS, *ONE, *pipeline, *text.split())
+    untied = (*flags, UNTIED)  # else Megatron's own keeps an output layer that nobody reads
+    ours = train(ranks, "--pipeline-schedule", schedule, *flags)
+    if UNTIED in flags:
+        theirs = train(ranks, "--pipeline-schedule", "1f1b", *untied)
+        assert_equal(ours, theirs, bf16="--bf16" in flags)
+    else:
+        without = ("--pipeline-model-parallel-size", "1")
+        theirs = train(ranks // 2, *(each for each in flags if each not in pipeline), *without)
+        assert_equal_training(ours, theirs)
+
+
+@pytest.mark.slow
+@needs_hybrid
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
+def test_a_hybrid_model(train: Train, schedule: str) -> None:
+    pattern = ("--hybrid-layer-pattern", "*-*-*-*-/*-/*-")
+    theirs = train(1, *pattern, *STARTS, *SAYS, UNTIED)
+    ours = train(4, "--pipeline-schedule", schedule, *pattern, *STARTS, *SAYS, UNTIED)
+    assert_equal_training(ours, theirs)
+    assert_equal_gradients(ours, theirs)
+    assert {"mtp_1 loss", "mtp_2 loss"} <= metrics(ours).keys()
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
+def test_a_library(farm: Farm, tmp_path: Path, schedule: str) -> None:
+    plain = run_library(farm, tmp_path, "bridge", None, predicting=2)
+    ours = run_library(farm, tmp_path, "bridge", schedule, predicting=2)
+    assert any(name.startswith("mtp.layers.1.") for name in ours.gradients)
+    same(ours, plain)
+
+
+def test_ends_on_ranks_that_cannot_share(farm: Farm, tmp_path: Path) -> None:
+    file = tmp_path / "schedule.json"
+    file.write_text(all_forwards_first((0, 3, 1, 2), 4, 8).to_json())
+    ended = farm.run(4, "--pipeline-schedule", str(file), *ONE, UNTIED)
+    assert ended.codes != [0] * 4
+    (told,) = [line for line in ended.output[0].splitlines() if "megatron-vshape:" in line]
+    assert told.endswith(
+        "the first stage is on rank 0 and the last on rank 2, and Megatron gives multi-token "
+        "prediction its embedding only between ranks 0 and 3: number the devices of the schedule "
+        "anew, or leave mtp_num_layers out"
+    )
+
+
+def test_a_model_is_built_as_its_stages_were_made() -> None:
+    stage_map = StageMap(v_shape(2), (1, 1, 1, 1))
+    multi_token.check_model(stage_map, SimpleNamespace(mtp_num_layers=None))
+    with pytest.raises(UnsupportedError, match="mtp_num_layers 1 and the stages were made for 0"):
+        multi_token.check_model(stage_map, SimpleNamespace(mtp_num_layers=1))
+
+
+@pytest.mark.parametrize("placement", [v_shape(3), linear(4), looping(2, 3)])
+def test_ends_that_meet_or_are_the_pipelines(placement: tuple[int, ...]) -> None:
+    multi_token.check_ends(StageMap(placement, (1,) * len(placement), 2))
+
+
+def test_ends_elsewhere() -> None:
+    placement = (0, 2, 1)
+    multi_token.check_ends(StageMap(placement, (1, 1, 1)))
+    with pytest.raises(ScheduleError, match="only between ranks 0 and 2: number the devices"):
+        multi_token.check_ends(StageMap(placement, (1, 1, 1), 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 0),
+        ({"mtp_num_layers": None}, 0),
+        ({"mtp_num_layers": 2}, 2),
+        ({"mtp_num_layers": None, "hybrid_layer_pattern": "M*|M/M*/M*/M*"}, 3),
+        ({"mtp_num_layers": 1, "hybrid_layer_pattern": "M*|M"}, 1),  # Megatron adds its pattern
+    ],
+)
+def test_how_many(options: dict[str, object], expected: int) -> None:
+    assert multi_token.num_predicting(SimpleNamespace(**options)) == expected
+
+
+def sizes(vocabulary: int, predicting: int | None) -> Namespace:
+    return Namespace(
+        num_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        kv_channels=None,
+        group_query_attention=False,
+        ffn_hidden_size=None,
+        swiglu=False,
+        num_experts=None,
+        seq_length=4096,
+        padded_vocab_size=vocabulary,
+        mtp_num_layers=predicting,
+    )
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "predicting", "least", "mean"),
+    [
+        (32_768, 1, 2.4, 4.3),
+        (131_072, 1, 6.1, 4.8),
+        (262_144, 1, 11.0, 5.4),
+        (131_072, 2, 9.7, 5.2),
+    ],
+)
+def test_the_balanced_split_counts_its_layers(
+    vocabulary: int, predicting: int, least: float, mean: float
+) -> None:
+    """The loads of a GPT's rank 0 without other layers, and of all devices, in layers of it."""
+    split = split_layers(sizes(vocabulary, predicting), v_shape(8), "auto", None)
+    assert split.estimate is not None
+    stages = split.estimate.stages()
+    layer_us = stages[1].time_us / split.layers[1]
+    devices = [(stages[at].time_us + stages[15 - at].time_us) / layer_us for at in range(8)]
+    heavy = least > mean  # more than any split balances: rank 0 has no other layers
+    assert split.layers[0] + split.layers[-1] == 0 or not heavy
+    own = devices[0] - split.layers[0] - split.layers[-1]
+    assert own == pytest.approx(least, abs=0.06)
+    assert sum(devices) / 8 == pytest.approx(mean, abs=0.06)
+    assert stages[-1].held_after_forward_bytes == pytest.approx((split.layers[-1] + predicting) / 2)

@@ -1,0 +1,162 @@
+"""Microbatches that wait in host memory: the same numbers, and the memory that was promised."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from mcore import poisoned
+from mcore.conftest import UNTIED
+from mcore.farm import Ended, Farm
+from mcore.test_composition import EXPERT_PARALLEL, SEQUENCE
+from mcore.test_memory import figures
+from offloaded import every, every_third, offloaded
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.mcore.setup.arguments import MEGATRONS_OWN
+from megatron_vshape.mcore.setup.choice import choice_of
+
+Train = Callable[..., Ended]
+
+PLUGIN = Path(poisoned.__file__)
+STEPS = ("--clip-grad", "0", "--train-iters", "3", "--eval-interval", "2", "--eval-iters", "1")
+
+
+def trained(farm: Farm, folder: Path, schedule: Schedule, *flags: str, ranks: int = 4) -> Ended:
+    file = folder / "schedule.json"
+    file.write_text(schedule.to_json())
+    flags = ("--pipeline-schedule", str(file), *flags)
+    return farm.run(ranks, *flags, plugin=PLUGIN).check()
+
+
+def assert_same_bits(ours: Ended, theirs: Ended) -> None:
+    assert ours.record["losses"] == theirs.record["losses"]
+    assert ours.record["evaluations"] == theirs.record["evaluations"]
+    for key in ("gradients", "parameters"):
+        mine, yours = ours.by_place(key), theirs.by_place(key)
+        assert mine.keys() == yours.keys()
+        assert [name for name in yours if not torch.equal(mine[name], yours[name])] == []
+
+
+OURS = [name for name in NAMES if name not in MEGATRONS_OWN]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("v-half", "v-zb", "gpipe")))
+        for name in OURS
+    ],
+)
+def test_every_order_of_the_catalogue_trains_the_same(
+    train: Train, farm: Farm, tmp_path: Path, name: str
+) -> None:
+    theirs = train(4, "--pipeline-schedule", name, *STEPS, UNTIED)
+    chosen = every_third if name == "v-zb" else every
+    ours = trained(farm, tmp_path, offloaded(make(name, 4, 8), chosen), *STEPS, UNTIED)
+    assert_same_bits(ours, theirs)
+
+
+PARALLEL = {
+    "experts": (4, f"{EXPERT_PARALLEL} --global-batch-size 16"),  # twice data-parallel
+    "TP + SP": (4, SEQUENCE),
+    "bf16, recompute": (
+        2,
+        "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "tied, dropout": (2, "--attention-dropout 0.1 --hidden-dropout 0.1"),
+}
+
+
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_beside_what_else_megatron_does(
+    train: Train, farm: Farm, tmp_path: Path, layout: str
+) -> None:
+    ranks, text = PARALLEL[layout]
+    flags = (*STEPS, "--pipeline-model-parallel-size", "2", *text.split())
+    theirs = train(ranks, "--pipeline-schedule", "v-half", *flags)
+    ours = trained(farm, tmp_path, offloaded(make("v-half", 2, 8)), *flags, ranks=ranks)
+    assert_same_bits(ours, theirs)
+
+
+SIZES = (
+    "--hidden-size 64 --seq-length 64 --max-position-embeddings 64 --global-batch-size 16 "
+    "--train-iters 4"
+).split()
+
+
+@pytest.mark.parametrize("name", ["v-half", pytest.param("1f1b-v", marks=pytest.mark.slow)])
+def test_peaks_are_what_was_predicted(train: Train, farm: Farm, tmp_path: Path, name: str) -> None:
+    theirs, _ = figures(train(4, "--pipeline-schedule", name, *SIZES, UNTIED))
+    run = trained(farm, tmp_path, offloaded(make(name, 4, 16)), *SIZES, UNTIED)
+    measured, predicted = figures(run)
+    assert measured == pytest.approx(predicted, rel=0.05)
+    assert max(measured) < 0.7 * max(theirs)
+    (line,) = [line for line in run.output[0].splitlines() if "peak activation memory" in line]
+    assert re.search(r"in host memory \[[0-9., ]+\]", line)
+
+
+def test_every_byte_is_counted(farm: Farm, tmp_path: Path) -> None:
+    """What is live beside activations is the same with and without copies: messages, mostly."""
+    file = tmp_path / "schedule.json"
+    file.write_text(offloaded(make("v-half", 4, 16)).to_json())
+    names = ("v-half", str(file))
+    flags = (*SIZES, UNTIED, "--pipeline-schedule")
+    theirs, ours = (farm.run(4, *flags, name, live=True).check() for name in names)
+    predicted = zip(figures(theirs)[1], figures(ours)[1], strict=True)
+    records = zip(theirs.records, ours.records, predicted, strict=True)
+    for plain, copied, (more_mib, less_mib) in records:
+        spared = plain["live_bytes"] - copied["live_bytes"]
+        assert spared == pytest.approx((more_mib - less_mib) * 2**20, rel=0.05)
+        assert copied["left_bytes"] <= plain["left_bytes"] + 4096
+
+
+def test_auto_plans_the_copies_of_what_it_has_measured(train: Train, farm: Farm) -> None:
+    steps = ("--train-iters", "7", "--clip-grad", "0", UNTIED, "--global-batch-size", "16")
+    flags: tuple[str, ...] = ("--pipeline-profile-iterations", "2:3")
+    flags = (*flags, "--pipeline-memory-limit", "v-min")
+    theirs = train(2, "--pipeline-schedule", "v-half", *steps)
+    flags = ("--pipeline-schedule", "auto", *flags, "--fine-grained-activation-offloading")
+    ours = farm.run(2, *flags, *steps).check()
+    assert "fine_grained_activation_offloading: part of the plan: auto decides" in ours.output[0]
+    assert ours.record["losses"] == theirs.record["losses"]
+    assert re.search(r"in host memory \[[0-9., ]+\]", ours.output[0])
+
+
+def test_a_step_that_is_undone_leaves_nothing_behind(
+    train: Train, farm: Farm, tmp_path: Path
+) -> None:
+    """Clipped in most steps, each of which has begun before it is validated."""
+    text = "--optimizer-post-validation --rerun-mode disabled --clip-grad 4.0 --train-iters 10"
+    flags = (
+        *text.split(),
+        *"--log-interval 10 --no-check-for-nan-in-loss-and-grad".split(),
+        UNTIED,
+    )
+    theirs = train(2, "--pipeline-schedule", "v-zb", *flags)
+    ours = trained(farm, tmp_path, offloaded(make("v-zb", 2, 8)), *flags, ranks=2)
+    told = [re.search(r"post-validation: .* undone", run.output[0]) for run in (ours, theirs)]
+    assert told[0] is not None
+    assert told[1] is not None
+    assert told[0][0] == told[1][0]
+    assert_same_bits(ours, theirs)
+
+
+def test_a_file_whose_copies_cannot_run_is_refused(tmp_path: Path) -> None:
+    """The row of a device says where copies begin, whatever runs beside it."""
+    schedule = offloaded(make("v-half", 2, 4), lambda *at: at == (1, 2))
+    file = tmp_path / "waits.csv"
+    file.write_text(schedule.to_csv())
+    assert choice_of(str(file), 2).from_file is not None
+    for old, new, has in (
+        ("R1.2,H1.2,", "", "F, D, L, B"),
+        ("H1.2,", "", "F, D, L, R, B"),
+        ("F1.2,D1.2", "D1.2,F1.2", "D, F, L, R, H, B"),
+    ):
+        assert old in schedule.to_csv()
+        file.write_text(schedule.to_csv().replace(old, new))
+        with pytest.raises(ScheduleError, match=f"microbatch 2 of stage 1 waits .* has {has} in"):
+            choice_of(str(file), 2)

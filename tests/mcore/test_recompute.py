@@ -1,0 +1,172 @@
+"""What backwards compute again, set per stage: the same numbers from less memory."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mcore.conftest import UNTIED
+from mcore.farm import Ended, Farm
+from mcore.test_composition import EXPERT_PARALLEL
+from mcore.test_memory import figures
+from mcore.test_offload import STEPS, assert_same_bits, trained
+from offloaded import every_third, offloaded
+from torch import nn
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.setup import recompute
+from megatron_vshape.mcore.setup.recompute import Recompute, check_copies, check_recompute
+
+Train = Callable[..., Ended]
+
+NO_BIAS = ("--disable-bias-linear", UNTIED)
+MIXED = ("none", "mlp", "full", "core_attn", "core_attn,mlp", "full", "mlp", "none")
+
+
+@pytest.mark.parametrize("name", ["v-half", "1f1b-v"])
+def test_settings_by_stage_change_no_bit(
+    train: Train, farm: Farm, tmp_path: Path, name: str
+) -> None:
+    theirs = train(4, "--pipeline-schedule", name, *STEPS, *NO_BIAS)
+    schedule = replace(make(name, 4, 8), recompute=MIXED)
+    ours = trained(farm, tmp_path, schedule, *STEPS, *NO_BIAS)
+    assert_same_bits(ours, theirs)
+    assert f"backward passes compute again, by stage: {', '.join(MIXED)}" in ours.output[0]
+    measured, predicted = figures(ours)
+    assert measured == pytest.approx(predicted, rel=0.05)
+    assert sum(measured) < sum(figures(theirs)[0])
+
+
+def test_settings_beside_experts_and_copies(train: Train, farm: Farm, tmp_path: Path) -> None:
+    flags = (*STEPS, "--pipeline-model-parallel-size", "2", *EXPERT_PARALLEL.split())
+    flags = (*flags, "--global-batch-size", "16")  # twice data-parallel
+    theirs = train(4, "--pipeline-schedule", "v-half", *flags)
+    schedule = offloaded(make("v-half", 2, 8), every_third)
+    schedule = replace(schedule, recompute=("moe", "full", "none", "core_attn,moe"))
+    assert_same_bits(trained(farm, tmp_path, schedule, *flags), theirs)
+
+
+def test_the_plans_settings_win_over_the_flags(train: Train, farm: Farm, tmp_path: Path) -> None:
+    flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    schedule = replace(make("v-half", 2, 8), recompute=("none",) * 4)
+    steps = (*STEPS, *NO_BIAS)
+    theirs = train(2, "--pipeline-schedule", "v-half", *steps)
+    ours = trained(farm, tmp_path, schedule, *steps, *flags.split(), ranks=2)
+    assert_same_bits(ours, theirs)
+    assert figures(ours)[0] == pytest.approx(figures(theirs)[0], rel=1e-3)
+    assert "backward passes run whole" not in ours.output[0]
+
+
+def test_a_stage_that_has_nothing_of_the_kind_ends_all_ranks(farm: Farm, tmp_path: Path) -> None:
+    file = tmp_path / "schedule.json"
+    file.write_text(
+        replace(make("v-half", 2, 8), recompute=("none", "none", "moe", "none")).to_json()
+    )
+    run = farm.run(2, "--pipeline-schedule", str(file), UNTIED)
+    assert run.codes == [1, 1]
+    assert "stage 2 is to recompute moe, and none of its layers can: take a" in run.output[0]
+
+
+def model(**options: Any) -> Namespace:
+    return Namespace(**{"add_bias_linear": False, "fp8": None, "moe_grouped_gemm": True} | options)
+
+
+@pytest.mark.parametrize(
+    ("setting", "options", "why"),
+    [
+        ("mlp", {"add_bias_linear": True}, "recomputes mlp, whose biases .* --disable-bias-linear"),
+        ("moe_act", {"moe_grouped_gemm": False}, "moe_act, which only grouped experts have"),
+        ("layernorm", {"fp8": "hybrid"}, "layernorm, which under FP8 and FP4 prepares layers"),
+        ("mlp,moe_act", {"fp4": "e2m1"}, "moe_act, which under FP8 and FP4 prepares layers"),
+        (
+            "shared_experts",
+            {"moe_shared_expert_overlap": True},
+            "shared_experts, which cannot run beside others then: leave --moe-shared-expert-over",
+        ),
+    ],
+)
+def test_what_a_model_cannot_compute_again_is_refused(
+    monkeypatch: pytest.MonkeyPatch, setting: str, options: dict[str, Any], why: str
+) -> None:
+    monkeypatch.setattr(recompute, "has_transformer_engine", lambda: True)
+    check_recompute(("none", setting, "full"), model(), "plan.json")
+    with pytest.raises(UnsupportedError, match=why):
+        check_recompute(("none", setting), model(**options), "plan.json")
+
+
+def test_what_graphs_have_captured_is_left_alone() -> None:
+    options = model(cuda_graph_impl="transformer_engine")
+    check_recompute(("none", "none"), options, "plan.json")
+    with pytest.raises(UnsupportedError, match="compute again what CUDA graphs have captured once"):
+        check_recompute(("none", "core_attn"), options, "plan.json")
+    check_copies(True, model(), "plan.json")
+    check_copies(False, options, "plan.json")
+    with pytest.raises(UnsupportedError, match="wait in host memory, and those of CUDA graphs"):
+        check_copies(True, options, "plan.json")
+
+
+def test_discarded_outputs_need_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute, "has_transformer_engine", lambda: False)
+    with pytest.raises(
+        UnsupportedError, match="recomputes layernorm, .* is not installed: install"
+    ):
+        check_recompute(("core_attn,layernorm",), model(), "plan.json")
+
+
+def test_a_module_that_megatron_has_not_is_named() -> None:
+    with pytest.raises(ScheduleError, match="recompute has 'mlps'; a setting is none, full, or"):
+        check_recompute(("mlps",), model(), "plan.json")
+
+
+class TransformerBlock(nn.Module):
+    """Goes by the name of Megatron's."""
+
+    def __init__(self, config: Namespace, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.config, self.layers = config, nn.ModuleList(layers)
+
+
+class Layer(nn.Module):
+    """Has the switches of a layer that was built to compute its norms again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm, self.pre_mlp_layernorm = nn.LayerNorm(2), IdentityOp()
+        self.recompute_input_layernorm, self.recompute_pre_mlp_layernorm = True, False
+        self.recompute_mlp = self.is_moe_layer = False
+
+
+class IdentityOp(nn.Module):
+    """Goes by the name of Megatron's."""
+
+
+def test_each_stack_has_a_config_of_its_own_and_goes_back_to_it() -> None:
+    config = Namespace(recompute_granularity="selective", recompute_method=None)
+    stacks = [TransformerBlock(config, [Layer(), Layer()]) for _ in range(2)]
+    one, other = map(Recompute, stacks)
+    first = stacks[0].layers[0]
+
+    def switched() -> tuple[bool, ...]:
+        assert isinstance(first, Layer)
+        switches = first.recompute_input_layernorm, first.recompute_pre_mlp_layernorm
+        return *switches, first.recompute_mlp
+
+    one.set("full")
+    assert stacks[0].config.recompute_granularity == "full"
+    assert stacks[1].config is config
+    assert switched() == (False, False, False)
+    one.set("layernorm,mlp")
+    assert stacks[0].config.recompute_granularity is None
+    assert switched() == (True, False, True)
+    one.set("none")
+    assert switched() == (False, False, False)
+    one.set(None)
+    assert stacks[0].config is config
+    assert switched() == (True, False, False)
+    other.set("none")
+    with pytest.raises(UnsupportedError, match="^stage 3 is to recompute moe_act, and none of its"):
+        other.set("moe_act", "stage 3")

@@ -1,0 +1,331 @@
+"""Storages emptied after F and filled again before B: the same gradients, and less memory."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from live_bytes import LiveBytes
+from mcore.poisoned import poisoning
+from offloaded import every, offloaded
+from runtime.plain_pipeline import SHAPE, PlainStage, data_of, gradients_of, one_process
+from torch import Tensor, UntypedStorage, nn
+
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.lowering import lower
+from megatron_vshape.runtime import host_memory
+from megatron_vshape.runtime.host_memory import HostMemory, Moment
+from megatron_vshape.runtime.offload import Offload, OffloadError
+from megatron_vshape.runtime.program_runner import run_program
+
+CPU = torch.device("cpu")
+MICROBATCHES = 6
+
+
+class OffloadedStage(PlainStage):
+    """A stage whose microbatches may wait; `offload` is its rank's."""
+
+    offload: Offload
+
+    def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
+        result = super().forward(microbatch, received)
+        self.offload.ends_forward(self.stage, microbatch, self.saved[microbatch][1])
+        return result
+
+    def backward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
+        self.offload.begins_backward(Pass(Kind.B, self.stage, microbatch))
+        return super().backward(microbatch, received)
+
+    def backward_weights(self, microbatch: int) -> None:
+        self.offload.begins_weights(Pass(Kind.W, self.stage, microbatch))
+        super().backward_weights(microbatch)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("copy_out", "release", "make_room", "copy_back"):
+            raise AttributeError(name)
+        return lambda microbatch: getattr(self.offload, name)(self.stage, microbatch)
+
+
+class NoMail:
+    """The messages of a device that is alone."""
+
+    def poll(self) -> None:
+        pass
+
+    def drain(self) -> None:
+        pass
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what is emptied, and what is not filled yet, be NaN in every dtype."""
+    monkeypatch.setattr(UntypedStorage, "resize_", poisoning)
+
+
+def stages_of(offload: Offload, dtype: torch.dtype = torch.float32) -> dict[int, OffloadedStage]:
+    stages = {stage: OffloadedStage(stage, 2, 0, dtype) for stage in range(2)}
+    for stage in stages.values():
+        stage.offload = offload
+    offload.keep(each for stage in stages.values() for each in stage.module.parameters())
+    return stages
+
+
+def train(
+    offload: Offload, chosen: Callable[[int, int], bool] = every, dtype: torch.dtype = torch.float32
+) -> list[list[Tensor]]:
+    """Run two stages of one device and return their gradients."""
+    schedule = offloaded(make("v-half", 1, MICROBATCHES), chosen)
+    stages = stages_of(offload, dtype)
+    run_program(lower(schedule), 0, stages, NoMail())  # type: ignore[arg-type]
+    return [gradients_of(stage.module) for stage in stages.values()]
+
+
+def equal(found: list[list[Tensor]], dtype: torch.dtype = torch.float32) -> bool:
+    expected, _ = one_process(2, MICROBATCHES, 0, dtype)
+    pairs = zip(found, expected, strict=True)
+    return all(torch.equal(a, b) for mine, yours in pairs for a, b in zip(mine, yours, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_the_same_to_the_last_bit(poisoned: None, dtype: torch.dtype) -> None:
+    offload = Offload(CPU)
+    for _ in range(2):
+        assert equal(train(offload, dtype=dtype), dtype)
+    assert offload.bytes_by_stage[0] > 0
+    assert offload.host.nbytes >= offload.bytes_by_stage[0]
+
+
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H fills the storages after B has begun: here, with the next microbatch's H."""
+    copy_back, before = Offload.copy_back, list[tuple[Offload, int, int]]()
+
+    def after_the_next(self: Offload, stage: int, microbatch: int) -> None:
+        for each in before:
+            copy_back(*each)
+        before[:] = [(self, stage, microbatch)]
+
+    monkeypatch.setattr(Offload, "copy_back", after_the_next)
+    monkeypatch.setattr(Offload, "begins_backward", lambda self, work: None)
+    monkeypatch.setattr(Offload, "begins_weights", lambda self, work: None)
+
+
+def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D writes what two microbatches have into each other's place."""
+    take, taken = HostMemory.take, dict[int, list[Tensor]]()
+
+    def the_same_twice(self: HostMemory, num_bytes: int) -> list[Tensor] | None:
+        return taken.setdefault(num_bytes, take(self, num_bytes) or [])
+
+    monkeypatch.setattr(HostMemory, "take", the_same_twice)
+
+
+def dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied back."""
+    find = Offload._parts
+
+    def once(self: Offload, waiting: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        return find(self, waiting) if waiting.at == "on the device" else iter(())
+
+    monkeypatch.setattr(Offload, "_parts", once)
+
+
+def empty_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D copies what has been emptied already."""
+    copy_out = Offload.copy_out
+
+    def emptied_first(self: Offload, stage: int, microbatch: int) -> None:
+        waiting = self._waiting[stage, microbatch]
+        root, output = waiting.root, waiting.output
+        assert root is not None
+        for storage, size in [] if waiting.stays else self._chosen(stage, root, output):
+            storage.resize_(0)
+            storage.resize_(size)
+        copy_out(self, stage, microbatch)
+
+    monkeypatch.setattr(Offload, "copy_out", emptied_first)
+
+
+@pytest.mark.parametrize("mutant", [late, swapped, dropped, empty_too_early])
+def test_copies_that_go_wrong_are_seen(
+    poisoned: None, monkeypatch: pytest.MonkeyPatch, mutant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    offload = Offload(CPU)
+    assert equal(train(offload))
+    mutant(monkeypatch)
+    assert not equal(train(offload))
+
+
+def test_a_pass_that_finds_nothing_says_where_it_is() -> None:
+    offload = Offload(CPU)
+    train(offload)
+    stage = stages_of(offload)[0]
+    gradient = torch.ones(SHAPE)
+    with pytest.raises(OffloadError, match=r"^D0\.7: .* are gone, or not made yet; F, D, L, R, H"):
+        offload.copy_out(0, 7)
+    stage.forward(0, None)
+    with pytest.raises(OffloadError, match=r"^L0\.0: .* are on the device;"):
+        offload.release(0, 0)
+    offload.copy_out(0, 0)
+    offload.release(0, 0)
+    for run in (lambda: stage.backward(0, gradient), lambda: stage.backward_weights(0)):
+        with pytest.raises(OffloadError, match=r"microbatch 0 are in host memory;"):
+            run()
+    with pytest.raises(OffloadError, match=r"^H0\.0: .* are in host memory;"):
+        offload.copy_back(0, 0)
+    offload.make_room(0, 0)
+    with pytest.raises(OffloadError, match=r"^B0\.0: .* with room on the device;"):
+        stage.backward(0, gradient)
+    offload.copy_back(0, 0)
+    stage.backward_inputs(0, gradient)
+    stage.backward_weights(0)
+
+
+def test_an_emptied_stage_holds_next_to_nothing() -> None:
+    offload = Offload(CPU)
+    train(offload)
+    stage = stages_of(offload)[1]
+    data = data_of(0, 0, torch.float32)[0]
+    with LiveBytes() as live:
+        stage.forward(0, data.clone())
+        before = live.count()
+        offload.copy_out(1, 0)
+        offload.release(1, 0)
+        assert live.count() == before - offload.bytes_by_stage[1]
+        assert live.count() < data.nbytes  # the loss
+        offload.make_room(1, 0)
+        offload.copy_back(1, 0)
+        assert live.count() == before
+
+
+def made_table() -> Tensor:
+    return torch.linspace(1, 2, SHAPE[0] * SHAPE[1] * SHAPE[2]).view(SHAPE)
+
+
+def test_a_step_that_fails_half_way_frees_the_memory() -> None:
+    offload = Offload(CPU)
+    train(offload)
+    stages = stages_of(offload)
+    stages[0].forward(0, None)
+    offload.copy_out(0, 0)
+    offload.release(0, 0)
+    assert offload.host.nbytes
+    offload.clear()
+    assert offload.host.nbytes == 0
+    assert equal(train(offload))  # the next one begins anew
+
+
+class WithTable(nn.Module):
+    """Scales by a table that is made once, as that of a rotary embedding is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+
+    def forward(self, data: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = made_table()
+        return torch.tanh(torch.tanh(data) * self.table).exp()
+
+
+def test_what_two_microbatches_save_is_left_alone(poisoned: None) -> None:
+    module, offload = WithTable(), Offload(CPU)
+    alone = torch.ones(SHAPE, requires_grad=True)
+    WithTable()(alone).sum().backward()
+    for microbatch in range(4):
+        data = torch.ones(SHAPE, requires_grad=True)
+        output = module(data)
+        offload.ends_forward(0, microbatch, output)
+        offload.copy_out(0, microbatch)
+        offload.release(0, microbatch)
+        assert module.table is not None
+        assert torch.equal(module.table, made_table())
+        offload.make_room(0, microbatch)
+        offload.copy_back(0, microbatch)
+        offload.begins_backward(Pass(Kind.B, 0, microbatch))
+        output.sum().backward()
+        assert torch.equal(data.grad, alone.grad)
+    # What both tangents have saved, but neither the table nor the output.
+    assert offload.bytes_by_stage[0] == 2 * data.nbytes
+
+
+def test_a_share_is_what_was_saved_first() -> None:
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)))
+    offload = Offload(CPU)
+
+    def emptied(share: float | None) -> list[int]:
+        offload.share({} if share is None else {0: share})
+        data = torch.randn(16, 8)
+        outputs = [data]
+        for layer in layers:
+            outputs.append(layer(outputs[-1]))
+        offload.ends_forward(0, 0, outputs[-1])
+        offload.copy_out(0, 0)
+        offload.release(0, 0)
+        empty = [at for at, each in enumerate(outputs) if not each.untyped_storage().nbytes()]
+        offload.make_room(0, 0)
+        offload.copy_back(0, 0)
+        return empty
+
+    offload.keep(layers.parameters())
+    assert emptied(None) == emptied(None)[:0]  # of the first two nothing is known
+    everything = emptied(None)
+    assert everything == list(range(8))  # the last is the reader's
+    one = 16 * 8 * 4
+    assert emptied(3 * one) == [0, 1, 2]
+    assert emptied(3.4 * one) == [0, 1, 2]
+    assert emptied(7.9 * one) == everything  # a median of what is there
+    assert emptied(0.0) == []
+
+
+def test_host_memory_is_used_again_and_grows_no_further() -> None:
+    host = HostMemory(CPU)
+    first = host.take(16_000)
+    assert first is not None
+    assert sum(map(len, first)) >= 16_000
+    assert host.nbytes == sum(map(len, first)) <= 16_000 * 17 / 16
+    host.give_back(first, Moment(None))
+    again = host.take(16_000)
+    assert again is not None
+    assert {each.data_ptr() for each in again} == {each.data_ptr() for each in first}
+    assert host.nbytes == sum(map(len, first))
+    host.clear()
+    assert host.nbytes == 0
+
+
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 100)
+    return "0 MiB of this rank's share are free"
+
+
+def cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> str:
+    text, empty, made = "CUDA error: out of memory", torch.empty, list[Tensor]()
+
+    def refuse(*sizes: Any, **options: Any) -> Tensor:
+        tensor = empty(*sizes, **options)
+        if "pin_memory" in options:
+            made.append(tensor)
+            if len(made) > 40:  # of some microbatches there is enough
+                raise RuntimeError(f"{text}\nCompile with TORCH_USE_CUDA_DSA")
+        return tensor
+
+    monkeypatch.setattr(host_memory.torch, "empty", refuse)
+    return text
+
+
+@pytest.mark.parametrize("fault", [no_memory, cannot_be_pinned])
+def test_what_does_not_fit_stays_on_the_device(
+    poisoned: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: Callable[[pytest.MonkeyPatch], str],
+) -> None:
+    why, offload = fault(monkeypatch), Offload(CPU)
+    with caplog.at_level(logging.WARNING):
+        assert equal(train(offload))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("no host memory for activations beyond 0 MiB on rank 0")
+    assert f"{why}): what does not fit stays on the device" in record.getMessage()
+    assert (offload.host.nbytes == 0) == (fault is no_memory)
