@@ -1,0 +1,47 @@
+"""A provider of hybrid models that refuses to build chunks, as Megatron-Bridge's does."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core import parallel_state
+
+from megatron_vshape.mcore.hooks import library
+from megatron_vshape.mcore.hooks.session import Session
+from megatron_vshape.mcore.layout.stages import StageMap
+
+
+class Model:
+    def __init__(self, config, pre_process=True, post_process=True, vp_stage=None):
+        self.seen = pre_process, post_process, vp_stage, config.virtual_pipeline_model_parallel_size
+
+
+class Provider:
+    is_hybrid_model = True
+    virtual_pipeline_model_parallel_size: int | None = 2
+
+    def provide(self, pre_process=None, post_process=None, vp_stage=None):
+        assert self.virtual_pipeline_model_parallel_size is None
+        assert vp_stage is None
+        return Model(config=self, pre_process=pre_process, post_process=post_process)
+
+
+def test_it_is_shown_none_and_its_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage_map = StageMap((0, 1, 1, 0), (1, 1, 1, 1))
+    ends = lambda rank, chunk: (not rank and not chunk, not rank and chunk == 1)  # noqa: E731
+    session, original = Session(), Provider.provide
+    session.pipeline = SimpleNamespace(stage_map=stage_map, ends=ends)  # type: ignore[assignment]
+    monkeypatch.setattr(Model, "__init__", library.model_init(session, Model.__init__))
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    config: Any = Provider()
+    for _ in range(2):  # of each config of the class; the class is taught once
+        library._have_chunks_provided(session, config)
+    try:
+        # What a library believes of the ends is that of the ranks' order.
+        assert config.provide(True, False, vp_stage=0).seen == (True, False, 0, 2)
+        assert config.provide(False, False, vp_stage=1).seen == (False, True, 1, 2)
+        assert config.virtual_pipeline_model_parallel_size == 2
+        assert session.provided_chunk is None
+    finally:
+        session.replaced.undo()
+    assert Provider.provide is original
