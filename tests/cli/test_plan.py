@@ -125,6 +125,8 @@ def test_ctrl_c_ends_a_frontier_with_what_is_done(
     rows = path.with_suffix(".csv").read_text().splitlines()
     assert sum(row.startswith("plan,") for row in rows) == len(begun) == 2
     told = capsys.readouterr().err.splitlines()
+    # on a busy machine also how long it has been at work
+    told = [line for line in told if not line.startswith("at work for ")]
     assert [line.partition(": ")[0] for line in told] == [
         "limit 2 of 6 chunks",
         "limit 3 of 6 chunks",
