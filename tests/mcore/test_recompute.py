@@ -105,9 +105,7 @@ def test_what_graphs_have_captured_is_left_alone() -> None:
         check_recompute(("none", "core_attn"), options, "plan.json")
     check_copies(True, model(), "plan.json")
     check_copies(False, options, "plan.json")
-    with pytest.raises(
-        UnsupportedError, match="wait in host memory, and those of CUDA graphs"
-    ):
+    with pytest.raises(UnsupportedError, match="wait in host memory, and those of CUDA graphs"):
         check_copies(True, options, "plan.json")
 
 
