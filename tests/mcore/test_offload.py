@@ -146,7 +146,8 @@ def test_auto_measures_copies_where_it_is_asked_for_them(
     for moved, held in zip(
         dict(costs.others)["offloaded_bytes"], costs.held_after_forward_bytes, strict=True
     ):
-        assert 0.8 * held < moved <= held
+        # At the turn of the V the input is counted as what the stage before holds.
+        assert 0.8 * held < moved <= 1.05 * held
 
 
 def test_a_step_that_is_undone_leaves_nothing_behind(
