@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, find, known_as
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import OFFLOAD, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import OFFLOAD, VOCABULARY, Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
@@ -147,6 +147,11 @@ def _check_file(name: str, schedule: Schedule, num_devices: int) -> None:
         raise ScheduleError(
             f"the schedule file {name} is for {schedule.num_devices} devices, this run has "
             f"{num_devices} pipeline ranks: make --pipeline-model-parallel-size fit"
+        )
+    if not schedule.kinds.isdisjoint(VOCABULARY):
+        raise ScheduleError(
+            f"the schedule file {name} has passes of a vocabulary that all devices share, which no "
+            f"run has yet: leave those of {', '.join(VOCABULARY)} out"
         )
     try:
         for device, row in enumerate(schedule.order):
