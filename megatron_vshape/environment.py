@@ -14,6 +14,10 @@ of the two wins has changed between versions."""
 SEGMENTS = "expandable_segments:True"
 """Less is lost to fragmentation, and memory is seldom given back, which waits for the device."""
 
+WITH_SEGMENTS = {"NCCL_GRAPH_REGISTER": "0"}
+"""NCCL would register such segments where a CUDA graph is captured, and read where nothing is;
+Megatron captures none without this."""
+
 OTHERS = {
     # A kernel's first launch may load it, which waits for the whole device: for a receive that
     # waits for its sender, too. Read when CUDA starts.
@@ -31,4 +35,5 @@ def missing(environ: Mapping[str, str]) -> dict[str, str]:
     found = {name: value for name, value in OTHERS.items() if name not in environ}
     if not any(name in environ for name in ALLOCATOR):
         found |= dict.fromkeys(ALLOCATOR, SEGMENTS)
+        found |= {name: value for name, value in WITH_SEGMENTS.items() if name not in environ}
     return found

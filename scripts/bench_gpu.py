@@ -3,13 +3,15 @@
     python scripts/bench_gpu.py split                      (B + W) / whole backward, by hidden size
     python scripts/bench_gpu.py numerics                   split and whole against fp32
     python scripts/bench_gpu.py emulate --model configs/models/gpt_9_6b.yaml --devices 8 \\
-        --microbatches 24 [--schedules 1f1b v-min v-half v-zb v-half+ FILE.json] [--write DIR]
+        --microbatches 24 [--schedules 1f1b v-half v-half@host v-half+ FILE.json] [--write DIR]
+    python scripts/bench_gpu.py copies                     to host memory and back, beside passes
 
 `emulate` runs the real instructions of a pipeline rank with its real layers, each rank in a fresh
 process, and makes up what its neighbours would send. It prints the measured peak beside the
 predicted one, and with --write keeps the pass times as a costs file, with a second file that says
 where, when and how they were measured. A name with a plus is the adaptive plan at the costs that
-the rows before it have measured.
+the rows before it have measured; one with `@host` has every microbatch wait in host memory between
+its F and its B, with a pass for each copy.
 
 Everything runs with `--device cpu` as well, for which `--tiny` chooses sizes; such figures say
 nothing about a GPU and are not written without --write.
@@ -21,6 +23,7 @@ import argparse
 import datetime
 import importlib
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -28,9 +31,10 @@ import shlex
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -49,14 +53,24 @@ import megatron_vshape.mcore
 import torch
 from in_use import Allocator, PassNeeds, StepPeaks
 from live_bytes import LivePeak
+from offloaded import offloaded
 from torch import Tensor, nn
 
 from megatron_vshape.core.ask import Question, ask
 from megatron_vshape.core.check.simulate import held_curve
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import KINDS, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import (
+    COPY_BACK,
+    COPY_OUT,
+    KINDS,
+    PARTS,
+    RELEASE,
+    Kind,
+    ScheduleError,
+)
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.program.instructions import Message
+from megatron_vshape.core.program.instructions import Message, Program
+from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.environment import ALLOCATOR
 from megatron_vshape.mcore.one_device import (
     WARM_UP,
@@ -69,17 +83,21 @@ from megatron_vshape.mcore.one_device import (
     made_up,
     observed,
     prepare,
+    profile_copies,
     run_microbatch,
     start_step,
     unwrap,
     zero_gradients,
 )
 from megatron_vshape.mcore.setup.arguments import PLUS_NAMES
+from megatron_vshape.runtime.copies import measure_copies
 from megatron_vshape.runtime.measure import PassTimer
-from megatron_vshape.runtime.program_runner import Observer, run_program
+from megatron_vshape.runtime.offload import Offload
+from megatron_vshape.runtime.program_runner import Observer, on_stream_of, run_program
 
 ROOT = Path(__file__).parents[1]
 SCHEDULES = ("1f1b", "v-min", "v-half", "v-zb", "v-half+")
+IN_HOST_MEMORY = "@host"
 HIDDEN_SIZES = (2048, 3072, 4096, 5120, 6144, 8192)
 SPLIT_LIMIT = 1.02  # of (B + W) / whole, at hidden 4096 and 4096 tokens
 MEMORY_LIMIT = 0.05  # how far a measured peak may lie from the predicted one
@@ -372,6 +390,7 @@ class Emulated:
     times_us: dict[str, list[float]]  # by stage: median F, B, W
     microbatch_bytes: dict[str, list[float]]  # by stage: held after F, after B
     in_use_bytes: dict[str, dict[str, int]]  # by stage and pass: at most, alone
+    copies: dict[str, list[float]]  # by stage that has them: bytes, and median us out and back
 
 
 def emulate(model: Model, name: str, devices: int, rank: int, microbatches: int) -> Emulated:
@@ -383,7 +402,11 @@ def emulate(model: Model, name: str, devices: int, rank: int, microbatches: int)
     from megatron_vshape.mcore.setup.choice import choice_of
     from megatron_vshape.mcore.setup.plans import Planner
 
-    plan = Planner(choice_of(name, devices)).training(microbatches)
+    plan = Planner(choice_of(name.removesuffix(IN_HOST_MEMORY), devices)).training(microbatches)
+    program, offload = plan.program, None
+    if name.endswith(IN_HOST_MEMORY):
+        program = lower(offloaded(program.schedule))
+        offload = Offload(torch.device(model.device))
     placement = plan.schedule.placement
     last = len(placement) - 1
     chunks = {
@@ -391,6 +414,8 @@ def emulate(model: Model, name: str, devices: int, rank: int, microbatches: int)
         for stage, holder in enumerate(placement)
         if holder == rank
     }
+    if offload is not None:  # learns what may wait, and makes the host memory
+        run_step(model, state, program, rank, chunks, offload=offload)
     with allocator_of(model.device) as allocator:
         memory = {
             stage: stage_memory(model, state, chunk, allocator) for stage, chunk in chunks.items()
@@ -399,11 +424,12 @@ def emulate(model: Model, name: str, devices: int, rank: int, microbatches: int)
             torch.cuda.empty_cache()  # so that what is reserved is what the step needs
         state_bytes = torch.cuda.memory_allocated()
         peaks = StepPeaks(allocator)
-        run_step(model, state, plan, rank, chunks, peaks)
+        run_step(model, state, program, rank, chunks, peaks, offload)
         peak_bytes, reserved_bytes = peaks.peak_bytes, torch.cuda.memory_reserved()
     timer = PassTimer(torch.device(model.device))
-    run_step(model, state, plan, rank, chunks, timer)
-    predicted, held = predicted_bytes(plan.program.schedule, rank, memory)
+    run_step(model, state, program, rank, chunks, timer, offload)
+    moved = {} if offload is None else offload.bytes_by_stage
+    predicted, held = predicted_bytes(program.schedule, rank, memory, moved)
     return Emulated(
         name,
         rank,
@@ -420,6 +446,10 @@ def emulate(model: Model, name: str, devices: int, rank: int, microbatches: int)
             str(stage): {str(kind): size for kind, size in each.in_use.items()}
             for stage, each in memory.items()
         },
+        {
+            str(stage): [moved[stage], *(copy_us(timer, kind, stage) for kind in COPIES)]
+            for stage in moved
+        },
     )
 
 
@@ -429,7 +459,7 @@ def allocator_of(device: str) -> AbstractContextManager[Allocator]:
 
 
 def predicted_bytes(
-    schedule: Schedule, rank: int, memory: Mapping[int, StageMemory]
+    schedule: Schedule, rank: int, memory: Mapping[int, StageMemory], moved: Mapping[int, int]
 ) -> tuple[float, float]:
     """Return the most that a rank has in use at any moment, and the most it holds between passes.
 
@@ -437,11 +467,13 @@ def predicted_bytes(
     """
     held = [memory[s].held if s in memory else (0.0, 0.0) for s in range(schedule.num_stages)]
     ones = (1.0,) * len(held)
-    curve = held_curve(schedule, Costs(ones, ones, ones, 0.0, *zip(*held, strict=True)), rank)
+    waits = tuple(float(moved.get(s, 0)) for s in range(schedule.num_stages))
+    costs = Costs(ones, ones, ones, 0.0, *zip(*held, strict=True), others=((RELEASE.frees, waits),))
+    curve = held_curve(schedule, costs, rank)
     in_use = []
     for work, now in zip(schedule.order[rank], curve, strict=True):
         own = memory[work.stage].held[0] if work.kind is Kind.F else 0.0  # which `now` has already
-        in_use.append(now - own + memory[work.stage].in_use[work.kind])
+        in_use.append(now - own + memory[work.stage].in_use.get(work.kind, 0))
     return max(in_use), max(curve)
 
 
@@ -459,35 +491,52 @@ def layers_of(model: Model, stage: int, last: int) -> int:
 def run_step(
     model: Model,
     state: Any,
-    plan: Any,
+    program: Program,
     rank: int,
     chunks: Mapping[int, nn.Module],
-    observer: Observer,
+    observer: Observer | None = None,
+    offload: Offload | None = None,
 ) -> None:
     """Run one step of the rank, whose chunks are given by stage."""
+    from megatron_vshape.mcore.observe.report import persistent
     from megatron_vshape.mcore.step.stage import MegatronStage
 
     zero_gradients(list(chunks.values()))
-    step = start_step(next(iter(chunks.values())), plan.schedule.num_microbatches)
-    last = len(plan.schedule.placement) - 1
+    step = start_step(next(iter(chunks.values())), program.schedule.num_microbatches)
+    step.offload = offload
+    if offload is not None:
+        offload.keep(persistent(list(chunks.values())))
+    last = len(program.schedule.placement) - 1
     running = {
         stage: MegatronStage(
             state, step, chunk, batches(model), i, stage, stage == last, len(chunks) > 1
         )
         for i, (stage, chunk) in enumerate(chunks.items())
     }
-    run_program(plan.program, rank, running, MadeUpPeers(model), observer)
+    run_program(program, rank, running, MadeUpPeers(model), observer)
 
 
 def pass_times(timer: Any, stage: int) -> list[float]:
     """Return a stage's median F, B and W in us; a whole backward counts for no part."""
     found: dict[Kind, list[float]] = {Kind.F: [], Kind.B: [], Kind.W: [], Kind.BW: []}
     for work, start, end in timer.slots():
-        if work.stage == stage:
+        if work.stage == stage and work.kind in found:
             found[work.kind].append(end - start)
     medians = {kind: statistics.median(values) for kind, values in found.items() if values}
     half = medians.get(Kind.BW, 0.0) / 2
     return [medians[Kind.F], medians.get(Kind.B, half), medians.get(Kind.W, half)]
+
+
+COPIES = (COPY_OUT, COPY_BACK)
+
+
+def copy_us(timer: PassTimer, kind: Kind, stage: int) -> float:
+    """Return the median us of a stage's copies one way."""
+    return statistics.median(
+        end - start
+        for (found, own, _), start, end in timer.slots()
+        if found is kind and own == stage
+    )
 
 
 class RankError(RuntimeError):
@@ -581,6 +630,10 @@ def emulated_row(each: Emulated) -> str:
     times = "; ".join(
         f"{stage}: {' / '.join(f'{value:.0f}' for value in values)}"
         for stage, values in each.times_us.items()
+    )
+    times += "".join(
+        f"; copies of {stage} at {size / out_us / 1e3:.1f} and {size / back_us / 1e3:.1f} GB/s"
+        for stage, (size, out_us, back_us) in each.copies.items()
     )
     peak, predicted, after_pass, held, state, reserved = (
         f"{size / GIB:.4g}"
@@ -691,6 +744,88 @@ def show(about: Mapping[str, str]) -> None:
     print("\n".join(f"{key}: {value}" for key, value in about.items()), flush=True)
 
 
+# --- copies to the host -------------------------------------------------------------------------
+
+
+class Copying:
+    """Copies to and from the host in two threads for as long as it is entered."""
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        """Make the memory of which so much is copied at a time."""
+        self._device, self._bytes = device, num_bytes
+        self._ends = threading.Event()
+        self.gb_per_s = [0.0, 0.0]  # out, back
+
+    def __enter__(self) -> Copying:
+        self._threads = [threading.Thread(target=self._run, args=(at,)) for at in range(2)]
+        for each in self._threads:
+            each.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        for each in self._threads:
+            each.join()
+
+    def _run(self, at: int) -> None:
+        on_stream_of(COPIES[at].resource)()
+        pinned = self._device.type == "cuda"
+        here = torch.zeros(self._bytes, dtype=torch.uint8, device=self._device)
+        there = torch.zeros(self._bytes, dtype=torch.uint8, pin_memory=pinned)
+        target, source = (here, there) if at else (there, here)
+        start, copied = time.perf_counter(), 0
+        while not self._ends.is_set():
+            target.copy_(source, non_blocking=True)
+            if pinned:
+                torch.cuda.current_stream().synchronize()
+            copied += self._bytes
+        self.gb_per_s[at] = copied / (time.perf_counter() - start) / 1e9
+
+
+def run_copies(args: argparse.Namespace) -> int:
+    """Print rates alone, both ways and beside passes, and what passes take beside copies."""
+    model = replace(TINY if args.tiny else full_size(args, args.hidden), device=args.device)
+    state, device = prepare(model.device), torch.device(model.device)
+    (own,) = profile_copies(model, [args.layers], args.repeats).values()
+    chunk = build(model, state, args.layers, is_first=False, is_last=False)
+    zero_gradients([chunk])
+    stage = alone(model, state, chunk, 2 * (WARM_UP + args.repeats))
+    microbatches = iter(range(2 * (WARM_UP + args.repeats)))
+    passes = median_passes(model, stage, microbatches, args.repeats)
+    with Copying(device, min(int(own.num_bytes), 256 << 20)) as copying:
+        beside = median_passes(model, stage, microbatches, args.repeats)
+    plain = measure_copies(device, 256 << 20 if device.type == "cuda" else 1 << 20)
+    show(provenance(args))
+    print("| copies | out GB/s | back GB/s |\n|---|---|---|")
+    for what, each in (("in one piece", plain), (f"of {args.layers} layers", own)):
+        rows = (("alone", each[1:3]), ("both ways at once", each[3:5]))
+        for how, (out_us, back_us) in rows:
+            rates = (f"{each.num_bytes / us / 1e3:.1f}" for us in (out_us, back_us))
+            print(f"| {what}, {how} | {' | '.join(rates)} |")
+    out, back = copying.gb_per_s
+    print(f"| both ways, beside passes | {out:.1f} | {back:.1f} |\n")
+    print("| pass | us | us beside copies | ratio |\n|---|---|---|---|")
+    for kind in PARTS:
+        ratio = beside[kind] / passes[kind]
+        print(f"| {kind} | {passes[kind]:.0f} | {beside[kind]:.0f} | {ratio:.3f} |")
+    return 0
+
+
+def median_passes(
+    model: Model, stage: Any, microbatches: Iterator[int], repeats: int
+) -> dict[Kind, float]:
+    """Return the median us of a stage's passes, of so many microbatches once it is warm."""
+    for microbatch in itertools.islice(microbatches, WARM_UP):
+        run_microbatch(model, stage, microbatch)
+    timer = PassTimer(torch.device(model.device))
+    for microbatch in itertools.islice(microbatches, repeats):
+        run_microbatch(model, stage, microbatch, timer)
+    times: dict[Kind, list[float]] = {kind: [] for kind in PARTS}
+    for work, start, end in timer.slots():
+        times[work.kind].append(end - start)
+    return {kind: statistics.median(each) for kind, each in times.items()}
+
+
 # --- the command line ---------------------------------------------------------------------------
 
 
@@ -787,6 +922,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     ranks.add_argument("--write", type=Path, help="directory for the costs files and the plans")
     ranks.set_defaults(run=run_emulate)
+    copies = commands.add_parser("copies", parents=[common])
+    copies.add_argument("--hidden", type=int, default=4096)
+    copies.add_argument("--layers", type=int, default=2)
+    copies.add_argument("--repeats", type=int, default=10)
+    copies.set_defaults(run=run_copies)
     one = commands.add_parser("one-rank", parents=[common])
     one.set_defaults(run=run_one_rank)
     return parser.parse_args(arguments)

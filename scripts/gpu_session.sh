@@ -18,7 +18,7 @@ those too large.
 TEXT
 }
 
-commands=(splitting ranks-21b nccl ranks-9.6b ranks-38.5b sizes)
+commands=(splitting ranks-21b nccl offload ranks-9.6b ranks-38.5b sizes)
 
 run_command() {
     case $1 in
@@ -31,6 +31,12 @@ run_command() {
         nccl)
             about "ranks that share the GPU: losses, and what hangs where passes wait for it"
             bench 460 bench_nccl.py --ranks 2
+            ;;
+        offload)
+            about "copies to host memory beside passes; ranks whose microbatches all wait there"
+            bench 100 bench_gpu.py copies --hidden 4096
+            bench 330 bench_gpu.py emulate --model configs/models/gpt_9_6b.yaml --devices 8 \
+                --microbatches 24 --schedules v-half v-half@host --write "$folder/offload"
             ;;
         ranks-9.6b) emulate 9_6b ;;
         ranks-38.5b) emulate 38_5b ;;

@@ -7,7 +7,7 @@ allocates and frees, not when a GPU computes, so reading them waits for nothing.
 
 from typing import Protocol
 
-from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.kinds import PROCESSOR, Kind
 from megatron_vshape.core.model.passes import Pass
 
 
@@ -70,5 +70,7 @@ class StepPeaks:
 
     def ends(self, work: Pass) -> None:
         """Count what the pass has left, its result included."""
+        if work.kind.resource != PROCESSOR:
+            return  # a copy, in a thread of its own, leaves nothing
         now = self._allocator.memory_allocated() - self._start_bytes
         self.after_pass_bytes = max(self.after_pass_bytes, now)

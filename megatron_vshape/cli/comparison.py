@@ -6,9 +6,10 @@ from megatron_vshape.core.ask import Planned, Possible, Question, compare
 from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.rivals import Known
+from megatron_vshape.core.rivals import SAME, Known
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import percent
+from megatron_vshape.view.trades import way_text
 
 Text = Callable[[float], str]
 
@@ -30,9 +31,31 @@ def comparison_rows(question: Question, answer: Planned, held: Text, time: Text)
         value = each.least if isinstance(each, Possible) else question.objective.of(each.timeline)
         within = each.may_fit if isinstance(each, Possible) else fits(each.peak, answer.limits)
         rest.append((not within, value, _row(each, value, within, best.value, held, time)))
+    rest += _tried_rows(answer, time)
     rest.sort(key=lambda each: each[:2])
     own = [name, str(answer.schedule.num_chunks), held(max(best.peak)), time(best.value)]
     return [HEADING, [*own, percent(idle), "recommended"], *(row for *_, row in rest)]
+
+
+def _tried_rows(answer: Planned, time: Text) -> Iterator[tuple[bool, float, list[str]]]:
+    """Yield what was planned in the other ways to hold less, or why it was not."""
+    placement, best = answer.schedule.placement, answer.plan
+    by_words: dict[str, tuple[float, bool]] = {}
+    for way, value, bound in best.tried:
+        if value is None and len(set(way.settings)) > 1:  # many, of which none was worth a plan
+            continue
+        words = f"plan: {way_text(way, placement)}"
+        found = (bound, True) if value is None else (value, False)
+        by_words[words] = min(found, by_words.get(words, found))
+    for words, (value, least) in by_words.items():
+        slower = value / best.value - 1
+        if slower <= SAME:  # the plan itself, and what is no better
+            continue
+        why = f"{percent(slower)} slower"
+        row = [words, "", "", time(value), "", why]
+        if least:
+            row[3:] = [f">= {time(value)}", "", f"{why} at least"]
+        yield False, value, row
 
 
 def _row(

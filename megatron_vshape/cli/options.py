@@ -60,6 +60,7 @@ class Link(NamedTuple):
 
     forwards: float
     half_duplex: bool
+    text: str  # of the argument
 
 
 _LINK_WORDS = {"": (1, False), "half": (1, True), "shared": (2, False)}
@@ -75,7 +76,7 @@ def link(text: str) -> Link:
             "1.5,half"
         )
     sharers, half_duplex = _LINK_WORDS[word]
-    return Link(sharers * value, half_duplex)
+    return Link(sharers * value, half_duplex, text)
 
 
 def count(text: str) -> int:
@@ -244,6 +245,8 @@ def cut_of(
             even_layers(num_layers, looping(devices, num_stages // devices))
         costs = Costs.uniform(devices, num_stages, *(cost or UNIT_COST))
         costs = costs if ends == (NOTHING, NOTHING) else with_ends(costs, *ends)
-        return costs if offload is None else costs.with_copies(*offload)
+        return (
+            costs if offload is None else costs.with_copies(offload.forwards, offload.half_duplex)
+        )
 
     return cut

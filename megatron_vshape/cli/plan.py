@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,7 @@ from megatron_vshape.cli.options import (
     ends_of,
     float_or_nan,
     headroom_of,
+    link,
 )
 from megatron_vshape.cli.progress import Progress, told
 from megatron_vshape.core.ask import (
@@ -46,10 +47,11 @@ from megatron_vshape.core.ask import (
     best_order,
     known_as,
     limits_of,
+    with_more,
 )
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.frontier import Point, frontier, published
+from megatron_vshape.core.frontier import Point, families, frontier, published
 from megatron_vshape.core.layer_choice import choose_layers
 from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -72,6 +74,7 @@ from megatron_vshape.view.numbers import (
     time_text,
 )
 from megatron_vshape.view.text import columns, picture, wants_colour
+from megatron_vshape.view.trades import trades_told
 
 MOST_CHUNKS = 12
 """Stages a device where nothing says how many layers the model has."""
@@ -113,6 +116,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{MOST_CHUNKS}; of a costs file that does not know its layers, what it tells apart)",
     )
     _add_layer_split(parser)
+    parser.add_argument(
+        "--offload",
+        type=link,
+        metavar="T[,half|,shared]",
+        help="activations may wait in host memory: copying all that a stage holds there takes T of "
+        "its F one way, both ways at a time; half: one way at a time; shared: the neighbour copies "
+        "on the same link (a costs file says this itself)",
+    )
     parser.add_argument(
         "--against",
         metavar="NAME",
@@ -180,6 +191,7 @@ def run(options: argparse.Namespace) -> int:
         answer, layers = _answered(question)
         made = _proved(answer, limit, options.proof_seconds)
         answer = replace(answer, plan=made, schedule=made.schedule)
+        more = _more_told(question, answer, GIB if measured is not None else None)
         compared = table(comparison_rows(question, answer, held, time))
     outputs = []
     if options.export is not None:
@@ -189,7 +201,7 @@ def run(options: argparse.Namespace) -> int:
         outputs.append(Output("--html", options.html, page))
     write_all(outputs)
     _print(answer, limit, costs, measured is not None)
-    for label, value in labelled("layers", layers):
+    for label, value in (*more, *labelled("layers", layers)):
         print(f"{label:<16}{value}")
     print(f"\n{compared}\n\n{recommended(answer)}")
     if against is not None:
@@ -213,7 +225,7 @@ def _question(options: argparse.Namespace, costs: Costs, measured: Costs | None)
 
 def _cut(options: argparse.Namespace, measured: Costs | None) -> Cut:
     ends = ends_of(options, options.layers)
-    return cut_of(options.devices, options.cost, measured, options.layers, ends)
+    return cut_of(options.devices, options.cost, measured, options.layers, ends, options.offload)
 
 
 def _answered(question: Question) -> tuple[Planned, list[str]]:
@@ -243,6 +255,11 @@ def _pieces(options: argparse.Namespace, measured: Costs | None) -> tuple[Pieces
     total = options.layers or sum(measured.layers or ())
     if not total:
         raise ScheduleError(f"{options.costs} does not say how many layers it is of: add --layers")
+    if measured.trades:
+        raise ScheduleError(
+            f"--layer-split auto: the copies and the recompute in {options.costs} are of the "
+            "stages that were measured, not of layers; leave one of the two out"
+        )
     even = (total / measured.num_stages,) * measured.num_stages
     return Pieces.of(measured, measured.layers or even), total
 
@@ -252,6 +269,9 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name) is None:
             raise ScheduleError(f"plan needs --{name}, as in --devices 8 --microbatches 64")
     check_targets(options, _TARGETS)
+    if options.offload is not None and (options.costs or options.layer_split):
+        other = "--costs, which says what copies take" if options.costs else "--layer-split"
+        raise ScheduleError(f"--offload cannot stand beside {other}: leave one of them out")
     if options.frontier is not None:
         check_can_draw("--frontier")
     if options.frontier is not None and (options.memory_limit or options.export or options.html):
@@ -369,6 +389,8 @@ def _recipe(options: argparse.Namespace) -> str:
         words += ["--objective", options.objective]
     if options.proof_seconds != PROOF_SECONDS:
         words += ["--proof-seconds", argument(options.proof_seconds)]
+    if options.offload is not None:
+        words += ["--offload", options.offload.text]
     known = ("costs", "embedding", "memory_limit", "headroom", "layers", "layer_split", "head")
     for name in (*known, "chunks", "seconds"):
         value = getattr(options, name)
@@ -403,11 +425,25 @@ def _print(answer: Planned, limit: float, costs: Costs, in_bytes: bool) -> None:
         ("placement", placement_text(made.schedule)),
         ("memory", f"{held(peaks[0])} at the peak, limit {held(peaks[1])}"),
         ("B and W apart", where_split(made.schedule)),
+        *trades_told(timeline, answer.costs, held),
     ]
     if in_bytes:
         lines += labelled("prices", prices_told(answer.costs))
     for label, value in lines:
         print(f"{label:<16}{value}")
+
+
+def _more_told(question: Question, answer: Planned, unit: float | None) -> list[tuple[str, str]]:
+    """Return what a GiB more would buy, or without a unit a chunk, where memory is traded."""
+    if not answer.costs.trades:
+        return []
+    what = "chunk" if unit is None else "GiB"
+    size = chunk_of(question.whole(), question.num_devices) if unit is None else unit
+    value = with_more(question, answer, size)
+    time = time_text(value, unit is not None)
+    saved = 1 - value / answer.plan.value
+    told = f"saves {percent(saved)}: {time}" if saved > 1e-4 else "buys nothing"
+    return [(f"a {what} more", told)]
 
 
 def _gap_text(answer: Planned) -> str:
@@ -422,6 +458,8 @@ def _gap_text(answer: Planned) -> str:
 def _proved(answer: Planned, limit: float, seconds: float) -> Plan:
     """Return a small plan with CP-SAT's bound, or CP-SAT's better plan, if OR-tools is there."""
     made, schedule = answer.plan, answer.schedule
+    if answer.costs.trades:  # CP-SAT knows of the order alone
+        return made
     small = schedule.num_devices <= PROVABLE[0] and schedule.num_microbatches <= PROVABLE[1]
     if not small or made.gap <= 0 or seconds <= 0 or not is_installed("ortools"):
         return made
@@ -453,11 +491,17 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
     question = _question(options, costs, measured)
     time = partial(time_text, in_us=measured is not None)
     with told(time) as progress, _limits_told(costs, devices, measured is not None):
-        points = _followed(question, limits, chunk, progress)
+        drawn_by = {}
+        for name, each in families(question).items():
+            if each is not question:
+                progress.line(f"with {name}:" if name != "order alone" else "with the order alone:")
+            drawn_by[name] = _followed(each, limits, chunk, progress)
+        points = _no_worse(drawn_by.pop("all"), drawn_by.values())
         others = list(published(question))
-    rows = _frontier_rows(points, others, chunk, in_us=measured is not None)
+    named = [_named(point, name) for name, own in drawn_by.items() for point in own]
+    rows = _frontier_rows([*points, *named], others, chunk, in_us=measured is not None)
     unit, size = ("chunks", chunk) if measured is None else ("GiB", GIB)
-    drawn = frontier_figure(points, others, f"memory limit, {unit}", 1 / size)
+    drawn = frontier_figure(points, others, f"memory limit, {unit}", 1 / size, drawn_by)
     write_all(
         [
             Output("--frontier", options.frontier, partial(save, drawn)),
@@ -466,6 +510,23 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
     )
     print(table(rows))
     return 0
+
+
+def _no_worse(points: Sequence[Point], others: Iterable[Sequence[Point]]) -> list[Point]:
+    """Return the points, or what was found at their limits with less to choose from, if better."""
+    found = [point for own in others for point in own]
+    return [
+        min([point, *(each for each in found if each.limit == point.limit)], key=_value)
+        for point in points
+    ]
+
+
+def _value(point: Point) -> float:
+    return point.value
+
+
+def _named(point: Point, name: str) -> Point:
+    return replace(point, schedule=replace(point.schedule, name=f"plan, {name}"))
 
 
 def _followed(

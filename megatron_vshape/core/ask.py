@@ -296,6 +296,24 @@ def best_order(question: Question, *known: Known) -> Planned:
     )
 
 
+def with_more(question: Question, answer: Planned, more: float) -> float:
+    """Return what is made small by a plan on the answer's placement with so much more memory.
+
+    No more than without: what fits the limits fits higher ones.
+    """
+    costs = question.costs_of(answer.schedule.placement, "the plan")
+    asked = replace(
+        question,
+        costs=costs,
+        placements=(answer.schedule.placement,),
+        layers=None,
+        seconds=None,
+        progress=None,
+    )
+    found = _planned(asked, tuple(limit + more for limit in answer.limits))
+    return min(answer.plan.value, found.plan.value)
+
+
 def _by_costs(question: Question, placements: Sequence[Placement]) -> list[Question]:
     """Return what is asked of the search: of all placements that have the same costs at once."""
     if question.layers is None:
@@ -431,8 +449,8 @@ def _possible(question: Question, limits: Sequence[float]) -> Iterator[Possible]
         except ScheduleError:  # of stages that the costs do not tell apart
             continue
         possible = may_fit(block, costs, question.num_microbatches, limits)
-        sizes = question.num_microbatches, limits, question.objective
-        least = _bound_at(costs.in_order_alone(), block.placement, *sizes)
+        alone, placement = costs.in_order_alone(), block.placement
+        least = _bound_at(alone, placement, question.num_microbatches, limits, question.objective)
         yield Possible(rival, block.placement, possible, least)
 
 

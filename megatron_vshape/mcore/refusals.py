@@ -63,6 +63,11 @@ def _above_one(value: Any) -> bool:
     return value is not None and value > 1
 
 
+def _is_one_of(*refused: object) -> Callable[[Any], bool]:
+    return lambda value: value in refused
+
+
+_GRAPHS_OF_TE = "use --cuda-graph-impl transformer_engine"
 _OWN_ORDER = "it assumes the order of Megatron's own schedules: leave it out"
 _UNSPLIT = "its weight gradients cannot be put off yet: leave it out"
 _SECOND_MODEL = (
@@ -73,17 +78,25 @@ _SECOND_MODEL = (
 REFUSALS = (
     Refusal(
         "cuda_graph_impl",
-        _OWN_ORDER,
-        flag="--cuda-graph-impl (CUDA graphs)",
-        is_set=_other_than(None, "none"),
+        f"its graphs are captured within the schedule that this one replaces: {_GRAPHS_OF_TE}",
+        is_set=_is_one_of("local"),
+        shows_value=True,
     ),
-    Refusal("enable_cuda_graph", _OWN_ORDER),
-    Refusal("external_cuda_graph", _OWN_ORDER),
+    Refusal(
+        "cuda_graph_impl",
+        "the host looks at the device within a step, where losses are checked and brought to the "
+        f"last rank, and where sent messages are let go of: {_GRAPHS_OF_TE}",
+        is_set=_is_one_of("full_iteration"),
+        shows_value=True,
+    ),
+    Refusal(
+        "enable_cuda_graph",
+        f"its graphs are captured within the schedule that this one replaces: {_GRAPHS_OF_TE}",
+    ),
     Refusal("overlap_moe_expert_parallel_comm", _OWN_ORDER),
     Refusal("delay_wgrad_compute", _OWN_ORDER),
     Refusal("use_megatron_fsdp", "use DDP, with or without --use-distributed-optimizer"),
     Refusal("use_torch_fsdp2", "use DDP, with or without --use-distributed-optimizer"),
-    Refusal("tp_comm_overlap", _UNSPLIT, flag="--tp-comm-overlap (userbuffers)"),
     Refusal(
         "num_microbatches_with_partial_activation_checkpoints",
         _OWN_ORDER,
@@ -159,6 +172,16 @@ LIBRARY_REFUSALS = (
 )
 """What schedules with several chunks per rank cannot have in configs that build models, too."""
 
+_NEW_ORDER = (
+    "a graph is captured for every microbatch of a step, and their number would change: leave it "
+    "out"
+)
+GRAPH_REFUSALS = (
+    Refusal("rampup_batch_size", _NEW_ORDER, is_set=_is_given),
+    Refusal("step_batch_size_schedule", _NEW_ORDER, is_set=_is_given),
+)
+"""What CUDA graphs do not go with, under a schedule that has them."""
+
 _REDOES = "an iteration begun early would be run, and counted, twice: leave it out"
 _NO_COPY = "a step of this optimizer cannot be undone yet: leave it out"
 _NEW_SIZE = "the next iteration begins before its size is decided: leave it out"
@@ -186,6 +209,12 @@ POST_VALIDATION_REFUSALS = (
     Refusal("save_dgrads_interval", _REDOES, is_set=_is_given),
     Refusal("rampup_batch_size", _NEW_SIZE, is_set=_is_given),
     Refusal("step_batch_size_schedule", _NEW_SIZE, is_set=_is_given),
+    Refusal(
+        "cuda_graph_impl",
+        "graphs are captured between two iterations, and the next has begun by then: leave it out",
+        flag="--cuda-graph-impl (CUDA graphs)",
+        is_set=_other_than(None, "none"),
+    ),
     Refusal("perform_rl_step", "what it trains on is made between two iterations: leave it out"),
     Refusal(
         "optimizer",
@@ -217,6 +246,8 @@ def check_arguments(args: Namespace, schedule: str, placement: Placement) -> Non
     known = [each for each in REFUSALS if not each.is_derived]
     chunked = () if is_plain(placement) else CHUNK_REFUSALS
     _check((*known, *chunked), args, f"--pipeline-schedule {schedule}")
+    if captures_graphs(args):
+        _check(GRAPH_REFUSALS, args, f"--pipeline-schedule {schedule} with CUDA graphs")
     if getattr(args, "perform_rl_step", False) and _above_one(args.context_parallel_size):
         raise UnsupportedError(
             f"--pipeline-schedule {schedule} does not work with --perform-rl-step and "
@@ -233,6 +264,12 @@ def check_arguments(args: Namespace, schedule: str, placement: Placement) -> Non
             "--transformer-impl transformer_engine needs Transformer Engine, which is not "
             "installed here: install it, or use --transformer-impl local"
         )
+
+
+def captures_graphs(options: Any) -> bool:
+    """Return whether arguments, or a config, ask for Transformer Engine's CUDA graphs."""
+    by_name = getattr(options, "cuda_graph_impl", None) == "transformer_engine"
+    return by_name or bool(getattr(options, "external_cuda_graph", False))
 
 
 def check_derived(args: Namespace, schedule: str) -> None:

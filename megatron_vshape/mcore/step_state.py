@@ -10,7 +10,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_vshape.runtime.gathering_job import GatheringJob
+from megatron_vshape.core.program.instructions import Program
+from megatron_vshape.runtime.gathering_job import GatheringJob, plain_tensors
+from megatron_vshape.runtime.graph_memory import GraphMemory
 from megatron_vshape.runtime.held_bytes import Census
 from megatron_vshape.runtime.measure import PassTimer
 from megatron_vshape.runtime.weight_jobs import Job, WeightJobs, defer
@@ -46,6 +48,8 @@ class StepState:
     splits_backward: bool = False  # linear layers must be able to put their weight gradient off
     jobs: WeightJobs = field(default_factory=WeightJobs)
     running_chunk: int | None = None  # that Megatron's questions about "this stage" mean
+    graph_memory: GraphMemory = field(default_factory=GraphMemory)
+    captured: Program | None = None  # whose passes CUDA graphs replay; no other can run then
     census: Census | None = None  # while a step's activation memory is measured: what passes leave
     late_checks: Checks | None = None  # while a step's passes run: keeps checks of losses
     timer: PassTimer | None = None  # while a step of Megatron's own schedules is timed
@@ -62,13 +66,13 @@ class StepState:
             for name in values:
                 setattr(self, name, None)
 
-    def defer(
-        self, job: GatheringJob, parameters: Sequence[Tensor], kept: Sequence[Tensor]
-    ) -> None:
+    def defer(self, job: GatheringJob, parameters: Sequence[Tensor]) -> None:
         """Leave a job for W that adds to the gradients of `parameters` and keeps tensors till then.
 
         The tensors count where memory is being measured.
         """
+        job.tensors = self.graph_memory.kept(job.tensors)
+        kept = list(plain_tensors(job.tensors))
         if self.census is not None:
             for tensor in kept:
                 self.census.add(tensor)

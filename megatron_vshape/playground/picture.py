@@ -106,16 +106,20 @@ def encode(pictures: Sequence[Picture], more: Mapping[str, object] | None = None
 
 def _columns(picture: Picture) -> Iterable[np.ndarray]:
     timeline, order = picture.timeline, picture.timeline.schedule.order
-    size = sum(map(len, order))
     place = {kind: at for at, kind in enumerate(KINDS)}
     devices = range(timeline.schedule.num_devices)
-    yield _flat(timeline.starts)
-    yield _flat(timeline.ends)
-    yield _flat([held_curve(timeline.schedule, picture.costs, device) for device in devices])
-    yield np.zeros(size) if picture.late is None else _flat(picture.late)
-    yield np.fromiter((work.microbatch for row in order for work in row), np.uint32, size)
-    yield np.fromiter((work.stage for row in order for work in row), np.uint16, size)
-    yield np.fromiter((place[work.kind] for row in order for work in row), np.uint8, size)
+    # of other kinds, such as copies, the page shows what they leave in memory
+    drawn = np.fromiter((work.kind in place for row in order for work in row), np.bool_)
+    passes = [work for row in order for work in row if work.kind in place]
+    size = len(passes)
+    yield _flat(timeline.starts)[drawn]
+    yield _flat(timeline.ends)[drawn]
+    curves = [held_curve(timeline.schedule, picture.costs, device) for device in devices]
+    yield _flat(curves)[drawn]
+    yield np.zeros(size) if picture.late is None else _flat(picture.late)[drawn]
+    yield np.fromiter((work.microbatch for work in passes), np.uint32, size)
+    yield np.fromiter((work.stage for work in passes), np.uint16, size)
+    yield np.fromiter((place[work.kind] for work in passes), np.uint8, size)
 
 
 def _flat(rows: Sequence[Sequence[float]]) -> np.ndarray:
@@ -132,10 +136,10 @@ def _header(picture: Picture) -> dict[str, object]:
         "microbatches": schedule.num_microbatches,
         "placement": schedule.placement,
         "chunks": chunks_of(schedule.placement),
-        "counts": [len(row) for row in schedule.order],
+        "counts": [sum(work.kind in KINDS for work in row) for row in schedule.order],
         "needs": [table.needs[part] for part in table.parts],
         "parts": [table.parts_of[kind] for kind in KINDS],
-        "held_after_forward": costs.held_after_forward_bytes,
+        "held_after_forward": costs.at(schedule.recompute).held_after_forward_bytes,
         "send": costs.send_us,
         "has_late": picture.late is not None,
         "numbers": _numbers(picture),

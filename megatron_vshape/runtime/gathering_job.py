@@ -1,11 +1,22 @@
 """Weight jobs that keep a rank's part of the sequence, and gather the rest when they run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+
+def plain_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors that hold the data of tensors, quantized ones, and lists of both."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from plain_tensors(each)
+    elif hasattr(value, "get_data_tensors"):
+        yield from plain_tensors(value.get_data_tensors())
+    elif isinstance(value, Tensor):
+        yield value
 
 
 @dataclass(eq=False)

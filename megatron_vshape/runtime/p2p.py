@@ -247,6 +247,15 @@ class Transport:
         unsent = self._sends.left() if self._watch is None else []
         return self._tell_send(unsent[0]) if unsent else doing + f"after {place.last_pass}"
 
+    def rest(self) -> None:
+        """Let go of all that has left, on a device that has nothing to do, and ask it no more.
+
+        So CUDA graphs can be captured before the next message.
+        """
+        self._sends.poll()
+        if self._watch is not None:
+            self._watch.forget()
+
     def close(self, quietly: bool = False) -> None:
         """End the threads of this transport, once all that it has sent and posted has ended.
 

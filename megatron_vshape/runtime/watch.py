@@ -49,6 +49,7 @@ class Watch:
         self._is_closed = self._has_ended = self._is_quiet = False
         self._asks_since: float | None = None
         self._waiting: list[str] = []
+        self._asks = threading.Lock()  # while the device is asked
         for run in (self._ask, self._guard):
             threading.Thread(target=run, daemon=True, name=f"watch{run.__name__}").start()
 
@@ -56,6 +57,15 @@ class Watch:
         """Watch an event that follows a receive; `text` says what waits for what."""
         self._ahead.append((event, text))
         self._added += 1
+
+    def forget(self) -> None:
+        """Watch no event that has been added, since the device has reached them all.
+
+        After this no thread asks it anything until the next is added, so that CUDA graphs can be
+        captured: there a question of any thread is an error.
+        """
+        with self._asks:
+            self._ahead.clear()
 
     def waits_for(self) -> str | None:
         """Return what the device waited for when it was asked last, if for anything."""
@@ -109,6 +119,7 @@ class Watch:
 
     def _find_waiting(self) -> list[str]:
         """Return what the device has yet to reach, then what else has not ended."""
-        while self._ahead and self._ahead[0][0].query():
-            self._ahead.popleft()
-        return [*(text for _, text in self._ahead.copy()), *self.under_way()]
+        with self._asks:
+            while self._ahead and self._ahead[0][0].query():
+                self._ahead.popleft()
+            return [*(text for _, text in self._ahead.copy()), *self.under_way()]

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -146,6 +147,23 @@ class TestOnCpu:
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     def test_numerics(self, dtype: str) -> None:
         assert "largest relative error" in bench("numerics", *ON_CPU, "--dtype", dtype)
+
+    def test_copies(self) -> None:
+        text = bench("copies", *ON_CPU, "--repeats", "2")
+        rates = re.findall(r"^\| ([^|]*) \| ([0-9.]+) \| ([0-9.]+) \|$", text, re.MULTILINE)
+        assert len(rates) == 5
+        assert all(re.search(rf"^\| {kind} \| ", text, re.MULTILINE) for kind in "FBW")
+
+    def test_emulate_what_waits_in_host_memory(self) -> None:
+        sizes = ("--devices", "4", "--microbatches", "8", "--schedules", "v-half", "v-half@host")
+        text = bench("emulate", *ON_CPU, *sizes)
+        rows = [line.split(" | ") for line in text.splitlines() if "% |" in line]
+        assert len(rows) == 6
+        for _, _, peak, predicted, *_ in rows:
+            assert float(peak) == pytest.approx(float(predicted), rel=0.05)
+        for plain, waiting in zip(rows[:3], rows[3:], strict=True):
+            assert float(waiting[2]) < float(plain[2])
+            assert "GB/s" in waiting[-1]
 
     def test_emulate(self, tmp_path: Path) -> None:
         sizes = ("--devices", "4", "--microbatches", "8")

@@ -7,11 +7,13 @@ from megatron_vshape.core.check.bounds import each_limit
 from megatron_vshape.core.check.simulate import held_curve, simulate, unit_costs
 from megatron_vshape.core.model.costs import Costs, held_text
 from megatron_vshape.core.model.kinds import (
+    COPY_BACK,
     DEVICE,
     EVERY,
     FIRST,
     KINDS,
     LAST,
+    OFFLOAD,
     PARTS,
     Kind,
     Read,
@@ -146,6 +148,12 @@ def _check_reads(schedule: Schedule, count: Counter[Pass]) -> None:
                         f"{work} on device {device} reads {need}, which no device runs\n"
                         + excerpt(schedule, device, at)
                     )
+            back = work._replace(kind=COPY_BACK)
+            if work.kind in OFFLOAD and not count[back]:
+                raise ScheduleError(
+                    f"{work} on device {device} has no {back}: what waits in host memory must be "
+                    "copied back before its B\n" + excerpt(schedule, device, at)
+                )
 
 
 def _is_of_another(need: Pass, work: Pass) -> bool:

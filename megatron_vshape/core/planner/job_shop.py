@@ -220,7 +220,8 @@ class Chosen(NamedTuple):
 
     def row(self, whole: np.ndarray) -> np.ndarray:
         """Return an order of all lanes in the shop's own numbers."""
-        return np.append(self.number, improve.NONE)[whole[self.lanes]].astype(np.int32)
+        made: np.ndarray = np.append(self.number, improve.NONE)[whole[self.lanes]]
+        return made.astype(np.int32)
 
     def whole(self, row: np.ndarray, num_lanes: int) -> np.ndarray:
         """Return the shop's order in the numbers of all lanes and passes."""

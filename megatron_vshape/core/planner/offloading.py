@@ -39,9 +39,9 @@ class _Chunks(NamedTuple):
     due: np.ndarray  # B starts
     done: np.ndarray  # B has ended
     end: np.ndarray  # a W right behind B has ended
-    held: np.ndarray
-    grows: np.ndarray  # by so much more is held between B and W
+    held: np.ndarray  # from F on
     moved: np.ndarray  # of that, what a copy frees
+    grows: np.ndarray  # between B and W so much more is held
     out: np.ndarray  # ticks of the copies
     back: np.ndarray
 
@@ -160,7 +160,9 @@ def _chunks_of(
     forward, backward, _ = range(len(PARTS))
 
     def of(amounts: object, kind: Kind) -> np.ndarray:
-        return np.asarray(amounts)[len(problem.kinds) * stage + problem.kinds.index(kind)]
+        sort = len(problem.kinds) * stage + problem.kinds.index(kind)
+        made: np.ndarray = np.asarray(amounts)[sort]
+        return made
 
     return _Chunks(
         stage=stage,

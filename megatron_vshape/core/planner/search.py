@@ -53,6 +53,12 @@ What was tried, as overheads in chunk passes (F/B/W/comm, memory in chunks, publ
   the steady order decides: eight times the share of its annealing takes d=8, m=24, 1/1.15/.85/.05
   from 37.75 to 36.65 and m=64 from 60.3 to 57.8; thirty times, hardly more (36.35, 57.65).
 
+With activations in host memory (`trades`, overheads at d=8, 1/1.15/.85/.05, m=32, a copy as long
+as an F; `scripts/bench_offload.py` prints more): greedy copies and W dealt out anew alone give
+11.55 at 8 chunks, and the walk 10.4 to 10.9, from V-ZB's order; at 4 chunks 14.5 from grouped
+interleaved ones of a loop, where the best V has 21.9. Orders planned for a quarter of what is
+missing to 1F1B's memory: never the best, and a fifth of the time.
+
 Open: below V-Half's memory the period bounds the gain; at the memory of V-ZB d - 1 hops are all
 that is left; between them (24 of 32 chunks at d=16) ten times the steps still gain a fifth.
 """
@@ -63,7 +69,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 
-from megatron_vshape.core.check.bounds import LimitError
+from megatron_vshape.core.check.bounds import LimitError, each_limit
+from megatron_vshape.core.check.choices import bound_of_choices
 from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.kinds import OFFLOAD, PARTS, Kind
 from megatron_vshape.core.model.placement import Placement, default_placements
@@ -183,16 +190,24 @@ def plan(
         begun = _worth_racing(begun)
     race = _Race(begun, trades)
     race.run(steps, seconds, progress)
-    return race.plan()
+    made = race.plan()
+    if not trades:
+        return made
+    placement = made.schedule.placement
+    own = regroup(costs, len(placement), "the plan")
+    settings = [own, *(each for _, each in own.recompute)]
+    limits = each_limit(limit, num_devices)
+    counts = placement, num_devices, num_microbatches
+    bound = bound_of_choices(settings, own.copies, *counts, limits, goal is Objective.SPAN)
+    return replace(made, lower_bound=min(bound, made.value))
 
 
 def _worth_racing(searches: Sequence[PlacementSearch]) -> list[PlacementSearch]:
-    """Return the searches whose bounds promise most, and of the same those with copies first.
+    """Return the searches whose bounds promise most first, and of the same those with copies.
 
     What their bounds leave nothing below the best order then never begins.
     """
-    ranked = sorted(searches, key=lambda each: (each.bound, not isinstance(each, OffloadSearch)))
-    return ranked
+    return sorted(searches, key=lambda each: (each.bound, not isinstance(each, OffloadSearch)))
 
 
 class _Race:

@@ -8,7 +8,7 @@ a real transport. Where messages are kernels, as on NCCL, `program.kernels` says
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 
 from megatron_vshape.core.check.simulate import simulate
@@ -97,17 +97,21 @@ def forward_wave(placement: Placement, num_devices: int, num_microbatches: int) 
     return Schedule("evaluation", num_devices, num_microbatches, placement, tuple(map(tuple, rows)))
 
 
-def whole_backwards(schedule: Schedule) -> Schedule:
-    """Return the schedule with every B made BW, and no W.
+def whole_backwards(schedule: Schedule, stages: Container[int] | None = None) -> Schedule:
+    """Return the schedule with every B made BW, and no W; of these stages, if any are given.
 
     For what is planned so, and for recomputed layers: between B and W all activations of a layer
     would be there, which recomputing is to avoid. No pass waits for a W, so the order stays legal.
     """
+
+    def is_whole(work: Pass) -> bool:
+        return stages is None or work.stage in stages
+
     rows = tuple(
         tuple(
-            work._replace(kind=Kind.BW) if work.kind is Kind.B else work
+            work._replace(kind=Kind.BW) if work.kind is Kind.B and is_whole(work) else work
             for work in row
-            if work.kind is not Kind.W
+            if not (work.kind is Kind.W and is_whole(work))
         )
         for row in schedule.order
     )

@@ -93,6 +93,7 @@ def _training(name: str) -> Callable[[Session, Any], Any]:
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _STATE = "megatron.core.parallel_state"
 _UTILS = "megatron.core.pipeline_parallel.utils"
+_GRAPHS = "megatron.core.transformer.cuda_graphs"
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _TRAINER = "megatron.training"
 _ARGUMENTS = "megatron.training.arguments"
@@ -174,6 +175,13 @@ HOOKS = (
         ("message",),
         "adds bubble and MFU to an iteration's line, to TensorBoard and to W&B",
         _training("print_rank_last"),
+    ),
+    Hook(
+        _TRAINING,
+        "report_theoretical_memory",
+        ("args",),
+        "leaves an estimate out that knows Megatron's own schedules only",
+        _training("report_theoretical_memory"),
     ),
     Hook(
         "megatron.core.optimizer.optimizer",
@@ -328,6 +336,20 @@ HOOKS = (
         ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
         "measures Megatron's own schedules, to compare; this package calls it too",
         replacements.backward_step,
+    ),
+    Hook(
+        _GRAPHS,
+        "convert_schedule_table_to_order",
+        ("num_warmup_microbatches", "num_model_chunks", "schedule_table"),
+        "has CUDA graphs captured in the order of the schedule's passes, which replays follow",
+        replacements.convert_schedule_table_to_order,
+    ),
+    Hook(
+        _GRAPHS,
+        "TECudaGraphHelper.create_cudagraphs",
+        ("self",),
+        "finds out which memory graphs have, of which messages and weight jobs keep copies",
+        replacements.create_cudagraphs,
     ),
     Hook(
         "megatron.core.rerun_state_machine",

@@ -26,6 +26,7 @@ from megatron_vshape.mcore.observe.megatrons_own import (
     count_forward,
 )
 from megatron_vshape.mcore.refusals import check_one_module, refused_model, refusing
+from megatron_vshape.mcore.split.graphs import capture_order
 from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_split_linear
 from megatron_vshape.mcore.step.late_checks import can_wait
 
@@ -68,6 +69,31 @@ def select_pipeline_segment(
     allocation: Any = inspect.getmodule(original)
     layers = allocation.validate_segment_layers(segments[stage])
     return layers, sum(map(len, segments[:stage]))
+
+
+@replaces
+def convert_schedule_table_to_order(
+    session: Session, original: Function, num_warmup: int, num_chunks: int, table: Any
+) -> list[int]:
+    """Give Transformer Engine the order of this rank's passes, to capture CUDA graphs in."""
+    if session.pipeline is None:
+        return list(original(num_warmup, num_chunks, table))
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    # A vision encoder's are captured apart, as those of one chunk, the first.
+    stages = session.pipeline.stage_map.stages(rank)[:num_chunks]
+    program = session.pipeline.planner.training(len(table) // num_chunks).program
+    session.step.captured = program
+    return capture_order(program, rank, stages)
+
+
+@replaces
+def create_cudagraphs(session: Session, original: Function, helper: Any) -> None:
+    """Capture while nothing else asks the device, and find out which memory graphs have."""
+    if session.pipeline is not None:
+        session.own_runner(session.pipeline).rest()
+    original(helper)
+    if session.pipeline is not None:
+        session.step.graph_memory.look()
 
 
 @replaces

@@ -239,6 +239,15 @@ def print_rank_last(session: Session, original: Function, message: Any) -> Any:
     return original(message)
 
 
+@replaces
+def report_theoretical_memory(
+    session: Session, original: Function, *args: Any, **options: Any
+) -> None:
+    """Say nothing where a schedule of this package runs, whose peaks the log has at both ends."""
+    if session.pipeline is None:
+        original(*args, **options)
+
+
 def _tell_end(session: Session) -> None:
     _print_if_any(session.end_validation())
     if session.runner is not None:

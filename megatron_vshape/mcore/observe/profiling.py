@@ -68,19 +68,11 @@ class Profiler:
         return PassTimer(torch_device) if self._times(self._steps) else None
 
     def _times(self, step: int) -> bool:
-        ranges = self._profiled(), self._checked()
+        ranges = self._profiled(), self.pipeline.options.checked_steps
         return any(first <= step <= last for first, last in ranges)
 
     def _profiled(self) -> tuple[int, int]:
         return self.pipeline.options.profile_steps or (0, -1)
-
-    def _checked(self) -> tuple[int, int]:
-        """Return the steps that are held against the prediction.
-
-        The step in between counts the new order's memory, and pays for what it needs first.
-        """
-        first, last = self._profiled()
-        return last + 2, last + 2 + (last - first)
 
     def end_step(
         self,
@@ -96,7 +88,7 @@ class Profiler:
             return
         self._rows.append((program, timer.slots()))
         self._spent.append((program, timer.processor_slots()))
-        if self._steps not in (self._profiled()[1], self._checked()[1]):
+        if self._steps not in (self._profiled()[1], self.pipeline.options.checked_steps[1]):
             return
         gathered = [(each, gather_slots(row, group)) for each, row in self._rows]
         spent = [(each, gather_slots(row, group)) for each, row in self._spent]

@@ -261,6 +261,11 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
             "that, is larger than the schedule's"
         )
     whole += _recompute_told(pipeline, schedule)
+    if pipeline.choice.whole_stages:
+        whole += (
+            "\nbackward passes run whole (BW) but on the last stage: CUDA graphs cover all their "
+            "layers"
+        )
     return (
         f"pipeline schedule {schedule.name}, {schedule.num_devices} ranks, {num_microbatches} "
         "microbatches (upper case: even chunks; one row per rank):\n"

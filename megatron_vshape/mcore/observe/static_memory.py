@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.setup.choice import GIB
-from megatron_vshape.mcore.split.te_layers import plain_tensors
 from megatron_vshape.runtime import nccl
+from megatron_vshape.runtime.gathering_job import plain_tensors
 
 T = TypeVar("T")
 

@@ -34,6 +34,15 @@ class PipelineOptions:
     layer_split: str | None = None  # auto, or the layers of every stage with commas
     post_validates: bool = False  # step before the gradient norm is known, and undo if it has to be
 
+    @property
+    def checked_steps(self) -> tuple[int, int]:
+        """Return the steps that are held against what the profiled ones predict.
+
+        The step in between counts the new order's memory, and pays for what it needs first.
+        """
+        first, last = self.profile_steps or (0, -1)
+        return last + 2, last + 2 + (last - first)
+
     def costs(self) -> Costs | None:
         """Return the costs in the file, if one is given."""
         return None if self.costs_file is None else Costs.load(self.costs_file)

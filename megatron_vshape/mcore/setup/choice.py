@@ -33,6 +33,7 @@ class Choice:
     limit_of: str | tuple[float, ...] | None = None  # a schedule, or its peaks; None: 1F1B's
     num_layers: int | None = None  # of the model, where its layers are all alike
     keeps_backward_whole: bool = False  # every B takes its W along, as where layers are recomputed
+    whole_stages: frozenset[int] = frozenset()  # the same of these: no W is left of their B
     hides: bool = False  # a B that waits for tensor-parallel ranks runs jobs of the W after it
     ties_ends: bool = False  # the first and the last stage add to one gradient
     kernels: bool = False  # messages are kernels, as on NCCL
@@ -50,6 +51,13 @@ class Choice:
             return self.from_file.recompute
         priced = () if self.costs is None or self.name != AUTO else self.costs.recompute
         return tuple(setting for setting, _ in priced)
+
+    @property
+    def copies(self) -> bool:
+        """Return whether activations wait in host memory, or may by what the costs say."""
+        if self.from_file is not None:
+            return not self.from_file.kinds.isdisjoint(OFFLOAD)
+        return self.name == AUTO and self.costs is not None and self.costs.copies
 
     @property
     def placement(self) -> Placement:

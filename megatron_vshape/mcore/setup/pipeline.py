@@ -14,9 +14,11 @@ from megatron_vshape.mcore.layout.stages import (
     check_ends,
     check_hash_layers,
 )
+from megatron_vshape.mcore.refusals import captures_graphs
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
 from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.split import graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +72,15 @@ def pipeline_of(
         limit_of=split.limits or choice.limit_of,
         num_layers=model.num_layers,
         keeps_backward_whole=getattr(model, "recompute_granularity", None) == "full",
+        # Where costs make the order they say how short those W are, and `lower` joins the rest.
+        whole_stages=frozenset() if choice.plans_by_costs else _whole_stages(model, stage_map),
         hides=model.tensor_model_parallel_size > 1 and _is_local(model),
         ties_ends=ties_ends,
         kernels=kernels,
         may_offload=may_offload,
     )
+    if choice.plans_by_costs and options.profile_steps and captures_graphs(model):
+        graphs.capture_late(model, options.checked_steps[1])
     return Pipeline(
         options,
         Planner(choice),
@@ -83,6 +89,12 @@ def pipeline_of(
         overlaps_grad_reduce,
         recomputed_inputs(model),
     )
+
+
+def _whole_stages(model: Any, stage_map: StageMap) -> frozenset[int]:
+    """Return the stages that CUDA graphs cover: all but the one with the output layer, or none."""
+    covers = graphs.cover_whole_layers(model)
+    return frozenset(range(stage_map.last_stage)) if covers else frozenset()
 
 
 def _is_local(model: Any) -> bool:

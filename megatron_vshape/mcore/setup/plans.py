@@ -150,6 +150,8 @@ class Planner:
         schedule = self._schedule(num_microbatches)
         if self.choice.keeps_backward_whole and not schedule.recompute:
             schedule = whole_backwards(schedule)
+        elif self.choice.whole_stages:
+            schedule = whole_backwards(schedule, self.choice.whole_stages)
         costs = self._costs_of(schedule)
         timeline = simulate(schedule, costs)
         program = lower(schedule, timeline, kernels=self.choice.kernels, takes=self._takes)

@@ -100,7 +100,7 @@ def _backward_inputs(
         grad_output = grad_output.chunk(sources[1].size())[sources[1].rank()].clone()
     compute = partial(_weight_gradient, parameter, ctx.gradient_accumulation_fusion)
     job = GatheringJob(compute, [input, grad_output], sources)
-    state.defer(job, [parameter], [input, grad_output])
+    state.defer(job, [parameter])
     if under_way is not None:
         run_beside()
         under_way.wait()

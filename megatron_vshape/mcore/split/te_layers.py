@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar
@@ -40,12 +40,24 @@ _PROTOCOL = {"delay_wgrad_compute": (), "put": ("tensor_list", "func"), "pop": (
 """The methods of a store that TE's layers call, and their parameters."""
 
 
+_GATHER_IN_B = ("ub_bulk_dgrad", "ub_overlap_ag_dgrad", "ub_overlap_ag")
+"""Switches of TE's layers: B gathers the input, or the output's gradient, into a userbuffer."""
+
+AS_IT_SHOULD = "as it should"
+"""How the reason begins where a weight gradient is in B by intention."""
+
+
 class StoreError(RuntimeError):
     """This Transformer Engine is not one the adapter was written for; the text says where."""
 
 
-def install(state: StepState, chunks: Iterable[nn.Module]) -> int:
+def install(
+    state: StepState, chunks: Iterable[nn.Module], whole: Set[nn.Module] = frozenset()
+) -> int:
     """Give every TE linear layer in `chunks` a store whose jobs wait for W; return how many.
+
+    Not those in `whole`, whose weight gradients stay in B. A store would tell TE, which captures
+    its CUDA graphs itself, to capture a W as well.
 
     Raises:
         StoreError: TE's store has other methods than those it is used by.
@@ -55,7 +67,7 @@ def install(state: StepState, chunks: Iterable[nn.Module]) -> int:
     layer: TELayer
     for chunk in chunks:
         for layer in chunk.modules():
-            if is_splittable(layer):
+            if is_splittable(layer) and layer not in whole:
                 check_protocol(layer.wgrad_store)
                 _forget_first_microbatch(layer)
                 layer.wgrad_store = JobStore(state, layer, warn_once)
@@ -79,7 +91,16 @@ def why_whole(layer: nn.Module) -> str | None:
         return "its experts' weights are one grouped tensor"
     if not (_is_grouped(layer) or _is_mlp(layer) or hasattr(layer, "weight_names")):
         return "its parameters are not those of any TE layer this package knows"
+    if getattr(layer, "ub_bulk_wgrad", False):
+        return "its userbuffers hide an exchange behind it: leave tp_comm_bulk_wgrad out"
+    if _quantizes(layer) and any(getattr(layer, name, False) for name in _GATHER_IN_B):
+        return f"{AS_IT_SHOULD}: what userbuffers gather for it quantized, they overwrite"
     return None
+
+
+def _quantizes(layer: nn.Module) -> bool:
+    config = getattr(layer, "config", None)
+    return bool(getattr(config, "fp8", None) or getattr(config, "fp4", None))
 
 
 def check_protocol(store: Any) -> None:
@@ -150,7 +171,7 @@ class JobStore:
             sums = () if layer.fuse_wgrad_accumulation else weights
             compute = partial(_run, func, sums, biases)
         job = GatheringJob(compute, tensors, sources)
-        self.state.defer(job, [*weights, *biases], list(plain_tensors(tensors)))
+        self.state.defer(job, [*weights, *biases])
 
     def pop(self) -> None:
         """Refuse: TE's own backward_dw does not know which microbatch it is for."""
@@ -306,7 +327,8 @@ def _keep_shards(
     """Put this rank's part in the place of a tensor that TE has gathered for the GEMM.
 
     Returns the group to gather each tensor from again in W. With sequence parallelism a gathered
-    tensor is as large as the group is; its part is copied, so that the rest can go now.
+    tensor is as large as the group is; its part is copied, so that the rest can go now, and that a
+    userbuffer which it lies in can be used again.
     """
     sources: list[dist.ProcessGroup | None] = [None] * len(tensors)
     gathered = _gathered(layer, func)
@@ -330,17 +352,6 @@ def _gathered(layer: TELayer, func: Gemm) -> int | None:
     return {"column": 0, "row": 1}.get(layer.parallel_mode)
 
 
-def plain_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors that hold the data of tensors, quantized ones, and lists of both."""
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from plain_tensors(each)
-    elif hasattr(value, "get_data_tensors"):
-        yield from plain_tensors(value.get_data_tensors())
-    elif isinstance(value, Tensor):
-        yield value
-
-
 def _runs_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
@@ -350,7 +361,5 @@ def _forget_first_microbatch(layer: TELayer) -> None:
 
     It saves FP8 weights from being cast again; without FP8 all it does is overwrite main_grad.
     """
-    config = getattr(layer, "config", None)
-    quantizes = getattr(config, "fp8", None) or getattr(config, "fp4", None)
-    if hasattr(layer, "disable_parameter_transpose_cache") and not quantizes:
+    if hasattr(layer, "disable_parameter_transpose_cache") and not _quantizes(layer):
         layer.disable_parameter_transpose_cache = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -13,35 +13,38 @@ from megatron.core.tensor_parallel.layers import (
 from torch import nn
 
 from megatron_vshape.mcore.split import te_layers
+from megatron_vshape.mcore.split.te_layers import AS_IT_SHOULD
 
 logger = logging.getLogger(__name__)
 
 SHOWN = 3
 """So many layers are named for each reason; the others are counted."""
 
-_EXPECTED = "as it should"
 
-
-def whole_layers(chunks: Iterable[nn.Module]) -> dict[tuple[str, str], list[str]]:
+def whole_layers(
+    chunks: Iterable[nn.Module], graphed: Set[nn.Module] = frozenset()
+) -> dict[tuple[str, str], list[str]]:
     """Return the names of layers whose weight gradients run in B, by their class and the reason.
+
+    `graphed` are those that CUDA graphs cover.
 
     Only matrices count: the gradients of norms and biases are sums, and cheap.
     """
     found: dict[tuple[str, str], list[str]] = {}
     for number, chunk in enumerate(chunks):
         for name, layer in chunk.named_modules():
-            reason = _why_whole(layer)
+            reason = _why_graphed(layer) if layer in graphed else _why_whole(layer)
             if reason is not None:
                 key = (type(layer).__name__, reason)
                 found.setdefault(key, []).append(f"chunk {number} {name}".rstrip())
     return found
 
 
-def tell(chunks: Iterable[nn.Module]) -> None:
+def tell(chunks: Iterable[nn.Module], graphed: Set[nn.Module] = frozenset()) -> None:
     """Log, once, which linear layers are not split and why; a warning where one might be."""
-    for (kind, reason), names in whole_layers(chunks).items():
+    for (kind, reason), names in whole_layers(chunks, graphed).items():
         shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
-        level = logging.INFO if reason.startswith(_EXPECTED) else logging.WARNING
+        level = logging.INFO if reason.startswith(AS_IT_SHOULD) else logging.WARNING
         logger.log(
             level,
             "the weight gradients of %d %s stay in B, %s: %s",
@@ -52,6 +55,10 @@ def tell(chunks: Iterable[nn.Module]) -> None:
         )
 
 
+def _why_graphed(layer: nn.Module) -> str | None:
+    return f"{AS_IT_SHOULD}: a CUDA graph replays them with B" if _has_matrix(layer) else None
+
+
 def _why_whole(layer: nn.Module) -> str | None:
     """Return why the layer's own weight gradients stay in B; None where they wait for W."""
     if not _has_matrix(layer) or isinstance(layer, ColumnParallelLinear | RowParallelLinear):
@@ -59,9 +66,9 @@ def _why_whole(layer: nn.Module) -> str | None:
     if te_layers.is_te_layer(layer):
         return te_layers.why_whole(layer)
     if isinstance(layer, VocabParallelEmbedding | nn.Embedding):
-        return f"{_EXPECTED}: a lookup has no product to put off"
+        return f"{AS_IT_SHOULD}: a lookup has no product to put off"
     if "Router" in type(layer).__name__:
-        return f"{_EXPECTED}: a router's product is small"
+        return f"{AS_IT_SHOULD}: a router's product is small"
     return "because it is not computed by one of Megatron's or Transformer Engine's linear layers"
 
 

@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import nn
 
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.early_start import Cut, begun_early, drain
 from megatron_vshape.core.program.hiding import Beside
@@ -153,6 +154,12 @@ class PipelineRunner:
         if self._transport is None:
             return f"rank {dist.get_rank()}: before its first pass"
         return self._transport.tell(self._place)
+
+    def rest(self) -> None:
+        """Ask the device nothing until the next pass, as while CUDA graphs are captured."""
+        if self._transport is not None:
+            torch.cuda.synchronize()
+            self._transport.rest()
 
     def run_ahead(self) -> None:
         """Begin the training step that follows the one just run, as far as it can be undone.
@@ -343,6 +350,7 @@ class PipelineRunner:
             return planner.evaluation(call.num_microbatches), {}
         plan = planner.training(call.num_microbatches)
         with refusing():
+            _check_captured(self._state.captured, plan.program)
             self._agreement.check(plan.program, plan.beside)
         # When a bad step is repeated, every pass is looked at by itself.
         return plan.program, plan.beside if hides and not repeats_a_bad_step() else {}
@@ -441,6 +449,16 @@ class PipelineRunner:
         # Megatron takes the last rank's count for the pipeline's; only the loss rank has one.
         dist.all_reduce(step.num_tokens, group=groups.pp)
         finalize(begun.chunks, step.num_tokens, **options)
+
+
+def _check_captured(captured: Program | None, program: Program) -> None:
+    """Raise ScheduleError if CUDA graphs were captured for another program."""
+    if captured is not None and captured is not program:
+        had, has = captured.schedule.num_microbatches, program.schedule.num_microbatches
+        raise ScheduleError(
+            f"CUDA graphs were captured for the passes of {had} microbatches in one order, and a "
+            f"step of {has} would run in another: keep the batch size, or leave CUDA graphs out"
+        )
 
 
 def _of_one_length(config: Any) -> Any:

@@ -166,7 +166,9 @@ class MegatronStage:
                 received,
                 self.step.config,
             )
-        return gradient
+        # A replayed graph's own, which the next B writes to while this is on its way.
+        kept: Tensor | None = self.state.graph_memory.kept(gradient)
+        return kept
 
     def _count(self, work: Pass, output: Tensor | None = None) -> None:
         census = self.state.census

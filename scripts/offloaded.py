@@ -1,4 +1,4 @@
-"""Orders of the catalogue in which chosen microbatches wait in host memory."""
+"""Orders of the catalogue in which some microbatches wait in host memory, for tests and benches."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,0 +1,95 @@
+"""What a plan trades for memory, in words: copies to host memory, and what is computed again."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from megatron_vshape.core.check.simulate import costs_of
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, NO_RECOMPUTE, RELOAD
+from megatron_vshape.core.model.placement import Placement, chunks_of
+from megatron_vshape.core.model.schedule import Timeline, Way
+from megatron_vshape.view.numbers import percent
+
+
+def way_text(way: Way, placement: Placement) -> str:
+    """Return a way to hold less, such as `copies, recompute mlp in chunk 0`."""
+    words = []
+    if way.copies:
+        words.append("all of chunk 0 copied" if way.throughout else "copies")
+    settings = settings_text(way.settings, placement)
+    if settings:
+        words.append(f"recompute {settings}")
+    return ", ".join(words) or "order alone"
+
+
+def settings_text(settings: Sequence[str], placement: Placement) -> str:
+    """Return the settings of recompute by chunk, empty if there is none."""
+    used = dict.fromkeys(each for each in settings if each != NO_RECOMPUTE)
+    if len(set(settings)) == 1:
+        return "".join(used)
+    chunks = chunks_of(placement)
+    told = []
+    for setting in used:
+        stages = [stage for stage, own in enumerate(settings) if own == setting]
+        of = sorted({chunks[stage] for stage in stages})
+        if all(settings[stage] == setting for stage, chunk in enumerate(chunks) if chunk in of):
+            noun = "chunk" if len(of) == 1 else "chunks"
+            told.append(f"{setting} in {noun} {', '.join(map(str, of))}")
+        else:
+            told.append(f"{setting} in stages {', '.join(map(str, stages))}")
+    return ", ".join(told)
+
+
+def trades_told(
+    timeline: Timeline, costs: Costs, held: Callable[[float], str]
+) -> Iterator[tuple[str, str]]:
+    """Yield a label and a line for each: what is copied to the host, and what is computed again.
+
+    Nothing where the costs offer neither. `held` writes an amount of memory.
+    """
+    schedule = timeline.schedule
+    if costs.copies:
+        copied = Counter(w.stage for row in schedule.order for w in row if w.kind is COPY_OUT)
+        share = sum(copied.values()) / (schedule.num_stages * schedule.num_microbatches)
+        chunks = chunks_of(schedule.placement)
+        by_chunk = Counter[int]()
+        for stage, count in copied.items():
+            by_chunk[chunks[stage]] += count
+        of_chunk = schedule.num_devices * schedule.num_microbatches
+        each = ", ".join(
+            f"{percent(by_chunk[c] / of_chunk)} of chunk {c}" for c in sorted(by_chunk)
+        )
+        busy = percent(link_share(timeline))
+        line = f"{percent(share)} of the activations wait in host memory ({each}), which holds "
+        line += f"{held(host_peak(timeline, costs))} of a device at most; its link is busy {busy}"
+        yield "copies", line if copied else "none: they would buy nothing here"
+    if costs.recompute:
+        yield "recompute", settings_text(schedule.recompute, schedule.placement) or NO_RECOMPUTE
+
+
+def host_peak(timeline: Timeline, costs: Costs) -> float:
+    """Return the most that host memory holds of a device, in the unit of the costs."""
+    moved = costs_of(timeline.schedule, costs).held(RELOAD)[0]
+    peak = 0.0
+    for device in range(timeline.schedule.num_devices):
+        changes = []
+        for work, start, end in timeline.slots(device):
+            if work.kind is COPY_OUT:
+                changes.append((start, moved[work.stage]))
+            elif work.kind is COPY_BACK:
+                changes.append((end, -moved[work.stage]))
+        held = 0.0
+        for _, change in sorted(changes):
+            held += change
+            peak = max(peak, held)
+    return peak
+
+
+def link_share(timeline: Timeline) -> float:
+    """Return the share of the step in which the busiest link to a host copies."""
+    busiest = 0.0
+    for lane in timeline.schedule.lanes():
+        if any(work.kind in (COPY_OUT, COPY_BACK) for work in lane.passes):
+            starts, ends = timeline.starts[lane.device], timeline.ends[lane.device]
+            busiest = max(busiest, sum(ends[at] - starts[at] for at in lane.places))
+    return busiest / timeline.makespan

@@ -1,0 +1,346 @@
+"""CUDA graphs without a GPU, with the lifetimes that they have on one.
+
+A capture records what torch computes, and a replay computes it again, into the same memory. That
+memory is a pool as CUDA's allocator has it: what nothing refers to any more is given to the next
+tensor that is captured, in this graph or in a later one. So whoever keeps a result that a later
+replay overwrites has the wrong numbers afterwards, and a run that compares numbers sees it.
+
+`start` is a plugin of the farm. Where Transformer Engine's Python is at hand, it is its own
+`make_graphed_callables` that captures; else `make_graphed_callables` below stands in, which keeps
+and drops tensors as it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.runtime.graph_memory import GraphMemory
+from megatron_vshape.runtime.p2p import Transport
+
+POOL_ID = (0, 1)
+PRINTED = "captured in the order "
+
+
+class Pool:
+    """The memory that graphs share."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, np.ndarray] = {}  # by address
+        self._free: dict[int, list[np.ndarray]] = {}  # by size
+
+    def segments(self) -> list[dict[str, Any]]:
+        """Return what torch.cuda.memory_snapshot tells."""
+        return [
+            {"address": address, "total_size": block.nbytes, "segment_pool_id": POOL_ID}
+            for address, block in self._blocks.items()
+        ]
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """Return the tensor in memory of the pool, free again when nothing refers to it."""
+        wanted = max(tensor.untyped_storage().nbytes(), 8)
+        free = self._free.setdefault(wanted, [])
+        block = free.pop() if free else np.empty(wanted, np.uint8)
+        self._blocks[block.ctypes.data] = block
+        lent = block[:]
+        weakref.finalize(lent, free.append, block)
+        placed = _on(lent, tensor, tensor.storage_offset())
+        placed.copy_(tensor)
+        return placed
+
+    def unowned(self, tensor: Tensor) -> Tensor:
+        """Return the tensor without a hold on the pool's memory, if it is there."""
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._blocks:
+            return tensor.detach()
+        return _on(self._blocks[address], tensor, tensor.storage_offset())
+
+
+def _on(block: np.ndarray, like: Tensor, offset: int) -> Tensor:
+    whole = torch.from_numpy(block).view(like.dtype)
+    return whole.as_strided(like.shape, like.stride(), offset)
+
+
+pool = Pool()
+
+
+class _Record(NamedTuple):
+    function: Any
+    args: Any
+    options: Any
+    results: list[Tensor | None]  # where they go; None: nowhere, or where it already is
+
+
+class Graph:
+    """torch.cuda.CUDAGraph."""
+
+    def __init__(self, *unused: Any) -> None:
+        self.records: list[_Record] = []
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for function, args, options, results in self.records:
+                made, _ = tree_flatten(function(*args, **options))
+                for result, value in zip(results, made, strict=True):
+                    if result is not None:
+                        result.copy_(value)
+
+    def reset(self) -> None:
+        self.records.clear()
+
+    def register_generator_state(self, state: Any) -> None: ...
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs what is computed, puts its results into the pool, and records it."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def __torch_dispatch__(self, function, types_, args=(), options=None):
+        options = options or {}
+        if function is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("the host reads from the device while a graph is captured")
+        made = function(*args, **options)
+        given = {each.untyped_storage().data_ptr() for each in _tensors((args, options))}
+        flat, form = tree_flatten(made)
+        results: list[Tensor | None] = []
+        for at, each in enumerate(flat):
+            is_new = isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in given
+            if is_new:
+                flat[at] = pool.place(each)
+            results.append(pool.unowned(flat[at]) if is_new else None)
+        unowned = tree_map(lambda x: pool.unowned(x) if isinstance(x, Tensor) else x, args)
+        named = tree_map(lambda x: pool.unowned(x) if isinstance(x, Tensor) else x, options)
+        self._graph.records.append(_Record(function, unowned, named, results))
+        return tree_unflatten(flat, form)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [each for each in tree_flatten(value)[0] if isinstance(each, Tensor)]
+
+
+@contextlib.contextmanager
+def capturing(graph: Graph, *unused: Any, **options: Any) -> Iterator[None]:
+    """torch.cuda.graph."""
+    with _Recorder(graph):
+        yield
+
+
+def make_weak_ref(value: Any) -> Any:
+    """Return tensors without a hold on their memory, as TE's function of that name does."""
+    return tree_map(lambda x: pool.unowned(x) if isinstance(x, Tensor) else x, value)
+
+
+class _Replayed(torch.autograd.Function):
+    """TE's `Graphed`: copies in, replays, and gives out what lies in the graph's memory."""
+
+    @staticmethod
+    def forward(ctx, captured, *inputs):
+        ctx.captured = captured
+        for static, given in zip(captured.inputs, inputs, strict=False):
+            if static.data_ptr() != given.data_ptr():
+                static.data.copy_(given)
+        captured.forward.replay()
+        return tuple(each.detach() for each in captured.outputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        captured = ctx.captured
+        for static, given in zip(captured.grad_outputs, grads, strict=True):
+            static.copy_(given)
+        captured.backward.replay()
+        clones = [False] * len(captured.inputs) + [True] * len(captured.parameters)
+        given = [
+            each if each is None else each.detach().clone() if clone else each.detach()
+            for each, clone in zip(captured.grad_inputs, clones, strict=True)
+        ]
+        return None, *given
+
+
+class _Captured:
+    """What is kept of one layer's graphs of one microbatch."""
+
+    def __init__(self, function: Any, args: Sequence[Tensor], options: dict[str, Tensor]) -> None:
+        self.function, self.args, self.options = function, args, options
+        self.inputs = [*args, *options.values()]
+        self.parameters = [each for each in function.parameters() if each.requires_grad]
+        self.forward, self.backward = Graph(), Graph()
+
+    def capture_forward(self) -> None:
+        with capturing(self.forward):
+            outputs = self.function(*self.args, **self.options)
+        self.outputs, self.form = tree_flatten(outputs)
+
+    def capture_backward(self) -> None:
+        self.grad_outputs = [torch.empty_like(each) for each in self.outputs]
+        wanted = [each for each in (*self.inputs, *self.parameters) if each.requires_grad]
+        kept = [each.grad for each in wanted]
+        for each in wanted:
+            each.grad = None
+        with capturing(self.backward):
+            torch.autograd.backward(self.outputs, self.grad_outputs)
+        grads = {id(each): each.grad for each in wanted}
+        for each, grad in zip(wanted, kept, strict=True):
+            each.grad = grad
+        self.grad_inputs = [grads.get(id(each)) for each in (*self.inputs, *self.parameters)]
+        # The outputs are needed no more, nor a parameter's gradient, which a replay copies.
+        self.outputs = make_weak_ref(self.outputs)
+        many = len(self.inputs)
+        self.grad_inputs[many:] = make_weak_ref(self.grad_inputs[many:])
+
+    def __call__(self, *args: Tensor, **options: Any) -> Any:
+        named = [options[name] for name in self.options]
+        made = _Replayed.apply(self, *args, *named, *self.parameters)
+        return tree_unflatten(list(made), self.form)
+
+    def reset(self) -> None:
+        self.forward.reset()
+        self.backward.reset()
+
+
+def make_graphed_callables(
+    callables: Sequence[Any],
+    sample_args: Sequence[Any],
+    *,
+    sample_kwargs: Sequence[dict[str, Any]],
+    _order: Sequence[int],
+    _num_layers_per_chunk: Sequence[int],
+    num_warmup_iters: int,
+    **unused: Any,
+) -> tuple[_Captured, ...]:
+    """Capture in `_order`, and drop what TE drops when it does.
+
+    TE takes it that the gradient of a chunk's input has been sent, or read, when the next B ends.
+    """
+    microbatches = len(_order) // len(_num_layers_per_chunk) // 2
+    first, made = [], []
+    at = 0
+    for layers in _num_layers_per_chunk:
+        first.append(len(made))
+        for _ in range(microbatches):
+            for layer in range(layers):
+                number = len(made)
+                each = callables[at + layer]
+                made.append(_Captured(each, sample_args[number], sample_kwargs[number]))
+        at += layers
+    before = None
+    done = {True: [0] * len(first), False: [0] * len(first)}
+    for entry in _order:
+        chunk, is_forward = abs(entry) - 1, entry > 0
+        layers = _num_layers_per_chunk[chunk]
+        start = first[chunk] + done[is_forward][chunk] * layers
+        done[is_forward][chunk] += 1
+        if is_forward:
+            for each in made[start : start + layers]:
+                each.capture_forward()
+            continue
+        following = None
+        for each in reversed(made[start : start + layers]):
+            each.capture_backward()
+            if following is not None:
+                following.grad_inputs = make_weak_ref(following.grad_inputs)
+            following = each
+        if before is not None:
+            before.grad_inputs = make_weak_ref(before.grad_inputs)
+        before = following
+    assert done[True] == done[False] == [microbatches] * len(first)
+    return tuple(made)
+
+
+def _printing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def capture(*args: Any, **options: Any) -> Any:
+        print(PRINTED + json.dumps(options["_order"]), flush=True)
+        return original(*args, **options)
+
+    return capture
+
+
+def watch_messages() -> None:
+    """Fail where a gradient is written to after it has been sent, within its step.
+
+    When a message has left, only its receiver knows.
+    """
+    send, drain = Transport.send, Transport.drain
+    sent: list[tuple[Any, Tensor, Tensor]] = []
+
+    def noted(transport: Transport, message: Any, tensor: Tensor) -> None:
+        if message.work.kind != Kind.F:
+            sent.append((message.work, tensor, tensor.clone()))
+        send(transport, message, tensor)
+
+    def checked(transport: Transport) -> None:
+        drain(transport)
+        for work, tensor, then in sent:
+            if not torch.equal(tensor, then):
+                raise RuntimeError(f"{work} was overwritten while it was under way")
+        sent.clear()
+
+    Transport.send, Transport.drain = noted, checked
+
+
+def start(rank: int, given: Any) -> None:
+    """Have Megatron capture such graphs in this rank; of what is `given`, no copies are kept."""
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import cuda_graphs, transformer_layer
+
+    # The generators that graphs can replay are CUDA's; nothing here draws numbers within one.
+    initialize = random.initialize_rng_tracker
+    random.initialize_rng_tracker = lambda *unused, force_reset=False, **options: initialize(
+        force_reset=force_reset
+    )
+    fork = random.CudaRNGStatesTracker.fork
+
+    def forked(tracker: Any, *args: Any) -> Any:
+        within = cuda_graphs.is_graph_capturing()
+        return contextlib.nullcontext() if within else fork(tracker, *args)
+
+    random.CudaRNGStatesTracker.fork = forked
+    torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capturing
+    torch.cuda.memory_snapshot = lambda *unused: pool.segments()
+    if cuda_graphs.HAVE_TE_GRAPHS:
+        from transformer_engine.pytorch import graph
+
+        graph.make_weak_ref = make_weak_ref
+        graph._graph_pool_handle = lambda: POOL_ID
+        graph.graph_safe_rng_available = lambda: False
+    else:
+        cuda_graphs.HAVE_TE_GRAPHS = True
+        cuda_graphs.make_graphed_callables = make_graphed_callables
+        cuda_graphs.te_set_capture_start = cuda_graphs.te_set_capture_end = lambda: None
+        for module in (cuda_graphs, transformer_layer):
+            module.is_te_min_version = lambda *unused, **options: True
+        given_args = transformer_layer.TransformerLayer._get_te_cuda_graph_replay_args
+
+        def masked(layer: Any, *args: Any, **options: Any) -> Any:
+            # Megatron leaves the mask out, and TE's attention knows that it is causal.
+            if "attention_mask" in options and options["attention_mask"] is None:
+                hidden = args[0] if args else options["hidden_states"]
+                length = hidden.shape[0]
+                whole = torch.ones(hidden.shape[1], 1, length, length, dtype=torch.bool)
+                options["attention_mask"] = whole.triu(1)
+            return given_args(layer, *args, **options)
+
+        transformer_layer.TransformerLayer._get_te_cuda_graph_replay_args = masked
+        for name in ("transformer_engine", "transformer_engine.pytorch"):
+            sys.modules[name] = types.ModuleType(name)  # asked whether it is there
+    cuda_graphs.make_graphed_callables = _printing(cuda_graphs.make_graphed_callables)
+    watch_messages()
+    if given is not None:
+        kept, careless = GraphMemory.kept, {"messages": Tensor, "jobs": list}[given]
+        GraphMemory.kept = lambda memory, value: (
+            value if isinstance(value, careless) else kept(memory, value)
+        )

@@ -1,0 +1,206 @@
+"""Transformer Engine's CUDA graphs, captured and replayed as graphs_on_cpu has them.
+
+A graph's memory is used again by the next, as on a GPU. A message or a weight job that still
+referred to it would make other numbers than the same run without graphs makes.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mcore.conftest import UNTIED
+from mcore.farm import Ended, Farm
+from mcore.graphs_on_cpu import POOL_ID, PRINTED
+from mcore.test_real_te import HOW, directories
+
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.placement import stages_of
+from megatron_vshape.core.paper.catalogue import NAMES
+from megatron_vshape.mcore.setup.choice import Choice
+from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.split.graphs import capture_late, capture_order, cover_whole_layers
+from megatron_vshape.mcore.step.forward_backward import _check_captured
+from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.runtime.gathering_job import GatheringJob
+from megatron_vshape.runtime.graph_memory import GraphMemory
+
+PLUGIN = Path(__file__).with_name("graphs_on_cpu.py")
+MODEL = f"--bf16 --train-iters 3 --clip-grad 0 {UNTIED} --eval-iters 1 --eval-interval 2"
+GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 1"
+
+
+def assert_same_numbers(ours: Ended, plain: Ended) -> None:
+    assert ours.record["losses"] == plain.record["losses"]
+    assert ours.record["evaluations"] == plain.record["evaluations"]
+    mine, theirs = ours.merged("parameters"), plain.merged("parameters")
+    assert mine.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+
+
+def captured_orders(ended: Ended) -> list[list[int]]:
+    """Return in which order every rank's graphs were captured, which each did once."""
+    found = [
+        [line.removeprefix(PRINTED) for line in text.splitlines() if line.startswith(PRINTED)]
+        for text in ended.output
+    ]
+    assert [len(each) for each in found] == [1] * len(found)
+    return [json.loads(each) for (each,) in found]
+
+
+def rows_of(schedule: str, ranks: int, microbatches: int) -> list[list[int]]:
+    """Return the rows of the schedule, as TE takes them."""
+    choice = Choice(ranks, schedule)
+    own = stages_of(choice.placement, ranks)
+    rows = []
+    for rank, row in enumerate(Planner(choice).training(microbatches).schedule.order):
+        number = {stage: at for at, stage in enumerate(own[rank], 1)}
+        rows.append([number[each.stage] * SIGNS[each.kind] for each in row if each.kind in SIGNS])
+    return rows
+
+
+SIGNS = {Kind.F: 1, Kind.B: -1, Kind.BW: -1}
+
+SCOPES = {
+    ("v-half", "layers"): "",
+    ("v-zb", "attention"): "--cuda-graph-modules attn",
+    ("zb-h1", "mlp"): "--cuda-graph-modules mlp",
+}
+
+
+@pytest.mark.parametrize(("schedule", "scope"), SCOPES)
+def test_replays_make_the_numbers_of_the_passes(
+    farm: Farm, train: Callable[..., Ended], schedule: str, scope: str
+) -> None:
+    flags = [*f"--pipeline-schedule {schedule} {MODEL}".split()]
+    graphs = [*GRAPHS.split(), *SCOPES[schedule, scope].split()]
+    ours = farm.run(4, *flags, *graphs, plugin=PLUGIN).check()
+    assert_same_numbers(ours, train(4, *flags))
+    assert captured_orders(ours) == rows_of(schedule, 4, 8)
+    assert "a CUDA graph replays them with B" in ours.output[0]
+
+
+class TestWithoutCopies:
+    flags = (*f"--pipeline-schedule v-half {MODEL} {GRAPHS}".split(),)
+
+    def test_a_message_is_overwritten(self, farm: Farm) -> None:
+        careless = farm.run(4, *self.flags, plugin=PLUGIN, given="messages")
+        assert any("was overwritten while it was under way" in each for each in careless.output)
+
+    def test_a_job_makes_other_numbers(self, farm: Farm, train: Callable[..., Ended]) -> None:
+        modules = ["--cuda-graph-modules", "attn"]
+        careless = farm.run(4, *self.flags, *modules, plugin=PLUGIN, given="jobs").check()
+        mine, theirs = careless.record["losses"], train(4, *self.flags[:-4]).record["losses"]
+        assert mine[:2] == theirs[:2]  # one without graphs, one whose forwards are replayed
+        assert mine[2] != theirs[2]
+
+
+@pytest.mark.parametrize(
+    "directory", directories() or [pytest.param("", marks=pytest.mark.skip(reason=HOW))]
+)
+@pytest.mark.parametrize("modules", ["", "attn", "mlp"])
+def test_transformer_engine_captures_and_replays_them(
+    tmp_path: Path, directory: str, modules: str
+) -> None:
+    te = "--transformer-impl transformer_engine --attention-backend unfused"
+    flags = f"--pipeline-schedule v-half {te} {MODEL}".split()
+    scope = ["--cuda-graph-modules", modules] if modules else []
+    farm = Farm(tmp_path, transformer_engine=directory)
+    try:
+        ours = farm.run(4, *flags, *GRAPHS.split(), *scope, plugin=PLUGIN).check()
+        plain = farm.run(4, *flags).check()
+    finally:
+        farm.close()
+    assert_same_numbers(ours, plain)
+    assert captured_orders(ours) == rows_of("v-half", 4, 8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_order_is_the_programs_with_every_microbatch_once(name: str) -> None:
+    planner = Planner(Choice(4, name))
+    program = planner.training(8).program
+    for rank, stages in enumerate(stages_of(planner.choice.placement, 4)):
+        order = capture_order(program, rank, stages)
+        chunks = range(1, len(stages) + 1)
+        assert sorted(order) == sorted([*chunks, *(-each for each in chunks)] * 8)
+        assert order == rows_of(name, 4, 8)[rank]
+        open_of = dict.fromkeys(chunks, 0)  # F that have no B yet
+        for each in order:
+            open_of[abs(each)] += 1 if each > 0 else -1
+            assert open_of[abs(each)] >= 0
+
+
+class TestMemory:
+    def test_what_graphs_hold_is_copied(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        memory, own, other = GraphMemory(), torch.zeros(8), torch.zeros(8)
+        _has_pools(monkeypatch, own)
+        assert memory.kept(own) is own  # nothing has been captured
+        memory.look()
+        kept = memory.kept([own[2:4], [other, None]])
+        own += 1
+        assert kept[0].tolist() == [0, 0]
+        assert kept[1][0] is other
+        assert kept[1][1] is None
+
+    def test_a_job_keeps_a_copy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        state, static, seen = StepState(), torch.ones(4), []
+        _has_pools(monkeypatch, static)
+        state.graph_memory.look()
+        with state.jobs.collect("B"):
+            state.defer(GatheringJob(lambda each: seen.append(each.clone()), [static], [None]), [])
+        static.zero_()  # by the replay that has the memory next
+        state.jobs.run("B")
+        assert seen[0].tolist() == [1, 1, 1, 1]
+
+
+def _has_pools(monkeypatch: pytest.MonkeyPatch, *pools: torch.Tensor) -> None:
+    segments = [
+        {"address": each.data_ptr(), "total_size": each.nbytes, "segment_pool_id": POOL_ID}
+        for each in pools
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+
+
+class TestScope:
+    @pytest.mark.parametrize(
+        ("options", "covers"),
+        [
+            ({}, True),
+            ({"cuda_graph_modules": ["attn", "mlp"]}, True),
+            ({"cuda_graph_scope": "full"}, True),
+            ({"cuda_graph_scope": "attn"}, False),
+            ({"cuda_graph_modules": ["attn", "mlp"], "num_experts": 8}, False),
+            ({"cuda_graph_modules": ["attn", "moe"], "num_moe_experts": 8}, True),
+            ({"cuda_graph_modules": ["attn", "moe"], "num_experts": 8, "moe_layer_freq": 2}, False),
+            ({"cuda_graph_impl": "none"}, False),
+        ],
+    )
+    def test_covers_layers(self, options: dict[str, object], covers: bool) -> None:
+        given = SimpleNamespace(**{"cuda_graph_impl": "transformer_engine"} | options)
+        assert cover_whole_layers(given) is covers
+
+    def test_stages_that_are_covered_run_whole_backwards(self) -> None:
+        plan = Planner(Choice(4, "v-half", whole_stages=frozenset(range(7)))).training(8)
+        kinds = {each.kind for row in plan.schedule.order for each in row if each.stage < 7}
+        assert kinds == {Kind.F, Kind.BW}
+        kinds = {each.kind for row in plan.schedule.order for each in row if each.stage == 7}
+        assert Kind.W in kinds
+
+
+def test_graphs_are_captured_when_the_order_is_the_last() -> None:
+    options = SimpleNamespace(cuda_graph_warmup_steps=3)
+    capture_late(options, 2)
+    assert options.cuda_graph_warmup_steps == 3
+    capture_late(options, 9)
+    assert options.cuda_graph_warmup_steps == 9
+
+
+def test_no_other_program_runs_than_the_captured_one() -> None:
+    planner = Planner(Choice(4, "v-half"))
+    captured = planner.training(8).program
+    _check_captured(None, captured)
+    _check_captured(captured, planner.training(8).program)
+    with pytest.raises(ValueError, match="captured for the passes of 8 microbatches in one order"):
+        _check_captured(captured, planner.training(12).program)
