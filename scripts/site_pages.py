@@ -56,6 +56,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return _RUN.sub(_ran, _OUTSIDE.sub(_named, markdown))
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """Return the page with a name for the theme's search, which is a dialog without one."""
+    nameless = 'data-md-component="search" role="dialog"'
+    return output.replace(nameless, f'{nameless} aria-label="Search"')
+
+
 def _training_flags() -> str:
     """Return the help of the flags that Megatron's parser gets; its package would need Megatron."""
     path = ROOT / "megatron_vshape" / "mcore" / "setup" / "arguments.py"

@@ -97,7 +97,6 @@ REFUSALS = (
     Refusal("delay_wgrad_compute", _OWN_ORDER),
     Refusal("use_megatron_fsdp", "use DDP, with or without --use-distributed-optimizer"),
     Refusal("use_torch_fsdp2", "use DDP, with or without --use-distributed-optimizer"),
-    Refusal("tp_comm_overlap", _UNSPLIT, flag="--tp-comm-overlap (userbuffers)"),
     Refusal(
         "num_microbatches_with_partial_activation_checkpoints",
         _OWN_ORDER,

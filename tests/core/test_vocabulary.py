@@ -19,8 +19,10 @@ from megatron_vshape.core.model.kinds import (
 )
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.planner.vocabulary import share_vocabulary, shared_costs
 from megatron_vshape.core.program.kernels import waits_for_ever
 from megatron_vshape.core.program.lowering import lower
@@ -198,3 +200,13 @@ def test_costs_share_the_ends_out() -> None:
     assert times == [2, 0.25, 7, 0.25, 2, 2]
     assert costs.changes(LOGITS) == ((7,) * 4, [0] * 4)
     assert costs.changes(HEAD_WEIGHT)[1] == [-7] * 4
+
+
+def test_a_plan_can_share_it() -> None:
+    costs = Costs.uniform(4, 8, 1, 1.15, 0.85, 0.05)
+    found = plan(costs, 4, 12, 6, steps=10_000, placements=[v_shape(4)]).schedule
+    own = replace(costs, others=costs_of(found).others)
+    shared = share_vocabulary(found, own)
+    verify(shared)
+    lower(shared, kernels=True)
+    assert simulate(shared, own).makespan < 1.25 * simulate(found, costs).makespan

@@ -114,6 +114,37 @@ def test_every_byte_is_counted(farm: Farm, tmp_path: Path) -> None:
         assert copied["left_bytes"] <= plain["left_bytes"] + 4096
 
 
+def test_auto_plans_the_copies_of_what_it_has_measured(train: Train, farm: Farm) -> None:
+    steps = ("--train-iters", "7", "--clip-grad", "0", UNTIED, "--global-batch-size", "16")
+    flags: tuple[str, ...] = ("--pipeline-profile-iterations", "2:3")
+    flags = (*flags, "--pipeline-memory-limit", "v-min")
+    theirs = train(2, "--pipeline-schedule", "v-half", *steps)
+    flags = ("--pipeline-schedule", "auto", *flags, "--fine-grained-activation-offloading")
+    ours = farm.run(2, *flags, *steps).check()
+    assert "fine_grained_activation_offloading: part of the plan: auto decides" in ours.output[0]
+    assert ours.record["losses"] == theirs.record["losses"]
+    assert re.search(r"in host memory \[[0-9., ]+\]", ours.output[0])
+
+
+def test_a_step_that_is_undone_leaves_nothing_behind(
+    train: Train, farm: Farm, tmp_path: Path
+) -> None:
+    """Clipped in most steps, each of which has begun before it is validated."""
+    text = "--optimizer-post-validation --rerun-mode disabled --clip-grad 4.0 --train-iters 10"
+    flags = (
+        *text.split(),
+        *"--log-interval 10 --no-check-for-nan-in-loss-and-grad".split(),
+        UNTIED,
+    )
+    theirs = train(2, "--pipeline-schedule", "v-zb", *flags)
+    ours = trained(farm, tmp_path, offloaded(make("v-zb", 2, 8)), *flags, ranks=2)
+    told = [re.search(r"post-validation: .* undone", run.output[0]) for run in (ours, theirs)]
+    assert told[0] is not None
+    assert told[1] is not None
+    assert told[0][0] == told[1][0]
+    assert_same_bits(ours, theirs)
+
+
 def test_a_file_whose_copies_cannot_run_is_refused(tmp_path: Path) -> None:
     """The row of a device says where copies begin, whatever runs beside it."""
     schedule = offloaded(make("v-half", 2, 4), lambda *at: at == (1, 2))

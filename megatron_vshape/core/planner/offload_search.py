@@ -4,7 +4,7 @@ They begin from orders planned for more memory (`LEVELS`), into which copies are
 and W dealt out anew. From there on the walk moves copies and their markers as it does any pass.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -101,10 +101,10 @@ class OffloadSearch(PlacementSearch):
         problem, m = self.problem, self.problem.num_microbatches
         none = np.zeros(1, np.int64)
         made = []
-        slacks, delays = (SLACKS, DELAYS)
-        if base.row.size >= MANY_PASSES:
-            slacks, delays = SLACKS[::2], DELAYS[:1]
+        is_large = base.row.size >= MANY_PASSES
+        slacks: Sequence[float] = SLACKS[::2] if is_large else SLACKS
         slacks = SLACKS[:1] if self.way.throughout else slacks
+        delays = DELAYS[:1] if is_large else DELAYS
         for rows in with_copies(problem, self._parts_shop(), base.row, slacks, self.way.throughout):
             dealt = (refill(problem, rows, delay, m) for delay in delays)
             made += [

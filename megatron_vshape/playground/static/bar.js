@@ -13,7 +13,7 @@ const LEGEND = [
 /** Return the tool bar's parts. */
 export function barParts({ state, view, chunkCount, kinds, palette, hasPeriod, seek, change }) {
   const button = (id, text, title, act, pressed) =>
-    element("button", { type: "button", class: "button", id, title, "aria-label": title, "aria-pressed": pressed, click: act }, text);
+    element("button", { type: "button", class: "button", id, title, "aria-label": text.length < 4 ? title : null, "aria-pressed": pressed, click: act }, text);
   const parts = [
     element(
       "span",

@@ -87,7 +87,6 @@ function drawPoint(point, place, marked, placed, { units, choose, slower }) {
       id: `point-${name}`,
       tabindex: 0,
       role: "button",
-      "aria-label": said,
       "data-plan": String(plan),
       "data-front": String(marked.front),
       "data-chosen": String(marked.chosen),
@@ -122,7 +121,7 @@ function labelOf(name, place, placed) {
     );
     if (!free || box.left < 0 || box.y > HEIGHT - EDGE.bottom - 3) continue; // there is the axis
     placed.push(box);
-    return [element("text", { x: box.left, y: box.y }, name)];
+    return [element("text", { x: box.left, y: box.y, "aria-hidden": "true" }, name)]; // its title says it
   }
   return [];
 }

@@ -222,7 +222,7 @@ function ownCosts(state, change) {
   const table = element(
     "table",
     { class: "costs" },
-    element("thead", {}, element("tr", {}, element("th", {}), ...EXTRA_NAMES.map((name) =>
+    element("thead", {}, element("tr", {}, element("td"), ...EXTRA_NAMES.map((name) =>
       element("th", { scope: "col" }, name)))),
     element(
       "tbody",
