@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -51,7 +51,7 @@ from megatron_vshape.core.ask import (
 )
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.frontier import Point, frontier, published
+from megatron_vshape.core.frontier import Point, families, frontier, published
 from megatron_vshape.core.layer_choice import choose_layers
 from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -491,11 +491,17 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
     question = _question(options, costs, measured)
     time = partial(time_text, in_us=measured is not None)
     with told(time) as progress, _limits_told(costs, devices, measured is not None):
-        points = _followed(question, limits, chunk, progress)
+        drawn_by = {}
+        for name, each in families(question).items():
+            if each is not question:
+                progress.line(f"with {name}:" if name != "order alone" else "with the order alone:")
+            drawn_by[name] = _followed(each, limits, chunk, progress)
+        points = _no_worse(drawn_by.pop("all"), drawn_by.values())
         others = list(published(question))
-    rows = _frontier_rows(points, others, chunk, in_us=measured is not None)
+    named = [_named(point, name) for name, own in drawn_by.items() for point in own]
+    rows = _frontier_rows([*points, *named], others, chunk, in_us=measured is not None)
     unit, size = ("chunks", chunk) if measured is None else ("GiB", GIB)
-    drawn = frontier_figure(points, others, f"memory limit, {unit}", 1 / size)
+    drawn = frontier_figure(points, others, f"memory limit, {unit}", 1 / size, drawn_by)
     write_all(
         [
             Output("--frontier", options.frontier, partial(save, drawn)),
@@ -504,6 +510,23 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
     )
     print(table(rows))
     return 0
+
+
+def _no_worse(points: Sequence[Point], others: Iterable[Sequence[Point]]) -> list[Point]:
+    """Return the points, or what was found at their limits with less to choose from, if better."""
+    found = [point for own in others for point in own]
+    return [
+        min([point, *(each for each in found if each.limit == point.limit)], key=_value)
+        for point in points
+    ]
+
+
+def _value(point: Point) -> float:
+    return point.value
+
+
+def _named(point: Point, name: str) -> Point:
+    return replace(point, schedule=replace(point.schedule, name=f"plan, {name}"))
 
 
 def _followed(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from megatron_vshape.core.ask import Question, ask, best_order
 from megatron_vshape.core.check.bounds import least_limit
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import default_placements
 from megatron_vshape.core.model.schedule import Plan, Schedule
@@ -54,6 +55,36 @@ def frontier(
         points.append(point)
         report(point)
     return points
+
+
+def families(question: Question) -> dict[str, Question]:
+    """Return the question by what its plans may do to hold less: all that the costs say, or less.
+
+    The first is that with all; it is alone where the costs say of nothing beside the order.
+    """
+    costs = question.whole()
+    if not costs.trades:
+        return {"all": question}
+    less: dict[str, Callable[[Costs], Costs]] = {"order alone": Costs.in_order_alone}
+    if costs.copies and costs.recompute:
+        less["recompute"] = Costs.without_copies
+        less["copies"] = _without_recompute
+    return {"all": question} | {name: _with(question, each) for name, each in less.items()}
+
+
+def _without_recompute(costs: Costs) -> Costs:
+    return replace(costs, recompute=())
+
+
+def _with(question: Question, change: Callable[[Costs], Costs]) -> Question:
+    cut = question.cut
+
+    def changed(num_stages: int, name: str) -> Costs:
+        assert cut is not None  # or it is not asked
+        return change(cut(num_stages, name))
+
+    costs = None if question.costs is None else change(question.costs)
+    return replace(question, costs=costs, cut=None if cut is None else changed)
 
 
 def _of_both(before: Plan | None, made: Plan) -> Plan | None:

@@ -1,29 +1,37 @@
 """The picture of the frontier: step time over memory, the published schedules as points."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_vshape.core.frontier import Point
-from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.kinds import COPY_OUT, Kind
 from megatron_vshape.view.labels import Mark, name_marks
 from megatron_vshape.view.names import display_name
 from megatron_vshape.view.palette import HELD_COLOUR
 
 _REACH = 2.0  # schedules that hold more than so many times the highest limit are left out
 
+_LESS = (Kind.B, Kind.W, COPY_OUT)  # whose colours the plans with less have
+
 
 def frontier_figure(
-    planned: Sequence[Point], published: Sequence[Point], memory_label: str, scale: float = 1.0
+    planned: Sequence[Point],
+    published: Sequence[Point],
+    memory_label: str,
+    scale: float = 1.0,
+    less: Mapping[str, Sequence[Point]] = MappingProxyType({}),
 ) -> Figure:
     """Return the plans as steps, since more memory never hurts, and each schedule as a mark.
 
-    `scale` turns the points' unit of memory into the label's. Times are told by what they are above
-    the fastest, of plans and schedules alike: a bubble is a share of a device's own work, and the
-    work of the busiest device differs from placement to placement.
+    `less` are plans that may do less to hold less, by name. `scale` turns the points' unit of
+    memory into the label's. Times are told by what they are above the fastest, of plans and
+    schedules alike: a bubble is a share of a device's own work, and the work of the busiest device
+    differs from placement to placement.
     """
-    fastest = min(point.value for point in (*planned, *published))
+    fastest = min(point.value for point in (*planned, *published))  # plans with less are no faster
 
     def slower(point: Point) -> float:
         return 100 * (point.value / fastest - 1)
@@ -36,6 +44,9 @@ def frontier_figure(
     times = [slower(point) for point in planned]
     axes.step(limits, times, where="post", color=colour, label="adaptive plan at this limit")
     axes.plot(limits, times, "o", color=colour, markersize=3)
+    for (name, points), other in zip(less.items(), _LESS, strict=False):
+        memory = [point.limit * scale for point in points]
+        axes.step(memory, [*map(slower, points)], where="post", color=other.colour, label=name)
     near = [point for point in published if point.peak * scale <= _REACH * limits[-1]]
     for point in near:
         axes.plot(point.peak * scale, slower(point), "D", color=HELD_COLOUR, markersize=4)

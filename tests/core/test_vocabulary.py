@@ -19,8 +19,10 @@ from megatron_vshape.core.model.kinds import (
 )
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.planner.vocabulary import share_vocabulary, shared_costs
 from megatron_vshape.core.program.kernels import waits_for_ever
 from megatron_vshape.core.program.lowering import lower
@@ -33,8 +35,8 @@ def costs_of(schedule: Schedule, head: float = HEAD, sum_us: float = 0.1) -> Cos
     """Return costs in chunk passes of a model with as many layers as chunks, times two."""
     layers_per_chunk = 4 * schedule.num_devices / schedule.num_stages
     pieces = Pieces.estimated(head, layers_per_chunk)
-    layers = (int(layers_per_chunk),) * schedule.num_stages
-    return shared_costs(pieces, layers, schedule.num_devices, sum_us, 0.25)
+    bare = replace(pieces, last=pieces.first).costs((int(layers_per_chunk),) * schedule.num_stages)
+    return shared_costs(bare, pieces.first, pieces.last, schedule.num_devices, sum_us, 0.25)
 
 
 def joined(schedule: Schedule) -> list[list[tuple[Kind, int]]]:
@@ -190,11 +192,20 @@ def test_files_keep_it() -> None:
 
 def test_costs_share_the_ends_out() -> None:
     head, embedding = Piece(8, 6, 4, 100, 50), Piece(4, 2, 2, 0, 0)
-    pieces = Pieces(Piece(1, 1, 1, 10, 5), embedding, head, 0.5)
-    costs = shared_costs(pieces, (1, 1, 1, 1), 2, 0.25, 7)
-    assert costs.forward_us == costs.backward_us == (1, 1, 1, 1)
-    assert costs.held_after_forward_bytes == (10, 10, 10, 10)
+    bare = Costs.uniform(2, 4)
+    costs = shared_costs(bare, embedding, head, 2, 0.25, 7)
+    assert replace(costs, others=()) == bare
     times = [costs.time_us(kind, 0) for kind in VOCABULARY]
     assert times == [2, 0.25, 7, 0.25, 2, 2]
     assert costs.changes(LOGITS) == ((7,) * 4, [0] * 4)
     assert costs.changes(HEAD_WEIGHT)[1] == [-7] * 4
+
+
+def test_a_plan_can_share_it() -> None:
+    costs = Costs.uniform(4, 8, 1, 1.15, 0.85, 0.05)
+    found = plan(costs, 4, 12, 6, steps=10_000, placements=[v_shape(4)]).schedule
+    own = replace(costs, others=costs_of(found).others)
+    shared = share_vocabulary(found, own)
+    verify(shared)
+    lower(shared, kernels=True)
+    assert simulate(shared, own).makespan < 1.25 * simulate(found, costs).makespan

@@ -100,7 +100,10 @@ class TeLayer(nn.Module):
 
 
 class Linear(TeLayer):
-    """te.Linear; `parallel_mode` "column" or "row" with sequence parallelism over `group`."""
+    """te.Linear; `parallel_mode` "column" or "row" with sequence parallelism over `group`.
+
+    In B it gathers into the `userbuffer`, where there is one, as with `--tp-comm-overlap`.
+    """
 
     def __init__(
         self,
@@ -113,9 +116,11 @@ class Linear(TeLayer):
         parallel_mode: str | None = None,
         group: Any = None,
         parts: int = 1,
+        userbuffer: Tensor | None = None,
     ) -> None:
         super().__init__(bias, fused, return_bias, dtype, group)
         self.parallel_mode = parallel_mode
+        self.userbuffer = userbuffer
         self.weight_names = [f"weight_{part}" for part in range(parts)]
         self.bias_names = [f"bias_{part}" for part in range(parts)]
         for weight, bias_name in zip(self.weight_names, self.bias_names, strict=True):
@@ -153,9 +158,10 @@ class _Linear(torch.autograd.Function):
         layer, fused = ctx.layer, ctx.layer.fuse_wgrad_accumulation
         column = layer.sequence_parallel and layer.parallel_mode == "column"
         row = layer.sequence_parallel and layer.parallel_mode == "row"
-        inputmat_total = _gather(x, layer.tp_group) if column else x
+        inputmat_total = _gather(x, layer.tp_group, layer.userbuffer) if column else x
         inputmat_total = inputmat_total.reshape(-1, x.shape[-1])
-        grad_output = _gather(grad_output, layer.tp_group) if row else grad_output
+        if row:
+            grad_output = _gather(grad_output, layer.tp_group, layer.userbuffer)
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         dgrad = grad_output.matmul(weight)
         if column:
@@ -350,8 +356,11 @@ class _Grouped(torch.autograd.Function):
         return dgrad, None, None, None, None, *returned, *grad_biases
 
 
-def _gather(tensor: Tensor, group: Any) -> Tensor:
+def _gather(tensor: Tensor, group: Any, userbuffer: Tensor | None = None) -> Tensor:
+    """Return the whole; in a userbuffer a view of what the next gather overwrites."""
     whole = tensor.new_empty(tensor.shape[0] * group.size(), *tensor.shape[1:])
+    if userbuffer is not None:
+        whole = userbuffer[: whole.numel()].view(whole.shape)
     dist.all_gather_into_tensor(whole, tensor.contiguous(), group=group)
     return whole
 

@@ -26,6 +26,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.runtime.graph_memory import GraphMemory
+from megatron_vshape.runtime.p2p import Transport
+
 POOL_ID = (0, 1)
 PRINTED = "captured in the order "
 
@@ -265,8 +269,31 @@ def _printing(original: Callable[..., Any]) -> Callable[..., Any]:
     return capture
 
 
+def watch_messages() -> None:
+    """Fail where a gradient is written to after it has been sent, within its step.
+
+    When a message has left, only its receiver knows.
+    """
+    send, drain = Transport.send, Transport.drain
+    sent: list[tuple[Any, Tensor, Tensor]] = []
+
+    def noted(transport: Transport, message: Any, tensor: Tensor) -> None:
+        if message.work.kind != Kind.F:
+            sent.append((message.work, tensor, tensor.clone()))
+        send(transport, message, tensor)
+
+    def checked(transport: Transport) -> None:
+        drain(transport)
+        for work, tensor, then in sent:
+            if not torch.equal(tensor, then):
+                raise RuntimeError(f"{work} was overwritten while it was under way")
+        sent.clear()
+
+    Transport.send, Transport.drain = noted, checked
+
+
 def start(rank: int, given: Any) -> None:
-    """Have Megatron capture such graphs in this rank; with `given` "careless" nothing is copied."""
+    """Have Megatron capture such graphs in this rank; of what is `given`, no copies are kept."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import cuda_graphs, transformer_layer
 
@@ -286,10 +313,14 @@ def start(rank: int, given: Any) -> None:
     torch.cuda.memory_snapshot = lambda *unused: pool.segments()
     if cuda_graphs.HAVE_TE_GRAPHS:
         from transformer_engine.pytorch import graph
+        from transformer_engine.pytorch.attention.dot_product_attention import (
+            dot_product_attention,
+        )
 
         graph.make_weak_ref = make_weak_ref
         graph._graph_pool_handle = lambda: POOL_ID
         graph.graph_safe_rng_available = lambda: False
+        dot_product_attention.is_graph_capturing = lambda: False  # it would ask for such generators
     else:
         cuda_graphs.HAVE_TE_GRAPHS = True
         cuda_graphs.make_graphed_callables = make_graphed_callables
@@ -311,7 +342,9 @@ def start(rank: int, given: Any) -> None:
         for name in ("transformer_engine", "transformer_engine.pytorch"):
             sys.modules[name] = types.ModuleType(name)  # asked whether it is there
     cuda_graphs.make_graphed_callables = _printing(cuda_graphs.make_graphed_callables)
-    if given == "careless":
-        from megatron_vshape.runtime.graph_memory import GraphMemory
-
-        GraphMemory.kept = lambda memory, value: value
+    watch_messages()
+    if given is not None:
+        kept, careless = GraphMemory.kept, {"messages": Tensor, "jobs": list}[given]
+        GraphMemory.kept = lambda memory, value: (
+            value if isinstance(value, careless) else kept(memory, value)
+        )

@@ -172,7 +172,6 @@ OPTIONS = [
     "--overlap-moe-expert-parallel-comm",
     "--delay-wgrad-compute",
     "--use-megatron-fsdp",
-    "--tp-comm-overlap",
     "--hybrid-context-parallel",
     "--perform-rl-step",
     pytest.param(

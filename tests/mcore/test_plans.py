@@ -8,10 +8,11 @@ from posting import streams_of
 from megatron_vshape.core.ask import Question, ask
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.kinds import VOCABULARY, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.planner.vocabulary import share_vocabulary
 from megatron_vshape.mcore.setup.choice import Choice, choice_of
 from megatron_vshape.mcore.setup.plans import Planner
 
@@ -69,3 +70,12 @@ def test_this_packages_own_orders_may_be_files(tmp_path: Path, name: str) -> Non
     made = ask(Question(name, 4, 8)).schedule if name.endswith("+") else make(name, 4, 8)
     file.write_text(made.to_json())
     choice_of(str(file), 4)
+
+
+def test_a_file_with_a_shared_vocabulary_is_not_run_yet(tmp_path: Path) -> None:
+    plain = make("v-half", 2, 2)
+    file = tmp_path / "shared.json"
+    costs = Costs.uniform(2, 4, kinds=VOCABULARY)
+    file.write_text(share_vocabulary(plain, costs).to_json())
+    with pytest.raises(ScheduleError, match="which no run has yet: leave those of I, E, S, C, T, "):
+        choice_of(str(file), 2)

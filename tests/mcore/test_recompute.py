@@ -19,7 +19,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup import recompute
-from megatron_vshape.mcore.setup.recompute import Recompute, check_recompute
+from megatron_vshape.mcore.setup.recompute import Recompute, check_copies, check_recompute
 
 Train = Callable[..., Ended]
 
@@ -96,6 +96,17 @@ def test_what_a_model_cannot_compute_again_is_refused(
     check_recompute(("none", setting, "full"), model(), "plan.json")
     with pytest.raises(UnsupportedError, match=why):
         check_recompute(("none", setting), model(**options), "plan.json")
+
+
+def test_what_graphs_have_captured_is_left_alone() -> None:
+    options = model(cuda_graph_impl="transformer_engine")
+    check_recompute(("none", "none"), options, "plan.json")
+    with pytest.raises(UnsupportedError, match="compute again what CUDA graphs have captured once"):
+        check_recompute(("none", "core_attn"), options, "plan.json")
+    check_copies(True, model(), "plan.json")
+    check_copies(False, options, "plan.json")
+    with pytest.raises(UnsupportedError, match="wait in host memory, and those of CUDA graphs"):
+        check_copies(True, options, "plan.json")
 
 
 def test_discarded_outputs_need_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:

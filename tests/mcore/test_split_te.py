@@ -318,6 +318,67 @@ def test_sequence_parallel_keeps_the_part_and_gathers_in_w(mode: str, kept: int)
     assert {held for _, held in results} == {kept}
 
 
+def over_userbuffers(rank: int, split: bool) -> list[list[float]]:
+    """Return the gradients of layers that gather into one buffer, three microbatches of them."""
+    state, buffer = a_state(), torch.empty(4 * TOKENS * SIZE)
+    modes = ("column", "row", "column", "row")
+    layers = [
+        fake_te.Linear(
+            SIZE, SIZE, bias=False, parallel_mode=mode, group=dist.group.WORLD, userbuffer=buffer
+        )
+        for mode in modes
+    ]
+    assert te_layers.install(state, layers) == len(layers)
+    state.splits_backward = split
+    inputs, outputs = [], []
+    for microbatch in range(3):
+        seed = torch.Generator().manual_seed(10 * rank + microbatch)
+        x = y = torch.randn(TOKENS, SIZE, generator=seed).requires_grad_()
+        for layer in layers:
+            y = layer(y).relu()
+        inputs.append(x)
+        outputs.append(y)
+    for microbatch, y in enumerate(outputs):
+        if not split:
+            y.square().sum().backward()
+            continue
+        with state.jobs.collect(microbatch):
+            y.square().sum().backward()
+        buffer.fill_(torch.nan)  # another layer's exchange
+    for microbatch in range(3 * split):
+        state.jobs.run(microbatch)
+    grads = [each.weight_0.grad for each in layers] + [each.grad for each in inputs]
+    return [each.flatten().tolist() for each in grads]
+
+
+def test_no_job_keeps_a_view_of_a_userbuffer() -> None:
+    whole, split = (run_ranks(2, over_userbuffers, each) for each in (False, True))
+    assert split == whole
+
+
+@pytest.mark.parametrize(
+    ("switches", "fp8", "reason"),
+    [
+        ({"ub_bulk_dgrad": True}, None, None),
+        ({"ub_overlap_ag_dgrad": True}, None, None),
+        ({"ub_bulk_wgrad": True}, None, "its userbuffers hide an exchange behind it"),
+        ({"ub_bulk_dgrad": True}, "e4m3", "what userbuffers gather for it quantized"),
+        ({"ub_overlap_ag_dgrad": True}, "hybrid", "what userbuffers gather for it quantized"),
+        ({"ub_overlap_rs_dgrad": True}, "hybrid", None),
+    ],
+)
+def test_what_userbuffers_keep_in_b(
+    switches: dict[str, bool], fp8: str | None, reason: str | None
+) -> None:
+    layer: Any = LAYERS["linear"]()
+    layer.config = SimpleNamespace(fp8=fp8)
+    for name, value in switches.items():
+        setattr(layer, name, value)
+    why = te_layers.why_whole(layer)
+    assert (why is None) if reason is None else (reason in str(why))
+    assert te_layers.install(a_state(), [layer]) == (why is None)
+
+
 def two_gathering_layers(rank: int, split: bool) -> tuple[list[list[float]], list[str]]:
     """Return the gradients of a column- and a row-parallel layer, and what their jobs called."""
     state, group = a_state(), dist.group.WORLD

@@ -272,6 +272,15 @@ class TestTheRest:
         assert getattr(options, name) is False
         assert not translate(options, v_shape(4)).may_offload
 
+    @pytest.mark.parametrize("overlaps", [True, False])
+    def test_userbuffers_hide_nothing_behind_a_weight_gradient(self, overlaps: bool) -> None:
+        options = Namespace(tp_comm_overlap=overlaps, tp_comm_bulk_wgrad=True)
+        notices = translate(options, v_shape(4)).notices
+        assert options == Namespace(tp_comm_overlap=overlaps, tp_comm_bulk_wgrad=not overlaps)
+        assert ["overlaps of tp_comm_overlap stay" in str(each) for each in notices] == (
+            [True] * overlaps
+        )
+
     def test_the_schedules_own_number_of_chunks_is_not_told(self) -> None:
         options = Namespace(num_virtual_stages_per_pipeline_rank=2)
         assert translate(options, v_shape(4)).notices == ()

@@ -81,7 +81,6 @@ def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        ({"tp_comm_overlap": True}, "--tp-comm-overlap (userbuffers)"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local: its graphs"),
         ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl full_iteration: the host looks"),
         ({"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser"),

@@ -204,6 +204,19 @@ def made_table() -> Tensor:
     return torch.linspace(1, 2, SHAPE[0] * SHAPE[1] * SHAPE[2]).view(SHAPE)
 
 
+def test_a_step_that_fails_half_way_frees_the_memory() -> None:
+    offload = Offload(CPU)
+    train(offload)
+    stages = stages_of(offload)
+    stages[0].forward(0, None)
+    offload.copy_out(0, 0)
+    offload.release(0, 0)
+    assert offload.host.nbytes
+    offload.clear()
+    assert offload.host.nbytes == 0
+    assert equal(train(offload))  # the next one begins anew
+
+
 class WithTable(nn.Module):
     """Scales by a table that is made once, as that of a rotary embedding is."""
 

@@ -4,7 +4,7 @@ They begin from orders planned for more memory (`LEVELS`), into which copies are
 and W dealt out anew. From there on the walk moves copies and their markers as it does any pass.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from megatron_vshape.core.planner.job_shop import Problem, make_problem
 from megatron_vshape.core.planner.offloading import with_copies
 from megatron_vshape.core.planner.orders import (
     DELAYS,
+    MANY_PASSES,
     STARTS,
     Candidate,
     PlacementSearch,
@@ -100,9 +101,12 @@ class OffloadSearch(PlacementSearch):
         problem, m = self.problem, self.problem.num_microbatches
         none = np.zeros(1, np.int64)
         made = []
-        slacks = SLACKS[:1] if self.way.throughout else SLACKS
+        is_large = base.row.size >= MANY_PASSES
+        slacks: Sequence[float] = SLACKS[::2] if is_large else SLACKS
+        slacks = SLACKS[:1] if self.way.throughout else slacks
+        delays = DELAYS[:1] if is_large else DELAYS
         for rows in with_copies(problem, self._parts_shop(), base.row, slacks, self.way.throughout):
-            dealt = (refill(problem, rows, delay, m) for delay in DELAYS)
+            dealt = (refill(problem, rows, delay, m) for delay in delays)
             made += [
                 self._made(f"{base.name}, copies", 1, m, row, none, none) for row in (rows, *dealt)
             ]

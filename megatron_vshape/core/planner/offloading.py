@@ -39,9 +39,9 @@ class _Chunks(NamedTuple):
     due: np.ndarray  # B starts
     done: np.ndarray  # B has ended
     end: np.ndarray  # a W right behind B has ended
-    held: np.ndarray
-    grows: np.ndarray  # by so much more is held between B and W
+    held: np.ndarray  # from F on
     moved: np.ndarray  # of that, what a copy frees
+    grows: np.ndarray  # between B and W so much more is held
     out: np.ndarray  # ticks of the copies
     back: np.ndarray
 

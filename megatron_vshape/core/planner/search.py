@@ -53,6 +53,12 @@ What was tried, as overheads in chunk passes (F/B/W/comm, memory in chunks, publ
   the steady order decides: eight times the share of its annealing takes d=8, m=24, 1/1.15/.85/.05
   from 37.75 to 36.65 and m=64 from 60.3 to 57.8; thirty times, hardly more (36.35, 57.65).
 
+With activations in host memory (`trades`, overheads at d=8, 1/1.15/.85/.05, m=32, a copy as long
+as an F; `scripts/bench_offload.py` prints more): greedy copies and W dealt out anew alone give
+11.55 at 8 chunks, and the walk 10.4 to 10.9, from V-ZB's order; at 4 chunks 14.5 from grouped
+interleaved ones of a loop, where the best V has 21.9. Orders planned for a quarter of what is
+missing to 1F1B's memory: never the best, and a fifth of the time.
+
 Open: below V-Half's memory the period bounds the gain; at the memory of V-ZB d - 1 hops are all
 that is left; between them (24 of 32 chunks at d=16) ten times the steps still gain a fifth.
 """
@@ -157,7 +163,7 @@ def plan(
             such objective, or with kinds beyond F, B and W no order was found to fit.
     """
     say_if_slow()
-    allowed = list(placements) or default_placements(num_devices, costs.num_stages)
+    allowed = list(placements) or default_placements(num_devices, costs.num_stages, trades)
     goal, kinds = Objective(objective), tuple(kinds)
     sizes = num_devices, num_microbatches, limit, goal
     begun: list[PlacementSearch] = []

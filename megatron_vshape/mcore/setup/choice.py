@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, find, known_as
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import OFFLOAD, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import OFFLOAD, VOCABULARY, Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
@@ -51,6 +51,13 @@ class Choice:
             return self.from_file.recompute
         priced = () if self.costs is None or self.name != AUTO else self.costs.recompute
         return tuple(setting for setting, _ in priced)
+
+    @property
+    def copies(self) -> bool:
+        """Return whether activations wait in host memory, or may by what the costs say."""
+        if self.from_file is not None:
+            return not self.from_file.kinds.isdisjoint(OFFLOAD)
+        return self.name == AUTO and self.costs is not None and self.costs.copies
 
     @property
     def placement(self) -> Placement:
@@ -140,6 +147,11 @@ def _check_file(name: str, schedule: Schedule, num_devices: int) -> None:
         raise ScheduleError(
             f"the schedule file {name} is for {schedule.num_devices} devices, this run has "
             f"{num_devices} pipeline ranks: make --pipeline-model-parallel-size fit"
+        )
+    if not schedule.kinds.isdisjoint(VOCABULARY):
+        raise ScheduleError(
+            f"the schedule file {name} has passes of a vocabulary that all devices share, which no "
+            f"run has yet: leave those of {', '.join(VOCABULARY)} out"
         )
     try:
         for device, row in enumerate(schedule.order):

@@ -31,7 +31,7 @@ from megatron_vshape.mcore.setup.arguments import (
 )
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
-from megatron_vshape.mcore.setup.recompute import check_recompute
+from megatron_vshape.mcore.setup.recompute import check_copies, check_recompute
 from megatron_vshape.mcore.setup.translate import check_splits_nothing_else, tell, translate
 from megatron_vshape.mcore.split import graphs, te_layers, unsplit
 from megatron_vshape.mcore.split.local_layers import mark_gathered
@@ -79,11 +79,13 @@ def prepare(args: Namespace, registered: PipelineOptions | None = None) -> Pipel
         return None
     check_arguments(args, name, choice.placement)
     check_recompute(choice.recompute, args, choice.name)
+    check_copies(choice.copies, args, choice.name)
     if options.post_validates:
         check_post_validation(args)
     translated = translate(args, choice.placement, options.layer_split)
     tell(translated)
     options = replace(options, layer_split=translated.layer_split)
+    check_copies(translated.may_offload and name == AUTO, args, choice.name)
     return _pipeline(args, choice, options, translated.may_offload)
 
 

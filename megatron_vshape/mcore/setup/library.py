@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_vshape.core.ask import AUTO
 from megatron_vshape.core.rivals import MEGATRONS_OWN
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.layer_split import Split, split_layers
@@ -27,7 +28,7 @@ from megatron_vshape.mcore.setup.arguments import (
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.setup.recompute import check_recompute
+from megatron_vshape.mcore.setup.recompute import check_copies, check_recompute
 from megatron_vshape.mcore.setup.translate import tell, translate
 
 
@@ -78,6 +79,8 @@ def prepare_config(config: Any, options: PipelineOptions) -> Pipeline:
     tell(translated)
     check_library(config, choice.placement)
     check_recompute(choice.recompute, config, choice.name)
+    asks = translated.may_offload and choice.name == AUTO
+    check_copies(choice.copies or asks, config, choice.name)
     pipeline = pipeline_of(
         config,
         replace(options, layer_split=translated.layer_split),

@@ -16,7 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_vshape.core.model.kinds import NO_RECOMPUTE, ScheduleError
-from megatron_vshape.mcore.refusals import UnsupportedError, has_transformer_engine
+from megatron_vshape.mcore.refusals import (
+    UnsupportedError,
+    captures_graphs,
+    has_transformer_engine,
+)
 
 FULL = "full"
 
@@ -95,11 +99,25 @@ def check_recompute(settings: Sequence[str], options: Any, schedule: str) -> Non
         ScheduleError: there is no such setting.
         UnsupportedError: one does not go with the model; the text says what would.
     """
+    if captures_graphs(options) and set(settings) - {NO_RECOMPUTE}:
+        raise UnsupportedError(
+            f"schedule {schedule} has stages compute again what CUDA graphs have captured once for "
+            "all: take one without recompute, or leave --cuda-graph-impl out"
+        )
     for setting in dict.fromkeys(settings):
         for each in modules_of(setting):
             why = _why_not(each, options)
             if why is not None:
                 raise UnsupportedError(f"schedule {schedule} recomputes {each.name}, {why}")
+
+
+def check_copies(copies: bool, options: Any, schedule: str) -> None:
+    """Raise UnsupportedError where activations that are to wait in host memory are a graph's."""
+    if copies and captures_graphs(options):
+        raise UnsupportedError(
+            f"schedule {schedule} has activations wait in host memory, and those of CUDA graphs "
+            "stay where they were captured: take one without copies, or leave --cuda-graph-impl out"
+        )
 
 
 def _why_not(module: Selective, options: Any) -> str | None:

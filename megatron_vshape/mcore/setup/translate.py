@@ -57,6 +57,7 @@ class Translation(NamedTuple):
     renames: str | None = None  # the attribute that takes the value
     is_chunks: bool = False  # the value is a number of chunks per rank
     for_one_chunk: bool = False  # where ranks have more, the option is left as it is
+    only_with: str | None = None  # the option without which this one says nothing
     usual: str | None = None  # the option that Megatron takes its value from, if none is given
     offloads: bool = False  # the plan may have activations wait in host memory
 
@@ -68,6 +69,8 @@ class Translation(NamedTuple):
 
     def given(self, options: Any) -> dict[str, Any]:
         """Return the options that are given, with their values."""
+        if self.only_with is not None and not getattr(options, self.only_with, None):
+            return {}
         usual = None if self.usual is None else getattr(options, self.usual, None)
         values = {name: getattr(options, name, None) for name in self.names}
         return {
@@ -249,6 +252,13 @@ TRANSLATIONS = (
         ("overlap_dispatch_backward_with_experts_wgrad",),
         "turned off, the experts' weight gradients wait for a W already",
         False,
+    ),
+    Translation(
+        ("tp_comm_bulk_wgrad",),
+        "turned off, no weight gradient runs beside the exchange that it would hide; the other "
+        "overlaps of tp_comm_overlap stay",
+        False,
+        only_with="tp_comm_overlap",
     ),
     Translation(
         ("overlap_param_gather_with_optimizer_step",),

@@ -40,6 +40,13 @@ _PROTOCOL = {"delay_wgrad_compute": (), "put": ("tensor_list", "func"), "pop": (
 """The methods of a store that TE's layers call, and their parameters."""
 
 
+_GATHER_IN_B = ("ub_bulk_dgrad", "ub_overlap_ag_dgrad", "ub_overlap_ag")
+"""Switches of TE's layers: B gathers the input, or the output's gradient, into a userbuffer."""
+
+AS_IT_SHOULD = "as it should"
+"""How the reason begins where a weight gradient is in B by intention."""
+
+
 class StoreError(RuntimeError):
     """This Transformer Engine is not one the adapter was written for; the text says where."""
 
@@ -84,7 +91,16 @@ def why_whole(layer: nn.Module) -> str | None:
         return "its experts' weights are one grouped tensor"
     if not (_is_grouped(layer) or _is_mlp(layer) or hasattr(layer, "weight_names")):
         return "its parameters are not those of any TE layer this package knows"
+    if getattr(layer, "ub_bulk_wgrad", False):
+        return "its userbuffers hide an exchange behind it: leave tp_comm_bulk_wgrad out"
+    if _quantizes(layer) and any(getattr(layer, name, False) for name in _GATHER_IN_B):
+        return f"{AS_IT_SHOULD}: what userbuffers gather for it quantized, they overwrite"
     return None
+
+
+def _quantizes(layer: nn.Module) -> bool:
+    config = getattr(layer, "config", None)
+    return bool(getattr(config, "fp8", None) or getattr(config, "fp4", None))
 
 
 def check_protocol(store: Any) -> None:
@@ -311,7 +327,8 @@ def _keep_shards(
     """Put this rank's part in the place of a tensor that TE has gathered for the GEMM.
 
     Returns the group to gather each tensor from again in W. With sequence parallelism a gathered
-    tensor is as large as the group is; its part is copied, so that the rest can go now.
+    tensor is as large as the group is; its part is copied, so that the rest can go now, and that a
+    userbuffer which it lies in can be used again.
     """
     sources: list[dist.ProcessGroup | None] = [None] * len(tensors)
     gathered = _gathered(layer, func)
@@ -344,7 +361,5 @@ def _forget_first_microbatch(layer: TELayer) -> None:
 
     It saves FP8 weights from being cast again; without FP8 all it does is overwrite main_grad.
     """
-    config = getattr(layer, "config", None)
-    quantizes = getattr(config, "fp8", None) or getattr(config, "fp4", None)
-    if hasattr(layer, "disable_parameter_transpose_cache") and not quantizes:
+    if hasattr(layer, "disable_parameter_transpose_cache") and not _quantizes(layer):
         layer.disable_parameter_transpose_cache = True

@@ -13,13 +13,12 @@ from megatron.core.tensor_parallel.layers import (
 from torch import nn
 
 from megatron_vshape.mcore.split import te_layers
+from megatron_vshape.mcore.split.te_layers import AS_IT_SHOULD
 
 logger = logging.getLogger(__name__)
 
 SHOWN = 3
 """So many layers are named for each reason; the others are counted."""
-
-_EXPECTED = "as it should"
 
 
 def whole_layers(
@@ -45,7 +44,7 @@ def tell(chunks: Iterable[nn.Module], graphed: Set[nn.Module] = frozenset()) -> 
     """Log, once, which linear layers are not split and why; a warning where one might be."""
     for (kind, reason), names in whole_layers(chunks, graphed).items():
         shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
-        level = logging.INFO if reason.startswith(_EXPECTED) else logging.WARNING
+        level = logging.INFO if reason.startswith(AS_IT_SHOULD) else logging.WARNING
         logger.log(
             level,
             "the weight gradients of %d %s stay in B, %s: %s",
@@ -57,7 +56,7 @@ def tell(chunks: Iterable[nn.Module], graphed: Set[nn.Module] = frozenset()) -> 
 
 
 def _why_graphed(layer: nn.Module) -> str | None:
-    return f"{_EXPECTED}: a CUDA graph replays them with B" if _has_matrix(layer) else None
+    return f"{AS_IT_SHOULD}: a CUDA graph replays them with B" if _has_matrix(layer) else None
 
 
 def _why_whole(layer: nn.Module) -> str | None:
@@ -67,9 +66,9 @@ def _why_whole(layer: nn.Module) -> str | None:
     if te_layers.is_te_layer(layer):
         return te_layers.why_whole(layer)
     if isinstance(layer, VocabParallelEmbedding | nn.Embedding):
-        return f"{_EXPECTED}: a lookup has no product to put off"
+        return f"{AS_IT_SHOULD}: a lookup has no product to put off"
     if "Router" in type(layer).__name__:
-        return f"{_EXPECTED}: a router's product is small"
+        return f"{AS_IT_SHOULD}: a router's product is small"
     return "because it is not computed by one of Megatron's or Transformer Engine's linear layers"
 
 
