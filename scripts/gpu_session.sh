@@ -18,7 +18,7 @@ those too large.
 TEXT
 }
 
-commands=(splitting ranks-21b nccl offload ranks-9.6b ranks-38.5b sizes)
+commands=(splitting graphs ranks-21b nccl offload ranks-9.6b ranks-38.5b sizes)
 
 run_command() {
     case $1 in
@@ -26,6 +26,10 @@ run_command() {
             about "gradients, split against whole and fp32; what splitting costs at hidden 4096"
             bench 150 bench_gpu.py numerics
             bench 150 bench_gpu.py split --hidden 4096
+            ;;
+        graphs)
+            about "a chunk in CUDA graphs: whose memory its results are in, and what is kept of them"
+            bench 60 check_graphs.py
             ;;
         ranks-21b) emulate 21b ;;
         nccl)

@@ -163,15 +163,6 @@ CHUNK_REFUSALS = (
 )
 """What only schedules with one chunk per rank, in the order of the ranks, can have."""
 
-LIBRARY_REFUSALS = (
-    Refusal(
-        "is_hybrid_model",
-        "it takes one chunk per rank: choose a schedule with one, such as zb-h1",
-        flag="Megatron-Bridge's provider of hybrid models",
-    ),
-)
-"""What schedules with several chunks per rank cannot have in configs that build models, too."""
-
 _NEW_ORDER = (
     "a graph is captured for every microbatch of a step, and their number would change: leave it "
     "out"
@@ -296,8 +287,6 @@ def check_library(config: Any, placement: Placement) -> None:
     """Raise UnsupportedError for what a library's config asks for and the schedule cannot have."""
     check_config(config, post_validates=False)
     _check(() if is_plain(placement) else CHUNK_REFUSALS, config, "the schedule")
-    if len(placement) > len(set(placement)) and hasattr(config, "provide"):
-        _check(LIBRARY_REFUSALS, config, "the schedule")
 
 
 def is_plain(placement: Placement) -> bool:

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_session.sh"
-COMMANDS = ["splitting", "ranks-21b", "nccl", "offload", "ranks-9.6b", "ranks-38.5b", "sizes"]
+COMMANDS = [
+    "splitting",
+    "graphs",
+    "ranks-21b",
+    "nccl",
+    "offload",
+    "ranks-9.6b",
+    "ranks-38.5b",
+    "sizes",
+]
 WITHOUT = "expandable_segments:False"
 # A probe succeeds with the setting WORKS; what measures tells the one that it was given.
 PYTHON = """#!/bin/bash

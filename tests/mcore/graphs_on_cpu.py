@@ -313,10 +313,14 @@ def start(rank: int, given: Any) -> None:
     torch.cuda.memory_snapshot = lambda *unused: pool.segments()
     if cuda_graphs.HAVE_TE_GRAPHS:
         from transformer_engine.pytorch import graph
+        from transformer_engine.pytorch.attention.dot_product_attention import (
+            dot_product_attention,
+        )
 
         graph.make_weak_ref = make_weak_ref
         graph._graph_pool_handle = lambda: POOL_ID
         graph.graph_safe_rng_available = lambda: False
+        dot_product_attention.is_graph_capturing = lambda: False  # it would ask for such generators
     else:
         cuda_graphs.HAVE_TE_GRAPHS = True
         cuda_graphs.make_graphed_callables = make_graphed_callables

@@ -64,6 +64,19 @@ class DeferredConfig(TransformerConfig):
         TransformerConfig.__post_init__(self)
 
 
+@dataclass
+class HybridProvider(DeferredConfig):
+    """A config that builds hybrid models, and as Megatron-Bridge's takes one chunk for granted."""
+
+    pattern: str | None = None
+
+    def provide(self, pre_process=None, post_process=None, vp_stage=None):
+        chunks = getattr(self, "virtual_pipeline_model_parallel_size", None)
+        assert chunks is None and vp_stage is None, "no chunks in hybrid models"  # noqa: PT018
+        ends = {"pre_process": pre_process, "post_process": post_process}
+        return build(self, self.pattern, False, ends)
+
+
 def make_config(shape: str, ranks: int, given: dict[str, Any]) -> Any:
     """Return the model's config, made as this library does."""
     sizes: dict[str, Any] = {
@@ -89,6 +102,8 @@ def make_config(shape: str, ranks: int, given: dict[str, Any]) -> Any:
     if shape != "bridge":
         return TransformerConfig(pipeline_model_parallel_size=ranks, **sizes)
     config = DeferredConfig(**sizes)
+    if "pattern" in given:
+        config = HybridProvider(**sizes, pattern=given["pattern"])
     config.pipeline_model_parallel_size = ranks
     config.finalize()
     return config
@@ -114,7 +129,10 @@ def make_model(shape: str, config: Any, given: dict[str, Any]) -> list[nn.Module
             first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=where)
             last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=where)
         ends = {"pre_process": first, "post_process": last, "vp_stage": where}
-        made = build(config, given.get("pattern"), shape == "areal", ends)
+        if hasattr(config, "provide"):
+            made = config.provide(**ends)
+        else:
+            made = build(config, given.get("pattern"), shape == "areal", ends)
         fill(made)
         whole = bool(chunk) or given.get("steps_ahead", False)
         model.append(DistributedDataParallel(config, ddp_config, made, disable_bucketing=whole))

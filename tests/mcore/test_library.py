@@ -136,6 +136,15 @@ def test_a_hybrid_model(farm: Farm, tmp_path: Path, schedule: str) -> None:
     same(marked, plain)
 
 
+@needs_hybrid
+def test_a_provider_of_hybrid_models_that_knows_of_no_chunks(farm: Farm, tmp_path: Path) -> None:
+    plain = run(farm, tmp_path, "bridge", None, pattern="M-|*-|M*|-*")
+    for schedule, chunks in (("v-half", 2), ("zb-h1", 1)):
+        ours = run(farm, tmp_path, "bridge", schedule, pattern="M-*-M*-*")
+        assert ours.chunks == chunks
+        same(ours, plain)
+
+
 @pytest.mark.parametrize(("schedule", "steps_ahead"), [("v-half", True), ("zb-h1", False)])
 def test_the_first_chunk_is_stepped_first_where_there_are_several(
     farm: Farm, tmp_path: Path, schedule: str, steps_ahead: bool

@@ -163,7 +163,7 @@ def plan(
             such objective, or with kinds beyond F, B and W no order was found to fit.
     """
     say_if_slow()
-    allowed = list(placements) or default_placements(num_devices, costs.num_stages)
+    allowed = list(placements) or default_placements(num_devices, costs.num_stages, trades)
     goal, kinds = Objective(objective), tuple(kinds)
     sizes = num_devices, num_microbatches, limit, goal
     begun: list[PlacementSearch] = []

@@ -19,6 +19,7 @@ from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import multi_token, stages
 from megatron_vshape.mcore.layout.stages import StageLayout
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
+from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import library
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
 from megatron_vshape.mcore.setup.choice import choice_for
@@ -37,7 +38,41 @@ def config_post_init(session: Session, original: Function, config: Any) -> None:
     if options is not None and config.pipeline_model_parallel_size > 1:
         with refusing():
             _choose(session, options, config)
+        _have_chunks_provided(session, config)
     original(config)
+
+
+def _have_chunks_provided(session: Session, config: Any) -> None:
+    """Have a library's provider of hybrid models, which is its config, build several chunks."""
+    owner: Any = next((each for each in type(config).__mro__ if "provide" in vars(each)), None)
+    if not getattr(config, "is_hybrid_model", False) or owner in (None, *session.providers):
+        return
+    session.providers.append(owner)
+    session.replaced.put(owner, "provide", provide_hybrid(session, owner.provide))
+
+
+@replaces
+def provide_hybrid(
+    session: Session,
+    original: Function,
+    config: Any,
+    pre_process: bool | None = None,
+    post_process: bool | None = None,
+    vp_stage: int | None = None,
+) -> Any:
+    """Build a chunk with a provider that refuses to, though the model that it builds has them.
+
+    Megatron-Bridge's does. It is shown no chunks, and the model's constructor is told of them.
+    """
+    if session.pipeline is None or vp_stage is None:
+        return original(config, pre_process, post_process, vp_stage)
+    session.provided_chunk = vp_stage
+    try:
+        with Replaced() as replaced:
+            replaced.put(config, "virtual_pipeline_model_parallel_size", None)
+            return original(config, pre_process, post_process)
+    finally:
+        session.provided_chunk = None
 
 
 def _choose(session: Session, options: PipelineOptions, config: Any) -> None:
@@ -101,6 +136,10 @@ def model_init(session: Session, original: Function) -> Function:
             return
         bound = signature.bind(self, *args, **options)
         chunk = bound.arguments.get("vp_stage")
+        if chunk is None and session.provided_chunk is not None:
+            chunk = bound.arguments["vp_stage"] = session.provided_chunk
+            config = bound.arguments["config"]
+            config.virtual_pipeline_model_parallel_size = pipeline.stage_map.num_chunks
         if chunk is None and pipeline.stage_map.num_chunks > 1:
             raise UnsupportedError(
                 f"{type(self).__name__} is built without a vp_stage, and every rank has "

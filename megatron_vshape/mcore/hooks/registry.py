@@ -478,7 +478,7 @@ def install(options: Mapping[str, Any] | None = None) -> None:
     faults = [each.fault for each in examine() if each.fault is not None]
     if faults:
         raise HookError(faults[0])
-    session = Session(library=given)
+    session = Session(library=given, replaced=_replaced)
     made: dict[int, Any] = {}  # names of one object get one replacement
     named = [hook.original() for hook in HOOKS if hook.everywhere]
     for hook in HOOKS:

@@ -17,6 +17,7 @@ from torch import nn
 from megatron_vshape.mcore.observe import report, static_memory
 from megatron_vshape.mcore.observe.megatrons_own import MeteredSchedule
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
+from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
 from megatron_vshape.mcore.setup.library import with_messages_of_this_run
@@ -53,6 +54,9 @@ class Session:
     optimizer: Any = None
     has_opened: bool = False  # the schedule has been shown
     embedding_end: nn.Module | None = None  # the chunk that has it, until the other end is tied
+    provided_chunk: int | None = None  # while a provider that knows of no chunks builds this one
+    providers: list[type] = field(default_factory=list)  # that have been taught to build chunks
+    replaced: Replaced = field(default_factory=Replaced)  # undone when the hooks are
     ready: WeakSet[nn.Module] = field(default_factory=WeakSet)  # first chunks of models that are
 
     def choose(self, pipeline: Pipeline | None, megatrons_own: str | None) -> None:

@@ -12,7 +12,6 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.mcore.refusals import (
     CHUNK_REFUSALS,
-    LIBRARY_REFUSALS,
     REFUSALS,
     Refusal,
     UnsupportedError,
@@ -80,13 +79,12 @@ def examine(options: Mapping[str, Any], placement: Placement) -> Examined:
     given = SimpleNamespace(**options)
     translated, refused = _translate(given, placement)
     notices = translated.notices
-    chunked = (*CHUNK_REFUSALS, *LIBRARY_REFUSALS)
     refused += [
         Refused((each.name,), _told(each, getattr(given, each.name)), each.why)
-        for each in (*REFUSALS, *(() if is_plain(placement) else chunked))
+        for each in (*REFUSALS, *(() if is_plain(placement) else CHUNK_REFUSALS))
         if hasattr(given, each.name) and each.is_set(getattr(given, each.name))
     ]
-    told = _names(notices) | {each.name for each in (*REFUSALS, *chunked)}
+    told = _names(notices) | {each.name for each in (*REFUSALS, *CHUNK_REFUSALS)}
     supported = [name for name, value in options.items() if name not in told and _is_on(value)]
     return Examined(tuple(supported), notices, tuple(refused), translated.layer_split)
 

@@ -1,0 +1,70 @@
+#!/usr/bin/env python3
+"""Captures a chunk's passes in CUDA graphs, and checks on a GPU what runs with them count on.
+
+    python scripts/check_graphs.py [--hidden 2048] [--layers 4]
+
+A replay's results lie in memory that the allocator tells is graphs' own, the next replay overwrites
+them, and what is kept of them by then stays as it was. The gradients are those of the same passes
+run one by one. Ends with 1 where one of this is not so.
+"""
+
+import argparse
+import copy
+import sys
+
+import torch
+from torch import Tensor, nn
+
+import megatron_vshape.mcore  # the allocator's settings, before CUDA starts  # noqa: F401
+from megatron_vshape.runtime.graph_memory import GraphMemory
+
+ROWS = 512
+
+
+def passes(chunk: nn.Module, given: Tensor) -> tuple[Tensor, Tensor]:
+    """Run F and B; return the output, and the gradient of the input as it leaves the chunk."""
+    gradients: list[Tensor] = []
+    entry = given.detach().requires_grad_().view_as(given)
+    entry.register_hook(gradients.append)
+    output = chunk(entry)
+    output.float().square().mean().backward()
+    return output.detach(), gradients[0]
+
+
+def main() -> None:
+    """Print what was checked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hidden", type=int, default=2048, help="Default: %(default)s")
+    parser.add_argument("--layers", type=int, default=4, help="Default: %(default)s")
+    options = parser.parse_args()
+    size, settings = options.hidden, {"device": "cuda", "dtype": torch.bfloat16}
+    layers = [nn.Sequential(nn.Linear(size, size), nn.GELU()) for _ in range(options.layers)]
+    eager = nn.Sequential(*layers).to(**settings)
+    graphed, memory = copy.deepcopy(eager), GraphMemory()
+    sample = torch.randn(ROWS, size, **settings, requires_grad=True)
+    graphed = torch.cuda.make_graphed_callables(graphed, (sample,))
+    memory.look()
+    first, second = (torch.randn(ROWS, size, **settings) for _ in range(2))
+    output, gradient = passes(graphed, first)
+    _, wanted = passes(eager, first)
+    kept, then = memory.kept(gradient), gradient.clone()
+    passes(graphed, second)
+    passes(eager, second)
+    torch.cuda.synchronize()
+    pairs = zip(graphed.parameters(), eager.parameters(), strict=True)
+    checks = {
+        "an output lies in graphs' memory": memory.holds(output),
+        "an input's gradient lies in graphs' memory": memory.holds(gradient),
+        "what is allocated besides does not": not memory.holds(first),
+        "the next replay overwrites it": not torch.equal(gradient, then),
+        "what was kept is as it was": torch.equal(kept, then),
+        "the gradient is that of the passes run one by one": torch.equal(kept, wanted),
+        "so are the weights' gradients": all(torch.equal(a.grad, b.grad) for a, b in pairs),
+    }
+    for what, holds in checks.items():
+        print(f"{'yes' if holds else 'NO '}  {what}")
+    sys.exit(not all(checks.values()))
+
+
+if __name__ == "__main__":
+    main()
