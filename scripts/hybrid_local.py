@@ -21,6 +21,12 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import (
@@ -102,6 +108,17 @@ _mamba_layer = ModuleSpec(
     ),
 )
 
+_multi_token_layer = ModuleSpec(
+    module=MultiTokenPredictionLayer,
+    submodules=MultiTokenPredictionLayerSubmodules(
+        enorm=WrappedTorchNorm,
+        hnorm=WrappedTorchNorm,
+        eh_proj=ColumnParallelLinear,
+        mtp_model_layer=None,  # which the pattern says
+        layer_norm=WrappedTorchNorm,
+    ),
+)
+
 local_stack_spec = ModuleSpec(
     module=LocalHybridStack,
     submodules=HybridStackSubmodules(
@@ -109,6 +126,10 @@ local_stack_spec = ModuleSpec(
         attention_layer=_attention_layer,
         mlp_layer=_mlp_layer,
         moe_layer=_moe_layer,
+        mtp_block_spec=ModuleSpec(
+            module=MultiTokenPredictionBlock,
+            submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[_multi_token_layer]),
+        ),
     ),
 )
 """The spec of a stack of attention (*), MLP (-), expert (E) and Mamba (M) layers."""

@@ -114,29 +114,16 @@ def row(name: str, vocabulary: int, predicting: int) -> list[Cell]:
         )
         for layers in (even, balanced)
     ]
-    beside = replace(pieces, last=replace(bare.last, held_after_backward_bytes=0.0))
     logits_bytes = TOKENS * (2 * vocabulary / DEVICES + 2 * HIDDEN) * (1 + predicting)
     alone = further(replace(bare, last=bare.first), predicting)  # without output layers
     layers = alone.balanced(LAYERS, plain.placement)
-    costs = shared_costs(beside, layers, DEVICES, SUM, logits_bytes)
-    if predicting:
-        costs = with_layers(costs, alone.last)
+    ends = bare.first, bare.last
+    costs = shared_costs(alone.costs(layers), *ends, DEVICES, SUM, logits_bytes)
     own = parameters_of(plain.placement, layers, vocabulary, predicting, shared=True)
     made = share_vocabulary(plain, costs, MORE.get(name, 0) * each * LAYER_BYTES)
     verify(made)
     lower(made, kernels=True)  # proved to end
     return [*cells, measured(made, costs, own)]
-
-
-def with_layers(costs: Costs, last: Piece) -> Costs:
-    """Return the costs with this in the last stage besides."""
-    names = ("forward_us", "backward_us", "weight_us")
-    names += ("held_after_forward_bytes", "held_after_backward_bytes")
-    changed = {
-        name: (*getattr(costs, name)[:-1], getattr(costs, name)[-1] + getattr(last, name))
-        for name in names
-    }
-    return replace(costs, **changed)
 
 
 def main() -> None:

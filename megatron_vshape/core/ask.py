@@ -260,8 +260,9 @@ def best_order(question: Question, *known: Known) -> Planned:
         ScheduleError: the counts, the costs and the placements do not match.
     """
     limits, goal = limits_of(question), question.objective
+    whole = question.whole()
     searched = question.placements or default_placements(
-        question.num_devices, question.whole().num_stages
+        question.num_devices, whole.num_stages, whole.trades
     )
     found, refused = [], None
     for asked in _by_costs(question, searched):

@@ -2,9 +2,11 @@
 
 import argparse
 import contextlib
+import csv
 import json
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,66 @@ def test_the_ends_of_a_model_cost_something(capsys: pytest.CaptureFixture[str]) 
     assert "the busiest device works 96\n" in capsys.readouterr().out
 
 
+def test_activations_may_wait_in_host_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is copied is told and drawn, beside what the plan would be without."""
+    path, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    sizes = ["--devices", "2", "--microbatches", "6", "--chunks", "2", *COST]
+    files = ["--export", str(path), "--html", str(page)]
+    assert main(["plan", *sizes, "--offload", "1", "--memory-limit", "2", *files]) == 0
+    shown = capsys.readouterr().out
+    copied = sum(str(work).startswith("D") for row in load_schedule(path).order for work in row)
+    assert 0 < copied <= 24
+    assert f"copies          {100 * copied / 24:.1f} % of the activations wait in host" in shown
+    assert re.search(r"^a chunk more    (saves [0-9.]+ %: |buys nothing)", shown, re.M)
+    assert re.search(r"^plan: order alone .* slower", shown, re.M)
+    assert page.stat().st_size > 10_000
+    recompute = tmp_path / "costs.json"
+    own = Costs.uniform(2, 4, 1000, 1150, 850, 50)
+    full = {"backward_us": (2150.0,) * 4, "held_after_forward_bytes": (0.0625,) * 4}
+    prices = (("full", own.with_prices("full", full)),)
+    recompute.write_text(replace(own, recompute=prices).to_json())
+    sizes = ["--devices", "2", "--microbatches", "6", "--costs", str(recompute)]
+    assert main(["plan", *sizes, "--memory-limit", "1.5"]) == 0
+    assert "recompute       full" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ["--offload", "0"],
+            "'0' is not a time above 0, as in 1.5, which half or shared may follow",
+        ),
+        (["--offload", "1,both"], "'1,both' is not a time above 0, as in 1.5"),
+        (
+            ["--offload", "1", "--layers", "8", "--layer-split", "auto"],
+            "--offload cannot stand besi",
+        ),
+    ],
+)
+def test_what_is_no_link(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SIZE, *given]) != 0
+    assert said in capsys.readouterr().err
+
+
+def test_the_frontier_without_what_holds_less(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    sizes = ["--devices", "2", "--microbatches", "4", "--chunks", "2", *COST]
+    path = tmp_path / "frontier.svg"
+    assert main(["plan", *sizes, "--offload", "1", "--frontier", str(path)]) == 0
+    rows = list(csv.reader(path.with_suffix(".csv").read_text().splitlines()))
+    own = [float(row[3]) for row in rows if row[0] == "plan"]
+    alone = [float(row[3]) for row in rows if row[0] == "plan, order alone"]
+    assert len(own) == len(alone) == 3
+    assert all(value <= other for value, other in zip(own, alone, strict=True))
+    assert own[0] < alone[0]
+    assert "with the order alone:" in capsys.readouterr().err
+
+
 def test_a_small_plan_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ortools")
     small = ["plan", "--devices", "2", "--microbatches", "3", *COST, "--memory-limit", "4"]
@@ -80,7 +142,7 @@ def test_the_frontier_is_a_picture_and_a_table(
     path = tmp_path / "frontier.svg"
     arguments = ["plan", "--devices", "3", "--microbatches", "6", *COST, "--frontier", str(path)]
     assert main(arguments) == 0
-    rows = [line.split(",") for line in path.with_suffix(".csv").read_text().splitlines()]
+    rows = list(csv.reader(path.with_suffix(".csv").read_text().splitlines()))
     plans = [row for row in rows if row[0] == "plan"]
     assert [int(row[1]) for row in plans] == [2, 3, 4, 5, 6]
     values = [float(row[3]) for row in plans]
@@ -125,6 +187,8 @@ def test_ctrl_c_ends_a_frontier_with_what_is_done(
     rows = path.with_suffix(".csv").read_text().splitlines()
     assert sum(row.startswith("plan,") for row in rows) == len(begun) == 2
     told = capsys.readouterr().err.splitlines()
+    # on a busy machine also how long it has been at work
+    told = [line for line in told if not line.startswith("at work for ")]
     assert [line.partition(": ")[0] for line in told] == [
         "limit 2 of 6 chunks",
         "limit 3 of 6 chunks",
@@ -224,6 +288,7 @@ def test_the_last_suffix_says_the_format(tmp_path: Path, command: list[str], nam
 def test_the_recipe_has_every_digit(given: str) -> None:
     parser = argparse.ArgumentParser()
     plan.add_arguments(parser)
-    options = parser.parse_args([*SIZE, "--cost", given, "--seconds", "12.345678"])
-    expected = f"plan --devices 4 --microbatches 8 --cost {given} --seconds 12.345678"
+    more = ["--offload", "1.25,half", "--seconds", "12.345678"]
+    options = parser.parse_args([*SIZE, "--cost", given, *more])
+    expected = f"plan --devices 4 --microbatches 8 --cost {given} {' '.join(more)}"
     assert plan._recipe(options) == expected

@@ -35,8 +35,8 @@ def costs_of(schedule: Schedule, head: float = HEAD, sum_us: float = 0.1) -> Cos
     """Return costs in chunk passes of a model with as many layers as chunks, times two."""
     layers_per_chunk = 4 * schedule.num_devices / schedule.num_stages
     pieces = Pieces.estimated(head, layers_per_chunk)
-    layers = (int(layers_per_chunk),) * schedule.num_stages
-    return shared_costs(pieces, layers, schedule.num_devices, sum_us, 0.25)
+    bare = replace(pieces, last=pieces.first).costs((int(layers_per_chunk),) * schedule.num_stages)
+    return shared_costs(bare, pieces.first, pieces.last, schedule.num_devices, sum_us, 0.25)
 
 
 def joined(schedule: Schedule) -> list[list[tuple[Kind, int]]]:
@@ -192,10 +192,9 @@ def test_files_keep_it() -> None:
 
 def test_costs_share_the_ends_out() -> None:
     head, embedding = Piece(8, 6, 4, 100, 50), Piece(4, 2, 2, 0, 0)
-    pieces = Pieces(Piece(1, 1, 1, 10, 5), embedding, head, 0.5)
-    costs = shared_costs(pieces, (1, 1, 1, 1), 2, 0.25, 7)
-    assert costs.forward_us == costs.backward_us == (1, 1, 1, 1)
-    assert costs.held_after_forward_bytes == (10, 10, 10, 10)
+    bare = Costs.uniform(2, 4)
+    costs = shared_costs(bare, embedding, head, 2, 0.25, 7)
+    assert replace(costs, others=()) == bare
     times = [costs.time_us(kind, 0) for kind in VOCABULARY]
     assert times == [2, 0.25, 7, 0.25, 2, 2]
     assert costs.changes(LOGITS) == ((7,) * 4, [0] * 4)

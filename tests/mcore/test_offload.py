@@ -13,11 +13,13 @@ from mcore.test_composition import EXPERT_PARALLEL, SEQUENCE
 from mcore.test_memory import figures
 from offloaded import every, every_third, offloaded
 
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.mcore.setup.arguments import MEGATRONS_OWN
 from megatron_vshape.mcore.setup.choice import choice_of
+from megatron_vshape.runtime.copies import Copies, priced
 
 Train = Callable[..., Ended]
 
@@ -114,16 +116,40 @@ def test_every_byte_is_counted(farm: Farm, tmp_path: Path) -> None:
         assert copied["left_bytes"] <= plain["left_bytes"] + 4096
 
 
-def test_auto_plans_the_copies_of_what_it_has_measured(train: Train, farm: Farm) -> None:
-    steps = ("--train-iters", "7", "--clip-grad", "0", UNTIED, "--global-batch-size", "16")
-    flags: tuple[str, ...] = ("--pipeline-profile-iterations", "2:3")
-    flags = (*flags, "--pipeline-memory-limit", "v-min")
-    theirs = train(2, "--pipeline-schedule", "v-half", *steps)
-    flags = ("--pipeline-schedule", "auto", *flags, "--fine-grained-activation-offloading")
-    ours = farm.run(2, *flags, *steps).check()
-    assert "fine_grained_activation_offloading: part of the plan: auto decides" in ours.output[0]
+SEVEN = ("--train-iters", "7", "--clip-grad", "0", UNTIED, "--global-batch-size", "16")
+AUTO = ("--pipeline-schedule", "auto", "--pipeline-memory-limit", "v-min")
+
+
+def test_auto_plans_copies_by_what_they_take(train: Train, farm: Farm, tmp_path: Path) -> None:
+    times, bytes_ = (1000.0,) * 4, (1e6,) * 4
+    costs = Costs(times, times, times, 50.0, bytes_, bytes_, layers=(2,) * 4)
+    copies = Copies(0.95e6, 300.0, 300.0, 300.0, 300.0)
+    file = tmp_path / "costs.json"
+    file.write_text(priced(costs, [copies] * 4, "assumed for a test").to_json())
+    theirs = train(2, "--pipeline-schedule", "v-half", *SEVEN)
+    ours = farm.run(2, *AUTO, "--pipeline-costs", str(file), *SEVEN, plugin=PLUGIN).check()
+    (line,) = [each for each in ours.output[0].splitlines() if "activations wait in host" in each]
+    assert re.search(r"of \d+ of 64 microbatches and .*: 0\.0\d+ GiB of a rank at most; \d", line)
     assert ours.record["losses"] == theirs.record["losses"]
     assert re.search(r"in host memory \[[0-9., ]+\]", ours.output[0])
+
+
+def test_auto_measures_copies_where_it_is_asked_for_them(
+    train: Train, farm: Farm, tmp_path: Path
+) -> None:
+    theirs = train(2, "--pipeline-schedule", "v-half", *SEVEN)
+    flags = ("--pipeline-profile-iterations", "2:3", "--pipeline-trace", str(tmp_path))
+    ours = farm.run(2, *AUTO, *flags, "--fine-grained-activation-offloading", *SEVEN).check()
+    assert "fine_grained_activation_offloading: part of the plan: auto decides" in ours.output[0]
+    assert ours.record["losses"] == theirs.record["losses"]
+    costs = Costs.load(tmp_path / "costs.json")
+    assert costs.copies
+    assert dict(costs.sources)["copy_out_us"] == "measured on 2 ranks at once"
+    for moved, held in zip(
+        dict(costs.others)["offloaded_bytes"], costs.held_after_forward_bytes, strict=True
+    ):
+        # At the turn of the V the input is counted as what the stage before holds.
+        assert 0.8 * held < moved <= 1.05 * held
 
 
 def test_a_step_that_is_undone_leaves_nothing_behind(

@@ -22,12 +22,13 @@ def v_shape(num_devices: int) -> Placement:
     return (*range(num_devices), *reversed(range(num_devices)))
 
 
-def default_placements(num_devices: int, num_stages: int) -> list[Placement]:
+def default_placements(num_devices: int, num_stages: int, trades: bool = False) -> list[Placement]:
     """Return the placements that costs of `num_stages` stages are planned for.
 
     Those of two stages per device are the V and the loop. Four halve the ends and hold memory in
     halves of a chunk: there the loop, that of interleaved 1F1B, beats every order of a V. Where
-    the costs tell four stages from one another, both are tried.
+    the costs tell four stages from one another, both are tried. With `trades`, of time for memory,
+    the loop of two is as well: in it every device's first chunk lives longest, which is copied.
     """
     if not 1 <= num_devices <= num_stages or num_stages % num_devices:
         raise ScheduleError(f"{num_stages} stages cannot be dealt to {num_devices} devices")
@@ -35,7 +36,10 @@ def default_placements(num_devices: int, num_stages: int) -> list[Placement]:
     if chunks == 1:
         return [linear(num_devices)]
     loop = looping(num_devices, chunks)
-    return [v_shape(num_devices), loop] if chunks % 2 == 0 else [loop]
+    if chunks % 2:
+        return [loop]
+    two = [looping(num_devices, 2)] if trades and chunks > 2 else []
+    return [v_shape(num_devices), *two, loop]
 
 
 def stages_of(placement: Placement, num_devices: int) -> tuple[tuple[int, ...], ...]:

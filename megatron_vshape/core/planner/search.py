@@ -16,6 +16,9 @@
    A placement whose bound is above the best order drops out too.
 5. All of it again with other random numbers; in some turns from the best orders of those before.
    Every order is walked by itself: cores share the work, and the plan is the same on any number.
+6. With `trades` each way to hold less (`choosing`) is a search of its own, on each placement: those
+   with copies begin from orders planned for more memory (`offload_search`). They share one budget,
+   and what a bound leaves nothing to gain never begins.
 
 What was tried, as overheads in chunk passes (F/B/W/comm, memory in chunks, published best):
 
@@ -163,7 +166,7 @@ def plan(
             such objective, or with kinds beyond F, B and W no order was found to fit.
     """
     say_if_slow()
-    allowed = list(placements) or default_placements(num_devices, costs.num_stages)
+    allowed = list(placements) or default_placements(num_devices, costs.num_stages, trades)
     goal, kinds = Objective(objective), tuple(kinds)
     sizes = num_devices, num_microbatches, limit, goal
     begun: list[PlacementSearch] = []

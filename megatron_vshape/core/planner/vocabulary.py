@@ -31,7 +31,7 @@ from megatron_vshape.core.model.kinds import (
     Kind,
     ScheduleError,
 )
-from megatron_vshape.core.model.layers import LEAST, Pieces
+from megatron_vshape.core.model.layers import LEAST
 from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Schedule
@@ -56,30 +56,32 @@ AHEAD = 2
 
 
 def shared_costs(
-    pieces: Pieces, layers: tuple[int, ...], num_devices: int, sum_us: float, logits_bytes: float
+    costs: Costs,
+    first: Piece,
+    last: Piece,
+    num_devices: int,
+    sum_us: float,
+    logits_bytes: float = 0.0,
 ) -> Costs:
-    """Return the costs of stages with so many layers and the ends of the model shared out.
+    """Return the costs with what the embedding and the head take shared out over all devices.
 
-    Of the output layer S computes forward and input gradient, T the weight gradient, each device
-    its part. `sum_us` is what putting the parts together takes, on all devices; `logits_bytes` what
-    each holds of a microbatch from S to T.
+    `costs` are those of stages without them. Of the head S computes forward and input gradient, T
+    the weight gradient, each device its part. `sum_us` is what putting the parts together takes, on
+    all devices; `logits_bytes` what each holds of a microbatch from S to T.
     """
-    nothing = Piece(*(0.0,) * 5)
-    bare = replace(pieces, first=nothing, last=nothing).costs(layers)
-    head, embedding = pieces.last, pieces.first
-    least = LEAST * pieces.layer.time_us / num_devices  # some kernels
+    least = LEAST * min(costs.forward_us) / num_devices  # some kernels
     times_us = {
-        LOOKUP.time: embedding.forward_us / num_devices,
+        LOOKUP.time: first.forward_us / num_devices,
         LOOKED_UP.time: sum_us,
-        LOGITS.time: (head.forward_us + head.backward_us) / num_devices,
+        LOGITS.time: (last.forward_us + last.backward_us) / num_devices,
         LOSS.time: sum_us,
-        HEAD_WEIGHT.time: head.weight_us / num_devices,
-        LOOKUP_WEIGHT.time: (embedding.backward_us + embedding.weight_us) / num_devices,
+        HEAD_WEIGHT.time: last.weight_us / num_devices,
+        LOOKUP_WEIGHT.time: (first.backward_us + first.weight_us) / num_devices,
     }
     amounts = {name: max(least, value) for name, value in times_us.items()}
     amounts[HEAD_WEIGHT.frees] = logits_bytes
-    others = tuple((name, (value,) * len(layers)) for name, value in amounts.items())
-    return replace(bare, others=(*bare.others, *others))
+    others = tuple((name, (value,) * costs.num_stages) for name, value in amounts.items())
+    return replace(costs, others=(*costs.others, *others))
 
 
 def share_vocabulary(schedule: Schedule, costs: Costs, more: float = 0.0) -> Schedule:
@@ -88,6 +90,16 @@ def share_vocabulary(schedule: Schedule, costs: Costs, more: float = 0.0) -> Sch
     `costs` are those of `shared_costs`. Where a device would wait, it runs an F or a W that comes
     later, if without the logits it then holds at most so much `more` than ever in the schedule. Of
     several ways the order that takes least time, and of these the one that holds least.
+
+    >>> from megatron_vshape import Costs, make, simulate
+    >>> from megatron_vshape.core.model.costs import Piece
+    >>> from megatron_vshape.core.model.layers import with_ends
+    >>> stages, nothing, head = Costs.uniform(4, 8), Piece(0, 0, 0, 0, 0), Piece(2, 2, 2, 0, 0)
+    >>> schedule, costs = make("v-half", 4, 12), shared_costs(stages, nothing, head, 4, 0.1)
+    >>> simulate(schedule, with_ends(stages, nothing, head)).makespan
+    146.0
+    >>> round(simulate(share_vocabulary(schedule, costs), costs).makespan, 1)
+    95.2
 
     Raises:
         ScheduleError: the schedule has such passes already, is not complete, or deadlocks.

@@ -14,15 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import RELEASE
+from megatron_vshape.core.model.kinds import COPY_OUT, RELEASE
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.figures import tell
+from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import Plan
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.held_bytes import Census
+from megatron_vshape.runtime.host_memory import free_host_bytes
 from megatron_vshape.runtime.offload import Offload
+from megatron_vshape.view.trades import host_peak
 
 CLOSE = 0.1
 """What a step may differ from its prediction by and still be called as planned."""
@@ -260,7 +264,7 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
             f"\n{_sharing()}: passes wait for a processor, and the measured bubble, which counts "
             "that, is larger than the schedule's"
         )
-    whole += _recompute_told(pipeline, schedule)
+    whole += _recompute_told(pipeline, schedule) + _copies_told(plan, pipeline.planner.costs)
     if pipeline.choice.whole_stages:
         whole += (
             "\nbackward passes run whole (BW) but on the last stage: CUDA graphs cover all their "
@@ -296,6 +300,24 @@ def _recompute_told(pipeline: Pipeline, schedule: Schedule) -> str:
             "the peak may be above the predicted one"
         )
     return lines
+
+
+def _copies_told(plan: Plan, costs: Costs | None) -> str:
+    """Return how much waits in host memory, and where that is known whether there is so much."""
+    schedule = plan.schedule
+    copies = sum(work.kind is COPY_OUT for row in schedule.order for work in row)
+    if not copies:
+        return ""
+    every = schedule.num_stages * schedule.num_microbatches
+    line = f"\nof {copies} of {every} microbatches and stages the activations wait in host memory"
+    free = free_host_bytes()
+    if costs is None or not costs.copies or costs.num_stages != schedule.num_stages or free is None:
+        return line
+    needed = host_peak(simulate(schedule, costs), costs)
+    line += (
+        f": {needed / GIB:.3f} GiB of a rank at most, and {free / GIB:.3f} GiB are free for each"
+    )
+    return line + ("" if needed <= free else "; what does not fit will stay on the device")
 
 
 def _at(pipeline: Pipeline) -> str:

@@ -1,0 +1,59 @@
+"""What a plan trades for memory, told in words."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import OFFLOAD, Kind
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.placement import v_shape
+from megatron_vshape.core.model.schedule import ORDER_ALONE, Schedule, Way
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.view.trades import host_peak, link_share, trades_told, way_text
+
+
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [
+        (ORDER_ALONE, "order alone"),
+        (Way(copies=True), "copies"),
+        (Way(copies=True, throughout=(0, 1)), "all of chunk 0 copied"),
+        (Way(("mlp",) * 4, copies=True), "copies, recompute mlp"),
+        (Way(("full", "full", "none", "none")), "recompute full in chunk 0"),
+        (Way(("mlp", "mlp", "full", "full")), "recompute mlp in chunk 0, full in chunk 1"),
+        (Way(("full", "none", "none", "full")), "recompute full in stages 0, 3"),
+    ],
+)
+def test_ways_in_words(way: Way, told: str) -> None:
+    assert way_text(way, v_shape(2)) == told
+
+
+def test_what_the_host_holds_and_how_busy_the_link_is() -> None:
+    """Two copies of a device that is as long as two chunks: out from 2 to 6, back until 10."""
+    copies = [[Pass(kind, 0, j) for kind in OFFLOAD] for j in (0, 1)]
+    row = [Pass(Kind.F, 0, 0), Pass(Kind.F, 0, 1)]
+    row += [copies[j][at] for at in range(2) for j in (0, 1)]
+    row += [copies[j][at] for at in range(2, 4) for j in (0, 1)]
+    row += [Pass(kind, 0, j) for j in (0, 1) for kind in (Kind.B, Kind.W)]
+    schedule = Schedule("two", 1, 2, (0,), (tuple(row),))
+    costs = Costs.uniform(1, 1).with_copies(1.0)
+    timeline = simulate(schedule, costs)
+    assert host_peak(timeline, costs) == 4.0
+    assert link_share(timeline) == pytest.approx(4.0 / timeline.makespan)
+    told = dict(trades_told(timeline, costs, "{:g} chunks".format))
+    assert told["copies"].startswith("100.0 % of the activations wait in host memory (100.0 % of")
+    assert "holds 4 chunks of a device at most" in told["copies"]
+
+
+def test_nothing_is_told_of_what_the_costs_do_not_offer() -> None:
+    schedule = make("v-half", 2, 4)
+    costs = Costs.uniform(2, 4)
+    timeline = simulate(schedule, costs)
+    assert not list(trades_told(timeline, costs, str))
+    offered = costs.with_copies(1.0)
+    prices = offered.with_prices("mlp", {"backward_us": (1.5,) * 4})
+    offered = replace(offered, recompute=(("mlp", prices),))
+    told = dict(trades_told(simulate(schedule, offered), offered, str))
+    assert told == {"copies": "none: they would buy nothing here", "recompute": "none"}
