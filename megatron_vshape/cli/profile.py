@@ -66,28 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seq-length", type=count, required=True, metavar="S")
     parser.add_argument("--microbatch-size", type=count, default=1, metavar="B")
-    parser.add_argument(
-        "--tensor-parallel",
-        type=count,
-        default=1,
-        metavar="T",
-        help="measure the share of one of T ranks; their exchanges too where torchrun has started "
-        "as many, or twice as many, which tells messages between stages too; else they are assumed",
-    )
-    parser.add_argument(
-        "--expert-parallel",
-        type=count,
-        default=1,
-        metavar="E",
-        help="measure the experts of one of E ranks, and their exchanges likewise; a stage has "
-        "as many ranks as the larger of T and E",
-    )
-    parser.add_argument(
-        "--sequence-parallel",
-        action="store_true",
-        help="the tensor-parallel ranks share the tokens of norms and dropout, as Megatron's flag "
-        "has it; only measured, under torchrun",
-    )
+    _add_ranks(parser)
     parser.add_argument("--layers", type=count, metavar="N", help="in place of the model's own")
     parser.add_argument(
         "--layer-split",
@@ -125,6 +104,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE.json", help="the costs file"
+    )
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tensor-parallel",
+        type=count,
+        default=1,
+        metavar="T",
+        help="measure the share of one of T ranks; their exchanges too where torchrun has started "
+        "as many, or twice as many, which tells messages between stages too; else they are assumed",
+    )
+    parser.add_argument(
+        "--expert-parallel",
+        type=count,
+        default=1,
+        metavar="E",
+        help="measure the experts of one of E ranks, and their exchanges likewise; a stage has "
+        "as many ranks as the larger of T and E",
+    )
+    parser.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="the tensor-parallel ranks share the tokens of norms and dropout, as Megatron's flag "
+        "has it; only measured, under torchrun",
     )
 
 

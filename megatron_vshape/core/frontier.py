@@ -77,14 +77,10 @@ def _without_recompute(costs: Costs) -> Costs:
 
 
 def _with(question: Question, change: Callable[[Costs], Costs]) -> Question:
-    cut = question.cut
-
-    def changed(num_stages: int, name: str) -> Costs:
-        assert cut is not None  # or it is not asked
-        return change(cut(num_stages, name))
-
-    costs = None if question.costs is None else change(question.costs)
-    return replace(question, costs=costs, cut=None if cut is None else changed)
+    costs, cut = None if question.costs is None else change(question.costs), question.cut
+    if cut is None:
+        return replace(question, costs=costs)
+    return replace(question, costs=costs, cut=lambda stages, name: change(cut(stages, name)))
 
 
 def _of_both(before: Plan | None, made: Plan) -> Plan | None:

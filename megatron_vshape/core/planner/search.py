@@ -167,13 +167,44 @@ def plan(
     """
     say_if_slow()
     allowed = list(placements) or default_placements(num_devices, costs.num_stages, trades)
-    goal, kinds = Objective(objective), tuple(kinds)
+    goal = Objective(objective)
     sizes = num_devices, num_microbatches, limit, goal
+    owns = [
+        (placement, regroup(costs, len(placement), f"a placement of {len(placement)} stages"))
+        for placement in allowed
+    ]
+    begun = _searches(owns, sizes, tuple(kinds), whole, trades, seed)
+    race = _Race(_worth_racing(begun) if trades else begun, trades)
+    race.run(steps, seconds, progress)
+    made = race.plan()
+    if not trades:
+        return made
+    placement = made.schedule.placement
+    own = dict(owns)[placement]
+    settings = [own, *(each for _, each in own.recompute)]
+    limits = each_limit(limit, num_devices)
+    counts = placement, num_devices, num_microbatches
+    bound = bound_of_choices(settings, own.copies, *counts, limits, goal is Objective.SPAN)
+    return replace(made, lower_bound=min(bound, made.value))
+
+
+def _searches(
+    owns: Sequence[tuple[Placement, Costs]],
+    sizes: tuple[int, int, float | Sequence[float], Objective],
+    kinds: tuple[Kind, ...],
+    whole: bool,
+    trades: bool,
+    seed: int,
+) -> list[PlacementSearch]:
+    """Return a search for every placement, and for every way to save memory on it, that fits.
+
+    Raises:
+        LimitError: none does.
+    """
     begun: list[PlacementSearch] = []
     refused: list[LimitError] = []
     bases: Bases = {}
-    for placement in allowed:
-        own = regroup(costs, len(placement), f"a placement of {len(placement)} stages")
+    for placement, own in owns:
         for way in ways_to_save(own, placement) if trades else [ORDER_ALONE]:
             priced = own.at(way.settings)
             priced = priced.never_split() if whole else priced
@@ -189,20 +220,7 @@ def plan(
                 begun.append(PlacementSearch(problem, seed, way))
     if not begun:
         raise min(refused, key=lambda error: error.least)
-    if trades:
-        begun = _worth_racing(begun)
-    race = _Race(begun, trades)
-    race.run(steps, seconds, progress)
-    made = race.plan()
-    if not trades:
-        return made
-    placement = made.schedule.placement
-    own = regroup(costs, len(placement), "the plan")
-    settings = [own, *(each for _, each in own.recompute)]
-    limits = each_limit(limit, num_devices)
-    counts = placement, num_devices, num_microbatches
-    bound = bound_of_choices(settings, own.copies, *counts, limits, goal is Objective.SPAN)
-    return replace(made, lower_bound=min(bound, made.value))
+    return begun
 
 
 def _worth_racing(searches: Sequence[PlacementSearch]) -> list[PlacementSearch]:
