@@ -201,7 +201,7 @@ def test_transformer_engine_that_is_not_installed(farm: Farm) -> None:
 AHEAD = "--overlap-param-gather-with-optimizer-step"
 TRANSLATED = {
     "--pipeline-model-parallel-layout Et*4|t*3|L": "has 7 layers and the model 8",
-    "--pipeline-model-parallel-layout Et*4|t*4|mL": "has multi-token prediction, which needs its",
+    "--pipeline-model-parallel-layout Et*4|t*4|mL": "has multi-token prediction of depth 1, and",
     "--pipeline-model-parallel-layout Et*4|t*4L --account-for-loss-in-pipeline-split": (
         "each say which stage has which layers: leave all but one out"
     ),
