@@ -165,8 +165,8 @@ def _of_layout(options: Any, placement: Placement) -> Layers:
     predicts = multi_token.num_predicting(options)
     if predicting != predicts and (predicts or total is not None):
         raise ScheduleError(
-            f"{given_layout.OPTION} {_told(layout)} has multi-token prediction of depth {predicting}, "
-            f"and {multi_token.OPTION} is {predicts}: make them agree"
+            f"{given_layout.OPTION} {_told(layout)} has multi-token prediction of depth "
+            f"{predicting}, and {multi_token.OPTION} is {predicts}: make them agree"
         )
     ours = given_layout.regrouped(layers, stages)
     if ours is None:
