@@ -99,7 +99,7 @@ class Offload:
         return self._bytes
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Never touch these: parameters, gradients, buffers."""
+        """Never touch these: parameters, gradients, buffers, as long as they live."""
         self._kept = frozenset(each.untyped_storage()._cdata for each in tensors)
 
     def share(self, bytes_by_stage: Mapping[int, float]) -> None:
