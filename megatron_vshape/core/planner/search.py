@@ -179,12 +179,16 @@ def plan(
     made = race.plan()
     if not trades:
         return made
-    placement = made.schedule.placement
-    own = dict(owns)[placement]
-    settings = [own, *(each for _, each in own.recompute)]
     limits = each_limit(limit, num_devices)
-    counts = placement, num_devices, num_microbatches
-    bound = bound_of_choices(settings, own.copies, *counts, limits, goal is Objective.SPAN)
+    return _bounded(made, dict(owns)[made.schedule.placement], num_microbatches, limits)
+
+
+def _bounded(made: Plan, costs: Costs, num_microbatches: int, limits: Sequence[float]) -> Plan:
+    """Return the plan with a bound that holds whatever the costs of its stages let it choose."""
+    settings = [costs, *(each for _, each in costs.recompute)]
+    counts = made.schedule.placement, len(limits), num_microbatches
+    spans = made.objective is Objective.SPAN
+    bound = bound_of_choices(settings, costs.copies, *counts, limits, spans)
     return replace(made, lower_bound=min(bound, made.value))
 
 
