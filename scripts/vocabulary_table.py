@@ -23,7 +23,7 @@ from megatron_vshape.core.model.layers import Pieces, Widths
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.planner.vocabulary import share_vocabulary, shared_costs
+from megatron_vshape.core.planner.vocabulary import MORE, share_vocabulary, shared_costs
 from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.view.names import display_name
 
@@ -32,9 +32,6 @@ DEVICES, MICROBATCHES, LAYERS, HIDDEN, TOKENS = 8, 32, 32, 4096, 4096
 VOCABULARIES = (32 * 1024, 128 * 1024, 256 * 1024)
 NAMES = ("1f1b", "zb-h1", "v-min", "v-half", "v-zb")
 SUM = 0.1
-MORE = {"1f1b": 1, "zb-h1": 1, "v-zb": 1}
-"""Microbatches of a stage that a device may hold more of than without sharing."""
-
 STATE_BYTES = 18  # of a parameter: 16 bits, gradient and master copy of 32, two moments
 LAYER_BYTES = 34 * TOKENS * HIDDEN  # of a microbatch, nothing computed twice
 LAYER_PARAMETERS = 12 * HIDDEN**2

@@ -1,12 +1,14 @@
 """What Hypothesis draws schedules, costs and broken schedules from."""
 
+import itertools
 from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import KINDS, Kind
-from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs, joint_name
+from megatron_vshape.core.model.kinds import KINDS, Kind, ScheduleError
+from megatron_vshape.core.model.passes import Pass, can_join
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make
 
@@ -94,4 +96,41 @@ def _rename(draw: st.DrawFn, rows: list[list[Pass]], device: int) -> None:
         draw(st.sampled_from(list(KINDS))),
         max(0, row[at].stage + draw(st.integers(-1, 1))),
         max(0, row[at].microbatch + draw(st.integers(-1, 1))),
+    )
+
+
+@st.composite
+def with_pairs(draw: st.DrawFn, schedule: Schedule) -> Schedule:
+    """Draw some of the schedule's neighbours F, B or F, BW to be joint; it still runs."""
+    pairs = [
+        pair
+        for row in schedule.order
+        for pair in itertools.pairwise(row)
+        if can_join(pair) and draw(st.booleans())
+    ]
+    joint = frozenset[Pass]()
+    for work, _ in pairs:
+        tried = replace(schedule, joint=joint | {work})
+        try:
+            simulate(tried)
+        except ScheduleError:  # two of them would wait for each other
+            continue
+        joint = tried.joint
+    return replace(schedule, joint=joint)
+
+
+@st.composite
+def joint_costs(draw: st.DrawFn, costs: Costs) -> Costs:
+    """Draw the costs with exchanges and with prices of some joint passes."""
+    stages = range(costs.num_stages)
+    each = st.just(0.0) | st.floats(0.125, 2.0, width=32)
+    waits = st.lists(each, min_size=len(stages), max_size=len(stages))
+    names = [joint_name(f, k, b) for f in stages for k in (Kind.B, Kind.BW) for b in stages]
+    known = draw(st.dictionaries(st.sampled_from(names), st.floats(0.125, 9.0, width=32)))
+    return replace(
+        costs,
+        forward_exchange_us=tuple(draw(waits)),
+        backward_exchange_us=tuple(draw(waits)),
+        joint=tuple(known.items()),
+        hidden_share=draw(st.none() | st.floats(0.0, 1.0, width=32)),
     )

@@ -29,7 +29,8 @@ from megatron_vshape.core.model.placement import Placement, default_placements, 
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, load_schedule
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.catalogue import (
-    NAMES,
+    EVERY_NAME,
+    JOINT_NAMES,
     OPTIONS,
     make,
     make_block,
@@ -88,6 +89,7 @@ class Question:
     objective: Objective = Objective.MAKESPAN
     placements: tuple[Placement, ...] = ()  # those that AUTO may choose from; (): any
     chunks: tuple[int, ...] = ()  # stages a device under AUTO; (): up to what `costs` tell apart
+    joint: bool = False  # whether a name has its joint passes though costs say nothing of them
     holds_less: bool = True  # of orders of equal time, AUTO looks for the one that holds least
     choices: tuple[tuple[str, int], ...] = ()  # what `make` takes of this name besides the sizes
     steps: int | None = None  # the budget of planning; None: what takes about a second
@@ -177,10 +179,13 @@ def ask(question: Question) -> Answer:
         sizes, choices = (question.num_devices, question.num_microbatches), dict(question.choices)
         block = make_block(name, *sizes, **choices)
         name = make(name, *sizes, **choices)
-    return Answer(name, question.costs_of(name.placement, name.name), block)
+    costs = question.costs_of(name.placement, name.name)
+    if block is not None and not (question.joint or costs.joins):
+        name = name.parted()
+    return Answer(name, costs, block)
 
 
-def find(name: str, names: Sequence[str] = (*NAMES, *PLUS_NAMES, AUTO)) -> str | Schedule:
+def find(name: str, names: Sequence[str] = (*EVERY_NAME, *PLUS_NAMES, AUTO)) -> str | Schedule:
     """Return the name if it is one of `names`, else the schedule in the file at that path, proved.
 
     Raises:
@@ -210,7 +215,7 @@ def known_as(text: str, question: Question) -> Known:
     """
     name, colon, chunks = text.partition(":")
     sizes = question.num_devices, question.num_microbatches
-    if colon and name in NAMES:
+    if colon and name in EVERY_NAME:
         if not chunks.isdecimal() or name not in OPTIONS:
             takers = " or ".join(f"{each}:4" for each in OPTIONS)
             raise ScheduleError(
@@ -218,7 +223,7 @@ def known_as(text: str, question: Question) -> Known:
                 f"after the colon of {takers}"
             )
         return judge_rival(Rival(name, int(chunks)), *sizes, question.costs_of)
-    found = find(text, NAMES)
+    found = find(text, EVERY_NAME)
     if isinstance(found, str):
         return judge_rival(Rival(found), *sizes, question.costs_of)
     if (found.num_devices, found.num_microbatches) != sizes:
@@ -338,9 +343,12 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
     """Return the search's order, its backwards split where that pays at the question's prices."""
     # The search brings numba along, which takes a second to import; the names do not need it.
     from megatron_vshape.core.planner.search import plan
-    from megatron_vshape.core.splitting import WORTH, saves, split_where_it_pays
+    from megatron_vshape.core.splitting import WORTH, saves
 
     costs, goal = question.whole(), question.objective
+    paired = _joint(question, limits)
+    if paired is not None and paired.plan.value <= _bound_of_simple(question, limits):
+        return paired
     chooses, trades = saves(costs) >= WORTH, costs.trades
     planned = partial(
         plan,
@@ -355,7 +363,23 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
         progress=question.progress,
         trades=trades,
     )
-    made = planned()
+    best = _split(question, limits, planned, planned(), chooses)
+    if paired is not None and paired.plan.value < best.plan.value * (1 - SAME):
+        return paired
+    return best
+
+
+def _split(
+    question: Question,
+    limits: tuple[float, ...],
+    planned: Callable[..., Plan],
+    made: Plan,
+    chooses: bool,
+) -> Planned:
+    """Return the search's order with B and W run as one where that pays, at their prices."""
+    from megatron_vshape.core.splitting import split_where_it_pays
+
+    goal = question.objective
     own = question.costs_of(made.schedule.placement, "the plan")
     if own.whole_us is None:
         return Planned(made.schedule, own, plan=made, limits=limits, known=())
@@ -375,6 +399,38 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
     taken = _plan_of(best, limits, goal, made.source, made.steps)
     taken = replace(taken, tried=made.tried)
     return Planned(taken.schedule, best.costs, plan=taken, limits=limits, known=())
+
+
+def _joint(question: Question, limits: tuple[float, ...]) -> Planned | None:
+    """Return the best order with joint passes; None where costs have none, or none fits."""
+    placement, goal = v_shape(question.num_devices), question.objective
+    try:
+        costs = question.costs_of(placement, "a plan")
+    except ScheduleError:  # of stages that the costs do not tell apart
+        return None
+    if not costs.joins or not question.allows(placement):
+        return None
+    from megatron_vshape.core.planner.joint_walk import best_joint  # which brings numba along
+
+    made = best_joint(costs, question.num_microbatches, limits, goal, question.steps)
+    if made is None:
+        return None
+    paired = joined(judge(made, costs), goal)
+    plan = _plan_of(paired, limits, goal, f"joint passes, {made.name}")
+    return Planned(plan.schedule, costs, plan=plan, limits=limits, known=())
+
+
+def _bound_of_simple(question: Question, limits: Sequence[float]) -> float:
+    """Return a value that no order without joint passes is below that the search may find."""
+    whole = question.whole()
+    placements = question.placements or default_placements(
+        question.num_devices, whole.num_stages, whole.trades
+    )
+    sizes = question.num_microbatches, limits, question.objective
+    return min(
+        _bound_at(question.costs_of(each, "a plan").never_joined(), each, *sizes)
+        for each in placements
+    )
 
 
 def _bound(question: Question, placement: Placement, limits: Sequence[float]) -> float:
@@ -448,6 +504,8 @@ def _possible(question: Question, limits: Sequence[float]) -> Iterator[Possible]
         try:
             costs = question.costs_of(block.placement, str(rival))
         except ScheduleError:  # of stages that the costs do not tell apart
+            continue
+        if rival.name in JOINT_NAMES and not costs.joins:
             continue
         possible = may_fit(block, costs, question.num_microbatches, limits)
         alone, placement = costs.in_order_alone(), block.placement

@@ -9,7 +9,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import default_placements
 from megatron_vshape.core.model.schedule import Plan, Schedule
-from megatron_vshape.core.paper.catalogue import NAMES
+from megatron_vshape.core.paper.catalogue import EVERY_NAME, JOINT_NAMES
 from megatron_vshape.core.rivals import judge
 
 _SAME = 1 + 1e-9
@@ -92,10 +92,12 @@ def _of_both(before: Plan | None, made: Plan) -> Plan | None:
 
 def published(question: Question) -> Iterator[Point]:
     """Yield the catalogue's schedules as points, at the costs that the question has for each."""
-    for name in NAMES:
+    for name in EVERY_NAME:
         try:
             answer = ask(replace(question, name=name))
         except ScheduleError:  # not for this size, or these costs do not tell its stages
+            continue
+        if name in JOINT_NAMES and not answer.costs.joins:
             continue
         known = judge(answer.schedule, answer.costs)
         peak, value = max(known.peak), question.objective.of(known.timeline)

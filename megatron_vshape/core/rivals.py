@@ -11,10 +11,13 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
-from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make, make_block
+from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS, make, make_block
 
 MEGATRONS_OWN = ("1f1b", "interleaved-1f1b")
 """The schedules that Megatron's own functions run."""
+
+OVERLAPPED = "overlapped-"
+"""Before a name: run by Megatron with --overlap-moe-expert-parallel-comm."""
 
 MOST_COMPARED = 20_000
 """Passes of a known schedule that a plan is compared with; making a larger one takes longer than
@@ -36,7 +39,7 @@ class Rival(NamedTuple):
     def is_megatrons(self, num_devices: int, num_microbatches: int) -> bool:
         """Return whether a function of Megatron's runs it; interleaved 1F1B in whole groups."""
         whole = self.name == "1f1b" or num_microbatches % num_devices == 0
-        return self.name in MEGATRONS_OWN and whole
+        return self.name.removeprefix(OVERLAPPED) in MEGATRONS_OWN and whole
 
 
 class Known(NamedTuple):
@@ -64,7 +67,7 @@ def rivals_of(
     `MOST_COMPARED` not at all.
     """
     allowed = sorted(set(chunk_counts))
-    for name in NAMES:
+    for name in EVERY_NAME:
         more = [chunks for chunks in allowed if chunks > 1]
         for chunks in more if name in OPTIONS else (None,):
             sizes = num_devices, num_microbatches
@@ -94,6 +97,8 @@ def judge_rival(
         ScheduleError: it is not for these sizes, or there are no costs of its stages.
     """
     schedule = _made(rival, num_devices, num_microbatches)
+    if not costs_of(schedule.placement, str(rival)).joins:
+        schedule = schedule.parted()
     return judge(schedule, costs_of(schedule.placement, str(rival)))._replace(rival=rival)
 
 
@@ -119,7 +124,7 @@ def may_fit(
 
 def joined(known: Known, objective: Objective) -> Known:
     """Return the schedule with B and W run as BW where that is not slower, if BW has a price."""
-    if known.costs.whole_us is None:
+    if known.costs.whole_us is None and not known.costs.joint:
         return known
     from megatron_vshape.core.splitting import joined  # which brings numba along
 

@@ -19,6 +19,7 @@ ever smaller groups of microbatches what makes the step shorter. With F/B/W/mess
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -84,30 +85,45 @@ def where_split(schedule: Schedule) -> str:
 def joined(schedule: Schedule, costs: Costs, objective: Objective) -> Schedule:
     """Return the schedule with B and W that stand together run as BW where that is not slower.
 
-    Only where BW has a price of its own; else `lower` does it, and it changes no time. First those
-    that delay nobody, then all, and if that is too much, those of one stage after the other.
+    Only where BW has a price of its own, alone or beside an F; else `lower` does it, and it changes
+    no time. First those that delay nobody, then all, and if that is too much, those of one stage
+    after the other.
     """
-    if costs.at(schedule.recompute).whole_us is None:
+    if costs.at(schedule.recompute).whole_us is None and not costs.joint:
         return schedule
     best = fuse(simulate(schedule, costs))
     value = objective.of(simulate(best, costs))
-    everywhere = range(best.num_stages)
+    everywhere, apart = range(best.num_stages), _better_apart(best, costs)
     for stages in (everywhere, *((stage,) for stage in everywhere)):
-        tried = _join(best, stages)
+        tried = _join(best, stages, apart)
         reached = objective.of(simulate(tried, costs))
         if reached <= value:
             best, value = tried, reached
     return best
 
 
-def _join(schedule: Schedule, stages: Sequence[int]) -> Schedule:
-    """Return the schedule with every W of these stages that follows its B run with it."""
+def _better_apart(schedule: Schedule, costs: Costs) -> set[Pass]:
+    """Return the B in joint passes whose W takes longer there than behind."""
+    dear = cache(
+        lambda f, b: (
+            costs.joint_us(f, Kind.BW, b) >= costs.joint_us(f, Kind.B, b) + costs.time_us(Kind.W, b)
+        )
+    )
+    return {b for f, b in schedule.beside().items() if dear(f.stage, b.stage)}
+
+
+def _join(schedule: Schedule, stages: Sequence[int], apart: set[Pass]) -> Schedule:
+    """Return the schedule with every W of these stages that follows its B run with it.
+
+    But for those of the B that are `apart`.
+    """
     rows = []
     for own in schedule.order:
         row: list[Pass] = []
         for work in own:
             before = row[-1] if row else None
-            if work.kind is Kind.W and work.stage in stages and before == (Kind.B, *work[1:]):
+            follows = before == (Kind.B, *work[1:]) and before not in apart
+            if work.kind is Kind.W and work.stage in stages and follows:
                 row[-1] = work._replace(kind=Kind.BW)
             else:
                 row.append(work)

@@ -5,13 +5,15 @@ import re
 import statistics
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
+from operator import itemgetter
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.costs import Costs, joint_name
 from megatron_vshape.core.model.files import is_number, is_whole, parse_object
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
-from megatron_vshape.core.model.passes import NeedTable, Pass
+from megatron_vshape.core.model.passes import NeedTable, Pass, parse_step
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.playground.picture import Facts, Picture
 from megatron_vshape.playground.request import MAX_DEVICES, FieldError, FileText, check_drawn
@@ -41,7 +43,10 @@ def measured_pictures(trace: FileText, pricing: Pricing) -> list[Picture]:
     try:
         planned, measured = _read(trace)
         verify(measured.schedule)
-        if planned is not None and planned.schedule.order != measured.schedule.order:
+        if planned is not None and (planned.schedule.order, planned.schedule.joint) != (
+            measured.schedule.order,
+            measured.schedule.joint,
+        ):
             planned = None  # times of another order say nothing about this one
         costs = _costs(measured, pricing)
         if planned is None:
@@ -97,9 +102,16 @@ def _costs(measured: Timeline, pricing: Pricing) -> Costs:
     if pricing.in_bytes:
         return pricing.costs_for(schedule.num_devices, schedule.num_stages)
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    joint: dict[str, list[float]] = defaultdict(list)
+    beside = schedule.beside()
+    joined = set(beside.values())
     for device in range(schedule.num_devices):
         for work, start, end in measured.slots(device):
-            times[work.kind, work.stage].append(end - start)
+            if work in beside:
+                name = joint_name(work.stage, beside[work].kind, beside[work].stage)
+                joint[name].append(end - start)
+            elif work not in joined:
+                times[work.kind, work.stage].append(end - start)
     typical = {key: statistics.median(values) for key, values in times.items()}
     least = min((value for value in typical.values() if value > 0), default=1.0)
 
@@ -116,6 +128,7 @@ def _costs(measured: Timeline, pricing: Pricing) -> Costs:
         0.0,
         unit.held_after_forward_bytes,
         unit.held_after_backward_bytes,
+        joint=tuple((name, statistics.median(values)) for name, values in joint.items()),
     )
 
 
@@ -165,7 +178,7 @@ def _add(event: dict[str, object], names: dict[int, str], planned: _Rows, measur
     """Add the event to its timeline, if it is a pass; what else a trace holds is passed over."""
     text, pid = event.get("name"), event.get("pid")
     try:
-        work = Pass.parse(text)  # type: ignore[arg-type]
+        step = parse_step(text)  # type: ignore[arg-type]
     except ScheduleError:
         return
     start, length = event.get("ts"), event.get("dur")
@@ -181,20 +194,23 @@ def _add(event: dict[str, object], names: dict[int, str], planned: _Rows, measur
     if not 0 <= device < MAX_DEVICES:
         raise ScheduleError(f"the event {text} is on device {device}; up to {MAX_DEVICES} are read")
     rows = planned if _PLANNED.search(label) else measured
-    rows[device].append((start, end, work))
+    rows[device] += [(start, end, work) for work in step]
 
 
 def _timeline(found: _Rows, name: str) -> Timeline:
     """Return the timeline of these passes; a stage is on the device that runs its passes."""
     devices = max(found) + 1
-    rows = [sorted(found.get(device, [])) for device in range(devices)]
+    rows = [sorted(found.get(device, []), key=itemgetter(0, 1)) for device in range(devices)]
     home = {work.stage: device for device, row in enumerate(rows) for _, _, work in row}
     if sorted(home) != list(range(len(home))):
         raise ScheduleError(f"it has passes of the stages {sorted(home)[:8]}, with gaps")
     placement = tuple(home[stage] for stage in range(len(home)))
     microbatches = 1 + max(work.microbatch for row in rows for _, _, work in row)
     order = tuple(tuple(work for _, _, work in row) for row in rows)
-    schedule = Schedule(name, devices, microbatches, placement, order)
+    joint = frozenset(
+        one[2] for row in rows for one, other in pairwise(row) if one[0] == other[0] < one[1]
+    )
+    schedule = Schedule(name, devices, microbatches, placement, order, joint=joint)
     check_drawn(schedule)
     zero = min(row[0][0] for row in rows if row)
     starts = tuple(tuple(start - zero for start, _, _ in row) for row in rows)

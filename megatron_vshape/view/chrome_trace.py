@@ -10,6 +10,7 @@ from typing import TextIO
 
 from megatron_vshape.core.check.simulate import unit_costs
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import BESIDE
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.view.memory import held_steps
@@ -114,11 +115,16 @@ def _meta(device: int, name: str, args: dict[str, str | int | float]) -> Event:
 def _passes(timeline: Timeline, device: int) -> Iterator[Event]:
     chunks = chunks_of(timeline.schedule.placement)
     threads = _resources(timeline, device)
+    beside = timeline.schedule.beside()
+    joined = set(beside.values())
     for work, start, end in timeline.slots(device):
+        if work in joined:  # its F's event is that of both
+            continue
+        step = (work, beside[work]) if work in beside else (work,)
         yield {
             "ph": "X",
-            "name": str(work),
-            "cat": work.kind.label,
+            "name": BESIDE.join(map(str, step)),
+            "cat": " & ".join(each.kind.label for each in step),
             "pid": device,
             "tid": threads.index(timeline.schedule.resource_of(work.kind)),
             "ts": start,
@@ -150,9 +156,9 @@ def _arrows(timeline: Timeline) -> Iterator[Event]:
     for device in range(timeline.schedule.num_devices):
         for reader in timeline.slots(device):
             for need in reader.work.needs(len(placement)):
-                if placement[need.stage] == device:
+                maker = made.get(need)  # none: of what devices share, a device has one stage's
+                if maker is None or placement[need.stage] == device:
                     continue
-                maker = made[need]
                 leaves = maker.end - _INSIDE * (maker.end - maker.start)
                 arrives = max(leaves, reader.start + _INSIDE * (reader.end - reader.start))
                 yield _arrow("s", number, placement[need.stage], leaves)

@@ -17,10 +17,11 @@ def held_steps(timeline: Timeline, costs: Costs, device: int) -> list[tuple[floa
     """
     costs = costs_of(timeline.schedule, costs)
     curve = held_curve(timeline.schedule, costs, device)
+    beside = set(timeline.schedule.beside().values())  # what begins with its F
     pairs = [
         (slot, held)
         for slot, held in zip(timeline.slots(device), curve, strict=True)
-        if slot.work.kind.resource == PROCESSOR
+        if slot.work.kind.resource == PROCESSOR and slot.work not in beside
     ]
     slots, during = [slot for slot, _ in pairs], [held for _, held in pairs]
     steps: list[tuple[float, float]] = []

@@ -2,15 +2,16 @@
 
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import NAMES
+from megatron_vshape.core.paper.catalogue import EVERY_NAME
 
 _WORDS = {"1f1b": "1F1B", "gpipe": "GPipe", "zb": "ZB", "h1": "H1", "h2": "H2"}
+_WORDS["dualpipev"] = "DualPipeV"
 _LONGEST = 60
 
 
 def display_name(name: str) -> str:
     """Return the paper's spelling of a catalogue name; another name as it is, made plain."""
-    if name.rstrip("+") not in NAMES:
+    if name.rstrip("+") not in EVERY_NAME:
         return plain(name)
     plus = "+" if name.endswith("+") else ""
     words = name.rstrip("+").split("-")

@@ -83,8 +83,20 @@ def prices_told(costs: Costs) -> list[str]:
     ]
     if any(exchanges):
         lines.append(f"waiting for exchanges, of a microbatch in the model: {shown}")
+    if costs.joint:
+        lines.append(f"joint passes: prices of {len(costs.joint)} pairs of stages")
+    if costs.hidden_share is not None:
+        share = percent(costs.hidden_share)
+        other = " of pairs without a price" if costs.joint else ""
+        lines.append(f"a joint pass hides {share} of the exchanges of both of its passes{other}")
     untold = "the costs file does not say what was measured"
     return [*lines, *(list(costs.sources_told()) or [untold])]
+
+
+def joint_told(schedule: Schedule) -> str:
+    """Return how many forwards run beside a backward."""
+    forwards = schedule.num_stages * schedule.num_microbatches
+    return f"{len(schedule.joint):,} of {forwards:,} forwards run beside a backward"
 
 
 def argument(value: float) -> str:

@@ -72,13 +72,24 @@ def bars_of(timeline: Timeline, time_scale: float = 1.0) -> list[Bar]:
         device: _heights([lane.resource for lane in lanes if lane.device == device])
         for device in range(timeline.schedule.num_devices)
     }
+    pairs = timeline.schedule.beside().items()
+    lower_part = {half: place for pair in pairs for place, half in enumerate(pair)}
+
+    def height(device: int, work: Pass) -> tuple[float, float]:
+        """Return where the pass is drawn: of a joint one, F in the upper half of the box."""
+        top, bottom = heights[device][timeline.schedule.resource_of(work.kind)]
+        if work not in lower_part:
+            return top, bottom
+        middle = (top + bottom) / 2
+        return (middle, bottom) if lower_part[work] else (top, middle)
+
     return [
         Bar(
             work,
             device,
             (start - first) * time_scale,
             (end - first) * time_scale,
-            *heights[device][timeline.schedule.resource_of(work.kind)],
+            *height(device, work),
         )
         for device in heights
         for work, start, end in timeline.slots(device)
@@ -174,8 +185,9 @@ def number_passes(axes: Axes, bars: Sequence[Bar], chunks: Sequence[int], scale:
         return
     for bar in bars:
         text = str(bar.work.microbatch)
-        if len(text) * DIGIT_WIDTH * size <= (bar.end - bar.start) * scale.x:
-            _write(axes, bar, text, size, chunks)
+        own = min(size, size * (bar.bottom - bar.top) / (_BOTTOM - _TOP) * 1.6)
+        if len(text) * DIGIT_WIDTH * own <= (bar.end - bar.start) * scale.x:
+            _write(axes, bar, text, own, chunks)
 
 
 def typical_length(lengths: Iterable[float]) -> float:

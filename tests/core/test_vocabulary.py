@@ -1,6 +1,7 @@
 """A vocabulary that all devices share: its passes, their order, and the proof that none hangs."""
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 
@@ -19,13 +20,19 @@ from megatron_vshape.core.model.kinds import (
 )
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.placement import v_shape
+from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.core.planner.search import plan
-from megatron_vshape.core.planner.vocabulary import share_vocabulary, shared_costs
+from megatron_vshape.core.planner.vocabulary import (
+    MOST_WAITING,
+    check_shared,
+    share_forwards,
+    share_vocabulary,
+    shared_costs,
+)
 from megatron_vshape.core.program.kernels import waits_for_ever
-from megatron_vshape.core.program.lowering import lower
+from megatron_vshape.core.program.lowering import forward_wave, lower
 
 HEAD = 2.46
 """Layers that an output layer of 128k takes at h = s = 4096."""
@@ -61,6 +68,10 @@ def test_every_schedule_of_the_catalogue_can_share_it(
     shared = share_vocabulary(plain, costs)
     verify(shared, costs=costs)
     assert shared.kinds >= set(VOCABULARY)
+    check_shared(shared)  # so a run can have it
+    for row in shared.order:
+        waiting = accumulate((work.kind is LOGITS) - (work.kind is HEAD_WEIGHT) for work in row)
+        assert max(waiting) <= MOST_WAITING
     for own, row in zip(plain.order, shared.order, strict=True):
         assert sorted(work for work in row if not work.kind.of) == sorted(own)
     first, *others = joined(shared)
@@ -209,3 +220,21 @@ def test_a_plan_can_share_it() -> None:
     verify(shared)
     lower(shared, kernels=True)
     assert simulate(shared, own).makespan < 1.25 * simulate(found, costs).makespan
+
+
+@pytest.mark.parametrize("placement", [v_shape(4), linear(4), looping(4, 2), (0, 3, 1, 2)])
+def test_an_evaluation_can_share_it(placement: tuple[int, ...]) -> None:
+    shared = share_forwards(forward_wave(placement, 4, 3))
+    first, *others = joined(shared)
+    assert all(other == first for other in others)
+    assert sorted(first) == sorted((kind, m) for kind in (LOOKUP, LOGITS) for m in range(3))
+    for row in shared.order:
+        assert row == tuple(dict.fromkeys(row))
+    lower(shared)
+    assert waits_for_ever(lower(shared, kernels=True)) == {}
+
+
+def test_joint_passes_leave_no_room_for_it() -> None:
+    plain = make("dualpipev", 2, 4)
+    with pytest.raises(ScheduleError, match="has joint passes, between whose parts nothing of a"):
+        share_vocabulary(plain, costs_of(plain))

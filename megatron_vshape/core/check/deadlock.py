@@ -1,6 +1,7 @@
 """Why a schedule that is stuck cannot go on: the cycle of its waits, in words."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Lane
@@ -9,22 +10,31 @@ LISTED = 12
 """So many waits of a cycle are told at most: its first ones and its last one."""
 
 
-def explain_deadlock(lanes: Sequence[Lane], table: NeedTable, stuck: Mapping[int, int]) -> str:
+def explain_deadlock(
+    lanes: Sequence[Lane], table: NeedTable, stuck: Mapping[int, int], beside: Mapping[Pass, Pass]
+) -> str:
     """Return the message about a schedule of which each lane in `stuck` stands at a place.
 
     One line per wait: who waits for whom, and whether it reads its result or must run after it
-    on their device.
+    on their device. `beside` are the pairs that run as one, by their F.
     """
-    return _Stuck(lanes, table, stuck).explain()
+    return _Stuck(lanes, table, stuck, beside).explain()
 
 
 class _Stuck:
     """A schedule that cannot go on."""
 
-    def __init__(self, lanes: Sequence[Lane], table: NeedTable, stuck: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        table: NeedTable,
+        stuck: Mapping[int, int],
+        beside: Mapping[Pass, Pass],
+    ) -> None:
         self.lanes = lanes
         self.table = table
         self.stuck = stuck
+        self.beside = beside
         self.home = {
             Pass(kind, work.stage, work.microbatch): (at, place)
             for at, lane in enumerate(lanes)
@@ -56,7 +66,7 @@ class _Stuck:
         """Return who waits for a pass that no device runs; None where the schedule is complete."""
         for at in self.stuck:
             work = self._current(at)
-            for need in self.table.needs_of(work):
+            for need in self._needs_of(work):
                 if need not in self.home and need.kind.everywhere:
                     device = self.lanes[at].device
                     return f"{work} on device {device} waits for {need}, which no device runs"
@@ -74,17 +84,27 @@ class _Stuck:
         return list(seen)[seen[work] :]
 
     def _missing(self, work: Pass) -> Iterator[Pass]:
-        """Yield the passes that `work` reads from and that have not run."""
-        for need in self.table.needs_of(work):
+        """Yield what `work`, or the pass beside it, reads from and that has not run."""
+        for need in self._needs_of(work):
             at, place = self.home.get(need, (-1, -1))
             if at in self.stuck and place >= self.stuck[at]:
                 yield self.lanes[at].passes[place]
 
+    def _needs_of(self, work: Pass) -> Iterator[Pass]:
+        both = (work, self.beside[work]) if work in self.beside else (work,)
+        return chain.from_iterable(map(self.table.needs_of, both))
+
     def _tell(self, work: Pass, other: Pass) -> str:
-        reads = any(
-            need.kind in other.parts() and need[1:] == other[1:]
-            for need in self.table.needs_of(work)
-        )
+        def is_it(need: Pass) -> bool:
+            return need.kind in other.parts() and need[1:] == other[1:]
+
         device = self._lane_of(work).device
-        reason = "reads its result" if reads else f"device {device} runs it first"
+        if any(map(is_it, self.table.needs_of(work))):
+            reason = "reads its result"
+        elif any(map(is_it, self._needs_of(work))):
+            reason = f"{self.beside[work]}, which runs with it, reads its result"
+        elif self.beside.get(other) == work:
+            reason = "runs with it"
+        else:
+            reason = f"device {device} runs it first"
         return f"{work} on device {device} waits for {other}: {reason}"

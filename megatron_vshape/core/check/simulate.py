@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 
 from megatron_vshape.core.check.deadlock import explain_deadlock
 from megatron_vshape.core.model.costs import Costs
@@ -14,7 +15,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Return when every pass runs if each starts as soon as its device and its inputs allow.
 
     A resource of a device runs its passes in order, one at a time; where the schedule or the costs
-    say half duplex, both links to the host are one. A result that crosses devices
+    say half duplex, both links to the host are one. A joint pass starts when the inputs of both of
+    its passes are there, and both end when it does. A result that crosses devices
     arrives `send_us` after its pass has ended; sending occupies no device. Without `costs` every
     chunk pass takes one unit and messages take none.
 
@@ -70,6 +72,8 @@ class _Simulation:
         self.table = NeedTable(stages, kinds)
         self.needs, self.parts_of = self.table.needs, self.table.parts_of
         self.send_us = costs.send_us
+        self.joint = schedule.joint
+        self.joint_us = cache(costs.joint_us)
         self.time_us = {kind: [costs.time_us(kind, s) for s in range(stages)] for kind in kinds}
         self.end: list[list[list[float | None]]] = [
             [[None] * microbatches for _ in range(stages)] for _ in self.table.parts
@@ -99,31 +103,43 @@ class _Simulation:
             if len(self.ends[at]) < len(lane.passes)
         }
         if stuck:
-            raise ScheduleError(explain_deadlock(self.lanes, self.table, stuck))
+            beside = self.schedule.beside()
+            raise ScheduleError(explain_deadlock(self.lanes, self.table, stuck, beside))
         starts, ends = (_by_device(self.schedule, self.lanes, x) for x in (self.starts, self.ends))
         return Timeline(self.schedule, starts, ends, self.send_us, self.costs.whole_us)
 
     def _advance(self, at: int, awake: list[int]) -> None:
         """Run the lane's passes up to the first whose inputs are not there yet."""
-        placement = self.schedule.placement
-        device, _, passes, _ = self.lanes[at]
-        starts, ends = self.starts[at], self.ends[at]
+        passes, starts, ends = self.lanes[at].passes, self.starts[at], self.ends[at]
         clock = ends[-1] if ends else 0.0
-        for place in range(len(ends), len(passes)):
-            kind, stage, microbatch = work = passes[place]
-            start = clock
-            for part, other in self.needs[kind][stage]:
-                done = self.end[part][other][microbatch]
-                if done is None:
-                    self.waiting.setdefault((part, other, microbatch), []).append(at)
-                    return
-                if placement[other] != device:
-                    done += self.send_us
-                start = max(start, done)
-            clock = start + self.time_us[kind][stage]
-            starts.append(start)
-            ends.append(clock)
-            self._finish(work, clock, awake)
+        while len(ends) < len(passes):
+            work = passes[len(ends)]
+            start = self._start(at, work, clock)
+            length_us = self.time_us[work.kind][work.stage]
+            beside = passes[len(ends) + 1] if work in self.joint else None
+            if beside is not None and start is not None:
+                start = self._start(at, beside, start)
+                length_us = self.joint_us(work.stage, beside.kind, beside.stage)
+            if start is None:
+                return
+            clock = start + length_us
+            for each in (work,) if beside is None else (work, beside):
+                starts.append(start)
+                ends.append(clock)
+                self._finish(each, clock, awake)
+
+    def _start(self, at: int, work: Pass, start: float) -> float | None:
+        """Return when the lane's pass can start, from `start` on; None if that is not known yet."""
+        placement, device = self.schedule.placement, self.lanes[at].device
+        for part, other in self.needs[work.kind][work.stage]:
+            done = self.end[part][other][work.microbatch]
+            if done is None:
+                self.waiting.setdefault((part, other, work.microbatch), []).append(at)
+                return None
+            if placement[other] != device:
+                done += self.send_us
+            start = max(start, done)
+        return start
 
     def _finish(self, work: Pass, clock: float, awake: list[int]) -> None:
         for part in self.parts_of[work.kind]:

@@ -7,6 +7,7 @@ from megatron_vshape.core.check.bounds import each_limit
 from megatron_vshape.core.check.simulate import held_curve, simulate, unit_costs
 from megatron_vshape.core.model.costs import Costs, held_text
 from megatron_vshape.core.model.kinds import (
+    BESIDE,
     COPY_BACK,
     DEVICE,
     EVERY,
@@ -19,7 +20,7 @@ from megatron_vshape.core.model.kinds import (
     Read,
     ScheduleError,
 )
-from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.passes import Pass, can_join
 from megatron_vshape.core.model.placement import check_placement
 from megatron_vshape.core.model.schedule import Schedule
 
@@ -65,6 +66,7 @@ def verify(
         )
     _check_places(schedule)
     _check_counts(schedule)
+    _check_joint(schedule)
     simulate(schedule)  # raises if it deadlocks
     if max_held is not None:
         limits = each_limit(max_held, schedule.num_devices)
@@ -91,6 +93,22 @@ def _check_places(schedule: Schedule) -> None:
                 f"{passes[at]} stands on device {device}, but {wrong}\n"
                 + excerpt(schedule, device, at)
             )
+
+
+def _check_joint(schedule: Schedule) -> None:
+    """Raise ScheduleError at a joint pass that is no F beside a B or BW of another microbatch."""
+    for device, row in enumerate(schedule.order if schedule.joint else ()):
+        for at, work in enumerate(row):
+            step = row[at : at + 2]
+            if work in schedule.joint and not can_join(step):
+                raise ScheduleError(
+                    f"{BESIDE.join(map(str, step))} on device {device} is no joint pass: right "
+                    "behind its F there must be a B or BW of another microbatch\n"
+                    + excerpt(schedule, device, at)
+                )
+    rest = schedule.joint.difference(*schedule.order)
+    if rest:
+        raise ScheduleError(f"{min(rest)} is marked as joint, but no device runs it")
 
 
 def _check_counts(schedule: Schedule) -> None:

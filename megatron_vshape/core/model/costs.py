@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from operator import add, mul
 from pathlib import Path
 from statistics import median
@@ -17,6 +19,7 @@ from megatron_vshape.core.model.files import (
     read_text,
 )
 from megatron_vshape.core.model.kinds import (
+    BESIDE,
     COPY_BACK,
     COPY_OUT,
     KINDS,
@@ -101,6 +104,10 @@ class Costs:
     `send_us` between any two stages of other devices. `sources` tell of what stands here by name
     whether it was measured or assumed, and how.
 
+    A joint pass takes what `joint` has for it, by the name `F0&B7` or `F0&BW7` of its stages. Of a
+    pair that is not there, `hidden_share` of both passes' exchanges is behind what the other
+    computes; without it a pair takes as long as its passes one after the other.
+
     >>> from megatron_vshape import Costs
     >>> costs = Costs.uniform(num_devices=2, num_stages=4, forward=1, backward=1.2, weight=0.8)
     >>> costs.backward_us, costs.held_after_forward_bytes
@@ -123,6 +130,8 @@ class Costs:
     others: tuple[tuple[str, tuple[float, ...]], ...] = ()  # what other kinds take or hold, by name
     recompute: tuple[tuple[str, "Costs"], ...] = ()
     half_duplex: bool = False
+    joint: tuple[tuple[str, float], ...] = ()
+    hidden_share: float | None = None
 
     def __post_init__(self) -> None:
         self._check()
@@ -220,6 +229,74 @@ class Costs:
             return times[stage]
         return sum(self.exchanges_us(part, stage) for part in kind.does if part is not kind)
 
+    def joint_us(self, forward: int, kind: Kind, backward: int) -> float:
+        """Return how long F of a stage takes beside a pass of `kind`, B or BW, of another."""
+        known = next(
+            (us for name, us in self.joint if name == joint_name(forward, kind, backward)), None
+        )
+        if known is not None:
+            return known
+        alone = self.time_us(Kind.F, forward) + self.time_us(kind, backward)
+        exchanges = self.exchanges_us(Kind.F, forward) + self.exchanges_us(kind, backward)
+        return max(alone - (self.hidden_share or 0.0) * exchanges, exchanges)
+
+    @property
+    def joins(self) -> bool:
+        """Return whether these say what joint passes take; else none is planned."""
+        return bool(self.joint) or self.hidden_share is not None
+
+    @property
+    def share_hidden(self) -> float | None:
+        """Return the share of the exchanges that hides in a joint pass: given, or as measured.
+
+        None where neither is known, or nothing waits.
+        """
+        if self.hidden_share is not None or not self.joint:
+            return self.hidden_share
+        shares = []
+        for name, price in self.joint:
+            forward, kind, backward = _pair_of(name)
+            waits = self.exchanges_us(Kind.F, forward) + self.exchanges_us(kind, backward)
+            alone = self.time_us(Kind.F, forward) + self.time_us(kind, backward)
+            if waits:
+                shares.append((alone - price) / waits)
+        return min(max(median(shares), 0.0), 1.0) if shares else None
+
+    def never_joined(self) -> "Costs":
+        """Return the costs of a machine on which no pass runs beside another."""
+        return replace(self, joint=(), hidden_share=None) if self.joins else self
+
+    def joined_no_slower(self) -> "Costs":
+        """Return costs without joint passes at which none would be faster than its two passes.
+
+        What runs at these costs runs at those, every joint pass as its F and then its backward, no
+        later and holding no more. Each pass is spared what may hide of its exchange, and half of
+        what a measured pair saves beyond that.
+        """
+        if not self.joins:
+            return self
+        stages, hidden = range(self.num_stages), self.hidden_share or 0.0
+        left = {
+            kind: [self.time_us(kind, s) - hidden * self.exchanges_us(kind, s) for s in stages]
+            for kind in (Kind.F, Kind.B, Kind.BW)
+        }
+        spared = {kind: [0.0] * self.num_stages for kind in left}
+        for name, price in self.joint:
+            f, kind, b = _pair_of(name)
+            half = (left[Kind.F][f] + left[kind][b] - price) / 2
+            for each, stage in ((Kind.F, f), (kind, b)):
+                spared[each][stage] = max(spared[each][stage], half)
+        forward, backward, whole = (
+            tuple(max(t - s, t / 1000) for t, s in zip(left[kind], spared[kind], strict=True))
+            for kind in left
+        )
+        return replace(
+            self.in_passes(),
+            forward_us=forward,
+            backward_us=backward,
+            whole_backward_us=tuple(map(max, whole, backward)),
+        )
+
     @property
     def whole_us(self) -> tuple[float, ...] | None:
         """Return what a BW takes on every stage; None if that is B + W, so that joining is free."""
@@ -231,8 +308,10 @@ class Costs:
     def in_passes(self) -> "Costs":
         """Return the costs with all that a pass takes in its own time, exchanges and host too.
 
-        Without the price list: `at` comes before.
+        Without the price list, so `at` comes before, and without joint passes.
         """
+        if self.joins:
+            return self.never_joined().in_passes()
         if not self.host_us and all(getattr(self, name) is None for name in _EXCHANGES):
             return replace(self, recompute=()) if self.recompute else self
         stages = range(self.num_stages)
@@ -384,10 +463,12 @@ class Costs:
     def split_no_slower(self) -> "Costs":
         """Return costs at which a split backward loses nothing to a whole one, if these differ.
 
+        Nor do an F and a backward one after the other to a joint pass.
+
         What runs at these costs runs at those, every BW as B and W, no later and holding no more:
         so bounds for these hold.
         """
-        priced = self.in_passes()
+        priced = self.joined_no_slower().in_passes()
         if priced.whole_backward_us is None:
             return priced
         backward, weight = [], []
@@ -451,6 +532,10 @@ class Costs:
             known["sources"] = dict(self.sources)
         if self.half_duplex:
             known["half_duplex"] = True
+        if self.joint:
+            known["joint"] = dict(self.joint)
+        if self.hidden_share is not None:
+            known["hidden_share"] = self.hidden_share
         if self.recompute:
             known["recompute"] = {name: each._lists() for name, each in self.recompute}
         return json.dumps(known | dict(self.others), indent=1)
@@ -474,6 +559,9 @@ class Costs:
         recompute, half_duplex = data.pop("recompute", {}), data.pop("half_duplex", False)
         if not isinstance(half_duplex, bool):
             raise ScheduleError(f"half_duplex is {half_duplex!r:.40}; it must be true or false")
+        joint, hidden = _joint(data.pop("joint", {})), data.pop("hidden_share", None)
+        if hidden is not None and not is_number(hidden):
+            raise ScheduleError(f"hidden_share is {hidden!r:.40}; it must be a number from 0 to 1")
         optional = {name: _numbers(name, data.pop(name)) for name in _TIMES if name in data}
         others = tuple(
             (each, _numbers(each, data.pop(each)))
@@ -496,6 +584,8 @@ class Costs:
             sources=sources,
             others=others,
             half_duplex=half_duplex,
+            joint=joint,
+            hidden_share=hidden,
         )
         return replace(made, recompute=tuple(_settings(recompute, made)))
 
@@ -522,9 +612,11 @@ class Costs:
                 _check_value(name, f"{name} of stage {stage}", value, name in _EXCHANGES)
         self._check_layers()
         self._check_recompute()
+        self._check_joint()
         _check_value("send_us", "send_us", self.send_us, may_be_zero=True)
         _check_value("host_us", "host_us", self.host_us, may_be_zero=True)
         times = [time for name in values_of if name.endswith("_us") for time in values_of[name]]
+        times += [price for _, price in self.joint]
         longest = max(*times, self.send_us, self.host_us)
         shortest = min(filter(None, times))
         if longest > MAX_RATIO * shortest:
@@ -548,6 +640,18 @@ class Costs:
                     f"{each.num_stages} stages, those without it {', '.join(own)} of "
                     f"{self.num_stages}; they must be of the same"
                 )
+
+    def _check_joint(self) -> None:
+        for name, price in self.joint:
+            match = _JOINT.fullmatch(name)
+            if match is None or max(map(int, match.groups())) >= self.num_stages:
+                raise ScheduleError(
+                    f"joint has {name!r:.40}; it must name two of the {self.num_stages} stages, "
+                    "that of the F and that of the B or BW beside it, as in F0&B7 or F0&BW7"
+                )
+            _check_value("joint_us", f"joint {name}", price)
+        if self.hidden_share is not None and not 0 <= self.hidden_share <= 1:
+            raise ScheduleError(f"hidden_share is {self.hidden_share}; it must be from 0 to 1")
 
     def _check_layers(self) -> None:
         if self.layers is None:
@@ -576,10 +680,31 @@ _EXCHANGES = ("forward_exchange_us", "backward_exchange_us", "whole_exchange_us"
 _TIMES = ("whole_backward_us", *_EXCHANGES)  # of every stage, where they are known
 _OPTIONAL = ("layers", *_TIMES)
 _FIELDS = (*_PER_STAGE[:3], "send_us", *_PER_STAGE[3:])
-_KNOWN = frozenset((*_FIELDS, *_OPTIONAL, "host_us", "sources", "recompute", "half_duplex"))
+_ALONE = ("host_us", "sources", "recompute", "half_duplex", "joint", "hidden_share")
+_KNOWN = frozenset((*_FIELDS, *_OPTIONAL, *_ALONE))
+_JOINT = re.compile(r"F([0-9]{1,9})&BW?([0-9]{1,9})", re.ASCII)
 
 MEASURED, ASSUMED = "measured", "assumed"
 """How the source of a figure begins."""
+
+
+def joint_name(forward: int, kind: Kind, backward: int) -> str:
+    """Return by what name costs have the price of F of a stage beside B or BW of another."""
+    return f"{Kind.F}{forward}{BESIDE}{kind}{backward}"
+
+
+def _pair_of(name: str) -> tuple[int, Kind, int]:
+    """Return the F's stage, the kind beside it and its stage of a name by `joint_name`."""
+    forward, beside = name.removeprefix(Kind.F).split(BESIDE)
+    kind = Kind.BW if beside.startswith(Kind.BW) else Kind.B
+    return int(forward), kind, int(beside.removeprefix(kind))
+
+
+def _joint(given: object) -> tuple[tuple[str, float], ...]:
+    """Return the prices of joint passes read from JSON."""
+    if not isinstance(given, dict):
+        raise ScheduleError(f"joint is {given!r:.60}; it must be an object with a price per pair")
+    return tuple((name, _numbers(f"joint {name}", [price])[0]) for name, price in given.items())
 
 
 def _names_of_others(kinds: Iterable[Kind]) -> list[str]:
@@ -683,11 +808,28 @@ def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
     changed["others"] = tuple((name, tuple(_sums(each, size))) for name, each in costs.others)
     if costs.layers is not None:
         changed["layers"] = tuple(map(int, changed["layers"]))
+    changed["joint"] = tuple(_joint_sums(costs, num_stages))
     finer = replace(costs, recompute=())
     changed["recompute"] = tuple(
         (setting, regroup(each, num_stages, name)) for setting, each in costs.recompute
     )
     return replace(finer, **changed)
+
+
+def _joint_sums(costs: Costs, num_stages: int) -> Iterator[tuple[str, float]]:
+    """Yield the prices of the pairs of a coarser cut of which all parts are known.
+
+    The first stage of F runs beside the last one of the backward, and so on.
+    """
+    known, size = dict(costs.joint), costs.num_stages // num_stages
+    pairs = product(range(num_stages), (Kind.B, Kind.BW), range(num_stages))
+    for forward, kind, backward in pairs if known else ():
+        names = [
+            joint_name(forward * size + at, kind, (backward + 1) * size - 1 - at)
+            for at in range(size)
+        ]
+        if all(name in known for name in names):
+            yield joint_name(forward, kind, backward), math.fsum(map(known.__getitem__, names))
 
 
 def _sums(values: tuple[float, ...], size: int) -> Iterator[float]:

@@ -372,5 +372,8 @@ def simple_kinds(kinds: Iterable[Kind]) -> tuple[Kind, ...]:
     return tuple(kind for kind in KINDS if kind in simple)
 
 
+BESIDE = "&"
+"""Between the two passes of a joint pass, in text: `F0.3&B7.1`."""
+
 PARTS = (Kind.F, Kind.B, Kind.W)
 """The simple kinds of which every stage and microbatch has one pass, whatever else it has."""

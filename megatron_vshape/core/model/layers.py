@@ -23,6 +23,7 @@ class Pieces:
     send_us: float
     host_us: float = 0.0  # of a pass, however many layers it has
     sources: tuple[tuple[str, str], ...] = ()  # of the costs that these are of
+    hidden_share: float | None = None  # of what layers wait for, in a joint pass
 
     @classmethod
     def of(cls, costs: Costs, layers: Sequence[float]) -> "Pieces":
@@ -56,6 +57,7 @@ class Pieces:
             costs.send_us,
             costs.host_us,
             costs.sources,
+            costs.share_hidden,
         )
 
     @classmethod
@@ -86,7 +88,8 @@ class Pieces:
         least = LEAST * self.layer.time_us
 
         stages = [stage.at_least(least) for stage in stages]
-        return Costs.of(stages, self.send_us, layers, self.host_us, self.sources)
+        made = Costs.of(stages, self.send_us, layers, self.host_us, self.sources)
+        return replace(made, hidden_share=self.hidden_share)
 
     def balanced(self, num_layers: int, placement: Placement) -> tuple[int, ...]:
         """Return how many layers every stage gets so that the busiest device has least to do.
@@ -145,6 +148,12 @@ def recut(
     pieces = Pieces.of(costs, layers or (total / costs.num_stages,) * costs.num_stages)
     placement = looping(num_devices, num_stages // num_devices)
     return pieces.costs((even_layers if even else pieces.balanced)(total, placement))
+
+
+def without_ends(pieces: Pieces) -> Pieces:
+    """Return the pieces of a model whose embedding and head are no stage's."""
+    nothing = pieces.layer.times(0.0)
+    return replace(pieces, first=nothing, last=nothing)
 
 
 def with_ends(costs: Costs, first: Piece, last: Piece) -> Costs:

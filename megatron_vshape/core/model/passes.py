@@ -1,13 +1,14 @@
 """The passes of a pipeline and the one statement of their data dependencies."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from graphlib import CycleError, TopologicalSorter
 from operator import or_
 from typing import NamedTuple
 
 from megatron_vshape.core.model.kinds import (
+    BESIDE,
     KINDS,
     PARTS,
     Kind,
@@ -58,6 +59,35 @@ class Pass(NamedTuple):
         for read in self.kind.reads:
             for stage in read.stages(self.stage, num_stages):
                 yield Pass(find_kind(read.kind), stage, self.microbatch)
+
+
+def parse_step(text: str) -> tuple[Pass, ...]:
+    """Return the pass that `text` names, or both of a joint pass, such as `F0.3&B7.1`.
+
+    Raises:
+        ScheduleError: it names none, or what stands beside each other is no F and a B or BW.
+    """
+    if not isinstance(text, str) or BESIDE not in text:
+        return (Pass.parse(text),)
+    step = tuple(map(Pass.parse, text.split(BESIDE)))
+    if not can_join(step):
+        raise ScheduleError(
+            f"{text!r:.80} is no joint pass: expected an F beside a B or BW of another microbatch, "
+            "as in F0.3&B7.1"
+        )
+    return step
+
+
+def can_join(step: Sequence[Pass]) -> bool:
+    """Return whether these can run as one: an F, then a B or BW of another microbatch.
+
+    Passes of one microbatch wait for each other: every B is behind all F.
+    """
+    if len(step) != 2:
+        return False
+    forward, backward = step
+    kinds = forward.kind is Kind.F and backward.kind in (Kind.B, Kind.BW)
+    return kinds and forward.microbatch != backward.microbatch
 
 
 class NeedTable:

@@ -4,8 +4,8 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
 from operator import attrgetter
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megatron_vshape.core.model.files import check_keys, is_whole, parse_object, read_text
 from megatron_vshape.core.model.kinds import (
+    BESIDE,
     KINDS,
     NO_RECOMPUTE,
     PARTS,
@@ -23,7 +24,7 @@ from megatron_vshape.core.model.kinds import (
     is_setting,
     resource_of,
 )
-from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.passes import Pass, parse_step
 from megatron_vshape.core.model.placement import Placement, check_placement, chunks_of
 
 FORMAT = 1
@@ -63,7 +64,9 @@ class Schedule:
     `placement[stage]` is the device of a stage, `order[device]` the passes of a device.
     `recompute[stage]` is what the stage's backward computes again, such as `mlp` or `full`; without
     it no stage does. With `half_duplex` a device's copies to and from its host share one link,
-    which runs them in the order of the device's passes.
+    which runs them in the order of the device's passes. An F in `joint` runs as one with the B or
+    BW right behind it: the device begins both when the inputs of both are there, and has the
+    results of both when both are done. In text and in files such a joint pass is `F0.3&B7.1`.
 
     >>> from megatron_vshape import Schedule, make
     >>> schedule = make("1f1b", 2, 2)
@@ -81,6 +84,7 @@ class Schedule:
     order: tuple[tuple[Pass, ...], ...]
     recompute: tuple[str, ...] = ()
     half_duplex: bool = False
+    joint: frozenset[Pass] = frozenset()
     _kinds: list[frozenset[Kind]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -106,6 +110,22 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Return whether any weight gradient is a pass of its own."""
         return Kind.W in self.kinds
+
+    def parted(self) -> "Schedule":
+        """Return the schedule with every joint pass as its two, one after the other."""
+        return replace(self, joint=frozenset())
+
+    def steps(self, device: int) -> Iterator[tuple[Pass, ...]]:
+        """Yield what a device runs at once, in order: one pass, or the two of a joint pass."""
+        row = iter(self.order[device])
+        if not self.joint:
+            return zip(row)
+        return ((work, next(row)) if work in self.joint else (work,) for work in row)
+
+    def beside(self) -> dict[Pass, Pass]:
+        """Return, by the F of every joint pass, the B or BW that runs beside it."""
+        steps = (step for device in range(self.num_devices) for step in self.steps(device))
+        return dict(step for step in steps if len(step) == 2) if self.joint else {}
 
     def resource_of(self, kind: Kind) -> str:
         """Return the resource of a device on which passes of this kind run."""
@@ -134,7 +154,7 @@ class Schedule:
             "num_devices": self.num_devices,
             "num_microbatches": self.num_microbatches,
             "placement": list(self.placement),
-            "order": [[str(each) for each in passes] for passes in self.order],
+            "order": [self._cells(device) for device in range(self.num_devices)],
         }
         if self.recompute:
             data["recompute"] = list(self.recompute)
@@ -145,8 +165,12 @@ class Schedule:
     def to_csv(self) -> str:
         """Return one line per device, its passes separated by commas."""
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(self.order)
+        rows = map(self._cells, range(self.num_devices))
+        csv.writer(text, lineterminator="\n").writerows(rows)
         return text.getvalue()
+
+    def _cells(self, device: int) -> list[str]:
+        return [BESIDE.join(map(str, step)) for step in self.steps(device)]
 
     @classmethod
     def from_json(cls, text: str) -> "Schedule":
@@ -183,8 +207,9 @@ class Schedule:
         if not isinstance(half_duplex, bool):
             raise ScheduleError(f"half_duplex is {half_duplex!r:.40}; it must be true or false")
         settings = _settings(recompute, len(placement))
-        rows = _parse_rows(order)
-        return cls(name, devices, microbatches, tuple(placement), rows, settings, half_duplex)
+        rows, joint = _parse_rows(order)
+        sizes = devices, microbatches, tuple(placement)
+        return cls(name, *sizes, rows, settings, half_duplex, joint)
 
     @classmethod
     def from_csv(
@@ -202,7 +227,7 @@ class Schedule:
             rows = [cells for line in lines if (cells := _filled(line))]
         except csv.Error as error:
             raise ScheduleError(f"the CSV cannot be read: {error}") from None
-        order = _parse_rows(rows)
+        order, joint = _parse_rows(rows)
         if not any(order):
             raise ScheduleError("the CSV holds no pass; it needs one line per device")
         if placement is None:
@@ -210,7 +235,7 @@ class Schedule:
         check_placement(placement, len(order))
         microbatches = 1 + max(each.microbatch for passes in order for each in passes)
         check_size(len(placement), microbatches)
-        return cls(name, len(order), microbatches, placement, order)
+        return cls(name, len(order), microbatches, placement, order, joint=joint)
 
 
 def check_size(num_stages: int, num_microbatches: int) -> None:
@@ -293,12 +318,18 @@ class Timeline:
 
     @property
     def work(self) -> tuple[float, ...]:
-        """Return how long every device's processor works."""
+        """Return how long every device's processor works; for a joint pass once."""
+        joint = self.schedule.joint
         return tuple(
-            sum(self.ends[lane.device][at] for at in lane.places)
-            - sum(self.starts[lane.device][at] for at in lane.places)
+            sum(self.ends[lane.device][at] for at in places)
+            - sum(self.starts[lane.device][at] for at in places)
             for lane in self.schedule.lanes()
             if lane.resource == PROCESSOR
+            for places in [
+                [at for at, work in zip(lane.places, lane.passes, strict=True) if work not in joint]
+                if joint
+                else lane.places
+            ]
         )
 
     @property
@@ -357,12 +388,18 @@ class Timeline:
         def column(time: float) -> int:
             return math.ceil((time - first) / unit - 0.5 - _ROUNDING)
 
-        for (kind, stage, _), at in zip(lane.passes, lane.places, strict=True):
+        letters: list[str] = []
+        for work, at in zip(lane.passes, lane.places, strict=True):
             start, end = starts[at], ends[at]
-            middle = (start + end) / 2
-            text = kind[0] * (column(middle) - column(start))
-            text += kind[-1] * (column(end) - column(middle))
-            line = line.ljust(column(start)) + (text if chunks[stage] % 2 == 0 else text.lower())
+            own = work.kind if chunks[work.stage] % 2 == 0 else work.kind.lower()
+            letters += (own[0], own[-1]) if len(work.kind.does) > 1 else (own[0],)
+            if work in self.schedule.joint:  # one after the other, in the time of both
+                continue
+            line = line.ljust(column(start))
+            for place, letter in enumerate(letters, 1):
+                upto = column(start + (end - start) * place / len(letters))
+                line += letter * (upto - len(line))
+            letters = []
         return line
 
 
@@ -480,15 +517,18 @@ def _check_lengths(order: Sequence[object], most: int) -> None:
             )
 
 
-def _parse_rows(rows: Sequence[object]) -> tuple[tuple[Pass, ...], ...]:
-    parsed = []
+def _parse_rows(rows: Sequence[object]) -> tuple[tuple[tuple[Pass, ...], ...], frozenset[Pass]]:
+    """Return the passes of every device, and the F of joint ones."""
+    parsed, joint = [], set[Pass]()
     for device, row in enumerate(rows):
         if not isinstance(row, list):
             raise ScheduleError(
                 f"the order of device {device} is {row!r:.40}; it must be a list of passes"
             )
-        parsed.append(tuple(map(Pass.parse, row)))
-    return tuple(parsed)
+        steps = list(map(parse_step, row))
+        joint.update(step[0] for step in steps if len(step) == 2)
+        parsed.append(tuple(chain.from_iterable(steps)))
+    return tuple(parsed), frozenset(joint)
 
 
 def _placement_of(order: Sequence[Sequence[Pass]]) -> Placement:

@@ -9,8 +9,9 @@ interleaved 1F1B is that of 2104.04473, GPipe of 1811.06965.
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
 from megatron_vshape.core.paper.building_block import BlockPass, BuildingBlock
@@ -174,6 +175,32 @@ def v_half(num_devices: int) -> BuildingBlock:
 def v_zb(num_devices: int) -> BuildingBlock:
     """Return the zero-bubble block, at 1F1B's activation memory: hops of 4 and 2."""
     return v_block("v-zb", num_devices, hops=((4,), (2,), (4,), (2,)), turns=(1, 1, 1))
+
+
+def dualpipev(num_devices: int, num_microbatches: int) -> BuildingBlock:
+    """Return DualPipeV's block: hops of a joint pass, an F with the whole backward beside it.
+
+    In slots its two passes follow each other, and hand both results over at the end of both.
+
+    Raises:
+        ScheduleError: there are fewer microbatches than its ends take.
+    """
+    if num_microbatches < 2 * num_devices:
+        raise ScheduleError(
+            f"dualpipev takes at least twice as many microbatches as devices, {2 * num_devices} "
+            f"on {num_devices}, not {num_microbatches}"
+        )
+    hops = ((WORK,),) * 4
+    return v_block("dualpipev", num_devices, hops, (WORK, WORK + 1, WORK), split=False)
+
+
+def overlapped_interleaved(num_devices: int, num_chunks: int) -> BuildingBlock:
+    """Return the block of interleaved 1F1B as Megatron runs it with experts' exchanges hidden.
+
+    With one more forward of warm-up, which the block does not show.
+    """
+    block = interleaved(num_devices, num_chunks)
+    return replace(block, name="overlapped-interleaved-1f1b")
 
 
 def v_block(

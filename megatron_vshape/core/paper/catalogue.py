@@ -9,7 +9,7 @@ from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.files import is_whole
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, check_size
-from megatron_vshape.core.paper import blocks
+from megatron_vshape.core.paper import blocks, joint
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.reordering import fill_warm_up, reorder
 from megatron_vshape.core.paper.repeating import repeat
@@ -46,10 +46,17 @@ _BLOCKS: dict[str, Callable[..., BuildingBlock]] = {
     "v-min": blocks.v_min,
     "v-half": blocks.v_half,
     "v-zb": blocks.v_zb,
+    "dualpipev": blocks.dualpipev,
+    "overlapped-interleaved-1f1b": blocks.overlapped_interleaved,
 }
 """Each takes what it depends on of the devices, the microbatches and the `OPTIONS`, by name."""
 
-NAMES = tuple(_BLOCKS)
+JOINT_NAMES = ("dualpipev", "overlapped-interleaved-1f1b")
+"""Those that run forwards beside backwards: for costs, or a trainer, that know of joint passes."""
+
+EVERY_NAME = tuple(_BLOCKS)
+
+NAMES = tuple(name for name in _BLOCKS if name not in JOINT_NAMES)
 
 NOT_REORDERED = frozenset({"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b"})
 """Those that the last step leaves out: without W there is little to fill idle slots with."""
@@ -57,6 +64,7 @@ NOT_REORDERED = frozenset({"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b"})
 OPTIONS: dict[str, frozenset[str]] = {
     "interleaved-1f1b": frozenset({"num_chunks"}),
     "grouped-interleaved-1f1b": frozenset({"num_chunks", "group_size"}),
+    "overlapped-interleaved-1f1b": frozenset({"num_chunks"}),
 }
 """What may be chosen besides devices and microbatches."""
 
@@ -90,7 +98,7 @@ def make_block(
         ScheduleError: no schedule has this name or this option, or a count is impossible.
     """
     if name not in _BLOCKS:
-        raise no_such_schedule(name, NAMES)
+        raise no_such_schedule(name, EVERY_NAME)
     given = {"num_chunks": num_chunks, "group_size": group_size}
     for option, value in given.items():
         if value is not None and option not in OPTIONS.get(name, ()):
@@ -140,7 +148,15 @@ def make(
     )
     if name == "1f1b-v":
         return _make_one_f_one_b_v(block, num_microbatches)
+    if name == "dualpipev":
+        published = joint.dualpipev(num_devices, num_microbatches)
+        verify(published)
+        return published
     max_held = None if name in NOT_REORDERED else max(block.peaks())
+    if name == "overlapped-interleaved-1f1b":
+        paired = joint.overlapped(make_schedule(block, num_microbatches))
+        verify(paired)
+        return paired
     return make_schedule(block, num_microbatches, max_held)
 
 

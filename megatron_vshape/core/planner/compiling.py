@@ -18,14 +18,13 @@ except ImportError:  # the extra `search` is not installed
 logger = logging.getLogger(__name__)
 
 
-def _cores() -> int:
-    if njit is None:
-        return 1
+def processors() -> int:
+    """Return how many processors this process may use."""
     allowed = getattr(os, "sched_getaffinity", None)  # not on every system
     return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
-CORES = _cores()
+CORES = 1 if njit is None else processors()
 """Threads that gain anything."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

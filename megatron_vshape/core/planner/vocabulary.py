@@ -28,6 +28,7 @@ from megatron_vshape.core.model.kinds import (
     LOOKUP,
     LOOKUP_WEIGHT,
     LOSS,
+    VOCABULARY,
     Kind,
     ScheduleError,
 )
@@ -39,12 +40,18 @@ from megatron_vshape.core.model.schedule import Schedule
 WAITING = (1, 3)
 """Microbatches of which a device holds its part of the logits for a T that finds no idle time."""
 
+MOST_WAITING = max(WAITING) + 1
+"""Microbatches of which it holds that at most."""
+
 LATE = (0.0, 0.5, 1.0)
 """The share of a pass run sooner by which it may hold up the one whose turn it is.
 
 In chunk passes at d = 8, m = 32, an output layer of 2.46 layers: V-ZB with one chunk more takes
 216.5, 214.0 and 215.9, 1F1B with two 305, 293 and 301; V-Half at its own memory 223.8 by all.
 """
+
+MORE = {"1f1b": 1, "zb-h1": 1, "v-zb": 1}
+"""Microbatches of a stage that a device may hold more of than without sharing, by schedule."""
 
 FURTHER = 24
 """Passes of its order of which a device may run one sooner."""
@@ -84,6 +91,124 @@ def shared_costs(
     return replace(costs, others=(*costs.others, *others))
 
 
+def without_shared(costs: Costs) -> Costs:
+    """Return the costs of F, B and W, by which orders are made before they share."""
+    names = _names()
+    others = tuple(each for each in costs.others if each[0] not in names)
+    return costs if others == costs.others else replace(costs, others=others)
+
+
+def in_proportion(costs: Costs, like: Costs) -> Costs:
+    """Return the costs with what `like` has of a shared vocabulary, where they lack it.
+
+    Times are to all forwards as they are there, and bytes to what all hold.
+    """
+    if tells_shared(costs):
+        return costs
+    have, names = dict(costs.others), _names()
+    slower = sum(costs.forward_us) / sum(like.forward_us)
+    larger = sum(costs.held_after_forward_bytes) / sum(like.held_after_forward_bytes)
+    given = (
+        (name, tuple((larger if name == LOGITS.takes else slower) * each for each in amounts))
+        for name, amounts in like.others
+        if name in names - have.keys()
+    )
+    return replace(costs, others=(*costs.others, *given))
+
+
+def tells_shared(costs: Costs) -> bool:
+    """Return whether the costs say what passes of a shared vocabulary take."""
+    return _names() <= {name for name, _ in costs.others}
+
+
+def _names() -> set[str]:
+    """Return by which names costs know what passes of a shared vocabulary take."""
+    return {kind.time for kind in VOCABULARY} | {LOGITS.takes}
+
+
+def more_room(name: str, costs: Costs) -> float:
+    """Return how much more a device may hold when this schedule of the catalogue shares."""
+    return MORE.get(name, 0) * max(costs.held_after_forward_bytes)
+
+
+def is_shared(schedule: Schedule) -> bool:
+    """Return whether the schedule has passes of a vocabulary that all devices share."""
+    return not schedule.kinds.isdisjoint(VOCABULARY)
+
+
+def check_shared(schedule: Schedule) -> None:
+    """Raise ScheduleError unless a run can share the vocabulary as the schedule says, if it does.
+
+    It has all kinds of such passes. Each of them runs microbatch by microbatch. A sum stands behind
+    the device's own part of it and before what reads it. The gradient of a loss comes with the S of
+    the next microbatch, so T is behind that, and C before it.
+    """
+    if not is_shared(schedule):
+        return
+    lacking = [kind for kind in VOCABULARY if kind not in schedule.kinds]
+    if lacking:
+        raise ScheduleError(
+            f"it shares the vocabulary and has no {', '.join(lacking)}: all of "
+            f"{', '.join(VOCABULARY)} are needed, or none"
+        )
+    last = schedule.num_stages - 1
+    for device, row in enumerate(schedule.order):
+        at = {
+            (part, work.stage if not part.of else 0, work.microbatch): place
+            for place, work in enumerate(row)
+            for part in work.parts()
+        }
+        for microbatch in range(schedule.num_microbatches):
+            turns = [(kind, 0, microbatch + late) for kind in VOCABULARY for late in (0, 1)]
+            pairs = [*zip(turns[::2], turns[1::2], strict=True)]
+            pairs += [((LOGITS, 0, microbatch + 1), (HEAD_WEIGHT, 0, microbatch))]
+            pairs += [((LOSS, 0, microbatch), (LOGITS, 0, microbatch + 1))]
+            for first, second, third in (
+                (LOOKUP, LOOKED_UP, (Kind.F, 0)),
+                (LOGITS, LOSS, (Kind.B, last)),
+            ):
+                pairs += [((first, 0, microbatch), (second, 0, microbatch))]
+                pairs += [((second, 0, microbatch), (*third, microbatch))]
+            for before, after in pairs:
+                if before in at and after in at and at[before] > at[after]:
+                    names = [str(Pass(*each)).replace("0.", ".", 1) for each in (after, before)]
+                    raise ScheduleError(
+                        f"{names[0]} stands before {names[1]} on device {device}: a run that "
+                        "shares the vocabulary needs them the other way round"
+                    )
+
+
+def share_forwards(wave: Schedule) -> Schedule:
+    """Return the evaluation's schedule with a shared vocabulary's I, E, S and C.
+
+    `wave` is that of `lowering.forward_wave`. All devices join I right before the first stage's F
+    can run, and S right after the last one's, so that everything keeps one order on all of them.
+    """
+    last, devices = wave.num_stages - 1, wave.num_devices
+    chunks = wave.num_stages // devices
+    homes = [stages[0] for stages in stages_of(wave.placement, devices)]
+
+    def place(work: Pass) -> tuple[float, int]:
+        early = chunks * work.microbatch
+        if work.kind in (LOOKUP, LOOKED_UP):
+            return early - 0.5, VOCABULARY.index(work.kind)
+        if work.kind in (LOGITS, LOSS):
+            return early + last + 0.5, VOCABULARY.index(work.kind)
+        return early + work.stage, work.stage
+
+    rows = []
+    for device, row in enumerate(wave.order):
+        made = list(row)
+        for microbatch in range(wave.num_microbatches):
+            made += [Pass(kind, homes[device], microbatch) for kind in (LOOKUP, LOGITS)]
+            if wave.placement[0] == device:
+                made.append(Pass(LOOKED_UP, 0, microbatch))
+            if wave.placement[last] == device:
+                made.append(Pass(LOSS, last, microbatch))
+        rows.append(tuple(sorted(made, key=place)))
+    return replace(wave, order=tuple(rows))
+
+
 def share_vocabulary(schedule: Schedule, costs: Costs, more: float = 0.0) -> Schedule:
     """Return the schedule with the passes of a vocabulary that all devices share.
 
@@ -102,10 +227,16 @@ def share_vocabulary(schedule: Schedule, costs: Costs, more: float = 0.0) -> Sch
     95.2
 
     Raises:
-        ScheduleError: the schedule has such passes already, is not complete, or deadlocks.
+        ScheduleError: the schedule has such passes already, or joint ones, is not complete, or
+            deadlocks.
     """
     if any(kind.of for kind in schedule.kinds):
         raise ScheduleError(f"{schedule.name} has passes of a shared vocabulary already")
+    if schedule.joint:
+        raise ScheduleError(
+            f"{schedule.name} has joint passes, between whose parts nothing of a shared vocabulary "
+            "can run: share that of a schedule without"
+        )
     verify(schedule)
     limits = [peak + more for peak in peak_held(schedule, costs)]
     made = [

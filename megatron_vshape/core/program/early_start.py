@@ -134,7 +134,7 @@ def _end(row: Sequence[Instruction], stops: Callable[[Pass], bool], sent: set[Pa
     for at, each in enumerate(row):
         if isinstance(each, Await) and each.message.work not in sent:
             break
-        if isinstance(each, Run) and stops(each.work):
+        if isinstance(each, Run) and any(map(stops, each.passes)):
             break
         if isinstance(each, Run | Send):
             end = at + 1

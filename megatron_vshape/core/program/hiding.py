@@ -34,12 +34,15 @@ def weights_beside(timeline: Timeline, ties_ends: bool = False) -> dict[Pass, Be
     schedule = timeline.schedule
     ends = (0, schedule.num_stages - 1)
     needed = needed_us(timeline)
+    joint = set(schedule.beside().values())
     found: dict[Pass, Beside] = {}
     for device in range(schedule.num_devices):
         slots = list(timeline.slots(device))
         for one, other in itertools.pairwise(slots):
             work, after = one.work, other.work
             if (work.kind, after.kind) != (Kind.B, Kind.W) or work[1:] == after[1:]:
+                continue
+            if work in joint:  # an F runs while it waits
                 continue
             if ties_ends and (work.stage, after.stage) == ends:
                 continue

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.kinds import BESIDE, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
@@ -34,12 +34,21 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a pass."""
+    """Run a pass, or at once the two of a joint pass: `work`, an F, and the B or BW `beside` it.
+
+    Both have been awaited before, and what both send follows: F's first.
+    """
 
     work: Pass
+    beside: Pass | None = None
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """Return the pass, or both."""
+        return (self.work,) if self.beside is None else (self.work, self.beside)
 
     def __str__(self) -> str:
-        return str(self.work)
+        return BESIDE.join(map(str, self.passes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +158,7 @@ class Messages:
         self.chunks = chunks_of(schedule.placement)
         self.read_by: dict[Pass, Message] = {}
         self.made_by: dict[Pass, Message] = {}
+        self.steps = [list(schedule.steps(device)) for device in range(schedule.num_devices)]
         self.sent: list[dict[Source, list[Message]]] = [{} for _ in schedule.order]
         for row in schedule.order:
             for work in row:

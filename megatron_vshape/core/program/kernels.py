@@ -23,7 +23,7 @@ step; so they cost nothing beside a transport that need not post (`scripts/bench
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Timeline
@@ -136,9 +136,9 @@ class _Placed:
     """The gaps of all messages; `program` writes them down."""
 
     def __init__(self, planned: Timeline, early: Sequence[int] | None) -> None:
-        self._planned = planned
+        self._given, self._planned = planned, _by_step(planned)
         self._messages = Messages(planned.schedule)
-        self._transfers = _transfers(self._messages, planned, early)
+        self._transfers = _transfers(self._messages, self._planned, early)
         self._walk = _Walk(self._messages, self._transfers)
         self._walk.run()
 
@@ -182,7 +182,7 @@ class _Placed:
 
     def program(self) -> Program:
         """Return the program that sends and posts so."""
-        rows = self._messages.schedule.order
+        rows = self._messages.steps
         posts: list[dict[int, list[Message]]] = [{} for _ in rows]
         releases: list[dict[int, list[Message]]] = [{} for _ in rows]
         # Where devices stop together, what was sent before that is posted before it.
@@ -193,7 +193,7 @@ class _Placed:
         instructions = tuple(
             tuple(self._row(device, posts[device], releases[device])) for device in range(len(rows))
         )
-        return Program(self._messages.schedule, instructions, AHEAD, self._planned)
+        return Program(self._messages.schedule, instructions, AHEAD, self._given)
 
     def _released(self, each: _Transfer) -> int:
         """Return the gap of its source in which what was sent is surely gone, by the plan."""
@@ -217,19 +217,31 @@ class _Placed:
         wait: where all streams share one queue of the hardware, a receive that waits behind another
         of its stream holds up all that is launched after it.
         """
-        passes = self._messages.schedule.order[device]
-        for gap in range(len(passes) + 1):
-            result = self._messages.sent_after(passes[gap - 1]) if gap else None
-            if result is not None:
-                yield Send(result)
+        steps, messages = self._messages.steps[device], self._messages
+        for gap in range(len(steps) + 1):
+            if gap:
+                yield from map(Send, filter(None, map(messages.sent_after, steps[gap - 1])))
             yield from map(Receive, posts.get(gap, ()))
-            if gap == len(passes):
+            if gap == len(steps):
                 return  # the end of the step waits for all that is sent
             yield from map(Release, releases.get(gap, ()))
-            message = self._messages.read_by.get(passes[gap])
-            if message is not None:
-                yield Await(message)
-            yield Run(passes[gap])
+            yield from map(Await, filter(None, map(messages.read_by.get, steps[gap])))
+            yield Run(*steps[gap])
+
+
+def _by_step(planned: Timeline) -> Timeline:
+    """Return the timeline with the times of a joint pass once: its gaps are around both."""
+    if not planned.schedule.joint:
+        return planned
+    rows = [
+        [at for at, work in enumerate(row) if work not in planned.schedule.joint]
+        for row in planned.schedule.order
+    ]
+    starts, ends = (
+        tuple(tuple(times[device][at] for at in row) for device, row in enumerate(rows))
+        for times in (planned.starts, planned.ends)
+    )
+    return replace(planned, starts=starts, ends=ends)
 
 
 def _transfers(
@@ -242,18 +254,16 @@ def _transfers(
     is posted between these, too.
     """
     sent, read = {}, {}
-    joins = [
-        [at for at, work in enumerate(row) if work.kind.joins] for row in messages.schedule.order
-    ]
-    for row in messages.schedule.order:
-        for at, work in enumerate(row):
+    joins = [[at for at, step in enumerate(row) if step[0].kind.joins] for row in messages.steps]
+    for row in messages.steps:
+        for at, work in ((at, work) for at, step in enumerate(row) for work in step):
             result, message = messages.sent_after(work), messages.read_by.get(work)
             if result is not None:
                 sent[result] = at + 1
             if message is not None:
                 read[message] = at
     transfers: list[_Transfer] = []
-    for row, streams in zip(messages.schedule.order, messages.sent, strict=True):
+    for row, streams in zip(messages.steps, messages.sent, strict=True):
         for stream in streams.values():
             posted, found = len(row), []
             for message in reversed(stream):  # none is posted before those sent earlier
@@ -291,18 +301,18 @@ class _Walk:
     """
 
     def __init__(self, messages: Messages, transfers: Sequence[_Transfer]) -> None:
-        rows = messages.schedule.order
+        rows = messages.steps
         self._lengths = [len(row) for row in rows]
         self._gap = [-1] * len(rows)
         self._open = [0] * len(rows)  # messages of which a device has reached its end alone
-        self._sends: list[dict[int, _Transfer]] = [{} for _ in rows]
+        self._sends: list[dict[int, list[_Transfer]]] = [{} for _ in rows]
         self._posts: list[dict[int, list[_Transfer]]] = [{} for _ in rows]
         self._untaken: list[dict[int, _Transfer]] = [{} for _ in rows]  # by device, in send order
         self._awaited: list[dict[int, _Transfer]] = [{} for _ in rows]
         self._num_sent = 0
         self.ran: list[tuple[int, int]] = []  # device and pass, in an order in which they can run
         for each in transfers:
-            self._sends[each.message.source][each.sent] = each
+            self._sends[each.message.source].setdefault(each.sent, []).append(each)
             self._posts[each.message.target].setdefault(each.posted, []).append(each)
 
     def run(self) -> None:
@@ -321,8 +331,7 @@ class _Walk:
         """Go to the device's next gap; return the devices that this lets go on."""
         self._gap[device] += 1
         gap, freed = self._gap[device], []
-        sent = self._sends[device].get(gap)
-        if sent is not None:
+        for sent in self._sends[device].get(gap, ()):
             sent.order, self._num_sent = self._num_sent, self._num_sent + 1
             freed += self._meet(sent, device, self._awaited[sent.message.target])
         for each in self._posts[device].get(gap, ()):

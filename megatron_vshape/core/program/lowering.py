@@ -122,11 +122,13 @@ def fuse(timeline: Timeline) -> Schedule:
     """Return the schedule with B W made BW where B's reader starts late enough for all of BW.
 
     The times decide, so that fusing delays nobody: a BW hands its gradient on when all is done,
-    and where it has a price of its own it ends no later than W did.
+    and where it has a price of its own it ends no later than W did. A joint pass stays what it is,
+    which has a price for either.
     """
     schedule, whole_us = timeline.schedule, timeline.whole_backward_us
     deadline = needed_us(timeline)
     joint = {kind.does: kind for kind in KINDS if len(kind.does) > 1}
+    beside = set(schedule.beside().values())
     rows = []
     for device in range(schedule.num_devices):
         row: list[Pass] = []
@@ -138,6 +140,7 @@ def fuse(timeline: Timeline) -> Schedule:
             if (
                 whole
                 and row[-1][1:] == work[1:]
+                and row[-1] not in beside
                 and whole_end <= min(end, deadline.get(row[-1], end))
             ):
                 row[-1] = work._replace(kind=whole)
@@ -210,17 +213,14 @@ def _instructions(messages: Messages, device: int, window: int) -> Iterator[Inst
 
     for source in incoming:
         yield from post(source, window)
-    for work in messages.schedule.order[device]:
-        message = messages.read_by.get(work)
-        if message is not None:
+    for step in messages.steps[device]:
+        for message in filter(None, map(messages.read_by.get, step)):
             source, at = source_of(message), position[message.work]
             yield from post(source, at + 1)
             yield Await(message)
             yield from post(source, at + 1 + window)
-        yield Run(work)
-        result = messages.sent_after(work)
-        if result is not None:
-            yield Send(result)
+        yield Run(*step)
+        yield from map(Send, filter(None, map(messages.sent_after, step)))
 
 
 def _stuck(rows: Rows) -> dict[int, Instruction]:

@@ -1,0 +1,218 @@
+"""Joint passes: written, proved, timed as an independent replay has them, lowered and drawn."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from joint_replay import peak_of, replay
+from strategies import costs_of, joint_costs, made, with_pairs
+
+from megatron_vshape.core.check.bounds import lower_bound
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import Costs, joint_name, regroup
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.early_start import forward_cut
+from megatron_vshape.core.program.instructions import Await, Message, Program, Run, Send, result_of
+from megatron_vshape.core.program.kernels import waits_for_ever
+from megatron_vshape.core.program.lowering import fuse, lower
+from megatron_vshape.view.chrome_trace import events
+from megatron_vshape.view.memory import held_steps
+from megatron_vshape.view.panels import bars_of
+
+HEALTHY = list(HealthCheck)
+
+PAIRED = """\
+F0.0,F0.1,F0.2&BW0.0,F0.3&BW0.1,BW0.2,BW0.3
+F1.0,F1.1&BW1.0,F1.2&BW1.1,F1.3&B1.2,W1.2,BW1.3
+"""
+
+COSTS = replace(
+    Costs.uniform(2, 2, 0.3, 0.3, 0.3),
+    forward_exchange_us=(0.8, 0.8),
+    backward_exchange_us=(0.8, 0.8),
+    hidden_share=1.0,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=HEALTHY)
+@given(data=st.data())
+def test_random_pairs_take_what_a_replay_says(data: st.DataObject) -> None:
+    schedule = data.draw(with_pairs(data.draw(made(max_devices=5, max_microbatches=8))))
+    costs = data.draw(joint_costs(data.draw(costs_of(schedule.num_stages))))
+    verify(schedule)
+    timeline = simulate(schedule, costs)
+    times = replay(schedule, costs)
+    for device, row in enumerate(times):
+        assert list(timeline.starts[device]) == pytest.approx([start for start, _ in row])
+        assert list(timeline.ends[device]) == pytest.approx([end for _, end in row])
+    assert max(peak_held(schedule, costs)) == pytest.approx(peak_of(schedule, costs))
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    again = Schedule.from_csv(schedule.to_csv(), schedule.placement)
+    assert (again.order, again.joint) == (schedule.order, schedule.joint)
+    limits = peak_held(schedule, costs)
+    sizes = schedule.placement, schedule.num_devices, schedule.num_microbatches
+    bound = lower_bound(costs, *sizes, limits)
+    assert bound <= timeline.makespan * (1 + 1e-9)
+
+
+def runs_through(program: Program) -> None:
+    """Check that every pass has what it reads in hand, and that all is sent right behind it."""
+    placement = program.schedule.placement
+    sent: set[Message] = set()
+    awaited: set[Message] = set()
+    for row in program.instructions:
+        hand: list[Message] = []
+        left: list[Pass] = []
+        for each in row:
+            if isinstance(each, Await):
+                assert not left
+                hand.append(each.message)
+                awaited.add(each.message)
+            elif isinstance(each, Run):
+                assert not left
+                wanted = [
+                    need
+                    for work in each.passes
+                    for need in work.needs(len(placement))
+                    if placement[need.stage] != placement[work.stage]
+                ]
+                assert [message.work for message in hand] == wanted
+                hand = []
+                left = [result_of(work) for work in each.passes]
+                left = [work for work in left if leaves(work, placement)]
+            elif isinstance(each, Send):
+                assert left.pop(0) == each.message.work
+                sent.add(each.message)
+        assert not hand
+        assert not left
+    assert sent == awaited
+
+
+def leaves(work: Pass, placement: tuple[int, ...]) -> bool:
+    reader = work.stage + {"F": 1, "B": -1, "W": 0}[work.kind]
+    there = 0 <= reader < len(placement) and work.kind is not Kind.W
+    return there and placement[reader] != placement[work.stage]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=HEALTHY)
+@given(data=st.data(), kernels=st.booleans())
+def test_a_program_brings_and_takes_the_messages_of_both(
+    data: st.DataObject, kernels: bool
+) -> None:
+    schedule = data.draw(with_pairs(data.draw(made(max_devices=5, max_microbatches=8))))
+    costs = data.draw(joint_costs(data.draw(costs_of(schedule.num_stages))))
+    timeline = simulate(schedule, costs)
+    program = lower(schedule, timeline, kernels=kernels)
+    assert program.schedule.joint == schedule.joint
+    ran = [[each.passes for each in row if isinstance(each, Run)] for row in program.instructions]
+    assert ran == [list(program.schedule.steps(d)) for d in range(schedule.num_devices)]
+    runs_through(program)
+    assert not waits_for_ever(program) or not kernels
+    for end, row in zip(forward_cut(program), program.instructions, strict=True):
+        assert all(len(each.passes) == 1 for each in row[:end] if isinstance(each, Run))
+
+
+def test_a_pair_waits_for_both_inputs_and_ends_as_one() -> None:
+    schedule = Schedule.from_csv(PAIRED)
+    verify(schedule)
+    assert schedule.to_csv() == PAIRED
+    timeline = simulate(schedule, COSTS)
+    # F 1.4, B 1.4, W .6; both exchanges, 1.6, are longer than what F and B compute, 1.2
+    (first, second) = [slot for slot in timeline.slots(1) if slot.work[2] in (1, 0)][1:3]
+    assert (first.work.kind, second.work.kind) == (Kind.F, Kind.BW)
+    assert (first.start, first.end) == (second.start, second.end)
+    assert first.start == pytest.approx(2.8)
+    assert first.end - first.start == pytest.approx(3.4 - 1.6)
+    assert timeline.work[0] == pytest.approx(2 * 1.4 + 2 * 1.8 + 2 * 2.0)
+    assert peak_held(schedule) == (12.0 / 2, 8.0 / 2)
+    assert lower(schedule, timeline).text().count("F1.3&B1.2") == 1
+    assert fuse(timeline).order == schedule.order  # W1.2 stays beside its pair
+
+
+def test_what_is_no_pair_is_refused() -> None:
+    for text in ("F0.0&B0.0", "B0.0&F0.1", "F0.0&F0.1", "F0.0&B0.1&B0.2", "F0.0&W0.1"):
+        with pytest.raises(ScheduleError, match="is no joint pass: expected an F beside a B or BW"):
+            Schedule.from_csv(f"{text}\n")
+    schedule = make("1f1b", 2, 4)
+    for marked, words in (
+        (Pass(Kind.F, 0, 0), "F0.0&F0.1 on device 0 is no joint pass"),
+        (Pass(Kind.F, 1, 0), "F1.0&BW1.0 on device 1 is no joint pass"),
+        (Pass(Kind.F, 5, 0), "F5.0 is marked as joint, but no device runs it"),
+    ):
+        with pytest.raises(ScheduleError, match=words):
+            verify(replace(schedule, joint=frozenset({marked})))
+
+
+def test_a_deadlock_of_pairs_is_told() -> None:
+    stuck = "F0.0,F0.1&BW0.0,BW0.1\nF1.0,F1.1&BW1.0,BW1.1\n"
+    with pytest.raises(ScheduleError) as refused:
+        verify(Schedule.from_csv(stuck))
+    assert "F0.1 on device 0 waits for BW1.0: BW0.0, which runs with it" in str(refused.value)
+    assert "BW1.0 on device 1 waits for F1.1: runs with it" in str(refused.value)
+
+
+def test_costs_of_pairs_are_read_priced_and_refused() -> None:
+    known = replace(COSTS, joint=(("F0&B1", 2.0), ("F1&BW0", 3.0)))
+    assert Costs.from_json(known.to_json()) == known
+    assert known.joint_us(0, Kind.B, 1) == 2.0
+    assert known.joint_us(1, Kind.BW, 0) == 3.0
+    assert known.joint_us(0, Kind.B, 0) == pytest.approx(1.6)
+    half = replace(COSTS, hidden_share=0.25)
+    assert half.joint_us(0, Kind.B, 0) == pytest.approx(2.8 - 0.4)
+    assert COSTS.never_joined().joint_us(0, Kind.B, 0) == pytest.approx(2.8)
+    four = replace(
+        Costs.uniform(2, 4),
+        joint=tuple((joint_name(f, Kind.B, b), 1.0 + f) for f in (0, 1) for b in (2, 3)),
+    )
+    assert regroup(four, 2, "a test").joint == (("F0&B1", 3.0),)
+    data = json.loads(COSTS.to_json())
+    for change, words in (
+        ({"joint": {"F0&B2": 1.0}}, "joint has 'F0&B2'; it must name two of the 2 stages"),
+        ({"joint": {"B0&F1": 1.0}}, "it must name two of the 2 stages"),
+        ({"joint": {"F0&B1": 0.0}}, "joint F0&B1 is 0.0"),
+        ({"joint": [1.0]}, "joint is .* it must be an object"),
+        ({"hidden_share": 1.5}, "hidden_share is 1.5; it must be from 0 to 1"),
+        ({"hidden_share": "all"}, "hidden_share is 'all'; it must be a number"),
+    ):
+        with pytest.raises(ScheduleError, match=words):
+            Costs.from_json(json.dumps(data | change))
+
+
+def test_a_pair_is_drawn_as_one_box_of_two_colours() -> None:
+    timeline = simulate(Schedule.from_csv(PAIRED), COSTS)
+    bars = [bar for bar in bars_of(timeline) if bar.row == 0 and bar.work[2] in (0, 2)]
+    _, upper, lower_half, _ = bars
+    assert (upper.start, upper.end, upper.bottom) == (
+        lower_half.start,
+        lower_half.end,
+        lower_half.top,
+    )
+    assert timeline.draw().split("\n")[0].startswith("FFF")
+    assert "FBW" in timeline.draw()
+    named = [event["name"] for event in events(timeline, COSTS) if event["ph"] == "X"]
+    assert "F0.2&BW0.0" in named
+    assert "BW0.0" not in named
+    steps = held_steps(timeline, COSTS, 0)
+    assert [time for time, _ in steps] == sorted(time for time, _ in steps)
+    assert max(held for _, held in steps) == peak_held(timeline.schedule, COSTS)[0]
+    assert steps[-1][1] == 0.0
+
+
+def test_a_trace_of_pairs_is_read_back() -> None:
+    from megatron_vshape.playground.request import FileText
+    from megatron_vshape.playground.traces import _read
+    from megatron_vshape.view.chrome_trace import write_trace
+
+    timeline = simulate(Schedule.from_csv(PAIRED), COSTS)
+    written = io.StringIO()
+    write_trace(timeline, written, COSTS)
+    _, again = _read(FileText("trace.json", written.getvalue()))
+    assert again.schedule.order == timeline.schedule.order
+    assert again.schedule.joint == timeline.schedule.joint
