@@ -57,6 +57,12 @@ the rows is the published one, and -1 where it is the reverse.
 """
 
 
+SPEED = """\
+Each variant trains on two ranks with a processor each, over gloo, in turns of the same run
+(`scripts/bench_training.py`). A turn is quiet where other programs took less than a twentieth of
+the processors; where none was, the ratios are those of a disturbed machine.
+"""
+
 PARITY = """\
 `python scripts/loss_parity.py` trains a small GPT in Megatron's own trainer on four pipeline ranks,
 on the documentation that ships with Python, from the same weights and data under every schedule:
@@ -354,6 +360,7 @@ def trained_here() -> Iterator[str]:
         yield table(rows, text_columns=2)
     if speed.exists():
         yield "## Measured speed\n"
+        yield SPEED
         yield speed.read_text().rstrip()
 
 

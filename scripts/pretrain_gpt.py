@@ -70,14 +70,18 @@ _NEEDS_0_19 = {
 
 
 def forward_step(
-    data_iterator: Iterator[Batch] | None, model: torch.nn.Module
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossReport]]:
-    """Return the output of this rank's chunk `model` and the function that makes a loss of it."""
+    data_iterator: Iterator[Batch] | None, model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[[torch.Tensor], LossReport]]:
+    """Return the output of this rank's chunk `model` and the function that makes a loss of it.
+
+    With `return_schedule_plan` Megatron's layer plan that makes that output.
+    """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = _next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
-    output = model(
+    call = model.build_schedule_plan if return_schedule_plan else model
+    output = call(
         batch.get("tokens"),
         batch.get("position_ids"),
         None,  # the causal mask, which attention makes by itself

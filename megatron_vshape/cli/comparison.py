@@ -6,7 +6,7 @@ from megatron_vshape.core.ask import Planned, Possible, Question, compare
 from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.rivals import SAME, Known
+from megatron_vshape.core.rivals import OVERLAPPED, SAME, Known
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import percent
 from megatron_vshape.view.trades import way_text
@@ -84,7 +84,9 @@ def recommended(answer: Planned) -> str:
     known, chunks = answer.is_known, answer.schedule.num_chunks
     if known is not None and answer.is_megatrons:
         stages = f" with {chunks} virtual stages a rank" if chunks > 1 else ""
-        return f"recommended: Megatron's own {known.name}{stages}; no plan is faster in this memory"
+        own = known.name.removeprefix(OVERLAPPED)
+        flag = " and --overlap-moe-expert-parallel-comm" if own != known.name else ""
+        return f"recommended: Megatron's own {own}{stages}{flag}; no plan is faster in this memory"
     if known is not None:
         return f"recommended: {known}, as it is published; no plan is faster in this memory"
     return f"recommended: the plan, with {chunks} {'stage' if chunks == 1 else 'stages'} a device"

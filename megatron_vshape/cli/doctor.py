@@ -66,6 +66,8 @@ def run(options: argparse.Namespace) -> int:
     print(_section("translated or set aside with a schedule of this package", _translated()))
     print(_section("refused with a schedule of this package", _refused()))
     print(_section("refused with --optimizer-post-validation too", _refused_ahead()))
+    print(_section("refused with --overlap-moe-expert-parallel-comm too", _refused_beside()))
+    print(_section("refused with --pipeline-vocab-parallel too", _refused_shared()))
     if is_installed("torch"):
         print(_section("weight gradients are added up by", _two_columns(list(_kernels()))))
     if faults:
@@ -246,6 +248,23 @@ def _refused_ahead() -> str:
     from megatron_vshape.mcore.refusals import POST_VALIDATION_REFUSALS
 
     return _told(_by_reason(POST_VALIDATION_REFUSALS))
+
+
+def _refused_beside() -> str:
+    """Return what Megatron's layer plans do not go with."""
+    from megatron_vshape.mcore.refusals import CONFLICTS
+
+    options: dict[str, list[str]] = {}
+    for each in CONFLICTS:
+        options.setdefault(each.why, []).append(each.option)
+    return _told(options)
+
+
+def _refused_shared() -> str:
+    """Return the options that a shared vocabulary does not go with."""
+    from megatron_vshape.mcore.refusals import VOCABULARY_REFUSALS
+
+    return _told(_by_reason(VOCABULARY_REFUSALS))
 
 
 def _by_reason(refusals: "Iterable[Refusal]") -> dict[str, list[str]]:

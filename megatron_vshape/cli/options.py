@@ -12,7 +12,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers, recut, with_ends
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import MOST_STAGES_A_DEVICE, NAMES, OPTIONS
+from megatron_vshape.core.paper.catalogue import EVERY_NAME, MOST_STAGES_A_DEVICE, OPTIONS
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import GIB
 
@@ -195,7 +195,7 @@ def questions_of(
     Raises:
         ScheduleError: there is no such schedule, or a size is missing or not a file's.
     """
-    found = {name: find(name, (*NAMES, *PLUS_NAMES)) for name in names}
+    found = {name: find(name, (*EVERY_NAME, *PLUS_NAMES)) for name in names}
     sizes = {"--devices": options.devices, "--microbatches": options.microbatches}
     for name, each in found.items():
         if isinstance(each, Schedule):

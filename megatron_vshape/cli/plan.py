@@ -54,11 +54,11 @@ from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.frontier import Point, families, frontier, published
 from megatron_vshape.core.layer_choice import choose_layers
 from megatron_vshape.core.model.costs import Costs, chunk_of
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT, Pieces
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Plan, check_size
-from megatron_vshape.core.paper.catalogue import NAMES
+from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.view.names import placement_text, plain
 from megatron_vshape.view.numbers import (
     GIB,
@@ -67,6 +67,7 @@ from megatron_vshape.view.numbers import (
     enough,
     fixed,
     idle_told,
+    joint_told,
     labelled,
     percent,
     prices_told,
@@ -116,14 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{MOST_CHUNKS}; of a costs file that does not know its layers, what it tells apart)",
     )
     _add_layer_split(parser)
-    parser.add_argument(
-        "--offload",
-        type=link,
-        metavar="T[,half|,shared]",
-        help="activations may wait in host memory: copying all that a stage holds there takes T of "
-        "its F one way, both ways at a time; half: one way at a time; shared: the neighbour copies "
-        "on the same link (a costs file says this itself)",
-    )
+    _add_choices(parser)
     parser.add_argument(
         "--against",
         metavar="NAME",
@@ -149,6 +143,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"order for so long (default: {PROOF_SECONDS:g}; 0: not at all); needs the extra exact",
     )
     _add_outputs(parser)
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    """Say what may be planned besides the order of F, B and W."""
+    parser.add_argument(
+        "--offload",
+        type=link,
+        metavar="T[,half|,shared]",
+        help="activations may wait in host memory: copying all that a stage holds there takes T of "
+        "its F one way, both ways at a time; half: one way at a time; shared: the neighbour copies "
+        "on the same link (a costs file says this itself)",
+    )
+    parser.add_argument(
+        "--hidden",
+        type=_share,
+        metavar="SHARE",
+        help="forwards may run beside backwards, which hides this share, from 0 to 1, of the "
+        "exchanges in --costs: of pairs of stages for which the file has no price",
+    )
 
 
 def _add_layer_split(parser: argparse.ArgumentParser) -> None:
@@ -178,6 +191,8 @@ def run(options: argparse.Namespace) -> int:
     """Print what the arguments ask for, write the files, and return 0."""
     _check(options)
     measured = None if options.costs is None else Costs.load(options.costs)
+    if options.hidden is not None and measured is not None:
+        measured = _hiding(measured, options.hidden)
     costs = _costs(options, measured)
     if options.frontier is not None:
         return _run_frontier(options, costs, measured)
@@ -272,12 +287,34 @@ def _check(options: argparse.Namespace) -> None:
     if options.offload is not None and (options.costs or options.layer_split):
         other = "--costs, which says what copies take" if options.costs else "--layer-split"
         raise ScheduleError(f"--offload cannot stand beside {other}: leave one of them out")
+    if options.hidden is not None and options.costs is None:
+        raise ScheduleError("--hidden needs --costs FILE, which says what passes wait for")
     if options.frontier is not None:
         check_can_draw("--frontier")
     if options.frontier is not None and (options.memory_limit or options.export or options.html):
         raise ScheduleError(
             "--frontier plans at every limit: leave --memory-limit, --export and --html out"
         )
+
+
+def _hiding(costs: Costs, share: float) -> Costs:
+    """Return the costs with the share of the exchanges that joint passes are taken to hide."""
+    stages = range(costs.num_stages)
+    if not any(costs.exchanges_us(kind, at) for kind in (Kind.F, Kind.B) for at in stages):
+        raise ScheduleError(
+            "--hidden: no pass in --costs waits for an exchange, so that there is none to hide; "
+            "profile with --expert-parallel or --tensor-parallel measures them"
+        )
+    return replace(costs, hidden_share=share).with_source(
+        "assumed, as --hidden says", "hidden_share"
+    )
+
+
+def _share(text: str) -> float:
+    value = float_or_nan(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
+    return value
 
 
 def _seconds(text: str) -> float:
@@ -331,7 +368,7 @@ def _given_limit(text: str | None, question: Question, in_bytes: bool) -> float:
     unit = next((name for name in UNITS if lowered.endswith(name)), None)
     value = float_or_nan(lowered.removesuffix(unit or ""))
     name = (text or "1f1b").partition(":")[0]
-    if text is None or name in NAMES or Path(name).suffix in SUFFIXES:
+    if text is None or name in EVERY_NAME or Path(name).suffix in SUFFIXES:
         return max(limits_of(replace(question, limit=text)))
     if not 0 < value < float("inf"):
         raise ScheduleError(
@@ -392,7 +429,7 @@ def _recipe(options: argparse.Namespace) -> str:
     if options.offload is not None:
         words += ["--offload", options.offload.text]
     known = ("costs", "embedding", "memory_limit", "headroom", "layers", "layer_split", "head")
-    for name in (*known, "chunks", "seconds"):
+    for name in (*known, "hidden", "chunks", "seconds"):
         value = getattr(options, name)
         if value is not None:
             text = argument(value) if isinstance(value, float) else value
@@ -425,6 +462,7 @@ def _print(answer: Planned, limit: float, costs: Costs, in_bytes: bool) -> None:
         ("placement", placement_text(made.schedule)),
         ("memory", f"{held(peaks[0])} at the peak, limit {held(peaks[1])}"),
         ("B and W apart", where_split(made.schedule)),
+        *([("joint passes", joint_told(made.schedule))] if answer.costs.joins else []),
         *trades_told(timeline, answer.costs, held),
     ]
     if in_bytes:
@@ -458,7 +496,7 @@ def _gap_text(answer: Planned) -> str:
 def _proved(answer: Planned, limit: float, seconds: float) -> Plan:
     """Return a small plan with CP-SAT's bound, or CP-SAT's better plan, if OR-tools is there."""
     made, schedule = answer.plan, answer.schedule
-    if answer.costs.trades:  # CP-SAT knows of the order alone
+    if answer.costs.trades or answer.costs.joins:  # CP-SAT knows of the order alone
         return made
     small = schedule.num_devices <= PROVABLE[0] and schedule.num_microbatches <= PROVABLE[1]
     if not small or made.gap <= 0 or seconds <= 0 or not is_installed("ortools"):
@@ -481,13 +519,17 @@ def _held_text(
 
 
 def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | None) -> int:
-    """Plan at every whole number of chunks up to 1F1B's, print the table and write the files."""
+    """Plan at every whole number of chunks up to 1F1B's, print the table and write the files.
+
+    Up to DualPipeV's where costs know of joint passes.
+    """
     from megatron_vshape.view.figure import save
     from megatron_vshape.view.frontier import frontier_figure
 
     devices = options.devices
     chunk = chunk_of(costs, devices)
-    limits = [chunk * chunks for chunks in range(2, 2 * devices + 1)]
+    most = 2 * devices + costs.joins
+    limits = [chunk * chunks for chunks in range(2, most + 1)]
     question = _question(options, costs, measured)
     time = partial(time_text, in_us=measured is not None)
     with told(time) as progress, _limits_told(costs, devices, measured is not None):

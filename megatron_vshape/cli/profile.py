@@ -125,6 +125,13 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         "as many ranks as the larger of T and E",
     )
     parser.add_argument(
+        "--joint",
+        action="store_true",
+        help="run passes by Megatron's layer plans, as --overlap-moe-expert-parallel-comm does, "
+        "and measure F beside B and BW of the device's other stage too; under torchrun, with "
+        "--expert-parallel",
+    )
+    parser.add_argument(
         "--sequence-parallel",
         action="store_true",
         help="the tensor-parallel ranks share the tokens of norms and dropout, as Megatron's flag "
@@ -315,6 +322,10 @@ def _model(options: argparse.Namespace, sizes: "ModelFile", device: str) -> "Mod
             f"--expert-parallel {options.expert_parallel}: {options.model} has no experts; add "
             "experts: with count, per_token and ffn_hidden_size, or leave the option out"
         )
+    if options.joint and (options.offload or options.recompute != [NO_RECOMPUTE]):
+        raise ScheduleError(
+            "--joint goes with neither --offload nor --recompute: measure one or the other"
+        )
     if options.sequence_parallel and options.tensor_parallel == 1:
         raise ScheduleError("--sequence-parallel needs --tensor-parallel of at least 2")
     own = "bfloat16" if sizes.parameter_bytes == 2 and device == "cuda" else "float32"
@@ -337,6 +348,7 @@ def _model(options: argparse.Namespace, sizes: "ModelFile", device: str) -> "Mod
         tensor_parallel=options.tensor_parallel,
         expert_parallel=options.expert_parallel,
         sequence_parallel=options.sequence_parallel,
+        joint=options.joint,
     )
 
 

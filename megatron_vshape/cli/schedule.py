@@ -29,7 +29,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
-from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS
+from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS
 from megatron_vshape.view.chrome_trace import write_trace
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import (
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name",
         nargs="?",
         metavar="NAME|FILE",
-        help=f"{', '.join((*NAMES, *PLUS_NAMES))}, or a schedule file",
+        help=f"{', '.join((*EVERY_NAME, *PLUS_NAMES))}, or a schedule file",
     )
     add_size_arguments(parser)
     add_cost_arguments(parser)
@@ -132,13 +132,15 @@ def _check(options: argparse.Namespace) -> None:
     """Raise ScheduleError for what can be told to fail before any work is done."""
     check_targets(options, _TARGETS)
     if options.name is None and not options.compare:
-        raise ScheduleError(f"which schedule? Give a name, one of {', '.join(NAMES)}, or a file")
+        raise ScheduleError(
+            f"which schedule? Give a name, one of {', '.join(EVERY_NAME)}, or a file"
+        )
     if options.name is None:
         for name in _TARGETS:
             if name != "figure" and getattr(options, name) is not None:
                 raise ScheduleError(f"--{name} needs a NAME before --compare: one schedule's file")
     for key in _choices(options):
-        takers = [name for name in NAMES if key in OPTIONS.get(name, ())]
+        takers = [name for name in EVERY_NAME if key in OPTIONS.get(name, ())]
         if not set(takers) & {options.name, *options.compare}:
             raise ScheduleError(f"{_CHOICES[key]} is for {' and '.join(takers)} only")
     if options.figure is not None:

@@ -323,6 +323,10 @@ class _Stream:
 
     wait_stream = wait_event = synchronize = _no_op()
 
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 0
+
     def record_event(self, event: _Event | None = None) -> _Event:
         event = event or _Event()
         event.record()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_vshape.core.model.costs import Piece
+from megatron_vshape.core.model.costs import Piece, joint_name
 from megatron_vshape.core.model.kinds import (
     COPY_BACK,
     COPY_OUT,
@@ -36,6 +36,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.mcore import cpu
+from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.runtime.copies import Copies
 from megatron_vshape.runtime.measure import PassTimer
 from megatron_vshape.runtime.p2p import Transport
@@ -103,6 +104,7 @@ class Model:
     sequence_parallel: bool = False  # the tensor-parallel ranks share the tokens of the rest
     biases: bool = True  # in linear layers
     recompute: str = NO_RECOMPUTE  # what backwards compute again
+    joint: bool = False  # passes run by Megatron's layer plans, some beside others
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -151,7 +153,8 @@ class Model:
         head_size = self.head_size or self.hidden_size // self.attention_heads
         parts: dict[str, Any] = {name: size // ranks for name, size in sizes.items()}
         experts = self.experts and self.experts.shard(self.expert_parallel)
-        apart: dict[str, Any] = {"tensor_parallel": 1, "expert_parallel": 1}
+        # Layer plans free what an exchange with nobody returns as it is.
+        apart: dict[str, Any] = {"tensor_parallel": 1, "expert_parallel": 1, "joint": False}
         return replace(
             self, head_size=head_size, experts=experts, sequence_parallel=False, **apart, **parts
         )
@@ -378,11 +381,14 @@ def batches(model: Model) -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.randint(model.vocabulary_size, shape, device=model.device), positions
 
 
-def forward_step(data: Iterator[tuple[Tensor, Tensor]], chunk: nn.Module) -> tuple[Any, Any]:
-    """Run a chunk on the next batch, as a training script's forward step does."""
+def forward_step(
+    data: Iterator[tuple[Tensor, Tensor]], chunk: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
+    """Run a chunk on the next batch, or plan it, as a training script's forward step does."""
     tokens, positions = next(data)
-    labels = tokens if unwrap(chunk).post_process else None
-    output = chunk(tokens, positions, None, labels=labels)
+    labels = tokens if getattr(chunk, "module", chunk).post_process else None
+    call = chunk.build_schedule_plan if return_schedule_plan else chunk
+    output = call(tokens, positions, None, labels=labels)
 
     def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         mean = output.float().mean()
@@ -391,7 +397,7 @@ def forward_step(data: Iterator[tuple[Tensor, Tensor]], chunk: nn.Module) -> tup
     return output, loss
 
 
-def start_step(chunk: nn.Module, num_microbatches: int) -> Any:
+def start_step(chunk: nn.Module, num_microbatches: int, by_layers: bool = False) -> Any:
     """Return the step that stages of this device run in, gradients zeroed elsewhere."""
     from megatron.core.utils import get_model_config
 
@@ -407,6 +413,7 @@ def start_step(chunk: nn.Module, num_microbatches: int) -> Any:
         first_val_step=None,
         gradient_sync=NoReduction(),  # type: ignore[arg-type]
         num_tokens=zero_tokens(next(chunk.parameters()).device),
+        by_layers=by_layers,
     )
 
 
@@ -479,6 +486,60 @@ def _profile_stage(
     saved = max(backward + weight - whole, 0.0)  # below 0 is noise: it may do both in turn
     after_forward, after_backward = census.held_bytes(0)
     return Piece(forward, backward, weight, after_forward, after_backward, saved)
+
+
+def profile_pairs(model: Model, layers: Sequence[int], repeats: int) -> dict[str, float]:
+    """Return what F of a stage takes beside B and BW of its device's other stage, by `joint_name`.
+
+    Devices hold two stages each, as a V has them. All ranks of a stage call this together.
+    """
+    state = split_state()
+    last, names = len(layers) - 1, names_of(layers)
+    found: dict[tuple[str, str], dict[Kind, float]] = {}
+    prices: dict[str, float] = {}
+    for forward, backward in zip(range(last + 1), range(last, -1, -1), strict=True):
+        key = names[forward], names[backward]
+        if key not in found:
+            chunks = [
+                build(model, state, layers[at], at == 0, at == last) for at in (forward, backward)
+            ]
+            found[key] = _profile_pair(model, state, chunks, repeats)
+        for kind, us in found[key].items():
+            prices[joint_name(forward, kind, backward)] = us
+    return prices
+
+
+def _profile_pair(
+    model: Model, state: Any, chunks: Sequence[nn.Module], repeats: int
+) -> dict[Kind, float]:
+    """Return the median times of F of the first chunk beside B, and BW, of the second."""
+    zero_gradients(chunks)
+    total = WARM_UP + repeats
+    stages = [alone(model, state, chunk, 2 * total) for chunk in chunks]
+    reads = [not unwrap(chunk).pre_process for chunk in chunks]
+    learns = [not unwrap(chunk).post_process for chunk in chunks]
+
+    def given(receives: bool) -> Tensor | None:
+        return made_up(model) if receives else None
+
+    found = {}
+    ahead, behind = stages
+    microbatches = iter(range(2 * total))
+    for kind in (Kind.B, Kind.BW):
+        timer = PassTimer(torch.device(model.device))
+        for at in islice(microbatches, total):
+            with answering_for(behind):
+                behind.forward(at, given(reads[1]))
+            work, activations, gradient = Pass(kind, 0, at), given(reads[0]), given(learns[1])
+            with answering_for(ahead):
+                timer.begins(work)
+                ahead.forward_beside(at, activations, behind, work, gradient)
+                timer.ends(work)
+            if kind is Kind.B:
+                behind.backward_weights(at)
+            ahead.backward(at, given(learns[0]))
+        found[kind] = median(end - start for _, start, end in timer.slots()[WARM_UP:])
+    return found
 
 
 def profile_copies(model: Model, layers: Sequence[int], repeats: int) -> dict[str, Copies]:
@@ -569,7 +630,7 @@ def alone(model: Model, state: Any, chunk: nn.Module, num_microbatches: int) -> 
     from megatron_vshape.mcore.step.stage import MegatronStage
 
     is_last = unwrap(chunk).post_process
-    step = start_step(chunk, num_microbatches)
+    step = start_step(chunk, num_microbatches, model.joint)
     return MegatronStage(state, step, chunk, batches(model), 0, 0, is_last, has_chunks=False)
 
 
@@ -596,11 +657,21 @@ def run_microbatch(
     ]
     for kind, receives, run in runs:
         handed = [made_up(model) if receives else None]
-        with observed(observer, kind, microbatch):
+        with answering_for(stage), observed(observer, kind, microbatch):
             run(microbatch, handed.pop())
     if splits:
         with observed(observer, Kind.W, microbatch):
             stage.backward_weights(microbatch)
+
+
+@contextmanager
+def answering_for(stage: Any) -> Iterator[None]:
+    """Have Megatron's layer plans hear whether this stage is the last, without a pipeline."""
+    from megatron.core import parallel_state
+
+    with Replaced() as replaced:
+        replaced.put(parallel_state, "is_pipeline_last_stage", lambda **_: stage.is_last)
+        yield
 
 
 @contextmanager

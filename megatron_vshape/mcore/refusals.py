@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
@@ -93,8 +94,6 @@ REFUSALS = (
         "enable_cuda_graph",
         f"its graphs are captured within the schedule that this one replaces: {_GRAPHS_OF_TE}",
     ),
-    Refusal("overlap_moe_expert_parallel_comm", _OWN_ORDER),
-    Refusal("delay_wgrad_compute", _OWN_ORDER),
     Refusal("use_megatron_fsdp", "use DDP, with or without --use-distributed-optimizer"),
     Refusal("use_torch_fsdp2", "use DDP, with or without --use-distributed-optimizer"),
     Refusal(
@@ -104,8 +103,6 @@ REFUSALS = (
         is_set=_is_given,
     ),
     Refusal("hybrid_context_parallel", _OWN_ORDER),
-    Refusal("use_transformer_engine_op_fuser", _UNSPLIT),
-    Refusal("moe_expert_rank_capacity_factor", _OWN_ORDER, is_set=_is_given),
     Refusal(
         "gtp_weight_remat_size",
         _UNSPLIT,
@@ -145,6 +142,7 @@ _TOO_LATE = (
 )
 CONFIG_REFUSALS = (
     Refusal("fine_grained_activation_offloading", _TOO_LATE),
+    Refusal("delay_wgrad_compute", _TOO_LATE),
     Refusal("defer_embedding_wgrad_compute", _TOO_LATE, flag="defer_embedding_wgrad_compute"),
     Refusal(
         "overlap_dispatch_backward_with_experts_wgrad",
@@ -164,14 +162,207 @@ CHUNK_REFUSALS = (
 """What only schedules with one chunk per rank, in the order of the ranks, can have."""
 
 _NEW_ORDER = (
-    "a graph is captured for every microbatch of a step, and their number would change: leave it "
-    "out"
+    "what is recorded once for every microbatch of a step has another number of them later: leave "
+    "it out"
 )
-GRAPH_REFUSALS = (
+RECORDING_REFUSALS = (
     Refusal("rampup_batch_size", _NEW_ORDER, is_set=_is_given),
     Refusal("step_batch_size_schedule", _NEW_ORDER, is_set=_is_given),
 )
-"""What CUDA graphs do not go with, under a schedule that has them."""
+"""What CUDA graphs and the paged stash do not go with."""
+
+BESIDE = "overlap_moe_expert_parallel_comm"
+"""Megatron's option that lets an F run beside a backward, by its layer plans."""
+
+
+class Conflict(NamedTuple):
+    """What Megatron's layer plans do not go with, or Megatron itself refuses beside them."""
+
+    option: str
+    why: str
+    holds: Callable[[Any], bool]  # of arguments or a config; what these do not have is not given
+
+
+def _given(name: str) -> Callable[[Any], Any]:
+    return lambda options: getattr(options, name, None)
+
+
+def _is(name: str, *refused: object) -> Callable[[Any], bool]:
+    return lambda options: getattr(options, name, refused) in refused
+
+
+def _modules(options: Any) -> Any:
+    return getattr(options, "recompute_modules", None) or ()
+
+
+def _last_is_dense(options: Any) -> bool:
+    """Return whether the model's last layer has no experts."""
+    frequency, layers = getattr(options, "moe_layer_freq", 1), getattr(options, "num_layers", None)
+    if isinstance(frequency, list | tuple):
+        return bool(frequency) and not frequency[-1]
+    return bool(isinstance(frequency, int) and layers and (layers - 1) % frequency)
+
+
+def _drops_out_alike(options: Any) -> bool:
+    dropouts = (getattr(options, f"{what}_dropout", 0) for what in ("hidden", "attention"))
+    return bool(getattr(options, "sequence_parallel", False)) and any(dropouts)
+
+
+def _frees_what_is_saved(options: Any) -> bool:
+    backend = getattr(options, "moe_flex_dispatcher_backend", None)
+    flex = getattr(options, "moe_token_dispatcher_type", None) == "flex"
+    experts = getattr(options, "num_experts", None) or getattr(options, "num_moe_experts", None)
+    alone = experts == getattr(options, "expert_model_parallel_size", None)
+    permutes = not alone and not (flex and backend in ("hybridep", "ncclep"))
+    some = getattr(options, "first_last_layers_bf16", False)
+    return bool(getattr(options, "fp8", None) and some and not permutes)
+
+
+_LEAVE_OUT = "leave it out, or the other"
+CONFLICTS = (
+    Conflict(
+        "--expert-model-parallel-size 1",
+        "there is no exchange that could be hidden: leave it out",
+        _is("expert_model_parallel_size", None, 1),
+    ),
+    Conflict(
+        "--moe-token-dispatcher-type allgather",
+        "use alltoall or flex",
+        _is("moe_token_dispatcher_type", "allgather"),
+    ),
+    Conflict(
+        "numbers of 32 bits",
+        "add --bf16 or --fp16",
+        lambda options: hasattr(options, "bf16") and not (options.bf16 or options.fp16),
+    ),
+    Conflict(
+        "--recompute-granularity full",
+        "a layer's exchanges would come again within its backward: recompute modules, or nothing",
+        _is("recompute_granularity", "full"),
+    ),
+    Conflict(
+        "--recompute-modules moe",
+        "the experts' exchanges would come again within their backward: leave moe out of them",
+        lambda options: "moe" in _modules(options),
+    ),
+    Conflict(
+        "--moe-shared-expert-overlap",
+        f"both hide the exchanges: {_LEAVE_OUT}",
+        _given("moe_shared_expert_overlap"),
+    ),
+    Conflict(
+        "--mtp-num-layers above 1",
+        f"Megatron's plans have one such layer at most: {_LEAVE_OUT}",
+        lambda options: (getattr(options, "mtp_num_layers", None) or 0) > 1,
+    ),
+    Conflict(
+        "--moe-layer-freq, by which the last layer has no experts",
+        "Megatron's plans leave the model's last norm out then: give it experts",
+        _last_is_dense,
+    ),
+    Conflict(
+        "--sequence-parallel and dropout",
+        "in Megatron's plans all tensor-parallel ranks would drop out alike: set "
+        "--hidden-dropout 0 and --attention-dropout 0",
+        _drops_out_alike,
+    ),
+    Conflict(
+        "--fp8-recipe delayed",
+        "Megatron's plans would enter its context around an F and another's B: use another recipe",
+        lambda options: (
+            bool(getattr(options, "fp8", None))
+            and getattr(options, "fp8_recipe", None) == "delayed"
+        ),
+    ),
+    Conflict(
+        "--first-last-layers-bf16 with FP8",
+        "Megatron's plans free what the experts of such layers save, unless it is permuted: "
+        f"{_LEAVE_OUT}",
+        _frees_what_is_saved,
+    ),
+    Conflict(
+        "--fp32-residual-connection",
+        f"Megatron's plans do not widen the residual: {_LEAVE_OUT}",
+        _given("fp32_residual_connection"),
+    ),
+    Conflict(
+        "enable_autocast",
+        f"Megatron's plans run outside its context: {_LEAVE_OUT}",
+        _given("enable_autocast"),
+    ),
+    Conflict(
+        "cpu_offloading",
+        f"Megatron's plans run outside its context: {_LEAVE_OUT}",
+        _given("cpu_offloading"),
+    ),
+    Conflict(
+        "variable_seq_lengths (microbatches of unlike length)",
+        f"no run has had both yet: {_LEAVE_OUT}",
+        _given("variable_seq_lengths"),
+    ),
+    Conflict(
+        "--moe-latent-size",
+        f"no run has had both yet: {_LEAVE_OUT}",
+        _given("moe_latent_size"),
+    ),
+    Conflict(
+        "--moe-paged-stash",
+        f"no run has had both yet: {_LEAVE_OUT}",
+        _given("moe_paged_stash"),
+    ),
+    Conflict(
+        "--use-transformer-engine-op-fuser",
+        f"no run has had both yet: {_LEAVE_OUT}",
+        _given("use_transformer_engine_op_fuser"),
+    ),
+    Conflict(
+        "--moe-ncclep-zero-copy",
+        f"its buffer would hold one microbatch's tokens while another's are computed: {_LEAVE_OUT}",
+        _given("moe_ncclep_zero_copy"),
+    ),
+    Conflict(
+        "a hybrid model",
+        f"it has no layer plans: {_LEAVE_OUT}",
+        lambda options: (
+            getattr(options, "hybrid_layer_pattern", None) is not None
+            or bool(getattr(options, "is_hybrid_model", False))
+        ),
+    ),
+)
+"""What --overlap-moe-expert-parallel-comm does not go with, under a schedule of this package."""
+
+
+def conflicts(options: Any, placement: Placement) -> Iterator[tuple[str, str]]:
+    """Yield what layer plans do not go with, where these are asked for, and why."""
+    if not getattr(options, BESIDE, False):
+        return
+    for each in CONFLICTS:
+        if each.holds(options):
+            yield each.option, each.why
+    if len(placement) == max(placement) + 1:
+        why = "choose a schedule with several, such as v-half, or leave the other out"
+        yield "a schedule with one stage a rank", why
+
+
+def check_layer_plans(options: Any, placement: Placement) -> None:
+    """Raise UnsupportedError for the first thing that layer plans do not go with."""
+    for option, why in conflicts(options, placement):
+        raise UnsupportedError(f"{_OVERLAP} does not work with {option}: {why}")
+
+
+def check_script(forward_step_func: Callable[..., Any]) -> None:
+    """Raise UnsupportedError for a script whose forward step cannot return a layer plan."""
+    parameters = inspect.signature(forward_step_func).parameters
+    if "return_schedule_plan" not in parameters:
+        name = getattr(forward_step_func, "__name__", type(forward_step_func).__name__)
+        raise UnsupportedError(
+            f"{_OVERLAP} does not work with this script: its forward step {name} takes no "
+            "return_schedule_plan, with which it would return the model's build_schedule_plan: add "
+            "that, or leave the option out"
+        )
+
+
+_OVERLAP = f"--{BESIDE.replace('_', '-')}"
 
 _REDOES = "an iteration begun early would be run, and counted, twice: leave it out"
 _NO_COPY = "a step of this optimizer cannot be undone yet: leave it out"
@@ -227,6 +418,42 @@ POST_VALIDATION_REFUSALS = (
 """Every option of Megatron that --optimizer-post-validation does not go with."""
 
 
+_WANTS_LOGITS = "it wants the logits, which no rank has whole: leave it out"
+_UNTRIED = "that has not been built: leave one of the two out"
+
+VOCABULARY_REFUSALS = (
+    Refusal("optimizer_post_validation", _UNTRIED, in_config=False),
+    Refusal(BESIDE, _UNTRIED),
+    Refusal(
+        "variable_seq_lengths",
+        "a rank would have to know how long a microbatch is before it is there",
+        flag="variable_seq_lengths (microbatches of unlike length)",
+    ),
+    Refusal(
+        "cuda_graph_impl",
+        "graphs are captured of F, B and W alone: leave it out",
+        flag="--cuda-graph-impl (CUDA graphs)",
+        is_set=_other_than(None, "none"),
+    ),
+    Refusal("external_cuda_graph", "graphs are captured of F, B and W alone: leave it out"),
+    Refusal("use_mup", _UNTRIED),
+    Refusal("fp32_residual_connection", _UNTRIED),
+    Refusal("enable_autocast", _UNTRIED),
+    Refusal("init_model_with_meta_device", _UNTRIED),
+    Refusal("fp8_output_proj", _UNTRIED),
+    Refusal("perform_rl_step", _WANTS_LOGITS),
+    Refusal("logits_load_dir", _WANTS_LOGITS, in_config=False),
+    Refusal("export_kd_teacher_load", _WANTS_LOGITS, in_config=False),
+)
+"""Every option of Megatron that a shared vocabulary does not go with."""
+
+
+def check_vocabulary(shares: bool, options: Any) -> None:
+    """Raise UnsupportedError for the first option of arguments or a config that it cannot have."""
+    if shares:
+        _check(VOCABULARY_REFUSALS, options, "--pipeline-vocab-parallel")
+
+
 def check_post_validation(args: Namespace) -> None:
     """Raise UnsupportedError for the first option that post-validation cannot have."""
     _check(POST_VALIDATION_REFUSALS, args, "--optimizer-post-validation")
@@ -238,7 +465,9 @@ def check_arguments(args: Namespace, schedule: str, placement: Placement) -> Non
     chunked = () if is_plain(placement) else CHUNK_REFUSALS
     _check((*known, *chunked), args, f"--pipeline-schedule {schedule}")
     if captures_graphs(args):
-        _check(GRAPH_REFUSALS, args, f"--pipeline-schedule {schedule} with CUDA graphs")
+        _check(RECORDING_REFUSALS, args, f"--pipeline-schedule {schedule} with CUDA graphs")
+    if uses_stash(args):
+        _check(RECORDING_REFUSALS, args, f"--pipeline-schedule {schedule} with --moe-paged-stash")
     if getattr(args, "perform_rl_step", False) and _above_one(args.context_parallel_size):
         raise UnsupportedError(
             f"--pipeline-schedule {schedule} does not work with --perform-rl-step and "
@@ -261,6 +490,11 @@ def captures_graphs(options: Any) -> bool:
     """Return whether arguments, or a config, ask for Transformer Engine's CUDA graphs."""
     by_name = getattr(options, "cuda_graph_impl", None) == "transformer_engine"
     return by_name or bool(getattr(options, "external_cuda_graph", False))
+
+
+def uses_stash(options: Any) -> bool:
+    """Return whether arguments, or a config, ask for Megatron's paged stash (0.18 on)."""
+    return bool(getattr(options, "moe_paged_stash", False))
 
 
 def check_derived(args: Namespace, schedule: str) -> None:

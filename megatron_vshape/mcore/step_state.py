@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -54,6 +54,8 @@ class StepState:
     late_checks: Checks | None = None  # while a step's passes run: keeps checks of losses
     timer: PassTimer | None = None  # while a step of Megatron's own schedules is timed
     gradient_sync: Reducer | None = None  # while a step runs whose gradients are reduced in W
+    # While one runs whose vocabulary all ranks share: its `step.vocabulary.SharedVocabulary`.
+    shared_vocabulary: Any = None
 
     @contextmanager
     def meanwhile(self, **values: object) -> Iterator[None]:

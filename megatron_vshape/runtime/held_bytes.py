@@ -62,9 +62,12 @@ class Census:
 
         Medians over the microbatches. Where no B stands alone, all is counted as remaining.
         """
-        after_forward = median(self._added.get((Kind.F, stage), [0]))
-        change = median(self._added.get((Kind.B, stage), [0]))
-        return float(after_forward), float(max(after_forward + change, 0))
+        after_forward = self.added_bytes(Kind.F, stage)
+        return after_forward, max(after_forward + self.added_bytes(Kind.B, stage), 0.0)
+
+    def added_bytes(self, kind: Kind, stage: int) -> float:
+        """Return what such a pass adds to what is held, the median over the microbatches."""
+        return float(median(self._added.get((kind, stage), [0])))
 
 
 def size_now(reference: StorageWeakRef) -> int:

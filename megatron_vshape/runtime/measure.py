@@ -7,15 +7,15 @@ CUDA stream on a GPU), which are read when the step is over.
 import itertools
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock, get_ident
 
 import torch
 import torch.distributed as dist
 
-from megatron_vshape.core.model.costs import Costs, Piece
-from megatron_vshape.core.model.kinds import PROCESSOR, Kind
+from megatron_vshape.core.model.costs import Costs, Piece, joint_name
+from megatron_vshape.core.model.kinds import PROCESSOR, VOCABULARY, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.program.instructions import Message, Program, Send
@@ -41,29 +41,33 @@ class PassTimer:
         self._starts: list[object] = []
         self._ends: list[object] = []
         self._spent: list[tuple[float, float]] = []  # of its thread's processor, before and after
-        self._open: dict[int, int] = {}  # by thread: which of its passes runs
+        self._open: dict[int, list[int]] = {}  # by thread: which of its passes run, as one
         self._lock = Lock()  # what belongs to one pass stands at one place of all lists
         self._made = self._clock.stamp()
 
-    def begins(self, work: Pass) -> None:
+    def begins(self, *works: Pass) -> None:
         """Stamp the start."""
         with self._lock:
-            self._open[get_ident()] = len(self._passes)
-            self._passes.append(work)
-            self._ends.append(None)
-            self._spent.append((time.thread_time(), 0.0))
-            self._starts.append(self._clock.stamp())
+            first, spent = len(self._passes), time.thread_time()
+            self._open[get_ident()] = [*range(first, first + len(works))]
+            self._passes += works
+            self._ends += [None] * len(works)
+            self._spent += [(spent, 0.0)] * len(works)
+            self._starts += [self._clock.stamp()] * len(works)
 
-    def ends(self, work: Pass) -> None:
+    def ends(self, *works: Pass) -> None:
         """Stamp the end."""
-        at = self._open[get_ident()]
-        self._ends[at] = self._clock.stamp()
-        self._spent[at] = (self._spent[at][0], time.thread_time())
+        end, spent = self._clock.stamp(), time.thread_time()
+        for at in self._open[get_ident()]:
+            self._ends[at] = end
+            self._spent[at] = (self._spent[at][0], spent)
 
     def busy_and_whole(self) -> tuple[float, float]:
         """Return the processor's time, and from making this to the last pass's end, in us."""
         slots = self.slots()
-        busy = sum(slot.end - slot.start for slot in slots if slot.work.kind.resource == PROCESSOR)
+        # Two that run as one have the same times.
+        own = {slot[1:] for slot in slots if slot.work.kind.resource == PROCESSOR}
+        busy = sum(end - start for start, end in own)
         (made,) = self._clock.read([self._made])
         return busy, max(slot.end for slot in slots) - made if slots else 0.0
 
@@ -143,24 +147,37 @@ def measured_costs(timelines: Sequence[Timeline], send_us: float, held: Held) ->
 
     A stage that ran whole backwards beside split ones has a price for either. Where it ran none
     split, a whole one is divided as those of all stages together are; where there are none at
-    all, in half. What the host takes for a pass is what lies between a W and the pass before it:
-    a W waits for no message.
+    all, in half. A joint pass has a price by its stages; a stage that ran a kind of pass in such
+    alone has that of the other stages. What the host takes for a pass is what lies between a W and
+    the pass before it: a W waits for no message.
     """
     gaps: list[float] = []
     times: dict[tuple[Kind, int], list[float]] = {}
+    joint: dict[str, list[float]] = {}
     for timeline in timelines:
+        beside = timeline.schedule.beside()
+        joined = set(beside.values())
         for device in range(timeline.schedule.num_devices):
             slots = list(timeline.slots(device))
             for work, start, end in slots:
-                times.setdefault((work.kind, work.stage), []).append(end - start)
+                if (other := beside.get(work)) is not None:
+                    name = joint_name(work.stage, other.kind, other.stage)
+                    joint.setdefault(name, []).append(end - start)
+                elif work not in joined:
+                    times.setdefault((work.kind, work.stage), []).append(end - start)
             pairs = itertools.pairwise(
                 slot for slot in slots if slot.work.kind.resource == PROCESSOR
             )
             gaps += [each.start - before.end for before, each in pairs if each.work.kind is Kind.W]
     middle = {key: statistics.median(values) for key, values in times.items()}
+    middle |= {
+        (kind, at): statistics.median(alone)
+        for kind, at in {key for each in timelines for key in _in_joint_passes(each)} - set(middle)
+        if (alone := [us for key, us in middle.items() if key[0] is kind])
+    }
     stages = range(timelines[0].schedule.num_stages)
     share = _share_of_b(middle)
-    return Costs.of(
+    costs = Costs.of(
         [
             Piece(middle[Kind.F, at], *_divide(middle, at, share), *held[at], _saved(middle, at))
             for at in stages
@@ -168,6 +185,53 @@ def measured_costs(timelines: Sequence[Timeline], send_us: float, held: Held) ->
         send_us,
         host_us=max(0.0, statistics.median(gaps)) if gaps else 0.0,
     )
+    prices = {name: statistics.median(values) for name, values in joint.items()}
+    joint_prices = _joint_prices(timelines[0].schedule, costs, prices)
+    return replace(costs, joint=joint_prices, others=tuple(_shared_times(times, stages)))
+
+
+def _joint_prices(
+    schedule: Schedule, costs: Costs, known: Mapping[str, float]
+) -> tuple[tuple[str, float], ...]:
+    """Return the prices of all pairs on a device, of the kinds that ran.
+
+    A pair that did not run takes as much of its two passes' time as those that did.
+    """
+    placement, joint = schedule.placement, dict(known)
+    for kind in (Kind.B, Kind.BW):
+        pairs = {
+            joint_name(f, kind, b): costs.time_us(Kind.F, f) + costs.time_us(kind, b)
+            for f, holder in enumerate(placement)
+            for b, other in enumerate(placement)
+            if holder == other
+        }
+        ratios = [known[name] / apart for name, apart in pairs.items() if name in known]
+        if ratios:
+            share = statistics.median(ratios)
+            joint = {name: share * apart for name, apart in pairs.items()} | joint
+    return tuple(sorted(joint.items()))
+
+
+def _in_joint_passes(timeline: Timeline) -> set[tuple[Kind, int]]:
+    """Return the kinds and stages of what ran as part of a joint pass."""
+    pairs = timeline.schedule.beside().items()
+    return {work[:2] for pair in pairs for work in pair}
+
+
+def _shared_times(
+    times: Mapping[tuple[Kind, int], Sequence[float]], stages: Sequence[int]
+) -> Iterator[tuple[str, tuple[float, ...]]]:
+    """Yield what passes of a shared vocabulary took, by name and for every stage.
+
+    The median of a device's passes; of others' stages, the devices' mean. A sum counts from this
+    device's own part on, so that the shortest is the one that waited least for others' parts.
+    """
+    for kind in VOCABULARY:
+        middle = statistics.median if kind.resource == PROCESSOR else min
+        known = {at: middle(times[kind, at]) for at in stages if (kind, at) in times}
+        if known:
+            mean = statistics.fmean(known.values())
+            yield kind.time, tuple(known.get(at, mean) for at in stages)
 
 
 def _share_of_b(middle: Mapping[tuple[Kind, int], float]) -> float:

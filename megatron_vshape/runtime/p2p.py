@@ -24,6 +24,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Await, Message, Program, Run, Send, Stream
 from megatron_vshape.runtime import nccl
 from megatron_vshape.runtime.program_runner import Place, describe
+from megatron_vshape.runtime.together import Together
 from megatron_vshape.runtime.watch import Watch, no_progress
 
 GIB = 2.0**30
@@ -93,6 +94,7 @@ class Transport:
             if self._waits_block
             else _PolledSends(self._tell_send)
         )
+        self.together: Together | None = None  # once a program has passes that all devices join
         self._meeting: list[str] = []  # whom this rank meets for the first time just now
         self._last: Message | None = None  # that was posted, sent or waited for
         self._watch = None if self._waits_block else self._begin_watch()
@@ -142,6 +144,10 @@ class Transport:
             for edge in fresh:
                 self._connect(edge)
         self._warm_up(fresh)
+        if self.together is None and any(kind.joins for kind in program.schedule.kinds):
+            self.together = Together(
+                self._ranks, self._make_pipelines_group, self._torch_device, self._timeout_s
+            )
         self._took_bytes += nccl.outside_allocator(self._torch_device) - before_bytes
 
     def summary(self) -> str | None:
@@ -238,8 +244,9 @@ class Transport:
         match place.instruction:
             case Await(message):
                 return self._tell_receive(message)
-            case Run(work):
-                return doing + f"in {describe(work)}"
+            case Run() as run:
+                waits = [] if self.together is None else self.together.tell()
+                return "; ".join([doing + f"in {describe(*run.passes)}", *waits])
             case None if place.last_pass is None:
                 return doing + "before its first pass"
             case None:
@@ -263,6 +270,8 @@ class Transport:
         train again. Its process groups end with torch.distributed.
         """
         self._sends.close()
+        if self.together is not None:
+            self.together.close()
         if self._watch is not None:
             self._watch.close(quietly)
 
@@ -274,7 +283,8 @@ class Transport:
             for message, (work, _) in self._posted.copy().items()
             if not work.is_completed()
         ]
-        return [*self._meeting, *sent, *posted]
+        together = [] if self.together is None else self.together.tell()
+        return [*self._meeting, *together, *sent, *posted]
 
     def _begin_watch(self) -> Watch:
         name_device = (
@@ -296,6 +306,11 @@ class Transport:
         return dist.new_group(
             list(ranks), timeout=timeout, pg_options=options, group_desc=description
         )
+
+    def _make_pipelines_group(self, description: str) -> Any:
+        """Make a group of all ranks of every pipeline, and return this rank's own."""
+        made = [self._make_group(ranks, f"{description}, {ranks}") for ranks in self._pipelines]
+        return made[self._pipelines.index(self._ranks)]
 
     def _connect(self, edge: Edge) -> None:
         """Make the group of an edge in every pipeline, and keep this rank's own."""

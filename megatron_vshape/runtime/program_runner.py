@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_vshape.core.model.kinds import PROCESSOR, Kind
+from megatron_vshape.core.model.kinds import BESIDE, PROCESSOR, Kind
 from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.program.instructions import (
@@ -50,12 +50,15 @@ class Carrier(Protocol):
 
 
 class Observer(Protocol):
-    """Is told of every pass, to measure or to trace it; from the thread that runs it."""
+    """Is told of every pass, to measure or to trace it; from the thread that runs it.
 
-    def begins(self, work: Pass) -> None:
+    Of two that run as one it is told at once.
+    """
+
+    def begins(self, *works: Pass) -> None:
         """Called when the pass's input is there, right before it runs."""
 
-    def ends(self, work: Pass) -> None:
+    def ends(self, *works: Pass) -> None:
         """Called right after the pass has run, before its result is sent."""
 
 
@@ -71,10 +74,10 @@ class Place:
 class _Silent:
     """The observer of a run that nobody observes."""
 
-    def begins(self, work: Pass) -> None:
+    def begins(self, *works: Pass) -> None:
         pass
 
-    def ends(self, work: Pass) -> None:
+    def ends(self, *works: Pass) -> None:
         pass
 
 
@@ -159,48 +162,71 @@ class ProgramRun:
         It does not wait for what has been sent. Raises what `run_program` raises.
         """
         place = self._place
-        received: Tensor | None = None
-        result: Tensor | None = None
+        received: dict[Kind, Tensor] = {}  # by the kind of pass that has made it
+        results: dict[Pass, Tensor | None] = {}
         for instruction in self._row[self._at : upto]:
             place.instruction = instruction
             match instruction:
                 case Run(work):
-                    # In a list, which the pass empties, so that only the stage holds its input.
-                    handed = [self._local.take(work) if received is None else received]
-                    received = result = None
                     place.last_pass = work
-                    if self._beside is None:
-                        result = self._run(work, handed)
-                    else:
-                        result = self._beside.run(work, partial(self._run, work, handed))
-                    if self._local.keep(work, result):
-                        result = None
+                    results.clear()
+                    results = self._run_step(instruction.passes, received)
                     self.transport.poll()
                 case Send(message):
+                    result = results.pop(message.work, None)
                     if result is None:
                         raise RuntimeError(_no_result(message.work))
                     self.transport.send(message, result)
-                    result = None
+                    del result
                 case Await(message):
                     with label(_WAIT, message.work):
-                        received = self.transport.wait(message)
+                        received[message.work.kind] = self.transport.wait(message)
                 case Receive(message):
                     self.transport.post(message)
                 case Release(message):
                     self.transport.release(message)
         self._at = max(self._at, upto)
 
-    def _run(self, work: Pass, handed: list[Tensor | None]) -> Tensor | None:
-        """Run one pass and return its result; takes its input out of `handed`."""
-        self._watcher.begins(work)
+    def _run_step(
+        self, works: tuple[Pass, ...], received: dict[Kind, Tensor]
+    ) -> dict[Pass, Tensor | None]:
+        """Run a pass, or two as one, and return what they leave for other devices.
+
+        Takes what they read out of `received`.
+        """
+        # In a list, which the passes empty, so that only their stages hold what they read.
+        handed = [self._input_of(each, received, alone=len(works) == 1) for each in works]
+        run = partial(self._run, works, handed)
+        made = run() if self._beside is None else self._beside.run(works, run)
+        return {
+            result_of(work): result
+            for work, result in zip(works, made, strict=True)
+            if not self._local.keep(work, result)
+        }
+
+    def _input_of(self, work: Pass, received: dict[Kind, Tensor], alone: bool) -> Tensor | None:
+        """Return what a pass reads and forget it: a message, or a result of this device."""
+        if alone and received:
+            return received.popitem()[1]
+        # Of the two that run as one, F reads an F, and B or BW a B.
+        kind = Kind.F if work.kind is Kind.F else Kind.B
+        return received.pop(kind) if kind in received else self._local.take(work)
+
+    def _run(self, works: tuple[Pass, ...], handed: list[Tensor | None]) -> list[Tensor | None]:
+        """Run a pass, or two as one, and return what they make; takes inputs out of `handed`."""
         try:
-            with label(str, work):
-                result = _call_stage(self.stages[work.stage], work, handed)
+            if works[0].kind.joins:  # such a pass runs by itself
+                stage: Any = self.stages[works[0].stage]
+                with label(_WAIT, works[0]):
+                    stage.join(works[0])
+            self._watcher.begins(*works)
+            with label(_name_of, works):
+                results = _call_stages(self.stages, works, handed)
         except Exception as error:
-            error.add_note(f"device {self.device} raised this in {describe(work)}")
+            error.add_note(f"device {self.device} raised this in {describe(*works)}")
             raise
-        self._watcher.ends(work)
-        return result
+        self._watcher.ends(*works)
+        return results
 
 
 def run_drain(instructions: Iterable[Instruction], transport: Carrier, blank: Tensor) -> None:
@@ -217,18 +243,36 @@ def run_drain(instructions: Iterable[Instruction], transport: Carrier, blank: Te
     transport.drain()
 
 
-def describe(work: Pass) -> str:
-    """Return the pass in text and in words."""
-    return f"{work}, {work.kind.words} of stage {work.stage} for microbatch {work.microbatch}"
+def describe(*works: Pass) -> str:
+    """Return a pass, or two that run as one, in text and in words."""
+    return ", beside ".join(
+        f"{work}, {work.kind.words} of stage {work.stage} for microbatch {work.microbatch}"
+        for work in works
+    )
 
 
 _WAIT = "wait {}".format
 
 
+def _name_of(works: tuple[Pass, ...]) -> str:
+    return BESIDE.join(map(str, works))
+
+
+def _call_stages(
+    stages: Mapping[int, Stage], works: tuple[Pass, ...], handed: list[Tensor | None]
+) -> list[Tensor | None]:
+    """Return the results of passes that run as one, or where a stage cannot, one by one."""
+    joint = getattr(stages[works[0].stage], "forward_beside", None)
+    if len(works) == 1 or joint is None:
+        return [_call_stage(stages[each.stage], each, handed) for each in works]
+    work, other = works
+    return [*joint(work.microbatch, handed.pop(0), stages[other.stage], other, handed.pop(0))]
+
+
 def _call_stage(stage: Stage, work: Pass, handed: list[Tensor | None]) -> Tensor | None:
     method: Callable[..., Tensor | None] = getattr(stage, work.kind.method)
     if work.kind.receives:
-        return method(work.microbatch, handed.pop())
+        return method(work.microbatch, handed.pop(0))
     return method(work.microbatch)
 
 
@@ -249,7 +293,9 @@ class _Local:
             work[:2]: need[:2]
             for work in passes
             for need in work.needs(len(placement))
-            if need.stage != work.stage and placement[need.stage] == device
+            if not work.kind.of  # what that reads of others comes by a collective
+            and need.stage != work.stage
+            and placement[need.stage] == device
             if placement[work.stage] == device
         }
         # By kind and stage of the result: what is left of it, by microbatch.
@@ -288,23 +334,29 @@ class _Beside:
             )
             for resource in set(self._resource.values()) - {PROCESSOR}
         }
-        self._under_way: dict[Pass, Future[Tensor | None]] = {}
+        self._under_way: dict[Pass, Future[list[Tensor | None]]] = {}
 
-    def run(self, work: Pass, run: Callable[[], Tensor | None]) -> Tensor | None:
-        """Run a pass once what it reads from other resources is there, or begin to beside us."""
+    def run(
+        self, works: tuple[Pass, ...], run: Callable[[], list[Tensor | None]]
+    ) -> list[Tensor | None]:
+        """Run passes once what they read from other resources is there, or begin to beside us."""
         reads = [
-            self._under_way[need] for need in self._needs.needs_of(work) if need in self._under_way
+            self._under_way[need]
+            for work in works
+            for need in self._needs.needs_of(work)
+            if need in self._under_way
         ]
 
-        def run_in_turn() -> Tensor | None:
+        def run_in_turn() -> list[Tensor | None]:
             for each in reads:
                 each.result()
             return run()
 
+        (work, *_) = works
         if work.kind.resource == PROCESSOR:
             return run_in_turn()
         self._under_way[work] = self._threads[self._resource[work.kind]].submit(run_in_turn)
-        return None
+        return [None]
 
     def finish(self) -> None:
         """Wait for all of them, and raise what one has raised."""
@@ -326,12 +378,12 @@ def on_stream_of(resource: str) -> Callable[[], None]:
 
     def begin() -> None:
         torch.cuda.set_device(device)
-        torch.cuda.set_stream(_stream_of(resource, device))
+        torch.cuda.set_stream(stream_of(resource, device))
 
     return begin
 
 
 @cache
-def _stream_of(resource: str, device: int) -> torch.cuda.Stream:
+def stream_of(resource: str, device: int) -> torch.cuda.Stream:
     """Return the one stream of a resource; torch has few, and hands them out again."""
     return torch.cuda.Stream(device)

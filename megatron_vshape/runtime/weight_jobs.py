@@ -67,7 +67,7 @@ def defer(
     `begin` starts what the job waits for itself, a gather from other ranks, and does not wait. It
     is called before the job, and may be called once more. The `kept` tensors are those that the job
     reads: where it runs on another stream than it is left on, that one waits, and memory of theirs
-    is not used anew before the job has read it.
+    is not used anew before the job has read it, whatever stream it was allocated on.
 
     Raises:
         RuntimeError: no bucket is open; ask `is_open` first.
@@ -183,11 +183,13 @@ def _follow(waiting: _Waiting) -> None:
     """Have the stream that runs now wait for the one on which the job was left.
 
     Autograd runs a backward on the stream of its forward, so a layer that Megatron runs beside the
-    others, a shared expert, leaves jobs on a stream of its own.
+    others, a shared expert, leaves jobs on a stream of its own. What a job keeps may have been
+    allocated on yet another, an exchange's, whichever the job was left on.
     """
     running = _current_stream()
-    if waiting.stream is not None and running is not None and waiting.stream != running:
-        running.wait_stream(waiting.stream)
+    if waiting.stream is not None and running is not None:
+        if waiting.stream != running:
+            running.wait_stream(waiting.stream)
         for tensor in waiting.kept:
             tensor.record_stream(running)
     waiting.kept.clear()  # the job lets go of them when it can

@@ -112,6 +112,70 @@ def test_what_is_no_link(given: list[str], said: str, capsys: pytest.CaptureFixt
     assert said in capsys.readouterr().err
 
 
+def exchanging(path: Path) -> Path:
+    """Write costs of which 30 % of F and of B are exchange."""
+    waits = (0.3,) * 8
+    costs = replace(Costs.uniform(4, 8, 0.7, 0.7, 0.7), forward_exchange_us=waits)
+    path.write_text(replace(costs, backward_exchange_us=waits).to_json())
+    return path
+
+
+def test_exchanges_are_hidden_in_joint_passes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs, made = exchanging(tmp_path / "costs.json"), tmp_path / "plan.json"
+    size = ["--devices", "4", "--microbatches", "12", "--costs", str(costs), *NO_PROOF]
+    limit = ["--memory-limit", "dualpipev", "--chunks", "2"]
+    assert main(["plan", *size, *limit, "--hidden", "1", "--export", str(made)]) == 0
+    shown = capsys.readouterr().out
+    schedule = load_schedule(made)
+    told = f"joint passes    {len(schedule.joint)} of 96 forwards run beside a backward"
+    assert schedule.joint
+    assert told in shown
+    assert "a joint pass hides 100.0 % of the exchanges of both of its passes" in shown
+    assert "hidden_share: assumed, as --hidden says" in shown
+    assert re.search(r"^dualpipev +2 ", shown, re.M)
+    assert main(["plan", *size, *limit]) == 0
+    assert "joint" not in capsys.readouterr().out
+
+
+def test_the_frontier_with_joint_passes_reaches_dualpipev(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    costs, path = exchanging(tmp_path / "costs.json"), tmp_path / "frontier.svg"
+    size = ["--devices", "2", "--microbatches", "6", "--costs", str(costs)]
+    data = json.loads(costs.read_text())
+    costs.write_text(json.dumps({k: v[:4] if isinstance(v, list) else v for k, v in data.items()}))
+    assert main(["plan", *size, "--hidden", "1", "--frontier", str(path)]) == 0
+    rows = list(csv.reader(path.with_suffix(".csv").read_text().splitlines()))
+    own = {float(row[1]): float(row[3]) for row in rows[1:] if row[1]}
+    assert max(own) == 5.0
+    (published,) = [float(row[3]) for row in rows if row[0] == "dualpipev"]
+    assert own[5.0] <= published
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--hidden", "1.5"], "'1.5' is not a share from 0 to 1"),
+        (["--hidden", "1", *COST], "--hidden needs --costs FILE"),
+    ],
+)
+def test_what_hides_nothing(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *SIZE, *given]) != 0
+    assert said in capsys.readouterr().err
+
+
+def test_costs_without_exchanges_have_none_to_hide(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text(Costs.uniform(4, 8).to_json())
+    assert main(["plan", *SIZE, "--costs", str(costs), "--hidden", "1"]) != 0
+    assert "no pass in --costs waits for an exchange" in capsys.readouterr().err
+
+
 def test_the_frontier_without_what_holds_less(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -202,6 +202,20 @@ def test_ranks_measure_what_their_experts_exchange(
     assert min(costs.forward_us) > 0
 
 
+def test_ranks_measure_passes_beside_each_other(model: Path, tmp_path: Path) -> None:
+    model.write_text(MODEL + EXPERTS)
+    flags = ["--expert-parallel", "2", "--joint", "--dtype", "bfloat16"]
+    _, costs = on_two_ranks(model, tmp_path / "costs.json", *flags)
+    pairs = [(0, 3), (1, 2), (2, 1), (3, 0)]
+    joint = dict(costs.joint)
+    assert set(joint) == {f"F{f}&{kind}{b}" for f, b in pairs for kind in ("B", "BW")}
+    assert (
+        dict(costs.sources)["joint"] == "measured on 2 ranks, tensor-parallel 1, expert-parallel 2"
+    )
+    assert min(joint.values()) > 0
+    assert joint["F1&B2"] == joint["F2&B1"]  # of inner stages of as many layers
+
+
 def test_what_experts_exchange_is_assumed_on_one_device() -> None:
     pytest.importorskip("megatron.core")
     from megatron_vshape.mcore.on_ranks import Link, assumed
@@ -233,6 +247,8 @@ def test_a_rank_alone_computes_as_much_as_with_others() -> None:
     ("flags", "said"),
     [
         (["--expert-parallel", "2"], "has no experts; add experts: with count, per_token and"),
+        (["--joint"], "--joint is measured on ranks that exchange experts' tokens: add --expert"),
+        (["--joint", "--offload"], "--joint goes with neither --offload nor --recompute"),
         (["--sequence-parallel"], "--sequence-parallel needs --tensor-parallel of at least 2"),
         (
             ["--sequence-parallel", "--tensor-parallel", "2"],

@@ -43,7 +43,7 @@ def test_what_is_refused_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixtu
             "num_layers": 38,
             "account_for_embedding_in_pipeline_split": True,
             "account_for_loss_in_pipeline_split": True,
-            "delay_wgrad_compute": True,
+            "hybrid_context_parallel": True,
             "cuda_graph_impl": "none",
         },
         "optimizer": {"overlap_param_gather_with_optimizer_step": True, "lr": None},
@@ -65,7 +65,7 @@ def test_what_is_refused_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixtu
         "  pipeline_model_parallel_size, num_layers, overlap_param_gather_with_optimizer_step",
         "",
         "refused",
-        "  delay_wgrad_compute: it assumes the order of Megatron's own schedules: leave it out",
+        "  hybrid_context_parallel: it assumes the order of Megatron's own schedules: leave it out",
         "",
         "does not start with v-half",
     ]

@@ -233,7 +233,7 @@ BAD = [
     (["good.json", "--microbatches", "3"], "good.json is for --microbatches 1, not 3"),
     (
         ["good.json", "--chunks", "3"],
-        "--chunks is for interleaved-1f1b and grouped-interleaved-1f1b only",
+        "--chunks is for interleaved-1f1b and grouped-interleaved-1f1b and overlapped-inter",
     ),
     (["v-half", *SIZE, "--figure", "a.bmp"], "--figure a.bmp: the file's name must end in .svg, "),
     (["v-half", *SIZE, "--figure", "a"], "must end in .svg, .png or .pdf"),

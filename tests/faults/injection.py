@@ -17,14 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_vshape.core.model.kinds import find_kind
 from megatron_vshape.mcore.step.stage import MegatronStage
-
-METHODS = {
-    "F": "forward",
-    "B": "backward_inputs",
-    "W": "backward_weights",
-    "BW": "backward",
-}
 
 
 class InjectedError(Exception):
@@ -43,7 +37,7 @@ def start(rank: int, faults: list[dict[str, Any]]) -> None:
 
 def _wrap_pass(fault: dict[str, Any]) -> None:
     kind, _, number = _split(fault["pass"])
-    name = METHODS[kind]
+    name = find_kind(kind).method
     original = getattr(MegatronStage, name)
     steps: list[Any] = []
 

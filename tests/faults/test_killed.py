@@ -195,3 +195,39 @@ def test_killed_under_torchrun(tally: Tally, tmp_path: Path) -> None:
         assert {number for number, _ in told} == {rank}
     by_signal = sum("when SIGTERM ended it" in text for text in logs.values())
     tally("SIGKILL under torchrun", 0, f"{seconds:.1f} s, {by_signal} ended by the agent")
+
+
+SHARED = ("--pipeline-vocab-parallel", "--pipeline-timeout", "10")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "kill I",
+        *(pytest.param(f"kill {kind}", marks=pytest.mark.slow) for kind in "STJ"),
+        "raise S",
+        pytest.param("stall S", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_share_a_vocabulary_do_not_wait_for_one_that_is_gone(
+    inject: Inject, tally: Tally, tmp_path: Path, what: str
+) -> None:
+    fault, kind = what.split()
+    struck = {"what": fault, "rank": 1, "step": 2, "pass": f"{kind}1.3", "seconds": 60}
+    began_s = time.monotonic()
+    run = inject([struck], *FIVE, *SHARED)
+    note = ""
+    if fault != "stall":
+        seconds = max(run.ended_s) - float((tmp_path / "struck").read_text())
+        assert seconds < 20
+        note = f"{seconds:.2f} s"
+    assert max(run.ended_s) - began_s < 90
+    tally(f"{what} of a shared vocabulary", note=note)
+    expected = -9 if fault == "kill" else 1
+    others = [code for rank, code in enumerate(run.codes) if rank != 1]
+    assert others == [1] * 3
+    assert run.codes[1] == expected or fault == "stall"  # that one may still sleep
+    told = [text for rank, text in enumerate(run.output) if rank != 1 or fault == "raise"]
+    assert all("in iteration 2" in text for text in told)
+    if fault == "stall":
+        assert any("and nothing has moved for 10 s" in text for text in told)

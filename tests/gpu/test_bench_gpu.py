@@ -154,6 +154,7 @@ class TestOnCpu:
         assert len(rates) == 5
         assert all(re.search(rf"^\| {kind} \| ", text, re.MULTILINE) for kind in "FBW")
 
+    @pytest.mark.slow
     def test_emulate_what_waits_in_host_memory(self) -> None:
         sizes = ("--devices", "4", "--microbatches", "8", "--schedules", "v-half", "v-half@host")
         text = bench("emulate", *ON_CPU, *sizes)

@@ -79,8 +79,21 @@ class Ended:
         return self.records[-1]
 
     def merged(self, key: str) -> dict[str, torch.Tensor]:
-        """Return the named tensors of all ranks together."""
-        return {name: value for record in self.records for name, value in record[key].items()}
+        """Return the named tensors of all ranks together, rows that these share joined."""
+        found: dict[str, torch.Tensor] = {}
+        shared: dict[str, dict[int, torch.Tensor]] = {}
+        for record in self.records:
+            for name, value in record[key].items():
+                first = record["rows"].get(name.split()[0])
+                if first is None or not value.dim():
+                    found[name] = value
+                else:
+                    shared.setdefault(name, {})[first] = value
+        joined = {
+            name: torch.cat([parts[first] for first in sorted(parts)])
+            for name, parts in shared.items()
+        }
+        return found | joined
 
     def by_place(self, key: str) -> dict[tuple[Any, ...], torch.Tensor]:
         """Return the named tensors of every rank's place in the groups that share a stage."""
@@ -99,7 +112,8 @@ class Ended:
                 parameter = name.split()[0]
                 if parameter in record["parts"] and value.dim():
                     dimensions[name] = record["parts"][parameter]
-                joined.setdefault(name, {})[record["tensor_rank"]] = value
+                place = record["rows"].get(parameter, record["tensor_rank"])
+                joined.setdefault(name, {})[place] = value
         return {
             name: torch.cat([parts[rank] for rank in sorted(parts)], dimensions[name])
             if name in dimensions

@@ -48,6 +48,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 import megatron_vshape
+from megatron_vshape.mcore.layout.vocabulary import Shards
 
 LAYERS, HIDDEN, VOCABULARY, LONGEST = 8, 32, 64, 24
 
@@ -159,24 +160,41 @@ def build(config: Any, pattern: str | None, ties: bool, ends: dict[str, Any]) ->
 
 
 def names_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a chunk by their names in the whole model."""
+    """Yield the parameters of a chunk by their names in the whole model.
+
+    Of a weight whose rows ranks share, the number of the first follows the name.
+    """
+    shards = shards_of(model)
     for name, parameter in model.named_parameters():
         parts = name.split(".")
         if name.startswith("decoder.layers."):
             parts[2] = str(model.decoder.layers[int(parts[2])].layer_number)
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             parts = "embedding.word_embeddings.weight".split(".")
-        yield ".".join(parts), parameter
+        first = f"@{shards[parameter].rank() * len(parameter):04d}" if parameter in shards else ""
+        yield ".".join(parts) + first, parameter
+
+
+def shards_of(model: nn.Module) -> dict[nn.Parameter, Shards]:
+    """Return the parameters whose rows pipeline ranks share, and how."""
+    return {
+        module.weight: module.tp_group
+        for module in model.modules()
+        if isinstance(getattr(module, "tp_group", None), Shards) and module.weight is not None
+    }
 
 
 def fill(model: nn.Module) -> None:
     """Give every weight values that follow from its name."""
     for name, parameter in names_of(model):
         if parameter.dim() > 1:
+            name, _, first = name.partition("@")
             seed = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
             generator = torch.Generator().manual_seed(seed)
+            shape = (VOCABULARY, HIDDEN) if first else parameter.shape
+            rows = slice(int(first), int(first) + len(parameter)) if first else slice(None)
             with torch.no_grad():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+                parameter.copy_(torch.randn(shape, generator=generator)[rows] * 0.1)
 
 
 def batches(step: int, count: int, lengths: list[int]) -> Iterator[dict[str, Tensor]]:

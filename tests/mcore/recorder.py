@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.mcore.layout.vocabulary import Shards
 from megatron_vshape.mcore.step import forward_backward
 from megatron_vshape.mcore.step.stage import MegatronStage
 
@@ -52,6 +53,7 @@ class Records:
             "parameters": {},
             "moments": {},  # Adam's, by the names of the parameters
             "parts": {},  # of parameters that tensor-parallel ranks share: which dimension
+            "rows": {},  # of those that pipeline ranks share too: the number of the first
         }
 
     def save(self) -> None:
@@ -62,6 +64,9 @@ class Records:
         for name, parameter in named_parameters(self._model):
             if getattr(parameter, "tensor_model_parallel", False):
                 self.kept["parts"][name] = parameter.partition_dim
+            shards = shards_of(self._model).get(parameter)
+            if shards is not None:
+                self.kept["rows"][name] = shards.rank() * len(parameter)
             for key, value in _adams_state(self._optimizer, parameter).items():
                 self.kept["moments"][f"{name} {key}"] = value
         self.kept["tensor_rank"] = parallel_state.get_tensor_model_parallel_rank()
@@ -291,12 +296,30 @@ DRAWN_VECTORS = ("mixer.A_log", "mixer.dt_bias", "mixer.conv1d_bias", "mixer.con
 """The parameters of one dimension that Megatron draws at random; the others are ones or zeros."""
 
 
+def shards_of(chunks: list[nn.Module]) -> dict[nn.Parameter, Shards]:
+    """Return the parameters whose rows pipeline ranks share, and how."""
+    return {
+        module.weight: module.tp_group
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(getattr(module, "tp_group", None), Shards) and module.weight is not None
+    }
+
+
 def _fill_all(chunks: list[nn.Module]) -> None:
+    shards = shards_of(chunks)
     for name, parameter in named_parameters(chunks):
         if parameter.dim() > 1 or name.endswith(DRAWN_VECTORS):
-            _fill(name, parameter.data)
+            _fill(name, parameter.data, shards.get(parameter))
 
 
-def _fill(name: str, data: Tensor) -> None:
+def _fill(name: str, data: Tensor, shards: Shards | None) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    data.copy_(torch.randn(data.shape, generator=generator) * 0.02)
+    if shards is None:
+        data.copy_(torch.randn(data.shape, generator=generator) * 0.02)
+        return
+    tensor_ranks = parallel_state.get_tensor_model_parallel_world_size()
+    count = len(data) * shards.size() // tensor_ranks  # that each of them would draw
+    drawn = torch.randn((count, *data.shape[1:]), generator=generator) * 0.02
+    first = shards.rank() * len(data)
+    data.copy_(drawn.repeat(tensor_ranks, 1)[first : first + len(data)])

@@ -9,6 +9,8 @@ asks, saves, hands over and returns is TE's own code. One JSON line per case goe
 
 import enum
 import functools
+import inspect
+import itertools
 import json
 import os
 import re
@@ -165,6 +167,34 @@ def dgelu(grad: Tensor, x: Tensor, quantizer: Any = None, *unused: Any) -> Tenso
         return torch.autograd.grad(gelu(leaf), leaf, grad)[0]
 
 
+def swiglu(x: Tensor, quantizer: Any = None, *unused: Any) -> Tensor:
+    gate, linear = x.chunk(2, -1)
+    return nn.functional.silu(gate) * linear
+
+
+def dswiglu(grad: Tensor, x: Tensor, quantizer: Any = None, *unused: Any) -> Tensor:
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad(swiglu(leaf), leaf, grad)[0]
+
+
+def grouped_dbias(
+    dy: Tensor,
+    offsets: Tensor,
+    dbias: Tensor,
+    scales: Tensor | None = None,
+    bias: Tensor | None = None,
+    dscales: Tensor | None = None,
+) -> None:
+    """Do what a kernel in Triton does: add every group's sum of rows to its bias gradient."""
+    bounds = offsets.tolist()
+    for group, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        rows = dy[begin:end]
+        dbias[group] += (rows if scales is None else rows * scales[begin:end, None]).sum(0)
+        if bias is not None and dscales is not None:
+            dscales[begin:end] += (rows * bias[group]).sum(-1)
+
+
 def accumulate(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
     """Do what Apex's kernel does for Megatron's own linear layers, such as the output layer."""
     x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
@@ -217,6 +247,8 @@ FUNCTIONS = (
     rmsnorm_bwd,
     gelu,
     dgelu,
+    swiglu,
+    dswiglu,
     multi_tensor_l2norm,
     multi_tensor_scale,
     multi_tensor_adam,
@@ -267,6 +299,9 @@ def import_te(directory: str) -> Any:
     common.load_framework_extension = lambda name: extension
     import transformer_engine.pytorch as te
 
+    kernels = "transformer_engine.pytorch.triton.grouped_dbias_dscales"
+    if kernels in sys.modules:
+        sys.modules[kernels]._launch_grouped_dbias = grouped_dbias
     return te
 
 
@@ -287,7 +322,51 @@ def layers(te: Any) -> Iterator[tuple[str, Callable[..., nn.Module]]]:
     yield "Linear", functools.partial(te.Linear, SIZE, SIZE, **options)
     yield "LayerNormLinear", functools.partial(te.LayerNormLinear, SIZE, SIZE, **options)
     yield "LayerNormMLP", functools.partial(te.LayerNormMLP, SIZE, HIDDEN, **options)
-    yield "GroupedLinear", functools.partial(te.GroupedLinear, len(SPLITS), SIZE, SIZE, **options)
+    grouped = functools.partial(te.GroupedLinear, len(SPLITS), SIZE, **options)
+    yield "GroupedLinear", functools.partial(grouped, SIZE)
+    operation = getattr(te.ops, "GroupedLinear", None)
+    if operation is not None and "delay_wgrad_compute" in inspect.signature(operation).parameters:
+        yield "fused experts", functools.partial(fused_experts, grouped)
+
+
+def fused_experts(grouped: Callable[..., nn.Module], **options: Any) -> nn.Module:
+    """Return experts as Megatron computes them with fused operations, which it makes itself."""
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+    class Experts(nn.Module):
+        _make_fused_ops = TEGroupedMLP._make_fused_ops
+        _make_fused_impl_pre_forward_hook = TEGroupedMLP._make_fused_impl_pre_forward_hook
+        _ensure_main_grad_for_fused_impl = TEGroupedMLP._ensure_main_grad_for_fused_impl
+        _ensure_main_grad = staticmethod(TEGroupedMLP._ensure_main_grad)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear_fc1, self.linear_fc2 = (
+                grouped(2 * SIZE, **options),
+                grouped(SIZE, **options),
+            )
+            for layer in (self.linear_fc1, self.linear_fc2):
+                layer.delay_wgrad_compute = False  # as Megatron's own layers have it
+            self.config = types.SimpleNamespace(
+                activation_func=nn.functional.silu,
+                gated_linear_unit=True,
+                moe_mlp_glu_interleave_size=None,
+            )
+            self._operations: tuple[nn.Module, ...] = ()
+
+        def forward(self, x: Tensor, splits: list[int], **unused: Any) -> Tensor:
+            if not self._operations:
+                self._operations = (self._make_fused_ops(),)
+            counts, scales = torch.tensor(splits, dtype=torch.int), torch.ones(x.shape[0])
+            more = (counts, scales) if self.linear_fc2.use_bias else (counts,)
+            return self._operations[0](x, counts, scales, *more)
+
+    return Experts()
+
+
+def products(layer: nn.Module) -> int:
+    """Return how many products a W of the layer has."""
+    return 2 if hasattr(layer, "linear_fc1") or hasattr(layer, "fc1_weight") else 1
 
 
 def run(layer: nn.Module, order: str, state: Any, ddp: bool, first: bool) -> list[Tensor]:
@@ -302,7 +381,7 @@ def run(layer: nn.Module, order: str, state: Any, ddp: bool, first: bool) -> lis
             generator = torch.Generator().manual_seed(int(microbatch))
             x = torch.randn(TOKENS, SIZE, generator=generator).requires_grad_()
             is_first = (microbatch == "0") if first else None
-            more = [SPLITS] if hasattr(layer, "num_gemms") else []
+            more = [SPLITS] if hasattr(layer, "num_gemms") or hasattr(layer, "linear_fc1") else []
             y = layer(x, *more, is_first_microbatch=is_first)
             if isinstance(y, tuple):
                 bias = y[1]
@@ -315,6 +394,7 @@ def run(layer: nn.Module, order: str, state: Any, ddp: bool, first: bool) -> lis
         elif kind == "B":
             with state.jobs.collect(microbatch):
                 outputs.pop(microbatch).square().sum().backward()
+            assert len(state.jobs._buckets[microbatch]) == products(layer)
         elif kind == "W":
             state.jobs.run(microbatch)
         else:
@@ -341,7 +421,8 @@ def check(build: Callable[..., nn.Module], bias: str, fused: bool, first: bool) 
                 generator = torch.Generator().manual_seed(parameter.numel())
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
         state = StepState(splits_backward=True)
-        if order is not None and te_layers.install(state, [layer]) != 1:
+        stores = 2 if hasattr(layer, "linear_fc1") else 1
+        if order is not None and te_layers.install(state, [layer]) != stores:
             return ["the adapter was not installed"]
         found = run(layer, order or WHOLE, state, ddp=True, first=first)
         if expected is None:

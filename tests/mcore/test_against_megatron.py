@@ -38,6 +38,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(RANKS))
 
 
+@pytest.mark.slow
 def test_interleaved_runs_where_splitting_is_dear(tmp_path: Path) -> None:
     assert asked(tmp_path, 0.55) == Rival("interleaved-1f1b", 2)
 

@@ -11,7 +11,6 @@ from mcore.farm import Farm
 
 pytest.importorskip("megatron.training")
 
-import megatron.core
 
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.mcore.hooks.training import _refuse_what_was_not_seen
@@ -169,17 +168,9 @@ class TestScheduleFiles:
 
 OPTIONS = [
     "--cuda-graph-impl local",
-    "--overlap-moe-expert-parallel-comm",
-    "--delay-wgrad-compute",
     "--use-megatron-fsdp",
     "--hybrid-context-parallel",
     "--perform-rl-step",
-    pytest.param(
-        "--use-transformer-engine-op-fuser",
-        marks=pytest.mark.skipif(
-            megatron.core.__version__.startswith("0.17"), reason="0.17 does not have the flag yet"
-        ),
-    ),
     "--transformer-impl inference_optimized",
 ]
 

@@ -24,6 +24,7 @@ class Run(NamedTuple):
 
 
 SPLIT = "--pipeline-layer-split"
+SHARES = "--pipeline-vocab-parallel"
 PREDICTS = "--mtp-num-layers 2"
 RUNS = {
     "one rank": Run(1, ""),
@@ -52,6 +53,14 @@ RUNS = {
     "v-zb, MTP": Run(4, f"--pipeline-schedule v-zb {PREDICTS} {UNTIED}"),
     "stock, MTP": Run(2, f"{PREDICTS} {UNTIED}", stock=True),
     "one rank, tied, MTP": Run(1, PREDICTS, stock=True),
+    "v-half, shared, tied": Run(4, f"--pipeline-schedule v-half {SHARES}"),
+    "v-zb, shared, TP 2": Run(
+        4,
+        f"--pipeline-schedule v-zb {SHARES} {UNTIED} --pipeline-model-parallel-size 2 "
+        "--tensor-model-parallel-size 2",
+    ),
+    "zb-h1, shared": Run(2, f"--pipeline-schedule zb-h1 {SHARES} {UNTIED}"),
+    "stock, untied": Run(2, UNTIED, stock=True),
 }
 
 
@@ -89,11 +98,14 @@ def assert_same_state(loaded: Ended, saved: Ended) -> None:
         assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
 
 
-GPTS = [name for name in RUNS if "hybrid" not in name and "MTP" not in name]
+OTHERS = ("hybrid", "MTP", "shared", "untied")
+GPTS = [name for name in RUNS if all(other not in name for other in OTHERS)]
 PAIRS = [
     ("v-half", "stock"),
     ("v-half", "v-half, uneven"),
     ("stock", "v-half"),
+    ("v-zb, shared, TP 2", "stock, untied"),
+    ("stock", "v-half, shared, tied"),
     ("v-half, uneven", "v-zb, TP 2"),
     ("v-zb, MTP", "stock, MTP"),
     ("stock, MTP", "v-zb, MTP"),
@@ -108,8 +120,12 @@ PAIRS = [
     ("1f1b, uneven", "interleaved-1f1b"),
     ("v-zb, TP 2", "stock, TP 2"),
     ("stock, TP 2", "v-zb, TP 2"),
+    ("v-half, shared, tied", "stock"),
+    ("v-half, shared, tied", "v-zb, TP 2"),
+    ("stock, untied", "zb-h1, shared"),
+    ("zb-h1, shared", "v-zb, shared, TP 2"),
 ]
-FAST = 6
+FAST = 8
 
 
 @pytest.mark.parametrize(
@@ -134,18 +150,20 @@ SHARDED_RUNS = {
     "v-half": Run(4, f"--pipeline-schedule v-half {TWO} {SHARDED}"),
     "v-zb, one replica": Run(4, f"--pipeline-schedule v-zb {SHARDED}"),
     "1f1b": Run(4, f"--pipeline-schedule 1f1b {TWO} {SHARDED}"),
+    "v-half, shared": Run(4, f"--pipeline-schedule v-half {SHARES} {TWO} {SHARDED}"),
     "stock": Run(4, f"{TWO} {SHARDED}", stock=True),
 }
 
 
 def sharded_state(run: Ended) -> dict[str, torch.Tensor]:
     """Return the optimizer's state with the parts that replicas have put together."""
-    whole: dict[str, torch.Tensor] = {}
+    whole: dict[str, dict[int, torch.Tensor]] = {}
     for record in run.records:
         for name, part in record["moments"].items():
-            known = whole.setdefault(name, part)
-            whole[name] = torch.where(known.isnan(), part, known)
-    return whole
+            parts, first = whole.setdefault(name, {}), record["rows"].get(name.split()[0], 0)
+            known = parts.setdefault(first, part)
+            parts[first] = torch.where(known.isnan(), part, known)
+    return {name: torch.cat([parts[at] for at in sorted(parts)]) for name, parts in whole.items()}
 
 
 @pytest.mark.slow
@@ -157,6 +175,8 @@ def sharded_state(run: Ended) -> dict[str, torch.Tensor]:
         ("v-zb, one replica", "stock"),
         ("stock", "v-half"),
         ("1f1b", "v-half"),
+        ("v-half, shared", "stock"),
+        ("stock", "v-half, shared"),
     ],
 )
 def test_the_distributed_optimizers_state_goes_along(

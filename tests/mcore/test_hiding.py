@@ -35,7 +35,7 @@ def assert_same_bits(ours: Ended, theirs: Ended) -> None:
     assert [name for name in yours if not torch.equal(mine[name], yours[name])] == []
 
 
-@pytest.mark.parametrize("schedule", ["v-half", "v-zb"])
+@pytest.mark.parametrize("schedule", ["v-half", pytest.param("v-zb", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_parameters_are_the_same_bits(farm: Farm, train: Train, layout: str, schedule: str) -> None:
     flags = (*STEPS, "--pipeline-model-parallel-size", "2", *layout.split())

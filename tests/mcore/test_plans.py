@@ -72,10 +72,11 @@ def test_this_packages_own_orders_may_be_files(tmp_path: Path, name: str) -> Non
     choice_of(str(file), 4)
 
 
-def test_a_file_with_a_shared_vocabulary_is_not_run_yet(tmp_path: Path) -> None:
+def test_a_file_with_a_shared_vocabulary_shares_it(tmp_path: Path) -> None:
     plain = make("v-half", 2, 2)
     file = tmp_path / "shared.json"
     costs = Costs.uniform(2, 4, kinds=VOCABULARY)
     file.write_text(share_vocabulary(plain, costs).to_json())
-    with pytest.raises(ScheduleError, match="which no run has yet: leave those of I, E, S, C, T, "):
-        choice_of(str(file), 2)
+    assert choice_of(str(file), 2).shares
+    file.write_text(plain.to_json())
+    assert not choice_of(str(file), 2).shares

@@ -92,6 +92,7 @@ def lab(farm: Farm, tmp_path: Path) -> Lab:
     return Lab(farm, tmp_path)
 
 
+@pytest.mark.slow
 def test_fp16_with_clipping_at_times_and_infinite_gradients(lab: Lab) -> None:
     flags = ("--fp16", *SCALED, "--clip-grad", "1.25")
     plain, ahead = lab.both(*FIFTY, *flags, infected=(7, 15, 16, 30, 42))
@@ -172,6 +173,7 @@ BOUNDARIES = (
 EVALUATION = ("--eval-interval", "6", "--eval-iters", "1", "--ckpt-format", "torch_dist")
 
 
+@pytest.mark.slow
 def test_evaluation_and_saving_see_a_validated_state(lab: Lab, tmp_path: Path) -> None:
     flags = (*BOUNDARIES, *EVALUATION, "--save-interval", "99")
     plain_folder, ahead_folder = str(tmp_path / "plain"), str(tmp_path / "ahead")

@@ -52,6 +52,8 @@ def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixt
     del grouped.weight0
     frozen = nn.Linear(2, 2)
     frozen.requires_grad_(False)
+    fused: Any = nn.Sequential(fake_te.Linear(2, 2))
+    fused._fused_impl = None  # of Megatron's TEFusedMLP before its first F
     chunk = nn.ModuleDict(
         {
             "embedding": nn.Embedding(4, 2),
@@ -61,6 +63,7 @@ def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixt
             "experts": grouped,
             "gate": nn.Linear(2, 1),
             "frozen": frozen,
+            "mlp": fused,
         }
     )
     with caplog.at_level(logging.INFO):
@@ -75,6 +78,8 @@ def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixt
         "tensor: chunk 0 experts": logging.WARNING,
         "the weight gradients of 1 Linear stay in B, because it is not computed by one of "
         "Megatron's or Transformer Engine's linear layers: chunk 0 gate": logging.WARNING,
+        "the weight gradients of 1 Linear stay in B, as it should: fused operations of Transformer "
+        "Engine compute them: chunk 0 mlp.0": logging.INFO,
     }
 
 
@@ -83,7 +88,6 @@ def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixt
     [
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local: its graphs"),
         ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl full_iteration: the host looks"),
-        ({"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
         ({"perform_rl_step": True}, "--perform-rl-step: its loop takes a rank's first chunk"),

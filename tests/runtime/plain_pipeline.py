@@ -140,12 +140,12 @@ class AliveCounter:
     peak: int = 0
     passes: list[Pass] = field(default_factory=list)
 
-    def begins(self, work: Pass) -> None:
-        """Note the pass."""
-        self.passes.append(work)
+    def begins(self, *works: Pass) -> None:
+        """Note the pass, or both of a joint one."""
+        self.passes += works
 
-    def ends(self, work: Pass) -> None:
-        """Count what is alive after the pass."""
+    def ends(self, *works: Pass) -> None:
+        """Count what is alive after the pass, or after both."""
         self.peak = max(self.peak, sum(stage.num_alive() for stage in self.stages.values()))
 
 

@@ -66,6 +66,7 @@ FOUR += [Case(name, 4, 9, fused=True) for name in ("v-min", "v-half")]
 FOUR += [Case(name, 4, 5, dtype=torch.bfloat16) for name in ("v-half", "1f1b")]
 FOUR += [Case("looping", 4, 3)]
 FOUR += [Case(name, 4, 9, fused=True, kernels=True) for name in ("v-half", "v-zb")]
+FOUR += [Case("dualpipev", 4, 9), Case("dualpipev", 4, 9, fused=True, kernels=True)]
 TWO = [Case(name, 2, m) for name in NAMES for m in (1, 4)]
 TWO += [Case("looping", 2, 3), Case("looping", 2, 3)]
 
@@ -151,7 +152,9 @@ def test_no_more_is_held_than_the_schedule_says(results, case: Case) -> None:
     peaks = peak_held(schedule)
     for ranks in results:
         result = ranks[case]
-        assert result["peak"] * chunks_per_stage == peaks[result["device"]]
+        held, most = result["peak"] * chunks_per_stage, peaks[result["device"]]
+        # A joint pass holds what its F does from its start; counted is when both are over.
+        assert held == most or (schedule.joint and most - 1 <= held < most)
         assert result["left"] == 0
         assert result["pending"] == 0
 

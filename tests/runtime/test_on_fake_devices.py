@@ -29,7 +29,7 @@ from runtime.fake_pipeline import (
 )
 
 from megatron_vshape.core.model.placement import looping, v_shape
-from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.paper.catalogue import JOINT_NAMES, NAMES, make
 from megatron_vshape.core.program.early_start import begun_early
 from megatron_vshape.core.program.instructions import Program, Send
 from megatron_vshape.core.program.kernels import waits_for_ever
@@ -78,6 +78,13 @@ def check(name: str, devices: int, microbatches: int) -> None:
 @pytest.mark.parametrize("size", SMALL)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_program_ends(name: str, size: tuple[int, int]) -> None:
+    check(name, *size)
+
+
+@pytest.mark.parametrize("size", [(2, 4), (3, 7)])
+@pytest.mark.parametrize("name", JOINT_NAMES)
+def test_every_program_with_joint_passes_ends(name: str, size: tuple[int, int]) -> None:
+    assert program_of(name, *size).schedule.joint
     check(name, *size)
 
 

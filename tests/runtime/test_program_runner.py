@@ -118,6 +118,27 @@ def test_a_stage_that_returns_nothing_is_named() -> None:
         run_program(remote, 1, {1: Empty()}, NoCarrier())
 
 
+def test_a_stage_runs_both_passes_of_a_joint_one() -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    class Joint(NoStage):
+        def forward_beside(self, microbatch: int, received: Any, *beside: Any) -> Any:
+            seen.append((microbatch, received, *beside[1:]))
+            return self.tensor, self.tensor
+
+    program = lower(make("dualpipev", 2, 4))
+    stages = {stage: Joint() for stage in range(4)}
+    run_program(program, 0, stages, NoCarrier())
+    pairs = program.schedule.beside().items()
+    own = [pair for pair in pairs if program.schedule.placement[pair[0].stage] == 0]
+    assert [(microbatch, work) for microbatch, _, work, _ in seen] == [
+        (forward.microbatch, work) for forward, work in own
+    ]
+    # The ends of the model receive nothing; a V turns on the other device.
+    assert [received is None for _, received, _, _ in seen] == [f.stage == 0 for f, _ in own]
+    assert [gradient is None for *_, gradient in seen] == [b.stage == 3 for _, b in own]
+
+
 def test_what_a_pass_raises_is_told_with_stage_microbatch_and_pass() -> None:
     class Broken(NoStage):
         def backward(self, microbatch: int, received: Any) -> Any:

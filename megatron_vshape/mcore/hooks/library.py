@@ -13,16 +13,15 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.mcore.hooks.replacements import Function, replaces
 from megatron_vshape.mcore.hooks.session import Session
-from megatron_vshape.mcore.layout import multi_token, stages
+from megatron_vshape.mcore.layout import multi_token, stages, vocabulary
 from megatron_vshape.mcore.layout.stages import StageLayout
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import library
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
-from megatron_vshape.mcore.setup.choice import choice_for
+from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.translate import tell, translate
 
 
@@ -106,22 +105,25 @@ def initialize_model_parallel(
     """Make the embedding's group of the ranks that hold the model's ends."""
     bound = inspect.signature(original).bind(*args, **given)
     with refusing():
-        placement = _placement(session, bound.arguments.get("pipeline_model_parallel_size", 1))
-    if placement is not None:
+        choice = _choice(session, bound.arguments.get("pipeline_model_parallel_size", 1))
+    if choice is not None:
+        placement = choice.placement
         chunks = len(placement) // (max(placement) + 1)
         bound.arguments["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
+        # Of a shared vocabulary no rank has what another has too.
+        ends = placement[:1] if choice.shares else placement
         bound.arguments["get_embedding_ranks"] = lambda group, *_: stages.embedding_ranks(
-            placement, group
+            ends, group
         )
     return original(*bound.args, **bound.kwargs)
 
 
-def _placement(session: Session, ranks: int) -> Placement | None:
-    """Return which of so many pipeline ranks has which stage; None where Megatron says so."""
+def _choice(session: Session, ranks: int) -> Choice | None:
+    """Return the schedule that so many pipeline ranks run; None where Megatron's own does."""
     pipeline, options = session.pipeline, options_of(session)
     if pipeline is not None and pipeline.stage_map.num_ranks == ranks:
-        return pipeline.stage_map.placement
-    return None if options is None or ranks == 1 else choice_for(options, ranks).placement
+        return pipeline.choice
+    return None if options is None or ranks == 1 else choice_for(options, ranks)
 
 
 def model_init(session: Session, original: Function) -> Function:
@@ -150,6 +152,9 @@ def model_init(session: Session, original: Function) -> Function:
         first, last = pipeline.ends(rank, chunk)
         bound.arguments["pre_process"], bound.arguments["post_process"] = first, last
         original(*bound.args, **bound.kwargs)
+        if pipeline.choice.shares:
+            with refusing():
+                vocabulary.share(session.step, self, pipeline.stage_map, rank, chunk or 0)
 
     return init
 
@@ -162,7 +167,7 @@ def setup_embeddings(session: Session, original: Function, model: Any) -> None:
     chunk with the embedding is built before the last.
     """
     original(model)
-    if session.pipeline is None:
+    if session.pipeline is None or session.pipeline.choice.shares:
         return
     stage_map, ties = session.pipeline.stage_map, model.share_embeddings_and_output_weights
     predicts = getattr(model, "mtp_process", False)

@@ -440,6 +440,38 @@ PROBES = (
         "says which shape the messages have",
     ),
     Probe(
+        "megatron.core.pipeline_parallel.combined_1f1b",
+        "combined_forward_backward_step",
+        (
+            "forward_step_func",
+            "data_iterator",
+            "f_model",
+            "num_microbatches",
+            "input_tensor",
+            "forward_data_store",
+            "b_model",
+            "b_input_tensor",
+            "b_output_tensor",
+            "b_output_tensor_grad",
+            "config",
+            "f_model_chunk_id",
+            "collect_non_loss_data",
+            "is_first_microbatch",
+            "current_microbatch",
+        ),
+        "runs an F, a backward or both by layer plans (--overlap-moe-expert-parallel-comm)",
+    ),
+    *(
+        Probe(
+            "megatron.core.models.common.model_chunk_schedule_plan",
+            f"TransformerModelChunkSchedulePlan.{name}",
+            expects,
+            "has the nodes of a chunk's layers, whose weight gradients run with them",
+        )
+        for name, expects in (("num_layers", ("self",)), ("get_layer", ("self", "i")))
+    ),
+    Probe(_UTILS, "set_streams", ("comm_stream",), "makes the stream of experts' exchanges"),
+    Probe(
         "megatron.core.transformer.multi_token_prediction",
         "MTPLossLoggingHelper.tracker",
         (),

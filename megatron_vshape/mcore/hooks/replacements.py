@@ -244,7 +244,9 @@ def float16_module_forward(
     if first:
         inputs = transformer_module.fp32_to_float16(inputs, module.float16_convertor)
     outputs = module.module(*inputs, **options)
-    return transformer_module.float16_to_fp32(outputs) if last and fp32_output else outputs
+    # With a shared vocabulary the last stage ends where logits would begin.
+    makes_loss = last and not pipeline.choice.shares
+    return transformer_module.float16_to_fp32(outputs) if makes_loss and fp32_output else outputs
 
 
 def linear_function(session: Session, original: type) -> type:

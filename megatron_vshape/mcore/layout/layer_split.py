@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,8 +19,10 @@ from megatron_vshape.core.model.layers import (
     Widths,
     even_layers,
     parse_layers,
+    without_ends,
 )
 from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.core.planner.vocabulary import shared_costs, tells_shared
 from megatron_vshape.mcore.layout import multi_token
 
 logger = logging.getLogger(__name__)
@@ -40,13 +43,15 @@ def split_layers(
     text: str | None,
     costs: Costs | None,
     question: Question | None = None,
+    shares: bool = False,
 ) -> Split:
     """Return the split that `text` asks for, or the even one.
 
     `costs` are those of a file. If it says of how many layers they are, or `text` is auto, they
     are taken apart and put together anew; else they are taken for this run's own stages. `question`
     is what the run's order will be asked by, if that is known: then auto chooses the layers with
-    the order, at measured costs.
+    the order, at measured costs. Where all ranks share the vocabulary (`shares`), the ends are no
+    stage's, and the costs say what each rank's part of them takes.
 
     Raises:
         ScheduleError: the layers do not fit the stages, or the costs do not.
@@ -60,9 +65,11 @@ def split_layers(
                 "is there: add --vocab-size"
             )
         pieces = measured or _estimated(args, len(placement))
+        if shares:
+            pieces = without_ends(pieces)
         layers = pieces.balanced(args.num_layers, placement)
         if question is not None and measured is not None:
-            asked = replace(question, layers=(measured, args.num_layers))
+            asked = replace(question, layers=(pieces, args.num_layers))
             _, layers, _ = chosen = choose_layers(asked, best_order(asked))
             limits = chosen.answer.limits
     elif text is not None:
@@ -72,12 +79,55 @@ def split_layers(
     if text is not None and os.environ.get("RANK", "0") == "0":
         told = ",".join(map(str, layers))
         logger.info("layers per stage, in model order: %s", told)
+    if shares:
+        return _share(args, layers, placement, costs, limits)
     unlike = len(set(layers)) > 1 or multi_token.num_predicting(args) > 0
     estimate = _estimated(args, len(placement)).costs(layers) if unlike else None
     if costs is not None and measured is not None and costs.layers != layers:
         if costs.layers is not None or text == AUTO_SPLIT:
             costs = measured.costs(layers)
     return Split(layers, costs, estimate, limits)
+
+
+def _share(
+    args: Namespace,
+    layers: tuple[int, ...],
+    placement: Placement,
+    costs: Costs | None,
+    limits: tuple[float, ...] | None,
+) -> Split:
+    """Return the split of a model whose ends no stage has."""
+    estimate = _shared(args, None, layers, placement)
+    if costs is not None:
+        measured, known = _pieces_of(args.num_layers, costs), tells_shared(costs)
+        others = costs.others if known else _shared(args, measured, layers, placement).others
+        costs = replace(without_ends(measured).costs(layers), others=others)
+    return Split(layers, costs, estimate, limits)
+
+
+def _shared(
+    args: Namespace, measured: Pieces | None, layers: Sequence[int], placement: Placement
+) -> Costs:
+    """Return the costs of stages without ends, and of each rank's part of these.
+
+    By measured pieces or by what products say, in chunks. A sum is taken to last a tenth of the F
+    of an even stage; a chunk to hold 17 numbers for each of a layer's hidden ones.
+    """
+    stages, ranks = len(placement), max(placement) + 1
+    each = args.num_layers / stages
+    pieces = measured or _estimated(args, stages)
+    numbers = (_vocabulary(args) or 0) / ranks + args.hidden_size  # per token, from S to T
+    held = numbers / (17 * args.hidden_size * each)
+    if measured is not None:
+        held *= each * measured.layer.held_after_forward_bytes
+    return shared_costs(
+        without_ends(pieces).costs(layers),
+        pieces.first,
+        pieces.last,
+        ranks,
+        0.1 * each * pieces.layer.forward_us,
+        held,
+    )
 
 
 def _pieces_of(num_layers: int, costs: Costs) -> Pieces:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import MEASURED, Costs, Piece
-from megatron_vshape.core.model.kinds import NO_RECOMPUTE
+from megatron_vshape.core.model.kinds import LOGITS, NO_RECOMPUTE
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.observe.report import Checked, Prediction, RunReport, shares_processors
@@ -61,6 +61,12 @@ class Profiler:
     def profiles_next(self) -> bool:
         """Return whether the next training step's passes are timed."""
         return self._times(self._steps + 1)
+
+    @property
+    def order_is_last(self) -> bool:
+        """Return whether no plan is to follow from what is measured, from this step on."""
+        plans = self.pipeline.choice.plans_by_costs and self.pipeline.options.profile_steps
+        return not plans or self._steps > self.pipeline.options.checked_steps[1]
 
     def begin_step(self, torch_device: torch.device) -> PassTimer | None:
         """Count a training step and return what is to observe it, if it is profiled."""
@@ -175,12 +181,16 @@ class Profiler:
         group: dist.ProcessGroup,
     ) -> Costs:
         """Return the costs that all pipelines of the world measured, their medians."""
-        mine = (send_us, dict(held))
+        mine = (send_us, dict(held), self.report.logits_bytes)
         everyones: list[Any] = [mine] * group.size()
         dist.all_gather_object(everyones, mine, group=group)
-        sends = [each for each, _ in everyones if each is not None]
-        all_held = {stage: pair for _, one in everyones for stage, pair in one.items()}
+        sends = [each for each, _, _ in everyones if each is not None]
+        all_held = {stage: pair for _, one, _ in everyones for stage, pair in one.items()}
         own = measured_costs(timelines, fmean(sends) if sends else 0.0, all_held)
+        if self.pipeline.choice.shares:
+            most = max(each for _, _, each in everyones)
+            logits = (LOGITS.takes, (most,) * own.num_stages)
+            own = replace(own, others=(*own.others, logits))
         world: list[Costs] = [own] * dist.get_world_size()
         dist.all_gather_object(world, own)
         middle = replace(middle_of(world), layers=self.pipeline.stage_map.layers)
@@ -256,14 +266,21 @@ def _rest_us(steps: Sequence[Sequence[Sequence[Slot]]], timelines: Sequence[Time
 
 
 def middle_of(costs: Sequence[Costs]) -> Costs:
-    """Return costs that are the medians of several measurements of the same stages."""
+    """Return costs that are the medians of several measurements of the same stages and pairs."""
 
     stages = zip(*(each.stages() for each in costs), strict=True)
     middle = [Piece.middle(measured) for measured in stages]
     send_us, host_us = (
         median(each) for each in zip(*((c.send_us, c.host_us) for c in costs), strict=True)
     )
-    return Costs.of(middle, send_us, host_us=host_us)
+    prices = [dict(each.joint) for each in costs]
+    joint = ((name, median(each[name] for each in prices)) for name in prices[0])
+    others = (
+        (name, tuple(map(median, zip(*(dict(each.others)[name] for each in costs), strict=True))))
+        for name, _ in costs[0].others
+    )
+    made = Costs.of(middle, send_us, host_us=host_us)
+    return replace(made, joint=tuple(joint), others=tuple(others))
 
 
 def with_copies(costs: Costs, moved: Mapping[int, int], device: torch.device) -> Costs:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import COPY_OUT, RELEASE
+from megatron_vshape.core.model.kinds import COPY_OUT, LOGITS, RELEASE
 from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.planner.compiling import processors
 from megatron_vshape.figures import tell
 from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.pipeline import Pipeline
@@ -48,6 +49,7 @@ class Memory(NamedTuple):
     within_passes: int  # what passes allocate and free, at most; 0 without a GPU
     moved: Mapping[int, int] = {}  # by stage: what of a microbatch waits in host memory, or may
     host_bytes: int = 0  # of host memory that this takes
+    logits_bytes: float = 0.0  # what a microbatch holds of a shared vocabulary's logits
     allocated_bytes: int = 0  # the allocator's peak over the run, all included; 0 without a GPU
 
 
@@ -102,6 +104,11 @@ class RunReport:
         return {} if self._memory is None else self._memory.held
 
     @property
+    def logits_bytes(self) -> float:
+        """Return what a microbatch holds of this rank's part of the logits, if it has one."""
+        return 0.0 if self._memory is None else self._memory.logits_bytes
+
+    @property
     def moved(self) -> Mapping[int, int]:
         """Return what of a microbatch may wait in host memory, where steps have looked at that."""
         return {} if self._memory is None else self._memory.moved
@@ -150,7 +157,8 @@ class RunReport:
         # that is higher still makes this too much rather than too little.
         within = max(torch.cuda.max_memory_allocated() - before - census.peak_bytes, 0)
         moved = {} if self.offload is None else dict(self.offload.bytes_by_stage)
-        self._memory = Memory(census.peak_bytes, held, within, moved)
+        logits = max((census.added_bytes(LOGITS, stage) for stage in self.stages), default=0)
+        self._memory = Memory(census.peak_bytes, held, within, moved, logits_bytes=logits)
         # The first step also sets caches up; its time says nothing about the others.
         self._started_s = None
 
@@ -237,7 +245,7 @@ def _why(checked: Checked) -> list[str]:
 
 def shares_processors() -> bool:
     """Return whether the ranks of this host run on processors, and on fewer than they are."""
-    return not torch.cuda.is_available() and _local_ranks() > _processors()
+    return not torch.cuda.is_available() and _local_ranks() > processors()
 
 
 def _local_ranks() -> int:
@@ -245,13 +253,8 @@ def _local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)  # torchrun tells
 
 
-def _processors() -> int:
-    allowed = getattr(os, "sched_getaffinity", None)  # not on every system
-    return len(allowed(0)) if allowed else os.cpu_count() or 1
-
-
 def _sharing() -> str:
-    return f"{_local_ranks()} ranks share {_processors()} processors"
+    return f"{_local_ranks()} ranks share {processors()} processors"
 
 
 def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
@@ -264,6 +267,8 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
             f"\n{_sharing()}: passes wait for a processor, and the measured bubble, which counts "
             "that, is larger than the schedule's"
         )
+    if pipeline.by_layers:
+        whole += f"\n{_layers_told(pipeline)}"
     whole += _recompute_told(pipeline, schedule) + _copies_told(plan, pipeline.planner.costs)
     if pipeline.choice.whole_stages:
         whole += (
@@ -278,6 +283,14 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
         f"peak {plan.peak_chunks:.4g} chunks of 1/{2 * schedule.num_devices} of the model, "
         f"{100 * plan.relative_peak:.0f} % of 1F1B's{whole}"
     )
+
+
+def _layers_told(pipeline: Pipeline) -> str:
+    """Return that passes run by layer plans, and what keeps their streams from running at once."""
+    told = "training passes run by Megatron's layer plans, whose exchanges hide where they can"
+    if pipeline.choice.kernels and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        told += "; not with CUDA_DEVICE_MAX_CONNECTIONS=1, set it to 32"
+    return told
 
 
 def _recompute_told(pipeline: Pipeline, schedule: Schedule) -> str:
@@ -336,7 +349,12 @@ def byte_costs(memories: Sequence[Memory]) -> Costs:
     moved = {stage: size for memory in memories for stage, size in memory.moved.items()}
     costs = Costs(ones, ones, ones, 0.0, after_forward, after_backward)
     waits = tuple(float(moved.get(stage, 0)) for stage in sorted(held))
-    return replace(costs, others=((RELEASE.frees, waits),)) if moved else costs
+    if moved:
+        costs = replace(costs, others=((RELEASE.frees, waits),))
+    logits = max(memory.logits_bytes for memory in memories)
+    if logits:
+        costs = replace(costs, others=(*costs.others, (LOGITS.takes, (logits,) * len(held))))
+    return costs
 
 
 def persistent(model: Sequence[nn.Module]) -> Iterator[Tensor]:

@@ -32,6 +32,7 @@ class PipelineOptions:
     profile_steps: tuple[int, int] | None = None  # first and last training step of this process
     trace_folder: str | None = None
     layer_split: str | None = None  # auto, or the layers of every stage with commas
+    vocab_parallel: bool = False  # all ranks share the embedding and the output layer
     post_validates: bool = False  # step before the gradient norm is known, and undo if it has to be
 
     @property
@@ -50,7 +51,7 @@ class PipelineOptions:
 
 def schedule_names() -> tuple[str, ...]:
     """Return every name that `--pipeline-schedule` knows."""
-    own = (name for name in catalogue.NAMES if name not in MEGATRONS_OWN)
+    own = (name for name in catalogue.EVERY_NAME if name not in MEGATRONS_OWN)
     return (*MEGATRONS_OWN, *own, *PLUS_NAMES, AUTO)
 
 
@@ -93,6 +94,12 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="auto|N,N,...",
         help="how many layers every stage has, in the model's order; auto gives fewer to the first "
         "and the last, by the costs or by the sizes of the model. Default: equally many.",
+    )
+    group.add_argument(
+        "--pipeline-vocab-parallel",
+        action="store_true",
+        help="share the input embedding and the output layer out to all pipeline ranks, beside "
+        "tensor parallelism's",
     )
     group.add_argument(
         "--pipeline-trace",
@@ -158,5 +165,6 @@ def options_of(args: Namespace) -> PipelineOptions:
         profile,
         args.pipeline_trace,
         args.pipeline_layer_split,
+        args.pipeline_vocab_parallel,
         args.optimizer_post_validation,
     )

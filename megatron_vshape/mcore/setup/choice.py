@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, find, known_as
 from megatron_vshape.core.model.costs import Costs
@@ -11,6 +11,8 @@ from megatron_vshape.core.model.kinds import OFFLOAD, VOCABULARY, Kind, Schedule
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import JOINT_NAMES
+from megatron_vshape.core.planner.vocabulary import check_shared, is_shared
 from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.mcore.setup.arguments import PipelineOptions, schedule_names
 
@@ -36,8 +38,10 @@ class Choice:
     whole_stages: frozenset[int] = frozenset()  # the same of these: no W is left of their B
     hides: bool = False  # a B that waits for tensor-parallel ranks runs jobs of the W after it
     ties_ends: bool = False  # the first and the last stage add to one gradient
+    shares: bool = False  # all devices share the vocabulary
     kernels: bool = False  # messages are kernels, as on NCCL
     may_offload: bool = False  # what copies to the host take is measured with the rest
+    may_join: bool = False  # an F may run beside a backward, as Megatron's layer plans let it
 
     @property
     def plans_by_costs(self) -> bool:
@@ -60,11 +64,17 @@ class Choice:
         return self.name == AUTO and self.costs is not None and self.costs.copies
 
     @property
+    def joins(self) -> bool:
+        """Return whether the schedule has joint passes whatever the run is asked for."""
+        return self.from_file is not None and bool(self.from_file.joint)
+
+    @property
     def placement(self) -> Placement:
         """Return the device of every stage, which no number of microbatches changes."""
         if not self.plans_by_costs:
-            smallest = self.from_file or ask(Question(self.name, self.num_devices, 1)).schedule
-            return smallest.placement
+            least = 2 * self.num_devices if self.name in JOINT_NAMES else 1  # microbatches
+            smallest = Question(self.name, self.num_devices, least)
+            return (self.from_file or ask(smallest).schedule).placement
         # a model is built for one placement: that of the best plans for so many stages
         chunks = 2 if self.costs is None else self.costs.num_stages // self.num_devices
         return v_shape(self.num_devices) if chunks == 2 else looping(self.num_devices, chunks)
@@ -101,18 +111,19 @@ def choice_of(
     if isinstance(found, str):
         return Choice(num_devices, name, costs=costs)
     _check_file(name, found, num_devices)
-    return Choice(num_devices, name, found, costs)
+    return Choice(num_devices, name, found, costs, shares=is_shared(found))
 
 
 def choice_for(options: PipelineOptions, num_devices: int) -> Choice:
     """Return the schedule that a run's options ask for; raises as `choice_of`."""
-    return choice_of(
+    choice = choice_of(
         str(options.schedule),
         num_devices,
         options.costs(),
         options.memory_limit_gib,
         options.profile_steps is not None,
     )
+    return replace(choice, shares=choice.shares or options.vocab_parallel)
 
 
 def _check_adaptive(
@@ -148,12 +159,8 @@ def _check_file(name: str, schedule: Schedule, num_devices: int) -> None:
             f"the schedule file {name} is for {schedule.num_devices} devices, this run has "
             f"{num_devices} pipeline ranks: make --pipeline-model-parallel-size fit"
         )
-    if not schedule.kinds.isdisjoint(VOCABULARY):
-        raise ScheduleError(
-            f"the schedule file {name} has passes of a vocabulary that all devices share, which no "
-            f"run has yet: leave those of {', '.join(VOCABULARY)} out"
-        )
     try:
+        check_shared(schedule)
         for device, row in enumerate(schedule.order):
             _check_in_turn(device, row)
             _check_copies(device, row)
@@ -170,7 +177,7 @@ def _check_in_turn(device: int, row: Sequence[Pass]) -> None:
     """
     last: dict[tuple[bool, int], Pass] = {}
     for work in row:
-        if work.kind is Kind.W or work.kind in OFFLOAD:
+        if work.kind is Kind.W or work.kind in (*OFFLOAD, *VOCABULARY):
             continue
         before = last.setdefault((work.kind is Kind.F, work.stage), work)
         if before.microbatch > work.microbatch:

@@ -15,13 +15,14 @@ from megatron_vshape.core.ask import AUTO, Question
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.rivals import MEGATRONS_OWN, Rival
-from megatron_vshape.mcore.layout import hybrid, multi_token, stages
+from megatron_vshape.mcore.layout import hybrid, multi_token, stages, vocabulary
 from megatron_vshape.mcore.layout.layer_split import Split, split_layers
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     check_arguments,
     check_derived,
     check_post_validation,
+    check_vocabulary,
 )
 from megatron_vshape.mcore.setup.against_megatron import megatrons_if_best, num_microbatches
 from megatron_vshape.mcore.setup.arguments import (
@@ -82,6 +83,9 @@ def prepare(args: Namespace, registered: PipelineOptions | None = None) -> Pipel
     check_copies(choice.copies, args, choice.name)
     if options.post_validates:
         check_post_validation(args)
+    check_vocabulary(choice.shares, args)
+    if choice.shares:
+        vocabulary.pad(args, ranks)
     translated = translate(args, choice.placement, options.layer_split)
     tell(translated)
     options = replace(options, layer_split=translated.layer_split)
@@ -164,6 +168,7 @@ def _given_for_ours(options: PipelineOptions) -> list[str]:
             options.profile_steps is not None and options.trace_folder is None
         ),
         "--pipeline-costs": options.costs_file is not None,
+        "--pipeline-vocab-parallel": options.vocab_parallel,
     }
     return [flag for flag, is_given in given.items() if is_given]
 
@@ -203,7 +208,8 @@ def _split(args: Namespace, choice: Choice, options: PipelineOptions) -> Split:
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is None:
         asked = _question(args, choice, options)
-        return split_layers(args, choice.placement, options.layer_split, choice.costs, asked)
+        given = options.layer_split, choice.costs, asked, choice.shares
+        return split_layers(args, choice.placement, *given)
     layers = hybrid.layers_of_stages(pattern, choice.placement, options.layer_split)
     # Megatron counts the layers and the chunks of a rank by the pattern.
     args.hybrid_layer_pattern = hybrid.cut(pattern, layers)

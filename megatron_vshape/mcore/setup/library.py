@@ -18,7 +18,7 @@ from megatron_vshape.core.rivals import MEGATRONS_OWN
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.layer_split import Split, split_layers
 from megatron_vshape.mcore.layout.stages import StageLayout, StageMap
-from megatron_vshape.mcore.refusals import UnsupportedError, check_library
+from megatron_vshape.mcore.refusals import UnsupportedError, check_library, check_vocabulary
 from megatron_vshape.mcore.setup.arguments import (
     MEGATRONS_TIMEOUT_MINUTES,
     TIMEOUT_SHARE,
@@ -78,6 +78,7 @@ def prepare_config(config: Any, options: PipelineOptions) -> Pipeline:
     translated = translate(config, choice.placement, options.layer_split)
     tell(translated)
     check_library(config, choice.placement)
+    check_vocabulary(choice.shares, config)
     check_recompute(choice.recompute, config, choice.name)
     asks = translated.may_offload and choice.name == AUTO
     check_copies(choice.copies or asks, config, choice.name)
@@ -98,7 +99,8 @@ def prepare_config(config: Any, options: PipelineOptions) -> Pipeline:
 def _split(config: Any, choice: Choice, text: str | None) -> Split:
     """Return the layers of every stage, and what such stages cost."""
     if not getattr(config, "is_hybrid_model", False):
-        return split_layers(_as_arguments(config), choice.placement, text, choice.costs)
+        given = text, choice.costs, None, choice.shares
+        return split_layers(_as_arguments(config), choice.placement, *given)
     # Where only the model's constructor is told the pattern, any one of so many layers does.
     pattern = getattr(config, "hybrid_layer_pattern", None) or "*" * config.num_layers
     return Split(hybrid.layers_of_stages(pattern, choice.placement, text), choice.costs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.layer_split import Split
 from megatron_vshape.mcore.layout.stages import (
@@ -14,7 +15,12 @@ from megatron_vshape.mcore.layout.stages import (
     check_ends,
     check_hash_layers,
 )
-from megatron_vshape.mcore.refusals import captures_graphs
+from megatron_vshape.mcore.refusals import (
+    BESIDE,
+    UnsupportedError,
+    captures_graphs,
+    check_layer_plans,
+)
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
 from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.plans import Planner
@@ -30,6 +36,7 @@ class Pipeline:
     stage_map: StageMap
     layout: StageLayout
     overlaps_grad_reduce: bool
+    by_layers: bool = False  # training passes run by Megatron's layer plans, some beside others
     recomputed_inputs: tuple[str, ...] = ()  # modules that B computes anew and W holds on to
 
     @property
@@ -59,11 +66,22 @@ def pipeline_of(
     `model` are Megatron's arguments or a library's config, which name alike what is read here.
 
     Raises:
-        ScheduleError: the ends of the model are on ranks where Megatron cannot have them.
+        ScheduleError: the ends of the model are on ranks where Megatron cannot have them; or the
+            schedule has joint passes, and the model's layers no plans.
+        UnsupportedError: the model has what layer plans do not go with.
     """
+    check_layer_plans(model, choice.placement)
+    by_layers = bool(getattr(model, BESIDE, False))
+    if choice.joins and not by_layers:
+        flag = BESIDE.replace("_", "-")
+        raise ScheduleError(
+            f"schedule {choice.name} has passes that run beside each other: add --{flag}, or "
+            "choose another"
+        )
     stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))
     check_ends(stage_map)
     multi_token.check_ends(stage_map)
+    _check_shared(choice, stage_map, may_offload)
     check_hash_layers(stage_map, getattr(model, HASH_LAYERS, None) or 0)
     choice = replace(
         choice,
@@ -78,6 +96,7 @@ def pipeline_of(
         ties_ends=ties_ends,
         kernels=kernels,
         may_offload=may_offload,
+        may_join=by_layers,
     )
     if choice.plans_by_costs and options.profile_steps and captures_graphs(model):
         graphs.capture_late(model, options.checked_steps[1])
@@ -87,8 +106,23 @@ def pipeline_of(
         stage_map,
         StageLayout(stage_map),
         overlaps_grad_reduce,
+        by_layers,
         recomputed_inputs(model),
     )
+
+
+def _check_shared(choice: Choice, stage_map: StageMap, may_offload: bool) -> None:
+    """Raise UnsupportedError for what a shared vocabulary does not go with in the schedule."""
+    if choice.shares and stage_map.predicting:
+        raise UnsupportedError(
+            "--pipeline-vocab-parallel does not work with multi-token prediction: its further "
+            "output layers are not shared yet, so leave one of the two out"
+        )
+    if choice.shares and (choice.copies or may_offload):
+        raise UnsupportedError(
+            "--pipeline-vocab-parallel does not work with activations that wait in host memory: "
+            "that has not been built, so leave one of the two out"
+        )
 
 
 def _whole_stages(model: Any, stage_map: StageMap) -> frozenset[int]:

@@ -14,8 +14,10 @@ from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import (
     COPY_BACK,
     COPY_OUT,
+    LOGITS,
     OFFLOAD,
     RELEASE,
+    VOCABULARY,
     Kind,
     ScheduleError,
 )
@@ -23,6 +25,16 @@ from megatron_vshape.core.model.layers import recut
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
+from megatron_vshape.core.planner.joint_orders import joint_orders
+from megatron_vshape.core.planner.vocabulary import (
+    MOST_WAITING,
+    in_proportion,
+    is_shared,
+    more_room,
+    share_forwards,
+    share_vocabulary,
+    without_shared,
+)
 from megatron_vshape.core.program.hiding import Beside, weights_beside
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import forward_wave, lower, whole_backwards
@@ -153,6 +165,9 @@ class Planner:
         elif self.choice.whole_stages:
             schedule = whole_backwards(schedule, self.choice.whole_stages)
         costs = self._costs_of(schedule)
+        if self.choice.shares and not is_shared(schedule):
+            costs = self._shared(costs, schedule)
+            schedule = share_vocabulary(schedule, costs, more_room(self.choice.name, costs))
         timeline = simulate(schedule, costs)
         program = lower(schedule, timeline, kernels=self.choice.kernels, takes=self._takes)
         return Plan(schedule, timeline, program, costs, self._beside(program, costs))
@@ -172,6 +187,8 @@ class Planner:
         """Return the program of forward passes alone."""
         if num_microbatches not in self._evaluation:
             wave = forward_wave(self.choice.placement, self.choice.num_devices, num_microbatches)
+            if self.choice.shares:
+                wave = share_forwards(wave)
             self._evaluation[num_microbatches] = lower(
                 wave, kernels=self.choice.kernels, takes=self._takes
             )
@@ -179,7 +196,10 @@ class Planner:
 
     def smallest(self) -> Program:
         """Return a program that uses every stream which any other of this planner's uses."""
-        return lower(one_microbatch(self.choice.placement, self.choice.num_devices))
+        least = one_microbatch(self.choice.placement, self.choice.num_devices)
+        if self.choice.shares:
+            least = share_vocabulary(least, self._shared(self._costs_of(least), least))
+        return lower(least)
 
     def _beside(self, program: Program, costs: Costs | None) -> Mapping[Pass, Beside]:
         if not self.choice.hides:
@@ -188,9 +208,15 @@ class Planner:
 
     def _costs_of(self, schedule: Schedule) -> Costs | None:
         """Return the costs if they are for this schedule's stages."""
-        if self.costs is not None and self.costs.num_stages == schedule.num_stages:
-            return self.costs
-        return self._estimate(schedule)
+        costs = self.costs
+        if costs is None or costs.num_stages != schedule.num_stages:
+            costs = self._estimate(schedule)
+        return self._shared(costs, schedule) if is_shared(schedule) else costs
+
+    def _shared(self, costs: Costs | None, schedule: Schedule) -> Costs:
+        """Return the costs with those of a shared vocabulary, which are estimated if not known."""
+        uniform = Costs.uniform(self.choice.num_devices, schedule.num_stages, kinds=VOCABULARY)
+        return in_proportion(costs or uniform, self.choice.estimate or uniform)
 
     def _estimate(self, schedule: Schedule) -> Costs | None:
         """Return the choice's, with copies of all that a stage holds, each as long as its F."""
@@ -213,26 +239,45 @@ class Planner:
                 f"microbatches, this run has {num_microbatches} in a step: make "
                 "--global-batch-size / (--micro-batch-size x data-parallel size) fit"
             )
-        question = Question(file or choice.name, choice.num_devices, num_microbatches)
+        question = Question(
+            file or choice.name, choice.num_devices, num_microbatches, joint=choice.may_join
+        )
         if choice.name in PLUS_NAMES:
-            question = replace(question, costs=self.costs or choice.estimate)
+            costs = self.costs or choice.estimate
+            question = replace(question, costs=costs and self._allowed(costs))
         if choice.name == AUTO:
             return self._automatic(question)
         return ask(question).schedule
 
+    def _allowed(self, costs: Costs) -> Costs:
+        """Return costs by which no pass is planned that this run cannot have."""
+        return costs if self.choice.may_join else costs.never_joined()
+
     def _automatic(self, question: Question) -> Schedule:
         """Return the best order within the limit; while nothing is measured, a known one."""
         if self.costs is None:
-            return ask(replace(question, name=START)).schedule
+            return self._start(question)
         limit = self._left_bytes(self.costs) or self.choice.limit_of
         placements = (self.choice.placement,)
-        costs, layers = self.costs, self.choice.num_layers
+        costs, layers = self._allowed(without_shared(self.costs)), self.choice.num_layers
 
         def cut(num_stages: int, name: str) -> Costs:
             return recut(costs, num_stages, question.num_devices, name, layers)
 
         asked = replace(question, costs=costs, cut=cut, limit=limit, placements=placements)
         return replace(ask(asked).schedule, name=AUTO)
+
+    def _start(self, question: Question) -> Schedule:
+        """Return a known order until something is measured: where passes may join, some do.
+
+        What a pair takes is then measured too.
+        """
+        sizes = question.num_devices, question.num_microbatches
+        joint = list(joint_orders(*sizes)) if self.choice.may_join else []
+        if joint and joint[-1].placement == self.choice.placement:
+            # That which holds least, hardly more than the other.
+            return replace(joint[-1], name=f"{START}-joint")
+        return ask(replace(question, name=START)).schedule
 
     def _left_bytes(self, costs: Costs) -> tuple[float, ...] | None:
         """Return what the limit leaves for activations on every device; None without a limit.
@@ -243,7 +288,8 @@ class Planner:
         limit, reserved = self.choice.limit_bytes, self.reserved_bytes
         if limit is None:
             return None
-        left = tuple(limit - each for each in reserved)
+        logits = dict(costs.others).get(LOGITS.takes, (0.0,)) if self.choice.shares else (0.0,)
+        left = tuple(limit - each - MOST_WAITING * max(logits) for each in reserved)
         need = least_memory(costs, self.choice.placement, self.choice.num_devices)
         if all(n <= has for n, has in zip(need, left, strict=True)):
             return left

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.mcore.refusals import (
+    BESIDE,
     CHUNK_REFUSALS,
     REFUSALS,
     Refusal,
     UnsupportedError,
+    conflicts,
     is_plain,
 )
 from megatron_vshape.mcore.setup.choice import choice_of
@@ -84,6 +86,11 @@ def examine(options: Mapping[str, Any], placement: Placement) -> Examined:
         for each in (*REFUSALS, *(() if is_plain(placement) else CHUNK_REFUSALS))
         if hasattr(given, each.name) and each.is_set(getattr(given, each.name))
     ]
+    if BESIDE not in _names(notices):
+        refused += [
+            Refused((BESIDE,), f"{BESIDE} with {option}", why)
+            for option, why in conflicts(given, placement)
+        ]
     told = _names(notices) | {each.name for each in (*REFUSALS, *CHUNK_REFUSALS)}
     supported = [name for name, value in options.items() if name not in told and _is_on(value)]
     return Examined(tuple(supported), notices, tuple(refused), translated.layer_split)

@@ -20,6 +20,7 @@ from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     captures_graphs,
     has_transformer_engine,
+    uses_stash,
 )
 
 FULL = "full"
@@ -117,6 +118,11 @@ def check_copies(copies: bool, options: Any, schedule: str) -> None:
         raise UnsupportedError(
             f"schedule {schedule} has activations wait in host memory, and those of CUDA graphs "
             "stay where they were captured: take one without copies, or leave --cuda-graph-impl out"
+        )
+    if copies and uses_stash(options):
+        raise UnsupportedError(
+            f"schedule {schedule} has activations wait in host memory, and those of experts wait "
+            "in the stash: take one without copies, or leave --moe-paged-stash out"
         )
 
 

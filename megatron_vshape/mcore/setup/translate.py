@@ -22,7 +22,7 @@ from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.mcore.layout import given_layout, hybrid, multi_token
 from megatron_vshape.mcore.layout.hybrid import BEGINS_STAGE
 from megatron_vshape.mcore.layout.hybrid import FLAG as PATTERN
-from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.refusals import BESIDE, UnsupportedError, captures_graphs
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Translation(NamedTuple):
     renames: str | None = None  # the attribute that takes the value
     is_chunks: bool = False  # the value is a number of chunks per rank
     for_one_chunk: bool = False  # where ranks have more, the option is left as it is
-    only_with: str | None = None  # the option without which this one says nothing
+    only_if: Callable[[Any], Any] | None = None  # else the options are left as they are
     usual: str | None = None  # the option that Megatron takes its value from, if none is given
     offloads: bool = False  # the plan may have activations wait in host memory
 
@@ -69,7 +69,7 @@ class Translation(NamedTuple):
 
     def given(self, options: Any) -> dict[str, Any]:
         """Return the options that are given, with their values."""
-        if self.only_with is not None and not getattr(options, self.only_with, None):
+        if self.only_if is not None and not self.only_if(options):
             return {}
         usual = None if self.usual is None else getattr(options, self.usual, None)
         values = {name: getattr(options, name, None) for name in self.names}
@@ -223,6 +223,13 @@ def _of_ranks(options: Any, placement: Placement) -> Layers:
     )
 
 
+def _has_no_layer_plans(options: Any) -> bool:
+    """Return whether the options ask for what passes by layer plans do not have here."""
+    fp4 = getattr(options, "fp4", None) or "fp4" in str(getattr(options, "mixed_precision", ""))
+    offloads = getattr(options, "fine_grained_activation_offloading", False)
+    return bool(captures_graphs(options) or fp4 or offloads)
+
+
 _OWN_CHUNKS = "set aside, the schedule says how many chunks a rank has"
 _OWN_ORDER = "set aside, it shapes the order of Megatron's own schedules only"
 _COUNTED = "the layers of every stage are counted from it"
@@ -258,7 +265,7 @@ TRANSLATIONS = (
         "turned off, no weight gradient runs beside the exchange that it would hide; the other "
         "overlaps of tp_comm_overlap stay",
         False,
-        only_with="tp_comm_overlap",
+        only_if=lambda options: getattr(options, "tp_comm_overlap", None),
     ),
     Translation(
         ("overlap_param_gather_with_optimizer_step",),
@@ -270,6 +277,19 @@ TRANSLATIONS = (
         ("hybrid_override_pattern",),
         "taken for hybrid_layer_pattern, its name now",
         renames="hybrid_layer_pattern",
+    ),
+    Translation(
+        ("delay_wgrad_compute",),
+        "turned off, the weight gradients wait for a W already, and in a whole backward that runs "
+        "by layer plans for the exchange that they hide",
+        False,
+    ),
+    Translation(
+        (BESIDE, "ep_overlap_early_attn_memory_release"),
+        "set aside, passes run whole and their exchanges are waited for: CUDA graphs, FP4 and "
+        "activations in host memory do not go with Megatron's layer plans here",
+        False,
+        only_if=_has_no_layer_plans,
     ),
     Translation(
         ("fine_grained_activation_offloading",),

@@ -72,8 +72,10 @@ def capture_order(program: Program, rank: int, stages: Sequence[int]) -> list[in
     number = {stage: at for at, stage in enumerate(stages, 1)}
     order = []
     for each in program.instructions[rank]:
-        if isinstance(each, Run) and each.work.stage in number:
-            does, chunk = each.work.kind.does, number[each.work.stage]
+        for work in each.passes if isinstance(each, Run) else ():
+            if work.stage not in number:
+                continue
+            does, chunk = work.kind.does, number[work.stage]
             if Kind.F in does:
                 order.append(chunk)
             if Kind.B in does:

@@ -16,7 +16,7 @@ import inspect
 import logging
 import types
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -72,7 +72,27 @@ def install(
                 _forget_first_microbatch(layer)
                 layer.wgrad_store = JobStore(state, layer, warn_once)
                 installed += 1
+            if hasattr(layer, "_make_fused_ops"):
+                _split_operations(layer)
     return installed
+
+
+def _split_operations(experts: TELayer) -> None:
+    """Have fused operations, which experts make of their layers in the first F, use their stores.
+
+    TE's operations for experts have stores since 2.16, and compute the bias gradients in B.
+    """
+    make = experts._make_fused_ops
+
+    def made() -> Any:
+        operations = make()
+        with_store = filter(is_te_layer, operations.children())
+        for each, layer in zip(with_store, (experts.linear_fc1, experts.linear_fc2), strict=False):
+            if isinstance(layer.wgrad_store, JobStore):
+                each.wgrad_store = replace(layer.wgrad_store, biases_in_b=True)
+        return operations
+
+    experts._make_fused_ops = made
 
 
 def is_te_layer(layer: nn.Module) -> bool:
@@ -144,6 +164,7 @@ class JobStore:
     state: StepState
     layer: TELayer
     warn_of_gathered: Callable[[], None]
+    biases_in_b: bool = False
     context: ClassVar[None] = None
     """TE's queue; its layers look whether there is one before they would pop from it."""
 
@@ -158,6 +179,7 @@ class JobStore:
         """Leave a job for W; it keeps the very tensors that TE hands over."""
         layer = self.layer
         weights, biases = _parameters(layer, func)
+        biases = () if self.biases_in_b else biases
         if layer.fuse_wgrad_accumulation:
             func = accumulating(func)
         sources: Sequence[dist.ProcessGroup | None]
@@ -243,14 +265,16 @@ def _run_grouped(
     grad_outputs: Any,
 ) -> None:
     """Compute a grouped layer's weight gradients and add them, as `_run` does a plain one's."""
-    if not isinstance(targets, torch.dtype):
-        _add_biases(biases, func(inputs, grad_outputs, targets)[1])
-        return
-    first = weights[0]
-    packed = first.new_empty(len(weights), *first.shape, dtype=targets).unbind()
-    _add_biases(biases, func(inputs, grad_outputs, list(packed))[1])
-    for weight, grad in zip(weights, packed, strict=True):
-        add_gradient(weight, grad)
+    outputs = targets
+    if isinstance(outputs, torch.dtype):
+        first = weights[0]
+        outputs = list(first.new_empty(len(weights), *first.shape, dtype=outputs).unbind())
+    result = func(inputs, grad_outputs, outputs)
+    if biases:
+        _add_biases(biases, result[1])
+    if outputs is not targets:
+        for weight, grad in zip(weights, outputs, strict=True):
+            add_gradient(weight, grad)
 
 
 def _add_biases(biases: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:

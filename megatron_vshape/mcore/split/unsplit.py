@@ -32,8 +32,9 @@ def whole_layers(
     """
     found: dict[tuple[str, str], list[str]] = {}
     for number, chunk in enumerate(chunks):
+        fused = _in_operations(chunk)
         for name, layer in chunk.named_modules():
-            reason = _why_graphed(layer) if layer in graphed else _why_whole(layer)
+            reason = _why_graphed(layer) if layer in graphed else _why_whole(layer, layer in fused)
             if reason is not None:
                 key = (type(layer).__name__, reason)
                 found.setdefault(key, []).append(f"chunk {number} {name}".rstrip())
@@ -59,8 +60,19 @@ def _why_graphed(layer: nn.Module) -> str | None:
     return f"{AS_IT_SHOULD}: a CUDA graph replays them with B" if _has_matrix(layer) else None
 
 
-def _why_whole(layer: nn.Module) -> str | None:
+def _in_operations(chunk: nn.Module) -> set[nn.Module]:
+    """Return the layers whose parameters Megatron has TE's fused operations compute with.
+
+    Those of a dense MLP have no store.
+    """
+    owners = (each for each in chunk.modules() if hasattr(each, "_fused_impl"))
+    return {layer for owner in owners for layer in owner.modules()}
+
+
+def _why_whole(layer: nn.Module, is_fused: bool) -> str | None:
     """Return why the layer's own weight gradients stay in B; None where they wait for W."""
+    if is_fused and _has_matrix(layer):
+        return f"{AS_IT_SHOULD}: fused operations of Transformer Engine compute them"
     if not _has_matrix(layer) or isinstance(layer, ColumnParallelLinear | RowParallelLinear):
         return None
     if te_layers.is_te_layer(layer):

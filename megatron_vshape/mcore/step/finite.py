@@ -79,6 +79,18 @@ class InspectedStage:
         """Run B and W at once."""
         return self._backward(Kind.BW, self._stage.backward, microbatch, received)
 
+    def forward_beside(
+        self,
+        microbatch: int,
+        received: Tensor | None,
+        other: InspectedStage,
+        work: Pass,
+        gradient: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run F, then `work`: of passes that run as one nobody could say which is at fault."""
+        sent = self.forward(microbatch, received)
+        return sent, getattr(other, work.kind.method)(work.microbatch, gradient)
+
     def __getattr__(self, name: str) -> Any:
         """Return the stage's own method for a pass that computes nothing."""
         return getattr(self._stage, name)

@@ -26,7 +26,13 @@ from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.observe.bubble import BubbleMeter, Logs
 from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.report import RunReport, persistent
-from megatron_vshape.mcore.refusals import check_config, check_one_module, refusing
+from megatron_vshape.mcore.refusals import (
+    check_config,
+    check_one_module,
+    check_script,
+    check_vocabulary,
+    refusing,
+)
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import OFFLOADS
 from megatron_vshape.mcore.setup.recompute import Recompute, set_recompute
@@ -34,9 +40,11 @@ from megatron_vshape.mcore.step.finite import InspectedStage, repeats_a_bad_step
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.late_checks import checked_late
 from megatron_vshape.mcore.step.loss_reporting import Courier
+from megatron_vshape.mcore.step.paged_stash import begin_step
 from megatron_vshape.mcore.step.run_ahead import RandomState, Replay
 from megatron_vshape.mcore.step.same_plan import Agreement
-from megatron_vshape.mcore.step.stage import MegatronStage, Step, zero_tokens
+from megatron_vshape.mcore.step.stage import MegatronStage, Step, loss_maker, zero_tokens
+from megatron_vshape.mcore.step.vocabulary import SharedVocabulary
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.offload import Offload
 from megatron_vshape.runtime.p2p import Transport
@@ -134,6 +142,8 @@ class PipelineRunner:
         call = Call(**arguments)
         with refusing():
             check_one_module(self._pipeline.choice.name, p2p_communicator, call.pg_collection)
+            if self._pipeline.by_layers and not call.forward_only:
+                check_script(call.forward_step_func)
         config = get_model_config(_as_list(call.model)[0])
         check_config(config, self._pipeline.options.post_validates)
         with _timed(config):
@@ -215,7 +225,11 @@ class PipelineRunner:
         self.drop_ahead()
         self.report.interrupt()
         begun = self._begin(call)
-        with begun.step.gradient_sync.session(), checked_late(self._state, self._place):
+        with (
+            begun.step.gradient_sync.session(),
+            self._meeting(begun),
+            checked_late(self._state, self._place),
+        ):
             begun.run.finish()
         return self._reports(begun)
 
@@ -233,7 +247,7 @@ class PipelineRunner:
             sync.session(),
             self._state.meanwhile(gradient_sync=sync if sync.overlaps else None),
         ):
-            with checked_late(self._state, self._place):
+            with self._meeting(begun), checked_late(self._state, self._place):
                 begun.run.finish()
             self._profiler.end_step(
                 profiled,
@@ -250,6 +264,21 @@ class PipelineRunner:
             self._finalize(begun)
         self._last = call
         return self._reports(begun)
+
+    @contextlib.contextmanager
+    def _meeting(self, begun: _Begun) -> Iterator[None]:
+        """Run a step's passes inside; whoever waits in another thread is told if one fails."""
+        together = begun.transport.together
+        if together is None:
+            yield
+            return
+        try:
+            with self._state.meanwhile(shared_vocabulary=begun.step.vocabulary):
+                yield
+            together.drain()
+        except BaseException:
+            together.close()
+            raise
 
     def _take_ahead(self, call: Call) -> _Begun | None:
         """Return this step if it was begun early and is the one that is asked for now."""
@@ -272,6 +301,7 @@ class PipelineRunner:
         """Return the step with all that it needs, none of its passes run."""
         chunks, iterators = _as_lists(call.model, call.data_iterator)
         config = get_model_config(chunks[0])
+        begin_step(config, not call.forward_only and self._profiler.order_is_last)
         groups = _default_groups() if call.pg_collection is None else call.pg_collection
         shape = schedules.get_tensor_shapes(
             seq_length=call.seq_length,
@@ -283,6 +313,7 @@ class PipelineRunner:
         )[0]
         transport = self._ready_transport(config, shape, chunks[0], groups.pp)
         with refusing():
+            check_vocabulary(self._pipeline.choice.shares, config)
             sync = GradientSync(
                 config,
                 chunks,
@@ -313,10 +344,45 @@ class PipelineRunner:
             num_tokens=zero_tokens(_device_of(chunks[0])),
             beside=beside,
             offload=offload,
+            by_layers=self._pipeline.by_layers and not call.forward_only,
         )
+        if self._pipeline.choice.shares:
+            step.vocabulary = self._vocabulary(step, chunks, iterators, groups, transport, shape)
         stages = self._stages(step, chunks, iterators, rank)
         run = ProgramRun(program, rank, stages, transport, timer, self._place)
         return _Begun(call, chunks, groups, transport, step, program, early_ends, run, learns)
+
+    def _vocabulary(
+        self,
+        step: Step,
+        chunks: Sequence[nn.Module],
+        iterators: Sequence[Any],
+        groups: Any,
+        transport: Transport,
+        shape: Sequence[int],
+    ) -> SharedVocabulary:
+        """Return this rank's part in what all ranks do of a shared vocabulary in this step."""
+        stage_map = self._pipeline.stage_map
+        whole = groups.tp.size() if step.config.sequence_parallel else 1
+        assert transport.together is not None
+        vocabulary = SharedVocabulary(
+            self._state,
+            step.config,
+            transport.together,
+            stage_map,
+            first=chunks[0],
+            last=chunks[-1],
+            iterator=iterators[0],
+            forward_step_func=step.forward_step_func,
+            num_microbatches=step.num_microbatches,
+            tokens_shape=(shape[1], shape[0] * whole),
+            hidden_shape=tuple(shape),
+            learns=not step.forward_only,
+            gradient_sync=step.gradient_sync,
+            tensor_group=groups.tp,
+        )
+        vocabulary.lose = loss_maker(step, chunks[-1], stage_map.num_chunks)
+        return vocabulary
 
     def _own_stages(self, rank: int) -> tuple[int, ...]:
         return self._pipeline.stage_map.stages(rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +11,19 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor, nn
 
-from megatron_vshape.core.model.kinds import RELEASE, RELOAD, Kind
+from megatron_vshape.core.model.kinds import (
+    HEAD_WEIGHT,
+    LOGITS,
+    LOOKUP_WEIGHT,
+    RELEASE,
+    RELOAD,
+    Kind,
+)
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.mcore.step.gradient_sync import GradientSync
+from megatron_vshape.mcore.step.layer_plans import Backward, Forward, kept_by, run_by_layers
+from megatron_vshape.mcore.step.vocabulary import SharedVocabulary
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.offload import Offload
 
@@ -33,12 +43,14 @@ class Step:
     num_tokens: Tensor  # of this rank's microbatches; only the last stage counts any
     beside: Mapping[Pass, Beside] = field(default_factory=dict)  # by B, what it runs of a W
     offload: Offload | None = None  # where microbatches may wait in host memory
+    by_layers: bool = False  # by Megatron's layer plans, of which two can run beside each other
+    vocabulary: SharedVocabulary | None = None  # where all ranks share one
     loss_store: list[Any] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class MegatronStage:
-    """Runs the passes of one chunk with Megatron's own forward_step and backward_step."""
+    """Runs the passes of one chunk: by Megatron's forward_step and backward_step, or its plans."""
 
     state: StepState
     step: Step
@@ -54,47 +66,64 @@ class MegatronStage:
 
     def loss(self, microbatch: int) -> Tensor | None:
         """Return the loss of a microbatch whose B has not run; None where the stage makes none."""
-        return self._outputs.get(microbatch) if self.is_last else None
+        makes_one = self.is_last and self.step.vocabulary is None
+        return self._outputs.get(microbatch) if makes_one else None
 
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run F; the output's memory belongs to the caller alone afterwards."""
-        step = self.step
-        if received is not None and not step.forward_only:
-            received.requires_grad_()
-        is_first = schedules.check_first_val_step(
-            step.first_val_step, step.forward_only, not self._has_run
-        )
-        self._has_run = True
+        step, begun = self.step, self._begun(microbatch, received)
         with self.state.meanwhile(running_chunk=self.chunk):
-            output, num_tokens = schedules.forward_step(
-                step.forward_step_func,
-                self.data_iterator,
-                self.model,
-                step.num_microbatches,
-                received,
-                step.loss_store,
-                step.config,
-                step.context_parallel_size,
-                step.collect_non_loss_data,
-                None,
-                is_first,
-                microbatch,
-                self.chunk if self.has_chunks else None,
-                self.is_last,
-            )
-        step.num_tokens += num_tokens
-        if step.forward_only:
-            return None if self.is_last else output.detach()
-        self._inputs[microbatch], self._outputs[microbatch] = received, output
-        self._count(Pass(Kind.F, self.stage, microbatch), output)
-        if step.offload is not None:
-            step.offload.ends_forward(self.stage, microbatch, output)
-        if self.is_last:
-            return None
-        # Of the output only grad_fn is still needed here; its memory goes with the alias.
-        sent: Tensor = output.detach()
-        schedules.deallocate_output_tensor(output, step.config.deallocate_pipeline_outputs)
-        return sent
+            if step.by_layers:
+                output, num_tokens, _ = run_by_layers(step.config, begun, None)
+            else:
+                output, num_tokens = schedules.forward_step(
+                    begun.forward_step_func,
+                    self.data_iterator,
+                    self.model,
+                    step.num_microbatches,
+                    received,
+                    step.loss_store,
+                    step.config,
+                    step.context_parallel_size,
+                    step.collect_non_loss_data,
+                    None,
+                    begun.is_first,
+                    microbatch,
+                    begun.chunk,
+                    self._makes_loss,
+                )
+        return self._ended(begun, output, num_tokens)
+
+    def forward_beside(
+        self,
+        microbatch: int,
+        received: Tensor | None,
+        other: MegatronStage,
+        work: Pass,
+        gradient: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run F beside `work`, a B or BW of `other`; return what each would return alone.
+
+        `gradient` is what `work` receives. Where the memory of every pass is counted, the two run
+        in turn.
+        """
+        if self.state.census is not None or not self.step.by_layers:
+            sent = self.forward(microbatch, received)
+            return sent, getattr(other, work.kind.method)(work.microbatch, gradient)
+        whole = work.kind is Kind.BW and not other.step.gradient_sync.splits(other.chunk)
+        begun = self._begun(microbatch, received)
+        jobs, key = self.state.jobs, (other.stage, work.microbatch)
+        with (
+            self.state.meanwhile(running_chunk=self.chunk),
+            contextlib.nullcontext() if whole else jobs.collect(key),
+        ):
+            backward = other.taken(work.microbatch, gradient, whole)
+            output, num_tokens, gradient = run_by_layers(self.step.config, begun, backward)
+        if whole:
+            self.step.gradient_sync.weights_done(other.chunk)
+        elif work.kind is Kind.BW:
+            other.backward_weights(work.microbatch)
+        return self._ended(begun, output, num_tokens), gradient
 
     def backward_inputs(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run B; the linears leave their weight gradients as jobs.
@@ -148,24 +177,130 @@ class MegatronStage:
         """Run H, in a thread of its own."""
         self._offload.copy_back(self.stage, microbatch)
 
+    def join(self, work: Pass) -> None:
+        """Come to a pass that all ranks join."""
+        self._vocabulary.join(work)
+
+    def look_up(self, microbatch: int) -> None:
+        """Run I."""
+        self._vocabulary.look_up(microbatch)
+
+    def sum_embeddings(self, microbatch: int) -> None:
+        """Run E, in a thread of its own."""
+        self._vocabulary.wait_for_embeddings(microbatch)
+
+    def own_logits(self, microbatch: int) -> None:
+        """Run S."""
+        self._vocabulary.own_logits(microbatch)
+        self._count(Pass(LOGITS, self.stage, microbatch))
+
+    def sum_vocabulary(self, microbatch: int) -> None:
+        """Run C, in a thread of its own."""
+        self._vocabulary.wait_for_sums(microbatch)
+
+    def own_head_weights(self, microbatch: int) -> None:
+        """Run T."""
+        self._vocabulary.own_head_weights(microbatch)
+        self._count(Pass(HEAD_WEIGHT, self.stage, microbatch))
+
+    def own_embedding_weights(self, microbatch: int) -> None:
+        """Run J."""
+        self._vocabulary.own_embedding_weights(microbatch)
+        self._count(Pass(LOOKUP_WEIGHT, self.stage, microbatch))
+
+    @property
+    def _vocabulary(self) -> SharedVocabulary:
+        if self.step.vocabulary is None:
+            raise RuntimeError("a vocabulary is to be shared, and this step has none that is")
+        return self.step.vocabulary
+
+    @property
+    def _makes_loss(self) -> bool:
+        """Return whether F ends with the loss, and not where a shared output layer begins."""
+        return self.is_last and self.step.vocabulary is None
+
+    def _forward_step_func(self, microbatch: int) -> Callable[..., Any]:
+        """Return what reads a microbatch and calls the model."""
+        vocabulary = self.step.vocabulary
+        if vocabulary is not None:
+            vocabulary.running = microbatch
+            if self.stage == 0:
+                return vocabulary.first_forward(microbatch)
+            if self.is_last:
+                return vocabulary.last_forward(microbatch)
+        return self.step.forward_step_func
+
     @property
     def _offload(self) -> Offload:
         if self.step.offload is None:
             raise RuntimeError("a microbatch is to wait in host memory, and this step has none")
         return self.step.offload
 
+    def taken(self, microbatch: int, received: Tensor | None, whole: bool) -> Backward:
+        """Return what a B by layer plans needs, which the stage keeps no longer."""
+        inputs, outputs = self._inputs.pop(microbatch), self._outputs.pop(microbatch)
+        return Backward(self.model, inputs, outputs, received, self.state.jobs if whole else None)
+
+    def _begun(self, microbatch: int, received: Tensor | None) -> Forward:
+        """Return what an F needs."""
+        step = self.step
+        if received is not None and not step.forward_only:
+            received.requires_grad_()
+        is_first = schedules.check_first_val_step(
+            step.first_val_step, step.forward_only, not self._has_run
+        )
+        self._has_run = True
+        return Forward(
+            self._forward_step_func(microbatch),
+            self.data_iterator,
+            self.model,
+            step.num_microbatches,
+            received,
+            step.loss_store,
+            step.collect_non_loss_data,
+            is_first,
+            microbatch,
+            self.chunk if self.has_chunks else None,
+        )
+
+    def _ended(self, begun: Forward, output: Tensor, num_tokens: Tensor) -> Tensor | None:
+        """Keep what B needs of an F that has run, and return what the next stage does."""
+        step, microbatch = self.step, begun.microbatch
+        step.num_tokens += num_tokens
+        if self.is_last and step.vocabulary is not None:
+            step.vocabulary.keep_hidden(microbatch, output.detach())
+        if step.forward_only:
+            return None if self.is_last else output.detach()
+        self._inputs[microbatch], self._outputs[microbatch] = begun.received, output
+        self._count(Pass(Kind.F, self.stage, microbatch), output)
+        if step.offload is not None:
+            step.offload.ends_forward(self.stage, microbatch, output)
+        if self._makes_loss:
+            return None
+        # Of the output only grad_fn is still needed here; its memory goes with the alias.
+        sent: Tensor = output.detach()
+        schedules.deallocate_output_tensor(output, step.config.deallocate_pipeline_outputs)
+        return None if self.is_last else sent
+
     def _backward(
         self, microbatch: int, received: Tensor | None, kind: Kind = Kind.B
     ) -> Tensor | None:
         if self.step.offload is not None:
             self.step.offload.begins_backward(Pass(kind, self.stage, microbatch))
+        if self.is_last and self.step.vocabulary is not None:
+            received = self.step.vocabulary.hidden_gradient(microbatch)
+        gradient: Tensor | None
         with self.state.meanwhile(running_chunk=self.chunk):
-            gradient: Tensor | None = schedules.backward_step(
-                self._inputs.pop(microbatch),
-                self._outputs.pop(microbatch),
-                received,
-                self.step.config,
-            )
+            if self.step.by_layers:
+                backward = self.taken(microbatch, received, kind is Kind.BW)
+                gradient = run_by_layers(self.step.config, None, backward).gradient
+            else:
+                gradient = schedules.backward_step(
+                    self._inputs.pop(microbatch),
+                    self._outputs.pop(microbatch),
+                    received,
+                    self.step.config,
+                )
         # A replayed graph's own, which the next B writes to while this is on its way.
         kept: Tensor | None = self.state.graph_memory.kept(gradient)
         return kept
@@ -176,7 +311,45 @@ class MegatronStage:
             return
         if output is not None:
             census.add_graph(output)
+            for tensor in kept_by(output):
+                census.add(tensor)
+                census.add_graph(tensor)
         census.ends(work)
+
+
+def loss_maker(
+    step: Step, model: nn.Module, num_chunks: int
+) -> Callable[[Tensor, Any], Tensor | None]:
+    """Return what makes a microbatch's loss of its losses [b, s], by the function that F returned.
+
+    It returns their gradient where they are to learn from it: Megatron's own averages and scales,
+    masks and loss scale are in that.
+    """
+
+    def lose(losses: Tensor, function: Any) -> Tensor | None:
+        if not step.forward_only:
+            losses.requires_grad_()
+        if step.config.timers is not None:  # what makes the loss stops it
+            step.config.timers("forward-compute", log_level=2).start()
+        loss, num_tokens = schedules.forward_step_calc_loss(
+            model,
+            losses,
+            function,
+            step.config,
+            num_chunks - 1 if num_chunks > 1 else None,
+            step.collect_non_loss_data,
+            step.num_microbatches,
+            step.loss_store,
+            step.context_parallel_size,
+            True,
+        )
+        step.num_tokens += num_tokens
+        if step.forward_only:
+            return None
+        gradient: Tensor = schedules.backward_step(losses, loss, None, step.config)
+        return gradient
+
+    return lose
 
 
 def zero_tokens(device: torch.device) -> Tensor:

@@ -1,0 +1,364 @@
+"""The passes of a vocabulary that all pipeline ranks share, during one step.
+
+F of the first stage finds the embeddings of its tokens there, and F of the last ends where logits
+would begin. The microbatch's tokens are known when they are looked up: the trainer's function,
+which reads them and calls the model, is called then, and its call of the model is kept for F.
+
+The loss is made by the trainer's own function, of true losses, once the sums are there: before
+whatever needs its gradient first, which is the next S, with which the gradient goes to all ranks.
+Only that of a step's last microbatch goes by itself, and the loss rank waits for the sums within
+that S; it never does within others. The trainer's function may communicate, so it runs where
+passes run, in their order, and not beside them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_vshape.core.model.kinds import LOGITS, LOOKUP, LOOKUP_WEIGHT
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.mcore.layout.stages import StageMap
+from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.replaced import Replaced
+from megatron_vshape.mcore.step.gradient_sync import GradientSync
+from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.runtime.together import Pending, Together
+from megatron_vshape.runtime.vocabulary import Logits, Rows, Statistics, add_rows, look_up
+from megatron_vshape.runtime.weight_jobs import WeightGradKernel, fused_kernel
+
+FIELDS = len(Statistics._fields)
+
+
+@dataclass(eq=False)
+class SharedVocabulary:
+    """This rank's part in one step."""
+
+    state: StepState
+    config: Any  # Megatron's TransformerConfig
+    together: Together
+    stage_map: StageMap
+    first: nn.Module  # the chunks, as the trainer has them
+    last: nn.Module
+    iterator: Any  # of the first chunk's data
+    forward_step_func: Callable[..., Any]
+    num_microbatches: int
+    tokens_shape: tuple[int, int]  # [b, s] of a microbatch on this rank
+    hidden_shape: tuple[int, ...]  # of what leaves the last stage: a message's
+    learns: bool
+    gradient_sync: GradientSync
+    tensor_group: dist.ProcessGroup
+    # Makes the loss of a microbatch by its losses, [b, s], and the function that F has returned.
+    lose: Callable[[Tensor, Any], Tensor | None] = field(init=False)
+    running: int = -1  # the microbatch whose F runs
+    _calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Any]] = field(default_factory=dict)
+    _tokens: dict[int, Tensor] = field(default_factory=dict)
+    _lookups: dict[int, Pending[Tensor]] = field(default_factory=dict)
+    _embedded: dict[int, Tensor] = field(default_factory=dict)
+    _read: dict[int, Tensor] = field(default_factory=dict)  # what this rank reads in a meeting
+    _labels: dict[int, Tensor] = field(default_factory=dict)
+    _loss_functions: dict[int, Any] = field(default_factory=dict)
+    _logits: dict[int, Logits] = field(default_factory=dict)
+    _sums: dict[int, Pending[tuple[Tensor, ...]]] = field(default_factory=dict)
+    _whole: dict[int, Statistics] = field(default_factory=dict)
+    _parts: dict[int, Tensor] = field(default_factory=dict)  # dX / g, on the loss rank
+    _gradients: dict[int, Tensor] = field(default_factory=dict)  # g, [b, s]
+    _last_gradient: Pending[Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        """Find this rank's rows, and tell what reduces gradients when theirs are complete."""
+        self._rows = _unwrapped(self.first).embedding.word_embeddings
+        head = _unwrapped(self.last).output_layer
+        self._table = self._rows.weight
+        self._head = self._table if head.weight is None else head.weight
+        self._modules = self._rows, head
+        self._first_row = self._rows.vocab_start_index
+        self._first_device, self._loss_device = self.stage_map.end_ranks
+        self._device = self.together.device
+        self._tensor_ranks = self.tensor_group.size()
+        self._scatters = self.config.sequence_parallel and self._tensor_ranks > 1
+        for _ in range(self.num_microbatches if self.learns else 0):
+            self.gradient_sync.deferred([self._table])
+            self.gradient_sync.deferred([self._head])
+
+    def join(self, work: Pass) -> None:
+        """Come to I, S or J and return once what it reads is there."""
+        joins = {
+            LOOKUP: self._read_tokens,
+            LOGITS: self._read_hidden,
+            LOOKUP_WEIGHT: self._read_embedding_gradient,
+        }
+        if work.kind is not LOOKUP_WEIGHT:
+            self._gather_parameters()
+        joins[work.kind](work.microbatch)
+
+    def look_up(self, microbatch: int) -> None:
+        """Run I."""
+        tokens = self._tokens[microbatch] if self.learns else self._tokens.pop(microbatch)
+        part = look_up(self._table.detach(), tokens, self._first_row)
+        summed = partial(self.together.sum_to, self._first_device, part, "the embeddings' sum")
+        pending = self.together.begin(summed, [part])
+        if self._device == self._first_device:
+            self._lookups[microbatch] = pending
+
+    def wait_for_embeddings(self, microbatch: int) -> None:
+        """Run E, beside the passes."""
+        self._lookups[microbatch].wait()
+
+    def embedded(self) -> Tensor:
+        """Return the embeddings for the F that runs: [b, s, h], or a sequence's part [s/t, b, h].
+
+        The sum over tensor-parallel ranks is made here, as Megatron's embedding makes it.
+        """
+        part = self._lookups.pop(self.running).result()
+        if self._rows.reduce_scatter_embeddings and self._tensor_ranks > 1:
+            part = self._reduce_scattered(part.transpose(0, 1))
+        elif self._tensor_ranks > 1:
+            dist.all_reduce(part, group=self.tensor_group)
+        if self.learns:
+            self._embedded[self.running] = part.requires_grad_()
+        return part
+
+    def first_forward(self, microbatch: int) -> Callable[..., Any]:
+        """Return what takes the place of the trainer's function in F of the first stage."""
+        args, options, loss_function = self._calls.pop(microbatch)
+        return lambda iterator, model: (model(*args, **options), loss_function)
+
+    def last_forward(self, microbatch: int) -> Callable[..., Any]:
+        """Return the same for the last stage, which makes no loss yet."""
+
+        def forward(iterator: Any, model: Any) -> Any:
+            output, self._loss_functions[microbatch] = self.forward_step_func(iterator, model)
+            if microbatch not in self._labels:
+                raise UnsupportedError(
+                    "a shared vocabulary makes losses and no logits, and the model was called "
+                    "without labels: give it labels, or leave --pipeline-vocab-parallel out"
+                )
+            return output, None
+
+        return forward
+
+    def keep_labels(self, labels: Tensor) -> None:
+        """Take the labels, [b, s], of the microbatch whose F runs."""
+        self._labels[self.running] = labels
+
+    def keep_hidden(self, microbatch: int, hidden: Tensor) -> None:
+        """Take the last stage's output, [s, b, h] or a part of the sequence."""
+        self._read[microbatch] = hidden
+
+    def own_logits(self, microbatch: int) -> None:
+        """Run S, and begin the sums."""
+        hidden, labels = self._read.pop(microbatch), self._labels.pop(microbatch)
+        if self._scatters:
+            hidden = self._gathered(hidden)
+        flat, weight = labels.t().flatten(), self._head.detach()
+        made = Logits.of(weight, hidden.flatten(0, 1), flat, self._first_row)
+        product = made.softmax @ weight if self.learns else None
+        part = torch.stack(made.statistics)
+        parts = self._of_tensor_ranks(part)
+        vocabulary = weight.shape[0] * self._modules[0].tp_group.size()
+        device = self._device
+
+        def add_up() -> tuple[Tensor, ...]:
+            everyones = self.together.gather(parts, f"the maxima and sums of S.{microbatch}")
+            whole = Statistics.whole(everyones.flatten(0, 1), flat, vocabulary)
+            if product is None:
+                return whole
+            own = made.input_gradient(weight, product, whole)
+            self.together.sum_to(self._loss_device, own, f"the gradients of S.{microbatch}")
+            return (*whole, own) if device == self._loss_device else whole
+
+        inputs = [flat, *made.statistics, parts, *([] if product is None else [product])]
+        self._sums[microbatch] = self.together.begin(add_up, inputs)
+        if self.learns:
+            self._logits[microbatch] = made
+            self._count(made.softmax, made.hidden)
+        if microbatch == self.num_microbatches - 1 or not self.learns:
+            self._tell_last_gradient(microbatch)
+
+    def wait_for_sums(self, microbatch: int) -> None:
+        """Run C, beside the passes."""
+        pending = self._sums.get(microbatch)
+        if pending is not None:  # else a pass has taken it
+            pending.wait()
+
+    def hidden_gradient(self, microbatch: int) -> Tensor:
+        """Return the gradient of the last stage's output, for its B."""
+        gradient = self._gradient(microbatch).t()
+        part = self._parts.pop(microbatch).view(*gradient.shape, -1)
+        if self._scatters:
+            part = self._reduce_scattered(part)
+            gradient = gradient.chunk(self._tensor_ranks)[self.tensor_group.rank()]
+        elif self._tensor_ranks > 1:
+            dist.all_reduce(part, group=self.tensor_group)
+        return (gradient.unsqueeze(-1) * part).to(part.dtype)
+
+    def own_head_weights(self, microbatch: int) -> None:
+        """Run T."""
+        whole, gradient = self._sum(microbatch), self._gradient(microbatch)
+        made = self._logits.pop(microbatch)
+        made.add_weight_gradient(self._head, whole, gradient.t().flatten(), self._kernel())
+        self.gradient_sync.added([self._head])
+
+    def own_embedding_weights(self, microbatch: int) -> None:
+        """Run J."""
+        rows = Rows.of(self._tokens.pop(microbatch).flatten(), self._first_row, len(self._table))
+        add_rows(self._table, rows, self._read.pop(~microbatch).flatten(0, 1))
+        self.gradient_sync.added([self._table])
+
+    def _read_tokens(self, microbatch: int) -> None:
+        if self._device == self._first_device:
+            tokens = self._next_tokens(microbatch)
+        else:
+            tokens = self._empty(self.tokens_shape, torch.int64)
+        self._tokens[microbatch] = self.together.from_one(self._first_device, tokens, "tokens")
+
+    def _next_tokens(self, microbatch: int) -> Tensor:
+        """Have the trainer's function read a microbatch, and keep its call of the model for F."""
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        blank = self._empty((), torch.float32)
+
+        def keep(*args: Any, **options: Any) -> Tensor:
+            calls.append((args, options))
+            return blank
+
+        with Replaced() as replaced, self.state.meanwhile(running_chunk=0):
+            replaced.put(self.first, "forward", keep)
+            _, loss_function = self.forward_step_func(self.iterator, self.first)
+        (call,) = calls
+        self._calls[microbatch] = (*call, loss_function)
+        model = _unwrapped(self.first)
+        bound = inspect.signature(type(model).forward).bind(model, *call[0], **call[1])
+        tokens: Tensor | None = bound.arguments.get("input_ids")
+        if tokens is None or tuple(tokens.shape) != self.tokens_shape:
+            found = "none" if tokens is None else list(tokens.shape)
+            raise UnsupportedError(
+                f"a shared vocabulary looks up microbatches of {list(self.tokens_shape)} tokens, "
+                f"and the model was called with {found}: leave --pipeline-vocab-parallel out"
+            )
+        return tokens.contiguous()
+
+    def _read_hidden(self, microbatch: int) -> None:
+        """Read the last stage's output and labels, and g of the microbatch before."""
+        before = microbatch - 1 if self.learns else -1
+        notes = self._empty((2, *self.tokens_shape), torch.float64)
+        if self._device == self._loss_device:
+            hidden = self._read[microbatch].contiguous()
+            notes[0] = self._labels[microbatch]
+            notes[1] = 0 if before < 0 else self._gradient(before)
+        else:
+            hidden = self._empty(self.hidden_shape, self.config.pipeline_dtype)
+        what = f"the output of the last stage's F of microbatch {microbatch}"
+        self._read[microbatch] = self.together.from_one(self._loss_device, hidden, what)
+        notes = self.together.from_one(self._loss_device, notes, what)
+        self._labels[microbatch] = notes[0].long()
+        if before >= 0:
+            self._gradients.setdefault(before, notes[1].float())
+
+    def _read_embedding_gradient(self, microbatch: int) -> None:
+        if self._device == self._first_device:
+            gradient = self._embedded.pop(microbatch).grad
+            assert gradient is not None
+            if self._rows.reduce_scatter_embeddings and self._tensor_ranks > 1:
+                gradient = self._gathered(gradient).transpose(0, 1)
+            gradient = gradient.contiguous()
+        else:
+            shape = (*self.tokens_shape, self.hidden_shape[-1])
+            gradient = self._empty(shape, self._table.dtype)
+        what = f"the embeddings' gradient of microbatch {microbatch}"
+        # Beside that number stands what S reads of the same microbatch.
+        self._read[~microbatch] = self.together.from_one(self._first_device, gradient, what)
+
+    def _sum(self, microbatch: int) -> Statistics:
+        """Return what a microbatch's sums are; waits for them."""
+        if microbatch not in self._whole:
+            most, total, label, *parts = self._sums[microbatch].result()
+            del self._sums[microbatch]
+            self._whole[microbatch] = Statistics(most, total, label)
+            for part in parts:
+                self._parts[microbatch] = part
+        return self._whole[microbatch]
+
+    def _gradient(self, microbatch: int) -> Tensor:
+        """Return g of a microbatch; the loss rank makes it when it is first asked for."""
+        if microbatch not in self._gradients:
+            if self._device == self._loss_device:
+                self._make_loss(microbatch)
+            else:
+                assert self._last_gradient is not None
+                self._gradients[microbatch] = self._last_gradient.result()
+        return self._gradients[microbatch]
+
+    def _make_loss(self, microbatch: int) -> None:
+        batch, sequence = self.tokens_shape
+        losses = self._sum(microbatch).losses.view(sequence, batch).t().contiguous()
+        gradient = self.lose(losses, self._loss_functions.pop(microbatch))
+        if gradient is not None:
+            self._gradients[microbatch] = gradient
+
+    def _tell_last_gradient(self, microbatch: int) -> None:
+        """Make the loss that no S follows, and tell all ranks its gradient."""
+        if self._device == self._loss_device:
+            self._make_loss(microbatch)
+        if not self.learns:
+            self._sums.pop(microbatch, None)
+            self._whole.pop(microbatch, None)
+            return
+        if self._device == self._loss_device:
+            gradient = self._gradients[microbatch]
+        else:
+            gradient = self._empty(self.tokens_shape, torch.float32)
+        tell = partial(self.together.tell_all, self._loss_device, gradient, "the loss's gradient")
+        self._last_gradient = self.together.begin(tell, [gradient])
+
+    def _of_tensor_ranks(self, part: Tensor) -> Tensor:
+        """Return the parts, [t, ...], of the tensor-parallel ranks that share this one's stage."""
+        whole = part.new_empty((self._tensor_ranks, *part.shape))
+        if self._tensor_ranks == 1:
+            return part.unsqueeze(0)
+        dist.all_gather(list(whole.unbind()), part, group=self.tensor_group)
+        return whole
+
+    def _gathered(self, part: Tensor) -> Tensor:
+        """Return a sequence whose parts, [s/t, ...], the tensor-parallel ranks have."""
+        return self._of_tensor_ranks(part.contiguous()).flatten(0, 1)
+
+    def _reduce_scattered(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of the sequence, [s/t, ...], of the sum over these ranks."""
+        parts = [each.contiguous() for each in whole.chunk(self._tensor_ranks)]
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts, group=self.tensor_group)
+        return own
+
+    def _kernel(self) -> WeightGradKernel:
+        if not self.config.gradient_accumulation_fusion:
+            return WeightGradKernel.MATMUL_ADD
+        total = getattr(self._head, "main_grad", self._head)
+        return fused_kernel(total.device.type, total.dtype, self._head.dtype)
+
+    def _gather_parameters(self) -> None:
+        """Do what Megatron hooks to the modules' forward, which waits for their parameters."""
+        for module in self._modules:
+            for hook in module._forward_pre_hooks.values():
+                hook(module, ())
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self._table.device)
+
+    def _count(self, *tensors: Tensor) -> None:
+        if self.state.census is not None:
+            for each in tensors:
+                self.state.census.add(each)
+
+
+def _unwrapped(chunk: nn.Module) -> Any:
+    while isinstance(inner := getattr(chunk, "module", None), nn.Module):
+        chunk = inner
+    return chunk

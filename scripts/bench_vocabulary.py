@@ -1,0 +1,187 @@
+#!/usr/bin/env python3
+"""Measure what sharing a vocabulary saves in training, beside what is predicted.
+
+    python scripts/bench_vocabulary.py [--ranks 4] [--schedule v-half] [--vocabulary 4096]
+
+Trains a small GPT with a large vocabulary three times over gloo: with an even split of the layers,
+with `--pipeline-layer-split auto`, and with `--pipeline-vocab-parallel`. Each run measures its own
+costs and predicts from them what its later steps take (docs/costs.md); the medians of both are
+printed, the ratios of the runs, and the MiB of the rank that holds most: activations, counted pass
+by pass, and what belongs to parameters.
+
+Every pass of the model computes and then sleeps DILATION - 1 times as long as that took of its
+processor, so that the ranks' passes fit on few processors beside each other. Messages, sums and
+what else a rank does are as they are.
+
+Ends with 1 where a measured ratio is more than a twentieth off its prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_vshape.environment import missing
+
+ROOT = Path(__file__).parents[1]
+AS_RANK = "--as-rank"  # first argument of this script where it is one rank of a run
+DILATION = 10
+TOLERANCE = 0.05
+MODEL = (
+    "--transformer-impl local --mock-data --tokenizer-type NullTokenizer --hidden-size 64 "
+    "--num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 --num-workers 0 "
+    "--position-embedding-type rope --no-rope-fusion --attention-dropout 0 --hidden-dropout 0 "
+    "--untie-embeddings-and-output-weights --no-gradient-accumulation-fusion "
+    "--no-masked-softmax-fusion --no-persist-layer-norm --micro-batch-size 1 --train-iters 14 "
+    "--lr 1e-3 --lr-decay-style constant --eval-iters 0 --eval-interval 1000 "
+    "--distributed-backend gloo --pipeline-profile-iterations 3:7"
+).split()
+RUNS = {
+    "even": (),
+    "balanced": ("--pipeline-layer-split", "auto"),
+    "shared": ("--pipeline-vocab-parallel",),
+}
+
+
+class Run(NamedTuple):
+    """What a run tells of the time of its passes and of its memory."""
+
+    predicted_ms: float
+    measured_ms: float
+    activations: list[float]  # of every rank at its peak, in MiB
+    rest: list[float]  # parameters, their gradients and the optimizer's state
+
+    @property
+    def worst(self) -> float:
+        """Return the MiB of the rank that holds most."""
+        return max(map(sum, zip(self.activations, self.rest, strict=True)))
+
+
+def measure(flags: tuple[str, ...], options: argparse.Namespace) -> Run:
+    """Train so and return what it tells; raises SystemExit if it fails."""
+    environment = os.environ | missing(os.environ)
+    environment |= {"PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *(f"--nproc-per-node={options.ranks}", __file__, AS_RANK),
+        f"--pipeline-model-parallel-size={options.ranks}",
+        f"--pipeline-schedule={options.schedule}",
+        f"--num-layers={2 * options.ranks}",
+        f"--global-batch-size={options.microbatches}",
+        f"--vocab-size={options.vocabulary - 1}",
+        *MODEL,
+        *flags,
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    passes = re.search(r"passes, ms +([\d.]+) +([\d.]+)", run.stdout)
+    peaks = re.search(r"per rank in MiB: measured \[(.*?)\]", run.stdout)
+    if run.returncode or passes is None or peaks is None:
+        raise SystemExit(f"a run failed:\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}")
+    rest = sorted(re.findall(r"rank (\d+) holds (\d+) bytes besides", run.stdout))
+    return Run(
+        float(passes[1]),
+        float(passes[2]),
+        [float(each) for each in peaks[1].split(", ")],
+        [int(size) / 2**20 for _, size in rest],
+    )
+
+
+def run_rank(arguments: list[str]) -> None:
+    """Train as one rank, as the training script does, with passes that last longer."""
+    script = str(ROOT / "scripts" / "pretrain_gpt.py")
+    sys.argv = [script, *arguments]
+    source = compile(Path(script).read_text(), script, "exec")
+    # Under another name the script imports and defines, and does not start.
+    exec(source, {"__name__": "imports", "__file__": script})
+    import megatron.training.training as training
+    import torch.distributed as dist
+
+    from megatron_vshape.core.model.kinds import KINDS, PROCESSOR
+    from megatron_vshape.mcore.observe.static_memory import static_memory
+    from megatron_vshape.mcore.step.stage import MegatronStage
+    from megatron_vshape.runtime.together import Together
+
+    since = 0.0
+
+    def sleep_on() -> None:
+        nonlocal since
+        time.sleep(max(0.0, (DILATION - 1) * (time.thread_time() - since)))
+        since = time.thread_time()
+
+    def longer(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def run(stage: Any, *args: Any) -> Any:
+            nonlocal since
+            since = time.thread_time()
+            result = original(stage, *args)
+            sleep_on()
+            return result
+
+        return run
+
+    for kind in KINDS:
+        if kind.resource == PROCESSOR and hasattr(MegatronStage, kind.method):
+            setattr(MegatronStage, kind.method, longer(getattr(MegatronStage, kind.method)))
+    begin, train = Together.begin, training.train
+
+    def begin_late(together: Any, job: Any, inputs: Any) -> Any:
+        if inputs:  # within a pass: what it has computed by now is summed
+            sleep_on()
+        return begin(together, job, inputs)
+
+    def tell(forward_step: Any, model: Any, optimizer: Any, *rest: Any, **options: Any) -> Any:
+        result = train(forward_step, model, optimizer, *rest, **options)
+        size = static_memory(model, optimizer).total
+        print(f"rank {dist.get_rank()} holds {size} bytes besides", flush=True)
+        return result
+
+    Together.begin, training.train = begin_late, tell  # type: ignore[method-assign]
+    exec(source, {"__name__": "__main__", "__file__": script})
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--schedule", default="v-half")
+    options = parser.parse_args()
+    runs = {name: measure(flags, options) for name, flags in RUNS.items()}
+    print(
+        f"{options.schedule}, {options.ranks} ranks, {options.microbatches} microbatches, "
+        f"a vocabulary of {options.vocabulary}"
+    )
+    print("run        predicted ms  measured ms  ratio   MiB of a rank: most, activations, rest")
+    for name, run in runs.items():
+        print(
+            f"{name:10} {run.predicted_ms:12.1f} {run.measured_ms:12.1f} "
+            f"{run.measured_ms / run.predicted_ms:6.3f}   {run.worst:.2f}, "
+            f"{max(run.activations):.2f}, {max(run.rest):.2f}"
+        )
+    shared, missed = runs["shared"], False
+    for name in ("even", "balanced"):
+        expected = runs[name].predicted_ms / shared.predicted_ms
+        found = runs[name].measured_ms / shared.measured_ms
+        missed |= abs(found / expected - 1) > TOLERANCE
+        print(
+            f"{name} / shared: predicted {expected:.3f}, measured {found:.3f}, "
+            f"off by {found / expected - 1:+.1%}"
+        )
+    if missed:
+        raise SystemExit(f"a ratio is more than {TOLERANCE:.0%} off its prediction")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [AS_RANK]:
+        run_rank(sys.argv[2:])
+    else:
+        main()

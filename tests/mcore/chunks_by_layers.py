@@ -1,0 +1,294 @@
+"""Chunks of a model with experts on two ranks: their passes by layer plans and without.
+
+A chunk is written as its layers, D for a dense one and M for one with experts, between "<" where
+it has the embedding and ">" where it has the loss. Imported once the CPU mode is on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from mcore.fake_streams import EmptiedError, Event, streams_without_a_gpu
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.mcore.layout.stages import tie_embeddings
+from megatron_vshape.mcore.one_device import split_state
+from megatron_vshape.mcore.step import layer_plans
+from megatron_vshape.mcore.step.stage import MegatronStage, Step, zero_tokens
+from megatron_vshape.runtime import weight_jobs
+
+Case = tuple[tuple[str, str], str, dict[str, Any]]
+"""Two chunks, passes in their order, and options of the model."""
+
+TOKENS, BATCH, HIDDEN, VOCABULARY, MICROBATCHES = 16, 2, 32, 64, 4
+
+
+def config_of(**options: Any) -> TransformerConfig:
+    """Return the config of layers of which the first is dense, the others' experts on two ranks."""
+    return TransformerConfig(
+        **{
+            "num_layers": 4,
+            "moe_layer_freq": [0, 1, 1, 1],
+            "hidden_size": HIDDEN,
+            "num_attention_heads": 4,
+            "num_moe_experts": 4,
+            "moe_router_topk": 2,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 1e-2,
+            "moe_ffn_hidden_size": 16,
+            "moe_token_dispatcher_type": "alltoall",
+            "expert_model_parallel_size": 2,
+            "overlap_moe_expert_parallel_comm": True,
+            "bf16": True,
+            "params_dtype": torch.bfloat16,
+            "pipeline_dtype": torch.bfloat16,
+            "add_bias_linear": False,
+            "hidden_dropout": 0.1,
+            "attention_dropout": 0.0,
+            "gradient_accumulation_fusion": False,
+            "masked_softmax_fusion": False,
+            "persist_layer_norm": False,
+            "deallocate_pipeline_outputs": True,
+        }
+        | options
+    )
+
+
+def chunk_of(text: str, config: TransformerConfig, ties: bool) -> GPTModel:
+    """Return the chunk that `text` writes."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    dense, experts, *_ = block.layer_specs
+    layers = [{"D": dense, "M": experts}[each] for each in text.strip("<>")]
+    return GPTModel(
+        config,
+        replace(block, layer_specs=layers),
+        VOCABULARY,
+        TOKENS,
+        pre_process="<" in text,
+        post_process=">" in text,
+        share_embeddings_and_output_weights=ties,
+        position_embedding_type="rope",
+    ).bfloat16()
+
+
+def forward_step(
+    data: Iterator[Any], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[..., Any]]:
+    """Return a microbatch's output, or its plan, and its loss function, as Megatron's script."""
+    tokens, labels = next(data)
+    positions = torch.arange(TOKENS).expand(BATCH, -1)
+    mask = torch.triu(torch.ones(1, 1, TOKENS, TOKENS), diagonal=1).bool()
+    call = model.build_schedule_plan if return_schedule_plan else model
+
+    def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = output.float().mean()
+        return loss, {"loss": loss.detach().clone()}
+
+    return call(tokens, positions, mask, labels=labels), loss_of
+
+
+def batches(rank: int) -> Iterator[Any]:
+    """Yield the rank's microbatches."""
+    generator = torch.Generator().manual_seed(rank)
+    while True:
+        tokens = torch.randint(0, VOCABULARY, (2, BATCH, TOKENS), generator=generator)
+        yield tokens[0], tokens[1]
+
+
+class Chunks:
+    """Two stages of a rank, and what their passes have made."""
+
+    def __init__(self, rank: int, texts: tuple[str, str], by_layers: bool, **options: Any) -> None:
+        ties = options.pop("ties", False)
+        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        self.state = split_state()
+        config = config_of(**options)
+        models = [chunk_of(text, config, ties) for text in texts]
+        if ties:
+            tie_embeddings(*models)
+        sync: Any = SimpleNamespace(
+            splits=lambda chunk: False,
+            weights_begin=lambda chunk: None,
+            weights_done=lambda chunk: None,
+        )
+        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        step = Step(
+            config,
+            forward_step,
+            MICROBATCHES,
+            1,
+            forward_only=False,
+            collect_non_loss_data=False,
+            first_val_step=None,
+            gradient_sync=sync,
+            num_tokens=zero_tokens(torch.device("cpu")),
+            by_layers=by_layers,
+        )
+        self.stages = [
+            MegatronStage(
+                self.state,
+                step,
+                DistributedDataParallel(config, settings, model),
+                batches(rank),
+                chunk,
+                chunk,
+                is_last=">" in text,
+                has_chunks=False,
+            )
+            for chunk, (model, text) in enumerate(zip(models, texts, strict=True))
+        ]
+        # Asked without a stage, it is about the one that runs, which a run's hooks know.
+        parallel_state.is_pipeline_last_stage = lambda **_: (
+            ">" in texts[self.state.running_chunk or 0]
+        )
+        self.made: dict[str, Tensor] = {}
+        self._texts = texts
+        self._rank = rank
+
+    def inputs_of(self, work: Pass) -> Tensor | None:
+        """Return what the pass receives, None where it is at that end of the model."""
+        if ("<" if work.kind is Kind.F else ">") in self._texts[work.stage]:
+            return None
+        seed = 1000 * self._rank + 100 * work.stage + 10 * work.microbatch + (work.kind is Kind.F)
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(TOKENS, BATCH, HIDDEN, generator=generator).bfloat16()
+
+    def run(self, *passes: Pass) -> None:
+        """Run a pass, or an F beside another, and keep what they make."""
+        first, *others = passes
+        stage, received = self.stages[first.stage], self.inputs_of(first)
+        if others:
+            (work,) = others
+            other, gradient = self.stages[work.stage], self.inputs_of(work)
+            made = stage.forward_beside(first.microbatch, received, other, work, gradient)
+        elif first.kind is Kind.W:
+            stage.backward_weights(first.microbatch)
+            return
+        else:
+            made = (getattr(stage, first.kind.method)(first.microbatch, received),)
+        for work, each in zip(passes, made, strict=True):
+            loss = stage.loss(work.microbatch) if work.kind is Kind.F else None
+            if (each := loss if each is None else each) is not None:
+                self.made[str(work)] = each.detach().clone()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the sums of the gradients so far."""
+        return {
+            f"{chunk} {name}": parameter.main_grad
+            for chunk, stage in enumerate(self.stages)
+            for name, parameter in stage.model.named_parameters()
+        }
+
+
+def form_groups() -> None:
+    """Make the two ranks each other's experts."""
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(
+            expert_model_parallel_size=dist.get_world_size(), expert_tensor_parallel_size=1
+        )
+
+
+def passes_of(text: str) -> list[tuple[Pass, ...]]:
+    """Return the passes of a text: `F0.1 F0.0&B1.0 W1.0`."""
+    return [tuple(map(Pass.parse, each.split("&"))) for each in text.split()]
+
+
+def unlike(rank: int, cases: dict[str, Case]) -> dict[str, list[str]]:
+    """Return by case what of results and gradients differs by a bit from passes without plans."""
+    form_groups()
+    found = {}
+    for name, (texts, order, options) in cases.items():
+        ran = []
+        for by_layers in (True, False):
+            ran.append(Chunks(rank, texts, by_layers, **options))
+            torch.manual_seed(rank)
+            for passes in passes_of(order):
+                ran[-1].run(*passes)
+        ours, theirs = ran
+        found[name] = [
+            key
+            for mine, plain in (
+                (ours.made, theirs.made),
+                (ours.gradients(), theirs.gradients()),
+            )
+            for key in mine.keys() | plain.keys()
+            if not torch.equal(mine[key], plain[key])
+        ]
+        if not any(each.any() for each in ours.gradients().values()):
+            found[name].append("no gradient at all")
+    return found
+
+
+def never_waiting() -> Any:
+    """Have streams wait for no event."""
+    return patch.object(Event, "wait", lambda event, stream=None: None)
+
+
+def unrecorded(by: str) -> Any:
+    """Have a module not say which streams use memory."""
+    record = Tensor.record_stream
+
+    def only_by_others(tensor: Tensor, stream: Any) -> None:
+        if not sys._getframe(1).f_globals["__name__"].startswith(by):
+            record(tensor, stream)
+
+    return patch.object(Tensor, "record_stream", only_by_others)
+
+
+def emptying_experts_input() -> Any:
+    """Have Megatron's plans empty what the experts of a rank with one of them keep for B."""
+    try:
+        owner = importlib.import_module("megatron.core.models.common.utils")
+    except ModuleNotFoundError:  # before 0.19
+        owner = importlib.import_module("megatron.core.models.gpt.fine_grained_callables")
+    upstream = owner.should_free_input
+
+    def frees(name: str, is_moe: bool, *rest: Any) -> bool:
+        return is_moe if name == "mlp" else bool(upstream(name, is_moe, *rest))
+
+    return patch.object(owner, "should_free_input", frees)
+
+
+MUTANTS: dict[str | None, Callable[[], Any]] = {
+    None: nullcontext,
+    "no wait": never_waiting,
+    "no record": partial(unrecorded, "megatron"),
+    "results are not recorded": partial(unrecorded, layer_plans.__name__),
+    "jobs are not recorded": partial(unrecorded, weight_jobs.__name__),
+    "emptied early": emptying_experts_input,
+}
+
+
+def wrong_on_streams(
+    rank: int, tried: dict[str | None, dict[str, Case]]
+) -> dict[str | None, dict[str, list[str]]]:
+    """Return what is wrong with the use of streams, by mutant and case."""
+    form_groups()
+    found: dict[str | None, dict[str, list[str]]] = {}
+    for mutant, cases in tried.items():
+        for name, (texts, order, options) in cases.items():
+            chunks = Chunks(rank, texts, by_layers=True, **options)
+            with streams_without_a_gpu() as streams, MUTANTS[mutant](), suppress(EmptiedError):
+                for passes in passes_of(order):
+                    chunks.run(*passes)
+                    chunks.made.clear()
+            found.setdefault(mutant, {})[name] = streams.wrong
+    return found

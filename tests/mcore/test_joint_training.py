@@ -1,0 +1,123 @@
+"""Training with joint passes: every bit of the same order with its pairs apart, and as 1F1B."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from mcore.farm import Ended
+from mcore.test_composition import EXPERT_PARALLEL, OVERLAP, STEPS, assert_equal
+from mcore.test_training import losses, relative
+
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.program.lowering import lower
+
+Train = Callable[..., Ended]
+
+SIZE = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "16")
+BESIDE = ("--bf16", "--overlap-moe-expert-parallel-comm")
+
+
+def with_pairs(schedule: Schedule) -> Schedule:
+    """Return the schedule with every F joined with the B behind it, where that does not hang."""
+    for row in schedule.order:
+        after = -1
+        for at, (work, other) in enumerate(zip(row, row[1:], strict=False)):
+            kinds = work.kind is Kind.F and other.kind in (Kind.B, Kind.BW)
+            if at > after and kinds and work.microbatch != other.microbatch:
+                joined = replace(schedule, joint=schedule.joint | {work})
+                try:
+                    lower(joined, simulate(joined))
+                except ScheduleError:
+                    continue
+                schedule, after = joined, at + 1
+    return schedule
+
+
+def files(folder: Path, name: str, devices: int, whole: bool = False) -> tuple[str, str]:
+    """Return files of an order with joint passes, and of the same order without."""
+    schedule = make(name, devices, 8)
+    if whole:
+        from megatron_vshape.core.program.lowering import whole_backwards
+
+        schedule = whole_backwards(schedule)
+    joined = with_pairs(schedule)
+    assert len(joined.joint) >= 2 * devices
+    found = []
+    for each in (joined, replace(joined, joint=frozenset())):
+        found.append(folder / f"{name}-{devices}-{len(each.joint)}.json")
+        found[-1].write_text(each.to_json())
+    return str(found[0]), str(found[1])
+
+
+def same_bits(ours: Ended, theirs: Ended) -> None:
+    for key in ("losses", "grad_norms", "evaluations"):
+        assert ours.record[key] == theirs.record[key]
+    for key in ("gradients", "parameters"):
+        mine, yours = ours.by_place(key), theirs.by_place(key)
+        assert mine.keys() == yours.keys()
+        assert [name for name in mine if not torch.equal(mine[name], yours[name])] == []
+
+
+CASES = {
+    "V-ZB, split": (4, "v-zb", False, EXPERT_PARALLEL),
+    "V-Half, whole, gradients reduced on the way": (
+        4,
+        "v-half",
+        True,
+        f"{EXPERT_PARALLEL} {OVERLAP}",
+    ),
+    "multi-token prediction, shared experts": (
+        4,
+        "v-half",
+        False,
+        f"{EXPERT_PARALLEL} --mtp-num-layers 1 --moe-shared-expert-intermediate-size 16",
+    ),
+}
+
+
+FAST = "V-Half, whole, gradients reduced on the way"
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.slow] * (name != FAST)) for name in CASES]
+)
+def test_pairs_change_no_bit(train: Train, tmp_path: Path, case: str) -> None:
+    ranks, name, whole, options = CASES[case]
+    joint, apart = files(tmp_path, name, 2, whole)
+    flags = (*STEPS, *SIZE, *options.split(), *BESIDE)
+    ours = train(ranks, "--pipeline-schedule", joint, *flags)
+    same_bits(ours, train(ranks, "--pipeline-schedule", apart, *flags))
+    plain = (*STEPS, *SIZE, *options.split(), "--bf16")
+    assert_equal(ours, train(ranks, "--pipeline-schedule", "1f1b", *plain), bf16=True)
+
+
+AUTO = "--pipeline-schedule auto --pipeline-profile-iterations 2:3"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", ["--pipeline-schedule dualpipev", AUTO], ids=["dualpipev", AUTO])
+def test_orders_with_pairs_by_name_and_by_plan(train: Train, chosen: str) -> None:
+    flags = (*"--train-iters 6 --bf16".split(), *SIZE, *EXPERT_PARALLEL.split())
+    ours = train(4, *chosen.split(), *flags, *BESIDE[1:])
+    theirs = train(4, "--pipeline-schedule", "1f1b", *flags)
+    assert len(losses(ours)) == 6
+    assert relative(losses(ours), losses(theirs)) <= 2e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v-zb", "v-half", "interleaved-1f1b"])
+def test_more_ranks(train: Train, tmp_path: Path, name: str) -> None:
+    joint, apart = files(tmp_path, name, 4)
+    size = ("--pipeline-model-parallel-size", "4", "--global-batch-size", "16")
+    flags = (*size, *EXPERT_PARALLEL.split())
+    ours = train(8, "--pipeline-schedule", joint, *STEPS, *flags, *BESIDE)
+    same_bits(ours, train(8, "--pipeline-schedule", apart, *STEPS, *flags, *BESIDE))
+    theirs = train(8, "--pipeline-schedule", "1f1b", *STEPS, *flags, "--bf16")
+    assert_equal(ours, theirs, bf16=True)

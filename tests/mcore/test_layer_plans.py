@@ -1,0 +1,97 @@
+"""Passes by Megatron's layer plans, alone and beside each other: every bit as without."""
+
+from typing import Any
+
+import pytest
+from runtime.ranks import run_ranks
+
+ALONE = "F0.0 B0.0 W0.0 F0.1 BW0.1"
+JOINED = "F1.0 F0.0&B1.0 W1.0 F0.1&B0.0 F1.1 W0.0 B0.1 W0.1 BW1.1"
+WHOLE = "F1.0 F0.0&BW1.0 F0.1&BW0.0 F1.1&BW0.1 BW1.1"
+LATE = "F1.0 F1.1 F0.0&B1.1 F0.1&B1.0 W1.0 W1.1 BW0.1 BW0.0"
+
+CASES: dict[str, tuple[tuple[str, str], str, dict[str, Any]]] = {
+    "alone": (("<MM", "MM>"), f"{ALONE} {ALONE.replace('0.', '1.')}", {}),
+    "F with B": (("<MM", "MM>"), JOINED, {}),
+    "F with BW": (("<MM", "MM>"), WHOLE, {}),
+    "W later than the next": (("<MM", "MM>"), LATE, {}),
+    "in the middle": (("MM", "MM"), WHOLE, {}),
+    "dense and experts": (("<DM", "DMM>"), WHOLE, {}),
+    "dense only before": (("<DD", "M>"), JOINED, {}),
+    "more layers forward": (("<MMM", "M>"), WHOLE, {}),
+    "more layers backward": (("<M", "MMM>"), JOINED, {}),
+    "empty ends": (("<", ">"), WHOLE, {}),
+    "an empty end": (("<MM", ">"), JOINED, {}),
+    "tied": (("<M", "MM>"), WHOLE, {"ties": True}),
+    "shared experts": (("<M", "MM>"), JOINED, {"moe_shared_expert_intermediate_size": 16}),
+    "one expert a rank": (("<M", "M>"), WHOLE, {"num_moe_experts": 2}),
+    "early release": (("<MM", "MM>"), WHOLE, {"ep_overlap_early_attn_memory_release": True}),
+    "recomputed attention": (
+        ("<DM", "M>"),
+        JOINED,
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    ),
+}
+
+
+STREAMS: dict[str, tuple[tuple[str, str], str, dict[str, Any]]] = {
+    "F with B": (("<M", "MM>"), JOINED, {}),
+    "F with BW": (("<DM", "M>"), WHOLE, {"moe_shared_expert_intermediate_size": 16}),
+    "one expert a rank": (("M", "M"), LATE, {"num_moe_experts": 2}),
+    "early release": (("<M", "M>"), JOINED, {"ep_overlap_early_attn_memory_release": True}),
+}
+# What a mutant breaks, and a case in which that is found.
+MUTANTS = {
+    "no wait": ("F with BW", "does not wait for"),
+    "no record": ("F with B", "goes while"),
+    "results are not recorded": ("one expert a rank", "goes while"),
+    "jobs are not recorded": ("one expert a rank", "goes while"),
+    "emptied early": ("one expert a rank", "uses memory that has been emptied"),
+}
+
+
+def on_rank(rank: int, function: str, *args: Any) -> Any:
+    from megatron_vshape.mcore import cpu
+
+    cpu.install()
+    from mcore import chunks_by_layers
+
+    return getattr(chunks_by_layers, function)(rank, *args)
+
+
+@pytest.fixture(scope="module")
+def unlike() -> list[dict[str, list[str]]]:
+    """Return what differs of every case, from either rank."""
+    return run_ranks(2, on_rank, "unlike", CASES, timeout_s=280)
+
+
+@pytest.fixture(scope="module")
+def wrong() -> list[dict[str | None, dict[str, list[str]]]]:
+    """Return what is wrong with the use of streams, from either rank: of all cases, of mutants."""
+    tried = {None: STREAMS} | {
+        mutant: {case: STREAMS[case]} for mutant, (case, _) in MUTANTS.items()
+    }
+    return run_ranks(2, on_rank, "wrong_on_streams", tried, timeout_s=280)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_bit_is_that_of_passes_without_plans(
+    unlike: list[dict[str, list[str]]], case: str
+) -> None:
+    assert [found[case] for found in unlike] == [[], []]
+
+
+@pytest.mark.parametrize("case", STREAMS)
+def test_streams_wait_for_each_other(
+    wrong: list[dict[str | None, dict[str, list[str]]]], case: str
+) -> None:
+    assert [found[None][case] for found in wrong] == [[], []]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_streams_that_do_not_are_caught(
+    wrong: list[dict[str | None, dict[str, list[str]]]], mutant: str
+) -> None:
+    case, said = MUTANTS[mutant]
+    for found in wrong:
+        assert any(said in each for each in found[mutant][case])

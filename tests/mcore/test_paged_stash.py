@@ -1,0 +1,77 @@
+"""Megatron's paged stash and its second try of a step, as stash_on_cpu has experts use them."""
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mcore.conftest import UNTIED
+from mcore.farm import Ended, Farm
+from mcore.stash_on_cpu import PRINTED
+from mcore.test_composition import EXPERTS
+from mcore.test_graphs import assert_same_numbers, rows_of
+
+from megatron_vshape.core.model.placement import v_shape
+from megatron_vshape.mcore.refusals import UnsupportedError, check_arguments
+from megatron_vshape.mcore.setup.recompute import check_copies
+
+PLUGIN = Path(__file__).with_name("stash_on_cpu.py")
+MODEL = f"--train-iters 3 --clip-grad 0 {EXPERTS} {UNTIED} --eval-iters 1 --eval-interval 2"
+STASH = "--moe-paged-stash --moe-expert-rank-capacity-factor 1.5"
+
+pytestmark = pytest.mark.skipif(
+    find_spec("megatron.core.transformer.moe.paged_stash") is None,
+    reason="megatron-core has the paged stash from 0.18 on",
+)
+
+
+def orders(ended: Ended) -> list[list[list[int]]]:
+    """Return the order that every rank's stash holds its steps to, as TE would take them."""
+    found = []
+    for text in ended.output:
+        lines = [line for line in text.splitlines() if line.startswith(PRINTED)]
+        each = {line.removeprefix(PRINTED) for line in lines}
+        found.append(
+            [[abs(x) // 10**6 * (1 if x > 0 else -1) for x in json.loads(e)] for e in each]
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "overflows"),
+    [
+        ("v-half", True),
+        ("zb-h1", False),
+        pytest.param("v-half", False, marks=pytest.mark.slow),
+        pytest.param("zb-h1", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_is_stashed_and_tried_again(
+    farm: Farm, train: Callable[..., Ended], schedule: str, overflows: bool
+) -> None:
+    flags = f"--pipeline-schedule {schedule} {MODEL}".split()
+    ours = farm.run(4, *flags, *STASH.split(), plugin=PLUGIN, given=overflows).check()
+    assert_same_numbers(ours, train(4, *flags))
+    layers = 1 if schedule == "v-half" else 2  # of a stage
+    rows = [[each for each in row for _ in range(layers)] for row in rows_of(schedule, 4, 8)]
+    assert orders(ours) == [[row] for row in rows]
+    assert ("rerunning forward-backward" in "".join(ours.output)) == overflows
+
+
+def test_the_order_is_recorded_once_it_is_the_last(farm: Farm) -> None:
+    auto = "--pipeline-schedule auto --pipeline-profile-iterations 2:2 --train-iters 7"
+    flags = f"{MODEL} {STASH} {auto} --eval-iters 0".split()
+    assert [len(each) for each in orders(farm.run(2, *flags, plugin=PLUGIN).check())] == [1, 1]
+
+
+def test_what_the_stash_does_not_go_with_is_refused() -> None:
+    args: Any = SimpleNamespace(
+        transformer_impl="local", moe_paged_stash=True, rampup_batch_size=[8, 8, 64]
+    )
+    with pytest.raises(UnsupportedError, match="v-half with --moe-paged-stash does not work with"):
+        check_arguments(args, "v-half", v_shape(2))
+    with pytest.raises(UnsupportedError, match="wait in the stash: take one without copies"):
+        check_copies(copies=True, options=args, schedule="v-half")

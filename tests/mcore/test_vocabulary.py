@@ -1,0 +1,234 @@
+"""A vocabulary that all pipeline ranks share: the numbers of Megatron's own 1F1B."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from mcore.conftest import UNTIED
+from mcore.farm import Ended, Farm
+from mcore.test_composition import CONTEXT, EXPERT_PARALLEL, OVERLAP, SEQUENCE, TENSOR
+from mcore.test_library import Learnt, same
+from mcore.test_library import run as run_library
+from mcore.test_training import assert_equal_training, losses, relative
+
+from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.kinds import HEAD_WEIGHT, LOGITS, ScheduleError
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.planner.vocabulary import check_shared, share_vocabulary, shared_costs
+
+Train = Callable[..., Ended]
+
+SHARED = "--pipeline-vocab-parallel"
+WEIGHTS = 1e-4
+"""By how much weights may differ: a step of 1e-3 has the sign of a gradient that is next to 0."""
+
+STEPS = ("--train-iters", "3", "--eval-interval", "3", "--eval-iters", "1")
+
+RUNS = {
+    "v-half, untied": ("v-half", UNTIED),
+    "v-zb, tied": ("v-zb", ""),
+    "zb-h1, tied": ("zb-h1", ""),
+    "v-half, per-token loss, learned positions": (
+        "v-half",
+        f"{UNTIED} --calculate-per-token-loss --position-embedding-type learned_absolute",
+    ),
+    "v-min, untied": ("v-min", UNTIED),
+    "grouped-interleaved-1f1b, untied": ("grouped-interleaved-1f1b", UNTIED),
+    "gpipe, tied": ("gpipe", ""),
+    "v-half, recompute": (
+        "v-half",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "v-half, balanced": ("v-half", f"{UNTIED} --pipeline-layer-split auto"),
+    "v-half, clipping off, swiglu": ("v-half", f"{UNTIED} --clip-grad 0 --swiglu"),
+    "eager-1f1b, tied": ("eager-1f1b", ""),
+    "zb-h2, untied": ("zb-h2", UNTIED),
+}
+FAST = 4
+
+
+def assert_equal_gradients(ours: Ended, theirs: Ended, rtol: float = 1e-4) -> None:
+    mine, yours = ours.merged("gradients"), theirs.merged("gradients")
+    assert mine.keys() == yours.keys()
+    for name, expected in yours.items():
+        torch.testing.assert_close(mine[name], expected, rtol=rtol, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flags"),
+    [
+        pytest.param(*run, id=name, marks=[pytest.mark.slow] * (number >= FAST))
+        for number, (name, run) in enumerate(RUNS.items())
+    ],
+)
+def test_training_equals_megatrons_1f1b(train: Train, schedule: str, flags: str) -> None:
+    common = flags.replace("--pipeline-layer-split auto", "").split()
+    theirs = train(4, "--pipeline-schedule", "1f1b", *STEPS, *common)
+    ours = train(4, "--pipeline-schedule", schedule, SHARED, *STEPS, *flags.split())
+    assert len(losses(ours)) == 3
+    assert ours.record["evaluations"]
+    assert_equal_training(ours, theirs, weights=WEIGHTS)
+    assert_equal_gradients(ours, theirs)
+
+
+def test_every_rank_has_its_rows(train: Train) -> None:
+    run = train(4, "--pipeline-schedule", "v-half", SHARED, *STEPS, UNTIED)
+    names = ("embedding.word_embeddings.weight", "output_layer.weight")
+    for rank, record in enumerate(run.records):
+        for name in names:
+            assert record["rows"][name] == 32 * rank
+            assert len(record["parameters"][name]) == 32
+    assert "S" in run.output[0].partition("pipeline schedule v-half")[2]
+
+
+TWO = "--pipeline-model-parallel-size 2"
+PARALLEL = {
+    "SP, tied": (4, f"{SEQUENCE}"),
+    "DP, distributed optimizer, overlaps": (4, f"{UNTIED} {OVERLAP}"),
+    "TP, untied": (4, f"{TENSOR} {UNTIED}"),
+    "CP, tied": (4, CONTEXT),
+    "SP, learned positions": (4, f"{SEQUENCE} --position-embedding-type learned_absolute"),
+    "tied, DP, overlap": (4, "--overlap-grad-reduce"),
+    "everything": (8, f"{SEQUENCE} {CONTEXT} {EXPERT_PARALLEL} {OVERLAP}"),
+}
+ALWAYS = 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        pytest.param(*run, id=name, marks=[pytest.mark.slow] * (number >= ALWAYS))
+        for number, (name, run) in enumerate(PARALLEL.items())
+    ],
+)
+def test_beside_other_parallelism(train: Train, ranks: int, flags: str) -> None:
+    common = (*STEPS, *TWO.split(), *flags.split())
+    theirs = train(ranks, "--pipeline-schedule", "1f1b", *common)
+    ours = train(ranks, "--pipeline-schedule", "v-half", SHARED, *common)
+    assert relative(losses(ours), losses(theirs)) <= 1e-6
+    assert relative(ours.record["grad_norms"], theirs.record["grad_norms"]) <= 1e-5
+    for found, expected in zip(
+        ours.record["evaluations"], theirs.record["evaluations"], strict=True
+    ):
+        assert found["lm loss"] == pytest.approx(expected["lm loss"], rel=1e-6)
+    for key, tolerance in ("gradients", 1e-6), ("parameters", WEIGHTS):
+        if key == "gradients" and OVERLAP in flags:
+            continue  # each rank has summed up its part alone
+        mine, yours = ours.whole(key), theirs.whole(key)
+        assert mine.keys() == yours.keys()
+        for name, expected in yours.items():
+            torch.testing.assert_close(mine[name], expected, rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    ["--bf16", pytest.param("--fp16 --initial-loss-scale 1024", marks=pytest.mark.slow)],
+)
+def test_16_bits(train: Train, precision: str) -> None:
+    """As close as tensor parallelism comes to one rank: products and sums round elsewhere."""
+    common = (*STEPS, UNTIED, *precision.split())
+    theirs = train(2, "--pipeline-schedule", "1f1b", *common)
+    ours = train(2, "--pipeline-schedule", "v-half", SHARED, *common)
+    assert relative(losses(ours), losses(theirs)) <= 1e-4
+    assert relative(ours.record["grad_norms"], theirs.record["grad_norms"]) <= 1e-2
+    mine, yours = ours.merged("gradients"), theirs.merged("gradients")
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        error = (mine[name] - yours[name]).norm() / yours[name].norm()
+        assert error <= 1e-2, name
+
+
+def test_a_schedule_file_shares_as_it_says(train: Train, tmp_path: Path) -> None:
+    """Its passes are run where they stand; without them they are put in."""
+    plain = make("1f1b-v", 4, 8)
+    stages = Costs.uniform(4, plain.num_stages)
+    nothing, head = Piece(0, 0, 0, 0, 0), Piece(1, 1, 1, 0, 0)
+    made = share_vocabulary(plain, shared_costs(stages, nothing, head, 4, 0.1), more=2.0)
+    runs = []
+    for name, schedule, flags in (("shared", made, ()), ("plain", plain, (SHARED,))):
+        file = tmp_path / f"{name}.json"
+        file.write_text(schedule.to_json())
+        runs.append(train(4, "--pipeline-schedule", str(file), *STEPS, UNTIED, *flags))
+        assert runs[-1].records[2]["rows"]
+    assert losses(runs[0]) == losses(runs[1])
+    assert_equal_training(runs[0], runs[1])
+
+
+def swapped(schedule: Schedule, one: Pass, other: Pass) -> Schedule:
+    """Return the schedule with two passes in each other's place, on every device that has both."""
+    names = {one: other, other: one}
+    rows = tuple(
+        tuple(names.get(work, work) if {one, other} <= set(row) else work for work in row)
+        for row in schedule.order
+    )
+    return replace(schedule, order=rows)
+
+
+def test_a_file_out_of_turn_is_refused(tmp_path: Path) -> None:
+    plain = make("v-half", 2, 4)
+    head = Piece(1, 1, 1, 0, 0)
+    costs = shared_costs(Costs.uniform(2, 4), Piece(0, 0, 0, 0, 0), head, 2, 0.1)
+    made = share_vocabulary(plain, costs)
+    check_shared(made)
+    early = swapped(made, Pass(LOGITS, 0, 1), Pass(HEAD_WEIGHT, 0, 0))
+    with pytest.raises(ScheduleError, match=r"T\.0 stands before S\.1 on device 0: a run that"):
+        check_shared(early)
+    lacking = tuple(tuple(work for work in row if work.kind != "J") for row in made.order)
+    with pytest.raises(ScheduleError, match=r"it shares the vocabulary and has no J: all of I, E"):
+        check_shared(replace(made, order=lacking))
+
+
+REFUSED = {
+    "--mtp-num-layers 1": "does not work with multi-token prediction",
+    "--optimizer-post-validation --rerun-mode disabled": (
+        "--pipeline-vocab-parallel does not work with --optimizer-post-validation"
+    ),
+    "--use-mup": "--pipeline-vocab-parallel does not work with --use-mup",
+    "--fine-grained-activation-offloading --offload-modules attn_norm": (
+        "does not work with activations that wait in host memory"
+    ),
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_it_does_not_go_with(farm: Farm, flags: str) -> None:
+    ended = farm.run(2, "--pipeline-schedule", "v-half", SHARED, *flags.split())
+    assert ended.codes != [0] * 2
+    (told,) = [line for line in ended.output[0].splitlines() if "megatron-vshape:" in line]
+    assert REFUSED[flags] in told
+
+
+def test_megatrons_own_schedule_has_none(farm: Farm) -> None:
+    ended = farm.run(2, "--pipeline-schedule", "1f1b", SHARED)
+    assert "--pipeline-vocab-parallel does nothing with 1f1b" in ended.output[0]
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded(farm: Farm) -> None:
+    flags = ("--num-layers", "12", "--global-batch-size", "4", UNTIED)
+    ended = farm.run(3, "--pipeline-schedule", "v-half", SHARED, *STEPS, *flags).check()
+    assert "pads the vocabulary to a multiple of 192, not of 64" in ended.output[0]
+    assert [len(each["parameters"]["output_layer.weight"]) for each in ended.records] == [64] * 3
+
+
+def joined(run: Learnt) -> Learnt:
+    """Return a library's run with the rows put together that ranks share."""
+
+    def whole(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        by_name: dict[str, list[torch.Tensor]] = {}
+        for name in sorted(parts):
+            by_name.setdefault(name.partition("@")[0], []).append(parts[name])
+        return {name: torch.cat(rows) for name, rows in by_name.items()}
+
+    return run._replace(gradients=whole(run.gradients), parameters=whole(run.parameters))
+
+
+@pytest.mark.parametrize("shape", ["bridge", pytest.param("areal", marks=pytest.mark.slow)])
+def test_a_library(farm: Farm, tmp_path: Path, shape: str) -> None:
+    plain = run_library(farm, tmp_path, shape, None)
+    for schedule in ("v-half", "zb-h1"):
+        ours = run_library(farm, tmp_path, shape, schedule, options={"vocab_parallel": True})
+        assert "embedding.word_embeddings.weight@0016" in ours.parameters
+        same(joined(ours), plain)

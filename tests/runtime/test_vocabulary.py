@@ -1,0 +1,99 @@
+"""A vocabulary in parts against the whole: losses and gradients, without ranks."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_vshape.runtime.vocabulary import Logits, Rows, Statistics, add_rows, look_up
+from megatron_vshape.runtime.weight_jobs import WeightGradKernel
+
+TOKENS, HIDDEN, VOCABULARY = 24, 16, 40
+
+
+def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return hidden states, the weight, labels of which two are nobody's, and g."""
+    draw = torch.Generator().manual_seed(1)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=draw).to(dtype) * 3
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=draw).to(dtype)
+    labels = torch.randint(VOCABULARY, (TOKENS,), generator=draw)
+    gradient = torch.rand(TOKENS, generator=draw, dtype=torch.float64)
+    labels[3], labels[7] = -100, VOCABULARY + 5
+    gradient[3] = gradient[7] = gradient[11] = 0  # ignored, and masked
+    return hidden, weight, labels, gradient
+
+
+def by_parts(
+    hidden: Tensor, weight: Tensor, labels: Tensor, gradient: Tensor, parts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the losses, dX and dW as so many devices make them."""
+    count = VOCABULARY // parts
+    shards = [each.clone().requires_grad_() for each in weight.split(count)]
+    made = [Logits.of(w.detach(), hidden, labels, count * at) for at, w in enumerate(shards)]
+    everyones = torch.stack([torch.stack(each.statistics) for each in made])
+    whole = Statistics.whole(everyones, labels, VOCABULARY)
+    own = [
+        each.input_gradient(shard.detach(), each.softmax @ shard.detach(), whole)
+        for each, shard in zip(made, shards, strict=True)
+    ]
+    for each, shard in zip(made, shards, strict=True):
+        each.add_weight_gradient(shard, whole, gradient, WeightGradKernel.MATMUL_ADD)
+    grads = [shard.grad for shard in shards if shard.grad is not None]
+    return whole.losses, gradient.unsqueeze(-1) * torch.stack(own).sum(0), torch.cat(grads)
+
+
+def at_once(
+    hidden: Tensor, weight: Tensor, labels: Tensor, gradient: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same from the formula of the whole, in float64."""
+    hidden, weight = (each.double().requires_grad_() for each in (hidden, weight))
+    logits = hidden @ weight.t()
+    known = (labels >= 0) & (labels < VOCABULARY)
+    own = logits.gather(-1, torch.where(known, labels, 0).unsqueeze(-1)).squeeze(-1)
+    losses = logits.logsumexp(-1) - torch.where(known, own, logits.amax(-1).detach())
+    losses.backward(gradient)
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return losses.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("parts", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-13), (torch.float32, 3e-6), (torch.bfloat16, 3e-2)],
+)
+def test_parts_are_the_whole(parts: int, dtype: torch.dtype, tolerance: float) -> None:
+    hidden, weight, labels, gradient = inputs(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    found = by_parts(hidden, weight, labels, gradient.to(wide), parts)
+    for mine, expected in zip(found, at_once(hidden, weight, labels, gradient), strict=True):
+        error = (mine.double() - expected).norm() / expected.norm()
+        assert error <= tolerance
+
+
+def test_logits_that_would_overflow() -> None:
+    """One part's maximum is far above the others', whose exponentials vanish beside its own."""
+    hidden, weight, labels, gradient = inputs(torch.float64)
+    weight[5] *= 500
+    found = by_parts(hidden, weight, labels, gradient, 8)
+    for mine, expected in zip(found, at_once(hidden, weight, labels, gradient), strict=True):
+        assert torch.isfinite(mine).all()
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_lookups_and_their_gradient(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(2)
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=draw).to(dtype)
+    tokens = torch.randint(VOCABULARY, (3, 8), generator=draw)  # some more than once
+    gradients = torch.randn(3, 8, HIDDEN, generator=draw).double()
+    shards = [each.clone() for each in weight.split(10)]
+    found = sum(look_up(shard, tokens, 10 * at) for at, shard in enumerate(shards))
+    assert isinstance(found, Tensor)
+    assert torch.equal(found, weight[tokens])  # exact, in any dtype
+    for at, shard in enumerate(shards):
+        shard.main_grad = torch.zeros(10, HIDDEN, dtype=torch.float64)  # type: ignore[attr-defined]
+        add_rows(shard, Rows.of(tokens.flatten(), 10 * at, 10), gradients.flatten(0, 1))
+    expected = torch.zeros(VOCABULARY, HIDDEN, dtype=torch.float64)
+    expected.index_add_(0, tokens.flatten(), gradients.flatten(0, 1))
+    total = torch.cat([shard.main_grad for shard in shards])  # type: ignore[attr-defined]
+    torch.testing.assert_close(total, expected)
