@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from operator import itemgetter
 from typing import NamedTuple
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from runtime.ranks import run_ranks
 
 from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import stages_of
@@ -103,16 +105,25 @@ class Step(NamedTuple):
 
 
 def timed_step(rank: int) -> Step:
-    """Run a step of sleepers on 2 ranks, each with a clock of its own."""
+    """Run steps of sleepers on 2 ranks, each with a clock of its own; return the calmest.
+
+    A machine with other work on it holds some step up for longer than a pass takes.
+    """
     if rank == 1:
         measure.time = OtherHost  # type: ignore[attr-defined]
     program = lower(make("v-half", 2, 6))
     transport = Transport([[0, 1]], SHAPE, torch.float32, "cpu")
     transport.prepare(program)
     own = stages_of(program.schedule.placement, 2)[rank]
-    dist.barrier()
-    timer = PassTimer(torch.device("cpu"))
-    run_program(program, rank, {stage: Sleeper(stage) for stage in own}, transport, timer)
+    tries: list[tuple[float, PassTimer]] = []
+    for _ in range(5):
+        dist.barrier()
+        timer = PassTimer(torch.device("cpu"))
+        run_program(program, rank, {stage: Sleeper(stage) for stage in own}, transport, timer)
+        took_us = torch.tensor(timer.busy_and_whole()[1])
+        dist.all_reduce(took_us, dist.ReduceOp.MAX)
+        tries.append((took_us.item(), timer))
+    timer = min(tries, key=itemgetter(0))[1]
     send_us = measure_send_us(program, rank, transport, torch.zeros(SHAPE))
     rows = gather_slots(timer.slots(), dist.group.WORLD)
     ahead_us = clocks_ahead_us(program, rank, transport, torch.zeros(SHAPE), dist.group.WORLD)
@@ -220,6 +231,45 @@ def test_a_stage_that_ran_both_has_a_price_for_whole_backwards() -> None:
     assert costs.backward_us[1] + costs.weight_us[1] == pytest.approx(20.0)
     assert costs.whole_backward_us == pytest.approx((17.0, 17.0))
     assert measured_costs([timeline], 0.0, HELD).whole_backward_us is None
+
+
+def test_what_runs_as_one_has_a_price_by_its_stages() -> None:
+    schedule = make("dualpipev", 2, 8)
+    alone = Costs.of([Piece(10.0 + at, 12.0, 8.0, *HELD[at]) for at in range(4)], 0.0)
+    priced = replace(alone, joint=(("F0&BW3", 21.0), ("F1&BW2", 20.0)))
+    pairs = {(work.stage, other.stage) for work, other in schedule.beside().items()}
+    assert pairs > {(0, 3), (1, 2)}
+    timeline = simulate(schedule, replace(priced, hidden_share=0.0))
+    found = measured_costs([timeline], 0.0, HELD)
+    joint = dict(found.joint)
+    assert joint["F0&BW3"] == pytest.approx(21.0)
+    assert joint["F1&BW2"] == pytest.approx(20.0)
+    assert found.forward_us == pytest.approx(alone.forward_us)
+    assert all(f"F{f}&BW{b}" in joint for f, b in pairs)
+    assert not any("&B0" in name for name in joint)  # of the B that ran beside none
+    assert measured_costs([simulate(schedule.parted(), alone)], 0.0, HELD).joint == ()
+
+
+def test_a_pair_that_never_ran_saves_what_others_do() -> None:
+    schedule = make("dualpipev", 2, 8)
+    kept = {work for work, other in schedule.beside().items() if other.stage == 3}
+    costs = Costs.of([Piece(10.0, 12.0, 8.0, *HELD[at]) for at in range(4)], 0.0)
+    costs = replace(costs, joint=(("F0&BW3", 24.0),))
+    timeline = simulate(replace(schedule, joint=frozenset(kept)), costs)
+    joint = dict(measured_costs([timeline], 0.0, HELD).joint)
+    assert joint["F3&BW0"] == joint["F1&BW2"] == pytest.approx(24.0)
+
+
+def test_two_passes_that_run_as_one_are_timed_once() -> None:
+    timer = PassTimer(torch.device("cpu"))
+    both = Pass(Kind.F, 0, 3), Pass(Kind.B, 3, 1)
+    timer.begins(*both)
+    time.sleep(0.02)
+    timer.ends(*both)
+    first, second = timer.slots()
+    assert (first.work, second.work) == both
+    assert first[1:] == second[1:]
+    assert timer.busy_and_whole()[0] == first.end - first.start >= 20_000
 
 
 def test_the_host_takes_what_lies_before_a_weight_pass() -> None:
