@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure what sharing a vocabulary saves in training, beside what is predicted.
 
-    python scripts/bench_vocabulary.py [--ranks 4] [--schedule v-half] [--vocabulary 4096]
+    python scripts/bench_vocabulary.py [--ranks 4] [--schedule v-half] [--vocabulary 16384]
 
 Trains a small GPT with a large vocabulary three times over gloo: with an even split of the layers,
 with `--pipeline-layer-split auto`, and with `--pipeline-vocab-parallel`. Each run measures its own
@@ -9,9 +9,10 @@ costs and predicts from them what its later steps take (docs/costs.md); the medi
 printed, the ratios of the runs, and the MiB of the rank that holds most: activations, counted pass
 by pass, and what belongs to parameters.
 
-Every pass of the model computes and then sleeps DILATION - 1 times as long as that took of its
-processor, so that the ranks' passes fit on few processors beside each other. Messages, sums and
-what else a rank does are as they are.
+Every pass of the model computes and then sleeps until DILATION times its kind's processor time has
+gone, the median of the later half of the first CALIBRATION, so that the ranks' passes fit on few
+processors beside each other and last as long each time. Messages, sums and what else a rank does
+are as they are.
 
 Ends with 1 where a measured ratio is more than a twentieth off its prediction.
 """
@@ -22,9 +23,11 @@ import argparse
 import functools
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +37,7 @@ from megatron_vshape.environment import missing
 ROOT = Path(__file__).parents[1]
 AS_RANK = "--as-rank"  # first argument of this script where it is one rank of a run
 DILATION = 10
+CALIBRATION = 31  # within the first two steps, before costs are measured
 TOLERANCE = 0.05
 MODEL = (
     "--transformer-impl local --mock-data --tokenizer-type NullTokenizer --hidden-size 64 "
@@ -109,20 +113,27 @@ def run_rank(arguments: list[str]) -> None:
     from megatron_vshape.mcore.step.stage import MegatronStage
     from megatron_vshape.runtime.together import Together
 
-    since = 0.0
+    spent: defaultdict[tuple[Any, ...], list[float]] = defaultdict(list)
+    began, key = (0.0, 0.0), tuple[Any, ...]()
 
-    def sleep_on() -> None:
-        nonlocal since
-        time.sleep(max(0.0, (DILATION - 1) * (time.thread_time() - since)))
-        since = time.thread_time()
+    def sleep_on(part: str) -> None:
+        nonlocal began
+        cpu, at = began
+        known = spent[*key, part]
+        if len(known) < CALIBRATION:
+            known.append(time.thread_time() - cpu)
+        until = at + DILATION * statistics.median_low(known[len(known) // 2 :])
+        time.sleep(max(0.0, until - time.perf_counter()))
+        began = time.thread_time(), time.perf_counter()
 
     def longer(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def run(stage: Any, *args: Any) -> Any:
-            nonlocal since
-            since = time.thread_time()
+            nonlocal began, key
+            began = time.thread_time(), time.perf_counter()
+            key = original.__name__, stage.chunk
             result = original(stage, *args)
-            sleep_on()
+            sleep_on("the rest")
             return result
 
         return run
@@ -134,7 +145,7 @@ def run_rank(arguments: list[str]) -> None:
 
     def begin_late(together: Any, job: Any, inputs: Any) -> Any:
         if inputs:  # within a pass: what it has computed by now is summed
-            sleep_on()
+            sleep_on("summed")
         return begin(together, job, inputs)
 
     def tell(forward_step: Any, model: Any, optimizer: Any, *rest: Any, **options: Any) -> Any:
@@ -152,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--vocabulary", type=int, default=16384)
     parser.add_argument("--schedule", default="v-half")
     options = parser.parse_args()
     runs = {name: measure(flags, options) for name, flags in RUNS.items()}
