@@ -258,7 +258,7 @@ def _serve() -> None:
 
 
 def _read_docstrings_once() -> None:
-    """Keep what Megatron parses its configs' source for, a third of a short run's processor time."""
+    """Keep what Megatron parses its configs' source for: two thirds of a short run's time."""
     try:
         from megatron.training.argument_utils import ArgumentGroupFactory
     except ModuleNotFoundError:  # 0.17
