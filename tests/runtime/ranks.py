@@ -13,6 +13,16 @@ import torch
 import torch.distributed as dist
 
 
+PRELOADED = [
+    *("torch", "torch.distributed", "pytest", "wandb", "pydantic"),
+    *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+]
+"""Imported once, by the server that the ranks are forked from: torch, and what Megatron imports.
+
+Megatron itself is not: on a CPU its first import must come after `cpu.install`.
+"""
+
+
 class RanksFailed(AssertionError):
     """A rank raised, died or did not end in time; the text holds every rank's traceback."""
 
@@ -23,9 +33,8 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_
     Raises:
         RanksFailed: any rank did.
     """
-    # torch is imported once, by the server that the ranks are forked from.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
         processes = [
