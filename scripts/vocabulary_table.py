@@ -17,7 +17,7 @@ package has, and by Algorithm 1, whose S and T take as long together or, as publ
 
 import argparse
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
@@ -25,7 +25,6 @@ from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.kinds import HEAD_WEIGHT, LOGITS, LOOKED_UP, LOSS, Kind
 from megatron_vshape.core.model.layers import Pieces, Widths
-from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
@@ -149,10 +148,6 @@ class FirstAlgorithm(_Dealer):
     def _filler(self, device: int, now: float) -> None:
         return None
 
-    def _needs(self, work: Pass) -> Iterator[tuple[Kind, int, int]]:
-        for kind, stage, microbatch in super()._needs(work):
-            yield (HEAD_WEIGHT if kind is LOSS else kind), stage, microbatch
-
     def _run(self, action: _Action, device: int) -> None:
         super()._run(action, device)
         if action.work.kind is HEAD_WEIGHT:
@@ -171,7 +166,7 @@ class FirstAlgorithm(_Dealer):
             insort(self.joined, _Joined(max(parts), microbatch, HEAD_WEIGHT, home))
             return None
         ends = max(*parts, self.collectives_us[home]) + self.costs.time_us(LOSS, stage)
-        self.done_us[kind, stage, microbatch] = self.collectives_us[home] = ends
+        self.done_us[LOSS, stage, microbatch] = self.collectives_us[home] = ends  # what B waits for
         return None
 
 
