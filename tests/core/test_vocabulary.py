@@ -31,6 +31,7 @@ from megatron_vshape.core.planner.vocabulary import (
     MOST_WAITING,
     check_shared,
     is_shared,
+    more_room,
     share_forwards,
     share_vocabulary,
     shared_costs,
@@ -156,6 +157,14 @@ def swapped(schedule: Schedule, device: int, one: Pass, other: Pass) -> Schedule
     order = list(schedule.order)
     order[device] = tuple(row)
     return replace(schedule, order=tuple(order))
+
+
+def test_1f1b_lets_the_next_forward_go_before_a_late_gradient() -> None:
+    """Else each of the last device's microbatches waits for all devices: 72.5."""
+    plain = make("1f1b", 4, 16)
+    costs = costs_of(plain)
+    shared = share_vocabulary(plain, costs, more_room("1f1b", costs))
+    assert simulate(shared, costs).makespan < 67
 
 
 def test_devices_that_join_in_another_order_are_told_of() -> None:
