@@ -24,6 +24,7 @@ from megatron_vshape.core.ask import AUTO, Answer, Question, ask
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.sweep.files import Cluster, Layout, Model, Recompute, load, load_sweep
 from megatron_vshape.sweep.grid import Combination, layers_of_stages
@@ -239,7 +240,8 @@ def _analytic(given: Mapping[str, Any], model: Model) -> Callable[[int, bool], C
         combination = Combination("", *sizes, again, layout)
         layers = Layers(model, combination, machine, split=False)  # without effect at TP 1
         layer, last = layers.layer(layers.layer_kernels()), layers.last(layers.last_kernels())
-        parts = [layer.times(n) for n in layers_of_stages(combination, model, num_stages)]
+        placement = looping(given["devices"], num_stages // given["devices"])
+        parts = [layer.times(n) for n in layers_of_stages(combination, model, placement)]
         parts[0] = parts[0].plus(layers.first())
         parts[-1] = parts[-1].plus(last)
         return Costs.of([part.at_least(LEAST_US) for part in parts], layers.message_us())

@@ -2,6 +2,7 @@
 """Print what an output layer costs that one rank has, and what one costs that all ranks share.
 
     python scripts/vocabulary_table.py [--vocabulary V ...] [--predicting N]
+    python scripts/vocabulary_table.py --algorithms [--vocabulary V ...]
 
 A GPT of 32 layers (h = s = 4096) on 8 devices, 32 microbatches of one sequence: the step in passes
 of two layers (F = B = W = 1, a message 0), and GiB of the rank that holds most, activations and
@@ -9,21 +10,34 @@ what belongs to parameters (18 bytes each). `even` has two layers in every stage
 --pipeline-layer-split auto makes of it, in the published order; `shared` has embedding and output
 layer cut into 8 parts (`planner.vocabulary`), whose sums take 0.1, and the layers dealt out without
 them. With --predicting the last stage has so many layers of multi-token prediction, each with an
-output layer of its own.
+output layer of its own. With --algorithms the shared step is printed by Algorithm 2, which the
+package has, and by Algorithm 1, whose S and T take as long together or, as published for one host
+(7.9 ms for 8.4), less.
 """
 
 import argparse
+from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.kinds import HEAD_WEIGHT, LOGITS, LOOKED_UP, LOSS, Kind
 from megatron_vshape.core.model.layers import Pieces, Widths
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.planner.vocabulary import MORE, share_vocabulary, shared_costs
+from megatron_vshape.core.planner.vocabulary import (
+    LATE,
+    MORE,
+    WAITING,
+    _Action,
+    _Dealer,
+    _Joined,
+    share_vocabulary,
+    shared_pieces,
+)
 from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.view.names import display_name
 
@@ -32,6 +46,7 @@ DEVICES, MICROBATCHES, LAYERS, HIDDEN, TOKENS = 8, 32, 32, 4096, 4096
 VOCABULARIES = (32 * 1024, 128 * 1024, 256 * 1024)
 NAMES = ("1f1b", "zb-h1", "v-min", "v-half", "v-zb")
 SUM = 0.1
+SAVED = 0.06  # of S and T, by Algorithm 1
 STATE_BYTES = 18  # of a parameter: 16 bits, gradient and master copy of 32, two moments
 LAYER_BYTES = 34 * TOKENS * HIDDEN  # of a microbatch, nothing computed twice
 LAYER_PARAMETERS = 12 * HIDDEN**2
@@ -49,26 +64,24 @@ class Cell:
         return f"{self.step:7.1f} {self.gib:6.1f}"
 
 
-def pieces_of(vocabulary: int, predicting: int) -> Pieces:
-    """Return a layer and the ends in chunk passes and bytes."""
-    widths = Widths(HIDDEN, HIDDEN, 2 * HIDDEN, 4 * HIDDEN, False, TOKENS, vocabulary)
+def widths_of(vocabulary: int) -> Widths:
+    """Return the model's widths."""
+    return Widths(HIDDEN, HIDDEN, 2 * HIDDEN, 4 * HIDDEN, False, TOKENS, vocabulary)
+
+
+def pieces_of(vocabulary: int) -> Pieces:
+    """Return a layer and the ends, with one output layer, in chunk passes and bytes."""
     layer = Piece(0.5, 0.5, 0.5, LAYER_BYTES, LAYER_BYTES)
-    heads = layer.times((1 + predicting) * widths.head_in_layers)
-    kept, left = (size * (1 + predicting) * TOKENS * vocabulary for size in LOGITS_BYTES)
-    heads = replace(heads, held_after_forward_bytes=kept, held_after_backward_bytes=left)
-    return Pieces(layer, layer.times(0), heads, 0.0)
+    head = layer.times(widths_of(vocabulary).head_in_layers)
+    kept, left = (size * TOKENS * vocabulary for size in LOGITS_BYTES)
+    head = replace(head, held_after_forward_bytes=kept, held_after_backward_bytes=left)
+    return Pieces(layer, layer.times(0), head, 0.0)
 
 
-def further(pieces: Pieces, predicting: int) -> Pieces:
-    """Return the pieces with the layers of multi-token prediction in the last stage."""
-    merging = 2 * HIDDEN**2 / (LAYER_PARAMETERS + TOKENS * HIDDEN)
-    layers = pieces.layer.times(predicting)
-    longer = replace(
-        layers.times(1 + merging),
-        held_after_forward_bytes=layers.held_after_forward_bytes,
-        held_after_backward_bytes=layers.held_after_backward_bytes,
-    )
-    return replace(pieces, last=pieces.last.plus(longer))
+def shared_of(vocabulary: int, predicting: int) -> Pieces:
+    """Return the same where all devices share the ends."""
+    logits_bytes = TOKENS * (2 * vocabulary / DEVICES + 2 * HIDDEN) * (1 + predicting)
+    return shared_pieces(pieces_of(vocabulary), DEVICES, SUM, logits_bytes, predicting)
 
 
 def measured(schedule: Schedule, costs: Costs, parameters: Iterable[float]) -> Cell:
@@ -97,9 +110,8 @@ def parameters_of(
 
 def row(name: str, vocabulary: int, predicting: int) -> list[Cell]:
     """Return the cells of a schedule: even, balanced, shared."""
-    plain = make(name, DEVICES, MICROBATCHES)
-    bare = pieces_of(vocabulary, predicting)
-    pieces = further(bare, predicting)
+    plain, merging = make(name, DEVICES, MICROBATCHES), widths_of(vocabulary).merging_in_layers
+    pieces = pieces_of(vocabulary).predicting(predicting, merging)
     each = LAYERS // plain.num_stages
     even = (each,) * plain.num_stages
     balanced = pieces.balanced(LAYERS, plain.placement)
@@ -111,11 +123,9 @@ def row(name: str, vocabulary: int, predicting: int) -> list[Cell]:
         )
         for layers in (even, balanced)
     ]
-    logits_bytes = TOKENS * (2 * vocabulary / DEVICES + 2 * HIDDEN) * (1 + predicting)
-    alone = further(replace(bare, last=bare.first), predicting)  # without output layers
+    alone = shared_of(vocabulary, predicting).predicting(predicting, merging)
     layers = alone.balanced(LAYERS, plain.placement)
-    ends = bare.first, bare.last
-    costs = shared_costs(alone.costs(layers), *ends, DEVICES, SUM, logits_bytes)
+    costs = alone.costs(layers)
     own = parameters_of(plain.placement, layers, vocabulary, predicting, shared=True)
     made = share_vocabulary(plain, costs, MORE.get(name, 0) * each * LAYER_BYTES)
     verify(made)
@@ -123,12 +133,84 @@ def row(name: str, vocabulary: int, predicting: int) -> list[Cell]:
     return [*cells, measured(made, costs, own)]
 
 
+class FirstAlgorithm(_Dealer):
+    """Algorithm 1: T makes the gradient of the logits' input too, and B waits for its sum.
+
+    S makes logits alone. All devices join T as soon as the sums over the vocabulary are there,
+    which take no time here: more than an Algorithm 1 could have.
+    """
+
+    def step(self) -> float:
+        """Return how long the step takes."""
+        self.deal()
+        return max(self.clock_us)
+
+    def _filler(self, device: int, now: float) -> None:
+        return None
+
+    def _run(self, action: _Action, device: int) -> None:
+        super()._run(action, device)
+        if action.work.kind is HEAD_WEIGHT:
+            self.joins[device] += 1
+            self._sum(HEAD_WEIGHT, self.last, action.work.microbatch, self.clock_us[device], device)
+
+    def _sum(self, kind: Kind, stage: int, microbatch: int, end: float, device: int) -> None:
+        if kind is LOOKED_UP:
+            return super()._sum(kind, stage, microbatch, end, device)
+        home = self.schedule.placement[stage]
+        parts = self.parts.setdefault((kind, microbatch), [])
+        parts.append(self._arrives(end, device, home))
+        if len(parts) < self.schedule.num_devices:
+            return None
+        if kind is LOSS:
+            insort(self.joined, _Joined(max(parts), microbatch, HEAD_WEIGHT, home))
+            return None
+        ends = max(*parts, self.collectives_us[home]) + self.costs.time_us(LOSS, stage)
+        self.done_us[LOSS, stage, microbatch] = self.collectives_us[home] = ends  # what B waits for
+        return None
+
+
+def by_first_algorithm(name: str, vocabulary: int, saved: float) -> tuple[float, float]:
+    """Return the step by Algorithm 2, and by 1 if its S and T take so much less, as a share."""
+    plain = make(name, DEVICES, MICROBATCHES)
+    each = LAYERS // plain.num_stages
+    costs = shared_of(vocabulary, 0).costs((each,) * plain.num_stages)
+    more = MORE.get(name, 0) * each * LAYER_BYTES
+    second = simulate(share_vocabulary(plain, costs, more), costs).makespan
+    head = pieces_of(vocabulary).last.times((1 - saved) / DEVICES)
+    amounts = dict(costs.others)
+    amounts[LOGITS.time] = (head.forward_us,) * plain.num_stages
+    amounts[HEAD_WEIGHT.time] = (head.backward_us + head.weight_us,) * plain.num_stages
+    costs = replace(costs, others=tuple(amounts.items()))
+    limits = [peak + more for peak in peak_held(plain, costs)]
+    ways = (FirstAlgorithm(plain, costs, limits, WAITING[0], late) for late in LATE)
+    return second, min(way.step() for way in ways)
+
+
+def print_algorithms(vocabularies: Iterable[int]) -> None:
+    """Print the step by both algorithms."""
+    print("vocabulary schedule   Algorithm 2  Algorithm 1  2 / 1  with 6 % less S and T  2 / 1")
+    for vocabulary in vocabularies:
+        for name in NAMES:
+            second, first = by_first_algorithm(name, vocabulary, 0.0)
+            _, less = by_first_algorithm(name, vocabulary, SAVED)
+            print(
+                f"{vocabulary:10d} {display_name(name):10s} {second:11.1f}  {first:11.1f}"
+                f"  {second / first:5.3f}  {less:21.1f}  {second / less:5.3f}"
+            )
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vocabulary", type=int, nargs="+", default=VOCABULARIES)
     parser.add_argument("--predicting", type=int, default=0, help="Default: %(default)s")
+    parser.add_argument(
+        "--algorithms", action="store_true", help="compare Algorithms 1 and 2 of arXiv 2411.05288"
+    )
     options = parser.parse_args()
+    if options.algorithms:
+        return print_algorithms(options.vocabulary)
     print(
         "vocabulary schedule  even: step    GiB   balanced    GiB     shared    GiB  "
         "even/shared  balanced/shared"
@@ -142,6 +224,7 @@ def main() -> None:
                 f"{even.step / shared.step:10.2f} {balanced.step / shared.step:10.2f}",
                 sep="  ",
             )
+    return None
 
 
 if __name__ == "__main__":

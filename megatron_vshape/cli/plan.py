@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from megatron_vshape.cli import heavy_ends
 from megatron_vshape.cli.comparison import changes, comparison_rows, recommended
 from megatron_vshape.cli.files import (
     FIGURE_SUFFIXES,
@@ -25,7 +26,6 @@ from megatron_vshape.cli.files import (
     write_all,
 )
 from megatron_vshape.cli.options import (
-    UNIT_COST,
     UNITS,
     add_cost_arguments,
     add_size_arguments,
@@ -59,6 +59,7 @@ from megatron_vshape.core.model.layers import AUTO_SPLIT, Pieces
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Plan, check_size
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
+from megatron_vshape.core.planner.vocabulary import is_shared
 from megatron_vshape.view.names import placement_text, plain
 from megatron_vshape.view.numbers import (
     GIB,
@@ -117,6 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{MOST_CHUNKS}; of a costs file that does not know its layers, what it tells apart)",
     )
     _add_layer_split(parser)
+    heavy_ends.add_arguments(parser)
     _add_choices(parser)
     parser.add_argument(
         "--against",
@@ -207,6 +209,9 @@ def run(options: argparse.Namespace) -> int:
         made = _proved(answer, limit, options.proof_seconds)
         answer = replace(answer, plan=made, schedule=made.schedule)
         more = _more_told(question, answer, GIB if measured is not None else None)
+        if heavy_ends.shares(options, measured):
+            plain = _question(heavy_ends.unshared(options), None, measured)
+            more += _unshared_told(replace(plain, limit=answer.limits), answer, held, time)
         compared = table(comparison_rows(question, answer, held, time))
     outputs = []
     if options.export is not None:
@@ -224,12 +229,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _question(options: argparse.Namespace, costs: Costs, measured: Costs | None) -> Question:
+def _question(options: argparse.Namespace, costs: Costs | None, measured: Costs | None) -> Question:
     return Question(
         AUTO,
         options.devices,
         options.microbatches,
-        costs,
+        costs or _costs(options, measured),
         _cut(options, measured),
         chunks=tuple(range(1, (options.chunks or MOST_CHUNKS) + 1)),
         objective=options.objective,
@@ -238,7 +243,24 @@ def _question(options: argparse.Namespace, costs: Costs, measured: Costs | None)
     )
 
 
+def _unshared_told(
+    plain: Question, answer: Planned, held: Callable[[float], str], time: Callable[[float], str]
+) -> list[tuple[str, str]]:
+    """Return what the best plan takes within the same limits if the model's ends stay whole."""
+    try:
+        other = best_order(plain).plan
+    except LimitError:
+        return [("not shared", "nothing fits the limit")]
+    longer = percent(abs(other.value / answer.plan.value - 1))
+    longer += " longer" if other.value >= answer.plan.value else " less"
+    return [
+        ("not shared", f"takes {time(other.value)}, {longer}, and holds {held(max(other.peak))}")
+    ]
+
+
 def _cut(options: argparse.Namespace, measured: Costs | None) -> Cut:
+    if heavy_ends.changed(options):
+        return heavy_ends.cut_of(options, measured)
     ends = ends_of(options, options.layers)
     return cut_of(options.devices, options.cost, measured, options.layers, ends, options.offload)
 
@@ -248,7 +270,11 @@ def _answered(question: Question) -> tuple[Planned, list[str]]:
     answer = best_order(question)
     if question.layers is None:
         return answer, []
-    answer, layers, balanced = choose_layers(question, answer)
+    balanced = answer.plan.value
+    if is_shared(answer.schedule):  # so no stage has the ends, which other layers would make up for
+        layers = answer.costs.layers or ()
+    else:
+        answer, layers, balanced = choose_layers(question, answer)
     split = ",".join(map(str, layers))
     told = [f"--pipeline-layer-split {split}"]
     if answer.plan.value < balanced:
@@ -260,23 +286,10 @@ def _pieces(options: argparse.Namespace, measured: Costs | None) -> tuple[Pieces
     """Return what layers and the model's ends cost, and how many layers there are."""
     if options.layer_split is None:
         return None
-    if measured is None:
-        if options.layers is None:
-            raise ScheduleError("--layer-split auto needs --layers N, or --costs FILE")
-        first, last = ends_of(options, options.layers)
-        each = options.layers / (2 * options.devices)
-        pieces = Pieces.estimated(0.0, each, options.cost or UNIT_COST)
-        return replace(pieces, first=first, last=last), options.layers
-    total = options.layers or sum(measured.layers or ())
-    if not total:
-        raise ScheduleError(f"{options.costs} does not say how many layers it is of: add --layers")
-    if measured.trades:
-        raise ScheduleError(
-            f"--layer-split auto: the copies and the recompute in {options.costs} are of the "
-            "stages that were measured, not of layers; leave one of the two out"
-        )
-    even = (total / measured.num_stages,) * measured.num_stages
-    return Pieces.of(measured, measured.layers or even), total
+    if measured is None and options.layers is None:
+        raise ScheduleError("--layer-split auto needs --layers N, or --costs FILE")
+    pieces, layers = heavy_ends.pieces_of(options, measured, "--layer-split auto")
+    return pieces, round(layers)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -287,6 +300,10 @@ def _check(options: argparse.Namespace) -> None:
     if options.offload is not None and (options.costs or options.layer_split):
         other = "--costs, which says what copies take" if options.costs else "--layer-split"
         raise ScheduleError(f"--offload cannot stand beside {other}: leave one of them out")
+    if options.offload is not None and heavy_ends.changed(options):
+        raise ScheduleError(
+            "--offload cannot stand beside --vocab-parallel or --mtp-layers: leave one of them out"
+        )
     if options.hidden is not None and options.costs is None:
         raise ScheduleError("--hidden needs --costs FILE, which says what passes wait for")
     if options.frontier is not None:
@@ -336,7 +353,7 @@ def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
     cut = _cut(options, measured)
     if measured is not None:
         if most is None or measured.num_stages <= most * devices:
-            return measured
+            return cut(measured.num_stages, "a plan") if heavy_ends.changed(options) else measured
         return cut(most * devices, f"a plan of --chunks {most}")
     if options.layers is None:
         chunks = min(most or BASE_CHUNKS, BASE_CHUNKS)
@@ -429,7 +446,7 @@ def _recipe(options: argparse.Namespace) -> str:
     if options.offload is not None:
         words += ["--offload", options.offload.text]
     known = ("costs", "embedding", "memory_limit", "headroom", "layers", "layer_split", "head")
-    for name in (*known, "hidden", "chunks", "seconds"):
+    for name in (*known, "vocab_parallel", "mtp_layers", "hidden", "chunks", "seconds"):
         value = getattr(options, name)
         if value is not None:
             text = argument(value) if isinstance(value, float) else value
@@ -496,7 +513,8 @@ def _gap_text(answer: Planned) -> str:
 def _proved(answer: Planned, limit: float, seconds: float) -> Plan:
     """Return a small plan with CP-SAT's bound, or CP-SAT's better plan, if OR-tools is there."""
     made, schedule = answer.plan, answer.schedule
-    if answer.costs.trades or answer.costs.joins:  # CP-SAT knows of the order alone
+    if answer.costs.trades or answer.costs.joins or is_shared(schedule):
+        # CP-SAT knows of the order of F, B and W alone
         return made
     small = schedule.num_devices <= PROVABLE[0] and schedule.num_microbatches <= PROVABLE[1]
     if not small or made.gap <= 0 or seconds <= 0 or not is_installed("ortools"):

@@ -23,14 +23,17 @@ from megatron_vshape.core.model.costs import ASSUMED, MEASURED, Costs, Piece
 from megatron_vshape.core.model.kinds import (
     COPY_BACK,
     COPY_OUT,
+    LOOKED_UP,
+    LOSS,
     NO_RECOMPUTE,
     PARTS,
     RELEASE,
     Kind,
     ScheduleError,
 )
-from megatron_vshape.core.model.layers import AUTO_SPLIT, even_layers, parse_layers
+from megatron_vshape.core.model.layers import AUTO_SPLIT, Pieces, even_layers, parse_layers
 from megatron_vshape.core.model.placement import v_shape
+from megatron_vshape.core.planner.vocabulary import shared_pieces
 from megatron_vshape.view.numbers import prices_told
 
 if TYPE_CHECKING:
@@ -97,6 +100,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure copies of what a stage holds to host memory and back; a plan then chooses "
         "which microbatches wait there",
+    )
+    parser.add_argument(
+        "--vocab-parallel",
+        action="store_true",
+        help="costs of a run whose devices share embedding and output layer: stages without them, "
+        "and of each a share for every device, which follows from what is measured of the ends; "
+        "plan --costs and schedule --costs then have these passes",
     )
     _add_links(parser)
     parser.add_argument(
@@ -190,7 +200,7 @@ def run(options: argparse.Namespace) -> int:
             columns = "".join(f"{kind + ' ms':>10}" for kind in (*PARTS, Kind.BW))
             print(f"{'':26}{columns}{'MiB after F':>13}{'after B':>10}")
         try:
-            costs = _measure_all(model, layers, options)
+            costs = _with_ends_told(_measure_all(model, layers, options), model, sizes, options)
         except torch.OutOfMemoryError:
             raise ScheduleError(
                 f"a stage of {max(layers)} layers does not fit on this device: take more --devices "
@@ -203,6 +213,40 @@ def run(options: argparse.Namespace) -> int:
         print(*prices_told(costs), sep="\n")
         print(f"{options.output}: {costs.num_stages} stages for --devices {options.devices}")
     return 0
+
+
+def _with_ends_told(
+    costs: Costs, model: "Model", sizes: "ModelFile", options: argparse.Namespace
+) -> Costs:
+    """Return the costs with layers of multi-token prediction, and a vocabulary shared, as is told.
+
+    Both follow from what is measured of the layers and the ends.
+    """
+    further, shares = sizes.mtp_layers, options.vocab_parallel
+    if not (further or shares) or costs.layers is None:
+        return costs
+    from megatron_vshape.mcore.on_ranks import Link
+    from megatron_vshape.sweep.grid import widths_of
+
+    pieces, devices = Pieces.of(costs, costs.layers), options.devices
+    if shares:
+        link = Link(*options.link)
+        rows = model.vocabulary_size / (model.tensor_parallel * devices)
+        tokens = options.seq_length * options.microbatch_size
+        held = model.torch_dtype.itemsize * tokens * rows + model.message_bytes
+        sum_us = link.message_us(model.message_bytes)
+        pieces = shared_pieces(pieces, devices, sum_us, held * (1 + further), further)
+    pieces = pieces.predicting(further, widths_of(sizes, options.seq_length).merging_in_layers)
+    made = pieces.costs(costs.layers)
+    if further:
+        told = f"{MEASURED}, and of {further} layers of multi-token prediction from that of others"
+        made = made.with_source(told, *(f"{name}_us" for name in ("forward", "backward", "weight")))
+    if shares:
+        parts = f"{ASSUMED}: 1/{devices} of what embedding and output layer take, measured"
+        made = made.with_source(parts, *(name for name, _ in made.others))
+        sums = f"{ASSUMED}: {model.message_bytes:,} bytes at {link}"
+        made = made.with_source(sums, LOOKED_UP.time, LOSS.time)
+    return made
 
 
 def _measure_all(model: "Model", layers: Sequence[int], options: argparse.Namespace) -> Costs:
@@ -325,6 +369,12 @@ def _model(options: argparse.Namespace, sizes: "ModelFile", device: str) -> "Mod
     if options.joint and (options.offload or options.recompute != [NO_RECOMPUTE]):
         raise ScheduleError(
             "--joint goes with neither --offload nor --recompute: measure one or the other"
+        )
+    alone = not (options.joint or options.offload or options.recompute != [NO_RECOMPUTE])
+    if (options.vocab_parallel or sizes.mtp_layers) and not alone:
+        what = "--vocab-parallel" if options.vocab_parallel else f"mtp_layers in {options.model}"
+        raise ScheduleError(
+            f"{what} goes with none of --joint, --offload and --recompute: measure one or the other"
         )
     if options.sequence_parallel and options.tensor_parallel == 1:
         raise ScheduleError("--sequence-parallel needs --tensor-parallel of at least 2")

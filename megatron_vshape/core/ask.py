@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import sub
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +36,14 @@ from megatron_vshape.core.paper.catalogue import (
     make,
     make_block,
     no_such_schedule,
+)
+from megatron_vshape.core.planner.vocabulary import (
+    WAITING,
+    most_logits_bytes,
+    share_vocabulary,
+    shared_if_told,
+    tells_shared,
+    without_shared,
 )
 from megatron_vshape.core.program.lowering import whole_backwards
 from megatron_vshape.core.rivals import (
@@ -182,7 +191,7 @@ def ask(question: Question) -> Answer:
     costs = question.costs_of(name.placement, name.name)
     if block is not None and not (question.joint or costs.joins):
         name = name.parted()
-    return Answer(name, costs, block)
+    return Answer(shared_if_told(name, costs), costs, block)
 
 
 def find(name: str, names: Sequence[str] = (*EVERY_NAME, *PLUS_NAMES, AUTO)) -> str | Schedule:
@@ -231,7 +240,8 @@ def known_as(text: str, question: Question) -> Known:
             f"{text} is for {found.num_devices} devices and {found.num_microbatches} microbatches, "
             f"not for {sizes[0]} and {sizes[1]}"
         )
-    return judge(found, question.costs_of(found.placement, found.name))
+    costs = question.costs_of(found.placement, found.name)
+    return judge(shared_if_told(found, costs), costs)
 
 
 def limits_of(question: Question) -> tuple[float, ...]:
@@ -327,10 +337,11 @@ def _by_costs(question: Question, placements: Sequence[Placement]) -> list[Quest
     return [_on(question, placement) for placement in placements]
 
 
-def _on(question: Question, placement: Placement) -> Question:
-    """Return the question for this placement alone."""
+def _on(question: Question, placement: Placement, share: float = 1.0) -> Question:
+    """Return the question for this placement alone, with a share of its seconds."""
     costs = question.costs_of(placement, "a plan")
-    return replace(question, costs=costs, placements=(placement,))
+    seconds = None if question.seconds is None else share * question.seconds
+    return replace(question, costs=costs, placements=(placement,), seconds=seconds)
 
 
 def _rank(answer: Planned) -> tuple[float, float, bool]:
@@ -346,6 +357,8 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
     from megatron_vshape.core.splitting import WORTH, saves
 
     costs, goal = question.whole(), question.objective
+    if tells_shared(costs):
+        return _shared(question, limits)
     paired = _joint(question, limits)
     if paired is not None and paired.plan.value <= _bound_of_simple(question, limits):
         return paired
@@ -367,6 +380,59 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
     if paired is not None and paired.plan.value < best.plan.value * (1 - SAME):
         return paired
     return best
+
+
+def _shared(question: Question, limits: tuple[float, ...]) -> Planned:
+    """Return the best order in which all devices share the vocabulary, which the costs tell of.
+
+    On every placement, with room for the logits of few microbatches where those of many are large.
+    """
+    whole, goal = question.whole(), question.objective
+    if whole.trades or whole.joins:
+        what = "joint passes" if whole.joins else "recompute or copies to the host"
+        raise ScheduleError(
+            f"the costs tell of a shared vocabulary and of {what}, and one plan cannot have both: "
+            "take one out of the costs"
+        )
+    found: list[tuple[Known, Plan]] = []
+    refused = ScheduleError("nothing fits")
+    large = most_logits_bytes(whole) > max(whole.held_after_forward_bytes)
+    placements = question.placements or default_placements(len(limits), whole.num_stages)
+    for placement in placements:
+        fitting: list[tuple[Known, Plan]] = []
+        for waiting in sorted(WAITING, reverse=True):
+            if fitting and not large:
+                break
+            try:
+                asked = _on(question, placement, 1 / len(placements))
+                fitting.append(_shared_with(asked, limits, waiting))
+            except LimitError as error:
+                refused = error
+        found += fitting
+    if not found:
+        raise refused
+    best, made = min(found, key=lambda each: goal.of(each[0].timeline))
+    plan = _plan_of(best, limits, goal, made.source, made.steps)
+    return Planned(plan.schedule, best.costs, plan=plan, limits=limits, known=())
+
+
+def _shared_with(question: Question, limits: tuple[float, ...], waiting: int) -> tuple[Known, Plan]:
+    """Return a shared order in which logits of so many microbatches may wait, and what it was.
+
+    Searched is the order of F, B and W alone, in what the logits leave of the limits; it is then
+    shared, with room for all that it leaves.
+    """
+    costs = question.whole()
+    logits = most_logits_bytes(costs, waiting)
+    room = tuple(limit - logits for limit in limits)
+    bare = replace(question, costs=without_shared(costs), cut=None, layers=None)
+    try:
+        made = _planned(bare, room).plan
+    except LimitError as error:
+        each = (error.limit + logits, error.need + logits, error.least + logits)
+        raise LimitError(error.device, *each) from None
+    spare, ways = min(map(sub, room, made.peak)), [each for each in WAITING if each <= waiting]
+    return judge(share_vocabulary(made.schedule, costs, spare, ways), costs), made
 
 
 def _split(
@@ -640,7 +706,8 @@ def _most_freed(
         tried = (low + high + 1) // 2
         limits = less(tried)
         try:
-            check_limits(asked.whole(), placement, asked.num_devices, limits)
+            room = tuple(limit - most_logits_bytes(asked.whole(), min(WAITING)) for limit in limits)
+            check_limits(asked.whole(), placement, asked.num_devices, room)
             possible = _bound(asked, placement, limits) <= value * (1 + SAME)
         except ScheduleError:
             possible = False

@@ -10,6 +10,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import default_placements
 from megatron_vshape.core.model.schedule import Plan, Schedule
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, JOINT_NAMES
+from megatron_vshape.core.planner.vocabulary import WAITING, most_logits_bytes
 from megatron_vshape.core.rivals import judge
 
 _SAME = 1 + 1e-9
@@ -46,7 +47,9 @@ def frontier(
         raise ScheduleError("a frontier needs a limit at least; none is given")
     costs = question.whole()
     placements = default_placements(question.num_devices, costs.num_stages)
-    least = least_limit(costs, question.num_devices, placements)
+    least = least_limit(costs, question.num_devices, placements) + most_logits_bytes(
+        costs, min(WAITING)
+    )
     for limit in [each for each in sorted(limits) if each * _SAME >= least] or [max(limits)]:
         made = best_order(replace(question, limit=limit, holds_less=False)).plan
         point = Point(limit, max(made.peak), made.value, made.bubble, made.schedule, made)

@@ -12,6 +12,7 @@ from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS, make, make_block
+from megatron_vshape.core.planner.vocabulary import is_shared, shared_if_told
 
 MEGATRONS_OWN = ("1f1b", "interleaved-1f1b")
 """The schedules that Megatron's own functions run."""
@@ -55,7 +56,9 @@ class Known(NamedTuple):
     def is_megatrons(self) -> bool:
         """Return whether a function of Megatron's runs it."""
         sizes = self.schedule.num_devices, self.schedule.num_microbatches
-        return self.rival is not None and self.rival.is_megatrons(*sizes)
+        if self.rival is None or is_shared(self.schedule):
+            return False
+        return self.rival.is_megatrons(*sizes)
 
 
 def rivals_of(
@@ -97,9 +100,10 @@ def judge_rival(
         ScheduleError: it is not for these sizes, or there are no costs of its stages.
     """
     schedule = _made(rival, num_devices, num_microbatches)
-    if not costs_of(schedule.placement, str(rival)).joins:
+    costs = costs_of(schedule.placement, str(rival))
+    if not costs.joins:
         schedule = schedule.parted()
-    return judge(schedule, costs_of(schedule.placement, str(rival)))._replace(rival=rival)
+    return judge(shared_if_told(schedule, costs), costs)._replace(rival=rival)
 
 
 @lru_cache(maxsize=64)  # a frontier asks for the same ones at every limit

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml  # type: ignore[import-untyped]
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
 from megatron_vshape.core.model.files import read_text
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -47,11 +47,14 @@ class Recompute(StrEnum):
 class Layout(StrEnum):
     """How layers are dealt to stages.
 
-    balanced: the embedding and the output layer count as a layer each; even: they do not count.
+    balanced: the embedding and the output layer count as a layer each; even: they do not count;
+    auto: what they take by their products, and what multi-token prediction does, leaves the busiest
+    device least to do.
     """
 
     BALANCED = "balanced"
     EVEN = "even"
+    AUTO = "auto"
 
 
 class _File(BaseModel):
@@ -85,6 +88,7 @@ class Model(_File):
     gated: bool = False  # two matrices into the MLP, as SwiGLU has
     experts: Experts | None = None
     vocabulary_size: Positive
+    mtp_layers: Annotated[int, Field(ge=0, le=MAX_COUNT, strict=True)] = 0  # multi-token prediction
     tied_embeddings: bool = False
     dropout: bool = False  # its masks are kept for the backward pass
     flash_attention: bool = True  # without it the scores are written to memory
@@ -168,6 +172,8 @@ class Grid(_File):
     microbatch_size: Choices = [1]
     recompute: Annotated[list[Recompute], Field(min_length=1)] = [Recompute.NONE]
     layout: Annotated[list[Layout], Field(min_length=1)] = [Layout.BALANCED]
+    # Whether all pipeline devices share embedding and output layer; balanced is then auto.
+    vocab_parallel: Annotated[list[StrictBool], Field(min_length=1)] = [False]
 
 
 class Also(_File):
@@ -181,6 +187,7 @@ class Also(_File):
     microbatch_size: Positive = 1
     recompute: Recompute = Recompute.NONE
     layout: Layout = Layout.BALANCED
+    vocab_parallel: StrictBool = False
     arguments: list[str] = []
 
 

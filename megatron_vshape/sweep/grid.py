@@ -9,6 +9,8 @@ from functools import lru_cache
 from pydantic import dataclasses as checked
 
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.layers import Pieces, Widths, without_ends
+from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.sweep.files import (
     Cluster,
@@ -48,6 +50,12 @@ class Combination:
     recompute: Recompute
     layout: Layout
     arguments: tuple[str, ...] = ()
+    vocab_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        # Shared out, the ends count as no stage's layers.
+        if self.vocab_parallel and self.layout is Layout.BALANCED:
+            object.__setattr__(self, "layout", Layout.AUTO)
 
     @property
     def workload(self) -> tuple[int, int]:
@@ -84,6 +92,8 @@ class Combination:
         text += f" mbs{self.microbatch_size} {self.layout}"
         if self.recompute is not Recompute.NONE:
             text += f" recompute-{self.recompute}"
+        if self.vocab_parallel:
+            text += " vocab-parallel"
         return " ".join((text, *self.arguments))
 
 
@@ -124,7 +134,7 @@ def expand(loaded: Loaded) -> Expanded:
             (Combination(**workload.model_dump(), **each.model_dump()) for each in sweep.also),
         )
         for combination in every:
-            fault = next(_faults(combination, model, cluster), None)
+            fault = next(_faults(combination, model, cluster, sweep.post_validation), None)
             if fault is None:
                 possible[combination] = None
             else:
@@ -159,7 +169,9 @@ def _of_grid(grid: Grid, workload: Workload, cluster: Cluster) -> Iterator[Combi
         yield Combination(**workload.model_dump(), **given)
 
 
-def _faults(it: Combination, model: Model, cluster: Cluster) -> Iterator[tuple[str, str]]:
+def _faults(
+    it: Combination, model: Model, cluster: Cluster, post_validation: bool
+) -> Iterator[tuple[str, str]]:
     """Yield why the combination cannot run, as `Dropped` has it; each may rely on those before."""
     if it.num_devices != cluster.num_devices:
         yield (
@@ -178,6 +190,8 @@ def _faults(it: Combination, model: Model, cluster: Cluster) -> Iterator[tuple[s
         )
     if fault := _size_fault(it, model):
         yield "too many passes", fault
+    if fault := _vocabulary_fault(it, model, post_validation):
+        yield "a vocabulary that cannot be shared", fault
     if fault := _layer_fault(it, model):
         yield "layers that do not divide, or a schedule that cannot be", fault
 
@@ -214,6 +228,19 @@ def _size_fault(it: Combination, model: Model) -> str | None:
     return None
 
 
+def _vocabulary_fault(it: Combination, model: Model, post_validation: bool) -> str | None:
+    """Return why the trainer does not share the vocabulary, if it is to."""
+    if not it.vocab_parallel:
+        return None
+    if it.pipeline_parallel == 1:
+        return "one pipeline device has nobody to share the vocabulary with"
+    if model.mtp_layers:
+        return "the output layers of multi-token prediction (mtp_layers) are not shared yet"
+    if post_validation:
+        return "post_validation does not go with vocab_parallel yet"
+    return None
+
+
 def _layer_fault(it: Combination, model: Model) -> str | None:
     try:
         stages = count_stages(it.schedule, it.pipeline_parallel)
@@ -222,6 +249,9 @@ def _layer_fault(it: Combination, model: Model) -> str | None:
     if it.pipeline_parallel == 1 and it.schedule != "1f1b":
         return f"{it.schedule} on one pipeline device is 1f1b with more overhead"
     layers = model.layers
+    if it.layout is Layout.AUTO:
+        few = layers < max(stages - 2, 1)
+        return f"{layers} layers are too few for {stages} stages" if few else None
     counted = layers + 2 if it.layout is Layout.BALANCED else layers
     if counted % stages:
         ends = " and both ends" if it.layout is Layout.BALANCED else ""
@@ -243,9 +273,33 @@ def count_stages(schedule: str, num_devices: int) -> int:
     return len(catalogue.make(schedule, num_devices, 1).placement)
 
 
-def layers_of_stages(combination: Combination, model: Model, num_stages: int) -> tuple[int, ...]:
-    """Return how many layers each stage has."""
+def layers_of_stages(
+    combination: Combination, model: Model, placement: Placement
+) -> tuple[int, ...]:
+    """Return how many layers each stage has; under auto as the trainer deals them."""
+    num_stages = len(placement)
     if combination.layout is Layout.EVEN:
         return (model.layers // num_stages,) * num_stages
+    if combination.layout is Layout.AUTO:
+        widths = widths_of(model, combination.sequence_length)
+        pieces = Pieces.estimated(widths.head_in_layers, model.layers / num_stages)
+        pieces = pieces.predicting(model.mtp_layers, widths.merging_in_layers)
+        if combination.vocab_parallel:
+            pieces = without_ends(pieces)
+        return pieces.balanced(model.layers, placement)
     each = (model.layers + 2) // num_stages
     return (each - 1, *(each,) * (num_stages - 2), each - 1)
+
+
+def widths_of(model: Model, sequence: int) -> Widths:
+    """Return what the products of a layer and of the head depend on."""
+    key_value = 2 * model.hidden_size * model.groups // model.attention_heads
+    return Widths(
+        hidden=model.hidden_size,
+        attention=model.hidden_size,
+        key_value=key_value,
+        feed_forward=model.ffn,
+        gated=model.gated,
+        sequence=sequence,
+        vocabulary=model.vocabulary_size,
+    )

@@ -6,8 +6,9 @@ Everything is per microbatch on one device, with tensor, sequence and context pa
 from dataclasses import asdict, dataclass, replace
 
 from megatron_vshape.core.model.costs import Piece
+from megatron_vshape.core.model.layers import with_predicting
 from megatron_vshape.sweep.files import Model, Recompute
-from megatron_vshape.sweep.grid import Combination
+from megatron_vshape.sweep.grid import Combination, widths_of
 from megatron_vshape.sweep.machine import Machine
 
 
@@ -28,8 +29,9 @@ def model_flops(model: Model, sequence: int, batch: int) -> float:
     Megatron's and PaLM's convention; a backward pass is two forward passes.
     """
     hidden = model.hidden_size
-    per_token = 2.0 * model.layers * _layer_weights(model) + 2.0 * hidden * model.vocabulary_size
-    per_token += 4.0 * model.layers * sequence * hidden
+    heads, layers = 1 + model.mtp_layers, model.layers + model.mtp_layers
+    per_token = 2.0 * layers * _layer_weights(model) + 2.0 * heads * hidden * model.vocabulary_size
+    per_token += 4.0 * layers * sequence * hidden + 4.0 * model.mtp_layers * hidden**2
     return 3.0 * per_token * sequence * batch
 
 
@@ -89,6 +91,28 @@ class Layers:
         collective = self._collective_us()
         forward, backward = kernels.forward_us + collective, kernels.backward_us + collective
         return replace(kernels, forward_us=forward, backward_us=backward)
+
+    def predicting(self, head: Part, layer: Part) -> Part:
+        """Return the head with the model's layers of multi-token prediction.
+
+        They have the output layer's parameters in common.
+        """
+        count, widths = self.model.mtp_layers, widths_of(self.model, self.combination.tokens)
+        if not count:
+            return head
+        merging = 2 * self.model.hidden_size**2 / self.combination.tensor_parallel
+        own = count * (layer.parameters + merging)
+        made = with_predicting(head, layer, count, widths.merging_in_layers)
+        return replace(made, parameters=head.parameters + own)
+
+    def own_logits_bytes(self) -> float:
+        """Return what a device holds of a microbatch of a vocabulary that all devices share.
+
+        The probabilities of its rows, in the parameters' precision, and the hidden state.
+        """
+        it = self.combination
+        rows = self.model.vocabulary_size / (it.tensor_parallel * it.pipeline_parallel)
+        return self.model.parameter_bytes * it.tokens * rows + self.message_bytes()
 
     def _communicating(self, kernels: Part) -> Part:
         """Return a layer with what its kernels wait for of tensor and context parallelism."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.planner.vocabulary import tells_shared
 from megatron_vshape.sweep.files import Loaded, Measured, SweepError
 from megatron_vshape.sweep.grid import Combination
 
@@ -30,6 +31,11 @@ def load_measured(loaded: Loaded) -> MeasuredCosts:
         if costs.num_stages < 3:
             raise SweepError(
                 f"{path} has {costs.num_stages} stages; a first, a middle and a last one are needed"
+            )
+        if tells_shared(costs):
+            raise SweepError(
+                f"{path} is of a vocabulary that all devices share: a sweep needs costs of stages "
+                "that have the model's ends, and shares those itself"
             )
         even = (entry.layers_per_stage,) * costs.num_stages
         pieces[key_of_shapes(entry)] = Pieces.of(costs, costs.layers or even)

@@ -12,6 +12,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement, default_placements, stages_of
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
+from megatron_vshape.core.planner.vocabulary import shared_costs, shared_if_told
 from megatron_vshape.sweep.files import Model, Recompute, SweepError
 from megatron_vshape.sweep.grid import ADAPTIVE, Combination, count_stages, layers_of_stages
 from megatron_vshape.sweep.layer import Layers, Part, model_flops
@@ -132,6 +133,7 @@ class Predictor:
         """Return the prediction of a schedule, whose planning may have simulated it already."""
         combination = stages.combination
         limit = self.limit_bytes
+        schedule = shared_if_told(schedule, stages.costs)
         held = peak_held(schedule, stages.costs)
         needed = [
             fixed + (1 + self.machine.assume.fragmentation) * dynamic
@@ -237,6 +239,7 @@ class _Stages:
     parts: tuple[Part, ...]
     placement: Placement
     costs: Costs
+    everywhere: float = 0.0  # parameters, on every device, of a vocabulary that all share
 
     @classmethod
     def of(cls, it: Combination, predictor: Predictor, placement: Placement) -> "_Stages":
@@ -250,12 +253,22 @@ class _Stages:
             first, layer = first.measured(found.first), layer.measured(found.layer)
             last, message_us = last.measured(found.last), found.send_us
         layer, last = layers.layer(layer), layers.last(last)
-        counts = layers_of_stages(it, predictor.model, len(placement))
+        counts = layers_of_stages(it, predictor.model, placement)
         parts = [layer.times(count) for count in counts]
-        parts[0] = parts[0].plus(first)
-        parts[-1] = parts[-1].plus(last)
+        if not it.vocab_parallel:
+            parts[0] = parts[0].plus(first)
+            parts[-1] = parts[-1].plus(layers.predicting(last, layer))
+            if predictor.model.mtp_layers and placement[0] != placement[-1]:  # its own embedding
+                more = parts[-1].parameters + first.parameters
+                parts[-1] = replace(parts[-1], parameters=more)
         costs = Costs.of([part.at_least(LEAST_US) for part in parts], message_us)
-        return cls(it, layers, tuple(parts), placement, costs)
+        if not it.vocab_parallel:
+            return cls(it, layers, tuple(parts), placement, costs)
+        devices, held = it.pipeline_parallel, layers.own_logits_bytes()
+        # A sum of hidden states goes once over every link, as a message does over one.
+        costs = shared_costs(costs, first, last, devices, message_us, held)
+        each = (first.parameters + last.parameters) / devices
+        return cls(it, layers, tuple(parts), placement, costs, each)
 
     def fixed_bytes(self) -> list[float]:
         """Return what each device holds beside activations."""
@@ -286,7 +299,9 @@ class _Stages:
     def _parameters(self) -> list[float]:
         """Return how many parameters each device holds."""
         rows = stages_of(self.placement, self.combination.pipeline_parallel)
-        return [sum(self.parts[stage].parameters for stage in row) for row in rows]
+        return [
+            self.everywhere + sum(self.parts[stage].parameters for stage in row) for row in rows
+        ]
 
 
 @lru_cache(maxsize=64)

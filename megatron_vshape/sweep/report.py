@@ -101,10 +101,14 @@ def _row(prediction: Prediction, result: Result | None) -> Row:
 
 
 def best_rows(rows: Iterable[Row]) -> list[Row]:
-    """Return the best row of every workload and schedule; one out of memory if all are."""
-    best: dict[tuple[tuple[int, int], str], Row] = {}
+    """Return the best row of every workload and schedule; one out of memory if all are.
+
+    With a shared vocabulary and without it are two.
+    """
+    best: dict[tuple[tuple[int, int], str, bool], Row] = {}
     for row in rows:
-        key = (row.combination.workload, row.combination.schedule)
+        it = row.combination
+        key = (it.workload, it.schedule, it.vocab_parallel)
         if key not in best or _rank(row) > _rank(best[key]):
             best[key] = row
     return sorted(best.values(), key=lambda row: row.combination.workload)
@@ -150,7 +154,8 @@ def _result_table(rows: Sequence[Row]) -> Table:
 
 def _layout(row: Row) -> str:
     it = row.combination
-    return it.layout + (", recompute" if it.recompute is Recompute.FULL else "")
+    told = it.layout + (", recompute" if it.recompute is Recompute.FULL else "")
+    return told + (", vocabulary shared" if it.vocab_parallel else "")
 
 
 def _cells(row: Row) -> list[str]:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from megatron_vshape.core.model.layers import AUTO_SPLIT
+from megatron_vshape.core.model.placement import looping
 from megatron_vshape.sweep.files import Layout, Loaded, Model, Recompute
 from megatron_vshape.sweep.grid import Combination, count_stages, layers_of_stages
 
@@ -34,8 +36,13 @@ def trainer_command(
         flags += ["--recompute-num-layers", "1"]
     if it.layout is Layout.BALANCED:
         stages = count_stages(it.schedule, it.pipeline_parallel)
-        layers = layers_of_stages(it, loaded.model, stages)
+        placement = looping(it.pipeline_parallel, stages // it.pipeline_parallel)
+        layers = layers_of_stages(it, loaded.model, placement)
         flags += ["--pipeline-layer-split", ",".join(map(str, layers))]
+    if it.layout is Layout.AUTO:
+        flags += ["--pipeline-layer-split", AUTO_SPLIT]
+    if it.vocab_parallel:
+        flags.append("--pipeline-vocab-parallel")
     if loaded.sweep.post_validation:
         # Megatron's check for reruns would hold all ranks up as the norm does.
         flags += "--optimizer-post-validation --rerun-mode disabled".split()
@@ -66,6 +73,8 @@ def model_flags(model: Model) -> list[str]:
         flags += ["--group-query-attention", "--num-query-groups", str(model.groups)]
     if model.gated:
         flags.append("--swiglu")
+    if model.mtp_layers:
+        flags += ["--mtp-num-layers", str(model.mtp_layers)]
     if not model.tied_embeddings:
         flags.append("--untie-embeddings-and-output-weights")
     if not model.dropout:

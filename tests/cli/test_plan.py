@@ -15,8 +15,10 @@ from megatron_vshape.cli import plan
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.ask import Planned, Question, best_order
 from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.schedule import load_schedule
+from megatron_vshape.core.planner.vocabulary import check_shared, shared_pieces
 
 SIZE = ["--devices", "4", "--microbatches", "8"]
 COST = ["--cost", "1,1.15,.85,.05"]
@@ -66,6 +68,74 @@ def test_the_ends_of_a_model_cost_something(capsys: pytest.CaptureFixture[str]) 
     ends = ["--embedding", "0,.25,0", "--head", "2,2.3,1.7"]
     assert main(["schedule", "1f1b", *SIZE, *COST, *ends]) == 0
     assert "the busiest device works 96\n" in capsys.readouterr().out
+
+
+HEAVY = ["--layers", "16", "--chunks", "2", "--head", "4"]
+
+
+def test_devices_may_share_the_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan has the passes, and is told beside what it would be without."""
+    path = tmp_path / "plan.json"
+    arguments = ["plan", *SIZE, *COST, *HEAVY, "--memory-limit", "7", "--vocab-parallel"]
+    assert main([*arguments, "--export", str(path)]) == 0
+    shown = capsys.readouterr().out
+    check_shared(load_schedule(path))
+    told = re.search(r"^not shared +takes ([0-9.]+), ([0-9.]+) % longer, and holds", shown, re.M)
+    assert told is not None
+    # of 16 layers every device has 4, and a fourth of the head's 4 where they are shared
+    assert float(told[1]) >= 8 * (2 * 3 + 6)
+    assert "Megatron's own" not in shown
+
+
+def test_multi_token_prediction_takes_its_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer, its merging and a second head: the work of the last stage's device."""
+    work = []
+    for further in ([], ["--mtp-layers", "1"]):
+        assert main(["plan", *SIZE, *COST, *HEAVY, *further, "--memory-limit", "8"]) == 0
+        told = re.search(r"^busiest device +works ([0-9.]+)$", capsys.readouterr().out, re.M)
+        assert told is not None
+        work.append(float(told[1]))
+    assert work[0] == 8 * (2 * 3 + 6)  # layers take 1.5
+    assert work[1] == pytest.approx(work[0] + 8 * 1.5 * (1.15 + 4))
+
+
+def test_a_costs_file_is_taken_apart_for_a_shared_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer, embedding = Piece(100.0, 115.0, 85.0, 2.0**26, 2.0**26), Piece(5.0, 5, 5, 2.0**20, 0)
+    pieces = Pieces(layer, embedding, layer.times(3), 5.0)
+    path, shared = tmp_path / "costs.json", tmp_path / "shared.json"
+    path.write_text(pieces.costs((2,) * 8).to_json())
+    shared.write_text(shared_pieces(pieces, 4, 20.0, 2.0**24).costs((2,) * 8).to_json())
+    values = []
+    for given in ([str(path), "--vocab-parallel", "20"], [str(shared)]):
+        limit = ["--memory-limit", "2GiB", "--chunks", "2"]
+        assert main(["plan", *SIZE, *limit, "--costs", *given]) == 0
+        shown = capsys.readouterr().out
+        told = re.search(r"^makespan +([0-9.]+) ms$", shown, re.M)
+        assert told is not None
+        values.append(float(told[1]))
+        assert ("not shared" in shown) == (given[0] == str(path))
+    assert values[0] == pytest.approx(values[1], rel=0.02)  # but for what the logits hold
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--vocab-parallel"], "--vocab-parallel needs --head"),
+        (["--vocab-parallel", "-1", "--head", "2,2,2"], "is not a time of at least 0"),
+        (["--mtp-layers", "1", "--head", "2,2,2"], "--mtp-layers needs --layers N"),
+        (["--mtp-layers", "0"], "'0' is not a whole number of at least 1"),
+        ([*HEAVY, "--vocab-parallel", "--offload", "1"], "--offload cannot stand beside"),
+    ],
+)
+def test_what_heavy_ends_need(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *SIZE, *COST, *given]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_activations_may_wait_in_host_memory(

@@ -14,6 +14,7 @@ from megatron_vshape.cli.main import main
 from megatron_vshape.cli.profile import price_list, stage_layers
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.kinds import PARTS, Kind
+from megatron_vshape.core.planner.vocabulary import tells_shared
 
 MODEL = (
     "name: small\nlayers: 6\nhidden_size: 32\nattention_heads: 4\nvocabulary_size: 64\n"
@@ -91,6 +92,47 @@ def test_a_model_is_measured_and_planned(
     assert "limit 0.01 GiB" in shown
     assert "B and W apart" in shown
     assert "send_us: assumed: given as --send-us" in shown
+
+
+def test_a_shared_vocabulary_follows_from_the_ends(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So does multi-token prediction; the file says what of it was not measured."""
+    pytest.importorskip("megatron.core")
+    model.write_text(MODEL.replace("vocabulary_size: 64", "vocabulary_size: 4096\nmtp_layers: 1"))
+    found = tmp_path / "costs.json"
+    arguments = ["--model", model, "--devices", "2", "--seq-length", "64", "--device", "cpu"]
+    arguments += ["--repeats", "3", "--vocab-parallel", "--output", found]
+    run = subprocess.run(
+        [sys.executable, "-m", "megatron_vshape.cli.main", "profile", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "logits_us, head_weight_us" in run.stdout
+    assert "assumed: 1/2 of what embedding and output layer take, measured" in run.stdout
+    costs = Costs.load(found)
+    assert tells_shared(costs)
+    assert costs.layers == (1, 2, 2, 1)
+    # the last stage has a layer more, and the merging before it; no stage has the ends
+    assert costs.forward_us[1] == pytest.approx(2 * costs.forward_us[0])
+    assert 2 < costs.forward_us[3] / costs.forward_us[0] < 2.3
+    # both heads' probabilities of half of the words, and a hidden state each
+    assert dict(costs.others)["logits_bytes"] == (2 * (64 * 2048 + 64 * 32) * 4,) * 4
+    plan = ["plan", "--devices", "2", "--microbatches", "4", "--costs", str(found)]
+    assert main([*plan, "--memory-limit", "0.1GiB"]) == 0
+    assert "assumed: 1/2 of what" in capsys.readouterr().out
+
+
+def test_what_is_derived_goes_with_plain_stages_alone(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("megatron.core")
+    arguments = ["profile", "--model", str(model), "--devices", "2", "--seq-length", "64"]
+    arguments += ["--device", "cpu", "--output", str(tmp_path / "costs.json")]
+    assert main([*arguments, "--vocab-parallel", "--offload"]) == 2
+    assert "--vocab-parallel goes with none of --joint, --offload" in capsys.readouterr().err
 
 
 def test_settings_of_recompute_and_copies_are_measured(model: Path, tmp_path: Path) -> None:

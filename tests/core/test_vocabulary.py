@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import pytest
 
+from megatron_vshape.core.ask import AUTO, Question, ask, best_order, compare
+from megatron_vshape.core.check.bounds import LimitError, fits
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.costs import Costs, Piece, regroup
 from megatron_vshape.core.model.kinds import (
     HEAD_WEIGHT,
     LOGITS,
@@ -18,7 +21,7 @@ from megatron_vshape.core.model.kinds import (
     Kind,
     ScheduleError,
 )
-from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.layers import Pieces, recut
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
@@ -27,12 +30,16 @@ from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.planner.vocabulary import (
     MOST_WAITING,
     check_shared,
+    is_shared,
+    more_room,
     share_forwards,
     share_vocabulary,
     shared_costs,
+    shared_pieces,
 )
 from megatron_vshape.core.program.kernels import waits_for_ever
 from megatron_vshape.core.program.lowering import forward_wave, lower
+from megatron_vshape.core.rivals import Known
 
 HEAD = 2.46
 """Layers that an output layer of 128k takes at h = s = 4096."""
@@ -152,6 +159,14 @@ def swapped(schedule: Schedule, device: int, one: Pass, other: Pass) -> Schedule
     return replace(schedule, order=tuple(order))
 
 
+def test_1f1b_lets_the_next_forward_go_before_a_late_gradient() -> None:
+    """Else each of the last device's microbatches waits for all devices: 72.5."""
+    plain = make("1f1b", 4, 16)
+    costs = costs_of(plain)
+    shared = share_vocabulary(plain, costs, more_room("1f1b", costs))
+    assert simulate(shared, costs).makespan < 67
+
+
 def test_devices_that_join_in_another_order_are_told_of() -> None:
     plain = make("v-half", 4, 6)
     shared = share_vocabulary(plain, costs_of(plain))
@@ -220,6 +235,80 @@ def test_a_plan_can_share_it() -> None:
     verify(shared)
     lower(shared, kernels=True)
     assert simulate(shared, own).makespan < 1.25 * simulate(found, costs).makespan
+
+
+def shared_question(limit: float, logits: float = 0.25, **more: Any) -> Question:
+    """Return the question for a plan of 4 devices in chunk passes, the ends shared out."""
+    pieces = Pieces.estimated(HEAD, 2.0, (1, 1.15, 0.85, 0.05))
+    costs = shared_pieces(pieces, 4, 0.1, logits).costs((2,) * 8)
+    return Question(AUTO, 4, 12, costs, limit=limit, steps=10_000, **more)
+
+
+def test_costs_that_tell_of_it_are_planned_with_it() -> None:
+    """The plan and all that it is compared with share it, within the limit, logits included."""
+    question = shared_question(9.0)
+    answer = best_order(question)
+    check_shared(answer.schedule)
+    verify(answer.schedule, answer.limits, answer.costs)
+    lower(answer.schedule, kernels=True)
+    assert max(answer.plan.peak) <= 9 + 1e-9
+    known = [each for each in compare(question, answer) if isinstance(each, Known)]
+    assert {"v-half", "1f1b"} <= {each.schedule.name for each in known}
+    assert all(is_shared(each.schedule) and not each.is_megatrons for each in known)
+    inside = [each.timeline.makespan for each in known if fits(each.peak, answer.limits)]
+    assert answer.plan.value <= min(inside)
+    # all of what the ends take is on every device, beside two stages' work
+    ends = sum(dict(answer.costs.others)[kind.time][0] for kind in (LOGITS, HEAD_WEIGHT))
+    assert answer.plan.value >= answer.plan.lower_bound > 12 * (2 * 3 + ends)
+    assert answer.any_bound >= 12 * (2 * 3 + ends)
+
+
+def test_a_limit_leaves_room_for_logits() -> None:
+    with pytest.raises(LimitError) as refused:
+        best_order(shared_question(2.25))
+    assert refused.value.need == pytest.approx(2 + 2 * 0.25)  # of the one at work and the next
+    assert best_order(shared_question(refused.value.least)).plan.peak
+
+
+def test_a_name_is_shared_as_the_costs_tell() -> None:
+    question = replace(shared_question(9.0), name="v-half")
+    answer = ask(question)
+    assert answer.schedule.name == "v-half"
+    check_shared(answer.schedule)
+    assert not is_shared(ask(replace(question, costs=None)).schedule)
+
+
+def test_no_plan_trades_memory_beside_it() -> None:
+    question = shared_question(9.0)
+    assert question.costs is not None
+    copied = replace(question, costs=question.costs.with_copies(1.0))
+    with pytest.raises(ScheduleError, match="recompute or copies to the host, and one plan"):
+        best_order(copied)
+
+
+def test_a_device_has_its_part_once_however_many_stages() -> None:
+    costs = shared_question(9.0).costs
+    assert costs is not None
+    coarse, again = regroup(costs, 4, "a plan"), recut(costs, 16, 4, "a plan", 16)
+    for name, (amount, *_) in costs.others:
+        assert dict(coarse.others)[name] == (amount,) * 4
+        assert dict(again.others)[name] == (amount,) * 16
+    assert coarse.forward_us == tuple(2 * each for each in costs.forward_us[:4])
+    timelines = [
+        simulate(share_vocabulary(make(name, 4, 8), each), each)
+        for name, each in (("v-half", costs), ("zb-h1", coarse))
+    ]
+    assert sum(timelines[0].work) == pytest.approx(sum(timelines[1].work))
+
+
+def test_further_heads_are_shared_and_their_layers_are_not() -> None:
+    pieces = Pieces.estimated(HEAD, 2.0)
+    whole = pieces.predicting(1, 0.25)
+    assert whole.last.forward_us == pytest.approx(0.5 * (2 * HEAD + 1.25))
+    assert whole.last.held_after_forward_bytes == pieces.layer.held_after_forward_bytes
+    shared = shared_pieces(pieces, 4, 0.1, 0.0, 1).predicting(1, 0.25)
+    assert shared.last.forward_us == pytest.approx(0.5 * 1.25)
+    assert dict(shared.others)[HEAD_WEIGHT.time] == pytest.approx(0.5 * 2 * HEAD / 4)
 
 
 @pytest.mark.parametrize("placement", [v_shape(4), linear(4), looping(4, 2), (0, 3, 1, 2)])

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 from sweep.samples import SWEEP, load_sample
 
+from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.sweep.files import Layout, SweepError
 from megatron_vshape.sweep.grid import count_stages, expand, layers_of_stages
+from megatron_vshape.sweep.trainer_flags import trainer_command
 
 
 def reasons(folder: Path, **grid: Any) -> list[str]:
@@ -51,8 +53,7 @@ def test_layers_add_up(tmp_path: Path) -> None:
     loaded = load_sample(tmp_path, model={"layers": 6}, sweep={"grid": BALANCED})
     for it in expand(loaded).possible:
         assert it.layout is Layout.BALANCED
-        assert sum(layers_of_stages(it, loaded.model, 4)) == 6
-        assert layers_of_stages(it, loaded.model, 4) == (1, 2, 2, 1)
+        assert layers_of_stages(it, loaded.model, v_shape(2)) == (1, 2, 2, 1)
 
 
 def test_stages_of_a_schedule() -> None:
@@ -67,3 +68,41 @@ def test_runs_beside_the_grid_keep_their_arguments(tmp_path: Path) -> None:
     also = [{"schedule": "v-min", "pipeline_parallel": 2, "layout": "even", "arguments": ["--x"]}]
     found = expand(load_sample(tmp_path, sweep={"also": also})).possible
     assert str(found[-1]) == "v-min s64 gbs8 dp1 tp1 pp2 mbs1 even --x"
+
+
+def test_a_shared_vocabulary_has_its_own_layers(tmp_path: Path) -> None:
+    """Ends that no stage has do not count; any number of layers can be dealt out then."""
+    over = {
+        **SWEEP["grid"],
+        "schedule": ["v-half"],
+        "layout": ["balanced"],
+        "vocab_parallel": [True],
+    }
+    loaded = load_sample(tmp_path, model={"layers": 7}, sweep={"grid": over})
+    it = expand(loaded).possible[0]
+    assert it.layout is Layout.AUTO
+    assert layers_of_stages(it, loaded.model, v_shape(2)) == (1, 2, 2, 2)
+    words = trainer_command(loaded, it)
+    assert "--pipeline-vocab-parallel" in words
+    assert words[words.index("--pipeline-layer-split") + 1] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("model", "sweep", "reason"),
+    [
+        ({"mtp_layers": 1}, {}, "output layers of multi-token prediction .* not shared yet"),
+        ({}, {"post_validation": True}, "post_validation does not go with vocab_parallel yet"),
+    ],
+)
+def test_what_cannot_share_it(
+    tmp_path: Path, model: dict[str, Any], sweep: dict[str, Any], reason: str
+) -> None:
+    sweep = {"grid": {**SWEEP["grid"], "vocab_parallel": [True]}, **sweep}
+    with pytest.raises(SweepError, match=reason):
+        expand(load_sample(tmp_path, model=model, sweep=sweep))
+
+
+def test_multi_token_prediction_is_the_trainers_too(tmp_path: Path) -> None:
+    loaded = load_sample(tmp_path, model={"mtp_layers": 2})
+    words = trainer_command(loaded, expand(loaded).possible[0])
+    assert words[words.index("--mtp-num-layers") + 1] == "2"

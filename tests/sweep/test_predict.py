@@ -11,8 +11,9 @@ from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.model.schedule import Objective
+from megatron_vshape.core.planner.vocabulary import check_shared, shared_pieces
 from megatron_vshape.sweep import predict
-from megatron_vshape.sweep.files import Layout, Loaded, Model, Recompute, load_sweep
+from megatron_vshape.sweep.files import Layout, Loaded, Model, Recompute, SweepError, load_sweep
 from megatron_vshape.sweep.grid import Combination, expand
 from megatron_vshape.sweep.layer import Layers, Part, model_flops
 from megatron_vshape.sweep.machine import Machine
@@ -260,3 +261,62 @@ def test_the_adaptive_method_takes_the_better_placement(
     monkeypatch.undo()
     assert best.planned is not None
     assert times_s[best.planned.placement] == best.step_s
+
+
+HEAVY = {"vocabulary_size": 65536}
+
+
+def test_a_shared_vocabulary_is_predicted(tmp_path: Path) -> None:
+    """Its passes are in the step, and nobody has all of the ends' parameters."""
+    grid = {**SWEEP["grid"], "schedule": ["v-half"], "vocab_parallel": [False, True]}
+    loaded = load_sample(tmp_path, sweep={"grid": grid}, model=HEAVY)
+    whole, shared = expand(loaded).possible[:2]
+    assert (whole.vocab_parallel, shared.vocab_parallel) == (False, True)
+    predictor = predictor_of(loaded)
+    one, two = predictor(whole), predictor(shared)
+    assert one.step_s is not None
+    assert two.step_s is not None
+    assert two.step_s < 0.8 * one.step_s
+    each = loaded.model.parameter_bytes + loaded.model.gradient_bytes + 12
+    moved = 2 * 65536 * 256 * each / 2  # half of what one of two devices had
+    logits = (4 - 2) * 64 * 65536  # V-Half's fp32 ones of few microbatches, at least
+    assert one.peak_bytes - two.peak_bytes > moved + logits
+    assert str(shared).endswith("vocab-parallel")
+
+
+def test_an_adaptive_plan_shares_it_too(tmp_path: Path) -> None:
+    grid = {**ADAPTIVE_GRID, "vocab_parallel": [True]}
+    loaded = load_sample(tmp_path, sweep={"grid": grid}, model=HEAVY)
+    (it,) = expand(loaded).possible
+    found = predictor_of(loaded)(it)
+    assert found.fits
+    assert found.planned is not None
+    check_shared(found.planned)
+
+
+def test_multi_token_prediction_is_predicted(tmp_path: Path) -> None:
+    """In time, in memory and in FLOPs; dealt out by what it takes, it costs less."""
+    found = []
+    for further in (0, 1):
+        loaded = load_sample(tmp_path, model={**HEAVY, "mtp_layers": further})
+        even = replace(expand(loaded).possible[0], schedule="v-half")
+        predictor = predictor_of(loaded)
+        times = [predictor(replace(even, layout=each)) for each in (Layout.EVEN, Layout.AUTO)]
+        found.append((*times, model_flops(loaded.model, 64, 1)))
+    (plain, _, flops), (even, auto, more) = found
+    assert plain.step_s is not None
+    assert even.step_s is not None
+    assert auto.step_s is not None
+    assert even.step_s > 1.5 * plain.step_s  # the head is most of it, and there are two
+    assert auto.step_s <= even.step_s
+    assert even.peak_bytes > plain.peak_bytes
+    assert 1.7 < more / flops < 2
+
+
+def test_costs_of_a_shared_vocabulary_are_none_of_a_sweeps(tmp_path: Path) -> None:
+    pieces = Pieces.estimated(2.0, 2.0)
+    costs = shared_pieces(pieces, 2, 0.1).costs((2,) * 4)
+    (tmp_path / "costs.json").write_text(costs.to_json())
+    entry = {"costs": "costs.json", "layers_per_stage": 2, "sequence_length": 64}
+    with pytest.raises(SweepError, match="of a vocabulary that all devices share"):
+        load_measured(load_sample(tmp_path, sweep={"measured_costs": [entry]}))

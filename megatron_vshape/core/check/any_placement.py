@@ -38,5 +38,6 @@ def bound_of_any_placement(
     )
     memory = sum(limits)
     held = num_microbatches * area / memory if memory > 0 else 0.0
+    shared += devices * num_microbatches * costs.device_us()
     bound = max(shared / devices, num_microbatches * max(work), held)
     return max(bound, way) * (1 - 1e-9)

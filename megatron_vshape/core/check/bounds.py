@@ -128,11 +128,11 @@ def lower_bound(
     held = costs.held_after_forward_bytes, costs.held_after_backward_bytes
     costs = replace(costs, held_after_backward_bytes=tuple(map(min, *held)))
     paths = ways_of(costs, placement)
-    best = paths.round_trip[0] + costs.weight_us[0]
+    best, own_us = paths.round_trip[0] + costs.weight_us[0], costs.device_us()
     own_ends = []
     for device, stages in enumerate(stages_of(placement, num_devices)):
         start = paths.forward[stages[0]]
-        work = num_microbatches * sum(_work_us(costs, stage) for stage in stages)
+        work = num_microbatches * (sum(_work_us(costs, stage) for stage in stages) + own_us)
         ends = [
             start + work,
             start + _over_time(costs, paths, stages, num_microbatches, limits[device]),

@@ -22,6 +22,7 @@ from megatron_vshape.core.model.kinds import (
     BESIDE,
     COPY_BACK,
     COPY_OUT,
+    DEVICE,
     KINDS,
     NO_RECOMPUTE,
     OFFLOAD,
@@ -504,7 +505,24 @@ class Costs:
         for stage, device in enumerate(placement):
             forward, *split = (self.time_us(kind, stage) for kind in PARTS)
             work[device] += forward + min(sum(split), self.time_us(Kind.BW, stage))
-        return max(work) * num_microbatches
+        return (max(work) + self.device_us()) * num_microbatches
+
+    def device_us(self) -> float:
+        """Return what the passes take at least that a device has once a microbatch, not a stage.
+
+        Those that read what some stage makes, which come after it.
+        """
+        return sum(
+            min(values)
+            for kind in KINDS
+            for name, values in self.others
+            if kind.of == DEVICE and kind.reads and kind.time == name
+        )
+
+    def of_no_stage(self) -> tuple[tuple[str, float], ...]:
+        """Return what passes take and hold that are no stage's, by name: the most that is told."""
+        names = _names_of_others(kind for kind in KINDS if kind.of)
+        return tuple((name, max(values)) for name, values in self.others if name in names)
 
     def with_source(self, text: str, *names: str) -> "Costs":
         """Return the costs with `text` as the source of these figures, or of all without one."""
@@ -805,7 +823,11 @@ def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
 
     names = [name for name in (*_PER_STAGE, *_OPTIONAL) if getattr(costs, name) is not None]
     changed: dict[str, Any] = {name: tuple(_sums(getattr(costs, name), size)) for name in names}
-    changed["others"] = tuple((name, tuple(_sums(each, size))) for name, each in costs.others)
+    single = dict(costs.of_no_stage())
+    changed["others"] = tuple(
+        (name, (single[name],) * num_stages if name in single else tuple(_sums(each, size)))
+        for name, each in costs.others
+    )
     if costs.layers is not None:
         changed["layers"] = tuple(map(int, changed["layers"]))
     changed["joint"] = tuple(_joint_sums(costs, num_stages))

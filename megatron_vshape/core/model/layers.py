@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from megatron_vshape.core.model.costs import Costs, Piece, regroup
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -11,6 +12,13 @@ AUTO_SPLIT = "auto"
 
 LEAST = 1e-3
 """The time of an end without layers where nothing is known of it, in layers: some kernels."""
+
+MERGING = 0.15
+"""What multi-token prediction takes to merge two hidden states, in layers of a GPT with h = s;
+`Widths` knows it of other sizes."""
+
+
+AnyPiece = TypeVar("AnyPiece", bound=Piece)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,7 @@ class Pieces:
     host_us: float = 0.0  # of a pass, however many layers it has
     sources: tuple[tuple[str, str], ...] = ()  # of the costs that these are of
     hidden_share: float | None = None  # of what layers wait for, in a joint pass
+    others: tuple[tuple[str, float], ...] = ()  # what passes of no stage take and hold, by name
 
     @classmethod
     def of(cls, costs: Costs, layers: Sequence[float]) -> "Pieces":
@@ -58,6 +67,7 @@ class Pieces:
             costs.host_us,
             costs.sources,
             costs.share_hidden,
+            costs.of_no_stage(),
         )
 
     @classmethod
@@ -89,7 +99,12 @@ class Pieces:
 
         stages = [stage.at_least(least) for stage in stages]
         made = Costs.of(stages, self.send_us, layers, self.host_us, self.sources)
-        return replace(made, hidden_share=self.hidden_share)
+        others = tuple((name, (amount,) * len(stages)) for name, amount in self.others)
+        return replace(made, hidden_share=self.hidden_share, others=others)
+
+    def predicting(self, count: int, merging_in_layers: float = MERGING) -> "Pieces":
+        """Return the pieces with so many layers of multi-token prediction in the last stage."""
+        return replace(self, last=with_predicting(self.last, self.layer, count, merging_in_layers))
 
     def balanced(self, num_layers: int, placement: Placement) -> tuple[int, ...]:
         """Return how many layers every stage gets so that the busiest device has least to do.
@@ -153,7 +168,22 @@ def recut(
 def without_ends(pieces: Pieces) -> Pieces:
     """Return the pieces of a model whose embedding and head are no stage's."""
     nothing = pieces.layer.times(0.0)
-    return replace(pieces, first=nothing, last=nothing)
+    return replace(pieces, first=nothing, last=nothing, others=())
+
+
+def with_predicting(head: AnyPiece, layer: AnyPiece, count: int, merging: float) -> AnyPiece:
+    """Return what the last stage has beside its layers, if it predicts so many tokens further.
+
+    For each a layer, the merging of two hidden states, which takes so many layers' time and holds
+    next to nothing, and the head once more, if it is the stage's.
+    """
+    layers = layer.times(count)
+    longer = replace(
+        layers.times(1 + merging),
+        held_after_forward_bytes=layers.held_after_forward_bytes,
+        held_after_backward_bytes=layers.held_after_backward_bytes,
+    )
+    return head.times(1 + count).plus(longer)
 
 
 def with_ends(costs: Costs, first: Piece, last: Piece) -> Costs:

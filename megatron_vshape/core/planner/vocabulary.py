@@ -8,14 +8,13 @@ time, and follows the S of the next microbatch, with which the gradient of its l
 
 What it takes besides is a lag between the last stage's F and B: a message, the longest pass of a
 device, S and two collectives. V-Half with an even number of devices, and V-Min, have room for it.
-V-ZB as published has none, and with one chunk more it has; 1F1B takes two, a microbatch, and with
-whole backwards still waits.
+V-ZB as published has none, and with one chunk more it has; 1F1B takes two, a microbatch.
 """
 
 import itertools
 import math
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
@@ -32,7 +31,7 @@ from megatron_vshape.core.model.kinds import (
     Kind,
     ScheduleError,
 )
-from megatron_vshape.core.model.layers import LEAST
+from megatron_vshape.core.model.layers import LEAST, Pieces, without_ends
 from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Schedule
@@ -50,11 +49,22 @@ In chunk passes at d = 8, m = 32, an output layer of 2.46 layers: V-ZB with one 
 216.5, 214.0 and 215.9, 1F1B with two 305, 293 and 301; V-Half at its own memory 223.8 by all.
 """
 
+PATIENCE = (0.0, 1.0, 1.5)
+"""How long the last stage's B is taken to wait on top while an order is made, in that stage's F.
+
+So the F of the next microbatch goes first, and what all devices join fills the wait. It pays where
+a device has one stage, and is tried there: at d = 8, m = 32, an output layer of 2.46 layers, 1F1B
+takes 293, 256 and 256, of 0.62 layers 285, 244 and 251; ZB-H1 221, 243 and 236, and 239, 226, 228.
+"""
+
 MORE = {"1f1b": 1, "zb-h1": 1, "v-zb": 1}
 """Microbatches of a stage that a device may hold more of than without sharing, by schedule."""
 
 FURTHER = 24
 """Passes of its order of which a device may run one sooner."""
+
+SUM = 0.1
+"""What a sum over all devices is taken to last where nobody says it, in F of a chunk."""
 
 _ROUNDING = 1e-9
 
@@ -76,7 +86,39 @@ def shared_costs(
     the weight gradient, each device its part. `sum_us` is what putting the parts together takes, on
     all devices; `logits_bytes` what each holds of a microbatch from S to T.
     """
-    least = LEAST * min(costs.forward_us) / num_devices  # some kernels
+    amounts = _amounts(first, last, num_devices, sum_us, logits_bytes, min(costs.forward_us))
+    others = tuple((name, (value,) * costs.num_stages) for name, value in amounts)
+    return replace(costs, others=(*costs.others, *others))
+
+
+def shared_pieces(
+    pieces: Pieces, num_devices: int, sum_us: float, logits_bytes: float = 0.0, predicting: int = 0
+) -> Pieces:
+    """Return the pieces of a model whose ends all devices share, as `shared_costs` has it.
+
+    With layers of multi-token prediction, the output layer of each is shared, and the layer is the
+    last stage's.
+    """
+    first, last = pieces.first, pieces.last.times(1 + predicting)
+    amounts = _amounts(first, last, num_devices, sum_us, logits_bytes, pieces.layer.forward_us)
+    return replace(without_ends(pieces), others=(*pieces.others, *amounts))
+
+
+def held_logits(pieces: Pieces, num_devices: int) -> float:
+    """Return what a device may be taken to hold of a microbatch from S to T, if nobody says it.
+
+    Its part of what the head keeps for its W, and a hidden state, of which a layer holds about 17.
+    """
+    return (
+        pieces.last.held_after_backward_bytes / num_devices
+        + pieces.layer.held_after_forward_bytes / 17
+    )
+
+
+def _amounts(
+    first: Piece, last: Piece, num_devices: int, sum_us: float, logits_bytes: float, stage_us: float
+) -> list[tuple[str, float]]:
+    """Return what a device's passes take and hold, by name; each some kernels at least."""
     times_us = {
         LOOKUP.time: first.forward_us / num_devices,
         LOOKED_UP.time: sum_us,
@@ -85,10 +127,9 @@ def shared_costs(
         HEAD_WEIGHT.time: last.weight_us / num_devices,
         LOOKUP_WEIGHT.time: (first.backward_us + first.weight_us) / num_devices,
     }
-    amounts = {name: max(least, value) for name, value in times_us.items()}
-    amounts[HEAD_WEIGHT.frees] = logits_bytes
-    others = tuple((name, (value,) * costs.num_stages) for name, value in amounts.items())
-    return replace(costs, others=(*costs.others, *others))
+    least = LEAST * stage_us / num_devices
+    amounts = [(name, max(least, value)) for name, value in times_us.items()]
+    return [*amounts, (LOGITS.takes, logits_bytes)]
 
 
 def without_shared(costs: Costs) -> Costs:
@@ -129,6 +170,18 @@ def _names() -> set[str]:
 def more_room(name: str, costs: Costs) -> float:
     """Return how much more a device may hold when this schedule of the catalogue shares."""
     return MORE.get(name, 0) * max(costs.held_after_forward_bytes)
+
+
+def most_logits_bytes(costs: Costs, waiting: int = max(WAITING)) -> float:
+    """Return what a device holds of logits at most if so many microbatches' may wait for a T."""
+    return (waiting + 1) * max(dict(costs.others).get(LOGITS.takes, (0.0,)))
+
+
+def shared_if_told(schedule: Schedule, costs: Costs) -> Schedule:
+    """Return the schedule, in which all devices share the vocabulary if the costs tell of that."""
+    if is_shared(schedule) or not tells_shared(costs):
+        return schedule
+    return share_vocabulary(schedule, costs, more_room(schedule.name, costs))
 
 
 def is_shared(schedule: Schedule) -> bool:
@@ -209,11 +262,14 @@ def share_forwards(wave: Schedule) -> Schedule:
     return replace(wave, order=tuple(rows))
 
 
-def share_vocabulary(schedule: Schedule, costs: Costs, more: float = 0.0) -> Schedule:
+def share_vocabulary(
+    schedule: Schedule, costs: Costs, more: float = 0.0, waiting: Iterable[int] = WAITING
+) -> Schedule:
     """Return the schedule with the passes of a vocabulary that all devices share.
 
     `costs` are those of `shared_costs`. Where a device would wait, it runs an F or a W that comes
-    later, if without the logits it then holds at most so much `more` than ever in the schedule. Of
+    later, if without the logits it then holds at most so much `more` than ever in the schedule. The
+    logits of so many microbatches as `waiting` says may wait for a T that finds no idle time. Of
     several ways the order that takes least time, and of these the one that holds least.
 
     >>> from megatron_vshape import Costs, make, simulate
@@ -239,9 +295,9 @@ def share_vocabulary(schedule: Schedule, costs: Costs, more: float = 0.0) -> Sch
         )
     verify(schedule)
     limits = [peak + more for peak in peak_held(schedule, costs)]
-    made = [
-        _Dealer(schedule, costs, limits, *way).deal() for way in itertools.product(WAITING, LATE)
-    ]
+    patience = PATIENCE if schedule.num_stages == schedule.num_devices else PATIENCE[:1]
+    ways = itertools.product(waiting, LATE, patience)
+    made = [_Dealer(schedule, costs, limits, *way).deal() for way in ways]
     return min(made, key=lambda each: (simulate(each, costs).makespan, max(peak_held(each, costs))))
 
 
@@ -267,10 +323,17 @@ class _Dealer:
     """Runs the schedule, and on each device whatever else there is to do in between."""
 
     def __init__(
-        self, schedule: Schedule, costs: Costs, limits: list[float], waiting: int, late: float
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        limits: list[float],
+        waiting: int,
+        late: float,
+        patience: float = 0.0,
     ) -> None:
         self.schedule, self.costs, self.limits = schedule, costs, limits
         self.waiting, self.late = waiting, late
+        self.wait_us = {LOSS: patience * costs.time_us(Kind.F, schedule.num_stages - 1)}
         self.changes = {kind: costs.changes(kind) for kind in schedule.kinds}
         self.held = [0.0] * schedule.num_devices
         devices = schedule.num_devices
@@ -415,4 +478,5 @@ class _Dealer:
         if len(parts) == self.schedule.num_devices:
             begins = max(*parts, self.collectives_us[home])
             ends = begins + self.costs.time_us(kind, stage)
-            self.done_us[kind, stage, microbatch] = self.collectives_us[home] = ends
+            self.collectives_us[home] = ends
+            self.done_us[kind, stage, microbatch] = ends + self.wait_us.get(kind, 0.0)

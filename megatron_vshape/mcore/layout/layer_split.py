@@ -22,7 +22,7 @@ from megatron_vshape.core.model.layers import (
     without_ends,
 )
 from megatron_vshape.core.model.placement import Placement
-from megatron_vshape.core.planner.vocabulary import shared_costs, tells_shared
+from megatron_vshape.core.planner.vocabulary import SUM, shared_pieces, tells_shared
 from megatron_vshape.mcore.layout import multi_token
 
 logger = logging.getLogger(__name__)
@@ -120,14 +120,7 @@ def _shared(
     held = numbers / (17 * args.hidden_size * each)
     if measured is not None:
         held *= each * measured.layer.held_after_forward_bytes
-    return shared_costs(
-        without_ends(pieces).costs(layers),
-        pieces.first,
-        pieces.last,
-        ranks,
-        0.1 * each * pieces.layer.forward_us,
-        held,
-    )
+    return shared_pieces(pieces, ranks, SUM * each * pieces.layer.forward_us, held).costs(layers)
 
 
 def _pieces_of(num_layers: int, costs: Costs) -> Pieces:
@@ -143,9 +136,8 @@ def _estimated(args: Namespace, num_stages: int) -> Pieces:
     takes nothing.
     """
     widths, predicting = _widths(args, _vocabulary(args) or 0), multi_token.num_predicting(args)
-    heads = (1 + predicting) * widths.head_in_layers + predicting * widths.merging_in_layers
-    pieces = Pieces.estimated(heads, args.num_layers / num_stages)
-    return replace(pieces, last=pieces.last.plus(pieces.layer.times(predicting)))
+    pieces = Pieces.estimated(widths.head_in_layers, args.num_layers / num_stages)
+    return pieces.predicting(predicting, widths.merging_in_layers)
 
 
 def _vocabulary(args: Namespace) -> int | None:

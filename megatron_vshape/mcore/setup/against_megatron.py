@@ -10,6 +10,7 @@ from megatron_vshape.core.ask import AUTO, Question, best_order
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import recut
+from megatron_vshape.core.planner.vocabulary import without_shared
 from megatron_vshape.core.rivals import Known, Rival, judge_rival
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
 from megatron_vshape.mcore.setup.choice import choice_of
@@ -31,14 +32,15 @@ def megatrons_if_best(args: Namespace, options: PipelineOptions) -> Rival | None
     ranks, costs = args.pipeline_model_parallel_size, options.costs_file
     limit = options.memory_limit_gib
     mine = options.profile_steps or options.post_validates or options.layer_split is not None
+    mine = mine or options.vocab_parallel
     if options.schedule != AUTO or ranks == 1 or costs is None or isinstance(limit, float):
         return None
     microbatches = None if mine or _lies_its_own_way(args) else num_microbatches(args)
     if microbatches is None:
         return None
     choice = choice_of(AUTO, ranks, options.costs(), limit)
-    measured, layers = choice.costs, args.num_layers
-    assert measured is not None
+    assert choice.costs is not None
+    measured, layers = without_shared(choice.costs), args.num_layers
 
     def cut(num_stages: int, name: str) -> Costs:
         return recut(measured, num_stages, ranks, name, layers)

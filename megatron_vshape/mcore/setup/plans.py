@@ -250,7 +250,8 @@ class Planner:
         return ask(question).schedule
 
     def _allowed(self, costs: Costs) -> Costs:
-        """Return costs by which no pass is planned that this run cannot have."""
+        """Return costs by which no pass is planned that the run gets later, or cannot have."""
+        costs = without_shared(costs)
         return costs if self.choice.may_join else costs.never_joined()
 
     def _automatic(self, question: Question) -> Schedule:
@@ -259,7 +260,7 @@ class Planner:
             return self._start(question)
         limit = self._left_bytes(self.costs) or self.choice.limit_of
         placements = (self.choice.placement,)
-        costs, layers = self._allowed(without_shared(self.costs)), self.choice.num_layers
+        costs, layers = self._allowed(self.costs), self.choice.num_layers
 
         def cut(num_stages: int, name: str) -> Costs:
             return recut(costs, num_stages, question.num_devices, name, layers)

@@ -1,0 +1,144 @@
+"""What `plan` is told of the model's ends: a vocabulary that all devices share, further heads."""
+
+import argparse
+import math
+from dataclasses import replace
+
+from megatron_vshape.cli.options import UNIT_COST, count, ends_of, float_or_nan
+from megatron_vshape.core.ask import Cut
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.layers import Pieces, even_layers
+from megatron_vshape.core.model.placement import looping
+from megatron_vshape.core.planner.vocabulary import SUM, held_logits, shared_pieces, tells_shared
+from megatron_vshape.view.names import plain
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what may be told."""
+    parser.add_argument(
+        "--vocab-parallel",
+        nargs="?",
+        type=_sum,
+        const=math.nan,
+        metavar="SUM",
+        help="all devices share the embedding and the output layer, whose times --costs or "
+        "--embedding and --head say; a sum over the devices takes SUM, in the unit of the costs "
+        f"(default: {SUM:g} of the F of 1 / (2 D) of the model). A costs file that has these "
+        "passes says so itself",
+    )
+    parser.add_argument(
+        "--mtp-layers",
+        type=count,
+        metavar="N",
+        help="the last stage has N layers of multi-token prediction, each with an output layer; "
+        "takes --layers, or a costs file that says them",
+    )
+
+
+def _sum(text: str) -> float:
+    value = float_or_nan(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a time of at least 0")
+    return value
+
+
+def changed(options: argparse.Namespace) -> bool:
+    """Return whether anything is told, so that costs are taken apart by their layers."""
+    return options.vocab_parallel is not None or options.mtp_layers is not None
+
+
+def shares(options: argparse.Namespace, measured: Costs | None) -> bool:
+    """Return whether the vocabulary is shared by what is told; not by the costs file."""
+    told = measured is not None and tells_shared(measured)
+    return options.vocab_parallel is not None and not told
+
+
+def unshared(options: argparse.Namespace) -> argparse.Namespace:
+    """Return the options of the same model whose ends stay whole."""
+    return argparse.Namespace(**{**vars(options), "vocab_parallel": None})
+
+
+def cut_of(options: argparse.Namespace, measured: Costs | None) -> Cut:
+    """Return what gives the costs of any number of stages, with what is told of the ends.
+
+    Every stage has equally many layers, unless those of the costs file have not.
+    """
+    pieces, layers = pieces_of(options, measured, _flag(options))
+    even = measured is None or len(set(measured.layers or ())) < 2
+
+    def cut(num_stages: int, name: str) -> Costs:
+        if measured is None and options.layers is None:
+            stage = pieces.layer.times(layers / num_stages)
+            return replace(replace(pieces, layer=stage).costs((1,) * num_stages), layers=None)
+        placement = looping(options.devices, num_stages // options.devices)
+        try:
+            deal = even_layers if even else pieces.balanced
+            return pieces.costs(deal(round(layers), placement))
+        except ScheduleError as error:
+            raise ScheduleError(f"{plain(name)}: {error}") from None
+
+    return cut
+
+
+def _flag(options: argparse.Namespace) -> str:
+    return "--mtp-layers" if options.mtp_layers is not None else "--vocab-parallel"
+
+
+def pieces_of(
+    options: argparse.Namespace, measured: Costs | None, what: str
+) -> tuple[Pieces, float]:
+    """Return what layers and ends cost, and how many layers there are.
+
+    Where nobody says it, chunks of 1 / (2 D) of the model stand for layers. `what` wants to know.
+
+    Raises:
+        ScheduleError: layers must be known and are not, or the costs are of what is no layer's.
+    """
+    chunks = 2 * options.devices
+    if measured is None:
+        layers = float(options.layers or chunks)
+        if options.mtp_layers is not None and options.layers is None:
+            raise ScheduleError("--mtp-layers needs --layers N, or --costs FILE")
+        if options.vocab_parallel is not None and options.head is None:
+            raise ScheduleError(
+                "--vocab-parallel needs --head, which says what the output layer takes, or --costs"
+            )
+        first, last = ends_of(options, options.layers)
+        pieces = Pieces.estimated(0.0, layers / chunks, options.cost or UNIT_COST)
+        pieces = replace(pieces, first=first, last=last)
+    else:
+        layers = float(options.layers or sum(measured.layers or ()))
+        _check_measured(options, measured, layers, what)
+        even = (layers / measured.num_stages,) * measured.num_stages
+        pieces = Pieces.of(measured, measured.layers or even)
+    further = options.mtp_layers or 0
+    if shares(options, measured):
+        sum_us = options.vocab_parallel
+        if math.isnan(sum_us):
+            sum_us = SUM * pieces.layer.forward_us * layers / chunks
+        held = 0.0 if measured is None else held_logits(pieces, options.devices) * (1 + further)
+        pieces = shared_pieces(pieces, options.devices, sum_us, held, further)
+    return pieces.predicting(further), layers
+
+
+def _check_measured(options: argparse.Namespace, measured: Costs, layers: float, what: str) -> None:
+    if not layers:
+        raise ScheduleError(f"{options.costs} does not say how many layers it is of: add --layers")
+    if measured.trades:
+        raise ScheduleError(
+            f"{what}: the copies and the recompute in {options.costs} are of the "
+            "stages that were measured, not of layers; leave one of the two out"
+        )
+    if not tells_shared(measured):
+        return
+    given = options.vocab_parallel
+    if given is not None and not math.isnan(given):
+        raise ScheduleError(
+            f"--vocab-parallel {given:g}: {options.costs} says what a sum takes; leave it out"
+        )
+    if options.mtp_layers is not None:
+        raise ScheduleError(
+            f"--mtp-layers: {options.costs} is of a shared vocabulary, and does not say what one "
+            "output layer takes; give costs of stages that have the model's ends"
+        )
