@@ -1,4 +1,4 @@
-"""Transformer Engine's CUDA graphs, captured and replayed as graphs_on_cpu has them.
+"""CUDA graphs, TE's and Megatron's own, captured and replayed as graphs_on_cpu has them.
 
 A graph's memory is used again by the next, as on a GPU. A message or a weight job that still
 referred to it would make other numbers than the same run without graphs makes.
@@ -19,6 +19,7 @@ from mcore.test_real_te import HOW, directories
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.paper.catalogue import NAMES
+from megatron_vshape.mcore.refusals import UnsupportedError, check_config
 from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.split.graphs import capture_late, capture_order, cover_whole_layers
@@ -94,6 +95,51 @@ class TestWithoutCopies:
         careless = farm.run(4, *self.flags, *modules, plugin=PLUGIN, given="jobs").check()
         mine, theirs = careless.record["losses"], train(4, *self.flags[:-4]).record["losses"]
         assert mine[:2] == theirs[:2]  # one without graphs, one whose forwards are replayed
+        assert mine[2] != theirs[2]
+
+
+class TestMegatronsOwn:
+    """`--cuda-graph-impl local`: a step records, Megatron captures at its end."""
+
+    model = f"{MODEL} --no-create-attention-mask-in-dataloader"
+    graphs = "--cuda-graph-impl local"
+
+    @pytest.mark.parametrize("schedule", ["v-half", "v-zb", "zb-h1"])
+    def test_replays_make_the_numbers_of_the_passes(
+        self, farm: Farm, train: Callable[..., Ended], schedule: str
+    ) -> None:
+        flags = [*f"--pipeline-schedule {schedule} {self.model}".split()]
+        ours = farm.run(4, *flags, *self.graphs.split(), plugin=PLUGIN).check()
+        assert_same_numbers(ours, train(4, *flags))
+        rows = rows_of(schedule, 4, 8)
+        if schedule == "zb-h1":  # with two layers a stage
+            rows = [sum(([1, 2] if each > 0 else [-2, -1] for each in row), []) for row in rows]
+        assert captured_orders(ours) == rows
+        assert "a CUDA graph replays them with B" in ours.output[0]
+
+    @pytest.mark.parametrize(
+        ("given", "said"),
+        [
+            ({"fp8": "hybrid"}, "--fp8-format: a microbatch's graph says once for all steps"),
+            ({"num_moe_experts": 8}, "--num-experts: no run has had both yet"),
+        ],
+    )
+    def test_what_they_do_not_go_with(self, given: dict[str, object], said: str) -> None:
+        options = SimpleNamespace(**{"cuda_graph_impl": "local"} | given)
+        start = "--cuda-graph-impl local under a schedule does not work with "
+        with pytest.raises(UnsupportedError, match=start + said):
+            check_config(options, post_validates=False)
+        check_config(SimpleNamespace(**given), post_validates=False)
+
+    def test_another_order_makes_other_numbers(
+        self, farm: Farm, train: Callable[..., Ended]
+    ) -> None:
+        flags = [*f"--pipeline-schedule v-min {self.model}".split()]
+        careless = farm.run(
+            4, *flags, *self.graphs.split(), plugin=PLUGIN, given="another order"
+        ).check()
+        mine, theirs = careless.record["losses"], train(4, *flags).record["losses"]
+        assert mine[0] == theirs[0]
         assert mine[2] != theirs[2]
 
 
@@ -175,6 +221,7 @@ class TestScope:
             ({"cuda_graph_modules": ["attn", "moe"], "num_moe_experts": 8}, True),
             ({"cuda_graph_modules": ["attn", "moe"], "num_experts": 8, "moe_layer_freq": 2}, False),
             ({"cuda_graph_impl": "none"}, False),
+            ({"cuda_graph_impl": "local", "cuda_graph_modules": ["mlp"]}, True),
         ],
     )
     def test_covers_layers(self, options: dict[str, object], covers: bool) -> None:
