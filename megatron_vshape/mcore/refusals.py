@@ -185,12 +185,29 @@ _CASTS_ONCE = (
     "a microbatch's graph says once for all steps whether weights are cast anew: use "
     "--cuda-graph-impl transformer_engine"
 )
-_UNTRIED_LOCALLY = "no run has had both yet: use --cuda-graph-impl transformer_engine"
+_OVERWRITES = (
+    "of a graph's input Megatron keeps for B only what functions written in Python save, and "
+)
 LOCAL_GRAPH_REFUSALS = (
     Refusal("fp8", _CASTS_ONCE, flag="--fp8-format", is_set=_other_than(None, "none")),
     Refusal("fp4", _CASTS_ONCE, flag="--fp4-format", is_set=_other_than(None, "none")),
-    Refusal("num_experts", _UNTRIED_LOCALLY, is_set=_is_given),
-    Refusal("num_moe_experts", _UNTRIED_LOCALLY, flag="--num-experts", is_set=_is_given),
+    *(
+        Refusal(
+            name,
+            f"{_OVERWRITES}torch's own bring tokens to experts: use --cuda-graph-impl "
+            "transformer_engine",
+            flag="--num-experts",
+            is_set=_is_given,
+        )
+        for name in ("num_experts", "num_moe_experts")
+    ),
+    Refusal(
+        "transformer_impl",
+        f"{_OVERWRITES}torch's own norm its layers: use --transformer-impl transformer_engine",
+        # Without it Megatron keeps everything.
+        is_set=lambda value: value == "local" and has_transformer_engine(),
+        shows_value=True,
+    ),
 )
 """What the CUDA graphs that Megatron captures itself do not go with."""
 

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.mcore import refusals
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step import forward_backward
 from megatron_vshape.runtime.graph_memory import GraphMemory
@@ -334,6 +335,7 @@ def capture_locally() -> None:
         print(PRINTED + json.dumps(order), flush=True)
         return create()
 
+    refusals.has_transformer_engine = lambda: False  # though Megatron believes that it is there
     cuda_graphs.get_cuda_rng_tracker = safe_tracker
     forward_backward.create_cudagraphs = created
     cuda_graphs.alloc_tensor_from_graph_mempool = _from_pool

@@ -21,6 +21,7 @@ from megatron import core
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.paper.catalogue import NAMES
+from megatron_vshape.mcore import refusals
 from megatron_vshape.mcore.refusals import UnsupportedError, check_config
 from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.plans import Planner
@@ -134,15 +135,29 @@ class TestMegatronsOwn:
         ("given", "said"),
         [
             ({"fp8": "hybrid"}, "--fp8-format: a microbatch's graph says once for all steps"),
-            ({"num_moe_experts": 8}, "--num-experts: no run has had both yet"),
+            ({"fp4": "e2m1"}, "--fp4-format: a microbatch's graph says once for all steps"),
+            ({"num_moe_experts": 8}, "--num-experts: of a graph's input Megatron keeps for B only"),
+            (
+                {"transformer_impl": "local"},
+                "--transformer-impl local: of a graph's input Megatron",
+            ),
         ],
     )
-    def test_what_they_do_not_go_with(self, given: dict[str, object], said: str) -> None:
+    def test_what_they_do_not_go_with(
+        self, monkeypatch: pytest.MonkeyPatch, given: dict[str, object], said: str
+    ) -> None:
+        monkeypatch.setattr(refusals, "has_transformer_engine", lambda: True)
         options = SimpleNamespace(**{"cuda_graph_impl": "local"} | given)
         start = "--cuda-graph-impl local under a schedule does not work with "
         with pytest.raises(UnsupportedError, match=start + said):
             check_config(options, post_validates=False)
-        check_config(SimpleNamespace(**given), post_validates=False)
+        options.cuda_graph_impl = "transformer_engine"
+        check_config(options, post_validates=False)
+        monkeypatch.setattr(refusals, "has_transformer_engine", lambda: False)
+        check_config(
+            SimpleNamespace(cuda_graph_impl="local", transformer_impl="local"),
+            post_validates=False,
+        )
 
     def test_a_release_whose_graphs_make_other_numbers(
         self, monkeypatch: pytest.MonkeyPatch

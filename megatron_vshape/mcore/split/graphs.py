@@ -47,7 +47,7 @@ def cover_whole_layers(options: Any) -> bool:
     scope = _scope(options)
     if not scope:
         return True
-    if captures_locally(options):  # of a layer all, whichever part is named
+    if captures_locally(options):  # of a layer all, whichever of its parts is named
         scope |= {"attn", "mlp"}
     experts = getattr(options, "num_experts", None) or getattr(options, "num_moe_experts", None)
     all_have_experts = getattr(options, "moe_layer_freq", None) in (None, 1)
