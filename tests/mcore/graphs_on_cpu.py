@@ -314,7 +314,7 @@ def _from_pool(meta: Any) -> Tensor:
     return made.requires_grad_(meta.requires_grad)
 
 
-def capture_locally() -> None:
+def capture_locally(saves_in_python: bool) -> None:
     """Have Megatron's own captures use the pool, and print their order."""
     from megatron.core.transformer import cuda_graphs
 
@@ -346,7 +346,10 @@ def capture_locally() -> None:
     cuda_graphs.is_fp8_activation_recompute_enabled = lambda: False
     torch.cuda.graph_pool_handle = lambda: POOL_ID
     torch.cuda.default_generators *= torch.cuda.device_count()
-    torch.nn.LayerNorm.forward = lambda norm, x: _Norm.apply(x, norm.weight, norm.bias, norm.eps)
+    if saves_in_python:
+        torch.nn.LayerNorm.forward = lambda norm, x: _Norm.apply(
+            x, norm.weight, norm.bias, norm.eps
+        )
 
 
 def run_another_order() -> None:
@@ -440,10 +443,10 @@ def start(rank: int, given: Any) -> None:
     cuda_graphs.make_graphed_callables = _printing(cuda_graphs.make_graphed_callables)
     watch_messages()
     if "--cuda-graph-impl local" in " ".join(sys.argv):
-        capture_locally()
+        capture_locally(saves_in_python=given != "torch's norms")
     if given == "another order":
         run_another_order()
-    elif given is not None:
+    elif given in ("messages", "jobs"):
         kept, careless = GraphMemory.kept, {"messages": Tensor, "jobs": list}[given]
         GraphMemory.kept = lambda memory, value: (
             value if isinstance(value, careless) else kept(memory, value)

@@ -113,7 +113,8 @@ class TestWithoutCopies:
 class TestMegatronsOwn:
     """`--cuda-graph-impl local`: a step records, Megatron captures at its end."""
 
-    model = f"{MODEL} --no-create-attention-mask-in-dataloader"
+    # An evaluation of other size would have a layer go on with another microbatch's graph.
+    model = f"{MODEL} --no-create-attention-mask-in-dataloader --eval-global-batch-size 4"
     graphs = "--cuda-graph-impl local"
     reduced = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
@@ -180,6 +181,17 @@ class TestMegatronsOwn:
         # What is no number is not what it was when it was sent, either.
         assert any("was overwritten while it was under way" in each for each in careless.output)
         assert f"lm loss: {first['lm loss']:.6E}" in careless.output[3]
+
+    @needs_018
+    def test_what_torchs_functions_save_is_overwritten(
+        self, farm: Farm, train: Callable[..., Ended]
+    ) -> None:
+        flags = [*f"--pipeline-schedule zb-h1 {self.model}".split()]
+        graphs = self.graphs.split()
+        careless = farm.run(4, *flags, *graphs, plugin=PLUGIN, given="torch's norms").check()
+        mine, theirs = careless.record["losses"], train(4, *flags).record["losses"]
+        assert mine[:2] == theirs[:2]  # one that records, one whose forwards are replayed
+        assert mine[2] != theirs[2]
 
     @needs_018
     def test_they_are_captured_when_the_order_is_the_last(
