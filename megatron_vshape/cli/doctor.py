@@ -271,7 +271,9 @@ def _by_reason(refusals: "Iterable[Refusal]") -> dict[str, list[str]]:
     options: dict[str, list[str]] = {}
     for each in refusals:
         name = f"{each.option} (others)" if each.shows_value else each.option
-        options.setdefault(each.why, []).append(name)
+        names = options.setdefault(each.why, [])
+        if name not in names:  # of which releases of Megatron make attributes of unlike names
+            names.append(name)
     return options
 
 

@@ -64,11 +64,28 @@ def _above_one(value: Any) -> bool:
     return value is not None and value > 1
 
 
+def _has(part: str) -> Callable[[Any], bool]:
+    return lambda value: part in parts_of(value)
+
+
+def parts_of(scope: Any) -> set[str]:
+    """Return the names in a list of parts of a layer, however it is given."""
+    parts = scope if isinstance(scope, list | tuple) else str(scope or "").split(",")
+    return {str(getattr(each, "name", each)).strip() for each in parts} - {""}
+
+
+GRAPH_SCOPES = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
+"""How releases of Megatron name what of a layer CUDA graphs cover; the last is the parser's."""
+
+
 def _is_one_of(*refused: object) -> Callable[[Any], bool]:
     return lambda value: value in refused
 
 
-_GRAPHS_OF_TE = "use --cuda-graph-impl transformer_engine"
+_LOOKS_AT_DEVICE = (
+    "the host looks at the device within a step, where losses are checked and brought to the last "
+    "rank, and where sent messages are let go of: use --cuda-graph-impl transformer_engine"
+)
 _OWN_ORDER = "it assumes the order of Megatron's own schedules: leave it out"
 _UNSPLIT = "its weight gradients cannot be put off yet: leave it out"
 _SECOND_MODEL = (
@@ -79,20 +96,13 @@ _SECOND_MODEL = (
 REFUSALS = (
     Refusal(
         "cuda_graph_impl",
-        f"its graphs are captured within the schedule that this one replaces: {_GRAPHS_OF_TE}",
-        is_set=_is_one_of("local"),
-        shows_value=True,
-    ),
-    Refusal(
-        "cuda_graph_impl",
-        "the host looks at the device within a step, where losses are checked and brought to the "
-        f"last rank, and where sent messages are let go of: {_GRAPHS_OF_TE}",
+        _LOOKS_AT_DEVICE,
         is_set=_is_one_of("full_iteration"),
         shows_value=True,
     ),
-    Refusal(
-        "enable_cuda_graph",
-        f"its graphs are captured within the schedule that this one replaces: {_GRAPHS_OF_TE}",
+    *(
+        Refusal(name, _LOOKS_AT_DEVICE, "--cuda-graph-scope full_iteration", _has("full_iteration"))
+        for name in GRAPH_SCOPES
     ),
     Refusal("use_megatron_fsdp", "use DDP, with or without --use-distributed-optimizer"),
     Refusal("use_torch_fsdp2", "use DDP, with or without --use-distributed-optimizer"),
@@ -170,6 +180,36 @@ RECORDING_REFUSALS = (
     Refusal("step_batch_size_schedule", _NEW_ORDER, is_set=_is_given),
 )
 """What CUDA graphs and the paged stash do not go with."""
+
+_CASTS_ONCE = (
+    "a microbatch's graph says once for all steps whether weights are cast anew: use "
+    "--cuda-graph-impl transformer_engine"
+)
+_OVERWRITES = (
+    "of a graph's input Megatron keeps for B only what functions written in Python save, and "
+)
+LOCAL_GRAPH_REFUSALS = (
+    Refusal("fp8", _CASTS_ONCE, flag="--fp8-format", is_set=_other_than(None, "none")),
+    Refusal("fp4", _CASTS_ONCE, flag="--fp4-format", is_set=_other_than(None, "none")),
+    *(
+        Refusal(
+            name,
+            f"{_OVERWRITES}torch's own bring tokens to experts: use --cuda-graph-impl "
+            "transformer_engine",
+            flag="--num-experts",
+            is_set=_is_given,
+        )
+        for name in ("num_experts", "num_moe_experts")
+    ),
+    Refusal(
+        "transformer_impl",
+        f"{_OVERWRITES}torch's own norm its layers: use --transformer-impl transformer_engine",
+        # Without it Megatron keeps everything.
+        is_set=lambda value: value == "local" and has_transformer_engine(),
+        shows_value=True,
+    ),
+)
+"""What the CUDA graphs that Megatron captures itself do not go with."""
 
 BESIDE = "overlap_moe_expert_parallel_comm"
 """Megatron's option that lets an F run beside a backward, by its layer plans."""
@@ -466,6 +506,7 @@ def check_arguments(args: Namespace, schedule: str, placement: Placement) -> Non
     _check((*known, *chunked), args, f"--pipeline-schedule {schedule}")
     if captures_graphs(args):
         _check(RECORDING_REFUSALS, args, f"--pipeline-schedule {schedule} with CUDA graphs")
+    _check_local_graphs(args)
     if uses_stash(args):
         _check(RECORDING_REFUSALS, args, f"--pipeline-schedule {schedule} with --moe-paged-stash")
     if getattr(args, "perform_rl_step", False) and _above_one(args.context_parallel_size):
@@ -487,9 +528,21 @@ def check_arguments(args: Namespace, schedule: str, placement: Placement) -> Non
 
 
 def captures_graphs(options: Any) -> bool:
-    """Return whether arguments, or a config, ask for Transformer Engine's CUDA graphs."""
+    """Return whether arguments, or a config, ask for CUDA graphs, by whomever captured."""
     by_name = getattr(options, "cuda_graph_impl", None) == "transformer_engine"
-    return by_name or bool(getattr(options, "external_cuda_graph", False))
+    by_flag = bool(getattr(options, "external_cuda_graph", False))
+    return by_name or by_flag or captures_locally(options)
+
+
+def captures_locally(options: Any) -> bool:
+    """Return whether arguments, or a config, ask for the CUDA graphs that Megatron captures."""
+    by_name = getattr(options, "cuda_graph_impl", None) == "local"
+    return by_name or bool(getattr(options, "enable_cuda_graph", False))
+
+
+def _check_local_graphs(options: Any) -> None:
+    if captures_locally(options):
+        _check(LOCAL_GRAPH_REFUSALS, options, "--cuda-graph-impl local under a schedule")
 
 
 def uses_stash(options: Any) -> bool:
@@ -512,6 +565,7 @@ def check_config(config: Any, post_validates: bool) -> None:
     """Raise UnsupportedError for an option that a script has set in the TransformerConfig alone."""
     late = [each for each in (*REFUSALS, *CONFIG_REFUSALS) if each.in_config]
     _check(late, config, "--pipeline-schedule")
+    _check_local_graphs(config)
     if post_validates:
         ahead = [each for each in POST_VALIDATION_REFUSALS if each.in_config]
         _check(ahead, config, "--optimizer-post-validation")

@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -211,6 +212,25 @@ def passes_of(text: str) -> list[tuple[Pass, ...]]:
     return [tuple(map(Pass.parse, each.split("&"))) for each in text.split()]
 
 
+def restore(output: Tensor, again: Tensor) -> None:
+    """Give an output that has been emptied its values again, wherever it is kept."""
+    memory, values = output.untyped_storage(), again.untyped_storage()
+    memory.resize_(values.nbytes())
+    memory.copy_(values)
+
+
+def recomputing_without_te() -> Any:
+    """Let Megatron discard and recompute outputs without Transformer Engine and a C++ compiler."""
+    return patch.multiple(
+        random,
+        create=True,
+        FP8GlobalStateManager=SimpleNamespace(is_fp8_enabled=lambda: False),
+        activation_recompute_forward=lambda **unused: nullcontext(),
+        fp8_autocast=lambda **unused: nullcontext(),
+        _get_share_storage=lambda: restore,
+    )
+
+
 def unlike(rank: int, cases: dict[str, Case]) -> dict[str, list[str]]:
     """Return by case what of results and gradients differs by a bit from passes without plans."""
     form_groups()
@@ -220,8 +240,9 @@ def unlike(rank: int, cases: dict[str, Case]) -> dict[str, list[str]]:
         for by_layers in (True, False):
             ran.append(Chunks(rank, texts, by_layers, **options))
             torch.manual_seed(rank)
-            for passes in passes_of(order):
-                ran[-1].run(*passes)
+            with recomputing_without_te():
+                for passes in passes_of(order):
+                    ran[-1].run(*passes)
         ours, theirs = ran
         found[name] = [
             key

@@ -7,7 +7,8 @@ replay overwrites has the wrong numbers afterwards, and a run that compares numb
 
 `start` is a plugin of the farm. Where Transformer Engine's Python is at hand, it is its own
 `make_graphed_callables` that captures; else `make_graphed_callables` below stands in, which keeps
-and drops tensors as it does.
+and drops tensors as it does. Megatron's own graphs Megatron captures, and drops what TE would let
+it drop.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.mcore import refusals
+from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.step import forward_backward
 from megatron_vshape.runtime.graph_memory import GraphMemory
 from megatron_vshape.runtime.p2p import Transport
 
@@ -60,11 +65,15 @@ class Pool:
         placed.copy_(tensor)
         return placed
 
+    def owns(self, tensor: Tensor) -> bool:
+        """Return whether the tensor lies in the pool."""
+        return tensor.untyped_storage().data_ptr() in self._blocks
+
     def unowned(self, tensor: Tensor) -> Tensor:
         """Return the tensor without a hold on the pool's memory, if it is there."""
-        address = tensor.untyped_storage().data_ptr()
-        if address not in self._blocks:
+        if not self.owns(tensor):
             return tensor.detach()
+        address = tensor.untyped_storage().data_ptr()
         return _on(self._blocks[address], tensor, tensor.storage_offset())
 
 
@@ -109,11 +118,20 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, graph: Graph) -> None:
         super().__init__()
         self._graph = graph
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    def undo(self) -> None:
+        """Take back what has been written to memory that is not the pool's: nothing ran yet."""
+        for tensor, then in reversed(self._before):
+            tensor.copy_(then)
 
     def __torch_dispatch__(self, function, types_, args=(), options=None):
         options = options or {}
         if function is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("the host reads from the device while a graph is captured")
+        if function._schema.is_mutable:
+            found = [each.detach() for each in _tensors((args, options))]
+            self._before += [(each, each.clone()) for each in found if not pool.owns(each)]
         made = function(*args, **options)
         given = {each.untyped_storage().data_ptr() for each in _tensors((args, options))}
         flat, form = tree_flatten(made)
@@ -136,8 +154,9 @@ def _tensors(value: Any) -> list[Tensor]:
 @contextlib.contextmanager
 def capturing(graph: Graph, *unused: Any, **options: Any) -> Iterator[None]:
     """torch.cuda.graph."""
-    with _Recorder(graph):
+    with _Recorder(graph) as recorder:
         yield
+    recorder.undo()
 
 
 def make_weak_ref(value: Any) -> Any:
@@ -269,6 +288,83 @@ def _printing(original: Callable[..., Any]) -> Callable[..., Any]:
     return capture
 
 
+class _Norm(torch.autograd.Function):
+    """torch's layer norm, which saves its input in Python as TE's and apex's do.
+
+    What such a function saves Megatron keeps until B has been captured, and nothing else.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        made, mean, deviation = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, deviation)
+        return made
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight, bias, mean, deviation = ctx.saved_tensors
+        given = gradient, x, weight.shape, mean, deviation, weight, bias, [True] * 3
+        return *torch.ops.aten.native_layer_norm_backward(*given), None
+
+
+def _from_pool(meta: Any) -> Tensor:
+    """Return what Megatron allocates in the pool."""
+    made = pool.place(torch.zeros(*meta.shape, dtype=meta.dtype))
+    made.is_from_global_mempool = True
+    return made.requires_grad_(meta.requires_grad)
+
+
+def capture_locally(saves_in_python: bool) -> None:
+    """Have Megatron's own captures use the pool, and print their order."""
+    from megatron.core.transformer import cuda_graphs
+
+    tracker, create = cuda_graphs.get_cuda_rng_tracker, cuda_graphs.create_cudagraphs
+
+    def safe_tracker() -> Any:
+        tracker().is_inference_rng_tracker = True  # which graphs may replay
+        return tracker()
+
+    def created() -> Any:
+        record = cuda_graphs._CudagraphGlobalRecord.cudagraph_record
+        layers = sorted({each[0].base_module.layer_number for each in record})
+        signs = {"fwd": 1, "bwd": -1}
+        order = [
+            (layers.index(runner.base_module.layer_number) + 1) * signs[what]
+            for runner, what, *_ in record
+        ]
+        print(PRINTED + json.dumps(order), flush=True)
+        return create()
+
+    refusals.has_transformer_engine = lambda: False  # though Megatron believes that it is there
+    cuda_graphs.get_cuda_rng_tracker = safe_tracker
+    forward_backward.create_cudagraphs = created
+    cuda_graphs.alloc_tensor_from_graph_mempool = _from_pool
+    cuda_graphs._ensure_generator_state_is_cudagraph_safe = lambda generator: generator
+    cuda_graphs.make_weak_ref = make_weak_ref
+    cuda_graphs.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+    cuda_graphs.TransformerEngineBaseModule = Graph  # of which a layer has none
+    cuda_graphs.is_fp8_activation_recompute_enabled = lambda: False
+    torch.cuda.graph_pool_handle = lambda: POOL_ID
+    torch.cuda.default_generators *= torch.cuda.device_count()
+    if saves_in_python:
+        torch.nn.LayerNorm.forward = lambda norm, x: _Norm.apply(
+            x, norm.weight, norm.bias, norm.eps
+        )
+
+
+def run_another_order() -> None:
+    """Run the passes that have been captured in the order of another schedule."""
+    runs = forward_backward.PipelineRunner._program
+
+    def program(runner: Any, call: Any, hides: bool) -> Any:
+        if call.forward_only or runner._state.captured is None:
+            return runs(runner, call, hides)
+        choice = replace(runner._pipeline.planner.choice, name="v-zb")
+        return Planner(choice).training(call.num_microbatches).program, {}
+
+    forward_backward.PipelineRunner._program = program
+
+
 def watch_messages() -> None:
     """Fail where a gradient is written to after it has been sent, within its step.
 
@@ -293,7 +389,10 @@ def watch_messages() -> None:
 
 
 def start(rank: int, given: Any) -> None:
-    """Have Megatron capture such graphs in this rank; of what is `given`, no copies are kept."""
+    """Have Megatron capture such graphs in this rank.
+
+    Of what is `given` no copies are kept, or it is another order that runs than was captured.
+    """
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import cuda_graphs, transformer_layer
 
@@ -343,7 +442,11 @@ def start(rank: int, given: Any) -> None:
             sys.modules[name] = types.ModuleType(name)  # asked whether it is there
     cuda_graphs.make_graphed_callables = _printing(cuda_graphs.make_graphed_callables)
     watch_messages()
-    if given is not None:
+    if "--cuda-graph-impl local" in " ".join(sys.argv):
+        capture_locally(saves_in_python=given != "torch's norms")
+    if given == "another order":
+        run_another_order()
+    elif given in ("messages", "jobs"):
         kept, careless = GraphMemory.kept, {"messages": Tensor, "jobs": list}[given]
         GraphMemory.kept = lambda memory, value: (
             value if isinstance(value, careless) else kept(memory, value)

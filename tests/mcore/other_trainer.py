@@ -44,6 +44,7 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_last_stage,
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -51,6 +52,19 @@ import megatron_vshape
 from megatron_vshape.mcore.layout.vocabulary import Shards
 
 LAYERS, HIDDEN, VOCABULARY, LONGEST = 8, 32, 64, 24
+
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_aux_loss_coeff": 1e-2,
+    "expert_model_parallel_size": 2,
+    "add_bias_linear": False,
+    "bf16": True,
+    "params_dtype": torch.bfloat16,
+    "pipeline_dtype": torch.bfloat16,
+}
+"""Of a model with experts on two ranks."""
 
 
 @dataclass
@@ -100,6 +114,8 @@ def make_config(shape: str, ranks: int, given: dict[str, Any]) -> Any:
         "mamba_num_groups": 2,
         "mtp_num_layers": given.get("predicting"),
     }
+    if "beside" in given:
+        sizes |= EXPERTS | {"overlap_moe_expert_parallel_comm": given["beside"]}
     if shape != "bridge":
         return TransformerConfig(pipeline_model_parallel_size=ranks, **sizes)
     config = DeferredConfig(**sizes)
@@ -114,7 +130,10 @@ def make_model(shape: str, config: Any, given: dict[str, Any]) -> list[nn.Module
     """Return this rank's chunks, the ends where the library believes them to be."""
     sharded = given.get("distributed_optimizer", False)
     ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=sharded, overlap_grad_reduce=sharded, overlap_param_gather=sharded
+        grad_reduce_in_fp32=config.bf16,
+        use_distributed_optimizer=sharded,
+        overlap_grad_reduce=sharded,
+        overlap_param_gather=sharded,
     )
     chunks = config.virtual_pipeline_model_parallel_size
     if shape != "bridge":
@@ -135,6 +154,7 @@ def make_model(shape: str, config: Any, given: dict[str, Any]) -> list[nn.Module
         else:
             made = build(config, given.get("pattern"), shape == "areal", ends)
         fill(made)
+        made = Float16Module(config, made) if config.bf16 else made
         whole = bool(chunk) or given.get("steps_ahead", False)
         model.append(DistributedDataParallel(config, ddp_config, made, disable_bucketing=whole))
     return model
@@ -149,7 +169,7 @@ def build(config: Any, pattern: str | None, ties: bool, ends: dict[str, Any]) ->
         "share_embeddings_and_output_weights": ties,
     }
     if pattern is None:
-        layer, further = get_gpt_layer_local_spec(), None
+        layer, further = get_gpt_layer_local_spec(num_experts=config.num_moe_experts), None
         if config.mtp_num_layers is not None:
             further = get_gpt_mtp_block_spec(config, layer, False, ends["vp_stage"])
         return GPTModel(config, layer, mtp_block_spec=further, **sizes, **ends)
@@ -162,7 +182,8 @@ def build(config: Any, pattern: str | None, ties: bool, ends: dict[str, Any]) ->
 def names_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a chunk by their names in the whole model.
 
-    Of a weight whose rows ranks share, the number of the first follows the name.
+    Of a weight whose rows ranks share, the number of the first follows the name, and an expert's is
+    told from those of the other ranks.
     """
     shards = shards_of(model)
     for name, parameter in model.named_parameters():
@@ -172,6 +193,8 @@ def names_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             parts = "embedding.word_embeddings.weight".split(".")
         first = f"@{shards[parameter].rank() * len(parameter):04d}" if parameter in shards else ""
+        if "local_experts" in parts:
+            parts += ["on", str(mpu.get_expert_model_parallel_rank())]
         yield ".".join(parts) + first, parameter
 
 
@@ -206,8 +229,21 @@ def batches(step: int, count: int, lengths: list[int]) -> Iterator[dict[str, Ten
         yield {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
-def forward(shape: str, collected: list[float], data: Any, model: nn.Module) -> tuple[Any, Any]:
-    """Run a microbatch; only an end of the model is given what it reads."""
+def unwrapped(chunk: Any) -> Any:
+    """Return the chunk's model."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def forward(
+    shape: str,
+    collected: list[float],
+    data: Any,
+    model: nn.Module,
+    return_schedule_plan: bool = False,
+) -> tuple[Any, Any]:
+    """Run a microbatch, or return its plan; only an end of the model is given what it reads."""
     batch = next(data)
     if shape == "bridge":
         group = mpu.get_pipeline_model_parallel_group()
@@ -218,8 +254,9 @@ def forward(shape: str, collected: list[float], data: Any, model: nn.Module) -> 
     positions = torch.arange(tokens.shape[1]).unsqueeze(0)
     mask = torch.triu(torch.ones(1, 1, tokens.shape[1], tokens.shape[1]), diagonal=1).bool()
     labels = batch["labels"] if ends[1] else None
-    reads = ends[0] or (ends[1] and getattr(model.module, "mtp_process", False))
-    output = model(tokens if reads else None, positions, mask, labels=labels)
+    reads = ends[0] or (ends[1] and getattr(unwrapped(model), "mtp_process", False))
+    call = model.build_schedule_plan if return_schedule_plan else model
+    output = call(tokens if reads else None, positions, mask, labels=labels)
 
     def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss = output.float().mean()
@@ -256,14 +293,17 @@ def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]
     if shape == "bridge":
         config = make_config(shape, ranks, given)
         chunks = config.virtual_pipeline_model_parallel_size
-        mpu.initialize_model_parallel(1, ranks, chunks)
+        experts = {"expert_model_parallel_size": config.expert_model_parallel_size}
+        mpu.initialize_model_parallel(1, ranks, chunks, **experts)
     else:
         mpu.initialize_model_parallel(1, ranks)
         config = make_config(shape, ranks, given)
     model_parallel_cuda_manual_seed(1)
     model = make_model(shape, config, given)
     config.finalize_model_grads_func = finalize_model_grads
-    settings = OptimizerConfig(optimizer="sgd", lr=0.1)
+    settings = OptimizerConfig(
+        optimizer="sgd", lr=0.1, bf16=config.bf16, params_dtype=config.params_dtype
+    )
     if given.get("distributed_optimizer"):
         ahead = given.get("steps_ahead", False)
         settings = OptimizerConfig(
@@ -299,7 +339,7 @@ def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]
     if given.get("distributed_optimizer"):
         for chunk in model:
             chunk.disable_forward_pre_hook()  # takes what is still being gathered
-    named = [pair for chunk in model for pair in names_of(chunk.module)]
+    named = [pair for chunk in model for pair in names_of(unwrapped(chunk))]
     whole = [] if given.get("distributed_optimizer") else named  # else a replica has a part
     return {
         "losses": losses,

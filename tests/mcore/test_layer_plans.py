@@ -31,6 +31,25 @@ CASES: dict[str, tuple[tuple[str, str], str, dict[str, Any]]] = {
         JOINED,
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
     ),
+    "recomputed norms": (
+        ("<DM", "MM>"),
+        JOINED,
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+    ),
+    "recomputed norms, whole": (
+        ("<DM", "M>"),
+        WHOLE,
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "core_attn"]},
+    ),
+    "recomputed experts": (
+        ("<DM", "M>"),
+        JOINED,
+        {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["shared_experts", "layernorm"],
+            "moe_shared_expert_intermediate_size": 16,
+        },
+    ),
 }
 
 

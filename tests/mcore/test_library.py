@@ -158,6 +158,26 @@ def test_the_first_chunk_is_stepped_first_where_there_are_several(
     same(ours, run(farm, tmp_path, "bridge", None, **sharded))
 
 
+@pytest.mark.parametrize("schedule", ["dualpipev", "v-half"])
+def test_experts_exchanges_beside_other_passes(farm: Farm, tmp_path: Path, schedule: str) -> None:
+    """The library sets Megatron's option in its config; its own 1F1B cannot have it."""
+    plain = run(farm, tmp_path, "bridge", None, pipeline=2, beside=False)
+    ours = run(farm, tmp_path, "bridge", schedule, pipeline=2, beside=True)
+    assert ours.chunks == 2
+    for own, theirs in zip(ours.losses, plain.losses, strict=True):
+        assert own == pytest.approx(theirs, rel=2e-3)
+    assert ours.norms == pytest.approx(plain.norms, rel=2e-2)
+    for mine, theirs in (
+        (ours.gradients, plain.gradients),
+        (ours.parameters, plain.parameters),
+    ):
+        assert mine.keys() == theirs.keys()
+        assert any("local_experts" in name for name in mine)
+        for name, value in mine.items():
+            off = (value.float() - theirs[name].float()).norm()
+            assert off <= 2e-2 * theirs[name].float().norm() + 1e-6, name
+
+
 def test_megatron_core_without_a_trainer(farm: Farm, tmp_path: Path) -> None:
     """In processes of their own, where megatron.training cannot be imported."""
     plain = run(farm, tmp_path, "bridge", None)

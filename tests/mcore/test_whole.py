@@ -86,8 +86,11 @@ def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local: its graphs"),
         ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl full_iteration: the host looks"),
+        (
+            {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]},
+            "--cuda-graph-scope full_iteration: the host looks",
+        ),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
         ({"perform_rl_step": True}, "--perform-rl-step: its loop takes a rank's first chunk"),

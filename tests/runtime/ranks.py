@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 PRELOADED = [
     *("torch", "torch.distributed", "pytest", "wandb", "pydantic"),
     *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),

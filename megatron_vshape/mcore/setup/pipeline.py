@@ -68,9 +68,10 @@ def pipeline_of(
     Raises:
         ScheduleError: the ends of the model are on ranks where Megatron cannot have them; or the
             schedule has joint passes, and the model's layers no plans.
-        UnsupportedError: the model has what layer plans do not go with.
+        UnsupportedError: the model has what layer plans, or this Megatron's graphs, do not go with.
     """
     check_layer_plans(model, choice.placement)
+    graphs.check_release(model)
     by_layers = bool(getattr(model, BESIDE, False))
     if choice.joins and not by_layers:
         flag = BESIDE.replace("_", "-")

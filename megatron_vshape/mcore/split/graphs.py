@@ -1,8 +1,9 @@
-"""What Transformer Engine's CUDA graphs cover, and in which order they are captured.
+"""What CUDA graphs cover, and in which order Transformer Engine captures them.
 
 TE captures the F and the B of every layer and microbatch once, in the order in which they are going
-to run, and replays them. A replayed B computes the weight gradients too: what a graph covers is not
-split, from the first step on, and the rest of the model is split as ever.
+to run, and replays them; Megatron itself in the order in which they have run (`local_graphs`). A
+replayed B computes the weight gradients too: what a graph covers is not split, from the first step
+on, and the rest of the model is split as ever.
 """
 
 from __future__ import annotations
@@ -12,17 +13,31 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from megatron import core
 from megatron.core.transformer import cuda_graphs
 from torch import nn
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.program.instructions import Program, Run
-from megatron_vshape.mcore.refusals import captures_graphs
+from megatron_vshape.mcore.refusals import (
+    GRAPH_SCOPES,
+    UnsupportedError,
+    captures_graphs,
+    captures_locally,
+    parts_of,
+)
 
 logger = logging.getLogger(__name__)
 
-_SCOPES = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
-"""How releases of Megatron name what of a layer is covered; the last is the parser's."""
+
+def check_release(options: Any) -> None:
+    """Raise UnsupportedError where this Megatron's own graphs make other numbers in a pipeline."""
+    if captures_locally(options) and core.__version__.startswith("0.17."):
+        raise UnsupportedError(
+            f"--cuda-graph-impl local does not work with megatron-core {core.__version__}, whose "
+            "graphs give the memory of an F's input to others before its B has read it: use 0.18 "
+            "or later, or --cuda-graph-impl transformer_engine"
+        )
 
 
 def cover_whole_layers(options: Any) -> bool:
@@ -32,6 +47,8 @@ def cover_whole_layers(options: Any) -> bool:
     scope = _scope(options)
     if not scope:
         return True
+    if captures_locally(options):  # of a layer all, whichever of its parts is named
+        scope |= {"attn", "mlp"}
     experts = getattr(options, "num_experts", None) or getattr(options, "num_moe_experts", None)
     all_have_experts = getattr(options, "moe_layer_freq", None) in (None, 1)
     needed = {"attn"} | ({"moe"} if experts else set())
@@ -42,12 +59,8 @@ def cover_whole_layers(options: Any) -> bool:
 
 def _scope(options: Any) -> set[str]:
     """Return the parts of a layer that are covered; none stands for all of it."""
-    for name in _SCOPES:
-        given = getattr(options, name, None)
-        if given:
-            parts = given if isinstance(given, list | tuple) else str(given).split(",")
-            return {str(getattr(each, "name", each)).strip() for each in parts} - {"full"}
-    return set()
+    found = (parts_of(getattr(options, name, None)) for name in GRAPH_SCOPES)
+    return next(filter(None, found), set()) - {"full"}
 
 
 def covered(chunks: Iterable[nn.Module]) -> set[nn.Module]:
@@ -57,7 +70,11 @@ def covered(chunks: Iterable[nn.Module]) -> set[nn.Module]:
     for chunk in chunks:
         for layer in chunk.modules():
             config = getattr(layer, "config", None)
-            if captures_graphs(config) and cuda_graphs._layer_is_graphable(layer, config):
+            if captures_locally(config):
+                # Stacks of layers have one too, for inference.
+                if hasattr(layer, "cudagraph_manager") and hasattr(layer, "layer_number"):
+                    found.update(layer.modules())
+            elif captures_graphs(config) and cuda_graphs._layer_is_graphable(layer, config):
                 for module in layer._get_submodules_under_cudagraphs():
                     found.update(module.modules())
     return found
@@ -84,8 +101,11 @@ def capture_order(program: Program, rank: int, stages: Sequence[int]) -> list[in
 
 
 def capture_late(options: Any, planned_by: int) -> None:
-    """Have graphs captured when the order of the passes is the last, after so many steps."""
-    if options.cuda_graph_warmup_steps >= planned_by:
+    """Have TE's graphs captured when the order of the passes is the last, after so many steps.
+
+    Megatron's own always are, and their warm-up steps are repeated captures.
+    """
+    if captures_locally(options) or options.cuda_graph_warmup_steps >= planned_by:
         return
     if os.environ.get("RANK", "0") == "0":
         logger.info(

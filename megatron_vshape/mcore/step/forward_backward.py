@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.cuda_graphs import create_cudagraphs
 from megatron.core.utils import get_model_config
 from torch import nn
 
@@ -27,6 +28,7 @@ from megatron_vshape.mcore.observe.bubble import BubbleMeter, Logs
 from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.report import RunReport, persistent
 from megatron_vshape.mcore.refusals import (
+    captures_locally,
     check_config,
     check_one_module,
     check_script,
@@ -36,6 +38,7 @@ from megatron_vshape.mcore.refusals import (
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import OFFLOADS
 from megatron_vshape.mcore.setup.recompute import Recompute, set_recompute
+from megatron_vshape.mcore.split import local_graphs
 from megatron_vshape.mcore.step.finite import InspectedStage, repeats_a_bad_step
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.late_checks import checked_late
@@ -226,6 +229,7 @@ class PipelineRunner:
         self.report.interrupt()
         begun = self._begin(call)
         with (
+            local_graphs.taking_part(begun.step.config, begun.chunks, False),
             begun.step.gradient_sync.session(),
             self._meeting(begun),
             checked_late(self._state, self._place),
@@ -247,7 +251,13 @@ class PipelineRunner:
             sync.session(),
             self._state.meanwhile(gradient_sync=sync if sync.overlaps else None),
         ):
-            with self._meeting(begun), checked_late(self._state, self._place):
+            with (
+                local_graphs.taking_part(
+                    begun.step.config, begun.chunks, self._profiler.order_is_last
+                ),
+                self._meeting(begun),
+                checked_late(self._state, self._place),
+            ):
                 begun.run.finish()
             self._profiler.end_step(
                 profiled,
@@ -262,8 +272,21 @@ class PipelineRunner:
             self.report.remeasure()
         if begun.step.config.finalize_model_grads_func is not None:
             self._finalize(begun)
+        self._capture(begun)
         self._last = call
         return self._reports(begun)
+
+    def _capture(self, begun: _Begun) -> None:
+        """Have Megatron capture its own CUDA graphs after the first step whose order is the last.
+
+        No other program can run afterwards.
+        """
+        is_due = self._state.captured is None and self._profiler.order_is_last
+        if is_due and captures_locally(begun.step.config):
+            self.rest()
+            create_cudagraphs()
+            self._state.graph_memory.look()
+            self._state.captured = begun.program
 
     @contextlib.contextmanager
     def _meeting(self, begun: _Begun) -> Iterator[None]:

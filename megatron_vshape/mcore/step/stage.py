@@ -21,6 +21,8 @@ from megatron_vshape.core.model.kinds import (
 )
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.hiding import Beside
+from megatron_vshape.mcore.refusals import captures_locally
+from megatron_vshape.mcore.split import local_graphs
 from megatron_vshape.mcore.step.gradient_sync import GradientSync
 from megatron_vshape.mcore.step.layer_plans import Backward, Forward, kept_by, run_by_layers
 from megatron_vshape.mcore.step.vocabulary import SharedVocabulary
@@ -250,6 +252,7 @@ class MegatronStage:
             step.first_val_step, step.forward_only, not self._has_run
         )
         self._has_run = True
+        local_graphs.begin_forward(step.config, self.model)
         return Forward(
             self._forward_step_func(microbatch),
             self.data_iterator,
@@ -271,6 +274,8 @@ class MegatronStage:
             step.vocabulary.keep_hidden(microbatch, output.detach())
         if step.forward_only:
             return None if self.is_last else output.detach()
+        if captures_locally(step.config):
+            output = local_graphs.own(output)
         self._inputs[microbatch], self._outputs[microbatch] = begun.received, output
         self._count(Pass(Kind.F, self.stage, microbatch), output)
         if step.offload is not None:
