@@ -36,6 +36,9 @@ def trainer_command(
         stages = count_stages(it.schedule, it.pipeline_parallel)
         layers = layers_of_stages(it, loaded.model, stages)
         flags += ["--pipeline-layer-split", ",".join(map(str, layers))]
+    link = loaded.cluster.host_link
+    if schedule_file is not None and link is not None and link.memory_gib is not None:
+        flags += ["--pipeline-host-memory-limit", str(link.memory_gib)]
     if loaded.sweep.post_validation:
         # Megatron's check for reruns would hold all ranks up as the norm does.
         flags += "--optimizer-post-validation --rerun-mode disabled".split()

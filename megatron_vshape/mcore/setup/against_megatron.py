@@ -12,7 +12,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import recut
 from megatron_vshape.core.rivals import Known, Rival, judge_rival
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
-from megatron_vshape.mcore.setup.choice import choice_of
+from megatron_vshape.mcore.setup.choice import choice_for
 
 MOST_CHUNKS = 12
 """Virtual stages of a rank that are tried."""
@@ -36,7 +36,7 @@ def megatrons_if_best(args: Namespace, options: PipelineOptions) -> Rival | None
     microbatches = None if mine or _lies_its_own_way(args) else num_microbatches(args)
     if microbatches is None:
         return None
-    choice = choice_of(AUTO, ranks, options.costs(), limit)
+    choice = choice_for(options, ranks)
     measured, layers = choice.costs, args.num_layers
     assert measured is not None
 
@@ -50,6 +50,7 @@ def megatrons_if_best(args: Namespace, options: PipelineOptions) -> Rival | None
         measured,
         cut,
         choice.limit_of,
+        choice.in_host_bytes,
         placements=(choice.placement,),
         holds_less=False,
     )
