@@ -18,7 +18,7 @@ from typing import Any
 VARIABLE = "MEGATRON_VSHAPE"
 MEGATRON = "megatron.core"
 
-_NUMBER = "timeout_seconds"
+_NUMBERS = ("timeout_seconds", "host_memory_limit_gib")
 _LIMIT = "memory_limit_gib"
 _STEPS = "profile_steps"
 
@@ -42,8 +42,8 @@ def options_in(text: str) -> dict[str, Any]:
                 f"{VARIABLE}={text!r:.80}: {part!r:.40} is no name=value, as in schedule=v-half"
             )
     try:
-        if _NUMBER in options:
-            options[_NUMBER] = float(options[_NUMBER])
+        for name in filter(options.__contains__, _NUMBERS):
+            options[name] = float(options[name])
         if options.get(_LIMIT, "x")[0] in "+-.0123456789":  # else a schedule, whose memory it is
             options[_LIMIT] = float(options[_LIMIT])
         if _STEPS in options:

@@ -1,6 +1,6 @@
 """Print what a plan gains where activations may wait in host memory or be computed again.
 
-    python scripts/bench_offload.py [--devices 8] [--only 32,4]
+    python scripts/bench_offload.py [--devices 8] [--only 32,4] [--in-host 16]
 
 Overhead in F beyond the work of order alone, 6 F a microbatch: planned with the order alone, with
 what is computed again, with copies to the host, and with both; beside it the seconds that planning
@@ -10,6 +10,7 @@ and activation functions) keeps 0.625 after F, which B makes 1 again in 0.04 F m
 """
 
 import argparse
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,7 +43,7 @@ def costs_of(devices: int, t: float, half_duplex: bool, cheap: bool) -> Costs:
     return replace(own, recompute=(("cheap", own.with_prices("cheap", prices)),))
 
 
-def rows(devices: int, only: str | None) -> Iterator[list[str]]:
+def rows(devices: int, only: str | None, in_host: float) -> Iterator[list[str]]:
     """Yield a row per cell."""
     for microbatches, chunks, t, half_duplex, cheap in CELLS:
         if only not in (None, f"{microbatches},{chunks}"):
@@ -57,7 +58,7 @@ def rows(devices: int, only: str | None) -> Iterator[list[str]]:
                 row.append("")
                 continue
             begin, worked = time.monotonic(), time.process_time()
-            made = plan(each, devices, microbatches, chunks, trades=True)
+            made = plan(each, devices, microbatches, chunks, trades=True, in_host=in_host)
             seconds, worked = time.monotonic() - begin, time.process_time() - worked
             row.append(f"{made.value - 6 * microbatches:.1f} ({seconds:.1f} s, {worked:.1f} s)")
             gap = f"{made.gap:.1%}"
@@ -69,11 +70,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=8, metavar="D")
     parser.add_argument("--only", metavar="M,CHUNKS", help="these cells alone")
+    in_host = "the most of a device that waits in host memory (default: any)"
+    parser.add_argument("--in-host", type=float, metavar="CHUNKS", default=math.inf, help=in_host)
     options = parser.parse_args()
     warm = costs_of(2, 1.0, half_duplex=False, cheap=False)
     plan(warm, 2, 4, 4, trades=True, steps=1000)  # compiles
     heading = ["microbatches", "chunks", "t", "order alone", "recompute", "copies", "both", "gap"]
-    print(table([heading, *rows(options.devices, options.only)]))
+    print(table([heading, *rows(options.devices, options.only, options.in_host)]))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import argparse
 import csv
 import io
+import math
 import os
 import shlex
 import signal
@@ -50,7 +51,7 @@ from megatron_vshape.core.ask import (
     with_more,
 )
 from megatron_vshape.core.check.bounds import LimitError
-from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.check.simulate import filled, simulate
 from megatron_vshape.core.frontier import Point, families, frontier, published
 from megatron_vshape.core.layer_choice import choose_layers
 from megatron_vshape.core.model.costs import Costs, chunk_of
@@ -158,6 +159,12 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         "on the same link (a costs file says this itself)",
     )
     parser.add_argument(
+        "--host-memory-limit",
+        metavar="CHUNKS|XGiB",
+        help="most of a device that may wait in host memory at once, as --memory-limit has it "
+        "(default: any)",
+    )
+    parser.add_argument(
         "--hidden",
         type=_share,
         metavar="SHARE",
@@ -230,7 +237,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _question(options: argparse.Namespace, costs: Costs | None, measured: Costs | None) -> Question:
-    return Question(
+    question = Question(
         AUTO,
         options.devices,
         options.microbatches,
@@ -241,6 +248,7 @@ def _question(options: argparse.Namespace, costs: Costs | None, measured: Costs 
         seconds=options.seconds,
         layers=_pieces(options, measured),
     )
+    return replace(question, in_host=_in_host(options, question))
 
 
 def _unshared_told(
@@ -380,25 +388,47 @@ def _limit(options: argparse.Namespace, question: Question, in_bytes: bool) -> f
 
 
 def _given_limit(text: str | None, question: Question, in_bytes: bool) -> float:
-    devices, chunk = question.num_devices, chunk_of(question.whole(), question.num_devices)
-    lowered = (text or "").lower().strip()
-    unit = next((name for name in UNITS if lowered.endswith(name)), None)
-    value = float_or_nan(lowered.removesuffix(unit or ""))
     name = (text or "1f1b").partition(":")[0]
     if text is None or name in EVERY_NAME or Path(name).suffix in SUFFIXES:
         return max(limits_of(replace(question, limit=text)))
+    more = ", nor a schedule, as in interleaved-1f1b:4"
+    return _memory("--memory-limit", text, question, in_bytes, more)
+
+
+def _memory(option: str, text: str, question: Question, in_bytes: bool, more: str = "") -> float:
+    """Return the chunks or GiB that an option says, in the unit of the costs' memory."""
+    lowered = text.lower().strip()
+    unit = next((name for name in UNITS if lowered.endswith(name)), None)
+    value = float_or_nan(lowered.removesuffix(unit or ""))
     if not 0 < value < float("inf"):
         raise ScheduleError(
-            f"--memory-limit {text!r:.40} is neither chunks, as in {devices + 2}, nor GiB, as in "
-            "12.5GiB, nor a schedule, as in interleaved-1f1b:4"
+            f"{option} {text!r:.40} is neither chunks, as in {question.num_devices + 2}, nor GiB, "
+            f"as in 12.5GiB{more}"
         )
     if unit is None:
-        return value * chunk
+        return value * chunk_of(question.whole(), question.num_devices)
     if not in_bytes:
-        raise ScheduleError(
-            f"--memory-limit {text} needs --costs FILE, which says bytes; or chunks"
-        )
+        raise ScheduleError(f"{option} {text} needs --costs FILE, which says bytes; or chunks")
     return value * UNITS[unit]
+
+
+def _in_host(options: argparse.Namespace, question: Question) -> float:
+    """Return the most of a device that may wait in host memory, in the unit of the costs' memory.
+
+    Raises:
+        ScheduleError: not a limit, or nothing may wait there anyway.
+    """
+    text = options.host_memory_limit
+    if text is None:
+        return math.inf
+    if not question.whole().copies:
+        raise ScheduleError(
+            f"--host-memory-limit {text:.40}: nothing waits in host memory without --offload T, or "
+            "--costs FILE that says what copies take; leave it out"
+        )
+    in_bytes = options.costs is not None
+    limit = _memory("--host-memory-limit", text, question, in_bytes)
+    return filled(limit) if in_bytes else limit
 
 
 @contextmanager
@@ -446,7 +476,8 @@ def _recipe(options: argparse.Namespace) -> str:
     if options.offload is not None:
         words += ["--offload", options.offload.text]
     known = ("costs", "embedding", "memory_limit", "headroom", "layers", "layer_split", "head")
-    for name in (*known, "vocab_parallel", "mtp_layers", "hidden", "chunks", "seconds"):
+    ends = ("vocab_parallel", "mtp_layers")
+    for name in (*known, *ends, "host_memory_limit", "hidden", "chunks", "seconds"):
         value = getattr(options, name)
         if value is not None:
             text = argument(value) if isinstance(value, float) else value

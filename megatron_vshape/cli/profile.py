@@ -38,6 +38,7 @@ from megatron_vshape.view.numbers import prices_told
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.one_device import Model
+    from megatron_vshape.sweep.files import HostLink
     from megatron_vshape.sweep.files import Model as ModelFile
 
 NEEDED = {
@@ -107,6 +108,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="costs of a run whose devices share embedding and output layer: stages without them, "
         "and of each a share for every device, which follows from what is measured of the ends; "
         "plan --costs and schedule --costs then have these passes",
+    )
+    parser.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE.yaml",
+        help="as in configs/clusters: where devices share a link to their host by its host_link, "
+        "copies that one device has measured take as many times as long",
     )
     _add_links(parser)
     parser.add_argument(
@@ -186,6 +194,7 @@ def run(options: argparse.Namespace) -> int:
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = _model(options, sizes, device)
+    link = _host_link(options)
     model.alone()  # says what does not divide, before anything is made
     if device == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as torchrun has it
@@ -200,7 +209,8 @@ def run(options: argparse.Namespace) -> int:
             columns = "".join(f"{kind + ' ms':>10}" for kind in (*PARTS, Kind.BW))
             print(f"{'':26}{columns}{'MiB after F':>13}{'after B':>10}")
         try:
-            costs = _with_ends_told(_measure_all(model, layers, options), model, sizes, options)
+            costs = _measure_all(model, layers, options, link)
+            costs = _with_ends_told(costs, model, sizes, options)
         except torch.OutOfMemoryError:
             raise ScheduleError(
                 f"a stage of {max(layers)} layers does not fit on this device: take more --devices "
@@ -249,13 +259,52 @@ def _with_ends_told(
     return made
 
 
-def _measure_all(model: "Model", layers: Sequence[int], options: argparse.Namespace) -> Costs:
+def _host_link(options: argparse.Namespace) -> "HostLink | None":
+    """Return what --cluster says of the link to a device's host.
+
+    Raises:
+        ScheduleError: nothing would be done with it, or it says nothing.
+    """
+    if options.cluster is None:
+        return None
+    from megatron_vshape.sweep.files import Cluster, load
+
+    link = load(options.cluster, Cluster).host_link
+    why = None
+    if not options.offload:
+        why = "says what the link to the host is like, which only copies take: add --offload"
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        why = "is for one device; ranks copy at once, and measure what they share: leave it out"
+    elif link is None:
+        why = "says nothing of the link to the host: add host_link: with gb_per_s and shared_by"
+    if why is not None:
+        raise ScheduleError(f"--cluster {options.cluster} {why}")
+    return link
+
+
+def _shared(costs: Costs, link: "HostLink | None") -> Costs:
+    """Return costs whose copies one device has measured, where others copy on the same link."""
+    if link is None:
+        return costs
+    copied = dict(costs.others)
+    out_us, back_us = (
+        tuple(link.shared_by * us for us in copied[kind.time]) for kind in (COPY_OUT, COPY_BACK)
+    )
+    half_duplex = costs.half_duplex or link.half_duplex
+    made = costs.with_copies_of(out_us, copied[RELEASE.frees], back_us, half_duplex)
+    told = f"{MEASURED} on one device, times {link.shared_by}: so many share the link by --cluster"
+    return made.with_source(told, COPY_OUT.time, COPY_BACK.time)
+
+
+def _measure_all(
+    model: "Model", layers: Sequence[int], options: argparse.Namespace, link: "HostLink | None"
+) -> Costs:
     """Return the costs of the stages, with a price list where they are to have other settings."""
     settings = [each for each in options.recompute if each != NO_RECOMPUTE]
     # Megatron hands the biases of an MLP that it computes again out of it.
     model = replace(model, biases=not any("mlp" in each.split(",") for each in settings))
     own, *others = (
-        _measure(replace(model, recompute=setting), layers, options)
+        _shared(_measure(replace(model, recompute=setting), layers, options), link)
         for setting in (NO_RECOMPUTE, *settings)
     )
     return price_list(own, dict(zip(settings, others, strict=True)))

@@ -95,6 +95,7 @@ class Question:
     cut: Cut | None = None  # None: neighbouring stages of the costs are added up
     # for AUTO, of all devices or of each; the peak of what a name stands for; None: that of 1F1B
     limit: float | Sequence[float] | str | None = None
+    in_host: float = math.inf  # the most of a device that AUTO has wait in host memory
     objective: Objective = Objective.MAKESPAN
     placements: tuple[Placement, ...] = ()  # those that AUTO may choose from; (): any
     chunks: tuple[int, ...] = ()  # stages a device under AUTO; (): up to what `costs` tell apart
@@ -375,6 +376,7 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
         seconds=None if question.seconds is None else question.seconds / (1 + chooses),
         progress=question.progress,
         trades=trades,
+        in_host=question.in_host,
     )
     best = _split(question, limits, planned, planned(), chooses)
     if paired is not None and paired.plan.value < best.plan.value * (1 - SAME):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
@@ -60,13 +59,9 @@ def priced(costs: Costs, stages: Sequence[Copies], source: str) -> Costs:
     """Return the costs with those of copies, of every stage, and where they are from."""
     half_duplex = max(stages).half_duplex
     out_us, back_us = zip(*(each.times_us(half_duplex) for each in stages), strict=True)
-    others = {
-        COPY_OUT.time: out_us,
-        RELEASE.frees: tuple(float(each.num_bytes) for each in stages),
-        COPY_BACK.time: back_us,
-    }
-    costs = replace(costs, others=tuple(others.items()), half_duplex=half_duplex)
-    return costs.with_source(source, *others)
+    moved = tuple(float(each.num_bytes) for each in stages)
+    costs = costs.with_copies_of(out_us, moved, back_us, half_duplex)
+    return costs.with_source(source, COPY_OUT.time, RELEASE.frees, COPY_BACK.time)
 
 
 def measure_copies(device: torch.device, num_bytes: int, rounds: int = 5) -> Copies:

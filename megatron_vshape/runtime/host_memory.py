@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,13 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_vshape.core.check.simulate import HOST_BLOCKS
+
 logger = logging.getLogger(__name__)
 
 MOST_BLOCK_BYTES = 64 << 20
 """A block is no larger. torch pins powers of two, so that a block of one wastes nothing."""
-
-PARTS = 16
-"""The first to wait takes at least so many blocks, so that little of its last one is unused."""
 
 
 class Moment(NamedTuple):
@@ -51,9 +51,10 @@ class HostMemory:
     whole device. `nbytes` is its size.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """Make memory for copies from and to this device."""
+    def __init__(self, device: torch.device, most_bytes: float = math.inf) -> None:
+        """Make memory for copies from and to this device, at most so much."""
         self._device = device
+        self._most_bytes = most_bytes
         self._lock = Lock()
         self._free: deque[tuple[Tensor, Moment]] = deque()
         self._block_bytes = 0
@@ -89,7 +90,7 @@ class HostMemory:
 
     def _size_of_block(self, num_bytes: int) -> int:
         if not self._block_bytes:
-            power = max(1, num_bytes // PARTS).bit_length() - 1
+            power = max(1, num_bytes // HOST_BLOCKS).bit_length() - 1
             self._block_bytes = min(MOST_BLOCK_BYTES, 1 << power)
         return self._block_bytes
 
@@ -98,6 +99,8 @@ class HostMemory:
         wanted = count * self._block_bytes
         left = free_host_bytes()
         try:
+            if self.nbytes + wanted > self._most_bytes:
+                raise MemoryError(f"the limit is {self._most_bytes / 2**20:,.0f} MiB")
             if left is not None and wanted > left:
                 raise MemoryError(f"{left / 2**20:,.0f} MiB of this rank's share are free")
             pinned = self._device.type == "cuda"

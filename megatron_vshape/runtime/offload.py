@@ -16,6 +16,7 @@ host next allocates after the copy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -81,9 +82,17 @@ class _Waiting:
 class Offload:
     """What of this rank's stages waits in host memory, by stage and microbatch."""
 
-    def __init__(self, device: torch.device, share: Mapping[int, float] | None = None) -> None:
-        """Take the device that computes, and by stage how many bytes are to wait; else all do."""
-        self.host = HostMemory(device)
+    def __init__(
+        self,
+        device: torch.device,
+        share: Mapping[int, float] | None = None,
+        most_bytes: float = math.inf,
+    ) -> None:
+        """Take the device that computes, and by stage how many bytes are to wait; else all do.
+
+        What does not fit in `most_bytes` of host memory stays on the device.
+        """
+        self.host = HostMemory(device, most_bytes)
         self._device = device
         self._share = share or {}
         self._kept: frozenset[int] = frozenset()

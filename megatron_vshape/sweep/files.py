@@ -130,6 +130,15 @@ class Device(_File):
     processors: Positive  # streaming multiprocessors; a GEMM's tiles are dealt to them
 
 
+class HostLink(_File):
+    """A device's link to the memory of its host, in which a plan may have activations wait."""
+
+    gb_per_s: Rate  # each way, as copies reach it
+    half_duplex: bool = False  # one way at a time
+    shared_by: Positive = 1  # so many neighbouring devices, all of which copy at once
+    memory_gib: Rate | None = None  # of a device, for what waits; None: enough
+
+
 class Cluster(_File):
     """Nodes of equal devices; rates are GB/s (10^9) per device and direction."""
 
@@ -139,6 +148,7 @@ class Cluster(_File):
     device: Device
     inside_node_gb_per_s: Rate
     between_nodes_gb_per_s: Rate
+    host_link: HostLink | None = None  # None: nothing waits in host memory
     backend: Literal["nccl", "gloo"] = "nccl"
     # Processors that all devices of a node share, as ranks on a laptop do; None: none.
     shared_processors: Positive | None = None

@@ -7,8 +7,11 @@ traffic, whichever is longer. Collectives have a rate that grows with their size
 import math
 from dataclasses import dataclass
 
+from megatron_vshape.core.check.simulate import filled
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.sweep.assumptions import Assumptions, assumptions_for
 from megatron_vshape.sweep.files import Cluster
+from megatron_vshape.view.numbers import GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,27 @@ class Machine:
             return 0.0
         rate = self._link_gb_per_s(num_devices * stride)
         return self.assume.message_us + num_bytes / (rate * 1e3)
+
+    def copied(self, costs: Costs) -> Costs:
+        """Return the costs where all that a stage holds may wait in host memory.
+
+        As they are where the cluster's file says nothing of a link there. Those who share a link
+        all copy, so that each has its part of the rate.
+        """
+        link = self.cluster.host_link
+        if link is None:
+            return costs
+        held, byte_us = costs.held_after_forward_bytes, link.shared_by / (1e3 * link.gb_per_s)
+        copied_us = tuple(byte_us * max(num_bytes, 1.0) for num_bytes in held)
+        return costs.with_copies_of(copied_us, held, copied_us, link.half_duplex)
+
+    @property
+    def in_host_bytes(self) -> float:
+        """Return how much of a device may wait in host memory."""
+        link = self.cluster.host_link
+        if link is None or link.memory_gib is None:
+            return math.inf
+        return filled(link.memory_gib * GIB)
 
     def _link_gb_per_s(self, num_ranks: int) -> float:
         """Return the rate reached among so many ranks: that of the network, if a node has fewer."""

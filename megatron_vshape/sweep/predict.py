@@ -168,7 +168,8 @@ class Predictor:
         for stages in self._on_placements(it):
             spare = [(self.limit_bytes - fixed) / reserve for fixed in stages.fixed_bytes()]
             try:
-                timeline = plan_adaptive(it, stages.placement, stages.costs, spare, objective)
+                asked = stages.placement, stages.costs, spare, objective
+                timeline = plan_adaptive(it, *asked, self.machine.in_host_bytes)
                 found.append((stages, timeline))
             except SweepError as error:
                 reasons.append(str(error))
@@ -200,8 +201,11 @@ def plan_adaptive(
     costs: Costs,
     limits_bytes: Sequence[float],
     objective: Objective,
+    in_host_bytes: float = math.inf,
 ) -> Timeline:
     """Return the best order found on a placement with at most `limits_bytes` on each device.
+
+    Of each at most `in_host_bytes` wait in host memory, where the costs have copies.
 
     Raises:
         SweepError: nothing fits.
@@ -215,6 +219,7 @@ def plan_adaptive(
         combination.num_microbatches,
         costs,
         limit=limits_bytes,
+        in_host=in_host_bytes,
         objective=objective,
         placements=(placement,),
     )
@@ -263,6 +268,7 @@ class _Stages:
                 parts[-1] = replace(parts[-1], parameters=more)
         costs = Costs.of([part.at_least(LEAST_US) for part in parts], message_us)
         if not it.vocab_parallel:
+            costs = predictor.machine.copied(costs) if it.schedule == ADAPTIVE else costs
             return cls(it, layers, tuple(parts), placement, costs)
         devices, held = it.pipeline_parallel, layers.own_logits_bytes()
         # A sum of hidden states goes once over every link, as a message does over one.

@@ -81,10 +81,12 @@ def key_of(combination: Combination, loaded: Loaded, measured: MeasuredCosts | N
     # Measured costs change no command; of the orders, they change those that are planned.
     planned = measured if combination.schedule == ADAPTIVE else None
     costs = (planned or {}).get(key_of_shapes(combination))
+    # What older files have not must not make other runs of theirs.
+    unset = {"host_link"} if loaded.cluster.host_link is None else set[str]()
     what = {
         "combination": asdict(combination),
         "model": loaded.model.model_dump(mode="json"),
-        "cluster": loaded.cluster.model_dump(mode="json"),
+        "cluster": loaded.cluster.model_dump(mode="json", exclude=unset),
         "costs": None if costs is None else {"pieces": asdict(costs)},
         "post_validation": loaded.sweep.post_validation,
         "steps": [run.warmup_steps, run.measured_steps, run.statistic],

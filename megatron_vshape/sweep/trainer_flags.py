@@ -43,6 +43,9 @@ def trainer_command(
         flags += ["--pipeline-layer-split", AUTO_SPLIT]
     if it.vocab_parallel:
         flags.append("--pipeline-vocab-parallel")
+    link = loaded.cluster.host_link
+    if schedule_file is not None and link is not None and link.memory_gib is not None:
+        flags += ["--pipeline-host-memory-limit", str(link.memory_gib)]
     if loaded.sweep.post_validation:
         # Megatron's check for reruns would hold all ranks up as the norm does.
         flags += "--optimizer-post-validation --rerun-mode disabled".split()

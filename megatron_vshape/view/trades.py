@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from megatron_vshape.core.check.simulate import costs_of
+from megatron_vshape.core.check.simulate import peak_in_host
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, NO_RECOMPUTE, RELOAD
+from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, NO_RECOMPUTE
 from megatron_vshape.core.model.placement import Placement, chunks_of
 from megatron_vshape.core.model.schedule import Timeline, Way
 from megatron_vshape.view.numbers import percent
@@ -61,28 +61,11 @@ def trades_told(
         )
         busy = percent(link_share(timeline))
         line = f"{percent(share)} of the activations wait in host memory ({each}), which holds "
-        line += f"{held(host_peak(timeline, costs))} of a device at most; its link is busy {busy}"
+        most = held(max(peak_in_host(schedule, costs)))
+        line += f"{most} of a device at most; its link is busy {busy}"
         yield "copies", line if copied else "none: they would buy nothing here"
     if costs.recompute:
         yield "recompute", settings_text(schedule.recompute, schedule.placement) or NO_RECOMPUTE
-
-
-def host_peak(timeline: Timeline, costs: Costs) -> float:
-    """Return the most that host memory holds of a device, in the unit of the costs."""
-    moved = costs_of(timeline.schedule, costs).held(RELOAD)[0]
-    peak = 0.0
-    for device in range(timeline.schedule.num_devices):
-        changes = []
-        for work, start, end in timeline.slots(device):
-            if work.kind is COPY_OUT:
-                changes.append((start, moved[work.stage]))
-            elif work.kind is COPY_BACK:
-                changes.append((end, -moved[work.stage]))
-        held = 0.0
-        for _, change in sorted(changes):
-            held += change
-            peak = max(peak, held)
-    return peak
 
 
 def link_share(timeline: Timeline) -> float:

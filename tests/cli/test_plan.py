@@ -19,6 +19,7 @@ from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.schedule import load_schedule
 from megatron_vshape.core.planner.vocabulary import check_shared, shared_pieces
+from megatron_vshape.view.numbers import GIB
 
 SIZE = ["--devices", "4", "--microbatches", "8"]
 COST = ["--cost", "1,1.15,.85,.05"]
@@ -163,9 +164,41 @@ def test_activations_may_wait_in_host_memory(
     assert "recompute       full" in capsys.readouterr().out
 
 
+def test_host_memory_may_have_a_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In chunks as it is, in GiB less what the last block of it may leave unused."""
+    path = tmp_path / "costs.json"
+    costs = Costs.uniform(2, 4, 1.0, 1.15, 0.85, 0.05)
+    held = {"held_after_forward_bytes": (GIB,) * 4, "held_after_backward_bytes": (GIB,) * 4}
+    path.write_text(replace(costs, **held).with_copies(0.5).to_json())
+    sizes = ["plan", "--devices", "2", "--microbatches", "8", "--chunks", "2", *NO_PROOF]
+    costs_file = ["--costs", str(path)]
+    for limit, given, most in (
+        ("2", [*COST, "--offload", ".5"], 2.0),
+        ("2.2GiB", costs_file, 2.0),
+        ("2GiB", costs_file, 1.0),
+    ):
+        asked = ["--memory-limit", "2.5", "--host-memory-limit", limit]
+        assert main([*sizes, *asked, *given]) == 0
+        found = re.search(r"which holds ([0-9.]+) (chunks|GiB) ", capsys.readouterr().out)
+        assert (0.0 if found is None else float(found[1])) <= most
+        assert found is not None or most < 2
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        (
+            ["--host-memory-limit", "4"],
+            "--host-memory-limit 4: nothing waits in host memory without --offload T, or --costs",
+        ),
+        (
+            ["--offload", "1", "--host-memory-limit", "v-half"],
+            "--host-memory-limit 'v-half' is neither chunks, as in 6, nor GiB, as in 12.5GiB",
+        ),
+        (
+            ["--offload", "1", "--host-memory-limit", "4GiB"],
+            "--host-memory-limit 4GiB needs --costs FILE, which says bytes; or chunks",
+        ),
         (
             ["--offload", "0"],
             "'0' is not a time above 0, as in 1.5, which half or shared may follow",

@@ -11,15 +11,17 @@ from pathlib import Path
 import pytest
 
 from megatron_vshape.cli.main import main
-from megatron_vshape.cli.profile import price_list, stage_layers
+from megatron_vshape.cli.profile import _shared, price_list, stage_layers
 from megatron_vshape.core.model.costs import Costs, Piece
-from megatron_vshape.core.model.kinds import PARTS, Kind
+from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, PARTS, RELEASE, Kind
 from megatron_vshape.core.planner.vocabulary import tells_shared
 
 MODEL = (
     "name: small\nlayers: 6\nhidden_size: 32\nattention_heads: 4\nvocabulary_size: 64\n"
     "parameter_bytes: 4\nflash_attention: false\n"
 )
+
+A100 = str(Path(__file__).parents[2] / "configs" / "clusters" / "a100_80gb_40.yaml")
 
 EXPERTS = "experts: {count: 4, per_token: 2, ffn_hidden_size: 64}\n"
 
@@ -296,6 +298,11 @@ def test_a_rank_alone_computes_as_much_as_with_others() -> None:
             ["--sequence-parallel", "--tensor-parallel", "2"],
             "start this with torchrun --nproc-per-node 2",
         ),
+        (["--cluster", A100], "a100_80gb_40.yaml says what the link to the host is like, which on"),
+        (
+            ["--cluster", A100, "--offload"],
+            "says nothing of the link to the host: add host_link: with gb_per_s and shared_by",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
@@ -305,6 +312,20 @@ def test_what_cannot_be_measured_is_refused(
     given = ["--model", str(model), "--devices", "2", "--seq-length", "64", "--device", "cpu"]
     assert main(["profile", *given, "--output", str(tmp_path / "costs.json"), *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_copies_on_a_link_that_others_share_take_longer() -> None:
+    pytest.importorskip("pydantic")
+    from megatron_vshape.sweep.files import HostLink
+
+    costs = Costs.uniform(1, 2, 1.0).with_copies(1.5)
+    assert _shared(costs, None) is costs
+    ours = _shared(costs, HostLink(gb_per_s=50, shared_by=2, half_duplex=True))
+    assert ours.half_duplex
+    assert [ours.time_us(kind, 0) for kind in (COPY_OUT, COPY_BACK)] == [3.0, 3.0]
+    assert dict(ours.others)[RELEASE.frees] == dict(costs.others)[RELEASE.frees]
+    told = dict(ours.sources)[COPY_OUT.time]
+    assert told == "measured on one device, times 2: so many share the link by --cluster"
 
 
 def test_what_is_exchange_is_told_from_the_rest() -> None:

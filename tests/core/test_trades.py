@@ -13,7 +13,7 @@ import pytest
 from link_replay import Found, Prices, replay
 
 from megatron_vshape.core.check.choices import bound_of_choices
-from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.simulate import peak_held, peak_in_host, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import (
@@ -28,7 +28,7 @@ from megatron_vshape.core.model.kinds import (
 )
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import looping, v_shape
-from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Way
+from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Timeline, Way
 from megatron_vshape.core.planner import improve, job_shop
 from megatron_vshape.core.planner.offload_search import OffloadSearch
 from megatron_vshape.core.planner.search import plan
@@ -136,6 +136,50 @@ def test_what_is_copied_is_chosen() -> None:
     alone = plan(costs.in_order_alone(), 4, 12, 24.0, steps=40_000)
     roomy = plan(costs, 4, 12, 24.0, trades=True, steps=40_000)
     assert roomy.value <= alone.value + 0.5
+
+
+@pytest.mark.parametrize("half_duplex", [False, True])
+def test_host_memory_has_a_limit(half_duplex: bool) -> None:
+    """The less of it there is the longer a step takes, down to the order alone at nothing."""
+    costs = costs_of(4, 0.5, half_duplex)
+    values = []
+    for room in (100.0, 4.0, 2.0, 0.5):
+        made = plan(costs, 4, 12, 3.0, trades=True, in_host=room, steps=40_000)
+        judged(made, costs, 3.0)
+        values.append(made.value)
+        peaks = peak_in_host(made.schedule, costs)
+        assert max(peaks) <= room
+        for t in (0.5, 0.1, 2.0):  # however fast copies are
+            timeline = simulate(made.schedule, costs_of(4, t, half_duplex))
+            assert waiting_at_once(timeline) <= max(peaks)
+    assert made.schedule.kinds <= set(PARTS)  # half a chunk is too little for any
+    assert values[0] < values[1] < values[2] < values[3]
+    alone = plan(costs.in_order_alone(), 4, 12, 3.0, steps=40_000)
+    assert values[3] == pytest.approx(alone.value)
+
+
+def waiting_at_once(timeline: Timeline) -> int:
+    """Return how many microbatches of a stage of a device wait in host memory at most."""
+    most = 0
+    for row, starts, ends in zip(
+        timeline.schedule.order, timeline.starts, timeline.ends, strict=True
+    ):
+        changes = [
+            (start, 1) if work.kind is COPY_OUT else (end, -1)
+            for work, start, end in zip(row, starts, ends, strict=True)
+            if work.kind in (COPY_OUT, COPY_BACK)
+        ]
+        held = 0
+        for _, change in sorted(changes):
+            held += change
+            most = max(most, held)
+    return most
+
+
+def test_what_fits_neither_here_nor_there_is_told() -> None:
+    costs = costs_of(2, 0.5)
+    with pytest.raises(ScheduleError, match=r"at most 0.5 of a device in host memory: make one of"):
+        plan(costs, 2, 4, 1.0, trades=True, in_host=0.5, steps=2_000)
 
 
 def test_copies_that_take_for_ever_buy_nothing() -> None:

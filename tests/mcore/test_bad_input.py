@@ -43,6 +43,7 @@ def test_unknown_schedule(farm: Farm) -> None:
     ("flag", "value"),
     [
         ("--pipeline-memory-limit", "60"),
+        ("--pipeline-host-memory-limit", "60"),
         ("--pipeline-trace", "traces"),
         ("--pipeline-profile-iterations", "2:3"),
         ("--pipeline-costs", "costs.json"),

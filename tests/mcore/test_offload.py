@@ -13,12 +13,14 @@ from mcore.test_composition import EXPERT_PARALLEL, SEQUENCE
 from mcore.test_memory import figures
 from offloaded import every, every_third, offloaded
 
+from megatron_vshape.core.check.simulate import HOST_BLOCKS, peak_in_host
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.mcore.setup.arguments import MEGATRONS_OWN
-from megatron_vshape.mcore.setup.choice import choice_of
+from megatron_vshape.mcore.setup.arguments import MEGATRONS_OWN, PipelineOptions
+from megatron_vshape.mcore.setup.choice import GIB, choice_for, choice_of
+from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.runtime.copies import Copies, priced
 
 Train = Callable[..., Ended]
@@ -121,11 +123,7 @@ AUTO = ("--pipeline-schedule", "auto", "--pipeline-memory-limit", "v-min")
 
 
 def test_auto_plans_copies_by_what_they_take(train: Train, farm: Farm, tmp_path: Path) -> None:
-    times, bytes_ = (1000.0,) * 4, (1e6,) * 4
-    costs = Costs(times, times, times, 50.0, bytes_, bytes_, layers=(2,) * 4)
-    copies = Copies(0.95e6, 300.0, 300.0, 300.0, 300.0)
-    file = tmp_path / "costs.json"
-    file.write_text(priced(costs, [copies] * 4, "assumed for a test").to_json())
+    file = costs_of_copies(tmp_path)
     theirs = train(2, "--pipeline-schedule", "v-half", *SEVEN)
     ours = farm.run(2, *AUTO, "--pipeline-costs", str(file), *SEVEN, plugin=PLUGIN).check()
     (line,) = [each for each in ours.output[0].splitlines() if "activations wait in host" in each]
@@ -188,3 +186,67 @@ def test_a_file_whose_copies_cannot_run_is_refused(tmp_path: Path) -> None:
         file.write_text(schedule.to_csv().replace(old, new))
         with pytest.raises(ScheduleError, match=said):
             choice_of(str(file), 2)
+
+
+LARGE = 0.95e6
+"""What of a microbatch is copied, by `costs_of_copies`."""
+
+
+def costs_of_copies(tmp_path: Path) -> Path:
+    times, bytes_ = (1000.0,) * 4, (1e6,) * 4
+    costs = Costs(times, times, times, 50.0, bytes_, bytes_, layers=(2,) * 4)
+    copies = Copies(LARGE, 300.0, 300.0, 300.0, 300.0)
+    file = tmp_path / "costs.json"
+    file.write_text(priced(costs, [copies] * 4, "assumed for a test").to_json())
+    return file
+
+
+def test_auto_keeps_the_limit_of_host_memory(tmp_path: Path) -> None:
+    """What waits leaves room for blocks that are not full."""
+    file = costs_of_copies(tmp_path)
+    costs, peaks = Costs.load(file), []
+    for chunks in (3.0, 1e6):
+        limit = chunks * LARGE * (1 + 1 / HOST_BLOCKS) / GIB
+        options = PipelineOptions("auto", 60.0, str(file), "v-min", limit)
+        schedule = Planner(choice_for(options, 2)).training(16).schedule
+        peaks.append(max(peak_in_host(schedule, costs)))
+    assert 0 < peaks[0] <= 3 * LARGE * (1 + 1e-9) < peaks[1]
+
+
+def test_a_file_beyond_the_limit_of_host_memory(train: Train, farm: Farm, tmp_path: Path) -> None:
+    """By its costs it is refused; without them what does not fit stays on the device."""
+    theirs = train(2, "--pipeline-schedule", "v-half", *STEPS, UNTIED)
+    schedule = offloaded(make("v-half", 2, 8))
+    limit = ("--pipeline-host-memory-limit", "0.0006")
+    ours = trained(farm, tmp_path, schedule, *limit, *STEPS, UNTIED, ranks=2)
+    assert_same_bits(ours, theirs)
+    told = [line for run in ours.output for line in run.splitlines() if "no host memory" in line]
+    assert told
+    assert all("the limit is 1 MiB" in line for line in told)
+    found = re.search(r"in host memory \[([0-9., ]+)\]", ours.output[0])
+    assert found is not None
+    assert all(0 < float(each) * 2**20 <= 0.0006 * GIB for each in found[1].split(","))
+
+
+@pytest.mark.parametrize(
+    ("name", "limit_gib", "said"),
+    [
+        ("v-half", 1.0, "--pipeline-host-memory-limit is for --pipeline-schedule auto, or a sched"),
+        ("auto", -1.0, "--pipeline-host-memory-limit -1 is not a number of GiB above 0"),
+        (
+            "file",
+            0.002,
+            r"has 0.00\d GiB of rank 0 wait in host memory at once, by --pipeline-costs, and "
+            r"--pipeline-host-memory-limit 0.002 has room for 0.002: raise it, or plan with",
+        ),
+    ],
+)
+def test_limits_of_host_memory_that_cannot_be(
+    tmp_path: Path, name: str, limit_gib: float, said: str
+) -> None:
+    if name == "file":
+        name = str(tmp_path / "schedule.json")
+        Path(name).write_text(offloaded(make("v-half", 2, 8)).to_json())
+    options = PipelineOptions(name, 60.0, str(costs_of_copies(tmp_path)), None, limit_gib)
+    with pytest.raises(ScheduleError, match=said):
+        choice_for(options, 2)

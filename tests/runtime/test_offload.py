@@ -297,6 +297,20 @@ def test_host_memory_is_used_again_and_grows_no_further() -> None:
     assert host.nbytes == 0
 
 
+def test_host_memory_grows_to_its_limit_and_no_further(caplog: pytest.LogCaptureFixture) -> None:
+    host = HostMemory(CPU, most_bytes=3 * 2**20)
+    taken = [host.take(2**20) for _ in range(2)]
+    with caplog.at_level(logging.WARNING):
+        assert host.take(2**21) is None
+    assert host.nbytes == 2 * 2**20
+    (record,) = caplog.records
+    assert "beyond 2 MiB on rank 0 (2 more wanted: the limit is 3 MiB)" in record.getMessage()
+    assert taken[0] is not None
+    host.give_back(taken[0], Moment(None))
+    assert host.take(2**21) is not None  # of a free one, and one more
+    assert host.nbytes == 3 * 2**20
+
+
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 100)
     return "0 MiB of this rank's share are free"

@@ -1,13 +1,15 @@
 """The predictor against published measurements, none of which it reads."""
 
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sweep.samples import ROOT, SWEEP, load_sample
+from sweep.samples import CLUSTER, ROOT, SWEEP, load_sample
 
 from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.model.schedule import Objective
@@ -20,6 +22,7 @@ from megatron_vshape.sweep.machine import Machine
 from megatron_vshape.sweep.measured_costs import key_of_shapes, load_measured
 from megatron_vshape.sweep.predict import Prediction, Predictor, Verdict, plan_adaptive
 from megatron_vshape.sweep.report import load_published
+from megatron_vshape.sweep.trainer_flags import trainer_command
 
 SWEEPS = ROOT / "configs" / "sweeps"
 ADAPTIVE_GRID = {**SWEEP["grid"], "schedule": ["adaptive"], "microbatch_size": [2]}
@@ -320,3 +323,43 @@ def test_costs_of_a_shared_vocabulary_are_none_of_a_sweeps(tmp_path: Path) -> No
     entry = {"costs": "costs.json", "layers_per_stage": 2, "sequence_length": 64}
     with pytest.raises(SweepError, match="of a vocabulary that all devices share"):
         load_measured(load_sample(tmp_path, sweep={"measured_costs": [entry]}))
+
+
+def test_devices_share_the_link_to_their_host(tmp_path: Path) -> None:
+    """At 10 GB/s a MB takes 100 us, and twice as long where two devices copy."""
+    costs = replace(Costs.uniform(2, 4), held_after_forward_bytes=(1e6, 2e6, 2e6, 1e6))
+    for more, times_us in (({}, (100, 200)), ({"shared_by": 2, "half_duplex": True}, (200, 400))):
+        cluster = load_sample(tmp_path, cluster={"host_link": {"gb_per_s": 10} | more}).cluster
+        made = Machine.of(cluster).copied(costs)
+        assert made.half_duplex == bool(more)
+        for kind in (COPY_OUT, COPY_BACK):
+            assert [made.time_us(kind, stage) for stage in (0, 1)] == pytest.approx(times_us)
+    without = Machine.of(load_sample(tmp_path).cluster)
+    assert (without.copied(costs), without.in_host_bytes) == (costs, math.inf)
+
+
+def test_adaptive_has_activations_wait_where_the_cluster_file_has_a_link(tmp_path: Path) -> None:
+    workloads = [{"sequence_length": 64, "global_batch_size": 32}]
+    # Little more than what is there besides activations, so that the order alone waits for memory.
+    device = CLUSTER["device"] | {"memory_gib": 2.065}
+
+    def found(**link: float) -> tuple[float, int]:
+        """Return the step's time and how many copies there are to the host."""
+        over = {"device": device} | ({"host_link": link} if link else {})
+        sweep = {"grid": ADAPTIVE_GRID, "workloads": workloads}
+        loaded = load_sample(tmp_path, sweep=sweep, cluster=over)
+        (it,) = expand(loaded).possible
+        made = predictor_of(loaded)(it)
+        assert made.planned is not None
+        assert made.step_s is not None
+        command = trainer_command(loaded, it, tmp_path / "plan.json")
+        assert ("--pipeline-host-memory-limit" in command) == ("memory_gib" in link)
+        return made.step_s, sum(work.kind is COPY_OUT for row in made.planned.order for work in row)
+
+    alone, without = found()
+    own, copies = found(gb_per_s=10.0)
+    assert without == 0 < copies
+    assert own < 0.99 * alone
+    shared, _ = found(gb_per_s=10.0, shared_by=32)
+    assert own < shared <= alone * (1 + 1e-9)
+    assert found(gb_per_s=10.0, memory_gib=0.001) == (pytest.approx(alone, rel=0.005), 0)

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.check.simulate import peak_in_host, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import OFFLOAD, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import ORDER_ALONE, Schedule, Way
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.view.trades import host_peak, link_share, trades_told, way_text
+from megatron_vshape.view.trades import link_share, trades_told, way_text
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_what_the_host_holds_and_how_busy_the_link_is() -> None:
     schedule = Schedule("two", 1, 2, (0,), (tuple(row),))
     costs = Costs.uniform(1, 1).with_copies(1.0)
     timeline = simulate(schedule, costs)
-    assert host_peak(timeline, costs) == 4.0
+    assert peak_in_host(schedule, costs) == (4.0,)
     assert link_share(timeline) == pytest.approx(4.0 / timeline.makespan)
     told = dict(trades_told(timeline, costs, "{:g} chunks".format))
     assert told["copies"].startswith("100.0 % of the activations wait in host memory (100.0 % of")

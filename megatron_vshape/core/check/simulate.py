@@ -6,9 +6,13 @@ from functools import cache
 
 from megatron_vshape.core.check.deadlock import explain_deadlock
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.kinds import COPY_OUT, RELOAD, Kind, ScheduleError
 from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Lane, Schedule, Timeline
+
+HOST_BLOCKS = 16
+"""Host memory is made in blocks, of which what waits there takes at least so many: little of its
+last one is unused."""
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -179,6 +183,33 @@ def peak_held(schedule: Schedule, costs: Costs | None = None) -> tuple[float, ..
     costs = costs_of(schedule, costs)
     kinds = schedule.kinds
     return tuple(max(_held(passes, costs, kinds), default=0.0) for passes in schedule.order)
+
+
+def peak_in_host(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """Return the most that host memory holds of each device, in the unit of the costs' memory.
+
+    It follows from the device's row, like what the device holds, so that slower copies never make
+    it more: a microbatch is there from where its copy may begin until its backward, for which it
+    must be back.
+    """
+    moved = costs_of(schedule, costs).held(RELOAD)[0]
+    return tuple(_peak_in_host(passes, moved) for passes in schedule.order)
+
+
+def filled(num_bytes: float) -> float:
+    """Return how much may wait in so much host memory, as the last block is not always full."""
+    return num_bytes / (1 + 1 / HOST_BLOCKS)
+
+
+def _peak_in_host(passes: Sequence[Pass], moved: Sequence[float]) -> float:
+    held, peak = dict[tuple[int, int], float](), 0.0
+    for work in passes:
+        if work.kind is COPY_OUT:
+            held[work[1:]] = moved[work.stage]
+            peak = max(peak, sum(held.values()))
+        elif Kind.B in work.kind.does:
+            held.pop(work[1:], None)
+    return peak
 
 
 def _held(passes: Sequence[Pass], costs: Costs, kinds: Iterable[Kind]) -> list[float]:

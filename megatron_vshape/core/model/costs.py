@@ -340,7 +340,17 @@ class Costs:
         held = self.held_after_forward_bytes
         each = median(us / more for us, more in zip(self.forward_us, held, strict=True) if more)
         times = tuple(max(forwards * each * more, LEAST * forwards * each) for more in held)
-        amounts = times, held, times
+        return self.with_copies_of(times, held, times, half_duplex)
+
+    def with_copies_of(
+        self,
+        out_us: tuple[float, ...],
+        moved_bytes: tuple[float, ...],
+        back_us: tuple[float, ...],
+        half_duplex: bool = False,
+    ) -> "Costs":
+        """Return the costs where so much of every stage may be copied, in so long each way."""
+        amounts = out_us, moved_bytes, back_us
         names = COPY_OUT.time, RELOAD.takes, COPY_BACK.time
         own = self.without_copies()
         others = (*own.others, *zip(names, amounts, strict=True))

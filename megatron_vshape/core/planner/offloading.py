@@ -61,12 +61,14 @@ def with_copies(
     row: np.ndarray,
     slacks: Sequence[float] = (0.0,),
     throughout: Sequence[int] = (),
+    room_in_host: int | None = None,
 ) -> Iterator[np.ndarray]:
     """Yield the order with copies, as rows of all lanes, for every slack with which it fits.
 
     `row` is one of F, B and W, of the shop `parts`. By the slack times what a chunk holds at most
     the limit counts as lower: where passes are late, what was let go of in time no longer is. If
-    any stages are to be copied `throughout`, they are and nothing else.
+    any stages are to be copied `throughout`, they are and nothing else. Else of a device no more
+    waits in host memory than it has room for.
     """
     m = problem.num_microbatches
     place, head = np.empty(row.size, np.int32), np.empty(row.size, np.int64)
@@ -77,7 +79,8 @@ def with_copies(
     starts = (head - parts.ticks).reshape(ends.shape)
     stages = stages_of(problem.placement, problem.num_devices)
     devices = [
-        _Device(problem, device, own, starts, ends, throughout) for device, own in enumerate(stages)
+        _Device(problem, device, own, starts, ends, throughout, room_in_host)
+        for device, own in enumerate(stages)
     ]
     for slack in slacks:
         lanes: list[list[int]] = [[] for _ in problem.room]
@@ -100,13 +103,14 @@ class _Device:
         starts: np.ndarray,
         ends: np.ndarray,
         throughout: Sequence[int],
+        room_in_host: int | None,
     ) -> None:
         self.problem, self.device = problem, device
         self.chunks = _chunks_of(problem, stages, starts, ends)
         self.limit = int(problem.room[device])
         self.bounds = np.sort(starts[list(stages)].ravel())
         self.lane_of = {kind: _lane_of(problem, kind, stages[0]) for kind in (COPY_OUT, COPY_BACK)}
-        self.throughout = throughout
+        self.throughout, self.room_in_host = throughout, room_in_host
         self.tried: dict[int, tuple[int, _Copies]] = {}  # by how many chunks: peak and copies
 
     def add_to(self, lanes: list[list[int]], slack: float) -> bool:
@@ -132,7 +136,7 @@ class _Device:
             return _timed(problem, chunks, np.flatnonzero(np.isin(chunks.stage, self.throughout)))
         gain = (chunks.due - chunks.ready - chunks.out - chunks.back) * chunks.moved
         ranked = np.argsort(-gain / (chunks.out + chunks.back), kind="stable")
-        ranked = ranked[gain[ranked] > 0]
+        ranked = self._with_room_in_host(ranked[gain[ranked] > 0])
 
         def peak(count: int) -> int:
             if count not in self.tried:
@@ -150,6 +154,20 @@ class _Device:
         if peak(low) > limit:  # the link is full: of those tried, what holds least
             low = min(self.tried, key=lambda count: (self.tried[count][0], count))
         return self.tried[low][1]
+
+    def _with_room_in_host(self, ranked: np.ndarray) -> np.ndarray:
+        """Return those for which host memory has room beside the ones before them."""
+        if self.room_in_host is None:
+            return ranked
+        chunks, there = self.chunks, np.zeros(len(self.bounds) + 1, np.int64)
+        begins, ends = (np.searchsorted(self.bounds, at) for at in (chunks.ready, chunks.due))
+        kept = []
+        for at in ranked.tolist():
+            own = there[begins[at] : ends[at]]
+            if own.max(initial=0) + chunks.moved[at] <= self.room_in_host:
+                own += chunks.moved[at]
+                kept.append(at)
+        return np.array(kept, np.int64)
 
 
 def _chunks_of(

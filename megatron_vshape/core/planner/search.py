@@ -71,6 +71,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
+from math import inf
 
 from megatron_vshape.core.check.bounds import LimitError, each_limit
 from megatron_vshape.core.check.choices import bound_of_choices
@@ -134,6 +135,7 @@ def plan(
     kinds: Iterable[Kind] = PARTS,
     whole: bool = False,
     trades: bool = False,
+    in_host: float = inf,
     steps: int | None = None,
     seconds: float | None = None,
     progress: Progress | None = None,
@@ -151,7 +153,8 @@ def plan(
     takes its time, and no W counts: the order is meant to run without.
     With `trades` activations may wait in host memory, where the costs say what copies take, and
     stages may compute them again, where the costs have prices of that: chosen by microbatch and by
-    stage, and never worse than the order alone. The first run compiles the inner loops, which numba
+    stage, and never worse than the order alone. Of a device at most `in_host` waits there at once,
+    in the unit of the costs' memory. The first run compiles the inner loops, which numba
     keeps for later ones.
 
     >>> from megatron_vshape import Costs, plan
@@ -173,7 +176,7 @@ def plan(
         (placement, regroup(costs, len(placement), f"a placement of {len(placement)} stages"))
         for placement in allowed
     ]
-    begun = _searches(owns, sizes, tuple(kinds), whole, trades, seed)
+    begun = _searches(owns, sizes, tuple(kinds), whole, trades, in_host, seed)
     race = _Race(_worth_racing(begun) if trades else begun, trades)
     race.run(steps, seconds, progress)
     made = race.plan()
@@ -198,6 +201,7 @@ def _searches(
     kinds: tuple[Kind, ...],
     whole: bool,
     trades: bool,
+    in_host: float,
     seed: int,
 ) -> list[PlacementSearch]:
     """Return a search for every placement, and for every way to save memory on it, that fits.
@@ -219,7 +223,7 @@ def _searches(
                 refused.append(error)
                 continue
             if way.copies:
-                begun.append(OffloadSearch(problem, seed, way, bases))
+                begun.append(OffloadSearch(problem, seed, way, bases, in_host))
             else:
                 begun.append(PlacementSearch(problem, seed, way))
     if not begun:

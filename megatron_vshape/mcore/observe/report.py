@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.check.simulate import peak_in_host
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import COPY_OUT, LOGITS, RELEASE
 from megatron_vshape.core.model.schedule import Schedule
@@ -27,7 +27,6 @@ from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.held_bytes import Census
 from megatron_vshape.runtime.host_memory import free_host_bytes
 from megatron_vshape.runtime.offload import Offload
-from megatron_vshape.view.trades import host_peak
 
 CLOSE = 0.1
 """What a step may differ from its prediction by and still be called as planned."""
@@ -326,7 +325,7 @@ def _copies_told(plan: Plan, costs: Costs | None) -> str:
     free = free_host_bytes()
     if costs is None or not costs.copies or costs.num_stages != schedule.num_stages or free is None:
         return line
-    needed = host_peak(simulate(schedule, costs), costs)
+    needed = max(peak_in_host(schedule, costs))
     line += (
         f": {needed / GIB:.3f} GiB of a rank at most, and {free / GIB:.3f} GiB are free for each"
     )

@@ -13,7 +13,7 @@ from megatron_vshape.core.model.layers import recut
 from megatron_vshape.core.planner.vocabulary import without_shared
 from megatron_vshape.core.rivals import Known, Rival, judge_rival
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
-from megatron_vshape.mcore.setup.choice import choice_of
+from megatron_vshape.mcore.setup.choice import choice_for
 
 MOST_CHUNKS = 12
 """Virtual stages of a rank that are tried."""
@@ -38,7 +38,7 @@ def megatrons_if_best(args: Namespace, options: PipelineOptions) -> Rival | None
     microbatches = None if mine or _lies_its_own_way(args) else num_microbatches(args)
     if microbatches is None:
         return None
-    choice = choice_of(AUTO, ranks, options.costs(), limit)
+    choice = choice_for(options, ranks)
     assert choice.costs is not None
     measured, layers = without_shared(choice.costs), args.num_layers
 
@@ -52,6 +52,7 @@ def megatrons_if_best(args: Namespace, options: PipelineOptions) -> Rival | None
         measured,
         cut,
         choice.limit_of,
+        choice.in_host_bytes,
         placements=(choice.placement,),
         holds_less=False,
     )

@@ -29,6 +29,7 @@ class PipelineOptions:
     costs_file: str | None = None
     # Of a device, everything included, for auto; or of whose activations the peak is the limit.
     memory_limit_gib: float | str | None = None
+    host_memory_limit_gib: float | None = None  # of a device: what activations may take there
     profile_steps: tuple[int, int] | None = None  # first and last training step of this process
     trace_folder: str | None = None
     layer_split: str | None = None  # auto, or the layers of every stage with commas
@@ -82,6 +83,13 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         type=memory_limit,
         help="device memory for all of a rank's tensors, for auto; or a schedule, as in "
         "interleaved-1f1b:4, whose activations are the limit for activations. Default: 1f1b.",
+    )
+    group.add_argument(
+        "--pipeline-host-memory-limit",
+        metavar="GIB",
+        type=float,
+        help="host memory in which a rank's activations may wait: auto plans within it, and what a "
+        "schedule file has wait beyond it stays on the device. Default: what is free.",
     )
     group.add_argument(
         "--pipeline-profile-iterations",
@@ -162,6 +170,7 @@ def options_of(args: Namespace) -> PipelineOptions:
         _timeout_seconds(args),
         args.pipeline_costs,
         args.pipeline_memory_limit,
+        args.pipeline_host_memory_limit,
         profile,
         args.pipeline_trace,
         args.pipeline_layer_split,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, find, known_as
+from megatron_vshape.core.check.bounds import fits
+from megatron_vshape.core.check.simulate import filled, peak_in_host
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import OFFLOAD, VOCABULARY, Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
@@ -33,6 +36,7 @@ class Choice:
     estimate: Costs | None = None  # or this, in such units, where stages have unlike layers
     limit_bytes: float | None = None  # of a device, for auto; None: activations as `limit_of` holds
     limit_of: str | tuple[float, ...] | None = None  # a schedule, or its peaks; None: 1F1B's
+    host_limit_bytes: float = math.inf  # of what waits in host memory of a device
     num_layers: int | None = None  # of the model, where its layers are all alike
     keeps_backward_whole: bool = False  # every B takes its W along, as where layers are recomputed
     whole_stages: frozenset[int] = frozenset()  # the same of these: no W is left of their B
@@ -62,6 +66,11 @@ class Choice:
         if self.from_file is not None:
             return not self.from_file.kinds.isdisjoint(OFFLOAD)
         return self.name == AUTO and self.costs is not None and self.costs.copies
+
+    @property
+    def in_host_bytes(self) -> float:
+        """Return how much is planned to wait in host memory: blocks of it are not quite filled."""
+        return filled(self.host_limit_bytes)
 
     @property
     def joins(self) -> bool:
@@ -123,7 +132,40 @@ def choice_for(options: PipelineOptions, num_devices: int) -> Choice:
         options.memory_limit_gib,
         options.profile_steps is not None,
     )
-    return replace(choice, shares=choice.shares or options.vocab_parallel)
+    limit_bytes = _host_limit_bytes(options.host_memory_limit_gib, choice)
+    shares = choice.shares or options.vocab_parallel
+    return replace(choice, shares=shares, host_limit_bytes=limit_bytes)
+
+
+def _host_limit_bytes(limit_gib: float | None, choice: Choice) -> float:
+    """Return the limit of what waits in host memory of a device.
+
+    Raises:
+        ScheduleError: it is none, nothing waits there, or by the costs more does than that.
+    """
+    option, file, costs = "--pipeline-host-memory-limit", choice.from_file, choice.costs
+    if limit_gib is None:
+        return math.inf
+    if not 0 < limit_gib < math.inf:
+        raise ScheduleError(f"{option} {limit_gib:g} is not a number of GiB above 0")
+    if file is None and choice.name != AUTO:
+        raise ScheduleError(
+            f"{option} is for --pipeline-schedule auto, or a schedule file with copies to host "
+            f"memory; {choice.name} has none: leave it out"
+        )
+    limit_bytes = limit_gib * GIB
+    if file is None or costs is None or not (choice.copies and costs.copies):
+        return limit_bytes
+    if costs.num_stages == file.num_stages:
+        peaks = peak_in_host(file, costs)
+        if not fits(peaks, [filled(limit_bytes)] * len(peaks)):
+            raise ScheduleError(
+                f"the schedule file {choice.name} has {max(peaks) / GIB:.3f} GiB of rank "
+                f"{peaks.index(max(peaks))} wait in host memory at once, by --pipeline-costs, and "
+                f"{option} {limit_gib:g} has room for {filled(limit_gib):.3f}: raise it, or plan "
+                "with --host-memory-limit"
+            )
+    return limit_bytes
 
 
 def _check_adaptive(

@@ -122,7 +122,8 @@ def _pipeline(
 
 def _run_megatrons(args: Namespace, rival: Rival) -> None:
     """Have Megatron's own function run, as if its schedule had been asked for."""
-    args.pipeline_schedule, args.pipeline_costs, args.pipeline_memory_limit = rival.name, None, None
+    args.pipeline_schedule, args.pipeline_costs = rival.name, None
+    args.pipeline_memory_limit, args.pipeline_host_memory_limit = None, None
     args.num_virtual_stages_per_pipeline_rank = rival.chunks
     if os.environ.get("RANK", "0") == "0":
         logger.info(
@@ -162,6 +163,7 @@ def _given_for_ours(options: PipelineOptions) -> list[str]:
     """Return the flags given that only a schedule of this package uses."""
     given = {
         "--pipeline-memory-limit": options.memory_limit_gib is not None,
+        "--pipeline-host-memory-limit": options.host_memory_limit_gib is not None,
         "--pipeline-trace": options.trace_folder is not None,
         # a trace asks for some by itself
         "--pipeline-profile-iterations": (

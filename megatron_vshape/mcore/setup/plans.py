@@ -12,11 +12,8 @@ from megatron_vshape.core.check.bounds import least_memory
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import (
-    COPY_BACK,
-    COPY_OUT,
     LOGITS,
     OFFLOAD,
-    RELEASE,
     VOCABULARY,
     Kind,
     ScheduleError,
@@ -223,12 +220,8 @@ class Planner:
         estimate = self.choice.estimate
         if estimate is None or OFFLOADS.isdisjoint(schedule.kinds):
             return estimate
-        others = {
-            COPY_OUT.time: estimate.forward_us,
-            RELEASE.frees: estimate.held_after_forward_bytes,
-            COPY_BACK.time: estimate.forward_us,
-        }
-        return replace(estimate, others=tuple(others.items()))
+        held, as_forward = estimate.held_after_forward_bytes, estimate.forward_us
+        return estimate.with_copies_of(as_forward, held, as_forward)
 
     def _schedule(self, num_microbatches: int) -> Schedule:
         choice = self.choice
@@ -265,7 +258,8 @@ class Planner:
         def cut(num_stages: int, name: str) -> Costs:
             return recut(costs, num_stages, question.num_devices, name, layers)
 
-        asked = replace(question, costs=costs, cut=cut, limit=limit, placements=placements)
+        within = replace(question, limit=limit, in_host=self.choice.in_host_bytes)
+        asked = replace(within, costs=costs, cut=cut, placements=placements)
         return replace(ask(asked).schedule, name=AUTO)
 
     def _start(self, question: Question) -> Schedule:

@@ -427,7 +427,8 @@ class PipelineRunner:
         if OFFLOADS.isdisjoint(program.schedule.kinds) and not may:
             return None
         if self._offload is None:
-            self._offload = Offload(_device_of(chunks[0]))
+            limit_bytes = self._pipeline.choice.host_limit_bytes
+            self._offload = Offload(_device_of(chunks[0]), most_bytes=limit_bytes)
             self.report.offload = self._offload
         self._offload.keep(persistent(chunks))
         return self._offload
