@@ -1,6 +1,13 @@
 """What the markers mean; declared in pyproject.toml."""
 
+import contextlib
+
 import pytest
+
+with contextlib.suppress(ImportError):
+    # Imported after Megatron, whose dependencies log by absl, it has absl close what stands for
+    # stderr, which is pytest's.
+    import submitit  # noqa: F401
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
