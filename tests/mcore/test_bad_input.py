@@ -168,7 +168,7 @@ class TestScheduleFiles:
 
 
 OPTIONS = [
-    "--cuda-graph-impl local",
+    "--cuda-graph-impl full_iteration",
     "--use-megatron-fsdp",
     "--hybrid-context-parallel",
     "--perform-rl-step",
