@@ -88,6 +88,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transformer-engine", action="store_true", help="its layers, not Megatron's own"
     )
+    _add_choices(parser)
+    _add_links(parser)
+    parser.add_argument(
+        "--repeats", type=count, default=10, metavar="N", help="microbatches timed per stage"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE.json", help="the costs file"
+    )
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    """Say what a plan may choose among, and what the run to be planned shares."""
     parser.add_argument(
         "--recompute",
         nargs="+",
@@ -115,13 +127,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.yaml",
         help="as in configs/clusters: where devices share a link to their host by its host_link, "
         "copies that one device has measured take as many times as long",
-    )
-    _add_links(parser)
-    parser.add_argument(
-        "--repeats", type=count, default=10, metavar="N", help="microbatches timed per stage"
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE.json", help="the costs file"
     )
 
 
