@@ -205,8 +205,8 @@ def test_host_memory_may_have_a_limit(tmp_path: Path, capsys: pytest.CaptureFixt
         ),
         (["--offload", "1,both"], "'1,both' is not a time above 0, as in 1.5"),
         (
-            ["--offload", "1", "--layers", "8", "--layer-split", "auto"],
-            "--offload cannot stand besi",
+            ["--offload", "1", "--costs", "costs.json"],
+            "--offload cannot stand beside --costs, which says what copies take",
         ),
     ],
 )
