@@ -280,12 +280,18 @@ def best_order(question: Question, *known: Known) -> Planned:
     searched = question.placements or default_placements(
         question.num_devices, whole.num_stages, whole.trades
     )
-    found, refused = [], None
-    for asked in _by_costs(question, searched):
+    found: list[Planned] = []
+    refused: ScheduleError | None = None
+    each_asked = _by_costs(question, searched)
+    for asked in each_asked:
         try:
             found.append(_planned(asked, limits))
         except LimitError as error:  # of what was searched; a known schedule may have another
             refused = error
+        except ScheduleError as error:  # no order was found there
+            if len(each_asked) == 1:
+                raise
+            refused = refused or error
     value = min((each.plan.value for each in found), default=math.inf)
     rivals = [joined(each, goal) for each in (*known, *_rivals(question, limits, value))]
     for placement in _also_planned(question, limits, rivals, searched):

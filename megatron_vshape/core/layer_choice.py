@@ -11,6 +11,7 @@ and up to 3 % elsewhere.
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 from megatron_vshape.core.ask import Planned, Question, best_order, bound_at
@@ -68,18 +69,21 @@ def choose_layers(question: Question, answer: Planned) -> Layered:
     def planned(asked: Question, layers: tuple[int, ...]) -> Planned:
         return best_order(replace(asked, costs=pieces.costs(layers)))
 
-    value, layers, draw = planned(trial, first).plan.value, first, random.Random(1)
+    def value_of(layers: tuple[int, ...]) -> float:
+        try:
+            return planned(trial, layers).plan.value
+        except ScheduleError:  # nothing fits, or no order was found to
+            return inf
+
+    value, layers, draw = value_of(first), first, random.Random(1)
     trades = pieces.costs(first).trades
     for _ in range(TRIALS_OF_TRADES if trades else TRIALS):
         near = _near(draw, layers)
         tried = next((each for each in near if _promises(asked, pieces, each, value)), None)
         if tried is None:
             break
-        try:
-            reached = planned(trial, tried).plan.value
-        except LimitError:
-            continue
-        if reached <= value:
+        reached = value_of(tried)
+        if reached <= value and reached < inf:
             layers, value = tried, reached
     balanced = answer.plan.value
     if layers != first:

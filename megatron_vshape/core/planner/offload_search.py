@@ -37,7 +37,7 @@ They are of published blocks. Below the first level steady orders join them wher
 less than is missing: at d=8, m=32, 4 chunks, a copy as long as an F and 8 chunks in host memory
 blocks alone lead to 66.0, with steady orders to 35.25. Elsewhere these, for a fourth of the time,
 led to less in one cell of 11 (6 chunks, a copy as long as two F: 15.65, and 16.1 without); as long
-a walk (`search.TURNS_OF_TRADES`) gains in 8 of them.
+a walk (`search.TURNS_OF_TRADES`) gains in 6 of them.
 """
 
 STEADY = 4
