@@ -107,6 +107,8 @@ def pieces_of(
         first, last = ends_of(options, options.layers)
         pieces = Pieces.estimated(0.0, layers / chunks, options.cost or UNIT_COST)
         pieces = replace(pieces, first=first, last=last)
+        if options.offload is not None:
+            pieces = pieces.with_copies(options.offload.forwards, options.offload.half_duplex)
     else:
         layers = float(options.layers or sum(measured.layers or ()))
         _check_measured(options, measured, layers, what)
@@ -125,7 +127,7 @@ def pieces_of(
 def _check_measured(options: argparse.Namespace, measured: Costs, layers: float, what: str) -> None:
     if not layers:
         raise ScheduleError(f"{options.costs} does not say how many layers it is of: add --layers")
-    if measured.trades:
+    if measured.trades and changed(options):
         raise ScheduleError(
             f"{what}: the copies and the recompute in {options.costs} are of the "
             "stages that were measured, not of layers; leave one of the two out"

@@ -204,6 +204,11 @@ def run(options: argparse.Namespace) -> int:
         measured = _hiding(measured, options.hidden)
     costs = _costs(options, measured)
     if options.frontier is not None:
+        if costs.trades and options.layer_split:
+            raise ScheduleError(
+                "--frontier draws what copies and recompute buy for stages of given layers: leave "
+                "--layer-split out"
+            )
         return _run_frontier(options, costs, measured)
     question = _question(options, costs, measured)
     limit = _limit(options, question, measured is not None)
@@ -305,9 +310,11 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name) is None:
             raise ScheduleError(f"plan needs --{name}, as in --devices 8 --microbatches 64")
     check_targets(options, _TARGETS)
-    if options.offload is not None and (options.costs or options.layer_split):
-        other = "--costs, which says what copies take" if options.costs else "--layer-split"
-        raise ScheduleError(f"--offload cannot stand beside {other}: leave one of them out")
+    if options.offload is not None and options.costs:
+        raise ScheduleError(
+            "--offload cannot stand beside --costs, which says what copies take: leave one of them "
+            "out"
+        )
     if options.offload is not None and heavy_ends.changed(options):
         raise ScheduleError(
             "--offload cannot stand beside --vocab-parallel or --mtp-layers: leave one of them out"

@@ -280,12 +280,18 @@ def best_order(question: Question, *known: Known) -> Planned:
     searched = question.placements or default_placements(
         question.num_devices, whole.num_stages, whole.trades
     )
-    found, refused = [], None
-    for asked in _by_costs(question, searched):
+    found: list[Planned] = []
+    refused: ScheduleError | None = None
+    each_asked = _by_costs(question, searched)
+    for asked in each_asked:
         try:
             found.append(_planned(asked, limits))
         except LimitError as error:  # of what was searched; a known schedule may have another
             refused = error
+        except ScheduleError as error:  # no order was found there
+            if len(each_asked) == 1:
+                raise
+            refused = refused or error
     value = min((each.plan.value for each in found), default=math.inf)
     rivals = [joined(each, goal) for each in (*known, *_rivals(question, limits, value))]
     for placement in _also_planned(question, limits, rivals, searched):
@@ -318,12 +324,12 @@ def with_more(question: Question, answer: Planned, more: float) -> float:
 
     No more than without: what fits the limits fits higher ones.
     """
-    costs = question.costs_of(answer.schedule.placement, "the plan")
     asked = replace(
         question,
-        costs=costs,
+        costs=answer.costs,
         placements=(answer.schedule.placement,),
         layers=None,
+        cut=None,
         seconds=None,
         progress=None,
     )
@@ -496,17 +502,17 @@ def _bound_of_simple(question: Question, limits: Sequence[float]) -> float:
     )
     sizes = question.num_microbatches, limits, question.objective
     return min(
-        _bound_at(question.costs_of(each, "a plan").never_joined(), each, *sizes)
+        bound_at(question.costs_of(each, "a plan").never_joined(), each, *sizes)
         for each in placements
     )
 
 
 def _bound(question: Question, placement: Placement, limits: Sequence[float]) -> float:
     costs = question.costs_of(placement, "a plan")
-    return _bound_at(costs, placement, question.num_microbatches, limits, question.objective)
+    return bound_at(costs, placement, question.num_microbatches, limits, question.objective)
 
 
-def _bound_at(
+def bound_at(
     costs: Costs,
     placement: Placement,
     num_microbatches: int,
@@ -577,7 +583,7 @@ def _possible(question: Question, limits: Sequence[float]) -> Iterator[Possible]
             continue
         possible = may_fit(block, costs, question.num_microbatches, limits)
         alone, placement = costs.in_order_alone(), block.placement
-        least = _bound_at(alone, placement, question.num_microbatches, limits, question.objective)
+        least = bound_at(alone, placement, question.num_microbatches, limits, question.objective)
         yield Possible(rival, block.placement, possible, least)
 
 
@@ -651,7 +657,7 @@ def _plan_of(
     """Return a schedule as a plan."""
     schedule, costs, timeline, peak, _ = known
     sizes = schedule.placement, schedule.num_microbatches
-    bound = _bound_at(costs, *sizes, limits, objective)
+    bound = bound_at(costs, *sizes, limits, objective)
     value = objective.of(timeline)
     named = replace(schedule, name="plan")
     bound = min(bound, value)

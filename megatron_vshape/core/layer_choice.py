@@ -11,16 +11,19 @@ and up to 3 % elsewhere.
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
-from megatron_vshape.core.ask import Planned, Question, best_order
-from megatron_vshape.core.check.bounds import LimitError, lower_bound
+from megatron_vshape.core.ask import Planned, Question, best_order, bound_at
+from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces
-from megatron_vshape.core.model.schedule import Objective
 
 TRIALS = 24
 """Splits that are planned for."""
+
+TRIALS_OF_TRADES = 8
+"""With copies or recompute, where each takes longer."""
 
 TRIAL_STEPS = 100_000
 """The budget of each."""
@@ -66,17 +69,21 @@ def choose_layers(question: Question, answer: Planned) -> Layered:
     def planned(asked: Question, layers: tuple[int, ...]) -> Planned:
         return best_order(replace(asked, costs=pieces.costs(layers)))
 
-    value, layers, draw = planned(trial, first).plan.value, first, random.Random(1)
-    for _ in range(TRIALS):
+    def value_of(layers: tuple[int, ...]) -> float:
+        try:
+            return planned(trial, layers).plan.value
+        except ScheduleError:  # nothing fits, or no order was found to
+            return inf
+
+    value, layers, draw = value_of(first), first, random.Random(1)
+    trades = pieces.costs(first).trades
+    for _ in range(TRIALS_OF_TRADES if trades else TRIALS):
         near = _near(draw, layers)
         tried = next((each for each in near if _promises(asked, pieces, each, value)), None)
         if tried is None:
             break
-        try:
-            reached = planned(trial, tried).plan.value
-        except LimitError:
-            continue
-        if reached <= value:
+        reached = value_of(tried)
+        if reached <= value and reached < inf:
             layers, value = tried, reached
     balanced = answer.plan.value
     if layers != first:
@@ -105,10 +112,9 @@ def _promises(asked: Question, pieces: Pieces, layers: tuple[int, ...], value: f
     """Return whether an order with such layers may take less than this value."""
     (placement,), limits = asked.placements, asked.limit
     assert isinstance(limits, tuple)
-    sizes = asked.num_devices, asked.num_microbatches
-    spans = asked.objective is Objective.SPAN
+    costs, sizes = pieces.costs(layers), (asked.num_microbatches, limits)
     try:
-        least = lower_bound(pieces.costs(layers), placement, *sizes, limits, span=spans)
+        least = bound_at(costs, placement, *sizes, asked.objective)
     except LimitError:
         return False
     return least < value * _LESS

@@ -38,7 +38,8 @@ def load_measured(loaded: Loaded) -> MeasuredCosts:
                 "that have the model's ends, and shares those itself"
             )
         even = (entry.layers_per_stage,) * costs.num_stages
-        pieces[key_of_shapes(entry)] = Pieces.of(costs, costs.layers or even)
+        # what copies take, the cluster's file says
+        pieces[key_of_shapes(entry)] = Pieces.of(costs.in_order_alone(), costs.layers or even)
     return pieces
 
 

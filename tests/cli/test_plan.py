@@ -205,14 +205,25 @@ def test_host_memory_may_have_a_limit(tmp_path: Path, capsys: pytest.CaptureFixt
         ),
         (["--offload", "1,both"], "'1,both' is not a time above 0, as in 1.5"),
         (
-            ["--offload", "1", "--layers", "8", "--layer-split", "auto"],
-            "--offload cannot stand besi",
+            ["--offload", "1", "--costs", "costs.json"],
+            "--offload cannot stand beside --costs, which says what copies take",
         ),
     ],
 )
 def test_what_is_no_link(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SIZE, *given]) != 0
     assert said in capsys.readouterr().err
+
+
+def test_layers_are_dealt_out_beside_copies(capsys: pytest.CaptureFixture[str]) -> None:
+    split = ["--layers", "9", "--layer-split", "auto", "--head", "2", "--chunks", "2"]
+    size = ["--devices", "2", "--microbatches", "4", *COST, "--memory-limit", "3"]
+    assert main(["plan", *size, "--offload", "1", *split]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^copies +[0-9.]+ % of the activations wait", told, re.M)
+    found = re.search(r"^layers +--pipeline-layer-split ([0-9,]+)$", told, re.M)
+    assert found is not None
+    assert sum(map(int, found[1].split(","))) == 9
 
 
 def exchanging(path: Path) -> Path:

@@ -1,11 +1,14 @@
 """Layers that are chosen together with the order."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
-from megatron_vshape.core.ask import AUTO, Question, best_order
-from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.ask import AUTO, Question, best_order, bound_at
+from megatron_vshape.core.check.bounds import fits
+from megatron_vshape.core.check.simulate import peak_held, peak_in_host, simulate
+from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.layer_choice import choose_layers
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces
@@ -58,3 +61,41 @@ def test_every_schedule_is_compared_with_its_own_layers_balanced() -> None:
 def test_what_layers_cost_must_be_said() -> None:
     with pytest.raises(ScheduleError, match="must say what they cost"):
         choose_layers(QUESTION, best_order(QUESTION))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_are_chosen_beside_copies(seed: int) -> None:
+    """Never slower than balanced ones, within both limits, and no plan is below its bound."""
+    luck = random.Random(seed)
+    devices, num_layers, microbatches = luck.choice([2, 3]), luck.randint(8, 14), luck.randint(4, 8)
+    times = tuple(luck.uniform(0.5, 2) for _ in range(3))
+    pieces = Pieces.estimated(luck.uniform(0, 4), num_layers / (2 * devices), (*times, 0.05))
+    pieces = pieces.with_copies(luck.uniform(0.3, 2), luck.random() < 0.5)
+    if luck.random() < 0.5:
+        layer = replace(pieces.layer, held_after_forward_bytes=0.4 * pieces.layer.forward_us)
+        pieces = replace(pieces, recompute=(("mlp", replace(pieces, layer=layer)),))
+    limit, in_host = luck.uniform(1.5, 2) * devices, luck.choice([1.0, 2.0, 100.0])
+    first = pieces.costs(pieces.balanced(num_layers, looping(devices, 2)))
+    sizes = devices, microbatches
+    asked = Question(AUTO, *sizes, first, limit=limit, in_host=in_host, steps=3_000)
+    asked = replace(asked, layers=(pieces, num_layers))
+    answer = best_order(asked)
+    found = choose_layers(asked, answer)
+    made, own = found.answer.schedule, pieces.costs(found.layers)
+    assert (sum(found.layers), found.answer.costs) == (num_layers, own)
+    assert found.answer.plan.value <= found.balanced == answer.plan.value
+    verify(made, limit, own)
+    assert simulate(made, own).makespan == pytest.approx(found.answer.plan.value)
+    if own.copies and made.kinds - {"F", "B", "W"}:
+        assert fits(peak_in_host(made, own), (in_host,) * devices)
+    for placement in (v_shape(devices), looping(devices, 2)):  # of any layers
+        layers = [1] * (2 * devices)
+        for _ in range(num_layers - len(layers)):
+            layers[luck.randrange(len(layers))] += 1
+        costs = pieces.costs(layers)
+        limits = (limit + 2.0 * max(costs.held_after_forward_bytes),) * devices
+        one = Question(
+            AUTO, *sizes, costs, limit=limits, placements=(placement,), steps=3_000, chunks=()
+        )
+        bound = bound_at(costs, placement, microbatches, limits, one.objective)
+        assert 0 < bound <= best_order(one).plan.value * (1 + 1e-9)

@@ -3,6 +3,7 @@
 Plans are judged by `link_replay`, which knows nothing of the package.
 """
 
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import replace
@@ -156,6 +157,28 @@ def test_host_memory_has_a_limit(half_duplex: bool) -> None:
     assert values[0] < values[1] < values[2] < values[3]
     alone = plan(costs.in_order_alone(), 4, 12, 3.0, steps=40_000)
     assert values[3] == pytest.approx(alone.value)
+
+
+@pytest.mark.parametrize(("t", "half_duplex"), [(0.5, False), (1.0, False), (0.5, True)])
+def test_more_room_is_never_slower(t: float, half_duplex: bool) -> None:
+    """On the device, and in host memory; that this holds of every cell is not proved."""
+    costs, sizes = costs_of(4, t, half_duplex), (4, 12)
+    values = [plan(costs, *sizes, limit, trades=True, steps=60_000).value for limit in (2.5, 3, 5)]
+    assert values == sorted(values, reverse=True)
+    rooms = (1.0, 2.0, 4.0, 8.0, math.inf)
+    in_host = [
+        plan(costs, *sizes, 3.0, trades=True, steps=60_000, in_host=room).value for room in rooms
+    ]
+    assert in_host == sorted(in_host, reverse=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "rooms"), [(8.0, (4.0, 8.0, 12.0, 16.0)), (4.0, (8.0, 12.0))])
+def test_more_room_in_host_memory_is_never_slower(limit: float, rooms: tuple[float, ...]) -> None:
+    costs = costs_of(8, 1.0)
+    made = [plan(costs, 8, 32, limit, trades=True, in_host=room) for room in (*rooms, math.inf)]
+    values = [judged(each, costs, limit).makespan for each in made]
+    assert values == sorted(values, reverse=True)
 
 
 def waiting_at_once(timeline: Timeline) -> int:

@@ -20,15 +20,12 @@ from megatron_vshape.core.model.files import (
 )
 from megatron_vshape.core.model.kinds import (
     BESIDE,
-    COPY_BACK,
-    COPY_OUT,
     DEVICE,
     KINDS,
     NO_RECOMPUTE,
     OFFLOAD,
     PARTS,
     PROCESSOR,
-    RELOAD,
     Kind,
     ScheduleError,
     is_setting,
@@ -54,6 +51,9 @@ class Piece:
     forward_exchange_us: float = 0.0  # that F waits for other ranks of its stage, beside forward_us
     backward_exchange_us: float = 0.0  # that B does
     hidden_exchange_us: float = 0.0  # of B's, in a whole backward
+    copy_out_us: float = 0.0  # to the host, of what may wait there
+    offloaded_bytes: float = 0.0
+    copy_back_us: float = 0.0
 
     @property
     def time_us(self) -> float:
@@ -81,9 +81,8 @@ class Piece:
 
     def at_least(self, time_us: float) -> Self:
         """Return the piece with no pass shorter than this: a stage without layers has kernels."""
-        passes = (self.forward_us, self.backward_us, self.weight_us)
-        forward, backward, weight = (max(time_us, each) for each in passes)
-        return replace(self, forward_us=forward, backward_us=backward, weight_us=weight)
+        changed = {name: max(time_us, getattr(self, name)) for name in (*_PER_STAGE[:3], *_COPIES)}
+        return replace(self, **changed)
 
     def _values(self) -> Iterator[float]:
         return (getattr(self, each.name) for each in fields(self))
@@ -175,8 +174,12 @@ class Costs:
         layers: Sequence[int] | None = None,
         host_us: float = 0.0,
         sources: tuple[tuple[str, str], ...] = (),
+        half_duplex: bool = False,
     ) -> "Costs":
-        """Return the costs of these stages, in model order."""
+        """Return the costs of these stages, in model order; with copies, if any has some to copy.
+
+        A stage that has nothing to copy then needs times for that nevertheless.
+        """
         each: dict[str, Any] = {
             name: tuple(getattr(stage, name) for stage in stages) for name in _PER_STAGE
         }
@@ -192,6 +195,11 @@ class Costs:
         if any(stage.hidden_exchange_us > 0 for stage in stages):
             left = (s.backward_exchange_us - s.hidden_exchange_us for s in stages)
             each["whole_exchange_us"] = tuple(max(0.0, exposed) for exposed in left)
+        if any(stage.offloaded_bytes > 0 for stage in stages):
+            each["half_duplex"] = half_duplex
+            each["others"] = tuple(
+                (name, tuple(getattr(stage, name) for stage in stages)) for name in _OF_COPIES
+            )
         return cls(send_us=send_us, host_us=host_us, sources=sources, **each)
 
     def stages(self) -> list[Piece]:
@@ -205,7 +213,9 @@ class Costs:
         )
         hidden = (b - left for b, left in zip(backward, whole, strict=True))
         own = (getattr(self, name) for name in _PER_STAGE)
-        return list(map(Piece, *own, saved, forward, backward, hidden))
+        nothing, others = (0.0,) * self.num_stages, dict(self.others)
+        copies = (others.get(name, nothing) for name in _OF_COPIES)
+        return list(map(Piece, *own, saved, forward, backward, hidden, *copies))
 
     @property
     def num_stages(self) -> int:
@@ -351,9 +361,8 @@ class Costs:
     ) -> "Costs":
         """Return the costs where so much of every stage may be copied, in so long each way."""
         amounts = out_us, moved_bytes, back_us
-        names = COPY_OUT.time, RELOAD.takes, COPY_BACK.time
         own = self.without_copies()
-        others = (*own.others, *zip(names, amounts, strict=True))
+        others = (*own.others, *zip(_OF_COPIES, amounts, strict=True))
         made = replace(own, others=others, recompute=(), half_duplex=half_duplex)
         settings = ((name, made.with_prices(name, each._lists())) for name, each in own.recompute)
         return replace(made, recompute=tuple(settings))
@@ -408,6 +417,13 @@ class Costs:
             for name, each in self.others
         )
         return replace(self, recompute=(), others=others, **changed)  # type: ignore[arg-type]
+
+    def with_prices_of(self, setting: str, other: "Costs") -> "Costs":
+        """Return the costs where those of the same stages with a setting replace these."""
+        known, prices = self._lists(), other._lists()
+        whole_us = tuple(map(add, other.backward_us, other.weight_us))
+        prices.setdefault("whole_backward_us", whole_us)
+        return self.with_prices(setting, {name: prices[name] for name in known if name in prices})
 
     def at(self, settings: Sequence[str]) -> "Costs":
         """Return the costs of stages that have these settings; of none, or of `none` alone, these.
@@ -704,6 +720,8 @@ def _check_value(name: str, what: str, value: float, may_be_zero: bool = False) 
 
 
 _PER_STAGE = tuple(each.name for each in fields(Piece)[:5])
+_OF_COPIES = tuple(each.name for each in fields(Piece)[-3:])
+_COPIES = _OF_COPIES[::2]  # their times
 _EXCHANGES = ("forward_exchange_us", "backward_exchange_us", "whole_exchange_us")
 _TIMES = ("whole_backward_us", *_EXCHANGES)  # of every stage, where they are known
 _OPTIONAL = ("layers", *_TIMES)

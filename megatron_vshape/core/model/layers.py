@@ -33,6 +33,8 @@ class Pieces:
     sources: tuple[tuple[str, str], ...] = ()  # of the costs that these are of
     hidden_share: float | None = None  # of what layers wait for, in a joint pass
     others: tuple[tuple[str, float], ...] = ()  # what passes of no stage take and hold, by name
+    half_duplex: bool = False  # of the copies
+    recompute: tuple[tuple[str, "Pieces"], ...] = ()  # with each setting, by name
 
     @classmethod
     def of(cls, costs: Costs, layers: Sequence[float]) -> "Pieces":
@@ -68,6 +70,8 @@ class Pieces:
             costs.sources,
             costs.share_hidden,
             costs.of_no_stage(),
+            costs.half_duplex,
+            tuple((setting, cls.of(each, layers)) for setting, each in costs.recompute),
         )
 
     @classmethod
@@ -98,9 +102,20 @@ class Pieces:
         least = LEAST * self.layer.time_us
 
         stages = [stage.at_least(least) for stage in stages]
-        made = Costs.of(stages, self.send_us, layers, self.host_us, self.sources)
+        of_layers = layers, self.host_us, self.sources, self.half_duplex
+        made = Costs.of(stages, self.send_us, *of_layers)
         others = tuple((name, (amount,) * len(stages)) for name, amount in self.others)
-        return replace(made, hidden_share=self.hidden_share, others=others)
+        made = replace(made, hidden_share=self.hidden_share, others=(*made.others, *others))
+        settings = (
+            (name, made.with_prices_of(name, each.costs(layers))) for name, each in self.recompute
+        )
+        return replace(made, recompute=tuple(settings))
+
+    def with_copies(self, forwards: float, half_duplex: bool = False) -> "Pieces":
+        """Return the pieces where all that a layer holds may be copied, in so many F one way."""
+        time, held = forwards * self.layer.forward_us, self.layer.held_after_forward_bytes
+        layer = replace(self.layer, copy_out_us=time, copy_back_us=time, offloaded_bytes=held)
+        return replace(self, layer=layer, half_duplex=half_duplex)
 
     def predicting(self, count: int, merging_in_layers: float = MERGING) -> "Pieces":
         """Return the pieces with so many layers of multi-token prediction in the last stage."""
@@ -166,9 +181,14 @@ def recut(
 
 
 def without_ends(pieces: Pieces) -> Pieces:
-    """Return the pieces of a model whose embedding and head are no stage's."""
+    """Return the pieces of a model whose embedding and head are no stage's.
+
+    Without copies and recompute: no plan has these beside a shared vocabulary.
+    """
     nothing = pieces.layer.times(0.0)
-    return replace(pieces, first=nothing, last=nothing, others=())
+    layer = replace(pieces.layer, copy_out_us=0.0, copy_back_us=0.0, offloaded_bytes=0.0)
+    alone = replace(pieces, layer=layer, half_duplex=False, recompute=())
+    return replace(alone, first=nothing, last=nothing, others=())
 
 
 def with_predicting(head: AnyPiece, layer: AnyPiece, count: int, merging: float) -> AnyPiece:
@@ -190,7 +210,8 @@ def with_ends(costs: Costs, first: Piece, last: Piece) -> Costs:
     """Return the costs with what the embedding adds to the first stage and the head to the last."""
     stages = costs.stages()
     stages[0], stages[-1] = stages[0].plus(first), stages[-1].plus(last)
-    return Costs.of(stages, costs.send_us, costs.layers, costs.host_us, costs.sources)
+    beside = costs.layers, costs.host_us, costs.sources, costs.half_duplex
+    return Costs.of(stages, costs.send_us, *beside)
 
 
 def check_stages(num_layers: int, least: int, num_stages: int) -> None:

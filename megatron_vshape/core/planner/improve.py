@@ -47,6 +47,10 @@ class Shop(NamedTuple):
     length: np.ndarray  # of a lane
     limit: np.ndarray
     due: np.ndarray  # added to its last end; minus its device's first start for the span
+    host: np.ndarray  # of a lane, that which copies to a host of limited memory, if they share both
+    stay: np.ndarray  # [pass, F and B] between which the host holds what it copies; NONE of others
+    moved: np.ndarray  # of a sort: how much that is
+    room: int  # of the host's memory, for each device
 
 
 class State(NamedTuple):
@@ -186,12 +190,36 @@ def settle(shop: Shop, state: State) -> bool:
             held += shop.delta[shop.sort[work]]
             state.held[lane, place] = held
             fits = fits and held + shop.over[shop.sort[work]] <= shop.limit[lane]
+    for lane in range(len(state.row)):
+        fits = fits and _fits_host(shop, state, lane)
     order = run_rows(shop, state.row, state.place, state.head)
     if len(order) < len(shop.sort):
         return False
     for at in range(len(order) - 1, -1, -1):
         state.tail[order[at]] = tail_of(shop, state, order[at])
     return fits
+
+
+@compiled
+def _fits_host(shop: Shop, state: State, lane: int) -> bool:
+    """Return whether the host has room for what the device of this lane has there."""
+    link = shop.host[lane]
+    if link == NONE:
+        return True
+    change, place = np.zeros(state.row.shape[1], np.int64), 0
+    for at in range(shop.length[link]):
+        work = state.row[link, at]
+        if shop.stay[work, 0] != NONE:
+            # a copy begins behind its F, and behind those before it on the link
+            place = max(place, state.place[shop.stay[work, 0]])
+            change[place] += shop.moved[shop.sort[work]]
+            change[state.place[shop.stay[work, 1]]] -= shop.moved[shop.sort[work]]
+    held = 0
+    for each in change:
+        held += each
+        if held > shop.room:
+            return False
+    return True
 
 
 @compiled
@@ -430,7 +458,7 @@ def _decide(shop: Shop, state: State, lane: int, done: int, bar: int) -> bool:
     for at in range(done):
         low = min(low, state.moves[at, 0], state.moves[at, 1])
         high = max(high, state.moves[at, 0], state.moves[at, 1])
-    if _promises(shop, state, lane, low, high, bar):
+    if _promises(shop, state, lane, low, high, bar) and _fits_host(shop, state, lane):
         changed = _spread_heads(shop, state, lane, low, high, bar)
         if changed >= 0 and objective(shop, state) <= bar:
             _spread_tails(shop, state, lane, low, high)

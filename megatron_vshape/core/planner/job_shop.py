@@ -9,7 +9,14 @@ import numpy as np
 
 from megatron_vshape.core.check import bounds
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import KINDS, PARTS, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import (
+    COPY_OUT,
+    KINDS,
+    PARTS,
+    RELOAD,
+    Kind,
+    ScheduleError,
+)
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Objective, check_size
 from megatron_vshape.core.paper.reordering import Lists, Sorts, make_sorts
@@ -36,6 +43,12 @@ class Problem:
     sorts: Sorts  # arrays
     weight_of: np.ndarray  # of the sort of a B and of its W, that of the W; NONE of others
     room: np.ndarray  # of a lane, in whole units
+    in_host: float  # the most of a device that may wait in host memory, in the costs' unit
+
+    @property
+    def room_in_host(self) -> float:
+        """Return that in units of memory."""
+        return self.in_host * self.units_per_byte * (1 + 1e-9)
 
 
 def make_problem(
@@ -46,10 +59,12 @@ def make_problem(
     objective: Objective,
     placement: Placement,
     kinds: Iterable[Kind] = PARTS,
+    in_host: float = math.inf,
 ) -> Problem:
     """Return what is asked of one placement; `limit` is one value or one per device.
 
-    Every stage and microbatch has a pass of each of `kinds`.
+    Every stage and microbatch has a pass of each of `kinds`. Of a device at most `in_host` may wait
+    in host memory at once.
 
     Raises:
         LimitError: one microbatch alone does not fit the limits.
@@ -87,6 +102,7 @@ def make_problem(
         sorts=sorts,
         weight_of=_weight_of(kinds, len(placement)),
         room=room,
+        in_host=in_host,
     )
 
 
@@ -204,7 +220,28 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.Shop:
         length=np.diff(np.asarray(sorts.of_lane.begin)) * m,
         limit=problem.room,
         due=_due(problem),
+        **_in_host(problem, m),
     )
+
+
+def _in_host(problem: Problem, num_microbatches: int) -> dict[str, Any]:
+    """Return what a shop says of host memory, which matters where that has a limit."""
+    kinds, sorts = problem.kinds, problem.sorts
+    count = len(sorts.lane)
+    host, moved = np.full(len(problem.room), improve.NONE), np.zeros(count, np.int64)
+    stay = np.full((count, num_microbatches, 2), improve.NONE, np.int32)
+    if COPY_OUT in kinds and not math.isinf(problem.in_host):
+        out, reload, *ends = (
+            np.arange(kinds.index(kind), count, len(kinds))
+            for kind in (COPY_OUT, RELOAD, Kind.F, Kind.B)
+        )
+        lane, most = (np.asarray(each) for each in (sorts.lane, sorts.most))
+        host[lane[out]] = host[lane[ends[0]]] = lane[out]
+        moved[out] = most[reload]
+        passes = np.arange(count * num_microbatches).reshape(count, num_microbatches)
+        stay[out] = np.stack([passes[end] for end in ends], axis=2)
+    room = int(min(problem.room_in_host, num_microbatches * float(moved.sum())))
+    return {"host": host, "stay": stay.reshape(-1, 2), "moved": moved, "room": room}
 
 
 class Chosen(NamedTuple):
@@ -251,6 +288,8 @@ def choose(shop: improve.Shop, row: np.ndarray) -> Chosen:
         length=length[lanes],
         limit=shop.limit[lanes],
         due=shop.due[lanes],
+        host=np.append(np.where(length, lane, improve.NONE), improve.NONE)[shop.host[lanes]],
+        stay=padded[shop.stay[there]],
     )
     return Chosen(left, np.flatnonzero(there), number, lanes)
 

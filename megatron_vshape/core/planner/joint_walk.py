@@ -20,7 +20,7 @@ next block.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -196,7 +196,7 @@ class JointWalk:
             ticks[number] = round(prices[f.stage, b.stage] * self._problem.ticks_per_us)
         return ticks
 
-    def _sorts(self, forward: np.ndarray, other: np.ndarray) -> dict[str, np.ndarray]:
+    def _sorts(self, forward: np.ndarray, other: np.ndarray) -> dict[str, Any]:
         """Return the sorts with one for each two that are joint: what they hold together."""
         shop = self._shop
         sort, own = shop.sort.copy(), np.stack([shop.sort[forward], shop.sort[other]], axis=1)

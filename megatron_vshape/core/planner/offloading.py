@@ -14,26 +14,36 @@ W are dealt out anew afterwards (`refilling`): where they run decides how much i
 W, and V-ZB's own order with copies runs out of memory in its tail, where W wait.
 """
 
-from bisect import bisect_left, bisect_right, insort
-from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from functools import partial
+from math import inf, isinf
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, PARTS, RELEASE, RELOAD, Kind
 from megatron_vshape.core.model.placement import stages_of
+from megatron_vshape.core.planner.compiling import compiled
 from megatron_vshape.core.planner.improve import NONE, Shop, run_rows
 from megatron_vshape.core.planner.job_shop import Problem
 
 _NEVER = 1 << 62
+
+_LEAVES, _WEIGHT, _RETURNS, _BACKWARD, _FORWARD = range(5)
+"""Of what happens at the same time, the order in which it does."""
+
+_KINDS = (RELEASE, Kind.W, RELOAD, Kind.B, Kind.F, COPY_OUT, COPY_BACK)
+"""The kinds in that order, and those of a link."""
+
+_BEHIND = 2
+"""Passes until what is copied is let go of where its F comes later than it was to."""
 
 
 class _Chunks(NamedTuple):
     """What a device holds, one chunk of a microbatch after the other: times in ticks."""
 
     stage: np.ndarray
-    microbatch: np.ndarray
+    passes: np.ndarray  # [chunk, kind], those of `_KINDS`
     start: np.ndarray  # of F
     ready: np.ndarray  # F has ended
     due: np.ndarray  # B starts
@@ -55,13 +65,32 @@ class _Copies(NamedTuple):
     returns: np.ndarray  # the copy back
 
 
+class _Events(NamedTuple):
+    """The passes of a device's processor at their times, and which of them are of a chunk."""
+
+    turn: np.ndarray
+    chunk: np.ndarray
+    change: np.ndarray  # of what is held
+    release_of: np.ndarray  # of a chunk, NONE where it has none
+    reload_of: np.ndarray
+
+
+class _Row(NamedTuple):
+    """A device's row as far as it is made; changed in place."""
+
+    events: np.ndarray
+    ran: np.ndarray  # of an event, whether it is there
+    begun: np.ndarray  # of a chunk, how many are there up to its F; NONE before that
+    sums: np.ndarray  # how many are there, and what is held after them
+
+
 def with_copies(
     problem: Problem,
     parts: Shop,
     row: np.ndarray,
     slacks: Sequence[float] = (0.0,),
     throughout: Sequence[int] = (),
-    room_in_host: int | None = None,
+    room_in_host: float = inf,
 ) -> Iterator[np.ndarray]:
     """Yield the order with copies, as rows of all lanes, for every slack with which it fits.
 
@@ -103,44 +132,47 @@ class _Device:
         starts: np.ndarray,
         ends: np.ndarray,
         throughout: Sequence[int],
-        room_in_host: int | None,
+        room_in_host: float,
     ) -> None:
-        self.problem, self.device = problem, device
+        self.device, self.one_way = device, problem.costs.half_duplex
         self.chunks = _chunks_of(problem, stages, starts, ends)
         self.limit = int(problem.room[device])
         self.bounds = np.sort(starts[list(stages)].ravel())
-        self.lane_of = {kind: _lane_of(problem, kind, stages[0]) for kind in (COPY_OUT, COPY_BACK)}
+        self.lanes = [_of(problem, problem.sorts.lane, kind, stages[0]) for kind in _KINDS[-2:]]
         self.throughout, self.room_in_host = throughout, room_in_host
         self.tried: dict[int, tuple[int, _Copies]] = {}  # by how many chunks: peak and copies
 
     def add_to(self, lanes: list[list[int]], slack: float) -> bool:
         """Add the passes of the device to its lanes; return whether they fit."""
-        problem, chunks = self.problem, self.chunks
+        chunks = self.chunks
         copies = self._chosen(self.limit - int(slack * chunks.held.max()))
-        row = _Fitted(_events(problem, chunks, copies, self.bounds), self.limit).run()
-        if row is None:
+        events = _events(chunks, copies, self.bounds)
+        row = np.empty(len(events.turn), np.int64)
+        if not _fit(events, self.limit, row):
             return False
-        lanes[self.device] += row
-        when: dict[int, list[tuple[int, int]]] = {lane: [] for lane in self.lane_of.values()}
-        for at in np.flatnonzero(copies.away).tolist():
-            for kind, time in ((COPY_OUT, copies.begins[at]), (COPY_BACK, copies.returns[at])):
-                when[self.lane_of[kind]].append((int(time), _pass(problem, chunks, at, kind)))
-        for lane, own in when.items():
-            lanes[lane] += [work for _, work in sorted(own)]
+        lanes[self.device] += chunks.passes[events.chunk[row], events.turn[row]].tolist()
+        away = np.flatnonzero(copies.away)
+        times = np.concatenate((copies.begins[away], copies.returns[away]))
+        passes = np.concatenate((chunks.passes[away, -2], chunks.passes[away, -1]))
+        lane_of = np.repeat(self.lanes, len(away))
+        order = np.lexsort((passes, times))
+        for lane, work in zip(lane_of[order].tolist(), passes[order].tolist(), strict=True):
+            lanes[lane].append(work)
         return True
 
     def _chosen(self, limit: int) -> _Copies:
         """Return the fewest copies of what lives longest that fit, or those that hold least."""
-        chunks, problem = self.chunks, self.problem
+        chunks = self.chunks
         if self.throughout:
-            return _timed(problem, chunks, np.flatnonzero(np.isin(chunks.stage, self.throughout)))
+            every = np.flatnonzero(np.isin(chunks.stage, self.throughout))
+            return _timed(chunks, every, self.one_way)
         gain = (chunks.due - chunks.ready - chunks.out - chunks.back) * chunks.moved
         ranked = np.argsort(-gain / (chunks.out + chunks.back), kind="stable")
         ranked = self._with_room_in_host(ranked[gain[ranked] > 0])
 
         def peak(count: int) -> int:
             if count not in self.tried:
-                copies = _timed(problem, chunks, ranked[:count])
+                copies = _timed(chunks, ranked[:count], self.one_way)
                 self.tried[count] = _peak(chunks, copies, self.bounds), copies
             return self.tried[count][0]
 
@@ -157,7 +189,7 @@ class _Device:
 
     def _with_room_in_host(self, ranked: np.ndarray) -> np.ndarray:
         """Return those for which host memory has room beside the ones before them."""
-        if self.room_in_host is None:
+        if isinf(self.room_in_host):
             return ranked
         chunks, there = self.chunks, np.zeros(len(self.bounds) + 1, np.int64)
         begins, ends = (np.searchsorted(self.bounds, at) for at in (chunks.ready, chunks.due))
@@ -170,21 +202,22 @@ class _Device:
         return np.array(kept, np.int64)
 
 
+def _of(problem: Problem, amounts: object, kind: Kind, stage: np.ndarray | int) -> Any:
+    """Return what is told of the sorts of a kind, at these stages."""
+    return np.asarray(amounts)[len(problem.kinds) * stage + problem.kinds.index(kind)]
+
+
 def _chunks_of(
     problem: Problem, stages: Sequence[int], starts: np.ndarray, ends: np.ndarray
 ) -> _Chunks:
     m, sorts = problem.num_microbatches, problem.sorts
     stage, microbatch = np.repeat(stages, m), np.tile(np.arange(m), len(stages))
     forward, backward, _ = range(len(PARTS))
-
-    def of(amounts: object, kind: Kind) -> np.ndarray:
-        sort = len(problem.kinds) * stage + problem.kinds.index(kind)
-        made: np.ndarray = np.asarray(amounts)[sort]
-        return made
-
+    every = np.arange(len(problem.placement) * len(problem.kinds))
+    of = partial(_of, problem, stage=stage)
     return _Chunks(
         stage=stage,
-        microbatch=microbatch,
+        passes=np.stack([of(every, kind) * m + microbatch for kind in _KINDS], axis=1),
         start=starts[stage, forward, microbatch],
         ready=ends[stage, forward, microbatch],
         due=starts[stage, backward, microbatch],
@@ -198,51 +231,59 @@ def _chunks_of(
     )
 
 
-def _lane_of(problem: Problem, kind: Kind, stage: int) -> int:
-    return int(problem.sorts.lane[len(problem.kinds) * stage + problem.kinds.index(kind)])
-
-
-def _pass(problem: Problem, chunks: _Chunks, at: int, kind: Kind) -> int:
-    sort = len(problem.kinds) * int(chunks.stage[at]) + problem.kinds.index(kind)
-    return sort * problem.num_microbatches + int(chunks.microbatch[at])
-
-
-def _timed(problem: Problem, chunks: _Chunks, ranked: np.ndarray) -> _Copies:
+def _timed(chunks: _Chunks, ranked: np.ndarray, one_way: bool) -> _Copies:
     """Return when these are copied: back as late as they may be, and out as soon as they can."""
     count = len(chunks.stage)
-    away = np.zeros(count, bool)
     begins, left, returns = (np.full(count, _NEVER) for _ in range(3))
-    busy_back: list[tuple[int, int]] = []
-    busy_out = busy_back if problem.costs.half_duplex else []
-    for at in sorted(ranked.tolist(), key=lambda at: -chunks.due[at]):
-        returns[at] = _latest(busy_back, int(chunks.due[at]), int(chunks.back[at]))
-    for at in sorted(ranked.tolist(), key=lambda at: chunks.ready[at]):
-        start = _soonest(busy_out, int(chunks.ready[at]), int(chunks.out[at]))
-        begins[at], left[at] = start, start + chunks.out[at]
-        away[at] = left[at] < returns[at]
+    busy = np.empty((2, 2 * count, 2), np.int64)
+    back = ranked[np.argsort(-chunks.due[ranked], kind="stable")]
+    booked = _book(busy[0], 0, back, chunks.due, chunks.back, True, returns)
+    out = ranked[np.argsort(chunks.ready[ranked], kind="stable")]
+    link = (busy[0], booked) if one_way else (busy[1], 0)
+    _book(*link, out, chunks.ready, chunks.out, False, begins)
+    left[ranked] = begins[ranked] + chunks.out[ranked]
+    away = np.zeros(count, bool)
+    away[ranked] = left[ranked] < returns[ranked]
     return _Copies(away, begins, left, returns)
 
 
-def _latest(busy: list[tuple[int, int]], end: int, length: int) -> int:
-    """Take the last free time of this length that ends at `end` at the latest; return its start."""
-    at = bisect_left(busy, (end, end))
-    while at and busy[at - 1][1] + length > end:
-        at -= 1
-        end = min(end, busy[at][0])
-    busy.insert(at, (end - length, end))
-    return end - length
+@compiled
+def _book(
+    busy: np.ndarray,
+    count: int,
+    ranked: np.ndarray,
+    due: np.ndarray,
+    ticks: np.ndarray,
+    late: bool,
+    starts: np.ndarray,
+) -> int:
+    """Set the starts of copies, one after the other, in the free time of a link.
 
-
-def _soonest(busy: list[tuple[int, int]], start: int, length: int) -> int:
-    """Take the first free time of this length from `start` on; return its start."""
-    at = bisect_right(busy, (start, start))
-    if at and busy[at - 1][1] > start:
-        start = busy[at - 1][1]
-    while at < len(busy) and busy[at][0] < start + length:
-        start = max(start, busy[at][1])
-        at += 1
-    insort(busy, (start, start + length))
-    return start
+    The last that ends when it is due, or if it need not be `late` the first that starts then.
+    `busy` are the `count` starts and ends of what is on the link, in order; return how many then.
+    """
+    for chunk in ranked:
+        time, length = due[chunk], ticks[chunk]
+        at = count
+        while at > 0 and busy[at - 1, 0] >= time:
+            at -= 1
+        if late:
+            while at > 0 and busy[at - 1, 1] + length > time:
+                at -= 1
+                time = min(time, busy[at, 0])
+            time -= length
+        else:
+            if at > 0:
+                time = max(time, busy[at - 1, 1])
+            while at < count and busy[at, 0] < time + length:
+                time = max(time, busy[at, 1])
+                at += 1
+        for after in range(count, at, -1):
+            busy[after, 0], busy[after, 1] = busy[after - 1, 0], busy[after - 1, 1]
+        busy[at, 0], busy[at, 1] = time, time + length
+        starts[chunk] = time
+        count += 1
+    return count
 
 
 def _peak(chunks: _Chunks, copies: _Copies, bounds: np.ndarray) -> int:
@@ -265,120 +306,136 @@ def _between(copies: _Copies, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return left, bounds[np.maximum(before, 0)]
 
 
-class _Event(NamedTuple):
-    """A pass of a device's processor, at its time; of the same time, in the order of `turn`."""
-
-    time: int
-    turn: int
-    work: int
-    chunk: int
-    change: int  # of what is held
-
-
-_LEAVES, _WEIGHT, _RETURNS, _BACKWARD, _FORWARD = range(5)
-"""The turns of a release, a W, a reload, a B and an F."""
-
-_BEHIND = 2
-"""Passes until what is copied is let go of where its F comes later than it was to."""
-
-
-def _events(problem: Problem, chunks: _Chunks, copies: _Copies, bounds: np.ndarray) -> list[_Event]:
+def _events(chunks: _Chunks, copies: _Copies, bounds: np.ndarray) -> _Events:
     """Return the passes of a device's processor in order."""
-    made = []
-
-    def add(turn: int, kind: Kind, times: np.ndarray, of: np.ndarray, change: np.ndarray) -> None:
-        for time, at, more in zip(times.tolist(), of.tolist(), change.tolist(), strict=True):
-            made.append(_Event(time, turn, _pass(problem, chunks, at, kind), at, more))
-
     every, away = np.arange(len(chunks.stage)), np.flatnonzero(copies.away)
     left, returns = _between(copies, bounds)
-    add(_FORWARD, Kind.F, chunks.start, every, chunks.held)
-    add(_BACKWARD, Kind.B, chunks.due, every, chunks.grows)
-    add(_WEIGHT, Kind.W, chunks.end, every, -chunks.held - chunks.grows)
-    add(_LEAVES, RELEASE, left, away, -chunks.moved[away])
-    add(_RETURNS, RELOAD, returns, away, chunks.moved[away])
-    return sorted(made)
+    parts = (
+        (left, away, -chunks.moved[away]),
+        (chunks.end, every, -chunks.held - chunks.grows),
+        (returns, away, chunks.moved[away]),
+        (chunks.due, every, chunks.grows),
+        (chunks.start, every, chunks.held),
+    )
+    time, chunk, change = (np.concatenate(each) for each in zip(*parts, strict=True))
+    turn = np.repeat(np.arange(len(parts)), [len(of) for _, of, _ in parts])
+    order = np.lexsort((chunks.passes[chunk, turn], turn, time))
+    turn, chunk, change = turn[order], chunk[order], change[order]
+    release_of, reload_of = (np.full(len(every), NONE) for _ in range(2))
+    for events, of in ((_LEAVES, release_of), (_RETURNS, reload_of)):
+        own = np.flatnonzero(turn == events)
+        of[chunk[own]] = own
+    return _Events(turn, chunk, change, release_of, reload_of)
 
 
-class _Fitted:
-    """A device's row in the order of its events, but that what does not fit waits until it does.
+@compiled
+def _fit(events: _Events, limit: int, row: np.ndarray) -> bool:
+    """Set the row of a device: in the order of its events, but that what does not fit waits.
 
-    What takes memory waits, one behind the other. A B whose room is still missing has what is
-    copied let go of at once, which then waits for its copies.
+    What takes memory waits, one behind the other, until it fits. A B whose room is still missing
+    has what is copied let go of at once, which then waits for its copies. Return whether all fits.
     """
-
-    def __init__(self, events: Sequence[_Event], limit: int) -> None:
-        self.events, self.limit = events, limit
-        self.row: list[int] = []
-        self.held = 0
-        self.ran: set[int] = set()
-        self.begun: dict[int, int] = {}  # chunks whose F has run, and the passes until then
-        self.waiting: deque[_Event] = deque()
-        self.release_of = {each.chunk: each for each in events if each.turn == _LEAVES}
-        self.reload_of = {each.chunk: each for each in events if each.turn == _RETURNS}
-        self.releases = deque(self.release_of.values())
-        self.late: deque[_Event] = deque()  # releases whose F had not run
-
-    def run(self) -> list[int] | None:
-        """Return the row; None if not all fits."""
-        for each in self.events:
-            while self.late and self._is_due(self.late[0]):
-                self._add(self.late.popleft())
-            if each.work in self.ran:
-                continue
-            if each.turn == _LEAVES and each.chunk not in self.begun:
-                self.late.append(each)
-            elif each.turn in (_FORWARD, _RETURNS) and (self.waiting or not self._fits(each)):
-                self.waiting.append(each)
-            elif each.turn == _BACKWARD and not self._make_room(each):
-                return None
-            else:
-                self._add(each)
-            while self.waiting and self._fits(self.waiting[0]):
-                self._add(self.waiting.popleft())
-        for each in self.late:
-            self._add(each)
-        return self.row if not self.waiting else None
-
-    def _is_due(self, release: _Event) -> bool:
-        begun = self.begun.get(release.chunk)
-        return begun is not None and len(self.row) >= begun + _BEHIND
-
-    def _fits(self, each: _Event) -> bool:
-        return self.held + each.change <= self.limit
-
-    def _add(self, each: _Event) -> None:
-        if each.work in self.ran:
-            return
-        if each.turn == _RETURNS:
-            self._add(self.release_of[each.chunk])
-        self.row.append(each.work)
-        self.ran.add(each.work)
-        self.held += each.change
-        if each.turn == _FORWARD:
-            self.begun[each.chunk] = len(self.row)
-
-    def _make_room(self, each: _Event) -> bool:
-        """Bring back what a B reads; return whether that, and what it takes itself, fits."""
-        if each.chunk not in self.begun:
+    count = len(events.turn)
+    made = _Row(
+        row,
+        np.zeros(count, np.bool_),
+        np.full(len(events.release_of), NONE),
+        np.zeros(2, np.int64),
+    )
+    waiting, first, last = np.empty(count, np.int64), 0, 0
+    late, due, listed = np.empty(count, np.int64), 0, 0  # releases whose F had not run
+    for at in range(count):
+        while due < listed and _is_due(events, made, late[due]):
+            _add(events, made, late[due])
+            due += 1
+        turn = events.turn[at]
+        if made.ran[at]:
+            continue
+        if turn == _LEAVES and made.begun[events.chunk[at]] == NONE:
+            late[listed] = at
+            listed += 1
+        elif turn in (_FORWARD, _RETURNS) and (first < last or not _fits(events, made, at, limit)):
+            waiting[last] = at
+            last += 1
+        elif turn == _BACKWARD and not _make_room(events, made, at, limit):
             return False
-        reload = self.reload_of.get(each.chunk)
-        if reload is not None and reload.work not in self.ran:
-            if not self._let_go(reload):
-                return False
-            if reload in self.waiting:
-                self.waiting.remove(reload)
-            self._add(reload)
-        return self._let_go(each)
+        else:
+            _add(events, made, at)
+        first = _admit(events, made, waiting, first, last, limit)
+    for at in late[due:listed]:
+        _add(events, made, at)
+    return first == last
 
-    def _let_go(self, for_this: _Event) -> bool:
-        """Let go of what is copied, until this fits; return whether it does."""
-        kept = deque[_Event]()
-        while self.releases and not self._fits(for_this):
-            each = self.releases.popleft()
-            if each.chunk in self.begun:
-                self._add(each)
-            else:
-                kept.append(each)
-        self.releases.extendleft(reversed(kept))
-        return self._fits(for_this)
+
+@compiled
+def _admit(
+    events: _Events, made: _Row, waiting: np.ndarray, first: int, last: int, limit: int
+) -> int:
+    """Add what waits as far as it fits; return the first that goes on waiting."""
+    while first < last:
+        if not made.ran[waiting[first]]:
+            if not _fits(events, made, waiting[first], limit):
+                break
+            _add(events, made, waiting[first])
+        first += 1
+    return first
+
+
+@compiled
+def _is_due(events: _Events, made: _Row, at: int) -> bool:
+    begun = made.begun[events.chunk[at]]
+    is_due: bool = begun != NONE and made.sums[0] >= begun + _BEHIND
+    return is_due
+
+
+@compiled
+def _fits(events: _Events, made: _Row, at: int, limit: int) -> bool:
+    fits: bool = made.sums[1] + events.change[at] <= limit
+    return fits
+
+
+@compiled
+def _add(events: _Events, made: _Row, at: int) -> None:
+    """Add an event that is not there yet, and before a reload its release."""
+    if made.ran[at]:
+        return
+    chunk, turn = events.chunk[at], events.turn[at]
+    release = events.release_of[chunk]
+    if turn == _RETURNS and not made.ran[release]:
+        _append(events, made, release)
+    _append(events, made, at)
+    if turn == _FORWARD:
+        made.begun[chunk] = made.sums[0]
+
+
+@compiled
+def _append(events: _Events, made: _Row, at: int) -> None:
+    made.events[made.sums[0]] = at
+    made.ran[at] = True
+    made.sums[0] += 1
+    made.sums[1] += events.change[at]
+
+
+@compiled
+def _make_room(events: _Events, made: _Row, at: int, limit: int) -> bool:
+    """Bring back what a B reads; return whether that, and what it takes itself, fits."""
+    chunk = events.chunk[at]
+    if made.begun[chunk] == NONE:
+        return False
+    reload = events.reload_of[chunk]
+    if reload != NONE and not made.ran[reload]:
+        if not _let_go(events, made, reload, limit):
+            return False
+        _add(events, made, reload)
+    return _let_go(events, made, at, limit)
+
+
+@compiled
+def _let_go(events: _Events, made: _Row, at: int, limit: int) -> bool:
+    """Let go of what is copied, until this fits; return whether it does."""
+    for release in range(len(events.turn)):
+        if _fits(events, made, at, limit):
+            return True
+        if events.turn[release] == _LEAVES and made.begun[events.chunk[release]] != NONE:
+            _add(events, made, release)
+    return _fits(events, made, at, limit)

@@ -62,9 +62,10 @@ What was tried, as overheads in chunk passes (F/B/W/comm, memory in chunks, publ
 
 With activations in host memory (`trades`, overheads at d=8, 1/1.15/.85/.05, m=32, a copy as long
 as an F; `scripts/bench_offload.py` prints more): greedy copies and W dealt out anew alone give
-11.55 at 8 chunks, and the walk 10.4 to 10.9, from V-ZB's order; at 4 chunks 14.5 from grouped
-interleaved ones of a loop, where the best V has 21.9. Orders planned for a quarter of what is
-missing to 1F1B's memory: never the best, and a fifth of the time.
+11.55 at 8 chunks, and the walk 9.8 to 10.9 by its random numbers, from V-ZB's order; at 4 chunks
+14.5 from grouped interleaved ones of a loop, where the best V has 21.9. Starts that keep some of
+host memory free lead to no more than other random numbers do (8 chunks: 16 in the host 10.15, any
+10.9); twice the turns do (10.15), for what the steady orders took that no longer are planned there.
 
 Open: below V-Half's memory the period bounds the gain; at the memory of V-ZB d - 1 hops are all
 that is left; between them (24 of 32 chunks at d=16) ten times the steps still gain a fifth.
@@ -112,7 +113,7 @@ Beside these in every turn, new orders drop out before they are as good: d=4, m=
 6 chunks then stays at 10.9 instead of 9.9.
 """
 
-TURNS_OF_TRADES = 4
+TURNS_OF_TRADES = 8
 """With copies or recompute, where there is more to walk; only the first begins anew."""
 
 NEAR = 0.003
@@ -222,12 +223,12 @@ def _searches(
             priced = priced.never_split() if whole else priced
             every = (*kinds, *OFFLOAD) if way.copies else kinds
             try:
-                problem = make_problem(priced, *sizes, placement, every)
+                problem = make_problem(priced, *sizes, placement, every, in_host)
             except LimitError as error:
                 refused.append(error)
                 continue
             if way.copies:
-                begun.append(OffloadSearch(problem, seed, way, bases, in_host))
+                begun.append(OffloadSearch(problem, seed, way, bases))
             else:
                 begun.append(PlacementSearch(problem, seed, way))
     if not begun:

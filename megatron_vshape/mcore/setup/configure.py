@@ -229,7 +229,8 @@ def _question(args: Namespace, choice: Choice, options: PipelineOptions) -> Ques
     if choice.name != AUTO or later or microbatches is None:
         return None
     sizes, placements = (choice.num_devices, microbatches), (choice.placement,)
-    return Question(AUTO, *sizes, limit=choice.limit_of, placements=placements)
+    asked = Question(AUTO, *sizes, limit=choice.limit_of, placements=placements)
+    return replace(asked, in_host=choice.in_host_bytes)
 
 
 def _split_megatrons_own(args: Namespace, options: PipelineOptions) -> None:
