@@ -21,7 +21,10 @@ import torch.distributed as dist
 from mcore.fake_streams import EmptiedError, Event, streams_without_a_gpu
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -87,6 +90,7 @@ def chunk_of(text: str, config: TransformerConfig, ties: bool) -> GPTModel:
         post_process=">" in text,
         share_embeddings_and_output_weights=ties,
         position_embedding_type="rope",
+        mtp_block_spec=get_gpt_mtp_block_spec(config, experts, False) if ">" in text else None,
     ).bfloat16()
 
 

@@ -24,6 +24,8 @@ CASES: dict[str, tuple[tuple[str, str], str, dict[str, Any]]] = {
     "an empty end": (("<MM", ">"), JOINED, {}),
     "tied": (("<M", "MM>"), WHOLE, {"ties": True}),
     "shared experts": (("<M", "MM>"), JOINED, {"moe_shared_expert_intermediate_size": 16}),
+    "multi-token prediction": (("<M>", "<MM>"), JOINED, {"mtp_num_layers": 1}),
+    "multi-token prediction, whole": (("<MM>", "<M>"), WHOLE, {"mtp_num_layers": 1}),
     "one expert a rank": (("<M", "M>"), WHOLE, {"num_moe_experts": 2}),
     "early release": (("<MM", "MM>"), WHOLE, {"ep_overlap_early_attn_memory_release": True}),
     "recomputed attention": (

@@ -198,5 +198,8 @@ def ran(checkout: str, kind: str, left_out: dict[str, str]) -> dict[str, str]:
     plugin = Ported(Kind(kind), left_out)
     options = ["--noconftest", "--rootdir", checkout, "-c", os.devnull, "-x", "-q"]
     files = [f"{checkout}/{FOLDER}/{name}" for name in FILES]
-    pytest.main([*options, "-p", "no:cacheprovider", *files], plugins=[plugin])
+    pytest.main(
+        [*options, *(f"-pno:{each}" for each in ("cacheprovider", "warnings")), *files],
+        plugins=[plugin],
+    )
     return plugin.outcomes
