@@ -31,6 +31,7 @@ option that is turned off here, and FSDP).
 
 def on_rank(rank: int, checkout: str, kind: str) -> dict[str, str]:
     sys.path.insert(0, checkout)  # its Megatron, and its package of tests
+    sys.modules.pop("tests", None)  # this project's folder
     from megatron_vshape.mcore import cpu
 
     cpu.install()
