@@ -20,11 +20,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from mcore import latent_attention
+from mcore.without_te import let_predict
 from megatron.core import utils
 from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from megatron_vshape.core.model.kinds import Kind
@@ -159,9 +159,6 @@ def _smaller(make: Callable[..., Any], **options: Any) -> Any:
     return make(**options | {"num_attention_heads": HEADS})
 
 
-_ASKS = "is_inference_column_parallel_linear"
-
-
 class Ported:
     """A pytest plugin: makes upstream's tests run here, and notes what came of each."""
 
@@ -188,8 +185,6 @@ class Ported:
         }
         config = sys.modules[f"{FOLDER.replace('/', '.')}.utils"]
         config.MLATransformerConfig = partial(_smaller, config.MLATransformerConfig)
-        if hasattr(multi_token_prediction, _ASKS):  # without Transformer Engine it fails, on main
-            setattr(multi_token_prediction, _ASKS, lambda module: False)
         for module in {item.module for item in items}:  # type: ignore[attr-defined]
             if hasattr(module, "build_data"):
                 changes["build_data"] = partial(_short, module.build_data)
@@ -215,6 +210,7 @@ def ran(checkout: str, kind: str, left_out: dict[str, str]) -> dict[str, str]:
     is told by a part of a test's name.
     """
     latent_attention.start(0, None)
+    let_predict()
     plugin = Ported(Pass.parse(f"{kind}0.0").kind, left_out)
     options = ["--noconftest", "--rootdir", checkout, "-c", os.devnull, "-x", "-q"]
     files = [f"{checkout}/{FOLDER}/{name}" for name in FILES]
