@@ -9,6 +9,7 @@ Equal stages, F = B = 1 per chunk of 1 / (2 D) of the model, of which a share is
 the experts' ranks; W computes as F does. An exchange is exposed in a pass that runs alone, and what
 --hidden says of it (all) is not in a joint pass. A cell is the step, in F, and in brackets the same
 over the computing of a step, all exchanges hidden and no device idle. Plans are at the memory of
+Megatron's overlap with 4 stages a device, and of two stages a device at that of the same with two,
 DualPipeV, 1F1B, three quarters of that and V-Half, with a chunk more and without; `nothing joint`
 is the best plan without. --figure draws what 4 devices do of 10 microbatches at the first of the
 shares.
@@ -26,6 +27,9 @@ from megatron_vshape.view.numbers import fixed, note, numbers_of, table
 
 CHUNKS = 4
 """Stages a device, at most: the costs are of so many, and of fewer by adding up."""
+
+FINER = "Megatron's of 4 a device"
+"""The limit at which a plan may have `CHUNKS` stages a device."""
 
 KNOWN = (
     "1f1b",
@@ -52,6 +56,8 @@ def costs_of(devices: int, exchange: float, hidden: float, send: float) -> Costs
 def limits(devices: int) -> dict[str, float]:
     """Return at how many chunks a plan is looked for."""
     return {
+        FINER: 2.5 * devices,
+        "Megatron's of 2 a device": 3.0 * devices,
         "DualPipeV's": 2.0 * devices + 1,
         "1F1B's": 2.0 * devices,
         "3/4": 1.5 * devices,
@@ -74,8 +80,9 @@ def rows(args: argparse.Namespace) -> Iterator[list[str]]:
             found.setdefault(name, []).append((known.timeline.makespan / ideal, max(known.peak)))
         coarse = regroup(costs, 2 * args.devices, "a plan")
         for joins, label in ((True, "plan"), (False, "nothing joint")):
-            own = coarse if joins else coarse.never_joined()
             for limit, chunks in limits(args.devices).items():
+                own = costs if limit == FINER else coarse
+                own = own if joins else own.never_joined()
                 plan = best_order(
                     replace(asked, costs=own, limit=chunks, steps=args.steps, holds_less=False)
                 ).plan

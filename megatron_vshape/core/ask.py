@@ -477,16 +477,21 @@ def _split(
 
 def _joint(question: Question, limits: tuple[float, ...]) -> Planned | None:
     """Return the best order with joint passes; None where costs have none, or none fits."""
-    placement, goal = v_shape(question.num_devices), question.objective
-    try:
-        costs = question.costs_of(placement, "a plan")
-    except ScheduleError:  # of stages that the costs do not tell apart
+    whole = question.whole()
+    if not whole.joins:
         return None
-    if not costs.joins or not question.allows(placement):
-        return None
+    placements = question.placements or default_placements(question.num_devices, whole.num_stages)
+    found = (_joint_on(each, question, limits) for each in placements if question.allows(each))
+    return min(filter(None, found), key=lambda each: each.plan.value, default=None)
+
+
+def _joint_on(
+    placement: Placement, question: Question, limits: tuple[float, ...]
+) -> Planned | None:
     from megatron_vshape.core.planner.joint_walk import best_joint  # which brings numba along
 
-    made = best_joint(costs, question.num_microbatches, limits, goal, question.steps)
+    costs, goal = question.costs_of(placement, "a plan"), question.objective
+    made = best_joint(costs, question.num_microbatches, limits, goal, placement, question.steps)
     if made is None:
         return None
     paired = joined(judge(made, costs), goal)

@@ -21,6 +21,7 @@ from megatron_vshape.core.paper.joint import dualpipev
 from megatron_vshape.core.planner.job_shop import make_problem
 from megatron_vshape.core.planner.joint_orders import joint_orders
 from megatron_vshape.core.planner.joint_walk import JointWalk, best_joint, within
+from megatron_vshape.core.program.lowering import whole_backwards
 
 
 def exchanging(devices: int, share: float, chunks: int = 2, hidden: float | None = 1.0) -> Costs:
@@ -165,7 +166,7 @@ def test_weights_move_up_where_an_order_would_not_fit() -> None:
             reached[limit] = min(reached.get(limit, 1e9), replayed(fitted, costs))
     assert set(reached) == {10.0, 14.0}
     # the memory of V-Half, which takes 187.0
-    assert best_joint(costs, 32, (10.0,) * 8, Objective.MAKESPAN, 200_000) is not None
+    assert best_joint(costs, 32, (10.0,) * 8, Objective.MAKESPAN, v_shape(8), 200_000) is not None
     assert reached[10.0] < 187.0
 
 
@@ -198,11 +199,33 @@ def test_a_plan_is_never_slower_than_without_pairs() -> None:
     assert not answered(slow, 9.0).schedule.joint
 
 
-def test_only_the_v_is_planned_with_pairs() -> None:
-    costs = exchanging(4, 0.35)
-    question = Question("auto", 4, 8, costs, limit=30.0, steps=2000, placements=(looping(4, 2),))
-    assert best_order(question).schedule.placement == looping(4, 2)
-    assert best_joint(costs, 8, (0.5,) * 4, Objective.MAKESPAN, 100) is None
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize("m", [3, 8, 11])
+def test_orders_of_a_loop_are_megatrons_with_w_by_itself(chunks: int, m: int) -> None:
+    (schedule,) = joint_orders(4, m, looping(4, chunks))
+    verify(schedule)
+    whole = make("overlapped-interleaved-1f1b", 4, m, num_chunks=chunks)
+    assert whole_backwards(schedule) == whole
+    assert max(peak_held(schedule)) == max(peak_held(whole))
+    costs = replace(exchanging(4, 0.3, chunks), send_us=0.05)
+    assert list(joint_orders(4, 10, looping(4, chunks))) == []  # Megatron's hangs
+    assert replayed(schedule, costs) == pytest.approx(simulate(schedule, costs).makespan)
+
+
+def test_a_loop_is_planned_with_pairs() -> None:
+    costs = exchanging(4, 0.35, chunks=4)
+    question = Question("auto", 4, 12, costs, limit=10.0, steps=60_000, chunks=(2, 4))
+    overlapped = known_as("overlapped-interleaved-1f1b:4", question)
+    assert max(overlapped.peak) == 10.0
+    plan = best_order(question)
+    assert plan.schedule.placement == looping(4, 4)
+    assert replayed(plan.schedule, costs) == pytest.approx(plan.plan.value)
+    assert peak_of(plan.schedule, costs) == max(plan.plan.peak) <= 10.0
+    on_the_v = best_order(replace(question, chunks=(2,)))
+    assert plan.plan.value < 0.99 * min(overlapped.timeline.makespan, on_the_v.plan.value)
+    tighter = replace(question, limit=9.0, placements=(looping(4, 4),))
+    assert not best_order(tighter).schedule.joint
+    assert best_joint(costs, 8, (0.5,) * 4, Objective.MAKESPAN, looping(4, 4), 100) is None
 
 
 @pytest.mark.parametrize(("whole", "joins_weights"), [(1.5, True), (2.2, False)])

@@ -19,9 +19,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from mcore.fake_streams import EmptiedError, Event, streams_without_a_gpu
+from mcore.without_te import let_predict
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -87,6 +91,7 @@ def chunk_of(text: str, config: TransformerConfig, ties: bool) -> GPTModel:
         post_process=">" in text,
         share_embeddings_and_output_weights=ties,
         position_embedding_type="rope",
+        mtp_block_spec=get_gpt_mtp_block_spec(config, experts, False) if ">" in text else None,
     ).bfloat16()
 
 
@@ -122,6 +127,8 @@ class Chunks:
         model_parallel_cuda_manual_seed(1, force_reset_rng=True)
         self.state = split_state()
         config = config_of(**options)
+        # Asked while it is built, a chunk that predicts more tokens has to be the last.
+        parallel_state.is_pipeline_last_stage = lambda **_: True
         models = [chunk_of(text, config, ties) for text in texts]
         if ties:
             tie_embeddings(*models)
@@ -201,6 +208,7 @@ class Chunks:
 
 def form_groups() -> None:
     """Make the two ranks each other's experts."""
+    let_predict()
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(
             expert_model_parallel_size=dist.get_world_size(), expert_tensor_parallel_size=1
@@ -231,6 +239,17 @@ def recomputing_without_te() -> Any:
     )
 
 
+def alike(mine: Tensor, plain: Tensor, sums_twice: bool) -> bool:
+    """Return whether all bits are equal; of a sum of two, whether it is but for its rounding.
+
+    What is looked up for the prediction of more tokens, as by the first layer, has its gradient
+    added up within one graph in 16 bits without plans, and from two of them in 32 bits with these.
+    """
+    if sums_twice:
+        return bool((mine - plain).norm() <= 2**-8 * plain.norm())
+    return torch.equal(mine, plain)
+
+
 def unlike(rank: int, cases: dict[str, Case]) -> dict[str, list[str]]:
     """Return by case what of results and gradients differs by a bit from passes without plans."""
     form_groups()
@@ -244,6 +263,7 @@ def unlike(rank: int, cases: dict[str, Case]) -> dict[str, list[str]]:
                 for passes in passes_of(order):
                     ran[-1].run(*passes)
         ours, theirs = ran
+        predicts = "mtp_num_layers" in options
         found[name] = [
             key
             for mine, plain in (
@@ -251,7 +271,7 @@ def unlike(rank: int, cases: dict[str, Case]) -> dict[str, list[str]]:
                 (ours.gradients(), theirs.gradients()),
             )
             for key in mine.keys() | plain.keys()
-            if not torch.equal(mine[key], plain[key])
+            if not alike(mine[key], plain[key], "word_embeddings" in key and predicts)
         ]
         if not any(each.any() for each in ours.gradients().values()):
             found[name].append("no gradient at all")

@@ -235,6 +235,9 @@ def _serve() -> None:
     # Under another name the script imports and defines, and does not start.
     exec(source, {"__name__": "farm_script", "__file__": str(SCRIPT)})
     import recorder  # after the script, which must be the first to import Megatron
+    from without_te import let_predict
+
+    let_predict()
 
     for name in LATE_IMPORTS:
         with contextlib.suppress(ModuleNotFoundError):  # not in every version

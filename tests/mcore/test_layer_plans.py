@@ -10,6 +10,9 @@ JOINED = "F1.0 F0.0&B1.0 W1.0 F0.1&B0.0 F1.1 W0.0 B0.1 W0.1 BW1.1"
 WHOLE = "F1.0 F0.0&BW1.0 F0.1&BW0.0 F1.1&BW0.1 BW1.1"
 LATE = "F1.0 F1.1 F0.0&B1.1 F0.1&B1.0 W1.0 W1.1 BW0.1 BW0.0"
 
+# Megatron keeps the sums of auxiliary losses for as many layers as the first case has.
+PREDICTS = {"mtp_num_layers": 1, "moe_router_load_balancing_type": "none"}
+
 CASES: dict[str, tuple[tuple[str, str], str, dict[str, Any]]] = {
     "alone": (("<MM", "MM>"), f"{ALONE} {ALONE.replace('0.', '1.')}", {}),
     "F with B": (("<MM", "MM>"), JOINED, {}),
@@ -24,6 +27,8 @@ CASES: dict[str, tuple[tuple[str, str], str, dict[str, Any]]] = {
     "an empty end": (("<MM", ">"), JOINED, {}),
     "tied": (("<M", "MM>"), WHOLE, {"ties": True}),
     "shared experts": (("<M", "MM>"), JOINED, {"moe_shared_expert_intermediate_size": 16}),
+    "multi-token prediction": (("<M>", "<MM>"), JOINED, PREDICTS),
+    "multi-token prediction, whole": (("<MM>", "<M>"), WHOLE, PREDICTS),
     "one expert a rank": (("<M", "M>"), WHOLE, {"num_moe_experts": 2}),
     "early release": (("<MM", "MM>"), WHOLE, {"ep_overlap_early_attn_memory_release": True}),
     "recomputed attention": (

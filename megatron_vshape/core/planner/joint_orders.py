@@ -13,17 +13,25 @@ chunk 1 go down the devices, F of chunk 1 and B of chunk 0 up: each of these two
 `all` is DualPipeV's steady state with each W right behind its pair; the others take less memory, as
 their W are elsewhere. A slot is one F, B or W. With fewer joint passes than `half` has, there is
 nothing to make: those orders are V-Half's kind, which the search finds.
+
+In a loop F and B go opposite ways, and a pair's partners change from device to device: there is no
+block, and the order is Megatron's own, again with each W right behind its pair.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.placement import v_shape
+from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.paper.joint import dualpipev
+
+_MEGATRONS = "overlapped-interleaved-1f1b"
 
 PAIR = 2
 """Slots of an F and a B, joint."""
@@ -46,12 +54,31 @@ class _Block(NamedTuple):
     cycles: tuple[_Cycle, ...]
 
 
-def joint_orders(num_devices: int, num_microbatches: int) -> Iterator[Schedule]:
-    """Yield orders of the V with joint passes, every W by itself, those that hold most first."""
+def joint_orders(
+    num_devices: int, num_microbatches: int, placement: Placement | None = None
+) -> Iterator[Schedule]:
+    """Yield orders with joint passes, every W by itself, those that hold most first.
+
+    They are of the V if nothing is said; there are some of a V and of a loop alone.
+    """
+    placement = placement or v_shape(num_devices)
+    chunks = len(placement) // num_devices
+    if chunks > 1 and placement == looping(num_devices, chunks):
+        # Where the microbatches do not go into whole groups, it may hang.
+        with suppress(ScheduleError):
+            yield _apart(make(_MEGATRONS, num_devices, num_microbatches, num_chunks=chunks))
+    if placement != v_shape(num_devices):
+        return
     if num_microbatches >= 2 * num_devices:
         yield dualpipev(num_devices, num_microbatches, apart=True)
     for block in _blocks(num_devices):
         yield _unrolled(block, num_devices, num_microbatches)
+
+
+def _apart(schedule: Schedule) -> Schedule:
+    """Return the order with B and W in place of each BW."""
+    rows = [[w._replace(kind=part) for w in row for part in w.kind.does] for row in schedule.order]
+    return replace(schedule, order=tuple(map(tuple, rows)))
 
 
 def _blocks(num_devices: int) -> Iterator[_Block]:

@@ -29,7 +29,7 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.placement import v_shape
+from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.planner import improve
 from megatron_vshape.core.planner.job_shop import (
@@ -53,22 +53,22 @@ def best_joint(
     num_microbatches: int,
     limits: Sequence[float],
     objective: Objective,
+    placement: Placement,
     steps: int | None = None,
 ) -> Schedule | None:
-    """Return the best order of the V with joint passes that was found; None if none fits.
+    """Return the best order of a placement with joint passes that was found; None if none fits.
 
     `costs` are those of its stages, `steps` what is walked in all, by default what takes about a
     second. The same call gives the same order everywhere.
     """
-    devices = len(limits)
+    sizes = len(limits), num_microbatches
     try:
-        sizes = devices, num_microbatches, limits, objective
-        problem = make_problem(costs, *sizes, v_shape(devices))
+        problem = make_problem(costs, *sizes, limits, objective, placement)
     except LimitError:
         return None
     walk = JointWalk(problem)
     steps = default_steps(problem) if steps is None else steps
-    made = (within(each, costs, limits) for each in joint_orders(devices, num_microbatches))
+    made = (within(each, costs, limits) for each in joint_orders(*sizes, placement))
     live = [each for each in made if each is not None]
     for turn in range(TURNS if live else 0):
         share = steps // (TURNS * len(live))
