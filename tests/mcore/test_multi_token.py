@@ -26,8 +26,10 @@ from mcore.test_library import same
 from mcore.test_training import all_forwards_first, assert_equal_training, losses, relative
 from mcore.test_vocabulary import WEIGHTS, joined
 
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import linear, looping, v_shape
+from megatron_vshape.core.planner.vocabulary import tells_shared
 from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.layer_split import split_layers
 from megatron_vshape.mcore.layout.stages import StageMap
@@ -148,6 +150,24 @@ def test_training_with_a_shared_vocabulary_equals_one_rank(
     assert_equal_gradients(ours, theirs)
     assert len(ours.records[1]["parameters"]["embedding.word_embeddings.weight"]) == 128 // ranks
     assert_equal_metrics(ours, theirs, int(depth[1]))
+
+
+@pytest.mark.slow
+def test_costs_measured_with_a_shared_vocabulary_plan_the_next_run(
+    train: Train, tmp_path: Path
+) -> None:
+    flags = (*ONE, UNTIED, "--train-iters", "6")
+    theirs = train(1, *flags)
+    chosen = ("--pipeline-schedule", "auto", SHARED, *flags)
+    measuring = ("--pipeline-profile-iterations", "2:4", "--pipeline-trace", str(tmp_path))
+    first = train(2, *chosen, *measuring)
+    file = tmp_path / "costs.json"
+    assert tells_shared(Costs.load(file))
+    planned = ("--pipeline-layer-split", "auto", "--pipeline-costs", str(file))
+    second = train(2, *chosen, *planned)
+    assert "layers per stage, in model order: " in second.output[0]
+    for run in (first, second):
+        assert_equal_training(run, theirs, weights=WEIGHTS)
 
 
 def assert_equal_metrics(ours: Ended, theirs: Ended, depth: int) -> None:
