@@ -67,18 +67,15 @@ class FurtherLosses:
         """Call the model inside, in F of the last stage."""
         made = self._made[microbatch] = []
         counted: list[inspect.BoundArguments] = []
-        (count,) = (
-            getattr(MTPLossLoggingHelper, name)
-            for name in COUNTS
-            if hasattr(MTPLossLoggingHelper, name)
-        )
+        helper = MTPLossLoggingHelper
+        count = next(getattr(helper, name) for name in COUNTS if hasattr(helper, name))
         signature = inspect.signature(count)
 
         def keep(*args: Any, **options: Any) -> None:
             counted.append(signature.bind(*args, **options))
 
         with Replaced() as replaced:
-            replaced.put(MTPLossLoggingHelper, count.__name__, keep)
+            replaced.put(helper, count.__name__, keep)
             yield
         for layer, given in zip(made, counted, strict=False):
             mean = given.arguments["loss"]
