@@ -23,6 +23,7 @@ from megatron_vshape.core.model.costs import ASSUMED, MEASURED, Costs, Piece
 from megatron_vshape.core.model.kinds import (
     COPY_BACK,
     COPY_OUT,
+    LOGITS,
     LOOKED_UP,
     LOSS,
     NO_RECOMPUTE,
@@ -118,8 +119,9 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         "--vocab-parallel",
         action="store_true",
         help="costs of a run whose devices share embedding and output layer: stages without them, "
-        "and of each a share for every device, which follows from what is measured of the ends; "
-        "plan --costs and schedule --costs then have these passes",
+        "and what a device's part takes, measured on every rank with its rows among D devices, and "
+        "its sums where there are ranks of several stages; plan --costs and schedule --costs then "
+        "have these passes",
     )
     parser.add_argument(
         "--cluster",
@@ -235,12 +237,13 @@ def _with_ends_told(
 ) -> Costs:
     """Return the costs with layers of multi-token prediction, and a vocabulary shared, as is told.
 
-    Both follow from what is measured of the layers and the ends.
+    The former follow from what is measured of other layers and of the ends, and sums of parts that
+    no rank here has from --link.
     """
     further, shares = sizes.mtp_layers, options.vocab_parallel
     if not (further or shares) or costs.layers is None:
         return costs
-    from megatron_vshape.mcore.on_ranks import Link
+    from megatron_vshape.mcore.on_ranks import Link, with_shared_ends
     from megatron_vshape.sweep.grid import widths_of
 
     pieces, devices = Pieces.of(costs, costs.layers), options.devices
@@ -257,10 +260,11 @@ def _with_ends_told(
         told = f"{MEASURED}, and of {further} layers of multi-token prediction from that of others"
         made = made.with_source(told, *(f"{name}_us" for name in ("forward", "backward", "weight")))
     if shares:
-        parts = f"{ASSUMED}: 1/{devices} of what embedding and output layer take, measured"
-        made = made.with_source(parts, *(name for name, _ in made.others))
-        sums = f"{ASSUMED}: {model.message_bytes:,} bytes at {link}"
+        held_told = f"{ASSUMED}: probabilities and hidden states of 1/{devices} of the vocabulary"
+        made = made.with_source(held_told, LOGITS.takes)
+        sums = f"{ASSUMED}: {1 + further} x {model.message_bytes:,} bytes at {link}"
         made = made.with_source(sums, LOOKED_UP.time, LOSS.time)
+        made = with_shared_ends(made, model, devices, 1 + further, options.repeats)
     return made
 
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_vshape.core.model.costs import ASSUMED, MEASURED, Costs, Piece
-from megatron_vshape.core.model.kinds import PARTS, ScheduleError
+from megatron_vshape.core.model.kinds import LOOKED_UP, LOSS, PARTS, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.program.lowering import lower
-from megatron_vshape.mcore import one_device
+from megatron_vshape.mcore import one_device, shared_ends
 from megatron_vshape.mcore.one_device import Model
 from megatron_vshape.mcore.setup.plans import one_microbatch
 from megatron_vshape.runtime.copies import Copies, priced
@@ -165,6 +165,21 @@ def assumed(costs: Costs, model: Model, within: Link) -> Costs:
     found: dict[str, Any] = dict(zip(EXCHANGES, map(tuple, (forward, backward, left)), strict=True))
     text = f"{ASSUMED}: {' and '.join(told)} at {within}"
     return replace(costs, **found).with_source(text, *EXCHANGES)
+
+
+def with_shared_ends(costs: Costs, model: Model, devices: int, heads: int, repeats: int) -> Costs:
+    """Return the costs with what is measured here of a vocabulary that so many devices share.
+
+    A sum lasts as long as on the rank that waits longest.
+    """
+    everyones = _of_all(shared_ends.measure(model, devices, heads, repeats))
+    found = {name: median(each[name] for each in everyones) for name in everyones[0]}
+    for name in {LOOKED_UP.time, LOSS.time} & found.keys():
+        found[name] = max(each[name] for each in everyones)
+    others = dict(costs.others) | {name: (us,) * costs.num_stages for name, us in found.items()}
+    where = "one device" if num_ranks() == 1 else f"{dist.get_world_size()} ranks at once"
+    told = f"{MEASURED} on {where}, with 1/{devices} of the vocabulary each"
+    return replace(costs, others=tuple(others.items())).with_source(told, *found)
 
 
 def with_copies(costs: Costs, model: Model, layers: Sequence[int], repeats: int) -> Costs:

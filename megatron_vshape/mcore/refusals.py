@@ -477,6 +477,7 @@ VOCABULARY_REFUSALS = (
     ),
     Refusal("external_cuda_graph", "graphs are captured of F, B and W alone: leave it out"),
     Refusal("use_mup", _UNTRIED),
+    Refusal("mtp_detach_heads", _UNTRIED),
     Refusal("fp32_residual_connection", _UNTRIED),
     Refusal("enable_autocast", _UNTRIED),
     Refusal("init_model_with_meta_device", _UNTRIED),

@@ -63,22 +63,24 @@ class Statistics(NamedTuple):
     most: Tensor
     total: Tensor
     label: Tensor  # 0 where no row of the part is the label's
+    best: Tensor  # which row has the maximum, the first where several have; 0 if nobody asks
 
     @classmethod
     def whole(cls, parts: Tensor, labels: Tensor, vocabulary: int) -> "Statistics":
-        """Return those of all rows from the parts' [k, 3, n], added up in their order.
+        """Return those of all rows from the parts' [k, 4, n], added up in their order.
 
         A label that is no token's, as of what is ignored, counts as the maximum: Megatron's own
         loss of it is log l too.
         """
-        most = parts[:, 0].amax(0)
+        most, part = parts[:, 0].max(0)
         total = torch.zeros_like(most)
         label = torch.zeros_like(most)
-        for own_most, own_total, own_label in parts:
+        for own_most, own_total, own_label, _ in parts:
             total += own_total * torch.exp(own_most - most)
             label += own_label
         nobodys = (labels < 0) | (labels >= vocabulary)
-        return cls(most, total, torch.where(nobodys, most, label))
+        best = parts[:, 3].gather(0, part.unsqueeze(0)).squeeze(0)
+        return cls(most, total, torch.where(nobodys, most, label), best)
 
     @property
     def losses(self) -> Tensor:
@@ -99,17 +101,20 @@ class Logits(NamedTuple):
     statistics: Statistics
 
     @classmethod
-    def of(cls, weight: Tensor, hidden: Tensor, labels: Tensor, first: int) -> "Logits":
+    def of(
+        cls, weight: Tensor, hidden: Tensor, labels: Tensor, first: int, asks_best: bool = False
+    ) -> "Logits":
         """Return the part of the logits for the rows of `weight`, which begin at `first`."""
         rows = Rows.of(labels, first, weight.shape[0])
         logits = hidden @ weight.t()
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         most = wide.amax(-1)
+        best = (wide.argmax(-1) + first).to(most) if asks_best else torch.zeros_like(most)
         label = rows.only_own(wide.gather(-1, rows.row.unsqueeze(-1)).squeeze(-1))
         exponentials = torch.exp(wide - most.unsqueeze(-1))
         total = exponentials.sum(-1)
         softmax = (exponentials / total.unsqueeze(-1)).to(weight.dtype)
-        return cls(hidden, softmax, rows, Statistics(most, total, label))
+        return cls(hidden, softmax, rows, Statistics(most, total, label, best))
 
     def input_gradient(self, weight: Tensor, product: Tensor, whole: Statistics) -> Tensor:
         """Return this part of dX / g, [n, h]; `product` is `softmax` times the weight."""

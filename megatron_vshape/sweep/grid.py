@@ -190,7 +190,7 @@ def _faults(
         )
     if fault := _size_fault(it, model):
         yield "too many passes", fault
-    if fault := _vocabulary_fault(it, model, post_validation):
+    if fault := _vocabulary_fault(it, post_validation):
         yield "a vocabulary that cannot be shared", fault
     if fault := _layer_fault(it, model):
         yield "layers that do not divide, or a schedule that cannot be", fault
@@ -228,14 +228,12 @@ def _size_fault(it: Combination, model: Model) -> str | None:
     return None
 
 
-def _vocabulary_fault(it: Combination, model: Model, post_validation: bool) -> str | None:
+def _vocabulary_fault(it: Combination, post_validation: bool) -> str | None:
     """Return why the trainer does not share the vocabulary, if it is to."""
     if not it.vocab_parallel:
         return None
     if it.pipeline_parallel == 1:
         return "one pipeline device has nobody to share the vocabulary with"
-    if model.mtp_layers:
-        return "the output layers of multi-token prediction (mtp_layers) are not shared yet"
     if post_validation:
         return "post_validation does not go with vocab_parallel yet"
     return None
@@ -283,9 +281,9 @@ def layers_of_stages(
     if combination.layout is Layout.AUTO:
         widths = widths_of(model, combination.sequence_length)
         pieces = Pieces.estimated(widths.head_in_layers, model.layers / num_stages)
-        pieces = pieces.predicting(model.mtp_layers, widths.merging_in_layers)
         if combination.vocab_parallel:
             pieces = without_ends(pieces)
+        pieces = pieces.predicting(model.mtp_layers, widths.merging_in_layers)
         return pieces.balanced(model.layers, placement)
     each = (model.layers + 2) // num_stages
     return (each - 1, *(each,) * (num_stages - 2), each - 1)

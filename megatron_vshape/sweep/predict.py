@@ -260,7 +260,9 @@ class _Stages:
         layer, last = layers.layer(layer), layers.last(last)
         counts = layers_of_stages(it, predictor.model, placement)
         parts = [layer.times(count) for count in counts]
-        if not it.vocab_parallel:
+        if it.vocab_parallel:
+            parts[-1] = parts[-1].plus(layers.predicting(last.times(0), layer))
+        else:
             parts[0] = parts[0].plus(first)
             parts[-1] = parts[-1].plus(layers.predicting(last, layer))
             if predictor.model.mtp_layers and placement[0] != placement[-1]:  # its own embedding
@@ -270,9 +272,16 @@ class _Stages:
         if not it.vocab_parallel:
             costs = predictor.machine.copied(costs) if it.schedule == ADAPTIVE else costs
             return cls(it, layers, tuple(parts), placement, costs)
-        devices, held = it.pipeline_parallel, layers.own_logits_bytes()
+        devices, times = it.pipeline_parallel, 1 + predictor.model.mtp_layers
         # A sum of hidden states goes once over every link, as a message does over one.
-        costs = shared_costs(costs, first, last, devices, message_us, held)
+        costs = shared_costs(
+            costs,
+            first.times(times),
+            last.times(times),
+            devices,
+            message_us * times,
+            layers.own_logits_bytes() * times,
+        )
         each = (first.parameters + last.parameters) / devices
         return cls(it, layers, tuple(parts), placement, costs, each)
 

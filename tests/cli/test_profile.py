@@ -13,7 +13,7 @@ import pytest
 from megatron_vshape.cli.main import main
 from megatron_vshape.cli.profile import _shared, price_list, stage_layers
 from megatron_vshape.core.model.costs import Costs, Piece
-from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, PARTS, RELEASE, Kind
+from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, PARTS, RELEASE, VOCABULARY, Kind
 from megatron_vshape.core.planner.vocabulary import tells_shared
 
 MODEL = (
@@ -96,7 +96,7 @@ def test_a_model_is_measured_and_planned(
     assert "send_us: assumed: given as --send-us" in shown
 
 
-def test_a_shared_vocabulary_follows_from_the_ends(
+def test_a_shared_vocabularys_passes_are_measured(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """So does multi-token prediction; the file says what of it was not measured."""
@@ -112,8 +112,9 @@ def test_a_shared_vocabulary_follows_from_the_ends(
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert "logits_us, head_weight_us" in run.stdout
-    assert "assumed: 1/2 of what embedding and output layer take, measured" in run.stdout
+    parts = "lookup_us, logits_us, head_weight_us, lookup_weight_us: measured on one device, with "
+    assert f"{parts}1/2 of the vocabulary each" in run.stdout
+    assert "lookup_sum_us, logits_sum_us: assumed: 2 x 8,192 bytes at 45 GB/s" in run.stdout
     costs = Costs.load(found)
     assert tells_shared(costs)
     assert costs.layers == (1, 2, 2, 1)
@@ -124,7 +125,7 @@ def test_a_shared_vocabulary_follows_from_the_ends(
     assert dict(costs.others)["logits_bytes"] == (2 * (64 * 2048 + 64 * 32) * 4,) * 4
     plan = ["plan", "--devices", "2", "--microbatches", "4", "--costs", str(found)]
     assert main([*plan, "--memory-limit", "0.1GiB"]) == 0
-    assert "assumed: 1/2 of what" in capsys.readouterr().out
+    assert "with 1/2 of the vocabulary each" in capsys.readouterr().out
 
 
 def test_what_is_derived_goes_with_plain_stages_alone(
@@ -224,6 +225,20 @@ def test_ranks_measure_their_exchanges_and_messages(model: Path, tmp_path: Path)
     for stage in range(4):
         whole, split = costs.time_us(Kind.BW, stage), costs.time_us(Kind.B, stage)
         assert 0 < whole <= split + costs.time_us(Kind.W, stage)
+
+
+def test_ranks_measure_the_passes_of_a_shared_vocabulary(model: Path, tmp_path: Path) -> None:
+    """Two ranks, of four devices: each has a quarter of the rows, and they make real sums."""
+    model.write_text(MODEL.replace("vocabulary_size: 64", "vocabulary_size: 32768"))
+    more = ("--devices", "4", "--layers", "8", "--vocab-parallel")
+    _, costs = on_two_ranks(model, tmp_path / "costs.json", *more)
+    assert tells_shared(costs)
+    sources, others = dict(costs.sources), dict(costs.others)
+    times = {kind.time for kind in VOCABULARY}
+    told = "measured on 2 ranks at once, with 1/4 of the vocabulary each"
+    assert {sources[name] for name in times} == {told}
+    assert all(others[name][0] > 0 for name in times)
+    assert others["logits_us"][0] > others["lookup_us"][0]  # products with 8,192 rows, and 64 rows
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

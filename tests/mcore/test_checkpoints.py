@@ -61,6 +61,8 @@ RUNS = {
     ),
     "zb-h1, shared": Run(2, f"--pipeline-schedule zb-h1 {SHARES} {UNTIED}"),
     "stock, untied": Run(2, UNTIED, stock=True),
+    "v-half, shared, tied, MTP": Run(2, f"--pipeline-schedule v-half {SHARES} {PREDICTS}"),
+    "zb-h1, shared, MTP": Run(2, f"--pipeline-schedule zb-h1 {SHARES} {PREDICTS} {UNTIED}"),
 }
 
 
@@ -106,6 +108,7 @@ PAIRS = [
     ("stock", "v-half"),
     ("v-zb, shared, TP 2", "stock, untied"),
     ("stock", "v-half, shared, tied"),
+    ("v-half, shared, tied, MTP", "one rank, tied, MTP"),
     ("v-half, uneven", "v-zb, TP 2"),
     ("v-zb, MTP", "stock, MTP"),
     ("stock, MTP", "v-zb, MTP"),
@@ -124,8 +127,11 @@ PAIRS = [
     ("v-half, shared, tied", "v-zb, TP 2"),
     ("stock, untied", "zb-h1, shared"),
     ("zb-h1, shared", "v-zb, shared, TP 2"),
+    ("one rank, tied, MTP", "v-half, shared, tied, MTP"),
+    ("zb-h1, shared, MTP", "stock, MTP"),
+    ("stock, MTP", "zb-h1, shared, MTP"),
 ]
-FAST = 8
+FAST = 9
 
 
 @pytest.mark.parametrize(

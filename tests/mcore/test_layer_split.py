@@ -121,6 +121,22 @@ def test_auto_with_measured_costs_chooses_the_layers_with_the_order() -> None:
     assert value(split.layers) < 0.95 * value(balanced)
 
 
+def test_further_layers_stay_where_the_vocabulary_is_shared() -> None:
+    """And their output layers are shared, whether costs are measured or estimated."""
+    args, place = arguments(num_layers=8, mtp_num_layers=2), linear(4)
+    merging = 2 / 13
+    plain = split_layers(args, place, "2,2,2,2", None).estimate
+    assert plain is not None
+    for given in (None, plain):
+        split = split_layers(args, place, "2,2,2,2", given, shares=True)
+        found = split.estimate if given is None else split.costs
+        assert found is not None
+        assert found.forward_us[-1] == pytest.approx(1 + 2 * (1 + merging) / 2)
+        assert dict(found.others)["head_weight_us"][0] == pytest.approx(3 * 25 / 13 / 2 / 4)
+    balanced = split_layers(args, place, "auto", None, shares=True)
+    assert balanced.layers == (2, 3, 3, 0)
+
+
 def test_costs_of_known_layers_serve_any_split() -> None:
     measured = split_layers(arguments(num_layers=8), linear(4), "1,2,3,2", None).estimate
     assert measured is not None

@@ -11,14 +11,25 @@ import pytest
 import torch
 from mcore.conftest import UNTIED, needs_hybrid
 from mcore.farm import Ended, Farm
-from mcore.test_composition import CONTEXT, EXPERT_PARALLEL, OVERLAP, SEQUENCE, STEPS, assert_equal
+from mcore.test_composition import (
+    CONTEXT,
+    EXPERT_PARALLEL,
+    OVERLAP,
+    SEQUENCE,
+    STEPS,
+    TENSOR,
+    assert_equal,
+)
 from mcore.test_iteration_log import of_wandb
 from mcore.test_library import run as run_library
 from mcore.test_library import same
-from mcore.test_training import all_forwards_first, assert_equal_training
+from mcore.test_training import all_forwards_first, assert_equal_training, losses, relative
+from mcore.test_vocabulary import WEIGHTS, joined
 
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import linear, looping, v_shape
+from megatron_vshape.core.planner.vocabulary import tells_shared
 from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.layer_split import split_layers
 from megatron_vshape.mcore.layout.stages import StageMap
@@ -87,13 +98,86 @@ def test_training_equals_one_rank(
     ours = train(4, "--pipeline-schedule", schedule, *depth, *STARTS, *SAYS, *flags.split())
     assert_equal_training(ours, theirs)
     assert_equal_gradients(ours, theirs)
+    assert_equal_metrics(ours, theirs, int(depth[1]))
+    assert "stay in B, because" not in ours.output[0]  # all its products are put off
+
+
+SHARED = "--pipeline-vocab-parallel"
+SHARED_RUNS = {
+    "v-half, untied": ("v-half", 4, ONE, UNTIED),
+    "v-zb, tied, depth 2": ("v-zb", 4, TWO, ""),
+    "zb-h1, untied, depth 2": ("zb-h1", 2, TWO, UNTIED),
+    "zb-h1, tied": ("zb-h1", 4, ONE, ""),
+    "grouped-interleaved-1f1b, tied": ("grouped-interleaved-1f1b", 2, ONE, ""),
+    "v-min, tied, a last stage without other layers": (
+        "v-min",
+        4,
+        ONE,
+        "--pipeline-layer-split 1,2,1,1,1,1,1,0",
+    ),
+    "per-token loss": ("v-half", 2, TWO, f"{UNTIED} --calculate-per-token-loss"),
+    "recompute, balanced": (
+        "v-half",
+        2,
+        ONE,
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "--pipeline-layer-split auto",
+    ),
+    "one layer for all depths": ("v-half", 2, TWO, f"{UNTIED} --mtp-use-repeated-layer"),
+}
+SHARED_FAST = 3
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "depth", "flags"),
+    [
+        pytest.param(*run, id=name, marks=[pytest.mark.slow] * (number >= SHARED_FAST))
+        for number, (name, run) in enumerate(SHARED_RUNS.items())
+    ],
+)
+def test_training_with_a_shared_vocabulary_equals_one_rank(
+    train: Train, schedule: str, ranks: int, depth: tuple[str, ...], flags: str
+) -> None:
+    """By the sums' own tolerances; how often a token is predicted is told exactly."""
+    common = [*flags.split()]
+    if OURS_ALONE[0] in common:
+        at = common.index(OURS_ALONE[0])
+        del common[at : at + 2]
+    theirs = train(1, *depth, *STARTS, *SAYS, *common)
+    chosen = ("--pipeline-schedule", schedule, SHARED)
+    ours = train(ranks, *chosen, *depth, *STARTS, *SAYS, *flags.split())
+    assert_equal_training(ours, theirs, weights=WEIGHTS)
+    assert_equal_gradients(ours, theirs)
+    assert len(ours.records[1]["parameters"]["embedding.word_embeddings.weight"]) == 128 // ranks
+    assert_equal_metrics(ours, theirs, int(depth[1]))
+
+
+@pytest.mark.slow
+def test_costs_measured_with_a_shared_vocabulary_plan_the_next_run(
+    train: Train, tmp_path: Path
+) -> None:
+    flags = (*ONE, UNTIED, "--train-iters", "6")
+    theirs = train(1, *flags)
+    chosen = ("--pipeline-schedule", "auto", SHARED, *flags)
+    measuring = ("--pipeline-profile-iterations", "2:4", "--pipeline-trace", str(tmp_path))
+    first = train(2, *chosen, *measuring)
+    file = tmp_path / "costs.json"
+    assert tells_shared(Costs.load(file))
+    planned = ("--pipeline-layer-split", "auto", "--pipeline-costs", str(file))
+    second = train(2, *chosen, *planned)
+    assert "layers per stage, in model order: " in second.output[0]
+    for run in (first, second):
+        assert_equal_training(run, theirs, weights=WEIGHTS)
+
+
+def assert_equal_metrics(ours: Ended, theirs: Ended, depth: int) -> None:
     told = metrics(ours)
-    assert len([name for name in told if name.endswith(" loss")]) == int(depth[1])
+    assert len([name for name in told if name.endswith(" loss")]) == depth
+    assert told.keys() == metrics(theirs).keys()
     for name, values in metrics(theirs).items():
         assert [step for step, _ in told[name]] == [step for step, _ in values]
         found = [value for _, value in told[name]]
         assert found == pytest.approx([value for _, value in values], rel=1e-5), name
-    assert "stay in B, because" not in ours.output[0]  # all its products are put off
 
 
 def assert_equal_gradients(ours: Ended, theirs: Ended) -> None:
@@ -153,14 +237,56 @@ def test_beside_other_parallelism(train: Train, parallel: str, schedule: str) ->
         assert_equal_training(ours, train(ranks // 2, *flags, size, "1"))
 
 
+SHARED_PARALLEL = {
+    "TP, SP, untied": ("v-half", 4, f"{SEQUENCE} {UNTIED}"),
+    "TP, tied, zb-h1": ("zb-h1", 4, TENSOR),
+    "EP, overlap": ("v-half", 4, f"{EXPERT_PARALLEL} {OVERLAP} {UNTIED}"),
+    "CP": ("v-half", 4, f"{CONTEXT} {UNTIED}"),
+    "SP, tied, zb-h1": ("zb-h1", 4, SEQUENCE),
+    "everything": ("v-zb", 8, f"{SEQUENCE} {CONTEXT} {EXPERT_PARALLEL} {OVERLAP} {UNTIED}"),
+    "bf16": ("v-half", 2, f"--bf16 {UNTIED}"),
+}
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (number >= 1))
+        for number, name in enumerate(SHARED_PARALLEL)
+    ],
+)
+def test_a_shared_vocabulary_beside_other_parallelism(train: Train, parallel: str) -> None:
+    schedule, ranks, text = SHARED_PARALLEL[parallel]
+    flags, size = (*STEPS, *TWO, *SAYS, *text.split()), "--pipeline-model-parallel-size"
+    ours = train(ranks, "--pipeline-schedule", schedule, SHARED, *flags, size, "2")
+    theirs = train(ranks // 2, *flags, size, "1")
+    half = "--bf16" in text
+    assert relative(losses(ours), losses(theirs)) <= (1e-4 if half else 1e-6)
+    assert relative(ours.record["grad_norms"], theirs.record["grad_norms"]) <= (
+        1e-2 if half else 1e-5
+    )
+    if half:
+        return
+    assert_equal_metrics(ours, theirs, 2)
+    for key, tolerance in ("gradients", 1e-6), ("parameters", WEIGHTS):
+        if key == "gradients" and OVERLAP in text:
+            continue  # each rank has summed up its part alone
+        mine, yours = ours.whole(key), theirs.whole(key)
+        assert mine.keys() == yours.keys()
+        for name, expected in yours.items():
+            torch.testing.assert_close(mine[name], expected, rtol=0, atol=tolerance, msg=name)
+
+
 @pytest.mark.slow
 @needs_hybrid
+@pytest.mark.parametrize("flags", ["", SHARED])
 @pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
-def test_a_hybrid_model(train: Train, schedule: str) -> None:
+def test_a_hybrid_model(train: Train, schedule: str, flags: str) -> None:
     pattern = ("--hybrid-layer-pattern", "*-*-*-*-/*-/*-")
     theirs = train(1, *pattern, *STARTS, *SAYS, UNTIED)
-    ours = train(4, "--pipeline-schedule", schedule, *pattern, *STARTS, *SAYS, UNTIED)
-    assert_equal_training(ours, theirs)
+    chosen = ("--pipeline-schedule", schedule, *flags.split())
+    ours = train(4, *chosen, *pattern, *STARTS, *SAYS, UNTIED)
+    assert_equal_training(ours, theirs, weights=WEIGHTS if flags else 1e-5)
     assert_equal_gradients(ours, theirs)
     assert {"mtp_1 loss", "mtp_2 loss"} <= metrics(ours).keys()
 
@@ -171,6 +297,11 @@ def test_a_library(farm: Farm, tmp_path: Path, schedule: str) -> None:
     ours = run_library(farm, tmp_path, "bridge", schedule, predicting=2)
     assert any(name.startswith("mtp.layers.1.") for name in ours.gradients)
     same(ours, plain)
+    options = {"vocab_parallel": True}
+    same(
+        joined(run_library(farm, tmp_path, "bridge", schedule, options=options, predicting=2)),
+        plain,
+    )
 
 
 def test_ends_on_ranks_that_cannot_share(farm: Farm, tmp_path: Path) -> None:

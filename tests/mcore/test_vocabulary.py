@@ -182,7 +182,9 @@ def test_a_file_out_of_turn_is_refused(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "--mtp-num-layers 1": "does not work with multi-token prediction",
+    "--mtp-num-layers 1 --mtp-detach-heads": (
+        "--pipeline-vocab-parallel does not work with --mtp-detach-heads"
+    ),
     "--optimizer-post-validation --rerun-mode disabled": (
         "--pipeline-vocab-parallel does not work with --optimizer-post-validation"
     ),

@@ -80,6 +80,20 @@ def test_logits_that_would_overflow() -> None:
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 8])
+def test_the_best_row_is_the_first_of_equals(parts: int) -> None:
+    hidden, weight, labels, _ = inputs(torch.bfloat16)
+    weight[33:] = weight[:7]
+    logits, count = hidden @ weight.t(), VOCABULARY // parts
+    made = [
+        Logits.of(w, hidden, labels, count * at, True) for at, w in enumerate(weight.split(count))
+    ]
+    everyones = torch.stack([torch.stack(each.statistics) for each in made])
+    whole = Statistics.whole(everyones, labels, VOCABULARY)
+    assert torch.equal(whole.best.long(), logits.argmax(-1))
+    assert (whole.best < 7).any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_lookups_and_their_gradient(dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(2)

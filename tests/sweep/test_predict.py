@@ -305,14 +305,19 @@ def test_multi_token_prediction_is_predicted(tmp_path: Path) -> None:
         even = replace(expand(loaded).possible[0], schedule="v-half")
         predictor = predictor_of(loaded)
         times = [predictor(replace(even, layout=each)) for each in (Layout.EVEN, Layout.AUTO)]
+        times.append(predictor(replace(even, layout=Layout.AUTO, vocab_parallel=True)))
         found.append((*times, model_flops(loaded.model, 64, 1)))
-    (plain, _, flops), (even, auto, more) = found
+    (plain, _, alone, flops), (even, auto, shared, more) = found
     assert plain.step_s is not None
     assert even.step_s is not None
     assert auto.step_s is not None
     assert even.step_s > 1.5 * plain.step_s  # the head is most of it, and there are two
     assert auto.step_s <= even.step_s
     assert even.peak_bytes > plain.peak_bytes
+    assert alone.step_s is not None
+    assert shared.step_s is not None
+    assert alone.step_s < shared.step_s < auto.step_s  # both heads are shared
+    assert alone.peak_bytes < shared.peak_bytes < auto.peak_bytes
     assert 1.7 < more / flops < 2
 
 

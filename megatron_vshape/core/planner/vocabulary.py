@@ -97,10 +97,11 @@ def shared_pieces(
     """Return the pieces of a model whose ends all devices share, as `shared_costs` has it.
 
     With layers of multi-token prediction, the output layer of each is shared, and the layer is the
-    last stage's.
+    last stage's. Each looks its own tokens up too, and `sum_us` is of one hidden state.
     """
-    first, last = pieces.first, pieces.last.times(1 + predicting)
-    amounts = _amounts(first, last, num_devices, sum_us, logits_bytes, pieces.layer.forward_us)
+    first, last = pieces.first.times(1 + predicting), pieces.last.times(1 + predicting)
+    sums_us = sum_us * (1 + predicting)
+    amounts = _amounts(first, last, num_devices, sums_us, logits_bytes, pieces.layer.forward_us)
     return replace(without_ends(pieces), others=(*pieces.others, *amounts))
 
 

@@ -153,8 +153,9 @@ def model_init(session: Session, original: Function) -> Function:
         bound.arguments["pre_process"], bound.arguments["post_process"] = first, last
         original(*bound.args, **bound.kwargs)
         if pipeline.choice.shares:
+            session.embedding_end = opening = session.embedding_end if chunk else self
             with refusing():
-                vocabulary.share(session.step, self, pipeline.stage_map, rank, chunk or 0)
+                vocabulary.share(session.step, opening, self, pipeline.stage_map, rank, chunk or 0)
 
     return init
 

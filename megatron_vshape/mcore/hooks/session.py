@@ -53,7 +53,7 @@ class Session:
     chosen_by_flags: bool = False  # Megatron's parser was asked all the same
     optimizer: Any = None
     has_opened: bool = False  # the schedule has been shown
-    embedding_end: nn.Module | None = None  # the chunk that has it, until the other end is tied
+    embedding_end: nn.Module | None = None  # the chunk that has it, until the last one is built
     provided_chunk: int | None = None  # while a provider that knows of no chunks builds this one
     providers: list[type] = field(default_factory=list)  # that have been taught to build chunks
     replaced: Replaced = field(default_factory=Replaced)  # undone when the hooks are

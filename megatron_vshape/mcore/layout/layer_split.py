@@ -66,7 +66,7 @@ def split_layers(
             )
         pieces = measured or _estimated(args, len(placement))
         if shares:
-            pieces = without_ends(pieces)
+            pieces = _without_ends(args, pieces)
         layers = pieces.balanced(args.num_layers, placement)
         if question is not None and measured is not None:
             asked = replace(question, layers=(pieces, args.num_layers))
@@ -101,8 +101,13 @@ def _share(
     if costs is not None:
         measured, known = _pieces_of(args.num_layers, costs), tells_shared(costs)
         others = costs.others if known else _shared(args, measured, layers, placement).others
-        costs = replace(without_ends(measured).costs(layers), others=others)
+        costs = replace(_without_ends(args, measured).costs(layers), others=others)
     return Split(layers, costs, estimate, limits)
+
+
+def _without_ends(args: Namespace, pieces: Pieces) -> Pieces:
+    """Return the pieces of a model whose vocabulary all share: what predicts further stays."""
+    return without_ends(pieces).predicting(*_predicting(args))
 
 
 def _shared(
@@ -114,13 +119,17 @@ def _shared(
     of an even stage; a chunk to hold 17 numbers for each of a layer's hidden ones.
     """
     stages, ranks = len(placement), max(placement) + 1
-    each = args.num_layers / stages
+    each, (count, merging) = args.num_layers / stages, _predicting(args)
     pieces = measured or _estimated(args, stages)
+    further = without_ends(pieces).predicting(count, merging).last
+    pieces = replace(pieces, last=pieces.last.over(further).times(1 / (1 + count)))
     numbers = (_vocabulary(args) or 0) / ranks + args.hidden_size  # per token, from S to T
-    held = numbers / (17 * args.hidden_size * each)
+    held = (1 + count) * numbers / (17 * args.hidden_size * each)
     if measured is not None:
         held *= each * measured.layer.held_after_forward_bytes
-    return shared_pieces(pieces, ranks, SUM * each * pieces.layer.forward_us, held).costs(layers)
+    sum_us = SUM * each * pieces.layer.forward_us
+    shared = shared_pieces(pieces, ranks, sum_us, held, count)
+    return shared.predicting(count, merging).costs(layers)
 
 
 def _pieces_of(num_layers: int, costs: Costs) -> Pieces:
@@ -135,9 +144,14 @@ def _estimated(args: Namespace, num_stages: int) -> Pieces:
     Each layer of multi-token prediction is one with a head of its own. A head of unknown size
     takes nothing.
     """
-    widths, predicting = _widths(args, _vocabulary(args) or 0), multi_token.num_predicting(args)
+    widths = _widths(args, _vocabulary(args) or 0)
     pieces = Pieces.estimated(widths.head_in_layers, args.num_layers / num_stages)
-    return pieces.predicting(predicting, widths.merging_in_layers)
+    return pieces.predicting(*_predicting(args))
+
+
+def _predicting(args: Namespace) -> tuple[int, float]:
+    """Return how many layers of multi-token prediction there are, and what each takes to merge."""
+    return multi_token.num_predicting(args), _widths(args, 0).merging_in_layers
 
 
 def _vocabulary(args: Namespace) -> int | None:

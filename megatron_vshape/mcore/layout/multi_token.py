@@ -68,10 +68,14 @@ def share_embedding(first: Any, last: Any) -> None:
     vars(last)["embedding"] = first.embedding
     # Its gradient comes from two passes: the reduction has to wait for both.
     first.embedding.word_embeddings.weight.zero_out_wgrad = True
+    save_no_copy(last)
+
+
+def save_no_copy(last: Any) -> None:
+    """Have the chunk `last` saved as one whose embedding is no copy of the first stage's."""
     save = last.sharded_state_dict
 
     def sharded_state_dict(*args: Any, **options: Any) -> Any:
-        """Save the chunk as one that has no copy of the embedding: that is what Megatron ties."""
         with Replaced() as replaced:
             replaced.put(last, "mtp_process", False)
             return save(*args, **options)

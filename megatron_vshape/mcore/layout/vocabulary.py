@@ -19,6 +19,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.stages import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.step_state import StepState
@@ -86,10 +87,12 @@ def pad(args: Namespace, num_ranks: int) -> None:
         )
 
 
-def share(state: StepState, model: Any, stage_map: StageMap, rank: int, chunk: int) -> None:
+def share(
+    state: StepState, first: Any, model: Any, stage_map: StageMap, rank: int, chunk: int
+) -> None:
     """Give a chunk its rank's rows: the first those of the embedding, the last the head's.
 
-    Call it when the chunk is built, and before it is wrapped.
+    `first` is the rank's first chunk. Call it when the chunk is built, and before it is wrapped.
 
     Raises:
         UnsupportedError: the vocabulary does not divide among the ranks.
@@ -108,6 +111,8 @@ def share(state: StepState, model: Any, stage_map: StageMap, rank: int, chunk: i
         _share_embedding(state, model, shards)
     if chunk == stage_map.num_chunks - 1:
         _share_head(state, model, shards)
+        if model.post_process and stage_map.predicting:
+            _look_up_again(state, first, model)
 
 
 def _share_embedding(state: StepState, model: Any, shards: Shards) -> None:
@@ -119,12 +124,28 @@ def _share_embedding(state: StepState, model: Any, shards: Shards) -> None:
         tp_group=shards,
     )
     rows.weight.is_embedding_or_output_parameter = True
-    if not model.pre_process:
+    if getattr(model, "embedding", None) is None:
         model.embedding = _OwnRows(model.config, rows)
-        return
-    rows.reduce_scatter_embeddings = model.embedding.reduce_scatter_embeddings
+    else:
+        _look_up_in(state, model.embedding, rows)
+
+
+def _look_up_in(state: StepState, embedding: Any, rows: Any) -> None:
+    """Have Megatron's embedding, which adds all the rest, look tokens up in shared rows."""
+    rows.reduce_scatter_embeddings = embedding.reduce_scatter_embeddings
     rows.forward = lambda tokens: state.shared_vocabulary.embedded()
-    model.embedding.word_embeddings = rows
+    embedding.word_embeddings = rows
+
+
+def _look_up_again(state: StepState, first: Any, last: Any) -> None:
+    """Have multi-token prediction look tokens up in the rows of its rank's first chunk."""
+    if first is last:
+        multi_token.save_no_copy(last)
+        return
+    if not first.pre_process:
+        _look_up_in(state, last.embedding, first.embedding.word_embeddings)
+        first.embedding = last.embedding
+    multi_token.share_embedding(first, last)
 
 
 def _share_head(state: StepState, model: Any, shards: Shards) -> None:
@@ -147,11 +168,11 @@ def _share_head(state: StepState, model: Any, shards: Shards) -> None:
         return
 
     def stop_before_logits(hidden: Tensor, **options: Any) -> tuple[Tensor, None]:
-        return hidden, None
+        return state.shared_vocabulary.before_logits(hidden), None
 
-    def keep_labels(labels: Tensor, hidden: Tensor) -> Tensor:
-        state.shared_vocabulary.keep_labels(labels)
-        return hidden
+    def keep_labels(labels: Tensor, logits: Tensor) -> Tensor:
+        kept: Tensor = state.shared_vocabulary.keep_labels(labels, logits)
+        return kept
 
     head.forward = stop_before_logits
     model.compute_language_model_loss = keep_labels

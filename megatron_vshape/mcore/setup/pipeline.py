@@ -82,7 +82,7 @@ def pipeline_of(
     stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))
     check_ends(stage_map)
     multi_token.check_ends(stage_map)
-    _check_shared(choice, stage_map, may_offload)
+    _check_shared(choice, may_offload)
     check_hash_layers(stage_map, getattr(model, HASH_LAYERS, None) or 0)
     choice = replace(
         choice,
@@ -112,13 +112,8 @@ def pipeline_of(
     )
 
 
-def _check_shared(choice: Choice, stage_map: StageMap, may_offload: bool) -> None:
+def _check_shared(choice: Choice, may_offload: bool) -> None:
     """Raise UnsupportedError for what a shared vocabulary does not go with in the schedule."""
-    if choice.shares and stage_map.predicting:
-        raise UnsupportedError(
-            "--pipeline-vocab-parallel does not work with multi-token prediction: its further "
-            "output layers are not shared yet, so leave one of the two out"
-        )
     if choice.shares and (choice.copies or may_offload):
         raise UnsupportedError(
             "--pipeline-vocab-parallel does not work with activations that wait in host memory: "

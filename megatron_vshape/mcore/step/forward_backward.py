@@ -403,6 +403,7 @@ class PipelineRunner:
             learns=not step.forward_only,
             gradient_sync=step.gradient_sync,
             tensor_group=groups.tp,
+            context_group=groups.cp,
         )
         vocabulary.lose = loss_maker(step, chunks[-1], stage_map.num_chunks)
         return vocabulary

@@ -271,7 +271,7 @@ class MegatronStage:
         step, microbatch = self.step, begun.microbatch
         step.num_tokens += num_tokens
         if self.is_last and step.vocabulary is not None:
-            step.vocabulary.keep_hidden(microbatch, output.detach())
+            step.vocabulary.keep_hidden(microbatch, output)
         if step.forward_only:
             return None if self.is_last else output.detach()
         if captures_locally(step.config):

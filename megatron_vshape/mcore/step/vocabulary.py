@@ -9,6 +9,9 @@ whatever needs its gradient first, which is the next S, with which the gradient 
 Only that of a step's last microbatch goes by itself, and the loss rank waits for the sums within
 that S; it never does within others. The trainer's function may communicate, so it runs where
 passes run, in their order, and not beside them.
+
+Each layer of multi-token prediction has tokens and logits of its own for every token. They are
+further sequences of the same microbatch in all these passes (`further_losses`).
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.multi_token_prediction import roll_tensor
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
 from megatron_vshape.core.model.kinds import LOGITS, LOOKUP, LOOKUP_WEIGHT
@@ -28,6 +33,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.layout.stages import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.replaced import Replaced
+from megatron_vshape.mcore.step.further_losses import FurtherLosses
 from megatron_vshape.mcore.step.gradient_sync import GradientSync
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.together import Pending, Together
@@ -55,13 +61,16 @@ class SharedVocabulary:
     learns: bool
     gradient_sync: GradientSync
     tensor_group: dist.ProcessGroup
+    context_group: dist.ProcessGroup
     # Makes the loss of a microbatch by its losses, [b, s], and the function that F has returned.
     lose: Callable[[Tensor, Any], Tensor | None] = field(init=False)
     running: int = -1  # the microbatch whose F runs
     _calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Any]] = field(default_factory=dict)
     _tokens: dict[int, Tensor] = field(default_factory=dict)
-    _lookups: dict[int, Pending[Tensor]] = field(default_factory=dict)
-    _embedded: dict[int, Tensor] = field(default_factory=dict)
+    _lookups: dict[int, Pending[tuple[Tensor, ...]]] = field(default_factory=dict)
+    _found: dict[int, list[Tensor]] = field(default_factory=dict)  # of them, what F has yet to take
+    _embedded: dict[int, list[Tensor]] = field(default_factory=dict)  # and what it has
+    _embedded_gradients: dict[int, list[Tensor]] = field(default_factory=dict)
     _read: dict[int, Tensor] = field(default_factory=dict)  # what this rank reads in a meeting
     _labels: dict[int, Tensor] = field(default_factory=dict)
     _loss_functions: dict[int, Any] = field(default_factory=dict)
@@ -69,7 +78,7 @@ class SharedVocabulary:
     _sums: dict[int, Pending[tuple[Tensor, ...]]] = field(default_factory=dict)
     _whole: dict[int, Statistics] = field(default_factory=dict)
     _parts: dict[int, Tensor] = field(default_factory=dict)  # dX / g, on the loss rank
-    _gradients: dict[int, Tensor] = field(default_factory=dict)  # g, [b, s]
+    _gradients: dict[int, Tensor] = field(default_factory=dict)  # g, [heads x b, s]
     _last_gradient: Pending[Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -84,6 +93,13 @@ class SharedVocabulary:
         self._device = self.together.device
         self._tensor_ranks = self.tensor_group.size()
         self._scatters = self.config.sequence_parallel and self._tensor_ranks > 1
+        # Who looks up the tokens, and then those of each layer of multi-token prediction.
+        predicting, (batch, sequence) = self.stage_map.predicting, self.tokens_shape
+        self._readers = self._first_device, *(self._loss_device,) * predicting
+        self._further = FurtherLosses(predicting, self.tokens_shape)
+        self._lookup_shape = (1 + predicting) * batch, sequence
+        # Only training wants what their logits are for.
+        self._logits_shape = (1 + predicting * self.learns) * batch, sequence
         for _ in range(self.num_microbatches if self.learns else 0):
             self.gradient_sync.deferred([self._table])
             self.gradient_sync.deferred([self._head])
@@ -102,10 +118,18 @@ class SharedVocabulary:
     def look_up(self, microbatch: int) -> None:
         """Run I."""
         tokens = self._tokens[microbatch] if self.learns else self._tokens.pop(microbatch)
-        part = look_up(self._table.detach(), tokens, self._first_row)
-        summed = partial(self.together.sum_to, self._first_device, part, "the embeddings' sum")
-        pending = self.together.begin(summed, [part])
-        if self._device == self._first_device:
+        table, each = self._table.detach(), tokens.split(self.tokens_shape[0])
+        parts = [look_up(table, own, self._first_row) for own in each]
+
+        def add_up() -> tuple[Tensor, ...]:
+            made = []
+            for device, part in zip(self._readers, parts, strict=True):
+                summed = self.together.sum_to(device, part, "the embeddings' sum")
+                made += [summed] * (device == self._device)
+            return tuple(made)
+
+        pending = self.together.begin(add_up, parts)
+        if self._device in self._readers:
             self._lookups[microbatch] = pending
 
     def wait_for_embeddings(self, microbatch: int) -> None:
@@ -115,15 +139,18 @@ class SharedVocabulary:
     def embedded(self) -> Tensor:
         """Return the embeddings for the F that runs: [b, s, h], or a sequence's part [s/t, b, h].
 
-        The sum over tensor-parallel ranks is made here, as Megatron's embedding makes it.
+        The sum over tensor-parallel ranks is made here, as Megatron's embedding makes it. Tokens
+        of multi-token prediction, which calls for them layer by layer, follow those of the model.
         """
-        part = self._lookups.pop(self.running).result()
+        if self.running in self._lookups:
+            self._found[self.running] = list(self._lookups.pop(self.running).result())
+        part = self._found[self.running].pop(0)
         if self._rows.reduce_scatter_embeddings and self._tensor_ranks > 1:
             part = self._reduce_scattered(part.transpose(0, 1))
         elif self._tensor_ranks > 1:
             dist.all_reduce(part, group=self.tensor_group)
         if self.learns:
-            self._embedded[self.running] = part.requires_grad_()
+            self._embedded.setdefault(self.running, []).append(part.requires_grad_())
         return part
 
     def first_forward(self, microbatch: int) -> Callable[..., Any]:
@@ -135,7 +162,8 @@ class SharedVocabulary:
         """Return the same for the last stage, which makes no loss yet."""
 
         def forward(iterator: Any, model: Any) -> Any:
-            output, self._loss_functions[microbatch] = self.forward_step_func(iterator, model)
+            with self._further.forward(microbatch):
+                output, self._loss_functions[microbatch] = self.forward_step_func(iterator, model)
             if microbatch not in self._labels:
                 raise UnsupportedError(
                     "a shared vocabulary makes losses and no logits, and the model was called "
@@ -145,13 +173,30 @@ class SharedVocabulary:
 
         return forward
 
-    def keep_labels(self, labels: Tensor) -> None:
-        """Take the labels, [b, s], of the microbatch whose F runs."""
+    def before_logits(self, hidden: Tensor) -> Tensor:
+        """Return what stands for the logits of a hidden state of the F that runs."""
+        further = self._further.begin(self.running, hidden)
+        if further is not None:
+            return further
+        whole: Tensor = make_viewless_tensor(hidden, hidden.requires_grad, keep_graph=True)
+        return whole
+
+    def keep_labels(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Take the labels, [b, s], of what stands for logits; return what does for their losses."""
+        further = self._further.keep_labels(self.running, labels, logits)
+        if further is not None:
+            return further
         self._labels[self.running] = labels
+        return logits
 
     def keep_hidden(self, microbatch: int, hidden: Tensor) -> None:
-        """Take the last stage's output, [s, b, h] or a part of the sequence."""
-        self._read[microbatch] = hidden
+        """Take the last stage's output, [s, b, h] or a part of the sequence, with its graph."""
+        if self.learns:
+            made = self._further.end(microbatch, hidden, self._labels[microbatch])
+            self._read[microbatch], self._labels[microbatch] = made
+        else:
+            self._read[microbatch] = hidden.detach()
+            self._further.forget(microbatch)
 
     def own_logits(self, microbatch: int) -> None:
         """Run S, and begin the sums."""
@@ -159,7 +204,8 @@ class SharedVocabulary:
         if self._scatters:
             hidden = self._gathered(hidden)
         flat, weight = labels.t().flatten(), self._head.detach()
-        made = Logits.of(weight, hidden.flatten(0, 1), flat, self._first_row)
+        asks_best = len(labels) > self.tokens_shape[0]
+        made = Logits.of(weight, hidden.flatten(0, 1), flat, self._first_row, asks_best)
         product = made.softmax @ weight if self.learns else None
         part = torch.stack(made.statistics)
         parts = self._of_tensor_ranks(part)
@@ -198,7 +244,12 @@ class SharedVocabulary:
             gradient = gradient.chunk(self._tensor_ranks)[self.tensor_group.rank()]
         elif self._tensor_ranks > 1:
             dist.all_reduce(part, group=self.tensor_group)
-        return (gradient.unsqueeze(-1) * part).to(part.dtype)
+        whole = (gradient.unsqueeze(-1) * part).to(part.dtype)
+        parts: list[Tensor] = [
+            each.contiguous() for each in whole.split(self.tokens_shape[0], dim=1)
+        ]
+        self._further.keep_gradients(microbatch, parts[1:])
+        return parts[0]
 
     def own_head_weights(self, microbatch: int) -> None:
         """Run T."""
@@ -210,14 +261,15 @@ class SharedVocabulary:
     def own_embedding_weights(self, microbatch: int) -> None:
         """Run J."""
         rows = Rows.of(self._tokens.pop(microbatch).flatten(), self._first_row, len(self._table))
-        add_rows(self._table, rows, self._read.pop(~microbatch).flatten(0, 1))
+        gradients = [each.flatten(0, 1) for each in self._embedded_gradients.pop(microbatch)]
+        add_rows(self._table, rows, torch.cat(gradients) if len(gradients) > 1 else gradients[0])
         self.gradient_sync.added([self._table])
 
     def _read_tokens(self, microbatch: int) -> None:
         if self._device == self._first_device:
             tokens = self._next_tokens(microbatch)
         else:
-            tokens = self._empty(self.tokens_shape, torch.int64)
+            tokens = self._empty(self._lookup_shape, torch.int64)
         self._tokens[microbatch] = self.together.from_one(self._first_device, tokens, "tokens")
 
     def _next_tokens(self, microbatch: int) -> Tensor:
@@ -243,18 +295,24 @@ class SharedVocabulary:
                 f"a shared vocabulary looks up microbatches of {list(self.tokens_shape)} tokens, "
                 f"and the model was called with {found}: leave --pipeline-vocab-parallel out"
             )
-        return tokens.contiguous()
+        sequences, packed = [tokens], bound.arguments.get("packed_seq_params")
+        for _ in range(self.stage_map.predicting):
+            rolled, *_ = roll_tensor(sequences[-1], -1, -1, self.context_group, packed)
+            sequences.append(rolled)
+        return torch.cat(sequences)
 
     def _read_hidden(self, microbatch: int) -> None:
         """Read the last stage's output and labels, and g of the microbatch before."""
         before = microbatch - 1 if self.learns else -1
-        notes = self._empty((2, *self.tokens_shape), torch.float64)
+        notes = self._empty((2, *self._logits_shape), torch.float64)
         if self._device == self._loss_device:
             hidden = self._read[microbatch].contiguous()
             notes[0] = self._labels[microbatch]
             notes[1] = 0 if before < 0 else self._gradient(before)
         else:
-            hidden = self._empty(self.hidden_shape, self.config.pipeline_dtype)
+            length, _, width = self.hidden_shape
+            shape = (length, self._logits_shape[0], width)
+            hidden = self._empty(shape, self.config.pipeline_dtype)
         what = f"the output of the last stage's F of microbatch {microbatch}"
         self._read[microbatch] = self.together.from_one(self._loss_device, hidden, what)
         notes = self.together.from_one(self._loss_device, notes, what)
@@ -263,26 +321,28 @@ class SharedVocabulary:
             self._gradients.setdefault(before, notes[1].float())
 
     def _read_embedding_gradient(self, microbatch: int) -> None:
-        if self._device == self._first_device:
-            gradient = self._embedded.pop(microbatch).grad
-            assert gradient is not None
-            if self._rows.reduce_scatter_embeddings and self._tensor_ranks > 1:
-                gradient = self._gathered(gradient).transpose(0, 1)
-            gradient = gradient.contiguous()
-        else:
-            shape = (*self.tokens_shape, self.hidden_shape[-1])
-            gradient = self._empty(shape, self._table.dtype)
         what = f"the embeddings' gradient of microbatch {microbatch}"
-        # Beside that number stands what S reads of the same microbatch.
-        self._read[~microbatch] = self.together.from_one(self._first_device, gradient, what)
+        own, made = self._embedded.pop(microbatch, []), []
+        for device in self._readers:
+            if self._device == device:
+                gradient = own.pop(0).grad
+                assert gradient is not None
+                if self._rows.reduce_scatter_embeddings and self._tensor_ranks > 1:
+                    gradient = self._gathered(gradient).transpose(0, 1)
+                gradient = gradient.contiguous()
+            else:
+                shape = (*self.tokens_shape, self.hidden_shape[-1])
+                gradient = self._empty(shape, self._table.dtype)
+            made.append(self.together.from_one(device, gradient, what))
+        self._embedded_gradients[microbatch] = made
 
     def _sum(self, microbatch: int) -> Statistics:
         """Return what a microbatch's sums are; waits for them."""
         if microbatch not in self._whole:
-            most, total, label, *parts = self._sums[microbatch].result()
+            made = self._sums[microbatch].result()
             del self._sums[microbatch]
-            self._whole[microbatch] = Statistics(most, total, label)
-            for part in parts:
+            self._whole[microbatch] = Statistics(*made[:FIELDS])
+            for part in made[FIELDS:]:
                 self._parts[microbatch] = part
         return self._whole[microbatch]
 
@@ -297,11 +357,18 @@ class SharedVocabulary:
         return self._gradients[microbatch]
 
     def _make_loss(self, microbatch: int) -> None:
-        batch, sequence = self.tokens_shape
-        losses = self._sum(microbatch).losses.view(sequence, batch).t().contiguous()
-        gradient = self.lose(losses, self._loss_functions.pop(microbatch))
+        whole, batches = self._sum(microbatch), self.tokens_shape[0]
+        losses = self._by_sequence(whole.losses)
+        gradient = self.lose(losses[:batches].contiguous(), self._loss_functions.pop(microbatch))
         if gradient is not None:
-            self._gradients[microbatch] = gradient
+            _, *further = losses.split(batches)
+            _, *best = self._by_sequence(whole.best).split(batches)
+            gradients = self._further.learn(microbatch, further, best)
+            self._gradients[microbatch] = torch.cat([gradient, *gradients])
+
+    def _by_sequence(self, flat: Tensor) -> Tensor:
+        """Return numbers of all tokens as [heads x b, s]."""
+        return flat.view(*self._logits_shape[::-1]).t()
 
     def _tell_last_gradient(self, microbatch: int) -> None:
         """Make the loss that no S follows, and tell all ranks its gradient."""
@@ -314,7 +381,7 @@ class SharedVocabulary:
         if self._device == self._loss_device:
             gradient = self._gradients[microbatch]
         else:
-            gradient = self._empty(self.tokens_shape, torch.float32)
+            gradient = self._empty(self._logits_shape, torch.float32)
         tell = partial(self.together.tell_all, self._loss_device, gradient, "the loss's gradient")
         self._last_gradient = self.together.begin(tell, [gradient])
 
