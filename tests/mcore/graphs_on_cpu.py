@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.mcore import refusals
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.split import local_graphs
 from megatron_vshape.mcore.step import forward_backward
 from megatron_vshape.runtime.graph_memory import GraphMemory
 from megatron_vshape.runtime.p2p import Transport
@@ -337,7 +338,7 @@ def capture_locally(saves_in_python: bool) -> None:
 
     refusals.has_transformer_engine = lambda: False  # though Megatron believes that it is there
     cuda_graphs.get_cuda_rng_tracker = safe_tracker
-    forward_backward.create_cudagraphs = created
+    local_graphs.create_cudagraphs = created
     cuda_graphs.alloc_tensor_from_graph_mempool = _from_pool
     cuda_graphs._ensure_generator_state_is_cudagraph_safe = lambda generator: generator
     cuda_graphs.make_weak_ref = make_weak_ref

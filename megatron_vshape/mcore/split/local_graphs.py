@@ -13,7 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord
+from megatron.core.transformer.cuda_graphs import (
+    CudaGraphManager,
+    _CudagraphGlobalRecord,
+    _CudaGraphRunner,
+    create_cudagraphs,
+)
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.refusals import captures_locally
@@ -44,6 +49,26 @@ def begin_forward(config: Any, model: nn.Module) -> None:
             clear = getattr(type(module).forward, "cache_clear", None)
             if clear is not None:
                 clear()
+
+
+def capture() -> None:
+    """Have Megatron capture what a step has recorded.
+
+    Megatron's main (0.20) marks a parameter once a graph adds its gradient to `main_grad`, and what
+    is marked no later graph adds: of several microbatches only the first would count. So none is
+    marked when a capture begins; a fused kernel marks what it adds itself within it.
+    """
+    create = _CudaGraphRunner.create_bwd_graph
+
+    def create_unmarked(runner: Any, *args: Any, **options: Any) -> Any:
+        for parameter in runner.params_to_backprop:
+            if hasattr(parameter, "grad_added_to_main_grad"):
+                parameter.grad_added_to_main_grad = False
+        return create(runner, *args, **options)
+
+    with Replaced() as replaced:
+        replaced.put(_CudaGraphRunner, "create_bwd_graph", create_unmarked)
+        create_cudagraphs()
 
 
 class _Same(torch.autograd.Function):

@@ -15,7 +15,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.cuda_graphs import create_cudagraphs
 from megatron.core.utils import get_model_config
 from torch import nn
 
@@ -284,7 +283,7 @@ class PipelineRunner:
         is_due = self._state.captured is None and self._profiler.order_is_last
         if is_due and captures_locally(begun.step.config):
             self.rest()
-            create_cudagraphs()
+            local_graphs.capture()
             self._state.graph_memory.look()
             self._state.captured = begun.program
 
