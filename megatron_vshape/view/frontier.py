@@ -1,6 +1,7 @@
 """The picture of the frontier: step time over memory, the published schedules as points."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -13,6 +14,9 @@ from megatron_vshape.view.names import display_name
 from megatron_vshape.view.palette import HELD_COLOUR
 
 _REACH = 2.0  # schedules that hold more than so many times the highest limit are left out
+
+_TICKS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+"""Per cent."""
 
 _LESS = (Kind.B, Kind.W, COPY_OUT)  # whose colours the plans with less have
 
@@ -53,7 +57,11 @@ def frontier_figure(
     axes.plot([], [], "D", color=HELD_COLOUR, markersize=4, label="published schedules")
     axes.set_xlabel(memory_label)
     axes.set_ylabel("step time, % above the fastest")
-    axes.set_ylim(bottom=0)
+    # The least memory takes several times as long; what is worth having lies close to the fastest.
+    axes.set_yscale("symlog", linthresh=1, linscale=0.5, subs=range(2, 10))
+    axes.set_yticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
+    slowest = max(map(slower, (*planned, *near, *chain.from_iterable(less.values()))))
+    axes.set_ylim(0, 1.1 * max(slowest, 1.0))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
