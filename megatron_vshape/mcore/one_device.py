@@ -289,7 +289,7 @@ def _config(model: Model, num_layers: int) -> Any:
 
     gated = {"gated_linear_unit": True, "activation_func": nn.functional.silu}
     return TransformerConfig(
-        num_layers=num_layers,
+        num_layers=max(num_layers, 1),  # a stage at an end may have none: Megatron divides by it
         tensor_model_parallel_size=model.tensor_parallel,
         sequence_parallel=model.sequence_parallel,
         hidden_size=model.hidden_size,
@@ -335,17 +335,21 @@ def _layers_spec(model: Model, num_layers: int) -> Any:
 
     count = None if model.experts is None else model.experts.count
     if model.use_te:
-        return specs.get_gpt_layer_with_transformer_engine_spec(
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm: Any = TENorm
+        spec = specs.get_gpt_layer_with_transformer_engine_spec(
             num_experts=count, moe_grouped_gemm=count is not None
         )
-    spec = specs.get_gpt_layer_local_spec(num_experts=count)
-    own = spec.submodules
-    if model.flash_attention:
-        own.self_attention.submodules.core_attention = SdpaAttention
-    if own.pre_mlp_layernorm is not WrappedTorchNorm:
-        return spec
-    own.input_layernorm = own.pre_mlp_layernorm = Norm
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=Norm)
+    else:
+        spec = specs.get_gpt_layer_local_spec(num_experts=count)
+        own = spec.submodules
+        if model.flash_attention:
+            own.self_attention.submodules.core_attention = SdpaAttention
+        if own.pre_mlp_layernorm is WrappedTorchNorm:
+            own.input_layernorm = own.pre_mlp_layernorm = Norm
+        norm = own.pre_mlp_layernorm
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)
 
 
 def unwrap(chunk: nn.Module) -> Any:

@@ -96,6 +96,24 @@ def test_a_model_is_measured_and_planned(
     assert "send_us: assumed: given as --send-us" in shown
 
 
+def test_the_first_and_the_last_stage_may_have_no_layers(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    found = tmp_path / "costs.json"
+    arguments = ["--model", model, "--devices", "2", "--layer-split", "0,3,3,0", "--device", "cpu"]
+    arguments += ["--seq-length", "64", "--repeats", "2", "--send-us", "7", "--output", found]
+    run = subprocess.run(
+        [sys.executable, "-m", "megatron_vshape.cli.main", "profile", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    costs = Costs.load(found)
+    assert costs.layers == (0, 3, 3, 0)
+    assert 0 < costs.forward_us[0] < costs.forward_us[1]
+    assert costs.held_after_forward_bytes[0] < costs.held_after_forward_bytes[1]
+
+
 def test_a_shared_vocabularys_passes_are_measured(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
