@@ -106,6 +106,11 @@ if [[ -n $bridge ]]; then
     exec .venv-bridge/bin/python -m pytest tests/bridge "${pytest_args[@]}"
 fi
 
+if ((${#pytest_args[@]} == 0)); then
+    # The planner's inner loops are compiled once, beside the checks, not by every pytest process.
+    megatron-vshape plan --devices 2 --microbatches 4 --cost 1,1,1,0 --memory-limit 3 --offload 1 \
+        >/dev/null &
+fi
 if [[ -z $megatron$checkout ]]; then
     check ruff ruff check .
     check shellcheck shellcheck --external-sources scripts/*.sh scripts/slurm/*.sbatch \
@@ -122,6 +127,7 @@ else
     for folder in tests/*/; do
         [[ " ${with_ranks[*]} " == *" ${folder%/} "* ]] || others+=("${folder%/}")
     done
+    wait
     check 'pytest: side by side' python -m pytest -n auto --maxprocesses 4 --dist loadfile \
         -m "$markers" "${others[@]}"
     check 'pytest: several ranks' python -m pytest -m "$markers" "${with_ranks[@]}"
