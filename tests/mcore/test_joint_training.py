@@ -14,8 +14,10 @@ from mcore.test_training import losses, relative
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.planner.joint_orders import joint_orders
 from megatron_vshape.core.program.lowering import lower
 
 Train = Callable[..., Ended]
@@ -49,9 +51,13 @@ def files(folder: Path, name: str, devices: int, whole: bool = False) -> tuple[s
         schedule = whole_backwards(schedule)
     joined = with_pairs(schedule)
     assert len(joined.joint) >= 2 * devices
+    return written(folder, joined)
+
+
+def written(folder: Path, joined: Schedule) -> tuple[str, str]:
     found = []
     for each in (joined, replace(joined, joint=frozenset())):
-        found.append(folder / f"{name}-{devices}-{len(each.joint)}.json")
+        found.append(folder / f"{each.name}-{each.num_devices}-{len(each.joint)}.json")
         found[-1].write_text(each.to_json())
     return str(found[0]), str(found[1])
 
@@ -120,4 +126,16 @@ def test_more_ranks(train: Train, tmp_path: Path, name: str) -> None:
     ours = train(8, "--pipeline-schedule", joint, *STEPS, *flags, *BESIDE)
     same_bits(ours, train(8, "--pipeline-schedule", apart, *STEPS, *flags, *BESIDE))
     theirs = train(8, "--pipeline-schedule", "1f1b", *STEPS, *flags, "--bf16")
+    assert_equal(ours, theirs, bf16=True)
+
+
+@pytest.mark.slow
+def test_a_loop_of_four_stages_a_rank(train: Train, tmp_path: Path) -> None:
+    (planned,) = joint_orders(2, 8, looping(2, 4))
+    assert len(planned.joint) > 16
+    joint, apart = written(tmp_path, planned)
+    flags = (*STEPS, *SIZE, *EXPERT_PARALLEL.split())
+    ours = train(4, "--pipeline-schedule", joint, *flags, *BESIDE)
+    same_bits(ours, train(4, "--pipeline-schedule", apart, *flags, *BESIDE))
+    theirs = train(4, "--pipeline-schedule", "1f1b", *flags, "--bf16")
     assert_equal(ours, theirs, bf16=True)
