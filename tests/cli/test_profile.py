@@ -34,13 +34,8 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_model_is_measured_and_planned(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("megatron.core")
-    found = tmp_path / "costs.json"
-    arguments = ["--model", model, "--devices", "2", "--tensor-parallel", "2", "--seq-length", "64"]
-    arguments += ["--device", "cpu", "--repeats", "3", "--send-us", "7", "--output", found]
+def profiled(arguments: list[object]) -> str:
+    """Return what a process that measures on the CPU prints."""
     run = subprocess.run(
         [sys.executable, "-m", "megatron_vshape.cli.main", "profile", *map(str, arguments)],
         capture_output=True,
@@ -48,7 +43,18 @@ def test_a_model_is_measured_and_planned(
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    lines = run.stdout.splitlines()
+    return run.stdout
+
+
+def test_a_model_is_measured_and_planned(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("megatron.core")
+    found = tmp_path / "costs.json"
+    arguments = ["--model", model, "--devices", "2", "--tensor-parallel", "2", "--seq-length", "64"]
+    arguments += ["--device", "cpu", "--repeats", "3", "--send-us", "7", "--output", found]
+    printed = profiled(arguments)
+    lines = printed.splitlines()
     assert [line[:26].strip() for line in lines[1:4]] == [
         "first stage, 1 layer",
         "inner stage, 2 layers",
@@ -101,13 +107,7 @@ def test_the_first_and_the_last_stage_may_have_no_layers(model: Path, tmp_path: 
     found = tmp_path / "costs.json"
     arguments = ["--model", model, "--devices", "2", "--layer-split", "0,3,3,0", "--device", "cpu"]
     arguments += ["--seq-length", "64", "--repeats", "2", "--send-us", "7", "--output", found]
-    run = subprocess.run(
-        [sys.executable, "-m", "megatron_vshape.cli.main", "profile", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    profiled(arguments)
     costs = Costs.load(found)
     assert costs.layers == (0, 3, 3, 0)
     assert 0 < costs.forward_us[0] < costs.forward_us[1]
@@ -123,16 +123,10 @@ def test_a_shared_vocabularys_passes_are_measured(
     found = tmp_path / "costs.json"
     arguments = ["--model", model, "--devices", "2", "--seq-length", "64", "--device", "cpu"]
     arguments += ["--repeats", "3", "--vocab-parallel", "--output", found]
-    run = subprocess.run(
-        [sys.executable, "-m", "megatron_vshape.cli.main", "profile", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    printed = profiled(arguments)
     parts = "lookup_us, logits_us, head_weight_us, lookup_weight_us: measured on one device, with "
-    assert f"{parts}1/2 of the vocabulary each" in run.stdout
-    assert "lookup_sum_us, logits_sum_us: assumed: 2 x 8,192 bytes at 45 GB/s" in run.stdout
+    assert f"{parts}1/2 of the vocabulary each" in printed
+    assert "lookup_sum_us, logits_sum_us: assumed: 2 x 8,192 bytes at 45 GB/s" in printed
     costs = Costs.load(found)
     assert tells_shared(costs)
     assert costs.layers == (1, 2, 2, 1)
