@@ -20,7 +20,6 @@ import argparse
 import importlib.util
 import json
 import math
-import os
 import random
 import sys
 import tempfile
@@ -41,6 +40,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.core.planner import search
+from megatron_vshape.core.planner.compiling import processors
 from megatron_vshape.core.planner.exact import prove
 
 JUDGE = Path(__file__).resolve().parents[2] / "shared" / "judge"
@@ -133,7 +133,7 @@ def measure(judge: ModuleType, cell: Cell, published: float, options: argparse.N
     seconds = time.process_time() - started
     if options.proof_seconds and cell.devices <= 4 and cell.microbatches <= 8 and made.gap > 0:
         own = regroup(costs, made.schedule.num_stages, "the plan")
-        made = prove(made, own, cell.limit, options.proof_seconds, workers=os.cpu_count() or 1)
+        made = prove(made, own, cell.limit, options.proof_seconds, workers=processors())
     verdict = judged(judge, made.schedule, cell)
     if verdict["peak"] > cell.limit + SLACK:
         raise SystemExit(f"{cell}: the plan holds {verdict['peak']}, more than the limit")
@@ -146,7 +146,7 @@ def search_longer(costs: Costs, cell: Cell, seconds: float) -> search.Plan | Non
     """Return the plan of so many seconds; other programs' work takes nothing from them."""
     if not seconds:
         return None
-    cores = os.cpu_count() or 1
+    cores = processors()
     clock = SimpleNamespace(monotonic=lambda: time.process_time() / cores)
     with mock.patch.object(search, "time", clock):
         return search.plan(costs, cell.devices, cell.microbatches, cell.limit, seconds=seconds)

@@ -5,10 +5,10 @@ pass before it in its lane and for those whose results it reads, but what anothe
 (`Shop.before`). `heads` are the earliest ends, `tails` the longest work after an end, so
 head + tail > makespan never, and = makespan on a critical path.
 
-The walk moves one pass a few places and takes the move whenever the objective does not grow.
-Times are whole ticks, so that ties are exact: with equal costs most moves are ties, and walking
-along them is what finds the way out. Decisions depend on whole numbers alone: every machine
-makes the same plan. Without numba the same code runs as plain Python, a hundred times slower.
+The walk moves a pass a few places, or exchanges two of a lane, and takes whatever does not make the
+objective grow. Times are whole ticks, so that ties are exact: with equal costs most moves are ties,
+and walking along them is what finds the way out. Decisions depend on whole numbers alone: every
+machine makes the same plan. Without numba the same code runs as plain Python, a hundred times slower.
 """
 
 from typing import NamedTuple
@@ -22,8 +22,10 @@ REACH = 12
 """A pass moves at most so many places; farther moves are found as several."""
 MANY = 8
 """So many microbatches of a sort move at once, at most."""
-SPARED = 16
+SPARED = 2
 """Of the passes that are on no critical path, one of so many is moved."""
+EXCHANGED = 6
+"""So many sixteenths of the draws exchange two passes."""
 _MASK = 0xFFFFFFFF
 
 
@@ -339,23 +341,16 @@ def _promises(shop: Shop, state: State, lane: int, low: int, high: int, bar: int
             if need >= 0 and shop.lane[need] != lane:
                 head = max(head, state.head[need] + shop.lag[work, way])
         head += shop.ticks[work]
-        state.log_head[place - low] = head
-    if high + 1 < shop.length[lane]:
-        following = state.row[lane, high + 1]
-        tail = shop.ticks[following] + state.tail[following]
-    else:
-        tail = shop.due[lane]
-    for place in range(high, low - 1, -1):
-        work = state.row[lane, place]
         for way in range(shop.after.shape[1]):
             reader = shop.after[work, way]
             if reader >= 0:
                 further = shop.after_lag[work, way] + shop.ticks[reader] + state.tail[reader]
-                tail = max(tail, further)
-        if state.log_head[place - low] + tail > bar:
-            return False
-        tail += shop.ticks[work]
-    return True
+                if head + further > bar:
+                    return False
+    if high + 1 == shop.length[lane]:
+        return head + shop.due[lane] <= bar
+    following = state.row[lane, high + 1]
+    return head + shop.ticks[following] + state.tail[following] <= bar
 
 
 @compiled
@@ -452,6 +447,44 @@ def _propose(
 
 
 @compiled
+def _exchange(
+    shop: Shop, state: State, start: int, reach: int, lane: int, first: int, last: int
+) -> int:
+    """Exchange the pass at `start` with the one `reach` places on; return how many moves that is.
+
+    Where the memory is full neither can go by itself: what one takes the other must give.
+    """
+    stop = max(first, min(last, start + reach))
+    step = 1 if reach > 0 else -1
+    if (
+        abs(stop - start) < 2
+        or _edge(shop, state, lane, state.row[lane, start], step, stop) != stop
+        or _edge(shop, state, lane, state.row[lane, stop], -step, start) != start
+        or not _fit_exchanged(shop, state, lane, min(start, stop), max(start, stop))
+    ):
+        return 0
+    _shift(shop, state, lane, start, stop)
+    _shift(shop, state, lane, stop - step, start)
+    state.moves[0, 0], state.moves[0, 1] = start, stop
+    state.moves[1, 0], state.moves[1, 1] = stop - step, start
+    return 2
+
+
+@compiled
+def _fit_exchanged(shop: Shop, state: State, lane: int, low: int, high: int) -> bool:
+    """Return whether the memory has room for the passes at `low` and `high` exchanged."""
+    limit = shop.limit[lane]
+    left, right = shop.sort[state.row[lane, low]], shop.sort[state.row[lane, high]]
+    change = shop.delta[right] - shop.delta[left]
+    if state.held[lane, low] + change + shop.over[right] > limit:
+        return False
+    for place in range(low + 1, high):
+        if state.held[lane, place] + change + shop.over[shop.sort[state.row[lane, place]]] > limit:
+            return False
+    return state.held[lane, high] + shop.over[left] <= limit
+
+
+@compiled
 def _decide(shop: Shop, state: State, lane: int, done: int, bar: int) -> bool:
     """Keep the last `done` moves if the objective stays within `bar`, else undo them."""
     low, high = state.moves[0, 0], state.moves[0, 0]
@@ -496,8 +529,11 @@ def walk(shop: Shop, state: State, low: np.ndarray, high: np.ndarray, steps: int
             distance = 1 + distance % 3
         if (luck >> 13) & 1:
             distance = -distance
-        count = 1 + (luck >> 18) % MANY if (luck >> 16) & 3 else 1
-        done = _propose(shop, state, start, distance, count, lane, first, last)
+        if (luck >> 22) % 16 < EXCHANGED:
+            done = _exchange(shop, state, start, distance, lane, first, last)
+        else:
+            count = 1 + (luck >> 18) % MANY if (luck >> 16) & 3 else 1
+            done = _propose(shop, state, start, distance, count, lane, first, last)
         if done and _decide(shop, state, lane, done, best):
             best = objective(shop, state)
     return best

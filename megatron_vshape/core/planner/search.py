@@ -11,10 +11,10 @@
    whole period in the middle is repeated, which costs nothing to search (`orders`).
    Passes of kinds beyond F, B and W are put into each at first (`inserting`), at all microbatches.
 4. The ends: a walk over orders that moves a pass, alone or with its neighbours in other
-   microbatches, whenever the objective does not grow (`improve`). The worse half of the orders
-   drops out after each round, the best then go on in several ways; W is dealt out anew in between.
-   A placement whose bound is above the best order drops out too.
-5. All of it again with other random numbers; in some turns from the best orders of those before.
+   microbatches, or exchanges two, whenever the objective does not grow (`improve`). The worse half
+   of the orders drops out after each round, the best then go on in several ways; W is dealt out
+   anew in between. A placement whose bound is above the best order drops out too.
+5. All of it again with other random numbers; then a long walk from the best orders of both turns.
    Every order is walked by itself: cores share the work, and the plan is the same on any number.
 6. With `trades` each way to hold less (`choosing`) is a search of its own, on each placement: those
    with copies begin from orders planned for more memory (`offload_search`). They share one budget,
@@ -26,11 +26,14 @@ What was tried, as overheads in chunk passes (F/B/W/comm, memory in chunks, publ
   V-Half's order at d=8, m=24, 1/2/1/.05, 10 chunks (59.9); walking along ties as well 33-35 in
   the same time, from whatever start. The sum of ends, even as a mild preference, makes it worse
   (34.5 to 35.9), and so do annealing (50), late acceptance (58) and a band above the best (35-37).
-* Kicks: a quarter of the step shaken by up to 200 moves that cost 3 % at most, 20,000 steps of the
-  walk, and back where that is worse. d=4, m=8, 1/2/1/.05, 6 chunks then ends at 73.9, 73.7, 72.4
-  with three seeds in place of 73.9, 74.4, 73.9; six cells at the default budget, from 0.2 % better
-  to 0.2 % worse. Ten times the turns find 73.7 there; 60 times the steps 72.6 with one seed and
-  73.9 with another.
+* What is on no critical path must move as well, and two passes of a lane must be able to change
+  places, for where the memory is full neither can go by itself. Overheads after as many seconds as
+  the first takes for 4 M steps (b, d) or 6 M (a), from one start, means of 8 to 24 seeds: one of 16
+  of the uncritical moved, 73.4 (a), 210.7 (b), 465.8 (d); one of 2, 72.7, 210.2, 464.6; and six
+  sixteenths exchanges, 72.9, 209.9, 464.2. a is d=4, m=8, 6 chunks; b d=8, m=24, 12; d d=16, m=48,
+  18; step times, all 1/2/1/.05. Near exchanges alone are better at a, far ones at b. Moving a pass
+  and then the next that makes room for it: nothing (73.8 at a). Kicks (a quarter of the step
+  shaken, 20,000 steps, back if worse): 72.4 to 73.9 at a, nothing elsewhere.
 * Steady orders against blocks: d=8, m=64, 1/2/1/.05, 10 chunks: 86 from V-Half's order, whose
   period no change of the ends can mend, 39-41 from steady orders (103.9); 8 chunks: 270 and 110
   (286.7).
@@ -93,26 +96,27 @@ from megatron_vshape.core.planner.orders import MOST_AT_ONCE, Candidate, Placeme
 
 __all__ = ["Objective", "Plan", "plan"]
 
-ROUNDS = 4
+ROUNDS = 3
 """The budget is spent in about so many rounds, each with half as many orders."""
 
-WALKS = 2
-"""So many orders are walked side by side at least, those of the same start in different ways."""
+WALKS, WALKS_OF_FEW, FEW = 2, 6, 1000
+"""So many orders are walked side by side at least, those of the same start in different ways.
 
-TURNS = 6
-"""The default budget is spent so many times, or until the bound is within `NEAR`.
-
-Progress is no reason to go on or not: at d=16, m=48, 1/2/1/.05, 24 chunks four turns gain nothing
-(41.3) and the fifth half a unit. More orders walked side by side (`WALKS`) are shorter walks: 4 of
-them find 62.8 at d=8, m=24, 1/2/1/.05, 8 chunks, 2 of them 60.5.
+With more of them each goes less far: at d=8, m=24, 1/2/1/.05, 12 chunks 2 end at 209.4 and 4 at
+210.2. Orders of fewer than `FEW` passes are soon stuck, and which of them leaves is luck: at d=4,
+m=8, 6 chunks 2 end at 72.9 and 6 with as many steps each at 72.3.
 """
 
-OLD = 3
-"""One of so many turns goes on from the orders that those before it ended with.
+OLD = TURNS = 3
+"""One of so many turns goes on from the orders that those before it ended with, and is the last.
 
-Beside these in every turn, new orders drop out before they are as good: d=4, m=8, 1/2/1/.05,
-6 chunks then stays at 10.9 instead of 9.9.
+With two turns before it this takes what six short ones took, and less at 16 devices, where new
+orders are dear; d=8, m=24, 1/2/1/.05, 12 chunks: 211.8 then, 209.4 now; d=16, m=48, 18 chunks:
+468.2, 464.4. The two at once, old orders beside new ones in a turn: the new drop out too early.
 """
+
+LONGER = 16
+"""A turn that goes on has so many times the budget: old orders still gain where new ones do not."""
 
 TURNS_OF_TRADES = 8
 """With copies or recompute, where there is more to walk; only the first begins anew."""
@@ -282,7 +286,8 @@ class _Race:
                         again = turn > 1 if self.trades else turn % OLD == 0
                         live = stayed if again else self._begin(budget, pool)
                         kept = [] if again else stayed
-                        stayed = kept + self._turn(live, budget, ends, progress, pool)
+                        share = budget * LONGER if again and not self.trades else budget
+                        stayed = kept + self._turn(live, share, ends, progress, pool)
                         if self._closed() or (ends is not None and time.monotonic() >= ends):
                             return
                         if ends is None and (turn == last or self._closed(NEAR)):
@@ -319,22 +324,32 @@ class _Race:
         live = self._open(live)
         left = budget
         while live and left > 0:
-            share = min(max(budget // (ROUNDS * len(live)), 1000), MOST_AT_ONCE)
-            jobs = []
-            for search, each in live:
-                jobs.append((search, each, min(share, left)))
-                left -= jobs[-1][-1]
-            for at in range(0, len(jobs), CORES):
-                for search, each, steps in pool.map(_improve, jobs[at : at + CORES]):
-                    search.keep(each)
-                    self.steps += steps
-                    if progress is not None:
-                        progress(self.steps, self.best.value(), self.bound)
-                if ends is not None and time.monotonic() >= ends:
-                    return live
+            share = min(max(budget // (ROUNDS * len(live)), 1000), -(-left // len(live)))
+            left -= share * len(live)
+            for steps in _pieces(share):
+                jobs = [(*pair, steps) for pair in live]
+                for at in range(0, len(jobs), CORES):
+                    for search, each, _ in pool.map(_improve, jobs[at : at + CORES]):
+                        search.keep(each)
+                        self.steps += steps
+                        if progress is not None:
+                            progress(self.steps, self.best.value(), self.bound)
+                    if ends is not None and time.monotonic() >= ends:
+                        return live
             live = self._open(live)
-            live = _spread(_best_pairs(live, -(-len(live) // 2)))
+            live = self._spread(_best_pairs(live, -(-len(live) // 2)))
         return live
+
+    def _spread(self, live: list[_Runner]) -> list[_Runner]:
+        """Return the orders, and copies that go other ways, until there are enough to walk."""
+        problem = max((search.problem for search, _ in live), key=_passes_of, default=None)
+        walks = WALKS_OF_FEW if problem is not None and _passes_of(problem) < FEW else WALKS
+        copies = [
+            (search, search.again(each, number))
+            for number in range(1, walks)
+            for search, each in live
+        ]
+        return (live + copies)[: max(walks, len(live))]
 
     def _open(self, live: list[_Runner]) -> list[_Runner]:
         """Return those whose placement can still have a better order."""
@@ -360,19 +375,17 @@ class _Race:
             yield Tried(way, min(values, default=None), min(search.bound for search in own))
 
 
+def _pieces(steps: int) -> list[int]:
+    """Return the steps in parts of at most `MOST_AT_ONCE`."""
+    parts = -(-steps // MOST_AT_ONCE)
+    return [steps * (at + 1) // parts - steps * at // parts for at in range(parts)]
+
+
 def _improve(job: tuple[PlacementSearch, Candidate, int]) -> tuple[PlacementSearch, Candidate, int]:
     search, candidate, steps = job
     if steps:
         search.improve(candidate, steps)
     return job
-
-
-def _spread(live: list[_Runner]) -> list[_Runner]:
-    """Return the orders, and copies of them that go other ways, until there are `WALKS`."""
-    copies = [
-        (search, search.again(each, number)) for number in range(1, WALKS) for search, each in live
-    ]
-    return (live + copies)[: max(WALKS, len(live))]
 
 
 def _best_pairs(live: list[_Runner], count: int) -> list[_Runner]:
@@ -381,6 +394,10 @@ def _best_pairs(live: list[_Runner], count: int) -> list[_Runner]:
         each.value / search.problem.ticks_per_us: (search, each) for search, each in reversed(live)
     }
     return [different[value] for value in sorted(different)][:count]
+
+
+def _passes_of(problem: Problem) -> int:
+    return problem.num_microbatches * len(problem.sorts.ticks)
 
 
 def default_steps(problem: Problem) -> int:
@@ -393,4 +410,4 @@ def default_steps(problem: Problem) -> int:
     most = 500_000 if devices <= 16 else 160_000
     if devices <= 8:
         most = 700_000 if devices * microbatches <= 256 else 540_000
-    return min(most, STEPS_OF_PASS * microbatches * len(problem.sorts.ticks))
+    return min(most, STEPS_OF_PASS * _passes_of(problem))
