@@ -10,17 +10,17 @@ MODULES = (
 )
 CODE = """
 import sys, time
-begin = time.perf_counter()
+begin = time.process_time()
 for name in sys.argv[1:]:
     __import__(f"megatron_vshape.core.{name}")
-seconds = time.perf_counter() - begin
+seconds = time.process_time() - begin
 heavy = {"torch", "megatron", "numpy", "numba", "matplotlib"} & set(sys.modules)
 print(seconds, *sorted(heavy))
 """
 
 
 def test_the_core_imports_no_torch_and_is_fast() -> None:
-    """The best of a few times, so that a busy machine does not fail it."""
+    """The least processor time of a few, so that a busy machine does not fail it."""
     runs = []
     for _ in range(5):
         command = [sys.executable, "-c", CODE, *MODULES.split()]
