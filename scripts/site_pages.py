@@ -62,6 +62,11 @@ def on_post_page(output: str, **_: Any) -> str:
     return output.replace(nameless, f'{nameless} aria-label="Search"')
 
 
+def on_post_template(output_content: str, **_: Any) -> str:
+    """Return what is no page of the documents, such as 404.html, with the same name."""
+    return on_post_page(output_content)
+
+
 def _training_flags() -> str:
     """Return the help of the flags that Megatron's parser gets; its package would need Megatron."""
     path = ROOT / "megatron_vshape" / "mcore" / "setup" / "arguments.py"

@@ -34,9 +34,9 @@ def period_of(timeline: Timeline, microbatches: int | None = None) -> Period | N
     if len(begin) != 1 or len(turns) != 2 or turns[1] <= turns[0]:
         return None
     length = turns[1] - turns[0]
-    if not _repeats(
-        _all_starts(timeline), range(first, first + microbatches), microbatches, length
-    ):
+    own = range(first, first + microbatches)
+    both = range(first, first + 2 * microbatches)
+    if not _repeats(_all_starts(timeline, both), own, microbatches, length):
         length = timeline.busy * microbatches / schedule.num_microbatches
     return Period(begin[0], length, first, microbatches)
 
@@ -45,7 +45,7 @@ def repeating_microbatches(timeline: Timeline) -> int | None:
     """Return of how many microbatches the repeat in the middle is; None if seen too rarely."""
     schedule = timeline.schedule
     last, count = schedule.num_stages - 1, schedule.num_microbatches
-    starts = _all_starts(timeline)
+    starts = _all_starts(timeline, range(count))
     turns = {
         work.microbatch: start
         for work, start in starts.items()
@@ -64,11 +64,12 @@ def repeating_microbatches(timeline: Timeline) -> int | None:
     return None
 
 
-def _all_starts(timeline: Timeline) -> dict[Pass, float]:
+def _all_starts(timeline: Timeline, microbatches: range) -> dict[Pass, float]:
     return {
-        slot.work: slot.start
-        for device in range(timeline.schedule.num_devices)
-        for slot in timeline.slots(device)
+        work: start
+        for row, starts in zip(timeline.schedule.order, timeline.starts, strict=True)
+        for work, start in zip(row, starts, strict=True)
+        if work.microbatch in microbatches
     }
 
 

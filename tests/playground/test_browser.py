@@ -5,6 +5,7 @@ import json
 import re
 import statistics
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def test_a_plan_of_four_stages_a_device_is_drawn(page, server):
     assert page.inner_text("#command-train").startswith(f"--pipeline-schedule {file} ")
     assert page.inner_text("#command-recipe") == (
         "megatron-vshape plan --devices 4 --microbatches 8 --cost 1,1.15,0.85,0.05 "
-        f"--memory-limit 6 --export {file}"
+        f"--memory-limit 6 --chunks 4 --export {file}"
     )
     with page.expect_download() as download:
         page.click("#save-json")
@@ -518,7 +519,9 @@ RESTING_MS = 1000 / 60
 
 
 def test_a_pan_over_64_devices_and_1024_microbatches_is_smooth(page, server):
+    began = time.perf_counter()
     load(page, server, "d=64&m=1024&s=v-half")
+    print(f"loaded in {time.perf_counter() - began:.1f} s")
     assert "393,216 passes" in page.inner_text("figcaption")
     for zooms in (1, 4, 8, 12, 16):
         frames = []

@@ -74,8 +74,7 @@ class _Simulation:
         self.lanes = (replace(schedule, half_duplex=True) if one_way else schedule).lanes()
         kinds = schedule.kinds
         self.table = NeedTable(stages, kinds)
-        self.needs, self.parts_of = self.table.needs, self.table.parts_of
-        self.send_us = costs.send_us
+        self.parts_of = self.table.parts_of
         self.joint = schedule.joint
         self.joint_us = cache(costs.joint_us)
         self.time_us = {kind: [costs.time_us(kind, s) for s in range(stages)] for kind in kinds}
@@ -83,6 +82,10 @@ class _Simulation:
             [[None] * microbatches for _ in range(stages)] for _ in self.table.parts
         ]
         self._end_what_is_not_there()
+        self.inputs = {
+            kind: [self._inputs(stage, needs) for stage, needs in enumerate(self.table.needs[kind])]
+            for kind in kinds
+        }
         self.starts: list[list[float]] = [[] for _ in self.lanes]
         self.ends: list[list[float]] = [[] for _ in self.lanes]
         self.waiting: dict[tuple[int, int, int], list[int]] = {}
@@ -97,6 +100,16 @@ class _Simulation:
             if kind in at_will:
                 at_will[kind][stage][microbatch] = None
 
+    def _inputs(
+        self, stage: int, needs: Iterable[tuple[int, int]]
+    ) -> list[tuple[int, int, list[float | None], float]]:
+        """Return what a pass of this stage reads: part, stage, ends, and how long it is sent."""
+        placement, send_us = self.schedule.placement, self.costs.send_us
+        return [
+            (part, other, self.end[part][other], send_us * (placement[other] != placement[stage]))
+            for part, other in needs
+        ]
+
     def run(self) -> Timeline:
         awake = list(range(len(self.lanes)))
         while awake:
@@ -110,7 +123,7 @@ class _Simulation:
             beside = self.schedule.beside()
             raise ScheduleError(explain_deadlock(self.lanes, self.table, stuck, beside))
         starts, ends = (_by_device(self.schedule, self.lanes, x) for x in (self.starts, self.ends))
-        return Timeline(self.schedule, starts, ends, self.send_us, self.costs.whole_us)
+        return Timeline(self.schedule, starts, ends, self.costs.send_us, self.costs.whole_us)
 
     def _advance(self, at: int, awake: list[int]) -> None:
         """Run the lane's passes up to the first whose inputs are not there yet."""
@@ -134,15 +147,13 @@ class _Simulation:
 
     def _start(self, at: int, work: Pass, start: float) -> float | None:
         """Return when the lane's pass can start, from `start` on; None if that is not known yet."""
-        placement, device = self.schedule.placement, self.lanes[at].device
-        for part, other in self.needs[work.kind][work.stage]:
-            done = self.end[part][other][work.microbatch]
+        for part, other, ends, send_us in self.inputs[work.kind][work.stage]:
+            done = ends[work.microbatch]
             if done is None:
                 self.waiting.setdefault((part, other, work.microbatch), []).append(at)
                 return None
-            if placement[other] != device:
-                done += self.send_us
-            start = max(start, done)
+            if done + send_us > start:
+                start = done + send_us
         return start
 
     def _finish(self, work: Pass, clock: float, awake: list[int]) -> None:

@@ -265,21 +265,33 @@ def fill(order: Order, run: Run, made: Numbers, cool: int, ahead: int) -> int:
     """
     begin_run(order, run)
     starts, stale, lanes = run.start, run.stale, len(order.limit)
-    for done in range(len(made)):
-        lane, least = NONE, LATE
-        for each in range(lanes):
-            if stale[each]:
-                starts[each], run.chosen[each] = _choose(order, run, each, cool, ahead)
-                stale[each] = 0
-            if starts[each] < least:
-                lane, least = each, starts[each]
-        if lane == NONE:
-            return done
+    now, lane, done = 0, lanes, 0
+    while done < len(made):
+        if lane == lanes:
+            now = LATE
+            for each in range(lanes):
+                if stale[each]:
+                    starts[each], run.chosen[each] = _choose(order, run, each, cool, ahead)
+                    stale[each] = 0
+                if starts[each] < now:
+                    now, lane = starts[each], each
+            if now == LATE:
+                break
+        # what ran before it now is ready later, and at most keeps others from passing its first
+        if stale[lane] and starts[lane] == now and run.chosen[lane] != run.first[lane]:
+            starts[lane], run.chosen[lane] = _choose(order, run, lane, cool, ahead)
+            stale[lane] = 0
+        if starts[lane] > now:
+            lane += 1
+            continue
         place = run.chosen[lane]
         made[order.begin[lane] + run.ran[lane]] = place
+        done += 1
         finish(order, run, lane, place)
         _advance(order, run, lane, place)
-    return len(made)
+        # what takes no time may have woken a lane before it for now
+        lane = lane + 1 if order.sorts.ticks[order.sort[place]] else lanes
+    return done
 
 
 def begin_run(order: Order, run: Run) -> None:

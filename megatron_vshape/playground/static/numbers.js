@@ -77,7 +77,7 @@ export function factsTable(timelines, units, gibPerChunk) {
   const head = ["Schedule", ...columns.map(([title]) => title)];
   const heading = element("tr", {}, ...head.map((title) => element("th", { scope: "col" }, title)));
   const table = element("table", { class: "facts" }, element("thead", {}, heading), element("tbody", {}, ...body));
-  return element("div", { class: "wide" }, table);
+  return element("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Numbers" }, table);
 }
 
 function relative({ peak, facts }) {
