@@ -103,13 +103,31 @@ def joined(schedule: Schedule, costs: Costs, objective: Objective) -> Schedule:
 
 
 def _better_apart(schedule: Schedule, costs: Costs) -> set[Pass]:
-    """Return the B in joint passes whose W takes longer there than behind."""
+    """Return the B whose W takes longer with them than behind, where joint passes have them too.
+
+    Where nobody waits for them the time would not tell.
+    """
+    at = costs.at(schedule.recompute)
+    stages = {
+        stage
+        for stage in range(schedule.num_stages)
+        if at.time_us(Kind.BW, stage) > at.time_us(Kind.B, stage) + at.time_us(Kind.W, stage) + 1e-9
+    }
     dear = cache(
         lambda f, b: (
             costs.joint_us(f, Kind.BW, b) >= costs.joint_us(f, Kind.B, b) + costs.time_us(Kind.W, b)
         )
     )
-    return {b for f, b in schedule.beside().items() if dear(f.stage, b.stage)}
+    beside = schedule.beside()
+    alone = {
+        work
+        for row in schedule.order
+        for work in row
+        if work.kind is Kind.B and work.stage in stages
+    }
+    return {b for f, b in beside.items() if dear(f.stage, b.stage)} | alone.difference(
+        beside.values()
+    )
 
 
 def _join(schedule: Schedule, stages: Sequence[int], apart: set[Pass]) -> Schedule:

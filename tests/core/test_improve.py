@@ -60,6 +60,26 @@ def test_the_walk_keeps_everything_up_to_date(seed: int) -> None:
         assert np.array_equal(getattr(state, name), getattr(again, name)), name
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_passes_are_exchanged_if_what_is_held_then_fits(seed: int) -> None:
+    """While they run, passes hold up to a chunk more than after, and the order fits just so."""
+    random = np.random.default_rng(seed)
+    shop, state = make_shop(12, 8, 1, 1.3, 0.7, 0.1), make_state(v_half(DEVICES), 12)
+    assert improve.settle(shop, state)
+    over = random.integers(0, shop.delta.max() + 1, len(shop.over))
+    shop = shop._replace(over=over, limit=(state.held + over[shop.sort[state.row]]).max(axis=1))
+    told = []
+    for lane, row in enumerate(state.row):
+        for _ in range(300):
+            low, high = np.sort(random.choice(len(row), 2, replace=False))
+            sorts = shop.sort[row]
+            sorts[[low, high]] = sorts[[high, low]]
+            fits = bool((shop.delta[sorts].cumsum() + over[sorts] <= shop.limit[lane]).all())
+            assert improve.fit_exchanged(shop, state, lane, low, high) == fits
+            told.append(fits)
+    assert 0.1 < np.mean(told) < 0.9
+
+
 def test_the_walk_leaves_the_window_alone() -> None:
     shop = make_shop(20, 10, 1, 1.3, 0.7, 0.1)
     cyclic = cyclic_orders.cyclic_order_of_block(v_half(DEVICES))

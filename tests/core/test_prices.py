@@ -1,6 +1,7 @@
 """What a pass takes beside its work: host time, exchanges, messages; and where to split by it."""
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -172,7 +173,9 @@ def test_it_splits_where_it_pays() -> None:
         backwards = [p.kind for row in answer.schedule.order for p in row if Kind.B in p.kind.does]
         shares.append(backwards.count(Kind.B) / len(backwards))
     assert 0 < shares[1] < shares[0]
-    assert where_split(answer.schedule).startswith("0 % of the backwards in the steady state")
+    said = where_split(answer.schedule)
+    assert (found := re.fullmatch(r"(\d+) % .* steady state, (\d+) % at the ends", said)), said
+    assert 3 * int(found[1]) < int(found[2])
 
 
 def test_a_pass_that_costs_the_host_much_is_not_added() -> None:

@@ -461,7 +461,7 @@ def _exchange(
         abs(stop - start) < 2
         or _edge(shop, state, lane, state.row[lane, start], step, stop) != stop
         or _edge(shop, state, lane, state.row[lane, stop], -step, start) != start
-        or not _fit_exchanged(shop, state, lane, min(start, stop), max(start, stop))
+        or not fit_exchanged(shop, state, lane, min(start, stop), max(start, stop))
     ):
         return 0
     _shift(shop, state, lane, start, stop)
@@ -472,7 +472,7 @@ def _exchange(
 
 
 @compiled
-def _fit_exchanged(shop: Shop, state: State, lane: int, low: int, high: int) -> bool:
+def fit_exchanged(shop: Shop, state: State, lane: int, low: int, high: int) -> bool:
     """Return whether the memory has room for the passes at `low` and `high` exchanged."""
     limit = shop.limit[lane]
     left, right = shop.sort[state.row[lane, low]], shop.sort[state.row[lane, high]]
