@@ -506,20 +506,31 @@ def _decide(shop: Shop, state: State, lane: int, done: int, bar: int) -> bool:
 
 
 @compiled
-def walk(shop: Shop, state: State, low: np.ndarray, high: np.ndarray, steps: int) -> int:
+def walk(
+    shop: Shop,
+    state: State,
+    low: np.ndarray,
+    high: np.ndarray,
+    steps: int,
+    growth: float = 0.0,
+    moves: int = -1,
+) -> int:
     """Draw `steps` passes outside [low, high) of each lane, move some; return the objective.
 
     Only what is on a critical path shortens anything: of the others, one of `SPARED` is moved,
-    to make room.
+    to make room. With `growth` the objective may grow by such a share of what it was, until so many
+    moves are taken.
     """
-    best = objective(shop, state)
+    # No function of its own for one step: calling it makes the walk a third slower.
+    bar = objective(shop, state)
+    bar += int(bar * growth)
     for _ in range(steps):
         lane = draw(state.random) % len(state.row)
         length = shop.length[lane]
         start = draw(state.random) % length
         work = state.row[lane, start]
         luck = draw(state.random)
-        near = state.head[work] + state.tail[work] >= best
+        near = state.head[work] + state.tail[work] >= bar
         if low[lane] <= start < high[lane] or (not near and luck % SPARED):
             continue
         first, last = 0, low[lane] - 1
@@ -535,9 +546,13 @@ def walk(shop: Shop, state: State, low: np.ndarray, high: np.ndarray, steps: int
         else:
             count = 1 + (luck >> 18) % MANY if (luck >> 16) & 3 else 1
             done = _propose(shop, state, start, distance, count, lane, first, last)
-        if done and _decide(shop, state, lane, done, best):
-            best = objective(shop, state)
-    return best
+        if done and _decide(shop, state, lane, done, bar):
+            moves -= 1
+            if moves == 0:
+                break
+            if not growth:
+                bar = objective(shop, state)
+    return objective(shop, state)
 
 
 @compiled

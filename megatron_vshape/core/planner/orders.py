@@ -56,6 +56,14 @@ EFFORTS = ((1.0, 6), (0.85, 12), (1.0, 48), (0.85, 96))
 so many parts of the budget. Less effort finds other orders, whose ends can be better than those of
 a lower period."""
 
+FEW = 1000
+"""Orders of fewer passes are soon stuck, and which of them leaves is luck."""
+
+KICK, KICK_MOVES, STEPS_AFTER_KICK = 0.1, 40, 100_000
+"""Those are kicked: so many moves that let the objective grow by such a share, and so many steps
+of the walk. At d=4, m=8, 1/2/1/.05, 6 chunks 12 walks of 4 M steps end at 72.9 in the mean without,
+72.2 with; kicks of a fifth to a half of this, 72.3 to 73.2; larger orders are worse with kicks."""
+
 MOST_AT_ONCE = 300_000
 """So many steps at most until progress is shown and W is dealt out anew."""
 
@@ -282,7 +290,18 @@ class PlacementSearch:
 
         Changes nothing but the candidate, so that threads can improve several.
         """
-        improve.walk(candidate.shop, candidate.state, candidate.low, candidate.high, steps)
+        window = candidate.low, candidate.high
+        kicks = max(steps // STEPS_AFTER_KICK - 1, 0) if len(candidate.shop.sort) < FEW else 0
+        steps -= kicks * STEPS_AFTER_KICK
+        least = improve.walk(candidate.shop, candidate.state, *window, steps)
+        for number in range(kicks):
+            other = self.again(candidate, number + 1).state
+            improve.walk(candidate.shop, other, *window, STEPS_AFTER_KICK, KICK, KICK_MOVES)
+            reached = improve.walk(candidate.shop, other, *window, STEPS_AFTER_KICK)
+            if reached <= least:
+                candidate.state, least = other, reached
+            else:
+                candidate.state.random[0] = other.random[0]
         self._judge(candidate)
         random = candidate.state.random
         for again in self._all_dealt(candidate):

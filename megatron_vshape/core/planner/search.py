@@ -32,8 +32,7 @@ What was tried, as overheads in chunk passes (F/B/W/comm, memory in chunks, publ
   of the uncritical moved, 73.4 (a), 210.7 (b), 465.8 (d); one of 2, 72.7, 210.2, 464.6; and six
   sixteenths exchanges, 72.9, 209.9, 464.2. a is d=4, m=8, 6 chunks; b d=8, m=24, 12; d d=16, m=48,
   18; step times, all 1/2/1/.05. Near exchanges alone are better at a, far ones at b. Moving a pass
-  and then the next that makes room for it: nothing (73.8 at a). Kicks (a quarter of the step
-  shaken, 20,000 steps, back if worse): 72.4 to 73.9 at a, nothing elsewhere.
+  and then the next that makes room for it: nothing (73.8 at a).
 * Steady orders against blocks: d=8, m=64, 1/2/1/.05, 10 chunks: 86 from V-Half's order, whose
   period no change of the ends can mend, 39-41 from steady orders (103.9); 8 chunks: 270 and 110
   (286.7).
@@ -92,30 +91,30 @@ from megatron_vshape.core.planner.choosing import ways_to_save
 from megatron_vshape.core.planner.compiling import CORES, say_if_slow
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
 from megatron_vshape.core.planner.offload_search import Bases, OffloadSearch
-from megatron_vshape.core.planner.orders import MOST_AT_ONCE, Candidate, PlacementSearch
+from megatron_vshape.core.planner.orders import FEW, MOST_AT_ONCE, Candidate, PlacementSearch
 
 __all__ = ["Objective", "Plan", "plan"]
 
 ROUNDS = 3
 """The budget is spent in about so many rounds, each with half as many orders."""
 
-WALKS, WALKS_OF_FEW, FEW = 2, 6, 1000
+WALKS, WALKS_OF_FEW = 2, 6
 """So many orders are walked side by side at least, those of the same start in different ways.
 
 With more of them each goes less far: at d=8, m=24, 1/2/1/.05, 12 chunks 2 end at 209.4 and 4 at
-210.2. Orders of fewer than `FEW` passes are soon stuck, and which of them leaves is luck: at d=4,
-m=8, 6 chunks 2 end at 72.9 and 6 with as many steps each at 72.3.
+210.2. Of orders of fewer than `FEW` passes more are walked: at d=4, m=8, 6 chunks 2 end at 72.9,
+without kicks, and 6 with as many steps each at 72.3.
 """
 
 OLD = TURNS = 3
 """One of so many turns goes on from the orders that those before it ended with, and is the last.
 
 With two turns before it this takes what six short ones took, and less at 16 devices, where new
-orders are dear; d=8, m=24, 1/2/1/.05, 12 chunks: 211.8 then, 209.4 now; d=16, m=48, 18 chunks:
-468.2, 464.4. The two at once, old orders beside new ones in a turn: the new drop out too early.
+orders are dear; d=8, m=24, 1/2/1/.05, 12 chunks: 211.8 then, 208.4 now; d=16, m=48, 18 chunks:
+468.2, 463.4. The two at once, old orders beside new ones in a turn: the new drop out too early.
 """
 
-LONGER = 16
+LONGER = 24
 """A turn that goes on has so many times the budget: old orders still gain where new ones do not."""
 
 TURNS_OF_TRADES = 8
