@@ -335,6 +335,8 @@ class _Race:
                             progress(self.steps, self.best.value(), self.bound)
                     if ends is not None and time.monotonic() >= ends:
                         return live
+                if self._closed():
+                    return live
             live = self._open(live)
             live = self._spread(_best_pairs(live, -(-len(live) // 2)))
         return live
