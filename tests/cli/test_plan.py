@@ -318,7 +318,18 @@ def test_the_frontier_is_a_picture_and_a_table(
 ) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "frontier.svg"
-    arguments = ["plan", "--devices", "3", "--microbatches", "6", *COST, "--frontier", str(path)]
+    arguments = [
+        "plan",
+        "--devices",
+        "3",
+        "--microbatches",
+        "6",
+        "--chunks",
+        "2",
+        *COST,
+        "--frontier",
+        str(path),
+    ]
     assert main(arguments) == 0
     rows = list(csv.reader(path.with_suffix(".csv").read_text().splitlines()))
     plans = [row for row in rows if row[0] == "plan"]
@@ -360,7 +371,18 @@ def test_ctrl_c_ends_a_frontier_with_what_is_done(
     monkeypatch.setattr("megatron_vshape.core.frontier.best_order", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup has it ignored
     path = tmp_path / "frontier.svg"
-    arguments = ["plan", "--devices", "3", "--microbatches", "6", *COST, "--frontier", str(path)]
+    arguments = [
+        "plan",
+        "--devices",
+        "3",
+        "--microbatches",
+        "6",
+        "--chunks",
+        "2",
+        *COST,
+        "--frontier",
+        str(path),
+    ]
     assert main(arguments) == 0
     rows = path.with_suffix(".csv").read_text().splitlines()
     assert sum(row.startswith("plan,") for row in rows) == len(begun) == 2

@@ -122,8 +122,8 @@ TURNS_OF_TRADES = 8
 
 NEAR = 0.003
 
-STEPS_OF_PASS = 1800
-"""A turn of the default budget has at most so many steps for each pass."""
+STEPS_OF_PAIR = 5
+"""A turn of the default budget has at most so many steps for every two passes."""
 
 _SAME = 1e-9
 
@@ -411,4 +411,4 @@ def default_steps(problem: Problem) -> int:
     most = 500_000 if devices <= 16 else 160_000
     if devices <= 8:
         most = 700_000 if devices * microbatches <= 256 else 540_000
-    return min(most, STEPS_OF_PASS * _passes_of(problem))
+    return min(most, STEPS_OF_PAIR * _passes_of(problem) ** 2)
