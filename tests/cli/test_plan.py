@@ -22,6 +22,7 @@ from megatron_vshape.core.planner.vocabulary import check_shared, shared_pieces
 from megatron_vshape.view.numbers import GIB
 
 SIZE = ["--devices", "4", "--microbatches", "8"]
+SMALL = ["--devices", "3", "--microbatches", "6", "--chunks", "2"]
 COST = ["--cost", "1,1.15,.85,.05"]
 NO_PROOF = ["--proof-seconds", "0"]
 
@@ -318,19 +319,7 @@ def test_the_frontier_is_a_picture_and_a_table(
 ) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "frontier.svg"
-    arguments = [
-        "plan",
-        "--devices",
-        "3",
-        "--microbatches",
-        "6",
-        "--chunks",
-        "2",
-        *COST,
-        "--frontier",
-        str(path),
-    ]
-    assert main(arguments) == 0
+    assert main(["plan", *SMALL, *COST, "--frontier", str(path)]) == 0
     rows = list(csv.reader(path.with_suffix(".csv").read_text().splitlines()))
     plans = [row for row in rows if row[0] == "plan"]
     assert [int(row[1]) for row in plans] == [2, 3, 4, 5, 6]
@@ -371,19 +360,7 @@ def test_ctrl_c_ends_a_frontier_with_what_is_done(
     monkeypatch.setattr("megatron_vshape.core.frontier.best_order", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup has it ignored
     path = tmp_path / "frontier.svg"
-    arguments = [
-        "plan",
-        "--devices",
-        "3",
-        "--microbatches",
-        "6",
-        "--chunks",
-        "2",
-        *COST,
-        "--frontier",
-        str(path),
-    ]
-    assert main(arguments) == 0
+    assert main(["plan", *SMALL, *COST, "--frontier", str(path)]) == 0
     rows = path.with_suffix(".csv").read_text().splitlines()
     assert sum(row.startswith("plan,") for row in rows) == len(begun) == 2
     told = capsys.readouterr().err.splitlines()

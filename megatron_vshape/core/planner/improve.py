@@ -8,8 +8,8 @@ head + tail > makespan never, and = makespan on a critical path.
 The walk moves a pass a few places, or exchanges two of a lane, and takes whatever does not make the
 objective grow. Times are whole ticks, so that ties are exact: with equal costs most moves are ties,
 and walking along them is what finds the way out. Decisions depend on whole numbers alone: every
-machine makes the same plan. Without numba the same code runs as plain Python, a
-hundred times slower.
+machine makes the same plan. Without numba the same code runs as plain Python, a hundred times
+slower.
 """
 
 from typing import NamedTuple

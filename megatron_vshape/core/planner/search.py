@@ -111,9 +111,9 @@ give 91.3.
 OLD = TURNS = 3
 """One of so many turns goes on from the orders that those before it ended with, and is the last.
 
-With two turns before it this takes what six short ones took, and less at 16 devices, where new
-orders are dear; d=8, m=24, 1/2/1/.05, 12 chunks: 211.8 then, 208.4 now; d=16, m=48, 18 chunks:
-468.2, 463.4. The two at once, old orders beside new ones in a turn: the new drop out too early.
+Against six short turns, seconds of processor time and step times, 1/2/1/.05: d=8, m=24, 12 chunks
+3.6 and 211.8, now 10.9 and 208.4; d=16, m=48, 18 chunks, where new orders are dear, 8 and 468.5,
+now 8 and 462.9. The two at once, old orders beside new ones in a turn: the new drop out too early.
 """
 
 LONGER = 24
