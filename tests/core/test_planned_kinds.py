@@ -56,7 +56,9 @@ def check(made: Plan, costs: Costs, limit: float, planned: tuple[Kind, ...]) -> 
     assert made.lower_bound <= made.value
 
 
-def test_copies_beat_what_order_alone_can_do_at_the_limit(offloading: tuple[Kind, ...]) -> None:
+def test_copies_beat_what_any_order_alone_can_do_at_the_limit(
+    offloading: tuple[Kind, ...],
+) -> None:
     costs, only = costs_of(0.4), [v_shape(DEVICES)]
     values: list[float] = []
     made = plan(
@@ -66,13 +68,13 @@ def test_copies_beat_what_order_alone_can_do_at_the_limit(offloading: tuple[Kind
         4,
         placements=only,
         kinds=offloading,
-        steps=STEPS,
+        steps=5 * STEPS,
         progress=lambda _steps, value, _bound: values.append(value),
     )
     check(made, costs, 4, offloading)
     alone = plan(costs, DEVICES, MICROBATCHES, 4, placements=only, steps=STEPS)
     check(alone, costs, 4, PARTS)
-    assert made.overhead < 0.7 * alone.overhead
+    assert made.value < alone.lower_bound
     start = plan(costs, DEVICES, MICROBATCHES, 4, placements=only, kinds=offloading, steps=0)
     check(start, costs, 4, offloading)
     assert made.value < start.value  # the walk moves them like any others
