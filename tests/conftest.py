@@ -78,6 +78,22 @@ SLOW = {
 """Cases that take some ten seconds each and run the code of others beside them: slow, too."""
 
 
+OF_OTHER_THINGS = {"cli", "playground", "sweep"}
+"""Folders of tests that are not of how good a plan is."""
+
+
+@pytest.fixture(autouse=True)
+def small_budget(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan with a tenth of the default budget or less in the tests of those folders.
+
+    A server that a browser asks is a process of its own, which plans as ever.
+    """
+    in_browser = request.node.get_closest_marker("browser")
+    if request.path.parent.name in OF_OTHER_THINGS and not in_browser:
+        default = "megatron_vshape.core.planner.search.default_steps"
+        monkeypatch.setattr(default, lambda _problem: 10_000)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the cases of `SLOW`; skip the tests marked `gpu` where torch sees no GPU."""

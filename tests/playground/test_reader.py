@@ -138,7 +138,7 @@ LINES = """() => {
 }"""
 
 
-@pytest.mark.parametrize(("limit", "count"), [(6, 4), (15, 0)])
+@pytest.mark.parametrize(("limit", "count"), [(6, 4), (60, 0)])
 def test_the_limit_is_drawn_in_its_own_rows_alone(page, server, limit, count):
     pytest.importorskip("numba", reason="without numba a plan takes minutes")
     page.add_init_script(f"({LINES})()")

@@ -8,6 +8,11 @@ from sweep.samples import ROOT
 evidence = pytest.importorskip("evidence", reason="the page needs the extra [sweep]")
 
 
+@pytest.fixture
+def small_budget() -> None:
+    """The page is printed with the default budget."""
+
+
 def test_the_page_is_what_the_script_prints() -> None:
     page = (ROOT / "docs" / "evidence.md").read_text()
     assert page == evidence.page(), "python scripts/evidence.py > docs/evidence.md"
