@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -246,6 +247,8 @@ def _serve() -> None:
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
     MockGPTLowLevelDataset.size = 2000  # documents of 2000 tokens; a run takes a few
+    gc.collect()
+    gc.freeze()  # a rank's collections need not look at, and so copy, what was imported
 
     for line in sys.stdin:
         order = json.loads(line)
