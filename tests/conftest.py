@@ -11,6 +11,8 @@ with contextlib.suppress(ImportError):
 
 
 SLOW = {
+    "core/test_trades.py": {"test_more_room_is_never_slower": ["0.5-False", "0.5-True"]},
+    "core/test_layer_choice.py": {"test_layers_are_chosen_beside_copies": ["0"]},
     "cli/test_profile.py": {"test_ranks_measure_what_their_experts_exchange": ["False"]},
     "mcore/test_auto.py": {"test_planned_from_costs_trains_like_1f1b": ["v-half+"]},
     "mcore/test_checkpoints.py": {

@@ -87,7 +87,7 @@ def test_a_limit_that_nothing_fits_says_the_least_that_does() -> None:
 
 def test_more_memory_never_costs_time() -> None:
     costs = uniform(4, REAL)
-    points = frontier(Question(AUTO, 4, 8, costs), range(1, 9))
+    points = frontier(Question(AUTO, 4, 8, costs, steps=20_000), range(1, 9))
     assert [point.limit for point in points] == list(range(2, 9))
     bubbles = [point.bubble for point in points]
     assert bubbles == sorted(bubbles, reverse=True)

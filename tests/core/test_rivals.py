@@ -125,6 +125,7 @@ def test_more_chunks_than_four_are_found_where_they_win() -> None:
         limit=16,
         chunks=(1, 2, 3, 4, 5, 6),
         holds_less=False,
+        steps=60_000,
     )
     answer = best_order(asked)
     assert answer.schedule.num_chunks == 6

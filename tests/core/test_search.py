@@ -83,6 +83,8 @@ def test_same_inputs_and_steps_give_the_same_plan() -> None:
 def test_the_plan_is_the_same_on_any_number_of_cores(
     steps: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without a number of steps the turns are several; shorter ones show as much."""
+    monkeypatch.setattr(search, "default_steps", lambda _problem: 20_000)
     costs = Costs.uniform(3, 12, *REAL)
     made = []
     for cores in (1, 2, 5):

@@ -59,7 +59,7 @@ def joined(schedule: Schedule) -> list[list[tuple[Kind, int]]]:
     ]
 
 
-SIZES = [(2, 1), (2, 5), (4, 1), (4, 3), (4, 13), (8, 7), (8, 24)]
+SIZES = [(2, 1), (2, 5), (4, 1), (4, 3), (4, 13), (8, 7), (6, 18)]
 
 
 @pytest.mark.parametrize(("devices", "microbatches"), SIZES)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 
 import megatron_vshape
+from megatron_vshape.core.planner import search
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
@@ -244,6 +246,8 @@ def _serve() -> None:
         with contextlib.suppress(ModuleNotFoundError):  # not in every version
             importlib.import_module(name)
     _read_docstrings_once()
+    _fork_what_saving_spawns()
+    search.default_steps = lambda _problem: 10_000  # every rank plans, on the same processors
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
     MockGPTLowLevelDataset.size = 2000  # documents of 2000 tokens; a run takes a few
@@ -280,6 +284,15 @@ def _read_docstrings_once() -> None:
 
     ArgumentGroupFactory._get_field_docstrings = read_once
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def _fork_what_saving_spawns() -> None:
+    """Have the first save of a rank fork the server of its queue, which would import torch anew."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    spawning = getattr(filesystem_async, "get_write_results_queue", None)
+    if spawning is not None:
+        filesystem_async.get_write_results_queue = functools.partial(spawning, "fork")
 
 
 def _free_port() -> int:

@@ -50,6 +50,7 @@ def fail_once(name: str, step: int) -> None:
 
 def left_over() -> list[str]:
     """Return what there is still of a run that is over, but for what the recorder holds of it."""
+    gc.unfreeze()  # what was there before the rank was forked, as the session
     for each in gc.get_objects():
         if isinstance(each, recorder.Records):
             each._model, each._optimizer = [], None
