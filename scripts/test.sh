@@ -63,6 +63,7 @@ check() {
     "${@:2}" || failed+=("$1")
 }
 
+processors=$(nproc)
 markers='not slow and not gpu' extras=megatron,exact,search,draw,sweep,playground,dev
 megatron='' checkout='' bridge='' pytest_args=()
 while (($#)); do
@@ -121,15 +122,16 @@ fi
 if ((${#pytest_args[@]})); then
     check pytest python -m pytest -m "$markers" "${pytest_args[@]}"
 else
-    # Tests that start several ranks have the processors to themselves; of the others some run
-    # side by side.
-    with_ranks=(tests/faults tests/gpu tests/mcore tests/runtime) others=()
+    # Most run side by side, one more at a time than there are processors: ranks wait for each
+    # other. Those of training come first, for they take longest. What injects faults, times
+    # passes and races threads has the processors to itself.
+    alone=(tests/faults tests/gpu tests/runtime) beside=(tests/mcore)
     for folder in tests/*/; do
-        [[ " ${with_ranks[*]} " == *" ${folder%/} "* ]] || others+=("${folder%/}")
+        [[ " ${alone[*]} ${beside[0]} " == *" ${folder%/} "* ]] || beside+=("${folder%/}")
     done
     wait
-    check 'pytest: side by side' python -m pytest -n auto --maxprocesses 4 --dist loadfile \
-        -m "$markers" "${others[@]}"
-    check 'pytest: several ranks' python -m pytest -m "$markers" "${with_ranks[@]}"
+    check 'pytest: side by side' python -m pytest -n "$((processors < 3 ? processors + 1 : 4))" \
+        --dist loadfile -m "$markers" "${beside[@]}"
+    check 'pytest: alone' python -m pytest -m "$markers" "${alone[@]}"
 fi
 ((${#failed[@]} == 0)) || die "failed: ${failed[*]}"

@@ -64,6 +64,7 @@ def test_where_everything_fits() -> None:
     assert text.endswith("everything fits")
 
 
+@pytest.mark.slow
 def test_a_checkout_may_be_another_megatron(tmp_path: Path) -> None:
     """One whose trainer is empty: looked at in place of the installed one."""
     pytest.importorskip("megatron.core")

@@ -102,6 +102,7 @@ def test_a_model_is_measured_and_planned(
     assert "send_us: assumed: given as --send-us" in shown
 
 
+@pytest.mark.slow
 def test_the_first_and_the_last_stage_may_have_no_layers(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     found = tmp_path / "costs.json"
@@ -114,6 +115,7 @@ def test_the_first_and_the_last_stage_may_have_no_layers(model: Path, tmp_path: 
     assert costs.held_after_forward_bytes[0] < costs.held_after_forward_bytes[1]
 
 
+@pytest.mark.slow
 def test_a_shared_vocabularys_passes_are_measured(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +152,7 @@ def test_what_is_derived_goes_with_plain_stages_alone(
     assert "--vocab-parallel goes with none of --joint, --offload" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_settings_of_recompute_and_copies_are_measured(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     found = tmp_path / "costs.json"
@@ -273,6 +276,7 @@ def test_ranks_measure_what_their_experts_exchange(
     assert min(costs.forward_us) > 0
 
 
+@pytest.mark.slow
 def test_ranks_measure_passes_beside_each_other(model: Path, tmp_path: Path) -> None:
     model.write_text(MODEL + EXPERTS)
     flags = ["--expert-parallel", "2", "--joint", "--dtype", "bfloat16"]

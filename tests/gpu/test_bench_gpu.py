@@ -166,6 +166,7 @@ class TestOnCpu:
             assert float(waiting[2]) < float(plain[2])
             assert "GB/s" in waiting[-1]
 
+    @pytest.mark.slow
     def test_emulate(self, tmp_path: Path) -> None:
         sizes = ("--devices", "4", "--microbatches", "8")
         schedules = ("--schedules", "v-half", "v-half+", "1f1b")

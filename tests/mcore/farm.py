@@ -247,7 +247,7 @@ def _serve() -> None:
             importlib.import_module(name)
     _read_docstrings_once()
     _fork_what_saving_spawns()
-    search.default_steps = lambda _problem: 10_000  # every rank plans, on the same processors
+    search.default_steps = lambda _problem: 40_000  # every rank plans, on the same processors
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
     MockGPTLowLevelDataset.size = 2000  # documents of 2000 tokens; a run takes a few

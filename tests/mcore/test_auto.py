@@ -47,6 +47,7 @@ def test_planned_from_costs_trains_like_1f1b(train: Train, schedule: str, costs_
     assert "with the given costs: bubble" in ours.output[0]
 
 
+@pytest.mark.slow
 def test_costs_of_four_stages_a_rank_train_a_loop_of_four(train: Train, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(Costs.uniform(2, 8, 1000, 1150, 850, 50).to_json())
@@ -56,6 +57,7 @@ def test_costs_of_four_stages_a_rank_train_a_loop_of_four(train: Train, tmp_path
     assert re.search(r"virtual_pipeline_model_parallel_size \.+ 4\n", ours.output[0])
 
 
+@pytest.mark.slow
 def test_the_playgrounds_plan_trains_from_its_file(train: Train, tmp_path: Path) -> None:
     """As the page's command line has it; the plan is a loop of four stages a rank."""
     body = {

@@ -225,6 +225,7 @@ def train(*flags: object) -> dict[int, tuple[float, float]]:
     return {int(iteration): (float(loss), float(norm)) for iteration, loss, norm in lines}
 
 
+@pytest.mark.slow
 def test_megatron_trains_evaluates_saves_and_resumes(tmp_path: Path) -> None:
     saved = tmp_path / "checkpoints"
     whole = train("--save", saved, "--save-interval", 2, "--tensorboard-dir", tmp_path / "log")

@@ -49,6 +49,7 @@ def test_parameters_are_the_same_bits(farm: Farm, train: Train, layout: str, sch
     assert counts[::2] == counts[1::2]  # tensor-parallel ranks run the same
 
 
+@pytest.mark.slow
 def test_profiled_passes_run_apart(farm: Farm) -> None:
     """Memory is counted in the first step, and the second is profiled."""
     flags = (*STEPS, "--pipeline-model-parallel-size", "2", *LAYOUTS["SP, overlap"].split())

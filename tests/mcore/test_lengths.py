@@ -22,6 +22,7 @@ def test_training_equals_megatrons_1f1b(farm: Farm, schedule: str) -> None:
     assert_equal_training(ours, theirs)
 
 
+@pytest.mark.slow
 def test_taken_when_they_are_posted_as_on_gpus(farm: Farm) -> None:
     """An order that no wait could end before messages were taken so."""
     theirs = farm.run(4, "--pipeline-schedule", "1f1b", *STEPS, plugin=PLUGIN).check()

@@ -87,15 +87,20 @@ def run(
     return learnt(folder)
 
 
+CHUNKS = {"v-half": 2, "v-zb": 2, "zb-h1": 1}
+
+
+@pytest.mark.parametrize("schedule", CHUNKS)
 @pytest.mark.parametrize("shape", ["bridge", "verl", "areal"])
-def test_all_is_as_under_the_librarys_own_1f1b(farm: Farm, tmp_path: Path, shape: str) -> None:
+def test_all_is_as_under_the_librarys_own_1f1b(
+    farm: Farm, tmp_path: Path, shape: str, schedule: str
+) -> None:
     plain = run(farm, tmp_path, shape, None)
     assert plain.chunks == 1
     assert len(plain.losses) == 3  # one rank reads them
-    for schedule, count in (("v-half", 2), ("v-zb", 2), ("zb-h1", 1)):
-        ours = run(farm, tmp_path, shape, schedule)
-        assert ours.chunks == count
-        same(ours, plain)
+    ours = run(farm, tmp_path, shape, schedule)
+    assert ours.chunks == CHUNKS[schedule]
+    same(ours, plain)
 
 
 SLIME = (
@@ -136,6 +141,7 @@ def test_a_hybrid_model(farm: Farm, tmp_path: Path, schedule: str) -> None:
     same(marked, plain)
 
 
+@pytest.mark.slow
 @needs_hybrid
 def test_a_provider_of_hybrid_models_that_knows_of_no_chunks(farm: Farm, tmp_path: Path) -> None:
     plain = run(farm, tmp_path, "bridge", None, pattern="M-|*-|M*|-*")
@@ -200,6 +206,7 @@ def test_megatron_core_without_a_trainer(farm: Farm, tmp_path: Path) -> None:
     same(ours, plain)
 
 
+@pytest.mark.slow
 def test_a_loop_of_megatrons_rl_with_one_chunk(farm: Farm, tmp_path: Path) -> None:
     plain = run(farm, tmp_path, "rl", None)
     assert len({tuple(each) for each in plain.losses}) == 3  # the weights move

@@ -61,6 +61,7 @@ def test_a_step_is_stashed_and_tried_again(
     assert ("rerunning forward-backward" in "".join(ours.output)) == overflows
 
 
+@pytest.mark.slow
 def test_the_order_is_recorded_once_it_is_the_last(farm: Farm) -> None:
     auto = "--pipeline-schedule auto --pipeline-profile-iterations 2:2 --train-iters 7"
     flags = f"{MODEL} {STASH} {auto} --eval-iters 0".split()

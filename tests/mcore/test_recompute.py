@@ -41,6 +41,7 @@ def test_settings_by_stage_change_no_bit(
     assert sum(measured) < sum(figures(theirs)[0])
 
 
+@pytest.mark.slow
 def test_settings_beside_experts_and_copies(train: Train, farm: Farm, tmp_path: Path) -> None:
     flags = (*STEPS, "--pipeline-model-parallel-size", "2", *EXPERT_PARALLEL.split())
     flags = (*flags, "--global-batch-size", "16")  # twice data-parallel

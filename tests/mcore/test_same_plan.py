@@ -54,6 +54,7 @@ def compare_what_b_runs(rank: int, shares: tuple[float, ...]) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_ranks_that_run_unlike_jobs_in_a_b_all_know() -> None:
     assert run_ranks(2, compare_what_b_runs, (0.5, 0.5)) == ["", ""]
     said = run_ranks(2, compare_what_b_runs, (0.5, 0.25))

@@ -175,6 +175,7 @@ def test_a_schedule_file_may_place_stages_anywhere(
     assert_equal_training(ours, theirs)
 
 
+@pytest.mark.slow
 def test_an_exported_1f1b_equals_megatrons(train: Train, tmp_path: Path) -> None:
     file = tmp_path / "1f1b.json"
     file.write_text(make("1f1b", 4, 8).to_json())

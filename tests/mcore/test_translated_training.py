@@ -96,6 +96,7 @@ SHARED = (
 )
 
 
+@pytest.mark.slow
 def test_shared_experts_beside_the_others(train: Train) -> None:
     """On a CPU their stream is a stand-in; tests/runtime/test_streams.py sees what it is asked."""
     flags = ("--train-iters", "2", *SHARED.split(), "--moe-shared-expert-overlap")

@@ -141,6 +141,7 @@ def test_16_bits(train: Train, precision: str) -> None:
         assert error <= 1e-2, name
 
 
+@pytest.mark.slow
 def test_a_schedule_file_shares_as_it_says(train: Train, tmp_path: Path) -> None:
     """Its passes are run where they stand; without them they are put in."""
     plain = make("1f1b-v", 4, 8)

@@ -13,6 +13,7 @@ def small_budget() -> None:
     """The page is printed with the default budget."""
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_script_prints() -> None:
     page = (ROOT / "docs" / "evidence.md").read_text()
     assert page == evidence.page(), "python scripts/evidence.py > docs/evidence.md"

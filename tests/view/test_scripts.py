@@ -52,6 +52,7 @@ def test_theory_table_of_nothing_known():
     assert done.stderr.startswith("theory_table.py: there is no schedule 'nope'")
 
 
+@pytest.mark.slow
 def test_gallery_shows_every_schedule(tmp_path):
     pytest.importorskip("matplotlib", reason="figures need the extra [draw]")
     folder = tmp_path / "gallery"
