@@ -54,7 +54,8 @@ make_environment() {
         "$python" -m venv --clear "$dir"
     fi
     say "installing this package with $extras into $dir (the first time several GB and minutes: torch)"
-    "$dir/bin/python" -m pip install --quiet --disable-pip-version-check \
+    # Python compiles what is imported then; pip would compile all of torch, for a minute.
+    "$dir/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
         --constraint "$constraints" --editable ".[$extras]"
     cat pyproject.toml "$constraints" >"$stamp"
 }

@@ -108,9 +108,10 @@ if [[ -n $bridge ]]; then
 fi
 
 if ((${#pytest_args[@]} == 0)); then
-    # The planner's inner loops are compiled once, beside the checks, not by every pytest process.
-    megatron-vshape plan --devices 2 --microbatches 4 --cost 1,1,1,0 --memory-limit 3 --offload 1 \
-        >/dev/null &
+    # The planner's inner loops are compiled once, beside the checks, not by every pytest process:
+    # all of them, so it must be a question that needs steady orders, the walk and copies.
+    megatron-vshape plan --devices 3 --microbatches 8 --cost 1,2,1,.05 --memory-limit 4 \
+        --offload 1 --seconds 1 --proof-seconds 0 >/dev/null &
 fi
 if [[ -z $megatron$checkout ]]; then
     check ruff ruff check .

@@ -128,7 +128,7 @@ class Ended:
     def check(self) -> Ended:
         """Return this if all ranks ended well, else fail with their output."""
         assert self.codes == [0] * len(self.codes), "\n".join(
-            f"--- rank {rank}: exit code {code}\n{text[-1500:]}"
+            f"--- rank {rank}: exit code {code}\n{text[-6000:]}"
             for rank, (code, text) in enumerate(zip(self.codes, self.output, strict=True))
         )
         return self

@@ -73,6 +73,7 @@ def run(
     schedule: str | None,
     flags: Sequence[str] = (),
     options: dict[str, Any] | None = None,
+    ranks: int = RANKS,
     **given: Any,
 ) -> Learnt:
     folder = folder / f"{shape}-{Path(str(schedule)).stem}-{len(list(folder.iterdir()))}"
@@ -83,8 +84,8 @@ def run(
     trainer.write_text(f"from {module} import start")
     given |= {"shape": shape, "schedule": schedule, "directory": str(folder)}
     given["options"] = options or {}
-    farm.run(RANKS, *flags, plugin=trainer, given=given).check()
-    return learnt(folder)
+    farm.run(ranks, *flags, plugin=trainer, given=given).check()
+    return learnt(folder, ranks)
 
 
 CHUNKS = {"v-half": 2, "v-zb": 2, "zb-h1": 1}
@@ -186,12 +187,13 @@ def test_experts_exchanges_beside_other_passes(farm: Farm, tmp_path: Path, sched
 
 def test_megatron_core_without_a_trainer(farm: Farm, tmp_path: Path) -> None:
     """In processes of their own, where megatron.training cannot be imported."""
-    plain = run(farm, tmp_path, "bridge", None)
+    ranks = 2
+    plain = run(farm, tmp_path, "bridge", None, ranks=ranks)
     folder = tmp_path / "alone"
     folder.mkdir()
     port = str(random.SystemRandom().randrange(10_000, 32_000))
     alone = Path(__file__).with_name("without_trainer.py")
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     ended = subprocess.run(
         [sys.executable, *launcher, "--master-port", port, str(alone), str(folder)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(alone.parents[2])},
@@ -201,7 +203,7 @@ def test_megatron_core_without_a_trainer(farm: Farm, tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr[-6000:]
     assert "flags name a schedule (No module named 'megatron.training')" in ended.stdout
-    ours = learnt(folder)
+    ours = learnt(folder, ranks)
     assert ours.chunks == 2
     same(ours, plain)
 

@@ -134,6 +134,7 @@ def test_auto_plans_copies_by_what_they_take(train: Train, farm: Farm, tmp_path:
     assert re.search(r"in host memory \[[0-9., ]+\]", ours.output[0])
 
 
+@pytest.mark.slow
 def test_auto_measures_copies_where_it_is_asked_for_them(
     train: Train, farm: Farm, tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ def test_settings_beside_experts_and_copies(train: Train, farm: Farm, tmp_path: 
     assert_same_bits(trained(farm, tmp_path, schedule, *flags), theirs)
 
 
+@pytest.mark.slow
 def test_the_plans_settings_win_over_the_flags(train: Train, farm: Farm, tmp_path: Path) -> None:
     flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     schedule = replace(make("v-half", 2, 8), recompute=("none",) * 4)

@@ -67,6 +67,7 @@ def held_by_all(rank: int) -> list[StaticMemory]:
     return most_of_replicas(own, group, lambda each: each.total)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_of_replicas_the_one_that_holds_most_counts() -> None:
     expected = [StaticMemory(10, 10, 1, 0, 0), StaticMemory(10, 10, 100, 0, 0)]
     assert run_ranks(4, held_by_all) == [expected] * 4
