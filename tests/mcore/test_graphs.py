@@ -195,6 +195,7 @@ class TestMegatronsOwn:
         assert mine[:2] == theirs[:2]  # one that records, one whose forwards are replayed
         assert mine[2] != theirs[2]
 
+    @pytest.mark.slow
     @needs_018
     def test_they_are_captured_when_the_order_is_the_last(
         self, farm: Farm, train: Callable[..., Ended]

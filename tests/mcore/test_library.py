@@ -218,6 +218,7 @@ def test_a_loop_of_megatrons_rl_with_one_chunk(farm: Farm, tmp_path: Path) -> No
         same(ours, plain)
 
 
+@pytest.mark.slow
 def test_a_schedule_file_and_a_layer_split(farm: Farm, tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(make("v-half", RANKS, 8).to_json())

@@ -118,6 +118,7 @@ def test_batches_that_ramp_up(train: Train) -> None:
     assert_equal_training(ours, theirs)
 
 
+@pytest.mark.slow
 def test_fused_accumulation_without_apex(train: Train) -> None:
     theirs = train(4, "--pipeline-schedule", "1f1b", *FOUR)
     without = ("--no-gradient-accumulation-fusion",)
