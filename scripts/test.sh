@@ -124,15 +124,16 @@ if ((${#pytest_args[@]})); then
     check pytest python -m pytest -m "$markers" "${pytest_args[@]}"
 else
     # Most run side by side, one more at a time than there are processors: ranks wait for each
-    # other. Those of training come first, for they take longest. What injects faults, times
-    # passes and races threads has the processors to itself.
-    alone=(tests/faults tests/gpu tests/runtime) beside=(tests/mcore)
+    # other. Those of training come first, for they take longest, and the core's, in many small
+    # files, last, so that all end together. What injects faults, times passes and races threads
+    # has the processors to itself.
+    alone=(tests/faults tests/gpu tests/runtime) ends=(tests/mcore tests/core) between=()
     for folder in tests/*/; do
-        [[ " ${alone[*]} ${beside[0]} " == *" ${folder%/} "* ]] || beside+=("${folder%/}")
+        [[ " ${alone[*]} ${ends[*]} " == *" ${folder%/} "* ]] || between+=("${folder%/}")
     done
     wait
     check 'pytest: side by side' python -m pytest -n "$((processors < 3 ? processors + 1 : 4))" \
-        --dist loadfile -m "$markers" "${beside[@]}"
+        --dist loadfile --no-loadscope-reorder -m "$markers" tests/mcore "${between[@]}" tests/core
     check 'pytest: alone' python -m pytest -m "$markers" "${alone[@]}"
 fi
 ((${#failed[@]} == 0)) || die "failed: ${failed[*]}"
