@@ -114,8 +114,8 @@ OLD = TURNS = 3
 Against six short turns, seconds of processor time and step times, 1/2/1/.05: d=8, m=24, 12 chunks
 3.6 and 211.8, now 10.9 and 208.4; d=16, m=48, 18 chunks, where new orders are dear, 8 and 468.5,
 now 8 and 462.9. The two at once, old orders beside new ones in a turn: the new drop out too early.
-At d=4, m=8, 4 chunks, means of five seeds, 91.1 now: more turns that begin anew 91.4, the best of
-every start in the last turn 91.2, two or four shorter last turns instead of one 91.4 and 91.5.
+At d=4, m=8, 4 chunks, means of five or six seeds, 91.1 now: more turns that begin anew 91.4, the
+best of every start in the last turn 91.2, two or four shorter last turns for one 91.4 and 91.5.
 """
 
 LONGER = 24
