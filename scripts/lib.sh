@@ -1,6 +1,9 @@
 # shellcheck shell=bash
 # What train.sh and test.sh share: a Python environment, made once and then left alone.
 
+# Packages come uncompiled (see make_environment): every process would compile torch for itself.
+unset PYTHONDONTWRITEBYTECODE
+
 say() {
     printf '%s\n' "$*" >&2
 }

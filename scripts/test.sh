@@ -109,9 +109,13 @@ fi
 
 if ((${#pytest_args[@]} == 0)); then
     # The planner's inner loops are compiled once, beside the checks, not by every pytest process:
-    # all of them, so it must be a question that needs steady orders, the walk and copies.
-    megatron-vshape plan --devices 3 --microbatches 8 --cost 1,2,1,.05 --memory-limit 4 \
-        --offload 1 --seconds 1 --proof-seconds 0 >/dev/null &
+    # all of them, so it must be a question that needs steady orders, the walk and copies. What
+    # Megatron imports is compiled with them.
+    {
+        megatron-vshape plan --devices 3 --microbatches 8 --cost 1,2,1,.05 --memory-limit 4 \
+            --offload 1 --seconds 1 --proof-seconds 0 >/dev/null
+        python -c 'import megatron.training.training' 2>/dev/null
+    } &
 fi
 if [[ -z $megatron$checkout ]]; then
     check ruff ruff check .
