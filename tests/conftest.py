@@ -20,6 +20,14 @@ SLOW = {
     "core/test_trades.py": {
         "test_more_room_is_never_slower": ["0.5-False", "0.5-True"],
     },
+    "faults/test_saving.py": {
+        "test_the_checkpoint_before_still_loads": [
+            "full disk-2-iter_0000004/__2_0",
+            "full disk-0-latest_checkpointed",
+            "killed writer-0-iter_0000004/.metadata",
+            "killed writer-0-latest_checkpointed",
+        ],
+    },
     "gpu/test_bench_gpu.py": {
         "test_numerics": ["float32"],
     },

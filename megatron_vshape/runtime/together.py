@@ -34,7 +34,6 @@ class Pending(Generic[Result]):
         self._together = together
         self._future = future
         self.event: torch.cuda.Event | None = None
-        self.took_s = 0.0  # on a CPU, the waiting for others included
 
     def wait(self) -> None:
         """Wait until it is there; raises what it raised, and RuntimeError once the run has ended.
@@ -120,14 +119,12 @@ class Together:
         pending = Pending(self, future)
 
         def run() -> None:
-            begun_s = time.perf_counter()
             try:
                 made = job()
             except Exception as error:
                 self._failure = error
                 future.set_exception(error)
             else:
-                pending.took_s = time.perf_counter() - begun_s
                 future.set_result(made)
 
         if self._blocks:

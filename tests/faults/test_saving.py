@@ -13,7 +13,6 @@ from mcore.farm import Ended, Farm
 DATA, INDEX, TRACKER = "iter_0000004/__2_0", "iter_0000004/.metadata", "latest_checkpointed"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "rank", "file"),
     [

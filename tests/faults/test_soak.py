@@ -30,9 +30,10 @@ def samples(folder: Path, rank: int) -> list[dict[str, Any]]:
     return json.loads((folder / f"soak{rank}.json").read_text())
 
 
-@pytest.mark.slow
-def test_soak(farm: Farm, tally: Tally, tmp_path: Path) -> None:
-    steps, every = 2000, 100
+@pytest.mark.parametrize(
+    ("steps", "every"), [(12, 4), pytest.param(2000, 100, marks=pytest.mark.slow)]
+)
+def test_soak(farm: Farm, tally: Tally, tmp_path: Path, steps: int, every: int) -> None:
     tally(f"{steps} steps, {steps // every} plans")
     file = tmp_path / "costs.json"
     file.write_text(costs(2 * RANKS, seed=0).to_json())

@@ -18,12 +18,14 @@ import random
 import runpy
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import managers
 from pathlib import Path
 from typing import Any
 
@@ -291,8 +293,20 @@ def _fork_what_saving_spawns() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     spawning = getattr(filesystem_async, "get_write_results_queue", None)
-    if spawning is not None:
-        filesystem_async.get_write_results_queue = functools.partial(spawning, "fork")
+    if spawning is None:
+        return
+    managers.SyncManager.start = functools.partialmethod(
+        managers.SyncManager.start, _close_connections
+    )
+    filesystem_async.get_write_results_queue = functools.partial(spawning, "fork")
+
+
+def _close_connections() -> None:
+    """Leave a rank's connections to the rank: a server that outlives it would keep them open."""
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(each)).st_mode):
+                os.close(int(each))
 
 
 def _free_port() -> int:
