@@ -326,7 +326,7 @@ def price_list(costs: Costs, others: Mapping[str, Costs]) -> Costs:
         every = [_with_whole(each) for each in every]
     own, *rest = every
     priced = tuple(
-        (setting, own.with_prices(setting, _lists(each)))
+        (setting, own.with_prices(setting, each.lists()))
         for setting, each in zip(others, rest, strict=True)
     )
     return replace(own, recompute=priced)
@@ -336,17 +336,6 @@ def _with_whole(costs: Costs) -> Costs:
     """Return the costs with what a whole backward takes said, where it saves nothing."""
     both = tuple(map(add, costs.backward_us, costs.weight_us))
     return replace(costs, whole_backward_us=costs.whole_backward_us or both)
-
-
-def _lists(costs: Costs) -> dict[str, tuple[float, ...]]:
-    """Return what is measured of every stage, by name."""
-    names = (
-        *("forward_us", "backward_us", "weight_us", "whole_backward_us"),
-        *("held_after_forward_bytes", "held_after_backward_bytes"),
-        *("forward_exchange_us", "backward_exchange_us", "whole_exchange_us"),
-    )
-    found = {name: getattr(costs, name) for name in names} | dict(costs.others)
-    return {name: values for name, values in found.items() if values is not None}
 
 
 def _measure(model: "Model", layers: Sequence[int], options: argparse.Namespace) -> Costs:

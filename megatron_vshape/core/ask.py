@@ -8,6 +8,7 @@ that holds least is taken.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import sub
@@ -102,7 +103,7 @@ class Question:
     joint: bool = False  # whether a name has its joint passes though costs say nothing of them
     holds_less: bool = True  # of orders of equal time, AUTO looks for the one that holds least
     choices: tuple[tuple[str, int], ...] = ()  # what `make` takes of this name besides the sizes
-    steps: int | None = None  # the budget of planning; None: what takes about a second
+    steps: int | None = None  # the budget of planning; None: that of `search.plan`
     seconds: float | None = None  # search so long instead
     progress: Callable[[int, float, float], None] | None = None  # steps, best value, lower bound
     # In place of `cut`: a model of so many layers, which every placement has balanced.
@@ -295,8 +296,9 @@ def best_order(question: Question, *known: Known) -> Planned:
     value = min((each.plan.value for each in found), default=math.inf)
     rivals = [joined(each, goal) for each in (*known, *_rivals(question, limits, value))]
     for placement in _also_planned(question, limits, rivals, searched):
-        found.append(_planned(_on(question, placement), limits))
-        searched = (*searched, placement)
+        with suppress(LimitError):  # as above
+            found.append(_planned(_on(question, placement), limits))
+            searched = (*searched, placement)
     plans = [judge(each.schedule, each.costs) for each in found]
     found += [_as_planned(each, limits, goal) for each in rivals if fits(each.peak, limits)]
     if not found:

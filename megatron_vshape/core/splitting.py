@@ -46,8 +46,6 @@ KEPT = 4
 MOST_TRIED = 2_000_000
 """Passes, of all orders that are timed in one turn to see where a backward is better whole."""
 
-_SAME = 1e-9
-
 
 def saves(costs: Costs) -> float:
     """Return the share of all passes' time that whole backwards save; 0 where they save nothing."""

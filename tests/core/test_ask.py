@@ -91,3 +91,12 @@ def test_a_file_that_cannot_run_is_named(tmp_path: Path) -> None:
     path.write_text(make("v-half", 2, 3).to_json().replace("F0.1", "F0.0"))
     with pytest.raises(ScheduleError, match=r"the schedule file .*twice\.json cannot run: F0\.0"):
         find(str(path))
+
+
+def test_a_whole_backward_may_fit_where_no_split_one_does() -> None:
+    """A BW holds what its F left until it ends, however much a B leaves for its W."""
+    costs = Costs((1.0,) * 4, (1.0,) * 4, (2.0,) * 4, 0.0, (1.0,) * 4, (4.0,) * 4)
+    answer = best_order(Question(AUTO, 2, 8, costs))
+    assert answer.limits == (4.0, 4.0)
+    assert max(answer.plan.peak) <= 4
+    assert answer.any_bound <= answer.plan.value < 72  # of 1F1B

@@ -13,7 +13,6 @@ the least of theirs holds.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from megatron_vshape.core.check.ways import Ways, ways_of
 from megatron_vshape.core.model.costs import Costs, held_text, regroup
@@ -59,7 +58,8 @@ def each_limit(limits: float | Sequence[float], num_devices: int) -> tuple[float
 def least_memory(costs: Costs, placement: Placement, num_devices: int) -> tuple[float, ...]:
     """Return what each device holds when microbatches run one after the other.
 
-    No order needs less: before the first B of a microbatch on a device, all its F there have run.
+    No order of split backwards needs less: before the first B of a microbatch on a device, all its
+    F there have run.
     """
     least = []
     for stages in stages_of(placement, num_devices):
@@ -124,9 +124,6 @@ def lower_bound(
     from megatron_vshape.core.check.ends import end_with_idle
 
     costs = costs.split_no_slower()
-    # a BW holds what its F left until it ends, even if a B left more for its W
-    held = costs.held_after_forward_bytes, costs.held_after_backward_bytes
-    costs = replace(costs, held_after_backward_bytes=tuple(map(min, *held)))
     paths = ways_of(costs, placement)
     best, own_us = paths.round_trip[0] + costs.weight_us[0], costs.device_us()
     own_ends = []

@@ -364,7 +364,7 @@ class Costs:
         own = self.without_copies()
         others = (*own.others, *zip(_OF_COPIES, amounts, strict=True))
         made = replace(own, others=others, recompute=(), half_duplex=half_duplex)
-        settings = ((name, made.with_prices(name, each._lists())) for name, each in own.recompute)
+        settings = ((name, made.with_prices(name, each.lists())) for name, each in own.recompute)
         return replace(made, recompute=tuple(settings))
 
     @property
@@ -395,7 +395,7 @@ class Costs:
         Raises:
             ScheduleError: a name that these lack, or a whole backward that may differ is missing.
         """
-        known = self._lists()
+        known = self.lists()
         for name in prices:
             if name not in known:
                 raise ScheduleError(
@@ -420,7 +420,7 @@ class Costs:
 
     def with_prices_of(self, setting: str, other: "Costs") -> "Costs":
         """Return the costs where those of the same stages with a setting replace these."""
-        known, prices = self._lists(), other._lists()
+        known, prices = self.lists(), other.lists()
         whole_us = tuple(map(add, other.backward_us, other.weight_us))
         prices.setdefault("whole_backward_us", whole_us)
         return self.with_prices(setting, {name: prices[name] for name in known if name in prices})
@@ -496,6 +496,9 @@ class Costs:
         so bounds for these hold.
         """
         priced = self.joined_no_slower().in_passes()
+        # a BW holds what its F left until it ends, even if a B left more for its W
+        held = map(min, self.held_after_forward_bytes, self.held_after_backward_bytes)
+        priced = replace(priced, held_after_backward_bytes=tuple(held))
         if priced.whole_backward_us is None:
             return priced
         backward, weight = [], []
@@ -504,13 +507,8 @@ class Costs:
         ):
             weight.append(min(w, max(whole - b, whole / 1000)))  # above 0, as a time is
             backward.append(min(b, whole - weight[-1]))
-        held = map(min, self.held_after_forward_bytes, self.held_after_backward_bytes)
         return replace(
-            priced,
-            backward_us=tuple(backward),
-            weight_us=tuple(weight),
-            held_after_backward_bytes=tuple(held),
-            whole_backward_us=None,
+            priced, backward_us=tuple(backward), weight_us=tuple(weight), whole_backward_us=None
         )
 
     def never_split(self) -> "Costs":
@@ -581,10 +579,10 @@ class Costs:
         if self.hidden_share is not None:
             known["hidden_share"] = self.hidden_share
         if self.recompute:
-            known["recompute"] = {name: each._lists() for name, each in self.recompute}
+            known["recompute"] = {name: each.lists() for name, each in self.recompute}
         return json.dumps(known | dict(self.others), indent=1)
 
-    def _lists(self) -> dict[str, tuple[float, ...]]:
+    def lists(self) -> dict[str, tuple[float, ...]]:
         """Return all that is given for every stage, by name."""
         given = {name: getattr(self, name) for name in (*_PER_STAGE, *_TIMES)}
         return {name: each for name, each in given.items() if each is not None} | dict(self.others)
@@ -677,7 +675,7 @@ class Costs:
                     f"commas, as in layernorm,mlp, and what stands beside the list is "
                     f"{NO_RECOMPUTE}"
                 )
-            own, other = self._lists(), each._lists()
+            own, other = self.lists(), each.lists()
             if own.keys() != other.keys() or self.num_stages != each.num_stages:
                 raise ScheduleError(
                     f"the prices of recompute {setting} are {', '.join(other)} of "

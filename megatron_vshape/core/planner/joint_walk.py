@@ -58,8 +58,8 @@ def best_joint(
 ) -> Schedule | None:
     """Return the best order of a placement with joint passes that was found; None if none fits.
 
-    `costs` are those of its stages, `steps` what is walked in all, by default what takes about a
-    second. The same call gives the same order everywhere.
+    `costs` are those of its stages, `steps` what is walked in all, by default some seconds' worth.
+    The same call gives the same order everywhere.
     """
     sizes = len(limits), num_microbatches
     try:
