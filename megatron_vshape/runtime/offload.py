@@ -17,7 +17,7 @@ host next allocates after the copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -34,9 +34,6 @@ from megatron_vshape.runtime.host_memory import HostMemory, Moment
 
 SMALL = 1 / 64
 """Of a microbatch's largest storage: what is smaller, such as a norm's statistics, stays."""
-
-CLOSE = 1.05
-"""What is said to wait may be less than all by this factor and still mean all: it is a median."""
 
 WALKS = 2
 """Microbatches of a stage whose graphs are compared before anything of it is emptied."""
@@ -82,19 +79,13 @@ class _Waiting:
 class Offload:
     """What of this rank's stages waits in host memory, by stage and microbatch."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        share: Mapping[int, float] | None = None,
-        most_bytes: float = math.inf,
-    ) -> None:
-        """Take the device that computes, and by stage how many bytes are to wait; else all do.
+    def __init__(self, device: torch.device, most_bytes: float = math.inf) -> None:
+        """Take the device that computes.
 
         What does not fit in `most_bytes` of host memory stays on the device.
         """
         self.host = HostMemory(device, most_bytes)
         self._device = device
-        self._share = share or {}
         self._kept: frozenset[int] = frozenset()
         self._waiting: dict[tuple[int, int], _Waiting] = {}
         self._walks: dict[int, int] = {}
@@ -110,10 +101,6 @@ class Offload:
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Never touch these: parameters, gradients, buffers, as long as they live."""
         self._kept = frozenset(each.untyped_storage()._cdata for each in tensors)
-
-    def share(self, bytes_by_stage: Mapping[int, float]) -> None:
-        """Have so many bytes of a stage's microbatches wait from now on, those saved first."""
-        self._share = bytes_by_stage
 
     def has_learned(self, stages: Collection[int]) -> bool:
         """Return whether it is known what belongs to one microbatch alone, of all these stages."""
@@ -239,8 +226,7 @@ class Offload:
             if not any((stage, name) in self._shared for name in known_as)
         ]
         least = SMALL * max((size for _, size in own), default=0)
-        own = [(storage, size) for storage, size in own if size >= least]
-        return _first(own, self._share.get(stage))
+        return [(storage, size) for storage, size in own if size >= least]
 
     def _saved(self, root: Node, output: int) -> Iterator[tuple[_Name, UntypedStorage]]:
         """Yield the storages that a graph saves and that can be emptied, in the order of F."""
@@ -274,22 +260,6 @@ class Offload:
                 size = min(rest.numel(), left.numel())
                 yield rest[:size], left[:size]
                 rest, left = rest[size:], left[size:]
-
-
-def _first(
-    own: Sequence[tuple[UntypedStorage, int]], share: float | None
-) -> list[tuple[UntypedStorage, int]]:
-    """Return so many of the first that their bytes are nearest to `share`; all without one."""
-    total = sum(size for _, size in own)
-    if share is None or share * CLOSE >= total:
-        return list(own)
-    found, taken = [], 0.0
-    for each in own:
-        if taken + each[1] / 2 > share:
-            break
-        found.append(each)
-        taken += each[1]
-    return found
 
 
 def _where(work: Pass, at: str) -> str:

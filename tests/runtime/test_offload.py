@@ -253,35 +253,6 @@ def test_what_two_microbatches_save_is_left_alone(poisoned: None) -> None:
     assert offload.bytes_by_stage[0] == 2 * data.nbytes
 
 
-def test_a_share_is_what_was_saved_first() -> None:
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)))
-    offload = Offload(CPU)
-
-    def emptied(share: float | None) -> list[int]:
-        offload.share({} if share is None else {0: share})
-        data = torch.randn(16, 8)
-        outputs = [data]
-        for layer in layers:
-            outputs.append(layer(outputs[-1]))
-        offload.ends_forward(0, 0, outputs[-1])
-        offload.copy_out(0, 0)
-        offload.release(0, 0)
-        empty = [at for at, each in enumerate(outputs) if not each.untyped_storage().nbytes()]
-        offload.make_room(0, 0)
-        offload.copy_back(0, 0)
-        return empty
-
-    offload.keep(layers.parameters())
-    assert emptied(None) == emptied(None)[:0]  # of the first two nothing is known
-    everything = emptied(None)
-    assert everything == list(range(8))  # the last is the reader's
-    one = 16 * 8 * 4
-    assert emptied(3 * one) == [0, 1, 2]
-    assert emptied(3.4 * one) == [0, 1, 2]
-    assert emptied(7.9 * one) == everything  # a median of what is there
-    assert emptied(0.0) == []
-
-
 def test_host_memory_is_used_again_and_grows_no_further() -> None:
     host = HostMemory(CPU)
     first = host.take(16_000)
