@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.runtime.gathering_job import GatheringJob, plain_tensors
@@ -89,3 +89,10 @@ class StepState:
         job()
         if self.gradient_sync is not None:
             self.gradient_sync.added(parameters)
+
+
+def unwrapped(chunk: nn.Module) -> Any:
+    """Return the chunk without what data parallelism and 16 bits put around it."""
+    while isinstance(inner := getattr(chunk, "module", None), nn.Module):
+        chunk = inner
+    return chunk

@@ -78,7 +78,7 @@ class Facts:
     """Why no command makes it, where the reader may wonder."""
 
     train: str = ""
-    """The training flags that run it; empty where it must be saved as a file first."""
+    """The name by which `--pipeline-schedule` runs it; empty where only a file of it can be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import pairwise
 from operator import itemgetter
 
-from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.check.simulate import simulate, times_in
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.costs import Costs, joint_name
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.files import is_number, is_whole, parse_object
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import NeedTable, Pass, parse_step
@@ -101,17 +101,7 @@ def _costs(measured: Timeline, pricing: Pricing) -> Costs:
     schedule = measured.schedule
     if pricing.in_bytes:
         return pricing.costs_for(schedule.num_devices, schedule.num_stages)
-    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    joint: dict[str, list[float]] = defaultdict(list)
-    beside = schedule.beside()
-    joined = set(beside.values())
-    for device in range(schedule.num_devices):
-        for work, start, end in measured.slots(device):
-            if work in beside:
-                name = joint_name(work.stage, beside[work].kind, beside[work].stage)
-                joint[name].append(end - start)
-            elif work not in joined:
-                times[work.kind, work.stage].append(end - start)
+    times, joint = times_in([measured])
     typical = {key: statistics.median(values) for key, values in times.items()}
     least = min((value for value in typical.values() if value > 0), default=1.0)
 

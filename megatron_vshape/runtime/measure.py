@@ -14,6 +14,7 @@ from threading import Lock, get_ident
 import torch
 import torch.distributed as dist
 
+from megatron_vshape.core.check.simulate import times_in
 from megatron_vshape.core.model.costs import Costs, Piece, joint_name
 from megatron_vshape.core.model.kinds import PROCESSOR, VOCABULARY, Kind
 from megatron_vshape.core.model.passes import Pass
@@ -152,21 +153,11 @@ def measured_costs(timelines: Sequence[Timeline], send_us: float, held: Held) ->
     the pass before it: a W waits for no message.
     """
     gaps: list[float] = []
-    times: dict[tuple[Kind, int], list[float]] = {}
-    joint: dict[str, list[float]] = {}
+    times, joint = times_in(timelines)
     for timeline in timelines:
-        beside = timeline.schedule.beside()
-        joined = set(beside.values())
         for device in range(timeline.schedule.num_devices):
-            slots = list(timeline.slots(device))
-            for work, start, end in slots:
-                if (other := beside.get(work)) is not None:
-                    name = joint_name(work.stage, other.kind, other.stage)
-                    joint.setdefault(name, []).append(end - start)
-                elif work not in joined:
-                    times.setdefault((work.kind, work.stage), []).append(end - start)
             pairs = itertools.pairwise(
-                slot for slot in slots if slot.work.kind.resource == PROCESSOR
+                slot for slot in timeline.slots(device) if slot.work.kind.resource == PROCESSOR
             )
             gaps += [each.start - before.end for before, each in pairs if each.work.kind is Kind.W]
     middle = {key: statistics.median(values) for key, values in times.items()}

@@ -1,11 +1,12 @@
 """The event simulator: a schedule and costs become a timeline."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 
 from megatron_vshape.core.check.deadlock import explain_deadlock
-from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.costs import Costs, joint_name
 from megatron_vshape.core.model.kinds import COPY_OUT, RELOAD, Kind, ScheduleError
 from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Lane, Schedule, Timeline
@@ -232,3 +233,21 @@ def _held(passes: Sequence[Pass], costs: Costs, kinds: Iterable[Kind]) -> list[f
         curve.append(held)
         held += at_end[stage]
     return curve
+
+
+def times_in(
+    timelines: Iterable[Timeline],
+) -> tuple[dict[tuple[Kind, int], list[float]], dict[str, list[float]]]:
+    """Return what passes took, by kind and stage, and joint passes, by name."""
+    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    joint: dict[str, list[float]] = defaultdict(list)
+    for timeline in timelines:
+        beside = timeline.schedule.beside()
+        joined = set(beside.values())
+        for device in range(timeline.schedule.num_devices):
+            for work, start, end in timeline.slots(device):
+                if (other := beside.get(work)) is not None:
+                    joint[joint_name(work.stage, other.kind, other.stage)].append(end - start)
+                elif work not in joined:
+                    times[work.kind, work.stage].append(end - start)
+    return times, joint

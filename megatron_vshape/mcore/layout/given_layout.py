@@ -35,7 +35,7 @@ def layers_in(layout: Any) -> tuple[tuple[int, ...], int]:
         ScheduleError: it is no layout, or its layers are in another order.
     """
     stages = _names_of(layout)
-    told = _told(layout)
+    told = as_written(layout)
     names = [name for stage in stages for name in stage]
     counts = names.count(DECODER), names.count(MTP)
     if names != [EMBEDDING, *[DECODER] * counts[0], *[MTP] * counts[1], LOSS]:
@@ -46,7 +46,7 @@ def layers_in(layout: Any) -> tuple[tuple[int, ...], int]:
     return tuple(stage.count(DECODER) for stage in stages), counts[1]
 
 
-def _told(layout: Any) -> str:
+def as_written(layout: Any) -> str:
     """Return the layout as the user wrote it, not too long."""
     return f"{getattr(layout, 'input_data', layout)!s:.80}"
 

@@ -103,12 +103,9 @@ class Notice(NamedTuple):
 def written(given: Mapping[str, Any]) -> str:
     """Return options as a line tells them: names, and values where they are no switches."""
     return ", ".join(
-        name if value is True else f"{name} {_told(value)}" for name, value in given.items()
+        name if value is True else f"{name} {given_layout.as_written(value)}"
+        for name, value in given.items()
     )
-
-
-def _told(value: Any) -> str:
-    return f"{getattr(value, 'input_data', value)!s:.80}"
 
 
 def _count_layers(options: Any) -> int | None:
@@ -157,16 +154,15 @@ def _of_layout(options: Any, placement: Placement) -> Layers:
     """Return what a layout says; Megatron's stages are those of the model's order, as ours are."""
     layout = options.pipeline_model_parallel_layout
     layers, predicting = given_layout.layers_in(layout)
+    told = f"{given_layout.OPTION} {given_layout.as_written(layout)}"
     total, stages = _count_layers(options), len(placement)
     if total is not None and sum(layers) != total:
-        raise ScheduleError(
-            f"{given_layout.OPTION} {_told(layout)} has {sum(layers)} layers and the model {total}"
-        )
+        raise ScheduleError(f"{told} has {sum(layers)} layers and the model {total}")
     predicts = multi_token.num_predicting(options)
     if predicting != predicts and (predicts or total is not None):
         raise ScheduleError(
-            f"{given_layout.OPTION} {_told(layout)} has multi-token prediction of depth "
-            f"{predicting}, and {multi_token.OPTION} is {predicts}: make them agree"
+            f"{told} has multi-token prediction of depth {predicting}, and {multi_token.OPTION} is "
+            f"{predicts}: make them agree"
         )
     ours = given_layout.regrouped(layers, stages)
     if ours is None:

@@ -35,7 +35,7 @@ from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.step.further_losses import FurtherLosses
 from megatron_vshape.mcore.step.gradient_sync import GradientSync
-from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.mcore.step_state import StepState, unwrapped
 from megatron_vshape.runtime.together import Pending, Together
 from megatron_vshape.runtime.vocabulary import Logits, Rows, Statistics, add_rows, look_up
 from megatron_vshape.runtime.weight_jobs import WeightGradKernel, fused_kernel
@@ -83,8 +83,8 @@ class SharedVocabulary:
 
     def __post_init__(self) -> None:
         """Find this rank's rows, and tell what reduces gradients when theirs are complete."""
-        self._rows = _unwrapped(self.first).embedding.word_embeddings
-        head = _unwrapped(self.last).output_layer
+        self._rows = unwrapped(self.first).embedding.word_embeddings
+        head = unwrapped(self.last).output_layer
         self._table = self._rows.weight
         self._head = self._table if head.weight is None else head.weight
         self._modules = self._rows, head
@@ -286,7 +286,7 @@ class SharedVocabulary:
             _, loss_function = self.forward_step_func(self.iterator, self.first)
         (call,) = calls
         self._calls[microbatch] = (*call, loss_function)
-        model = _unwrapped(self.first)
+        model = unwrapped(self.first)
         bound = inspect.signature(type(model).forward).bind(model, *call[0], **call[1])
         tokens: Tensor | None = bound.arguments.get("input_ids")
         if tokens is None or tuple(tokens.shape) != self.tokens_shape:
@@ -423,9 +423,3 @@ class SharedVocabulary:
         if self.state.census is not None:
             for each in tensors:
                 self.state.census.add(each)
-
-
-def _unwrapped(chunk: nn.Module) -> Any:
-    while isinstance(inner := getattr(chunk, "module", None), nn.Module):
-        chunk = inner
-    return chunk
