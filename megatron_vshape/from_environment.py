@@ -21,13 +21,15 @@ MEGATRON = "megatron.core"
 _NUMBERS = ("timeout_seconds", "host_memory_limit_gib")
 _LIMIT = "memory_limit_gib"
 _STEPS = "profile_steps"
+_SWITCHES = ("vocab_parallel", "post_validates")
+_ON = {"true": True, "1": True, "false": False, "0": False}
 
 
 def options_in(text: str) -> dict[str, Any]:
     """Return the options that the variable's text gives, `name=value` with commas between.
 
     Raises:
-        ValueError: a part has no `=`, or a number is none.
+        ValueError: a part has no `=`, a number is none, or a switch neither true nor false.
     """
     options: dict[str, Any] = {}
     last = None
@@ -44,7 +46,11 @@ def options_in(text: str) -> dict[str, Any]:
     try:
         for name in filter(options.__contains__, _NUMBERS):
             options[name] = float(options[name])
-        if options.get(_LIMIT, "x")[0] in "+-.0123456789":  # else a schedule, whose memory it is
+        for name in filter(options.__contains__, _SWITCHES):
+            if options[name].lower() not in _ON:
+                raise ValueError(f"{name} is true or false, not {options[name]!r:.40}")
+            options[name] = _ON[options[name].lower()]
+        if options.get(_LIMIT, "x")[:1] in "+-.0123456789":  # else a schedule, whose memory it is
             options[_LIMIT] = float(options[_LIMIT])
         if _STEPS in options:
             first, steps_end = map(int, options[_STEPS].split(":"))

@@ -139,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--proof-seconds",
-        type=float,
+        type=_proof_seconds,
         default=PROOF_SECONDS,
         metavar="S",
         help="for up to 4 devices and 8 microbatches, let CP-SAT prove the bound or find a better "
@@ -353,6 +353,13 @@ def _seconds(text: str) -> float:
     value = float_or_nan(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def _proof_seconds(text: str) -> float:
+    value = float_or_nan(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
     return value
 
 

@@ -110,11 +110,11 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen()
-    except OSError as error:
+    except (OSError, UnicodeError, TypeError) as error:  # a name that cannot be asked for
         listener.close()
+        reason = getattr(error, "strerror", None) or error
         raise ScheduleError(
-            f"--host {host} --port {port}: cannot listen there: {error.strerror or error}; "
-            "--port 0 takes a free one"
+            f"--host {host} --port {port}: cannot listen there: {reason}; --port 0 takes a free one"
         ) from None
     return listener
 

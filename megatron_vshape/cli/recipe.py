@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_vshape.core.model.files import parse_object, read_text
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement
 
@@ -33,7 +34,7 @@ def show(recipe: str, schedule: str) -> int:
 def _found(recipe: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
     """Return the options of the file, or of every published recipe of that name."""
     if recipe.endswith(".json") or Path(recipe).is_file():
-        return [(recipe, _read(Path(recipe)))]
+        return [(recipe, parse_object(read_text(recipe, "--recipe"), f"--recipe {recipe}"))]
     if not PUBLISHED.is_file():
         raise ScheduleError(
             f"--recipe {recipe} is no file, and names of published recipes are known in a checkout "
@@ -52,19 +53,6 @@ def _found(recipe: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
             f"{', '.join(near)}"
         )
     return found
-
-
-def _read(file: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ScheduleError(f"--recipe {file} cannot be read: {error}") from None
-    if not isinstance(content, Mapping):
-        raise ScheduleError(
-            f"--recipe {file} must be a JSON object of options and their values, as "
-            '{"pipeline_model_parallel_size": 8, "num_layers": 32}'
-        )
-    return content
 
 
 def _show(title: str, options: Mapping[str, Any], schedule: str) -> int:

@@ -5,14 +5,15 @@ On one device, or on the ranks of a stage, each with its share.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -191,8 +192,10 @@ def prepare(device: str) -> Any:
         if "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend)
         else:
-            store = Path(tempfile.mkdtemp()) / "store"
-            dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
+            folder = tempfile.mkdtemp()
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            store = f"file://{folder}/store"
+            dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
         form_groups()
     return split_state()
 

@@ -275,9 +275,9 @@ def read_outcome(folder: Path, num_nodes: int) -> Outcome | None:
     for node in range(num_nodes):
         try:
             fields = json.loads((folder / outcome_name(node)).read_text())
-        except (OSError, ValueError):
+            outcomes.append(Outcome(**{**fields, "status": Status(fields["status"])}))
+        except (OSError, ValueError, KeyError, TypeError):
             return None
-        outcomes.append(Outcome(**{**fields, "status": Status(fields["status"])}))
     return merge(outcomes)
 
 

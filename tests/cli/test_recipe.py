@@ -82,8 +82,9 @@ def test_what_needs_the_number_of_layers_says_so(
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "cannot be read: "),
-        ([1], "must be a JSON object of options and their values, as"),
+        ("{", "is not valid JSON: "),
+        ([1], "it must hold an object"),
+        ("[" * 5000, "is not valid JSON: it is nested too deep"),
         ({"num_layers": 8}, "has pipeline_model_parallel_size 1: there is nothing to schedule"),
         ({"pipeline_model_parallel_size": "4"}, "there is nothing to schedule"),
         (

@@ -47,17 +47,20 @@ def test_what_it_cannot_read_ends_the_program_with_a_sentence(tmp_path: Path) ->
 
 def test_options_have_the_types_that_register_wants() -> None:
     text = "schedule=auto, layer_split=1,2,2,1,timeout_seconds=90,profile_steps=4:6"
-    text += ",host_memory_limit_gib=100"
+    text += ",host_memory_limit_gib=100,vocab_parallel=False"
     assert options_in(text) == {
         "schedule": "auto",
         "layer_split": "1,2,2,1",
         "timeout_seconds": 90.0,
         "profile_steps": (4, 6),
         "host_memory_limit_gib": 100.0,
+        "vocab_parallel": False,
     }
 
 
-@pytest.mark.parametrize("text", ["timeout_seconds=soon", "profile_steps=4"])
-def test_numbers_that_are_none(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["timeout_seconds=soon", "profile_steps=4", "memory_limit_gib=", "vocab_parallel=yes"]
+)
+def test_values_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match=f"MEGATRON_VSHAPE='{text}': "):
         options_in(text)

@@ -215,7 +215,7 @@ def test_1f1b_with_chunks(farm: Farm) -> None:
 
 def test_a_timeout_of_nothing(farm: Farm) -> None:
     text = refused(farm, *V_HALF.split(), "--pipeline-timeout", "0")
-    assert text == "--pipeline-timeout 0 is not above 0"
+    assert text == "--pipeline-timeout 0.0 is not a number of seconds above 0"
 
 
 @pytest.mark.skipif(

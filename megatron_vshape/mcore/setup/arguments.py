@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from megatron_vshape.core.ask import AUTO, PLUS_NAMES
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.core.rivals import MEGATRONS_OWN
+from megatron_vshape.mcore.refusals import UnsupportedError
 
 MEGATRONS_TIMEOUT_MINUTES = 10
 """What --distributed-timeout-minutes is unless it is given."""
@@ -48,6 +50,12 @@ class PipelineOptions:
     def costs(self) -> Costs | None:
         """Return the costs in the file, if one is given."""
         return None if self.costs_file is None else Costs.load(self.costs_file)
+
+
+def check_timeout(option: str, seconds: object) -> None:
+    """Raise UnsupportedError unless it is a number of seconds above 0."""
+    if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise UnsupportedError(f"{option} {seconds!s:.40} is not a number of seconds above 0")
 
 
 def schedule_names() -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from megatron_vshape.mcore.refusals import (
 from megatron_vshape.mcore.setup.against_megatron import megatrons_if_best, num_microbatches
 from megatron_vshape.mcore.setup.arguments import (
     PipelineOptions,
+    check_timeout,
     options_of,
     watchdog_seconds,
 )
@@ -36,7 +37,7 @@ from megatron_vshape.mcore.setup.recompute import check_copies, check_recompute
 from megatron_vshape.mcore.setup.translate import check_splits_nothing_else, tell, translate
 from megatron_vshape.mcore.split import graphs, te_layers, unsplit
 from megatron_vshape.mcore.split.local_layers import mark_gathered
-from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.mcore.step_state import StepState, unwrapped
 from megatron_vshape.runtime.labels import name_weights
 
 logger = logging.getLogger(__name__)
@@ -135,9 +136,8 @@ def _run_megatrons(args: Namespace, rival: Rival) -> None:
 
 
 def _check_timeout(args: Namespace, options: PipelineOptions) -> None:
-    """Raise UnsupportedError for a timeout of nothing, and tell of one that comes too late."""
-    if options.timeout_seconds <= 0:
-        raise UnsupportedError(f"--pipeline-timeout {options.timeout_seconds:g} is not above 0")
+    """Raise UnsupportedError for a timeout that is none, and tell of one that comes too late."""
+    check_timeout("--pipeline-timeout", options.timeout_seconds)
     if options.timeout_seconds >= watchdog_seconds(args):
         logger.warning(
             "--pipeline-timeout %g is not below --distributed-timeout-minutes %g: Megatron's own "
@@ -299,20 +299,13 @@ def _num_microbatches(args: Namespace) -> int:
     return max(microbatches, 1)
 
 
-def _unwrapped(chunk: nn.Module) -> nn.Module:
-    """Return the chunk without what data parallelism and 16 bits put around it."""
-    while isinstance(inner := getattr(chunk, "module", None), nn.Module):
-        chunk = inner
-    return chunk
-
-
 def prepare_layers(state: StepState, chunks: Sequence[nn.Module]) -> None:
     """Have the chunks' linear layers put their weight gradients off, and name them in traces.
 
     Raises:
         StoreError: Transformer Engine's layers are not as this package knows them.
     """
-    chunks = [_unwrapped(chunk) for chunk in chunks]  # whose names are the model's own
+    chunks = [unwrapped(chunk) for chunk in chunks]  # whose names are the model's own
     whole = graphs.covered(chunks)
     te_layers.install(state, chunks, whole)
     for chunk in chunks:

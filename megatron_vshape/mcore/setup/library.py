@@ -24,6 +24,7 @@ from megatron_vshape.mcore.setup.arguments import (
     TIMEOUT_SHARE,
     TRACE_STEPS,
     PipelineOptions,
+    check_timeout,
 )
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
@@ -58,8 +59,7 @@ def options_from(given: dict[str, Any]) -> PipelineOptions:
             "post_validates is for Megatron-LM's own trainer, whose steps it takes apart: leave it "
             "out"
         )
-    if options.timeout_seconds <= 0:
-        raise UnsupportedError(f"timeout_seconds {options.timeout_seconds:g} is not above 0")
+    check_timeout("timeout_seconds", options.timeout_seconds)
     if options.profile_steps is None and options.trace_folder is not None:
         options = replace(options, profile_steps=TRACE_STEPS)
     return options
