@@ -14,7 +14,12 @@ from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 
 SOAK = Path(__file__).with_name("soak.py")
-SMALL = "--hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16"
+# The norm that clips is a sum over ranks, in another order on other stages: after 326 steps with it
+# Megatron's own 1F1B on 2 ranks is 5e-4 from that on 4.
+SMALL = (
+    "--hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
+    "--clip-grad 0"
+)
 RANKS = 4
 
 
@@ -40,25 +45,15 @@ def test_soak(farm: Farm, tally: Tally, tmp_path: Path, steps: int, every: int) 
     auto = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file))
     ours = soak(farm, steps, every, tmp_path / "auto", *auto)
     theirs = soak(farm, steps, every, tmp_path / "1f1b", "--pipeline-schedule", "1f1b")
-    worst = _worst(ours, theirs)
+    mine, yours = ([each["lm loss"] for each in run.record["losses"]] for run in (ours, theirs))
+    assert len(mine) == steps
+    assert mine == yours
     grown = [_check_flat(samples(tmp_path / "auto", rank)) for rank in range(RANKS)]
     plans = {tuple(each["plan"] for each in samples(tmp_path / "auto", r)) for r in range(RANKS)}
     (orders,) = plans  # every rank made the same
     assert len(set(orders)) > len(orders) // 2
-    note = f"losses within {worst:.1e} of 1F1B's, RSS grew {max(grown):.1%} after the first half"
+    note = f"losses are 1F1B's bits, RSS grew {max(grown):.1%} after the first half"
     tally(f"{steps} steps, {steps // every} plans", 0, note)
-
-
-def _worst(ours: Ended, theirs: Ended) -> float:
-    """Return the largest difference of the losses, which fall from 4.9 to 0.01 in 2,000 steps.
-
-    They are not bitwise 1F1B's: the gradient norm that clips is added up over other stages.
-    """
-    mine, yours = ([each["lm loss"] for each in run.record["losses"]] for run in (ours, theirs))
-    assert len(mine) == len(yours)
-    worst = max(abs(a - b) for a, b in zip(mine, yours, strict=True))
-    assert worst < 1e-5
-    return worst
 
 
 def _check_flat(taken: list[dict[str, Any]]) -> float:
