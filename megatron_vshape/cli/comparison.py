@@ -64,9 +64,12 @@ def _row(
     slower = value / best - 1
     if isinstance(each, Possible):
         devices = max(each.placement) + 1
-        why = f"{percent(slower)} slower at least" if within else ABOVE
         chunks = len(each.placement) // devices
-        return [str(each.rival), str(chunks), "", f">= {time(value)}", "", why]
+        # Of what does not fit only a bound for what fits is known, which it may be below.
+        least, why = ("", ABOVE)
+        if within:
+            least, why = f">= {time(value)}", f"{percent(slower)} slower at least"
+        return [str(each.rival), str(chunks), "", least, "", why]
     why = ABOVE
     if within:
         why = f"{percent(slower)} slower" if slower > 1e-9 else "as fast"

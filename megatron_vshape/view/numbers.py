@@ -135,10 +135,11 @@ def idle_told(timeline: Timeline, costs: Costs | None = None) -> list[str]:
     placement = timeline.schedule.placement
     pieces = Pieces.of(costs, costs.layers)
     layers = pieces.balanced(sum(costs.layers), placement)
-    least = pieces.costs(layers).busy_us(placement, len(work), timeline.schedule.num_microbatches)
-    if least < most * (1 - WORTH_TELLING):
+    sizes = placement, len(work), timeline.schedule.num_microbatches
+    least, now = (pieces.costs(each).busy_us(*sizes) for each in (layers, costs.layers))
+    if least < now * (1 - WORTH_TELLING):
         split = ",".join(map(str, layers))
-        told.append(f"layers {split} would spare the busiest device {percent(1 - least / most)}")
+        told.append(f"layers {split} would spare the busiest device {percent(1 - least / now)}")
     return told
 
 

@@ -18,6 +18,11 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"{__version__}\n"
 
 
+def test_the_package_runs_as_the_command():
+    command = [sys.executable, "-m", "megatron_vshape", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == f"{__version__}\n"
+
+
 def test_help_lists_every_command(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--help"])

@@ -73,8 +73,8 @@ def test_a_schedule_that_the_checks_have_not_seen(monkeypatch: pytest.MonkeyPatc
 def test_layers_that_do_not_divide(farm: Farm) -> None:
     text = refused(farm, *V_HALF.split(), "--num-layers", "12")
     assert text == (
-        "12 layers do not divide among 8 stages (4 devices with 2 each): make --num-layers a "
-        "multiple of 8, such as 8 or 16, or add --pipeline-layer-split auto"
+        "12 layers do not divide among 8 stages (4 devices with 2 each): give a multiple of 8, "
+        "such as 8 or 16, or add --layer-split auto (to training: --pipeline-layer-split)"
     )
 
 

@@ -1,5 +1,7 @@
 """The numbers beside a picture are in one unit each."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_vshape.core.check.simulate import simulate
@@ -65,3 +67,13 @@ def test_alike_stages_have_nobody_to_wait_for() -> None:
     timeline = simulate(make("1f1b", 4, 8))
     assert idle_told(timeline, Costs.uniform(4, 4)) == []
     assert timeline.mean_idle == pytest.approx(timeline.bubble)
+
+
+def test_a_split_backwards_own_price_is_no_reason_for_other_layers() -> None:
+    """A head as long as a layer, one layer a stage; whole backwards would save a fifth."""
+    split = Pieces.estimated(1, 4).costs((1,) * 4)
+    whole = tuple(0.8 * (b + w) for b, w in zip(split.backward_us, split.weight_us, strict=True))
+    costs = replace(split, whole_backward_us=whole)
+    told = idle_told(simulate(make("zb-h1", 4, 8), costs), costs)
+    assert len(told) == 2
+    assert "would spare" not in "".join(told)

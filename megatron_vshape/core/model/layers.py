@@ -234,11 +234,12 @@ def even_layers(num_layers: int, placement: Placement) -> tuple[int, ...]:
     below, rest = divmod(num_layers, stages)
     if rest:
         near = " or ".join(str(count * stages) for count in (below, below + 1) if count)
-        split = f", or add --pipeline-layer-split {AUTO_SPLIT}" if num_layers >= stages - 2 else ""
+        split = ""
+        if num_layers >= stages - 2:
+            split = f", or add --layer-split {AUTO_SPLIT} (to training: --pipeline-layer-split)"
         raise ScheduleError(
             f"{num_layers} layers do not divide among {stages} stages ({devices} devices "
-            f"with {stages // devices} each): make --num-layers a multiple of "
-            f"{stages}, such as {near}{split}"
+            f"with {stages // devices} each): give a multiple of {stages}, such as {near}{split}"
         )
     return (below,) * stages
 

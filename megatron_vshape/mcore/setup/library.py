@@ -41,12 +41,12 @@ def options_from(given: dict[str, Any]) -> PipelineOptions:
     """
     usual = {"schedule": None, "timeout_seconds": TIMEOUT_SHARE * 60 * MEGATRONS_TIMEOUT_MINUTES}
     given = usual | given
-    known = {each.name for each in fields(PipelineOptions)}
+    known = {each.name for each in fields(PipelineOptions)}  # `post_validates` is told of below
     unknown = sorted(set(given) - known)
     if unknown:
         raise UnsupportedError(
             f"register knows no option {unknown[0]!r:.60}; its options are "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(known - {'post_validates'}))}"
         )
     options = PipelineOptions(**given)
     if options.schedule is None or options.schedule in MEGATRONS_OWN:
