@@ -199,7 +199,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what the arguments ask for, write the files, and return 0."""
     _check(options)
-    measured = None if options.costs is None else Costs.load(options.costs)
+    measured = None if options.costs is None else _measured(options.costs, options.layers)
     if options.hidden is not None and measured is not None:
         measured = _hiding(measured, options.hidden)
     costs = _costs(options, measured)
@@ -239,6 +239,18 @@ def run(options: argparse.Namespace) -> int:
     if against is not None:
         print("\n" + "\n".join(changes(against, answer, held, time)))
     return 0
+
+
+def _measured(file: str, layers: int | None) -> Costs:
+    """Return the costs in a file, of which `layers` may not be said otherwise."""
+    costs = Costs.load(file)
+    of_file = sum(costs.layers or ()) or layers
+    if layers is not None and layers != of_file:
+        raise ScheduleError(
+            f"--layers {layers}: --costs {file} is of a model of {of_file} layers; leave --layers "
+            "out"
+        )
+    return costs
 
 
 def _question(options: argparse.Namespace, costs: Costs | None, measured: Costs | None) -> Question:

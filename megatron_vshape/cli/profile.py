@@ -51,7 +51,7 @@ NEEDED = {
 """What must be installed, and the extra that brings it."""
 
 OPTIONS_HERE = {
-    "add --pipeline-layer-split auto": "give --layer-split",
+    "add --layer-split auto (to training: --pipeline-layer-split)": "give --layer-split",
     "--pipeline-layer-split": "--layer-split",
     "--num-layers": "--layers",
     "neither auto nor whole numbers": "not whole numbers",

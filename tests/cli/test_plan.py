@@ -469,3 +469,14 @@ def test_the_recipe_has_every_digit(given: str) -> None:
     options = parser.parse_args([*SIZE, "--cost", given, *more])
     expected = f"plan --devices 4 --microbatches 8 --cost {given} {' '.join(more)}"
     assert plan._recipe(options) == expected
+
+
+def test_layers_that_a_costs_file_contradicts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(Pieces.estimated(1, 4).costs((2,) * 8).to_json())
+    given = ["plan", "--devices", "4", "--microbatches", "8", "--costs", str(path)]
+    assert main([*given, "--layers", "32"]) == 2
+    assert f"--layers 32: --costs {path} is of a model of 16 layers" in capsys.readouterr().err
+    assert main([*given, "--layers", "16", "--chunks", "2", *NO_PROOF]) == 0

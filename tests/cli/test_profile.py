@@ -375,7 +375,7 @@ def test_what_is_exchange_is_told_from_the_rest() -> None:
 
 BAD = {
     "unknown key": ({"text": MODEL + "colour: red\n"}, "unknown key colour"),
-    "layers": ({"options": ["--layers", "7"]}, "make --layers a multiple of 4, such as 4 or 8"),
+    "layers": ({"options": ["--layers", "7"]}, "of 4, such as 4 or 8, or give --layer-split"),
     "split": ({"options": ["--layer-split", "1,2"]}, "--layer-split 1,2 has 2 numbers and the"),
     "split by itself": (
         {"options": ["--layer-split", "auto"]},
