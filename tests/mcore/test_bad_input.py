@@ -178,6 +178,8 @@ OPTIONS = [
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.split()[0])
 def test_unsupported_options_are_named(farm: Farm, option: str) -> None:
+    if option == OPTIONS[0] and metadata.version("megatron-core") < "0.18":
+        pytest.skip("Megatron has no such graphs before 0.18")
     text = refused(farm, *V_HALF.split(), *option.split())
     assert text.startswith(f"--pipeline-schedule v-half does not work with {option.split()[0]}")
 

@@ -76,10 +76,11 @@ needs_018 = pytest.mark.skipif(
     core.__version__.startswith("0.17."), reason="Megatron-Core 0.17's own graphs are refused"
 )
 
+MODULES = "--cuda-graph-scope" if core.__version__.startswith("0.17.") else "--cuda-graph-modules"
 SCOPES = {
     ("v-half", "layers"): "",
-    ("v-zb", "attention"): "--cuda-graph-modules attn",
-    ("zb-h1", "mlp"): "--cuda-graph-modules mlp",
+    ("v-zb", "attention"): f"{MODULES} attn",
+    ("zb-h1", "mlp"): f"{MODULES} mlp",
 }
 
 
@@ -103,7 +104,7 @@ class TestWithoutCopies:
         assert any("was overwritten while it was under way" in each for each in careless.output)
 
     def test_a_job_makes_other_numbers(self, farm: Farm, train: Callable[..., Ended]) -> None:
-        modules = ["--cuda-graph-modules", "mlp"]  # attention's last weight reads its gradient
+        modules = [MODULES, "mlp"]  # attention's last weight reads its gradient
         careless = farm.run(4, *self.flags, *modules, plugin=PLUGIN, given="jobs").check()
         mine, theirs = careless.record["losses"], train(4, *self.flags[:-4]).record["losses"]
         assert mine[:2] == theirs[:2]  # one without graphs, one whose forwards are replayed

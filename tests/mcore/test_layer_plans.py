@@ -1,5 +1,7 @@
 """Passes by Megatron's layer plans, alone and beside each other: every bit as without."""
 
+from contextlib import suppress
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -56,7 +58,9 @@ CASES: dict[str, tuple[tuple[str, str], str, dict[str, Any]]] = {
         },
     ),
 }
-
+with suppress(metadata.PackageNotFoundError):
+    if metadata.version("megatron-core") < "0.18":  # whose plans predict on pipelines alone
+        CASES = {name: case for name, case in CASES.items() if case[2] is not PREDICTS}
 
 STREAMS: dict[str, tuple[tuple[str, str], str, dict[str, Any]]] = {
     "F with B": (("<M", "MM>"), JOINED, {}),
