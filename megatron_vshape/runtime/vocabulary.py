@@ -19,6 +19,9 @@ from torch import Tensor
 
 from megatron_vshape.runtime.weight_jobs import WeightGradKernel, accumulate_weight_grad
 
+WIDE_NUMBERS = 2**26
+"""How many logits are in fp32 at a time: 256 MiB, where all of a microbatch's take gigabytes."""
+
 
 class Rows(NamedTuple):
     """Which of some numbers of tokens are a device's, and its rows of them; 0 for all others."""
@@ -106,15 +109,14 @@ class Logits(NamedTuple):
     ) -> "Logits":
         """Return the part of the logits for the rows of `weight`, which begin at `first`."""
         rows = Rows.of(labels, first, weight.shape[0])
-        logits = hidden @ weight.t()
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        most = wide.amax(-1)
-        best = (wide.argmax(-1) + first).to(most) if asks_best else torch.zeros_like(most)
-        label = rows.only_own(wide.gather(-1, rows.row.unsqueeze(-1)).squeeze(-1))
-        exponentials = torch.exp(wide - most.unsqueeze(-1))
-        total = exponentials.sum(-1)
-        softmax = (exponentials / total.unsqueeze(-1)).to(weight.dtype)
-        return cls(hidden, softmax, rows, Statistics(most, total, label, best))
+        softmax = hidden @ weight.t()  # logits until a block of tokens has its softmax in place
+        at_once = max(1, WIDE_NUMBERS // len(weight))
+        parts = [
+            _soften(*block, first, asks_best)
+            for block in zip(softmax.split(at_once), rows.row.split(at_once), strict=True)
+        ]
+        most, total, label, best = map(torch.cat, zip(*parts, strict=True))
+        return cls(hidden, softmax, rows, Statistics(most, total, rows.only_own(label), best))
 
     def input_gradient(self, weight: Tensor, product: Tensor, whole: Statistics) -> Tensor:
         """Return this part of dX / g, [n, h]; `product` is `softmax` times the weight."""
@@ -129,3 +131,17 @@ class Logits(NamedTuple):
         share = whole.share(self.statistics).unsqueeze(-1)
         accumulate_weight_grad(weight, self.softmax, (share * wide).to(weight.dtype), kernel)
         add_rows(weight, self.labels, -wide)
+
+
+def _soften(logits: Tensor, row: Tensor, first: int, asks_best: bool) -> Statistics:
+    """Turn logits [n, rows] into their softmax, in place, and return what they were.
+
+    `label` is what stands in each token's `row`, [n], whosever that is.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    most = wide.amax(-1)
+    best = (wide.argmax(-1) + first).to(most) if asks_best else torch.zeros_like(most)
+    label = wide.gather(-1, row.unsqueeze(-1)).squeeze(-1)
+    total = wide.sub_(most.unsqueeze(-1)).exp_().sum(-1)
+    logits.copy_(wide.div_(total.unsqueeze(-1)))
+    return Statistics(most, total, label, best)

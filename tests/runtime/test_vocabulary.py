@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from live_bytes import LivePeak
 from torch import Tensor
 
+from megatron_vshape.runtime import vocabulary
 from megatron_vshape.runtime.vocabulary import Logits, Rows, Statistics, add_rows, look_up
 from megatron_vshape.runtime.weight_jobs import WeightGradKernel
 
@@ -78,6 +80,32 @@ def test_logits_that_would_overflow() -> None:
     for mine, expected in zip(found, at_once(hidden, weight, labels, gradient), strict=True):
         assert torch.isfinite(mine).all()
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_tokens_are_the_whole(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A last block that is not full included."""
+    hidden, weight, labels, gradient = inputs(dtype)
+    whole = by_parts(hidden, weight, labels, gradient.float(), 2)
+    monkeypatch.setattr(vocabulary, "WIDE_NUMBERS", 7 * VOCABULARY // 2)
+    blocks = by_parts(hidden, weight, labels, gradient.float(), 2)
+    for mine, expected in zip(blocks, whole, strict=True):
+        assert torch.equal(mine, expected)
+
+
+def test_logits_are_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what is kept until T there is one block of tokens in fp32, and single numbers."""
+    tokens, rows, block = 512, 256, 64
+    monkeypatch.setattr(vocabulary, "WIDE_NUMBERS", block * rows)
+    hidden = torch.randn(tokens, 8, dtype=torch.bfloat16)
+    weight = torch.randn(rows, 8, dtype=torch.bfloat16)
+    labels = torch.randint(rows, (tokens,))
+    with LivePeak() as live:
+        Logits.of(weight, hidden, labels, 0, asks_best=True)
+    kept, wide, per_token = 2 * tokens * rows, 4 * block * rows, 64 * tokens
+    assert kept + wide <= live.max_memory_allocated() <= kept + wide + per_token
 
 
 @pytest.mark.parametrize("parts", [1, 2, 8])
