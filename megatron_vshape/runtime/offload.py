@@ -12,6 +12,10 @@ On a GPU, D and H are launched by threads of their own on streams of their own (
 computes runs: so memory is given back and taken in its order alone, and follows from the device's
 row however far the host is ahead. Nothing needs `record_stream`, whose memory comes back when the
 host next allocates after the copy.
+
+What was allocated on another stream, such as that of shared experts beside the others, stays where
+it is: made large again it would be memory of the stream that computes, which hands it out anew
+while the other may still read it in B. So R gives every storage memory of the stream it was of.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, RELEASE, RELOAD, Kind
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.runtime.graph_memory import Segments
 from megatron_vshape.runtime.held_bytes import nodes_behind, saved_by
 from megatron_vshape.runtime.host_memory import HostMemory, Moment
 
@@ -90,7 +95,7 @@ class Offload:
         self._waiting: dict[tuple[int, int], _Waiting] = {}
         self._walks: dict[int, int] = {}
         self._seen: dict[int, tuple[StorageWeakRef, tuple[int, int], _Name]] = {}
-        self._shared: set[tuple[int, _Name]] = set()
+        self._stays: set[tuple[int, _Name]] = set()  # as others share it, or another stream has it
         self._bytes: dict[int, int] = {}
 
     @property
@@ -203,16 +208,22 @@ class Offload:
         return waiting
 
     def _learn(self, stage: int, waiting: _Waiting, root: Node) -> None:
-        """Compare a microbatch's storages with those of others that are still there."""
+        """Compare a microbatch's storages with those of others that are still there.
+
+        And look which are another stream's, as those of the same name are in every microbatch.
+        """
         walk = stage, self._walks.get(stage, 0)
         self._walks[stage] = walk[1] + 1
         self._seen = {key: seen for key, seen in self._seen.items() if not seen[0].expired()}
+        others = _memory_of_other_streams()
         for name, storage in self._saved(root, waiting.output):
+            if storage.data_ptr() in others:
+                self._stays.add((stage, name))
             _, other, known_as = self._seen.setdefault(
                 storage._cdata, (StorageWeakRef(storage), walk, name)
             )
             if other != walk:
-                self._shared.update({(stage, name), (other[0], known_as)})
+                self._stays.update({(stage, name), (other[0], known_as)})
         self._bytes[stage] = sum(size for _, size in self._chosen(stage, root, waiting.output))
 
     def _chosen(self, stage: int, root: Node, output: int) -> list[tuple[UntypedStorage, int]]:
@@ -223,7 +234,7 @@ class Offload:
         own = [
             (storage, storage.nbytes())
             for storage, known_as in names.values()
-            if not any((stage, name) in self._shared for name in known_as)
+            if not any((stage, name) in self._stays for name in known_as)
         ]
         least = SMALL * max((size for _, size in own), default=0)
         return [(storage, size) for storage, size in own if size >= least]
@@ -260,6 +271,14 @@ class Offload:
                 size = min(rest.numel(), left.numel())
                 yield rest[:size], left[:size]
                 rest, left = rest[size:], left[size:]
+
+
+def _memory_of_other_streams() -> Segments:
+    """Return what was allocated on other streams than this thread runs on."""
+    if not torch.cuda.is_initialized():
+        return Segments()
+    own = torch.cuda.current_stream().cuda_stream
+    return Segments(lambda each: each["stream"] != own)
 
 
 def _where(work: Pass, at: str) -> str:

@@ -3,7 +3,8 @@
 Every operation belongs to the stream that is current; a stream's clock says how much of every
 stream is over when it gets there, by events and waits alone. Told are accesses of one piece of
 memory that nothing orders, memory that is let go of while another stream may still be using it
-(its own stream hands it out again at once), and uses of memory that has been emptied.
+(its own stream hands it out again, at once or when it allocates next), and uses of memory that has
+been emptied. What was emptied and is made large again is the current stream's from then on.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from unittest.mock import patch
 
 import torch
 from megatron.core.pipeline_parallel import utils
+from megatron.core.transformer.moe import shared_experts
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from megatron_vshape.runtime.held_bytes import nodes_behind
 
 Clock = Counter[str]
 """By stream, how many of its operations are over."""
@@ -54,13 +59,17 @@ class Memory:
 class Streams(TorchDispatchMode):
     """The streams of a device that is not there, and what is wrong with their use."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: bool) -> None:
         super().__init__()
+        self._at_once = at_once
         self.clocks: dict[str, Clock] = {}
         self.host: Clock = Counter()  # what the host has waited for
         self.current = "main"
         self.wrong: list[str] = []
         self._memories: dict[int, Memory] = {}
+        self._free: dict[str, list[Use]] = {}  # by stream, the uses of what it may hand out
+        self._since: list[tuple[int, str]] = []  # numbers of nodes, and whose those from it on are
+        self._numbers: dict[Node, int] = {}  # of those that were given another later
         self.made = 0
 
     def clock(self, stream: str) -> Clock:
@@ -92,9 +101,11 @@ class Streams(TorchDispatchMode):
         clock[self.current] += 1
         written = _written(function, args, options)
         for each in given:
-            self._use(function, each, any(each is one for one in written))
+            if not _is_view(function):
+                self._use(function, each, any(each is one for one in written))
         for each in tree_leaves(result):
             if isinstance(each, Tensor) and id(self._memory(each)) not in known:
+                self._hand_out(self.current)
                 self._use(function, each, True)
         return result
 
@@ -125,11 +136,17 @@ class Streams(TorchDispatchMode):
         memory.uses.append(use)
 
     def collect(self) -> None:
-        """Look at what has been let go of since the last look: its own stream may write there."""
+        """Look at what has been let go of since the last look: its own stream may get it."""
         for key, memory in list(self._memories.items()):
             if memory.alive.expired():
                 del self._memories[key]
                 self._let_go(memory)
+
+    def end(self) -> None:
+        """Have every stream allocate once more, whatever it has waited for by now."""
+        self.collect()
+        for stream in list(self._free):
+            self._hand_out(stream)
 
     def let_go(self, storage: Any) -> None:
         """Note that a storage is emptied."""
@@ -138,12 +155,101 @@ class Streams(TorchDispatchMode):
             self._let_go(memory)
             memory.uses.clear()
 
+    def make_large(self, storage: Any) -> None:
+        """Note that an emptied storage is allocated anew: by whoever runs now."""
+        memory = self._memories.get(storage._cdata)
+        self._hand_out(self.current)
+        if memory is not None:
+            memory.stream = self.current
+            memory.recorded.clear()
+
+    def segments(self) -> list[dict[str, Any]]:
+        """Return what torch.cuda.memory_snapshot tells of memory: here, a segment is a storage."""
+        self.collect()
+        found = []
+        for memory in self._memories.values():
+            storage = torch.UntypedStorage._new_with_weak_ptr(memory.alive.cdata)
+            if storage is not None:
+                found.append(
+                    {
+                        "address": storage.data_ptr(),
+                        "total_size": storage.nbytes(),
+                        "stream": Stream(self, name=memory.stream).cuda_stream,
+                    }
+                )
+        return found
+
+    def enter(self, stream: str) -> None:
+        """Have what comes be that stream's, and the nodes of what is computed."""
+        self.current = stream
+        with _disable_current_modes():
+            number = torch.empty(0, requires_grad=True).exp().grad_fn._sequence_nr()
+        self._since.append((number, stream))
+
+    def number(self, tensor: Tensor, value: int) -> None:
+        """Give a tensor's node another number, as Megatron does, and remember its own."""
+        if tensor is not None and tensor.grad_fn is not None:
+            self._numbers.setdefault(tensor.grad_fn, tensor.grad_fn._sequence_nr())
+            tensor.grad_fn._set_sequence_nr(value)
+
+    @contextmanager
+    def backward_of(self, root: Node) -> Iterator[None]:
+        """Run every node meanwhile on the stream of its forward, as autograd does on a GPU.
+
+        That stream waits for what the node reads, and the one that runs now at the end for all.
+        """
+        outer = self.current
+        made = {(root, 0): [Counter(self.clock(outer))]}  # by reader and which it is of its inputs
+        handles = []
+
+        def begins(node: Node, gradients: tuple[Tensor | None, ...]) -> None:
+            self.current = self._stream_of(node, outer)
+            for number, gradient in enumerate(gradients):
+                for moment in made.get((node, number), ()) if gradient is not None else ():
+                    self.wait(self.current, moment)
+
+        def is_over(node: Node, *gradients: Any) -> None:
+            for reader in node.next_functions:
+                made.setdefault(reader, []).append(Counter(self.clock(self.current)))
+            self.current = outer
+
+        for node in nodes_behind(root):
+            handles.append(node.register_prehook(partial(begins, node)))
+            handles.append(node.register_hook(partial(is_over, node)))
+        yield
+        for each in handles:
+            each.remove()
+        for stream in {self._stream_of(node, outer) for node, _ in made if node is not None}:
+            self.wait(outer, self.clock(stream))
+
+    def _stream_of(self, node: Node, outer: str) -> str:
+        if "AccumulateGrad" in node.name():  # made long before
+            return outer
+        number = self._numbers.get(node, node._sequence_nr())
+        before = [stream for first, stream in self._since if first < number]
+        return before[-1] if before else outer
+
     def _let_go(self, memory: Memory) -> None:
-        clock = self.clock(memory.stream)
-        for use in memory.uses:
-            is_over = clock[use.stream] >= use.number or use.stream == memory.stream
-            if not is_over and use.stream not in memory.recorded:
-                self.wrong.append(f"memory of {memory.stream} goes while {use.stream} may use it")
+        self._free.setdefault(memory.stream, []).extend(
+            each
+            for each in memory.uses
+            if each.stream != memory.stream and each.stream not in memory.recorded
+        )
+        if self._at_once:
+            self._hand_out(memory.stream)
+
+    def _hand_out(self, stream: str) -> None:
+        """Give the stream what of its memory has been let go of: it goes on with that."""
+        clock = self.clock(stream)
+        for use in self._free.pop(stream, ()):
+            if clock[use.stream] < use.number:
+                self.wrong.append(f"memory of {stream} goes while {use.stream} may use it")
+
+
+def _is_view(function: Any) -> bool:
+    """Return whether the operation looks at no memory, and gives it another shape or name."""
+    returned = [each.alias_info for each in function._schema.returns]
+    return any(each is not None and not each.is_write for each in returned)
 
 
 def _written(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[Tensor]:
@@ -165,11 +271,16 @@ def _written(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> l
 class Stream:
     """Stands in for torch's; of one name all are the same."""
 
-    cuda_stream, device = 0, torch.device("cpu")
+    device = torch.device("cpu")
 
     def __init__(self, of: Streams, *args: Any, name: str | None = None, **options: Any) -> None:
         of.made += name is None
         self._streams, self.name = of, name or f"stream {of.made}"
+
+    @property
+    def cuda_stream(self) -> int:
+        """Return the number that a GPU's driver knows it by."""
+        return hash(self.name)
 
     def wait_stream(self, other: Stream) -> None:
         self._streams.wait(self.name, self._streams.clock(other.name))
@@ -210,22 +321,30 @@ class Event:
 
 
 @contextmanager
-def streams_without_a_gpu() -> Iterator[Streams]:
-    """Have torch's streams and events be these, and Megatron's stream of exchanges a new one."""
-    streams = Streams()
+def streams_without_a_gpu(at_once: bool = True) -> Iterator[Streams]:
+    """Have torch's streams and events be these, and Megatron's stream of exchanges a new one.
+
+    With `at_once` a stream uses memory anew when it is let go of, whatever it would wait for until
+    it allocates.
+    """
+    streams = Streams(at_once)
     resize = torch.UntypedStorage.resize_
 
     @contextmanager
     def entered(stream: Stream | None) -> Iterator[None]:
         before = streams.current
         # Megatron's stream for counts that go to the host, made before, has nothing to copy here.
-        streams.current = getattr(stream, "name", before)
-        yield
-        streams.current = before
+        streams.enter(getattr(stream, "name", before))
+        try:
+            yield
+        finally:
+            streams.enter(before)
 
     def resized(storage: Any, size: int) -> Any:
         if not size:
             streams.let_go(storage)
+        elif not storage.nbytes():
+            streams.make_large(storage)
         return resize(storage, size)
 
     with (
@@ -236,11 +355,13 @@ def streams_without_a_gpu() -> Iterator[Streams]:
             stream=entered,
             current_stream=lambda device=None: Stream(streams, name=streams.current),
             is_initialized=lambda: True,
+            memory_snapshot=streams.segments,
         ),
+        patch.object(shared_experts, "set_tensor_grad_fn_sequence_sr", streams.number),
         patch.object(Tensor, "record_stream", lambda tensor, on: streams.record(tensor, on.name)),
         patch.object(torch.UntypedStorage, "resize_", resized),
         patch.object(utils, "_COMM_STREAM", None),
         streams,
     ):
         yield streams
-        streams.collect()
+        streams.end()

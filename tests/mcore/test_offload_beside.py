@@ -1,0 +1,23 @@
+"""Microbatches that wait in host memory, of layers on several streams: who may read what."""
+
+from runtime.ranks import run_ranks
+
+
+def beside_shared_experts(rank: int) -> list[list[str]]:
+    from megatron_vshape.mcore import cpu
+
+    cpu.install()
+    from mcore.offload_beside import wrong_beside_shared_experts
+
+    return [wrong_beside_shared_experts(rank, leaves_alone) for leaves_alone in (True, False)]
+
+
+def test_what_another_stream_reads_in_b_stays_its_memory() -> None:
+    """Experts that all tokens share are computed on a stream of their own, beside the others.
+
+    Made large again on the stream that computes, what they have saved is handed out while they
+    still read it.
+    """
+    for ours, careless in run_ranks(2, beside_shared_experts, timeout_s=120):
+        assert ours == []
+        assert set(careless) == {"memory of main goes while stream 1 may use it"}
