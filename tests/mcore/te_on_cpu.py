@@ -1,8 +1,10 @@
 """Checks the adapter on Transformer Engine's own Python, without a GPU; prints what it found.
 
     python te_on_cpu.py DIRECTORY
+    python te_on_cpu.py DIRECTORY RANK STORE
 
-DIRECTORY holds an unpacked `transformer_engine` wheel of pure Python (see test_real_te). Its
+The second is one of two ranks that share a sequence; STORE is a file by which they meet. DIRECTORY
+holds an unpacked `transformer_engine` wheel of pure Python (see test_real_te). Its
 compiled extension is replaced by a few functions of torch: matrix products, a norm, gelu. What
 asks, saves, hands over and returns is TE's own code. One JSON line per case goes to stdout.
 """
@@ -17,10 +19,12 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[2]
@@ -433,9 +437,61 @@ def check(build: Callable[..., nn.Module], bias: str, fused: bool, first: bool) 
     return wrong
 
 
+@contextmanager
+def counting_gathers() -> Iterator[list[int]]:
+    """Count the all-gathers that begin meanwhile, in the first entry of what is yielded."""
+    count, gather = [0], dist.all_gather_into_tensor
+
+    def counted(*args: Any, **options: Any) -> Any:
+        count[0] += 1
+        return gather(*args, **options)
+
+    dist.all_gather_into_tensor = counted
+    yield count
+    dist.all_gather_into_tensor = gather
+
+
+def sequence(te: Any, rank: int, store: str) -> None:
+    """Print, of a layer of two products on two ranks, the all-gathers by pass and what differs."""
+    from megatron_vshape.mcore.split import te_layers
+    from megatron_vshape.mcore.step_state import StepState
+
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    options = {"tp_group": dist.group.WORLD, "sequence_parallel": True, "bias": False}
+    options |= {"device": "cpu", "params_dtype": torch.float32, "tp_size": 2}
+    found = []
+    for name, first in (("LayerNormLinear", te.LayerNormLinear), ("Linear", te.Linear)):
+        for whole in (True, False):
+            torch.manual_seed(1 + rank)
+            fc1 = first(SIZE, HIDDEN, parallel_mode="column", **options)
+            fc2 = te.Linear(HIDDEN, SIZE, parallel_mode="row", **options)
+            state, gathers = StepState(splits_backward=True), {}
+            te_layers.install(state, [fc1, fc2])
+            x = torch.randn(TOKENS, 1, SIZE).requires_grad_()
+            for kind in ("F", "BW") if whole else ("F", "B", "W"):
+                with counting_gathers() as count:
+                    if kind == "F":
+                        y = fc2(torch.nn.functional.gelu(fc1(x))).square().sum()
+                    elif kind == "W":
+                        state.jobs.run(0)
+                    else:
+                        with state.jobs.collect(0) if kind == "B" else nullcontext():
+                            y.backward()
+                gathers[kind] = count[0]
+            sums = [x.grad, *(each.grad for each in (*fc1.parameters(), *fc2.parameters()))]
+            found.append((gathers, sums))
+        (plain, expected), (split, sums) = found[-2:]
+        pairs = enumerate(zip(sums, expected, strict=True))
+        differs = [number for number, pair in pairs if not torch.equal(*pair)]
+        print(json.dumps({"case": name, "gathers": plain | split, "wrong": differs}), flush=True)
+
+
 def main() -> None:
     """Run every case."""
     te = import_te(sys.argv[1])
+    if sys.argv[2:]:
+        sequence(te, int(sys.argv[2]), sys.argv[3])
+        return
     from importlib.metadata import version
 
     for name, build in layers(te):

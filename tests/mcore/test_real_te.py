@@ -30,17 +30,43 @@ def directories() -> list[str]:
     return [] if found is None or found.origin is None else [str(Path(found.origin).parents[1])]
 
 
-@pytest.mark.parametrize(
-    "directory",
-    directories() or [pytest.param("", marks=pytest.mark.skip(reason=HOW))],
+SCRIPT = str(Path(__file__).with_name("te_on_cpu.py"))
+
+in_every_directory = pytest.mark.parametrize(
+    "directory", directories() or [pytest.param("", marks=pytest.mark.skip(reason=HOW))]
 )
+
+
+@in_every_directory
 def test_gradients_equal_whole_backwards(directory: str) -> None:
-    script = Path(__file__).with_name("te_on_cpu.py")
     run = subprocess.run(
-        [sys.executable, str(script), directory], capture_output=True, text=True, timeout=300
+        [sys.executable, SCRIPT, directory], capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr[-4000:]
     results = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     assert [each for each in results if each.get("wrong")] == []
     # 4 layers, and from 2.16 on fused experts, x 3 kinds of bias x fused x first, and the version
     assert len(results) in (49, 61)
+
+
+@in_every_directory
+def test_b_gathers_no_input_that_only_w_reads(directory: str, tmp_path: Path) -> None:
+    """Of two layers over a shared sequence, B gathers the second's gradient, and W it and x."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, directory, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        output, errors = rank.communicate(timeout=300)
+        results = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        gathers = {"F": 1, "BW": 2, "B": 1, "W": 2}
+        expected = [
+            {"case": case, "gathers": gathers, "wrong": []}
+            for case in ("LayerNormLinear", "Linear")
+        ]
+        assert results == expected, errors[-4000:]

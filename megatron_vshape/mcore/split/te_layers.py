@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import types
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any, ClassVar
 
 import torch
@@ -42,6 +43,9 @@ _PROTOCOL = {"delay_wgrad_compute": (), "put": ("tensor_list", "func"), "pop": (
 
 _GATHER_IN_B = ("ub_bulk_dgrad", "ub_overlap_ag_dgrad", "ub_overlap_ag")
 """Switches of TE's layers: B gathers the input, or the output's gradient, into a userbuffer."""
+
+_NEEDS_GATHER = ("backward_input_needs_gather", "ln_out_needs_gather")
+"""What TE's backward reads: that B is to gather the input, which only the weight gradient uses."""
 
 AS_IT_SHOULD = "as it should"
 """How the reason begins where a weight gradient is in B by intention."""
@@ -71,6 +75,7 @@ def install(
                 check_protocol(layer.wgrad_store)
                 _forget_first_microbatch(layer)
                 layer.wgrad_store = JobStore(state, layer, warn_once)
+                _gather_in_w_alone(type(layer))
                 installed += 1
             if hasattr(layer, "_make_fused_ops"):
                 _split_operations(layer)
@@ -93,6 +98,40 @@ def _split_operations(experts: TELayer) -> None:
         return operations
 
     experts._make_fused_ops = made
+
+
+def _gather_in_w_alone(layer: type[nn.Module]) -> None:
+    """Have the backward of TE's layers not gather the input where their W does.
+
+    That is all-gathers in B for nothing: the job keeps this rank's part. Every backward first calls
+    a method of TE's base class, which here tells it so. One that has no such switch gathers.
+    """
+    for base in layer.__mro__:
+        original = vars(base).get("grad_output_preprocess")
+        if original is None or hasattr(original.__func__, "__wrapped__"):  # ours already
+            continue
+
+        @wraps(original.__func__)
+        def preprocess(
+            saved: Any, *args: Any, upstream: Any = original.__func__, **options: Any
+        ) -> Any:
+            if is_open() and isinstance(getattr(saved, "wgrad_store", None), JobStore):
+                _forget_gather(saved)
+            return upstream(saved, *args, **options)
+
+        base.grad_output_preprocess = staticmethod(preprocess)  # type: ignore[attr-defined]
+
+
+def _forget_gather(saved: Any) -> None:
+    """Tell a backward, by what TE has saved for it, not to gather its input.
+
+    A quantized one, and one that a userbuffer gathers, are made together with what B needs.
+    """
+    if any(getattr(saved, name, True) for name in ("fp8", "debug", "ub_bulk_dgrad")):
+        return
+    for name in _NEEDS_GATHER:
+        if getattr(saved, name, False):
+            setattr(saved, name, False)
 
 
 def is_te_layer(layer: nn.Module) -> bool:
@@ -352,7 +391,7 @@ def _keep_shards(
 
     Returns the group to gather each tensor from again in W. With sequence parallelism a gathered
     tensor is as large as the group is; its part is copied, so that the rest can go now, and that a
-    userbuffer which it lies in can be used again.
+    userbuffer which it lies in can be used again. An input that B has not gathered is that part.
     """
     sources: list[dist.ProcessGroup | None] = [None] * len(tensors)
     gathered = _gathered(layer, func)
@@ -361,10 +400,16 @@ def _keep_shards(
     if type(tensors[gathered]) is not Tensor:
         warn_of_gathered()
         return sources
-    group = layer.tp_group
-    tensors[gathered] = tensors[gathered].chunk(group.size())[group.rank()].clone()
+    group, found = layer.tp_group, tensors[gathered]
+    is_part = gathered == 0 and _rows(found) < _rows(tensors[1])
+    part = found if is_part else found.chunk(group.size())[group.rank()].clone()
+    tensors[gathered] = part.contiguous()
     sources[gathered] = group
     return sources
+
+
+def _rows(tensor: Tensor) -> int:
+    return math.prod(tensor.shape[:-1])
 
 
 def _gathered(layer: TELayer, func: Gemm) -> int | None:
