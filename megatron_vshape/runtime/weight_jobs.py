@@ -217,10 +217,10 @@ class WeightGradKernel(StrEnum):
     """One GEMM of 16-bit inputs that adds to fp32 in place: CUDA, torch 2.10 or later."""
 
     APEX = "apex"
-    """NVIDIA apex's fused_weight_gradient_mlp_cuda: the same for torch before 2.10."""
+    """NVIDIA apex's fused_weight_gradient_mlp_cuda, wherever it is installed."""
 
     TE_GEMM = "te_gemm"
-    """Transformer Engine's general_gemm: the same where apex is not installed either."""
+    """Transformer Engine's general_gemm: as ADDMM_WIDE, for torch before 2.10 without apex."""
 
 
 def weight_grad(grad_output: Tensor, input: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ def accumulate_weight_grad(
     if total is None:
         total = weight.grad
     if total is None:
-        weight.grad = weight_grad(grad_output, input)
+        weight.grad = weight_grad(grad_output, input).to(weight.dtype)
     else:
         add_product(total, grad_output, input, kernel)
 
@@ -256,26 +256,28 @@ def add_product(
 
 @functools.cache
 def fused_kernel(device_type: str, total: torch.dtype, inputs: torch.dtype) -> WeightGradKernel:
-    """Return the fastest kernel there is here for these dtypes; for gradient_accumulation_fusion.
+    """Return the kernel for these dtypes on this device; for gradient_accumulation_fusion.
 
-    Its sums differ in the last bits from the unfused ones wherever a 16-bit product would have
-    been rounded before the addition. The choice is made, and logged, once for all layers.
+    Apex's where it is installed, since Megatron's whole backward calls that: so which backward runs
+    changes no bit. Else the fastest there is, which a whole backward is then given, too. Its sums
+    differ in the last bits from the unfused ones wherever a 16-bit product would have been rounded
+    before the addition. The choice is made, and logged, once for all layers.
     """
-    kernel = _fastest(device_type, total, inputs)
+    kernel = _kernel(device_type, total, inputs)
     logger.info(
         "weight gradients of %s activations are added to %s sums by %s", inputs, total, kernel
     )
     return kernel
 
 
-def _fastest(device_type: str, total: torch.dtype, inputs: torch.dtype) -> WeightGradKernel:
+def _kernel(device_type: str, total: torch.dtype, inputs: torch.dtype) -> WeightGradKernel:
+    if device_type == "cuda" and _apex() is not None:
+        return WeightGradKernel.APEX
     if total == inputs:
         return WeightGradKernel.ADDMM
     if device_type == "cuda" and total == torch.float32:
         if _addmm_has_out_dtype():
             return WeightGradKernel.ADDMM_WIDE
-        if _apex() is not None:
-            return WeightGradKernel.APEX
         if _te_gemm() is not None:
             return WeightGradKernel.TE_GEMM
     return WeightGradKernel.MATMUL_ADD

@@ -1,5 +1,6 @@
 """Megatron's local linears under tensor and sequence parallelism, split, on two gloo ranks."""
 
+import functools
 import inspect
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -229,6 +230,7 @@ class WiderOutput(torch.autograd.Function):
     """What Megatron's Function is from 0.20 on, of a layer without parallelism."""
 
     @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")
     def forward(
         ctx: Any,
         input: Any,
@@ -240,12 +242,14 @@ class WiderOutput(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.use_bias = ctx.allreduce_dgrad = ctx.sequence_parallel = False
         ctx.gradient_accumulation_fusion, ctx.tp_group = gradient_accumulation_fusion, None
+        ctx.input_dtype = input.dtype
         return widened(input, weight, bias, output_dtype)
 
     @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
     def backward(ctx: Any, grad_output: Any) -> Any:
         input, weight = ctx.saved_tensors
-        grad_output = grad_output.to(input.dtype)
+        grad_output = grad_output.to(ctx.input_dtype)
         return grad_output.matmul(weight), grad_output.t().matmul(input), None, None, None
 
 
@@ -283,3 +287,100 @@ def test_the_output_may_have_another_dtype(
         found.append((input.grad, weight.grad))
     for whole, parts in zip(*found, strict=True):
         assert torch.equal(whole, parts)
+
+
+def under_autocast(rank: int, dtype: torch.dtype, split: bool) -> list[list[float]]:
+    """Return the gradients of an fp32 layer whose forward ran under autocast, of a CPU's."""
+    from megatron_vshape.mcore import cpu
+
+    cpu.install()
+    from megatron.core.tensor_parallel import layers
+
+    from megatron_vshape.mcore.split.local_layers import make_split_linear
+    from megatron_vshape.mcore.step_state import StepState
+
+    theirs = layers.LinearWithGradAccumulationAndAsyncCommunication
+    layers.custom_bwd = functools.partial(torch.amp.custom_bwd, device_type="cpu")
+
+    class Upstream(theirs):  # type: ignore[misc, valid-type]
+        forward = staticmethod(torch.amp.custom_fwd(inner(theirs.forward), device_type="cpu"))
+        backward = staticmethod(layers.custom_bwd(inner(theirs.backward)))
+
+    state = StepState(splits_backward=True)
+    function: Any = make_split_linear(state, layers, Upstream)
+    weight = torch.nn.Parameter(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(1)))
+    x = torch.randn(TOKENS, 1, SIZE, generator=torch.Generator().manual_seed(2)).to(dtype)
+    bias = torch.nn.Parameter(torch.ones(SIZE))
+    x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = function.apply(x, weight, *options_for(Upstream, bias=bias))
+    with state.jobs.collect(0) if split else nullcontext():
+        output.square().sum().backward()
+    if split:
+        state.jobs.run(0)
+    return [each.grad.flatten().tolist() for each in (x, weight, bias)]
+
+
+def inner(function: Any) -> Any:
+    """Return what autocast's decorators have been put around."""
+    return inspect.unwrap(function)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_is_that_of_the_forward(dtype: torch.dtype) -> None:
+    whole, split = (run_ranks(1, under_autocast, dtype, each) for each in (False, True))
+    assert split == whole
+
+
+def kernels_called(rank: int) -> tuple[list[str], list[list[float]]]:
+    """Return what a whole backward and a split one call where apex is installed, on a GPU."""
+    import sys
+    from types import ModuleType
+
+    from megatron_vshape.mcore import cpu
+
+    cpu.install()
+    called: list[str] = []
+
+    def accumulate(input: torch.Tensor, grad_output: torch.Tensor, total: torch.Tensor) -> None:
+        called.append("apex")
+        total.add_(grad_output.t().float().matmul(input.float()))
+
+    apex: Any = ModuleType("fused_weight_gradient_mlp_cuda")
+    apex.wgrad_gemm_accum_fp32 = apex.wgrad_gemm_accum_fp16 = accumulate
+    sys.modules[apex.__name__] = apex
+    from megatron.core.tensor_parallel import layers
+
+    from megatron_vshape.mcore.split import local_layers
+    from megatron_vshape.mcore.step_state import StepState
+    from megatron_vshape.runtime import weight_jobs
+
+    assert layers._grad_accum_fusion_available
+    weight_jobs._addmm_has_out_dtype = lambda: True  # as from torch 2.10 on
+    kernel_of = local_layers.fused_kernel
+    local_layers.fused_kernel = lambda device, *dtypes: kernel_of("cuda", *dtypes)
+    add_wide = weight_jobs.WeightGradKernel.ADDMM_WIDE
+    weight_jobs._KERNELS[add_wide] = lambda *unused: called.append("torch")
+    state = StepState(splits_backward=True)
+    upstream = layers.LinearWithGradAccumulationAndAsyncCommunication
+    function: Any = local_layers.make_split_linear(state, layers, upstream)
+    sums = []
+    for split in (False, True):
+        weight: Any = torch.nn.Parameter(torch.ones(SIZE, SIZE, dtype=torch.bfloat16))
+        weight.main_grad = torch.zeros(SIZE, SIZE)
+        x = torch.ones(TOKENS, 1, SIZE, dtype=torch.bfloat16).requires_grad_()
+        output = function.apply(
+            x, weight, *options_for(upstream, gradient_accumulation_fusion=True)
+        )
+        with state.jobs.collect(0) if split else nullcontext():
+            output.sum().backward()
+        if split:
+            state.jobs.run(0)
+        sums.append(weight.main_grad.flatten().tolist())
+    return called, sums
+
+
+def test_the_same_kernel_adds_whichever_backward_runs() -> None:
+    ((called, (whole, split)),) = run_ranks(1, kernels_called)
+    assert called == ["apex", "apex"]
+    assert split == whole

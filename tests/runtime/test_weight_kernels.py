@@ -89,9 +89,19 @@ def test_the_order_in_which_kernels_are_taken(monkeypatch: pytest.MonkeyPatch) -
     with_module(monkeypatch, TE, general_gemm)
     weight_jobs._te_gemm.cache_clear()
     assert taken() is WeightGradKernel.TE_GEMM
+
+
+@pytest.mark.parametrize("total", [FLOAT, BFLOAT])
+def test_apex_is_taken_wherever_megatron_takes_it(
+    monkeypatch: pytest.MonkeyPatch, total: torch.dtype
+) -> None:
+    """A whole backward is Megatron's, which asks for nothing else."""
     with_module(monkeypatch, APEX, wgrad_gemm_accum_fp32)
     weight_jobs._apex.cache_clear()
-    assert taken() is WeightGradKernel.APEX
+    for has_out_dtype in (False, True):
+        fused_kernel.cache_clear()
+        monkeypatch.setattr(weight_jobs, "_addmm_has_out_dtype", lambda has=has_out_dtype: has)
+        assert fused_kernel("cuda", total, BFLOAT) is WeightGradKernel.APEX
 
 
 @pytest.mark.parametrize(("version", "has"), [("2.9.1+cu130", False), ("2.10.0", True)])

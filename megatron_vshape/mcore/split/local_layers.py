@@ -48,7 +48,9 @@ def make_split_linear(state: StepState, layers: ModuleType, upstream: Any) -> ty
         @staticmethod
         def backward(ctx: Any, grad_output: Tensor) -> Any:
             if is_open():
-                return _backward_inputs(state, layers, ctx, grad_output)
+                # As upstream's: in the dtype of its autocast, where forward ran in one.
+                inputs = layers.custom_bwd(partial(_backward_inputs, state=state, layers=layers))
+                return inputs(ctx, grad_output)
             return upstream.backward(ctx, grad_output)
 
     return SplitLinear
@@ -70,7 +72,7 @@ def mark_gathered(model: nn.Module) -> None:
 
 
 def _backward_inputs(
-    state: StepState, layers: ModuleType, ctx: Any, grad_output: Tensor
+    ctx: Any, grad_output: Tensor, *, state: StepState, layers: ModuleType
 ) -> tuple[Tensor | None, ...]:
     """Return upstream's gradients but that of the weight, for which a job is left.
 
@@ -79,7 +81,7 @@ def _backward_inputs(
     """
     input, weight = ctx.saved_tensors
     # From Megatron 0.20 on a layer may give its output in another dtype than it computes in.
-    grad_output = grad_output.to(input.dtype)
+    grad_output = grad_output.to(getattr(ctx, "input_dtype", grad_output.dtype))
     grad_input = grad_output.matmul(weight)
     under_way = None
     if ctx.allreduce_dgrad:
@@ -99,6 +101,9 @@ def _backward_inputs(
     if sources[1] is not None:  # only this rank's part waits for W; the rest can go now
         grad_output = grad_output.chunk(sources[1].size())[sources[1].rank()].clone()
     compute = partial(_weight_gradient, parameter, ctx.gradient_accumulation_fusion)
+    device = input.device.type
+    if torch.is_autocast_enabled(device):  # so that W computes in its dtype, too
+        compute = torch.autocast(device, torch.get_autocast_dtype(device))(compute)
     job = GatheringJob(compute, [input, grad_output], sources)
     state.defer(job, [parameter])
     if under_way is not None:
