@@ -4,6 +4,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -354,6 +355,61 @@ def over_userbuffers(rank: int, split: bool) -> list[list[float]]:
 def test_no_job_keeps_a_view_of_a_userbuffer() -> None:
     whole, split = (run_ranks(2, over_userbuffers, each) for each in (False, True))
     assert split == whole
+
+
+class OneBuffer(torch.autograd.Function):
+    """Returns its input, and a gradient in the one buffer that a dispatcher has for all layers."""
+
+    buffer = torch.empty(TOKENS, SIZE)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return OneBuffer.buffer.copy_(gradient)
+
+
+class FusedExperts(nn.Module):
+    """Makes its operations in its first F, as Megatron's does; the dispatcher is around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear_fc1, self.linear_fc2 = (LAYERS["grouped"](bias=False) for _ in range(2))
+        self.config = SimpleNamespace(moe_ncclep_zero_copy=True)
+        self._fused_ops: nn.Module | None = None
+
+    def _make_fused_ops(self) -> nn.Module:
+        class Operations(nn.Sequential):
+            def forward(self, x: Tensor) -> Tensor:
+                first, second = self
+                return second(first(x, SPLITS).relu(), SPLITS)
+
+        return Operations(self.linear_fc1, self.linear_fc2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._fused_ops = self._fused_ops or self._make_fused_ops()
+        return OneBuffer.apply(self._fused_ops(OneBuffer.apply(x)))
+
+
+def test_no_job_keeps_a_buffer_of_the_dispatchers() -> None:
+    """Zero-copy exchanges bring the gradient of every fused layer of experts in the same memory."""
+    found = []
+    for split in (False, True):
+        state, layers = a_state(), [FusedExperts(), FusedExperts()]
+        assert te_layers.install(state, layers) == 4
+        outputs = []
+        for microbatch in range(2):
+            x = torch.randn(TOKENS, SIZE, generator=torch.Generator().manual_seed(microbatch))
+            outputs.append(layers[1](layers[0](x.requires_grad_())))
+        for microbatch, output in enumerate(outputs):
+            with state.jobs.collect(microbatch) if split else nullcontext():
+                output.square().sum().backward()
+        for microbatch in range(2 * split):
+            state.jobs.run(microbatch)
+        found.append([each.grad for layer in layers for each in layer.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(

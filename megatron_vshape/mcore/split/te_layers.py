@@ -95,9 +95,21 @@ def _split_operations(experts: TELayer) -> None:
         for each, layer in zip(with_store, (experts.linear_fc1, experts.linear_fc2), strict=False):
             if isinstance(layer.wgrad_store, JobStore):
                 each.wgrad_store = replace(layer.wgrad_store, biases_in_b=True)
+        if getattr(experts.config, "moe_ncclep_zero_copy", False) and not _quantizes(experts):
+            operations.register_forward_hook(_copy_gradient)
         return operations
 
     experts._make_fused_ops = made
+
+
+def _copy_gradient(experts: nn.Module, inputs: Any, output: Tensor) -> None:
+    """Have a B that leaves jobs read a copy of the gradient of what experts return.
+
+    Megatron's dispatcher brings that in one buffer for all layers and microbatches, to which the
+    experts' own backward writes next; what quantizes the gradient for W has copied it by that.
+    """
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient.clone() if is_open() else gradient)
 
 
 def _gather_in_w_alone(layer: type[nn.Module]) -> None:
