@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 
+from megatron_vshape.core.model.kinds import COPY_OUT
 from megatron_vshape.core.program.instructions import (
     Await,
     Instruction,
@@ -68,6 +69,20 @@ def without_releases(program: Program) -> Program:
     rows = (
         tuple(each for each in row if not isinstance(each, Release)) for row in program.instructions
     )
+    return replace(program, instructions=tuple(rows))
+
+
+def waiting_beside(program: Program) -> Program:
+    """Return the program with a wait for the device wherever a copy beside it could be.
+
+    As if its thread waited so, whose copy begins at D at the soonest.
+    """
+    rows = []
+    for row in program.instructions:
+        copies = [each for each in row if isinstance(each, Run) and each.work.kind is COPY_OUT]
+        begun = row.index(copies[0]) if copies else len(row)
+        rest = [new for each in row[begun:] for new in (copies[0], each)]
+        rows.append((*row[:begun], *rest))
     return replace(program, instructions=tuple(rows))
 
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
+from threading import Condition
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 
 MOST_BLOCK_BYTES = 64 << 20
 """A block is no larger. torch pins powers of two, so that a block of one wastes nothing."""
+
+
+LONGEST_LAUNCH_SECONDS = 1.0
+"""How long blocks that are to come back are waited for before more are made."""
 
 
 class Moment(NamedTuple):
@@ -44,43 +48,53 @@ class Moment(NamedTuple):
 
 
 class HostMemory:
-    """Blocks of host memory, pinned where a GPU copies to them, for two threads.
+    """Blocks of host memory, pinned where a GPU copies to them.
 
     It grows as long as copies find no free block, so that its size is what the schedule has waiting
-    at once: after the first steps there is nothing more to make, which on a GPU would wait for the
-    whole device. `nbytes` is its size.
+    at once: after the first steps there is nothing more to make, which on a GPU waits for the whole
+    device. So the thread that runs the program takes blocks, and those that copy give them back.
+    `nbytes` is its size.
     """
 
     def __init__(self, device: torch.device, most_bytes: float = math.inf) -> None:
         """Make memory for copies from and to this device, at most so much."""
         self._device = device
         self._most_bytes = most_bytes
-        self._lock = Lock()
+        self._lock = Condition()
+        self._returning = 0  # copies that are to give blocks back, and have not been launched yet
         self._free: deque[tuple[Tensor, Moment]] = deque()
         self._block_bytes = 0
         self._is_full = False
         self.nbytes = 0
 
-    def take(self, num_bytes: int) -> list[Tensor] | None:
+    def take(self, num_bytes: int) -> list[tuple[Tensor, Moment]] | None:
         """Return blocks of at least so many bytes together, or None where there is no more memory.
 
-        The stream of this thread waits until what was read from them last has been read. That there
-        is no more is told once.
+        Each with the moment up to which it is still read from. What is about to be given back is
+        waited for. That there is no more is told once.
         """
         with self._lock:
             size = self._size_of_block(num_bytes)
-            missing = -(-num_bytes // size) - len(self._free)
+            count = -(-num_bytes // size)
+            self._lock.wait_for(
+                lambda: len(self._free) >= count or not self._returning, LONGEST_LAUNCH_SECONDS
+            )
+            missing = count - len(self._free)
             if missing > 0 and not self._grow(missing):
                 return None
-            taken = [self._free.popleft() for _ in range(-(-num_bytes // size))]
-        for _, moment in taken:
-            moment.wait()
-        return [block for block, _ in taken]
+            return [self._free.popleft() for _ in range(count)]
+
+    def expect_back(self) -> None:
+        """Note that some thread is going to give blocks back."""
+        with self._lock:
+            self._returning += 1
 
     def give_back(self, blocks: Sequence[Tensor], moment: Moment) -> None:
         """Take blocks back, which others may write to from that moment on."""
         with self._lock:
             self._free.extend((block, moment) for block in blocks)
+            self._returning = max(self._returning - 1, 0)
+            self._lock.notify()
 
     def clear(self) -> None:
         """Let go of all that is free, and forget what has been taken."""

@@ -78,6 +78,7 @@ class _Waiting:
     at: _At = _At.MADE
     storages: list[tuple[UntypedStorage, int]] = field(default_factory=list)  # and their bytes
     blocks: list[Tensor] = field(default_factory=list)
+    free: list[Moment] = field(default_factory=list)  # from when on each block may be written to
     moment: Moment = Moment(None)  # of the last copy, or of the room for it
 
 
@@ -127,16 +128,23 @@ class Offload:
             self._learn(stage, waiting, output.grad_fn)
             waiting.stays = self._walks[stage] < WALKS
 
+    def prepare(self, copy: Pass) -> None:
+        """Do for D or H what the thread that runs the program has to, where that has the copy.
+
+        Host memory is made here: on a GPU that waits for the whole device, its messages too, and
+        that such a wait never hangs is proved for this place (see `program.kernels`).
+        """
+        if copy.kind is COPY_OUT:
+            self._choose(copy.stage, self._find(*copy, _At.MADE))
+        elif copy.kind is COPY_BACK:
+            self.host.expect_back()
+
     def copy_out(self, stage: int, microbatch: int) -> None:
         """Run D: copy what is to wait, on the stream of this thread."""
         waiting = self._find(COPY_OUT, stage, microbatch, _At.MADE)
-        root, waiting.root = waiting.root, None
-        if not waiting.stays and root is not None:
-            chosen = self._chosen(stage, root, waiting.output)
-            blocks = self.host.take(sum(size for _, size in chosen)) if chosen else None
-            if blocks is not None:
-                waiting.storages, waiting.blocks = chosen, blocks
-        waiting.made.wait()
+        self._choose(stage, waiting)
+        for each in (waiting.made, *waiting.free):
+            each.wait()
         for part, place in self._parts(waiting):
             place.copy_(part, non_blocking=True)
         waiting.moment = Moment.of(self._device)
@@ -160,14 +168,17 @@ class Offload:
 
     def copy_back(self, stage: int, microbatch: int) -> None:
         """Run H: fill it again, on the stream of this thread."""
-        waiting = self._find(COPY_BACK, stage, microbatch, _At.MADE_ROOM)
-        waiting.moment.wait()
-        for part, place in self._parts(waiting):
-            part.copy_(place, non_blocking=True)
-        waiting.moment = Moment.of(self._device)
-        self.host.give_back(waiting.blocks, waiting.moment)
-        waiting.blocks = []
-        waiting.at = _At.BACK
+        blocks: list[Tensor] = []
+        try:
+            waiting = self._find(COPY_BACK, stage, microbatch, _At.MADE_ROOM)
+            waiting.moment.wait()
+            for part, place in self._parts(waiting):
+                part.copy_(place, non_blocking=True)
+            waiting.moment = Moment.of(self._device)
+            blocks, waiting.blocks = waiting.blocks, []
+            waiting.at = _At.BACK
+        finally:  # whoever takes blocks waits for this
+            self.host.give_back(blocks, waiting.moment if blocks else Moment(None))
 
     def begins_backward(self, work: Pass) -> None:
         """Have B, or a whole backward, find what it reads.
@@ -199,6 +210,18 @@ class Offload:
         """Let go of all host memory too."""
         self.forget()
         self.host.clear()
+
+    def _choose(self, stage: int, waiting: _Waiting) -> None:
+        """Choose what is to wait, and where, unless that has been."""
+        root, waiting.root = waiting.root, None
+        if waiting.stays or root is None:
+            return
+        chosen = self._chosen(stage, root, waiting.output)
+        taken = self.host.take(sum(size for _, size in chosen)) if chosen else None
+        if taken is not None:
+            waiting.storages = chosen
+            waiting.blocks = [block for block, _ in taken]
+            waiting.free = [moment for _, moment in taken]
 
     def _find(self, kind: Kind, stage: int, microbatch: int, wanted: _At) -> _Waiting:
         waiting = self._waiting.get((stage, microbatch))

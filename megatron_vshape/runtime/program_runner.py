@@ -197,7 +197,7 @@ class ProgramRun:
         # In a list, which the passes empty, so that only their stages hold what they read.
         handed = [self._input_of(each, received, alone=len(works) == 1) for each in works]
         run = partial(self._run, works, handed)
-        made = run() if self._beside is None else self._beside.run(works, run)
+        made = run() if self._beside is None else self._beside.run(works, run, self.stages)
         return {
             result_of(work): result
             for work, result in zip(works, made, strict=True)
@@ -337,9 +337,15 @@ class _Beside:
         self._under_way: dict[Pass, Future[list[Tensor | None]]] = {}
 
     def run(
-        self, works: tuple[Pass, ...], run: Callable[[], list[Tensor | None]]
+        self,
+        works: tuple[Pass, ...],
+        run: Callable[[], list[Tensor | None]],
+        stages: Mapping[int, Stage],
     ) -> list[Tensor | None]:
-        """Run passes once what they read from other resources is there, or begin to beside us."""
+        """Run passes once what they read from other resources is there, or begin to beside us.
+
+        What the whole device would be waited for by is done here, where the program has the pass.
+        """
         reads = [
             self._under_way[need]
             for work in works
@@ -355,6 +361,9 @@ class _Beside:
         (work, *_) = works
         if work.kind.resource == PROCESSOR:
             return run_in_turn()
+        prepare = getattr(stages[work.stage], "prepare", None)
+        if prepare is not None:
+            prepare(work)
         self._under_way[work] = self._threads[self._resource[work.kind]].submit(run_in_turn)
         return [None]
 

@@ -11,10 +11,12 @@ class Stage(Protocol):
     The runner calls the passes in the program's order; what a pass must keep for a later one of
     the same microbatch, the stage keeps itself, and drops as soon as that has run. A schedule with
     passes of other kinds calls the methods that their rows name, with the microbatch alone; before
-    one that all devices join, `join` with the pass, which returns when what that reads is there. A
-    stage may have a method `forward_beside(microbatch, received, other, work, gradient)`, which
-    runs F beside `work`, a B or BW of the stage `other` that receives `gradient`, and returns both
-    results; else the two of a joint pass run one after the other.
+    one that all devices join, `join` with the pass, which returns when what that reads is there.
+    What runs beside the processor runs in another thread; where the program has it, the runner
+    calls `prepare` with the pass, if the stage has that. A stage may have a method
+    `forward_beside(microbatch, received, other, work, gradient)`, which runs F beside `work`, a B
+    or BW of the stage `other` that receives `gradient`, and returns both results; else the two of a
+    joint pass run one after the other.
     """
 
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:

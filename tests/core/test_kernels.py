@@ -6,12 +6,13 @@ import pytest
 from bench_posting import share_posted_early
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from posting import one_pass_earlier, with_gaps_by_stream
+from offloaded import offloaded
+from posting import one_pass_earlier, waiting_beside, with_gaps_by_stream
 from strategies import costs_of, made
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import PARTS, ScheduleError
+from megatron_vshape.core.model.kinds import COPY_OUT, PARTS, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
@@ -167,6 +168,23 @@ def test_posting_always_early_hangs() -> None:
         for devices, microbatches in ((2, 2), (4, 8), (8, 16)):
             program = lower(make(name, devices, microbatches), kernels=True)
             assert waits_for_ever(one_pass_earlier(program))
+
+
+def test_threads_that_copy_must_not_wait_for_the_device() -> None:
+    """Where the program has a copy it may, as where host memory is made; anywhere else it hangs."""
+    stuck = []
+    for name in ("v-min", "v-half", "v-zb", "interleaved-1f1b", "zb-h1"):
+        for devices, microbatches in ((2, 4), (4, 8), (8, 16)):
+            schedule = offloaded(make(name, devices, microbatches))
+            program = lower(schedule, simulate(schedule), kernels=True)
+            assert not waits_for_ever(program)
+            assert any(each.work.kind is COPY_OUT for each in runs(program))
+            stuck.append(bool(waits_for_ever(waiting_beside(program))))
+    assert (sum(stuck), len(stuck)) == (12, 15)
+
+
+def runs(program: Program) -> list[Run]:
+    return [each for row in program.instructions for each in row if isinstance(each, Run)]
 
 
 def test_a_receive_in_a_gap_after_its_sender_has_waited_hangs() -> None:

@@ -1,6 +1,7 @@
 """Storages emptied after F and filled again before B: the same gradients, and less memory."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +45,8 @@ class OffloadedStage(PlainStage):
         super().backward_weights(microbatch)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "prepare":
+            return self.offload.prepare
         if name not in ("copy_out", "release", "make_room", "copy_back"):
             raise AttributeError(name)
         return lambda microbatch: getattr(self.offload, name)(self.stage, microbatch)
@@ -114,9 +117,9 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """D writes what two microbatches have into each other's place."""
-    take, taken = HostMemory.take, dict[int, list[Tensor]]()
+    take, taken = HostMemory.take, dict[int, list[tuple[Tensor, Moment]]]()
 
-    def the_same_twice(self: HostMemory, num_bytes: int) -> list[Tensor] | None:
+    def the_same_twice(self: HostMemory, num_bytes: int) -> list[tuple[Tensor, Moment]]:
         return taken.setdefault(num_bytes, take(self, num_bytes) or [])
 
     monkeypatch.setattr(HostMemory, "take", the_same_twice)
@@ -137,10 +140,7 @@ def empty_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     copy_out = Offload.copy_out
 
     def emptied_first(self: Offload, stage: int, microbatch: int) -> None:
-        waiting = self._waiting[stage, microbatch]
-        root, output = waiting.root, waiting.output
-        assert root is not None
-        for storage, size in [] if waiting.stays else self._chosen(stage, root, output):
+        for storage, size in self._waiting[stage, microbatch].storages:
             storage.resize_(0)
             storage.resize_(size)
         copy_out(self, stage, microbatch)
@@ -253,31 +253,61 @@ def test_what_two_microbatches_save_is_left_alone(poisoned: None) -> None:
     assert offload.bytes_by_stage[0] == 2 * data.nbytes
 
 
+def taken(host: HostMemory, num_bytes: int) -> list[Tensor]:
+    found = host.take(num_bytes)
+    assert found is not None
+    return [block for block, _ in found]
+
+
 def test_host_memory_is_used_again_and_grows_no_further() -> None:
     host = HostMemory(CPU)
-    first = host.take(16_000)
-    assert first is not None
+    first = taken(host, 16_000)
     assert sum(map(len, first)) >= 16_000
     assert host.nbytes == sum(map(len, first)) <= 16_000 * 17 / 16
     host.give_back(first, Moment(None))
-    again = host.take(16_000)
-    assert again is not None
+    again = taken(host, 16_000)
     assert {each.data_ptr() for each in again} == {each.data_ptr() for each in first}
     assert host.nbytes == sum(map(len, first))
     host.clear()
     assert host.nbytes == 0
 
 
+def test_what_is_about_to_come_back_is_not_made_again() -> None:
+    host = HostMemory(CPU)
+    first = taken(host, 16_000)
+    host.expect_back()
+    copy = threading.Timer(0.05, host.give_back, (first, Moment(None)))
+    copy.start()
+    again = taken(host, 16_000)
+    copy.join()
+    assert {each.data_ptr() for each in again} == {each.data_ptr() for each in first}
+    host.expect_back()
+    host.give_back([], Moment(None))  # a copy that has failed
+    assert len(taken(host, 16_000)) == len(first)
+
+
+def test_the_thread_of_the_program_makes_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To pin memory waits for the device, which is proved not to hang where the program has D."""
+    grow, threads = HostMemory._grow, set[str]()
+
+    def noted(host: HostMemory, count: int) -> bool:
+        threads.add(threading.current_thread().name)
+        return grow(host, count)
+
+    monkeypatch.setattr(HostMemory, "_grow", noted)
+    assert equal(train(Offload(CPU)))
+    assert threads == {threading.main_thread().name}
+
+
 def test_host_memory_grows_to_its_limit_and_no_further(caplog: pytest.LogCaptureFixture) -> None:
     host = HostMemory(CPU, most_bytes=3 * 2**20)
-    taken = [host.take(2**20) for _ in range(2)]
+    first, _ = (taken(host, 2**20) for _ in range(2))
     with caplog.at_level(logging.WARNING):
         assert host.take(2**21) is None
     assert host.nbytes == 2 * 2**20
     (record,) = caplog.records
     assert "beyond 2 MiB on rank 0 (2 more wanted: the limit is 3 MiB)" in record.getMessage()
-    assert taken[0] is not None
-    host.give_back(taken[0], Moment(None))
+    host.give_back(first, Moment(None))
     assert host.take(2**21) is not None  # of a free one, and one more
     assert host.nbytes == 3 * 2**20
 

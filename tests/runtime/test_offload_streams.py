@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage
 from megatron_vshape.core.model.kinds import FROM_HOST, TO_HOST
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.lowering import lower
-from megatron_vshape.runtime.host_memory import HostMemory, Moment
+from megatron_vshape.runtime.host_memory import Moment
 from megatron_vshape.runtime.offload import Offload
 from megatron_vshape.runtime.program_runner import run_program
 
@@ -169,7 +169,7 @@ def test_every_access_waits_for_those_before_it(streams: Streams) -> None:
         (Offload, "release", f"MainThread does not wait for {TO_HOST}", run_steps),
         (Offload, "copy_back", f"{FROM_HOST} does not wait for MainThread", run_steps),
         (Offload, "begins_backward", f"MainThread does not wait for {FROM_HOST}", run_steps),
-        (HostMemory, "take", f"{TO_HOST} does not wait for {FROM_HOST}", reuse_blocks),
+        (Offload, "copy_out", f"{TO_HOST} does not wait for {FROM_HOST}", reuse_blocks),
     ],
 )
 def test_none_of_these_waits_is_too_many(

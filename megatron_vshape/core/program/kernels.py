@@ -5,9 +5,11 @@ the whole device inside a pass waits for them too: the allocator's cudaFree, the
 kernel that is loaded lazily, a tuner that measures. Two devices that wait so for each other's next
 pass wait for ever. So a program must end even where every device waits, in every pass, until
 nothing of its own is outstanding; `waits_for_ever` walks through it so. What ends then ends under
-any waits, for fewer waits leave more orders open. Ranks side by side (data, tensor or expert
-parallel) run the same program and meet in its passes, so that what holds for one pipeline holds
-for all of them together.
+any waits, for fewer waits leave more orders open. Threads that run copies beside must not wait so,
+since they would anywhere: host memory is page-locked, for which the device is waited for, where the
+program has the copy (`Offload.prepare`), a place like any pass. Ranks side by side (data, tensor or
+expert parallel) run the same program and meet in its passes, so that what holds for one pipeline
+holds for all of them together.
 
 Between two passes of a device is a *gap*, numbered by the pass after it. There it sends what the
 pass before has made, posts receives, and lets go of what has been taken. A message joins a gap of

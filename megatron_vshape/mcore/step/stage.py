@@ -161,6 +161,11 @@ class MegatronStage:
         self.step.gradient_sync.weights_done(self.chunk)
         return gradient
 
+    def prepare(self, work: Pass) -> None:
+        """Make ready for what is to run beside the processor."""
+        if self.step.offload is not None:
+            self.step.offload.prepare(work)
+
     def copy_out(self, microbatch: int) -> None:
         """Run D, as all that runs beside the processor in a thread of its own."""
         self._offload.copy_out(self.stage, microbatch)
