@@ -9,12 +9,17 @@ from torch import Tensor
 
 
 def plain_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors that hold the data of tensors, quantized ones, and lists of both."""
+    """Yield the tensors that a product reads of tensors, quantized ones, and lists of both.
+
+    Of a quantized one its scales, too, which `get_data_tensors` of most leaves out.
+    """
     if isinstance(value, list | tuple):
         for each in value:
             yield from plain_tensors(each)
     elif hasattr(value, "get_data_tensors"):
-        yield from plain_tensors(value.get_data_tensors())
+        data = value.get_data_tensors()
+        parts = [*(data if isinstance(data, list | tuple) else [data]), *vars(value).values()]
+        yield from plain_tensors(list({id(each): each for each in parts}.values()))
     elif isinstance(value, Tensor):
         yield value
 

@@ -184,7 +184,9 @@ def _follow(waiting: _Waiting) -> None:
 
     Autograd runs a backward on the stream of its forward, so a layer that Megatron runs beside the
     others, a shared expert, leaves jobs on a stream of its own. What a job keeps may have been
-    allocated on yet another, an exchange's, whichever the job was left on.
+    allocated on yet another, an exchange's, whichever the job was left on. Memory that torch's
+    allocator has not handed out itself (an output that Megatron discards and computes again, a
+    buffer of NCCL's) cannot be marked so; such is always of the stream that B and W run on.
     """
     running = _current_stream()
     if waiting.stream is not None and running is not None:

@@ -7,6 +7,7 @@ import torch
 from runtime.split_linear import SplitLinear
 from torch import Tensor
 
+from megatron_vshape.runtime.gathering_job import plain_tensors
 from megatron_vshape.runtime.weight_jobs import WeightJobs, defer, run_beside
 
 
@@ -91,6 +92,34 @@ def test_a_linear_names_what_its_job_keeps(gpu: Gpu) -> None:
     jobs.run("B")
     assert gpu.calls == ["main waits for side", "(5, 3) used on main", "(5, 4) used on main"]
     assert layer.weight.grad is not None
+
+
+class Quantized:
+    """Holds numbers and their scales as Transformer Engine's storages do, and tells the numbers."""
+
+    def __init__(self, **parts: object) -> None:
+        self.__dict__ |= parts
+
+    def get_data_tensors(self) -> tuple[object, object]:
+        return self._rowwise_data, self._columnwise_data  # type: ignore[attr-defined]
+
+
+def test_scales_are_read_as_the_numbers_are(gpu: Gpu) -> None:
+    one = Quantized(
+        _rowwise_data=torch.empty(2, 8),
+        _rowwise_scale_inv=torch.empty(2, 1),
+        _columnwise_data=None,
+        _columnwise_scale_inv=None,
+        _quantizer=object(),
+    )
+    both = Quantized(_rowwise_data=None, _columnwise_data=None, _rowwise_storage=one)
+    jobs = WeightJobs()
+    for number, value in enumerate((one, [both])):
+        with jobs.collect(number):
+            defer(lambda: None, kept=list(plain_tensors(value)))
+        gpu.calls.clear()
+        jobs.run(number)
+        assert gpu.calls == ["(2, 8) used on main", "(2, 1) used on main"]
 
 
 def test_nothing_is_kept_longer_than_the_job_keeps_it(gpu: Gpu) -> None:
