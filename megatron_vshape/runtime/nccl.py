@@ -7,7 +7,8 @@ where a device was bound to the world's group. A pair that is made lazily is mad
 alone, when they first meet.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,10 +20,14 @@ CLASSES = ("ProcessGroupNCCL", "ProcessGroupNCCL2")
 """What "nccl" is known to name; any other is used as they are, and the log says so."""
 
 THREAD_BLOCKS = 4
-"""How many thread blocks a message's kernel has; it holds them until the other end is there.
+"""How many thread blocks a message's kernel may have; it holds them until the other end is there.
 
-NCCL's own choice is up to 32, of 132 multiprocessors of an H100. Not measured yet.
+NCCL's own choice is up to 32, of 132 multiprocessors of an H100. Not measured yet; max_ctas of `pp`
+in Megatron's --nccl-communicator-config-path sets another number.
 """
+
+THREAD_BLOCKS_IN_NODE = 8
+"""The same between two ranks of a node, whose link takes several times as much. Not measured."""
 
 _TORCHS = ("blocking", "split_share", "comm_name")
 """Settings that torch itself writes into a group's options when it makes the communicator."""
@@ -31,8 +36,10 @@ _UNSET = -(2**31)
 """NCCL_CONFIG_UNDEF_INT."""
 
 
-def pair_options(like: dist.ProcessGroup | None, timeout: timedelta) -> Any:
-    """Return the options of a pair's communicator; `timeout` is what torch's own watchdog allows.
+def pair_options(
+    like: dist.ProcessGroup | None, timeout: timedelta, ranks: Sequence[int] = ()
+) -> Any:
+    """Return the options of these ranks' communicator; `timeout` is what torch's watchdog allows.
 
     If the user has given the group `like` settings of its own, they are taken over. Else a pair has
     a stream of high priority, so that a message does not wait behind what is computed, and few
@@ -43,12 +50,19 @@ def pair_options(like: dist.ProcessGroup | None, timeout: timedelta) -> Any:
     is_high = True if theirs is None or not own else theirs.is_high_priority_stream
     options = dist.ProcessGroupNCCL.Options(is_high)
     # One by one: the whole would share a name's memory, which NCCL frees with each communicator.
-    for name, value in (own or {"max_ctas": THREAD_BLOCKS}).items():
+    most = THREAD_BLOCKS_IN_NODE if _are_of_one_node(ranks) else THREAD_BLOCKS
+    for name, value in (own or {"max_ctas": most}).items():
         setattr(options.config, name, value)
     options._timeout = timeout
     if hasattr(options, "lazy_init"):
         options.lazy_init = True
     return options
+
+
+def _are_of_one_node(ranks: Sequence[int]) -> bool:
+    """Return whether the ranks share a node, as far as the launcher has told how many do."""
+    size = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return len({rank // size for rank in ranks}) == 1 < len(ranks)
 
 
 def _options_of(group: dist.ProcessGroup) -> Any:

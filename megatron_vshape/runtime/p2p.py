@@ -302,7 +302,7 @@ class Transport:
     def _make_group(self, ranks: Sequence[int], description: str) -> Any:
         # gloo itself says less, so it speaks a minute after this transport has spoken.
         timeout = timedelta(seconds=self._timeout_s + 60) if self._waits_block else A_DAY
-        options = None if self._waits_block else nccl.pair_options(self._like, timeout)
+        options = None if self._waits_block else nccl.pair_options(self._like, timeout, ranks)
         return dist.new_group(
             list(ranks), timeout=timeout, pg_options=options, group_desc=description
         )

@@ -537,6 +537,25 @@ def test_on_nccl_a_pair_has_few_thread_blocks_and_priority(given: str | None) ->
 
 
 @needs_nccl
+@pytest.mark.parametrize(
+    ("local", "ranks", "blocks"),
+    [
+        ("8", [6, 7], nccl.THREAD_BLOCKS_IN_NODE),
+        ("8", [7, 8], nccl.THREAD_BLOCKS),
+        (None, [0, 1], nccl.THREAD_BLOCKS),
+    ],
+)
+def test_on_nccl_a_pair_within_a_node_has_more_thread_blocks(
+    monkeypatch: pytest.MonkeyPatch, local: str | None, ranks: list[int], blocks: int
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    options = nccl.pair_options(None, timedelta(seconds=1), ranks)
+    assert options.config.max_ctas == blocks > 0
+
+
+@needs_nccl
 def test_nccl_names_a_class_that_is_known() -> None:
     """Whichever class torch makes for "nccl": the contract that the transport relies on."""
     if not hasattr(dist.Backend, "_ensure_backend_registered"):
