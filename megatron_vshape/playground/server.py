@@ -1,11 +1,14 @@
 """The server of the page: a few fixed files, what it offers, and the making of schedules."""
 
+import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -16,6 +19,11 @@ from megatron_vshape.playground.request import FieldError, parse_request
 from megatron_vshape.playground.security import MAX_BODY, Guard
 from megatron_vshape.playground.worker import error_frame
 from megatron_vshape.playground.worker_pool import Busy, Pool
+
+logger = logging.getLogger(__name__)
+
+BODY_S = 10.0
+"""Seconds in which all of a request must have come."""
 
 
 class _TooLarge(Exception):
@@ -57,7 +65,11 @@ def make_app(
 
 
 async def _not_found(request: HttpRequest, error: Exception) -> Response:
-    return JSONResponse({"field": "request", "text": "there is nothing here"}, 404)
+    return _refused(404, "there is nothing here")
+
+
+def _refused(status: int, text: str) -> Response:
+    return JSONResponse({"field": "request", "text": text}, status)
 
 
 class _Page:
@@ -97,8 +109,12 @@ class _Page:
             body = await _body(request)
             asked = parse_request(_decode(body), self.files)
         except _TooLarge:
-            text = f"the request is larger than {MAX_BODY // 2**20} MiB"
-            return JSONResponse({"field": "request", "text": text}, 413)
+            return _refused(413, f"the request is larger than {MAX_BODY // 2**20} MiB")
+        except TimeoutError:
+            return _refused(408, f"the request had not come within {BODY_S:g} s; send it again")
+        except ClientDisconnect:
+            logger.debug("a browser went away before its request had come")
+            return Response(status_code=400)  # which nobody reads
         except FieldError as error:
             return JSONResponse({"field": error.field, "text": str(error)}, 422)
         frames = self.pool.answer(asked)
@@ -117,11 +133,12 @@ async def _stream(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 async def _body(request: HttpRequest) -> bytes:
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY:
-            raise _TooLarge
-        parts.append(part)
+    async with asyncio.timeout(BODY_S):
+        async for part in request.stream():
+            size += len(part)
+            if size > MAX_BODY:
+                raise _TooLarge
+            parts.append(part)
     return b"".join(parts)
 
 

@@ -1,11 +1,15 @@
 """megatron-vshape playground: what it refuses, and that it serves what it was given only."""
 
+import asyncio
+import json
 import os
 import re
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playground.answers import request
@@ -147,3 +151,49 @@ def test_ctrl_c_ends_the_workers_without_a_word(mortal_server):
 def workers_of(server: int) -> list[int]:
     tasks = Path(f"/proc/{server}/task").iterdir()
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def test_a_client_that_goes_away_leaves_no_traceback(mortal_server):
+    process, url = mortal_server
+    host = httpx.URL(url).netloc.decode()
+    body = json.dumps(request(devices=16, microbatches=256)).encode()
+    for sent in (0, 5, len(body)):  # before its request, in it, and before its answer
+        for _ in range(4):
+            with socket.create_connection(host.split(":"), timeout=60) as client:
+                client.sendall(posted(host, len(body)) + body[:sent])
+                time.sleep(0.05)
+    assert httpx.post(f"{url}api/make", json=request(), timeout=120).status_code == 200
+    process.send_signal(signal.SIGINT)
+    assert "Traceback" not in process.communicate(timeout=60)[1]
+
+
+def test_a_slow_body_is_not_waited_for(monkeypatch):
+    from megatron_vshape.playground import server
+
+    monkeypatch.setattr(server, "BODY_S", 0.2)
+    sent: list[dict[str, Any]] = []
+
+    async def never() -> dict[str, Any]:
+        await asyncio.sleep(30)
+        raise AssertionError("the body was waited for")
+
+    async def keep(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def ask() -> None:
+        app = server.make_app(("desk",))
+        headers = [(b"host", b"desk"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/api/make", "headers": headers}
+        await app({**scope, "query_string": b"", "http_version": "1.1"}, never, keep)
+
+    with ThreadPoolExecutor(1) as threads:  # Playwright keeps a loop running in this one
+        threads.submit(asyncio.run, ask()).result()
+    assert sent[0]["status"] == 408
+    assert b"had not come within 0.2 s" in sent[1]["body"]
+
+
+def posted(host: str, length: int) -> bytes:
+    return (
+        f"POST /api/make HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {length}\r\n\r\n"
+    ).encode()
