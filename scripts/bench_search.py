@@ -35,12 +35,12 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_vshape.core.check.simulate import peak_held
+from megatron_vshape.core.compiling import processors
 from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.core.planner import search
-from megatron_vshape.core.planner.compiling import processors
 from megatron_vshape.core.planner.exact import prove
 
 JUDGE = Path(__file__).resolve().parents[2] / "shared" / "judge"

@@ -1,6 +1,7 @@
 """The entry point: finds the command, runs it, and turns what went wrong into one sentence."""
 
 import argparse
+import gc
 import importlib
 import io
 import os
@@ -29,6 +30,9 @@ which arguments the command takes; its `run(options)` does it and returns the ex
 ScheduleError when it cannot be done.
 """
 
+YOUNG_OBJECTS = 100_000
+"""Objects from one look for cycles to the next: schedules are millions of tuples, in none."""
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -38,6 +42,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status: 0, or 2 with one sentence on stderr."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    gc.set_threshold(YOUNG_OBJECTS)
     _ready_output()
     try:
         return _run(arguments)

@@ -74,6 +74,8 @@ def rivals_of(
         more = [chunks for chunks in allowed if chunks > 1]
         for chunks in more if name in OPTIONS else (None,):
             sizes = num_devices, num_microbatches
+            if 3 * (chunks or 1) * num_devices * num_microbatches > MOST_COMPARED:
+                continue  # its block alone takes long to make
             try:
                 block = make_block(name, *sizes, **_choices(chunks))
             except ScheduleError:  # not for these sizes

@@ -10,7 +10,6 @@ from megatron_vshape.core.model.kinds import KINDS, PARTS, Kind, find_kind, simp
 from megatron_vshape.core.model.schedule import Timeline
 
 RESET = "\x1b[0m"
-CUT = " … "
 PIPED_COLUMNS = 132
 """Where neither a terminal nor COLUMNS says how many there are."""
 
@@ -35,9 +34,7 @@ def picture(timeline: Timeline, columns: int | None = None, colour: bool = False
     With `columns`, a picture that is wider keeps its beginning and its end, where the devices
     differ, and loses columns of its middle.
     """
-    lines = timeline.draw().split("\n")
-    if columns is not None:
-        lines = _cut(lines, max(columns, _LEAST_COLUMNS))
+    lines = timeline.draw(kept=columns and max(columns, _LEAST_COLUMNS)).split("\n")
     if colour:
         lines = [_paint(line) for line in lines]
     return "\n".join(
@@ -57,15 +54,6 @@ def legend(num_chunks: int, colour: bool = False, kinds: Iterable[Kind] = ()) ->
         return f"{upper}  {meaning}"
     even, odd = ("chunk 0", "chunk 1") if num_chunks == 2 else ("even chunks", "odd chunks")
     return f"{upper}  {even}   {lower}  {odd}   ({meaning})"
-
-
-def _cut(lines: list[str], columns: int) -> list[str]:
-    width = max(map(len, lines))
-    if width <= columns:
-        return lines
-    head = (columns - len(CUT) + 1) // 2
-    tail = columns - len(CUT) - head
-    return [(line[:head] + CUT + line.ljust(width)[-tail:]).rstrip() for line in lines]
 
 
 def _paint(line: str) -> str:

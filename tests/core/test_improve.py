@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from megatron_vshape.core.compiling import compiled
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS
 from megatron_vshape.core.model.placement import v_shape
@@ -18,7 +19,6 @@ from megatron_vshape.core.paper.reordering import reorder
 from megatron_vshape.core.paper.repeating import repeat
 from megatron_vshape.core.paper.squeezing import squeeze
 from megatron_vshape.core.planner import cyclic_orders, improve, job_shop, refilling, search
-from megatron_vshape.core.planner.compiling import compiled
 
 DEVICES = 5
 

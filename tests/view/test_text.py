@@ -6,8 +6,9 @@ import re
 import pytest
 
 from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.schedule import CUT
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.view.text import CUT, picture, wants_colour
+from megatron_vshape.view.text import picture, wants_colour
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -4,11 +4,12 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, sub
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +37,9 @@ MAX_NAME = 200
 
 MAX_COLUMNS = 100_000
 """Characters of a picture's line; passes of very different lengths would make it endless."""
+
+CUT = " … "
+"""In place of a picture's middle."""
 
 _ROUNDING = 1e-6
 """A pass may miss the middle of a character by this share of one, as sums of times do."""
@@ -321,8 +325,8 @@ class Timeline:
         """Return how long every device's processor works; for a joint pass once."""
         joint = self.schedule.joint
         return tuple(
-            sum(self.ends[lane.device][at] for at in places)
-            - sum(self.starts[lane.device][at] for at in places)
+            sum(_picked(self.ends[lane.device], places))
+            - sum(_picked(self.starts[lane.device], places))
             for lane in self.schedule.lanes()
             if lane.resource == PROCESSOR
             for places in [
@@ -357,12 +361,13 @@ class Timeline:
         """Return the fraction of the span in which the busiest device is idle."""
         return 1 - self.busy / self.span
 
-    def draw(self, columns: int | None = None) -> str:
+    def draw(self, columns: int | None = None, kept: int | None = None) -> str:
         """Return one line per device: F, B, W in upper case for even chunks, lower for odd.
 
         A character is the shortest pass, or a share of the makespan where that would be wider
         than `columns` (MAX_COLUMNS at most); it shows what runs at its middle. What runs beside a
-        device's processor has a line of its own below it.
+        device's processor has a line of its own below it. Of a picture that is wider than `kept`
+        characters, its middle is left out.
 
         >>> from megatron_vshape import make, simulate
         >>> print(simulate(make("zb-h1", 2, 3)).draw())
@@ -370,37 +375,58 @@ class Timeline:
          FBFBWFBWW
         """
         columns = min(columns or MAX_COLUMNS, MAX_COLUMNS)
-        lengths = (
-            end - start
-            for starts, ends in zip(self.starts, self.ends, strict=True)
-            for start, end in zip(starts, ends, strict=True)
-        )
-        unit = max(min(filter(None, lengths)), self.makespan / columns)
-        lanes = sorted(self.schedule.lanes(), key=lambda lane: lane.device)
-        return "\n".join(self._draw_lane(lane, unit) for lane in lanes)
-
-    def _draw_lane(self, lane: Lane, unit: float) -> str:
-        chunks = chunks_of(self.schedule.placement)
-        starts, ends = self.starts[lane.device], self.ends[lane.device]
+        lengths = map(sub, chain.from_iterable(self.ends), chain.from_iterable(self.starts))
+        unit: float = max(min(filter(None, lengths)), self.makespan / columns)
         first = self.first_start
-        line = ""
 
         def column(time: float) -> int:
             return math.ceil((time - first) / unit - 0.5 - _ROUNDING)
 
-        letters: list[str] = []
-        for work, at in zip(lane.passes, lane.places, strict=True):
-            start, end = starts[at], ends[at]
-            own = work.kind if chunks[work.stage] % 2 == 0 else work.kind.lower()
-            letters += (own[0], own[-1]) if len(work.kind.does) > 1 else (own[0],)
+        width = max(map(column, map(max, filter(None, self.ends))))
+        parts = [range(width)]
+        if kept is not None and width > kept:
+            head = (kept - len(CUT) + 1) // 2
+            parts = [range(head), range(width - (kept - len(CUT) - head), width)]
+        letters = {
+            kind: [_letters(kind, chunk) for chunk in chunks_of(self.schedule.placement)]
+            for kind in self.schedule.kinds
+        }
+        lanes = sorted(self.schedule.lanes(), key=lambda lane: lane.device)
+        return "\n".join(
+            CUT.join(self._draw_lane(lane, letters, column, part) for part in parts).rstrip()
+            for lane in lanes
+        )
+
+    def _draw_lane(
+        self,
+        lane: Lane,
+        letters: Mapping[Kind, Sequence[str]],
+        column: Callable[[float], int],
+        part: range,
+    ) -> str:
+        """Return these columns of a lane's line."""
+        starts, ends = self.starts[lane.device], self.ends[lane.device]
+        low = bisect_right(lane.places, part.start, key=lambda at: column(ends[at]))
+        high = bisect_left(lane.places, part.stop, key=lambda at: column(starts[at]))
+        drawn, width, shown = list[str](), part.start, ""
+
+        def draw(letter: str, upto: int) -> None:
+            nonlocal width
+            drawn.append(letter * (min(upto, part.stop) - width))
+            width = max(width, min(upto, part.stop))
+
+        for at in range(low, high):
+            work, place = lane.passes[at], lane.places[at]
+            shown += letters[work.kind][work.stage]
             if work in self.schedule.joint:  # one after the other, in the time of both
                 continue
-            line = line.ljust(column(start))
-            for place, letter in enumerate(letters, 1):
-                upto = column(start + (end - start) * place / len(letters))
-                line += letter * (upto - len(line))
-            letters = []
-        return line
+            start, length = starts[place], ends[place] - starts[place]
+            draw(" ", column(start))
+            for number, letter in enumerate(shown, 1):
+                draw(letter, column(start + length * number / len(shown)))
+            shown = ""
+        draw(" ", part.stop)
+        return "".join(drawn)
 
 
 class Objective(StrEnum):
@@ -474,6 +500,17 @@ class Plan:
     def gap(self) -> float:
         """Return how far the value may be above the best, as a share of the lower bound."""
         return self.value / self.lower_bound - 1
+
+
+def _picked(row: Sequence[float], places: Sequence[int]) -> Sequence[float]:
+    """Return the times of a lane's passes: all of its device's, where it is alone there."""
+    return row if len(places) == len(row) else [row[at] for at in places]
+
+
+def _letters(kind: Kind, chunk: int) -> str:
+    """Return what stands for a pass in a picture: two letters where it does two."""
+    own = kind if chunk % 2 == 0 else kind.lower()
+    return own[0] + own[-1] if len(kind.does) > 1 else own[0]
 
 
 def _count(name: str, value: object) -> int:

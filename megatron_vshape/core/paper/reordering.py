@@ -8,22 +8,27 @@ cools down: what nothing waits for but memory, as W, waits until nothing else ca
 calls, for its own units of time and memory.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, chain, pairwise
-from typing import NamedTuple, Protocol
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.kinds import PARTS, PROCESSOR, Kind, ScheduleError, resource_of
+from megatron_vshape.core.model.numbering import (
+    NONE,
+    WITHOUT,
+    Lists,
+    Numbers,
+    in_lists,
+    lists_of,
+    number,
+    soonest,
+)
 from megatron_vshape.core.model.passes import NeedTable
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Schedule
-
-NONE = -1
-
-WITHOUT = -2
-"""In place of a pass that a microbatch does without: nobody waits for it."""
 
 LATE = 1 << 62
 """A start that is never."""
@@ -63,33 +68,24 @@ def fill_warm_up(schedule: Schedule, max_held: int, ahead: int) -> Schedule:
 
 def _filled(schedule: Schedule, max_held: int, cool: int, ahead: int) -> Schedule:
     order = _order_of(schedule, max_held)
-    run = new_run(order, lambda size: [0] * size)
-    made = [0] * len(order.sort)
-    if fill(order, run, made, cool, ahead) < len(made):
+    size = len(order.sort)
+    run = new_run(order, lambda count: [0] * count)
+    filled, order, run, made = soonest(size, fill, CALLED, order, run, [0] * size)
+    if filled(order, run, made, cool, ahead) < size:
         _explain(schedule, order, run)
-    passes = list(chain.from_iterable(schedule.order))
+    passes, made = list(chain.from_iterable(schedule.order)), in_lists(made)
     rows = (made[begin:end] for begin, end in pairwise(order.begin))
     return replace(schedule, order=tuple(tuple(map(passes.__getitem__, row)) for row in rows))
 
 
 def _order_of(schedule: Schedule, max_held: int) -> "Order":
-    m, stages, kinds = schedule.num_microbatches, schedule.num_stages, _KINDS
-    number = {kind: at for at, kind in enumerate(kinds)}
-    parts = {kind: [number[part] for part in kind.does] for kind in kinds}
-    place_of = [NONE] * (len(kinds) * stages * m)
-    passes = list(chain.from_iterable(schedule.order))
-    for place, (kind, stage, microbatch) in enumerate(passes):
-        for part in parts[kind]:
-            place_of[(len(kinds) * stage + part) * m + microbatch] = place
+    passes = number(schedule.order, _KINDS, schedule.num_stages, schedule.num_microbatches)
     return Order(
+        **passes._asdict(),
         sorts=_equal_sorts(schedule.placement),
-        begin=[0, *accumulate(map(len, schedule.order))],
-        sort=[len(kinds) * stage + number[kind] for kind, stage, _ in passes],
-        microbatch=[microbatch for _, _, microbatch in passes],
-        place_of=place_of,
         limit=[max_held] * schedule.num_devices,
         lag=0,
-        num_microbatches=m,
+        num_microbatches=schedule.num_microbatches,
         strict=False,
     )
 
@@ -119,22 +115,6 @@ def _explain(schedule: Schedule, order: "Order", run: "Run") -> None:
             f"stage activations then and may hold {order.limit[device]}"
         )
     simulate(schedule)  # raises: what a pass waits for never runs
-
-
-class Numbers(Protocol):
-    """A list of whole numbers, or an array of them."""
-
-    def __getitem__(self, at: int, /) -> int: ...
-    def __setitem__(self, at: int, value: int, /) -> None: ...
-    def __iter__(self) -> Iterator[int]: ...
-    def __len__(self) -> int: ...
-
-
-class Lists(NamedTuple):
-    """Some numbers for every sort, or lane: those of `at` are `of[begin[at] : begin[at + 1]]`."""
-
-    of: Numbers
-    begin: Numbers
 
 
 class Sorts(NamedTuple):
@@ -224,15 +204,17 @@ def make_sorts(
     return Sorts(
         lane=lane,
         ticks=ticks,
-        needs=_lists(needs),
+        needs=lists_of(needs),
         away=[device[need] != device[sort] for sort, own in enumerate(needs) for need in own],
-        wakes=_lists(map(sorted, wakes)),
+        wakes=lists_of(map(sorted, wakes)),
         most=list(map(max, takes, change)),
         change=change,
         rank=[_rank(kind, kinds) for kind, _ in sorts],
         leads=[stage == placement.index(placement[stage]) for _, stage in sorts],
         forward=[kind.everywhere and bool(kind.takes) for kind, _ in sorts],
-        of_lane=_lists([s for s in range(len(sorts)) if lane[s] == own] for own in lanes.values()),
+        of_lane=lists_of(
+            [s for s in range(len(sorts)) if lane[s] == own] for own in lanes.values()
+        ),
     )
 
 
@@ -242,11 +224,6 @@ def _rank(kind: Kind, kinds: Iterable[Kind]) -> int:
     if kind.frees and not awaited:
         return WEIGHT
     return OTHER if kind.takes else BACKWARD
-
-
-def _lists(rows: Iterable[Sequence[int]]) -> Lists:
-    made = list(rows)
-    return Lists(list(chain.from_iterable(made)), [0, *accumulate(map(len, made))])
 
 
 def new_run(order: Order, zeros: Callable[[int], Numbers]) -> Run:

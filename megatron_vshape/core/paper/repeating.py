@@ -1,25 +1,56 @@
 """Step 2: copies of the building block, one every interval."""
 
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule, Timeline
-from megatron_vshape.core.paper.building_block import BuildingBlock
+from megatron_vshape.core.paper.building_block import BlockPass, BuildingBlock
+
+_Item = TypeVar("_Item")
 
 
 def repeat(block: BuildingBlock, num_microbatches: int) -> Timeline:
     """Return the block repeated until `num_microbatches` are in; times are slots.
 
-    A block cannot collide with its copies: `BuildingBlock` refuses one that would.
+    A block cannot collide with its copies: `BuildingBlock` refuses one that would. So a device runs
+    one copy of each of its passes in every interval, always in the same turn.
     """
-    rows: list[list[tuple[int, int, Pass]]] = [[] for _ in range(block.num_devices)]
-    for (kind, stage, within), start, length in block.passes:
-        row = rows[block.placement[stage]]
-        for copy, microbatch in enumerate(range(within, num_microbatches, block.num_microbatches)):
-            begin = start + copy * block.interval
-            row.append((begin, begin + length, Pass(kind, stage, microbatch)))
-    for row in rows:
-        row.sort()
-    order = tuple(tuple(work for _, _, work in row) for row in rows)
+    own: list[list[BlockPass]] = [[] for _ in range(block.num_devices)]
+    for each in block.passes:
+        own[block.placement[each.work.stage]].append(each)
+    for passes in own:
+        passes.sort(key=lambda each: each.start % block.interval)
+    rows = [_row(passes, block, num_microbatches) for passes in own]
+    order, starts, ends = zip(*rows, strict=True)
     schedule = Schedule(block.name, block.num_devices, num_microbatches, block.placement, order)
-    starts = tuple(tuple(float(start) for start, _, _ in row) for row in rows)
-    ends = tuple(tuple(float(end) for _, end, _ in row) for row in rows)
     return Timeline(schedule, starts, ends)
+
+
+def _row(
+    passes: Sequence[BlockPass], block: BuildingBlock, num_microbatches: int
+) -> tuple[tuple[Pass, ...], tuple[float, ...], tuple[float, ...]]:
+    """Return the copies of a device's passes, in their turn, with their starts and ends."""
+    late = [each.start // block.interval for each in passes]
+    copies: list[list[Pass]] = []
+    starts: list[list[float]] = []
+    ends: list[list[float]] = []
+    for (kind, stage, within), start, length in passes:
+        microbatches = range(within, num_microbatches, block.num_microbatches)
+        copies.append([Pass(kind, stage, microbatch) for microbatch in microbatches])
+        begin, interval = float(start), float(block.interval)
+        starts.append([begin + copy * interval for copy in range(len(microbatches))])
+        ends.append([each + length for each in starts[-1]])
+    return _in_turn(copies, late), _in_turn(starts, late), _in_turn(ends, late)
+
+
+def _in_turn(columns: Iterable[Sequence[_Item]], late: Sequence[int]) -> tuple[_Item, ...]:
+    """Return one of each column, then the next of each; those `late` begin so many rounds later."""
+    first = min(late, default=0)
+    moved = [
+        itertools.chain(itertools.repeat(None, rounds - first), column)
+        for column, rounds in zip(columns, late, strict=True)
+    ]
+    items = itertools.chain.from_iterable(itertools.zip_longest(*moved))
+    return tuple(item for item in items if item is not None)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_vshape.core.planner.compiling import compiled
+from megatron_vshape.core.compiling import compiled
 
 NONE = -1
 REACH = 12

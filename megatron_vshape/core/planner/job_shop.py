@@ -17,9 +17,10 @@ from megatron_vshape.core.model.kinds import (
     Kind,
     ScheduleError,
 )
+from megatron_vshape.core.model.numbering import Lists
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Objective, check_size
-from megatron_vshape.core.paper.reordering import Lists, Sorts, make_sorts
+from megatron_vshape.core.paper.reordering import Sorts, make_sorts
 from megatron_vshape.core.planner import improve
 
 MOST_TICKS = 1e18

@@ -8,7 +8,7 @@ device, and most moves die on the memory, or on the first cycle that is too slow
 import numpy as np
 import numpy.typing as npt
 
-from megatron_vshape.core.planner.compiling import compiled
+from megatron_vshape.core.compiling import compiled
 from megatron_vshape.core.planner.modulo_graph import (
     NEVER,
     Graph,

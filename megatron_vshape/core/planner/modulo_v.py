@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_vshape.core.planner.compiling import compiled
+from megatron_vshape.core.compiling import compiled
 from megatron_vshape.core.planner.modulo_graph import Floats, Graph, Ints, Orders, data_lag
 
 F0, F1, B1, B0, W1, W0 = range(6)

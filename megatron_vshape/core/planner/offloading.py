@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_vshape.core.compiling import compiled
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, PARTS, RELEASE, RELOAD, Kind
 from megatron_vshape.core.model.placement import stages_of
-from megatron_vshape.core.planner.compiling import compiled
 from megatron_vshape.core.planner.improve import NONE, Shop, run_rows
 from megatron_vshape.core.planner.job_shop import Problem
 

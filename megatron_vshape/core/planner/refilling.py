@@ -7,11 +7,11 @@ holds it, and before a forward that needs its memory.
 
 import numpy as np
 
+from megatron_vshape.core.compiling import compiled, compiled_once
+from megatron_vshape.core.model.numbering import NONE, WITHOUT
 from megatron_vshape.core.paper import reordering
 from megatron_vshape.core.paper.reordering import (
     LATE,
-    NONE,
-    WITHOUT,
     Order,
     Run,
     begin_run,
@@ -19,13 +19,12 @@ from megatron_vshape.core.paper.reordering import (
     new_run,
     ready,
 )
-from megatron_vshape.core.planner.compiling import compiled
 from megatron_vshape.core.planner.job_shop import Problem
 
 EIGHTHS = 8
 """What a W may delay is counted in eighths of its own time."""
 
-_fill = compiled(reordering.fill, *reordering.CALLED)
+_fill = compiled_once(reordering.fill, *reordering.CALLED)
 
 
 def fill(

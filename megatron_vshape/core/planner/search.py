@@ -83,12 +83,12 @@ from math import inf
 
 from megatron_vshape.core.check.bounds import LimitError, each_limit
 from megatron_vshape.core.check.choices import bound_of_choices
+from megatron_vshape.core.compiling import CORES, say_if_slow
 from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.kinds import OFFLOAD, PARTS, Kind
 from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import ORDER_ALONE, Objective, Plan, Tried
 from megatron_vshape.core.planner.choosing import ways_to_save
-from megatron_vshape.core.planner.compiling import CORES, say_if_slow
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
 from megatron_vshape.core.planner.offload_search import Bases, OffloadSearch
 from megatron_vshape.core.planner.orders import FEW, MOST_AT_ONCE, Candidate, PlacementSearch

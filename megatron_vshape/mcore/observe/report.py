@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.core.check.simulate import peak_in_host
+from megatron_vshape.core.compiling import processors
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import COPY_OUT, LOGITS, RELEASE
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.planner.compiling import processors
 from megatron_vshape.figures import tell
 from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.pipeline import Pipeline

@@ -48,6 +48,18 @@ def compiled(function: _Function, *called: Callable[..., Any]) -> _Function:
         return cast(_Function, njit(nogil=True)(function))
 
 
+compiled_once = functools.cache(compiled)
+
+
+def in_arrays(data: Any) -> Any:
+    """Return numbers in lists, and such lists in named tuples, as arrays; what else is as it is."""
+    import numpy as np
+
+    if isinstance(data, list):
+        return np.array(data, np.float64 if data and isinstance(data[0], float) else np.int64)
+    return type(data)(*map(in_arrays, data)) if isinstance(data, tuple) else data
+
+
 @functools.cache
 def say_if_slow() -> None:
     """Say once that there is no numba, for whoever waits for a plan."""

@@ -1,0 +1,104 @@
+"""Many passes are made, run and drawn by compiled loops: the same to the last bit."""
+
+import hashlib
+
+import pytest
+
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model import numbering
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.schedule import Schedule, Timeline
+from megatron_vshape.core.paper.catalogue import EVERY_NAME, make, make_block
+from megatron_vshape.core.paper.repeating import repeat
+from megatron_vshape.view.text import picture
+
+SIZES = [(1, 4), (2, 5), (3, 7), (4, 8), (5, 20), (8, 33), (16, 40)]
+
+
+def made(name: str) -> list[tuple[Schedule, Timeline]]:
+    """Return the schedule of this name at every size it can have, and when it runs."""
+    found = []
+    for devices, microbatches in SIZES:
+        try:
+            schedule = make(name, devices, microbatches)
+        except ScheduleError:  # not for these sizes
+            continue
+        sizes = devices, schedule.num_stages
+        costs = Costs.uniform(*sizes, forward=1.03, backward=1.15, weight=0.85, send=0.07)
+        found.append((schedule, simulate(schedule, costs)))
+    return found
+
+
+@pytest.mark.parametrize("name", EVERY_NAME)
+def test_compiled_loops_make_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = made(name)
+    monkeypatch.setattr(numbering, "COMPILED_FROM", 0)
+    assert plain
+    assert made(name) == plain
+    assert type(made(name)[0][1].starts[0][0]) is float
+
+
+# As the loops made them that sorted every pass and looked at all of them one by one.
+BEFORE = {
+    "gpipe": "727096a646ba6273",
+    "1f1b": "fedc353f22b5d42a",
+    "eager-1f1b": "cd2dd5007a62cc00",
+    "interleaved-1f1b": "eb910b0cdce4b678",
+    "grouped-interleaved-1f1b": "1dd55297142c50ba",
+    "zb-h1": "d4ebebf5f953c0fd",
+    "zb-h2": "0c3868bac8d3ecaf",
+    "1f1b-v": "39d4c74024abf8b2",
+    "v-two-thirds": "a3fce3a7386bd887",
+    "v-min": "d17bc39144836c47",
+    "v-half": "8b62d2c666e4caae",
+    "v-zb": "2e0b0dcdd012803f",
+    "dualpipev": "8927bf9aa44a9795",
+    "overlapped-interleaved-1f1b": "922d31584a839af9",
+}
+
+
+@pytest.mark.parametrize("name", EVERY_NAME)
+@pytest.mark.parametrize("compiled_from", [0, numbering.COMPILED_FROM])
+def test_schedules_are_what_they_were(
+    name: str, compiled_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numbering, "COMPILED_FROM", compiled_from)
+    text = make(name, 12, 60).to_json()
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == BEFORE[name]
+
+
+@pytest.mark.parametrize("name", EVERY_NAME)
+def test_copies_of_a_block_are_in_the_order_of_their_slots(name: str) -> None:
+    block = make_block(name, 4, 9)
+    timeline = repeat(block, 9)
+    for device in range(4):
+        expected = sorted(
+            (each.start + copy * block.interval, each.end + copy * block.interval, microbatch)
+            for each in block.passes
+            if block.placement[each.work.stage] == device
+            for copy, microbatch in enumerate(
+                range(each.work.microbatch, 9, block.num_microbatches)
+            )
+        )
+        found = [(start, end, work.microbatch) for work, start, end in timeline.slots(device)]
+        assert found == expected
+
+
+def test_a_pass_of_no_stage_is_refused_before_compiled_loops_see_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(numbering, "COMPILED_FROM", 0)
+    for wrong in (Pass(Kind.F, 7, 0), Pass(Kind.F, 0, 5), Pass(Kind.F, -1, 0)):
+        with pytest.raises(IndexError):
+            simulate(Schedule("wrong", 1, 1, (0,), ((wrong,),)))
+
+
+def test_a_cut_picture_is_the_ends_of_the_whole() -> None:
+    timeline = simulate(make("v-min", 8, 100))
+    lines, cut = timeline.draw().split("\n"), picture(timeline, 60).split("\n")
+    width = max(map(len, lines))
+    for line, short in zip(lines, cut, strict=False):
+        head, tail = line[:29], line.ljust(width)[-28:]
+        assert short == f"{head} … {tail}".rstrip()
