@@ -23,7 +23,7 @@ from megatron_vshape.cli.options import (
     questions_of,
 )
 from megatron_vshape.cli.progress import told
-from megatron_vshape.core.ask import PLUS_NAMES, SUFFIXES, Question, ask
+from megatron_vshape.core.ask import SCHEDULE_NAMES, SUFFIXES, Question, ask
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name",
         nargs="?",
         metavar="NAME|FILE",
-        help=f"{', '.join((*EVERY_NAME, *PLUS_NAMES))}, or a schedule file",
+        help=f"{', '.join(SCHEDULE_NAMES)}, or a schedule file",
     )
     add_size_arguments(parser)
     add_cost_arguments(parser)

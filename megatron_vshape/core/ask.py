@@ -67,6 +67,9 @@ MEMORY_NAMES = ("v-min", "v-half", "v-zb")
 PLUS_NAMES = tuple(name + PLUS for name in MEMORY_NAMES)
 """The best order in the memory of the schedule before the plus, on its placement."""
 
+SCHEDULE_NAMES = (*EVERY_NAME, *PLUS_NAMES)
+"""What a schedule may be called wherever one is named; `SUFFIXES` are of files in its place."""
+
 SUFFIXES = (".json", ".csv")
 """Of schedule files."""
 
@@ -196,7 +199,7 @@ def ask(question: Question) -> Answer:
     return Answer(shared_if_told(name, costs), costs, block)
 
 
-def find(name: str, names: Sequence[str] = (*EVERY_NAME, *PLUS_NAMES, AUTO)) -> str | Schedule:
+def find(name: str, names: Sequence[str] = (*SCHEDULE_NAMES, AUTO)) -> str | Schedule:
     """Return the name if it is one of `names`, else the schedule in the file at that path, proved.
 
     Raises:

@@ -4,7 +4,7 @@ import io
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_vshape.core.ask import Planned
+from megatron_vshape.core.ask import PLUS_NAMES, Planned
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
@@ -159,6 +159,8 @@ def _steps(request: Request, choice: ScheduleChoice, report: Report) -> Iterator
         raise FieldError(
             "schedule", "only a schedule of the catalogue is made in the four steps; choose one"
         )
+    if choice.name in PLUS_NAMES:
+        raise FieldError("schedule", f"{choice.name} is planned, in no steps; choose another")
     report({"doing": "repeating"})
     made = make_named(request, choice)
     if made.block is None:

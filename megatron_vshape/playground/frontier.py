@@ -1,6 +1,7 @@
 """Memory against step time: a point per published schedule, and per plan within a limit."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron_vshape.core.check.bounds import least_limit
 from megatron_vshape.core.frontier import Point, frontier
@@ -43,6 +44,10 @@ def _planned_points(request: Request, pricing: Pricing, report: Report) -> list[
     found: dict[float, dict[str, object]] = {}
     asked = 0
 
+    def searched(_steps: int, value: float, bound: float) -> None:
+        stand = {"done": asked, "of": len(limits), "value": value, "bound": bound}
+        report({"doing": "planning", **stand})
+
     def told(each: Point) -> None:
         nonlocal asked
         asked += 1
@@ -56,7 +61,7 @@ def _planned_points(request: Request, pricing: Pricing, report: Report) -> list[
 
     report({"doing": "planning", "done": 0, "of": len(limits)})
     try:
-        frontier(question, limits, told)
+        frontier(replace(question, progress=searched), limits, told)
     except ScheduleError as error:
         raise FieldError("plans", str(error)) from None
     return list(found.values())

@@ -6,16 +6,20 @@ Those given on the command line are read once at the start, and known by keys, n
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from io import StringIO
 from pathlib import Path
 
+from megatron_vshape.core.ask import PLUS_NAMES, SCHEDULE_NAMES
+from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.files import parse_object, read_text
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS
+from megatron_vshape.core.paper.catalogue import OPTIONS, make
 from megatron_vshape.playground.picture import palette
 from megatron_vshape.playground.request import MAX_TEXT, PLAN_CHUNKS, FileText
 from megatron_vshape.playground.traces import events_of
+from megatron_vshape.view.chrome_trace import write_trace
 from megatron_vshape.view.names import display_name
 
 # F, B, W and communication of one chunk, half of what arXiv 2401.10241 measured per stage; ms.
@@ -34,6 +38,9 @@ PRESETS: tuple[dict[str, object], ...] = (
         "cost": [5.2, 5.1, 3.85, 0.41],
     },
 )
+
+EXAMPLE = "example"
+"""The key of the trace that is shown where the reader has opened none."""
 
 
 class Sort(StrEnum):
@@ -115,12 +122,35 @@ def _look_into(file: FileText) -> tuple[Sort, dict[str, object]]:
     )
 
 
+def example_trace() -> Given:
+    """Return a trace as training writes one, of a step in which all devices stall once."""
+    schedule = make("v-half", 4, 8)
+    costs = Costs.uniform(4, 8, 900.0, 1000.0, 800.0, 40.0)
+    planned = simulate(schedule, costs)
+    stall, stall_us = planned.makespan / 2, 1800.0
+
+    def moved(rows: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(at + stall_us * (at >= stall) for at in row) for row in rows)
+
+    ran = replace(planned, starts=moved(planned.starts), ends=moved(planned.ends))
+    text = StringIO()
+    write_trace(ran, text, costs)
+    return Given(
+        EXAMPLE, *_look_into(file := FileText("example.trace.json", text.getvalue())), file
+    )
+
+
 def offers(given: Sequence[Given] = ()) -> dict[str, object]:
     """Return everything that the page needs before the first choice."""
     return {
         "schedules": [
-            {"name": name, "title": display_name(name), "options": sorted(OPTIONS.get(name, ()))}
-            for name in NAMES
+            {
+                "name": name,
+                "title": display_name(name),
+                "options": sorted(OPTIONS.get(name, ())),
+                "planned": name in PLUS_NAMES,
+            }
+            for name in SCHEDULE_NAMES
         ],
         "presets": PRESETS,
         "files": [
@@ -129,6 +159,7 @@ def offers(given: Sequence[Given] = ()) -> dict[str, object]:
                 "sort": each.sort,
                 "name": each.file.name,
                 "preset": each.preset,
+                "example": each.key == EXAMPLE,
                 **each.detail,
             }
             for each in given

@@ -1,16 +1,18 @@
 """What the page may ask for, checked field by field before any work is done."""
 
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from megatron_vshape.core.ask import SCHEDULE_NAMES
 from megatron_vshape.core.model.files import is_number, is_whole
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper import catalogue
-from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS
+from megatron_vshape.core.paper.catalogue import OPTIONS
 
 MAX_DEVICES = 256
 MAX_MICROBATCHES = 16_384
@@ -29,6 +31,9 @@ MOST_CHUNKS = 4
 """Stages a device where nothing else is asked for; most models have the layers for it."""
 
 _LARGEST = 1e12
+
+_OF_CHUNKS = re.compile(r"([a-z0-9-]+):([0-9]{1,9})", re.ASCII)
+"""A name with the stages a device, as the command line has it: interleaved-1f1b:4."""
 
 
 class FieldError(ScheduleError):
@@ -181,7 +186,10 @@ def _schedule(data: object, files: Files) -> ScheduleChoice:
         return FileChoice(_file(body.get("file"), files, "schedule"))
     if source is Source.PLAN:
         return _plan(body)
-    name = _choice(body.get("name"), NAMES, "schedule")
+    named = body.get("name")
+    if isinstance(named, str) and (found := _OF_CHUNKS.fullmatch(named)) and found[1] in OPTIONS:
+        named, body = found[1], {**body, "chunks": int(found[2])}
+    name = _choice(named, SCHEDULE_NAMES, "schedule")
     takes = OPTIONS.get(name, frozenset())
     chunks = group = None
     if "num_chunks" in takes and body.get("chunks") is not None:

@@ -37,7 +37,7 @@ def make_choice(
     """
     if isinstance(choice, NamedChoice):
         report({"doing": f"making {choice.name}"})
-        return make_named(request, choice, pricing.cut(request.devices))
+        return make_named(request, choice, pricing.cut(request.devices), _progress(report))
     if isinstance(choice, FileChoice):
         report({"doing": "reading the file"})
         schedule = read_schedule(choice.file)
@@ -46,13 +46,18 @@ def make_choice(
     return make_planned(request, choice, pricing, report)
 
 
-def make_named(request: Request, choice: NamedChoice, cut: Cut | None = None) -> Answer:
+def make_named(
+    request: Request,
+    choice: NamedChoice,
+    cut: Cut | None = None,
+    progress: Callable[[int, float, float], None] | None = None,
+) -> Answer:
     """Return the catalogue's schedule of this name, at the costs that `cut` gives or unit costs."""
     given = {"num_chunks": choice.chunks, "group_size": choice.group_size}
     choices = tuple((key, count) for key, count in given.items() if count is not None)
     sizes = request.devices, request.microbatches
     try:
-        return ask(Question(choice.name, *sizes, cut=cut, choices=choices))
+        return ask(Question(choice.name, *sizes, cut=cut, choices=choices, progress=progress))
     except FieldError:
         raise
     except ScheduleError as error:
@@ -95,16 +100,12 @@ def make_planned(request: Request, choice: PlanChoice, pricing: Pricing, report:
         raise FieldError("limit", "these costs are in bytes; enter the limit in GiB")
     question = pricing.question(request.devices, request.microbatches, choice.chunks)
     unit, name = (GIB, "GiB") if choice.limit_in_gib else (1.0, "chunks")
-
-    def progress(steps: int, value: float, bound: float) -> None:
-        report({"doing": "planning", "steps": steps, "value": value, "bound": bound})
-
     asked = replace(
         question,
         limit=choice.limit * unit,
         objective=choice.objective,
         seconds=choice.seconds,
-        progress=progress,
+        progress=_progress(report),
     )
     try:
         return ask(asked)
@@ -113,3 +114,12 @@ def make_planned(request: Request, choice: PlanChoice, pricing: Pricing, report:
         raise FieldError("limit", text) from None
     except ScheduleError as error:
         raise FieldError("limit", str(error)) from None
+
+
+def _progress(report: Report) -> Callable[[int, float, float], None]:
+    """Return what tells of a search."""
+
+    def progress(steps: int, value: float, bound: float) -> None:
+        report({"doing": "planning", "steps": steps, "value": value, "bound": bound})
+
+    return progress

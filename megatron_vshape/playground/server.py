@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from megatron_vshape.playground.html import static_files
-from megatron_vshape.playground.offers import Given, offers
+from megatron_vshape.playground.offers import Given, example_trace, offers
 from megatron_vshape.playground.request import FieldError, parse_request
 from megatron_vshape.playground.security import MAX_BODY, Guard
 from megatron_vshape.playground.worker import error_frame
@@ -77,8 +77,8 @@ class _Page:
 
     def __init__(self, given: Sequence[Given]) -> None:
         self.static_files = static_files()
-        self.given = given
-        self.files = {each.key: each.file for each in given}
+        self.given = (*given, example_trace())
+        self.files = {each.key: each.file for each in self.given}
         self.pool = Pool()
 
     @asynccontextmanager

@@ -30,7 +30,7 @@ MOST_MEMORY = 6 * 2**30
 """Bytes of address space; a hostile file ends the request, not the machine."""
 
 _QUIET = 0.1
-"""Seconds between two progress frames without a point: a reader sees no more."""
+"""Seconds between two progress frames of the same work without a point: a reader sees no more."""
 
 
 class Frame(StrEnum):
@@ -63,13 +63,13 @@ def main() -> None:
 
 def answer(request: Request, progress: BinaryIO) -> bytes:
     """Return the last frame of the answer; frames of progress are written on the way."""
-    last = 0.0
+    last, doing = 0.0, object()
 
     def report(known: dict[str, object]) -> None:
-        nonlocal last
+        nonlocal last, doing
         now = time.monotonic()
-        if "point" in known or now - last > _QUIET:
-            last = now
+        if "point" in known or known["doing"] != doing or now - last > _QUIET:
+            last, doing = now, known["doing"]
             _write(progress, frame(Frame.PROGRESS, json.dumps(known).encode()))
 
     try:

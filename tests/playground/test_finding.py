@@ -31,7 +31,10 @@ def test_a_pass_is_found_by_its_name(page, server):
     for nothing in ("F9.1", "F0.60", "X", "3"):
         find(page, nothing)
         assert page.get_attribute("#find", "aria-invalid") == "true"
+        assert page.inner_text('#missed[role="status"]').startswith(f"There is no pass {nothing}:")
     assert chosen(page) == "W3.41"
+    find(page, "F0.5")
+    assert page.inner_text("#missed") == ""
     load(page, server, "d=4&m=8&s=1f1b")
     find(page, "B2.3")
     assert chosen(page) == "BW2.3"
@@ -164,3 +167,42 @@ def test_nothing_is_cut_off_at_400_pixels(page, server):
         load(page, server, state)
         assert page.evaluate(cut) == []
     page.set_viewport_size({"width": 1280, "height": 900})
+
+
+def test_a_large_schedule_opens_on_a_part_that_can_be_read(page, server):
+    load(page, server, "d=16&m=400")
+    row = make("v-half", 16, 400).order[0]
+    assert "its beginning is shown" in page.inner_text("figcaption p")
+    box = page.locator("canvas.track").bounding_box()
+    page.mouse.move(box["x"] + LEFT + 2, box["y"] + TOP + 4)
+    first = chosen(page)
+    page.mouse.move(box["x"] + LEFT + 7, box["y"] + TOP + 4)  # a pass is wider than 4 pixels
+    assert [first, chosen(page)] == [str(row[0]), str(row[1])]
+    page.click("#zoom-all")
+    wait_for_url(page, "w=")
+    before = url(page)
+    page.reload()
+    settled(page)
+    assert url(page) == before
+    assert "its beginning" not in page.inner_text("figcaption p")
+
+
+def test_tabs_open_with_an_example_and_say_what_they_show(page, server):
+    load(page, server, "d=4&m=8")
+    assert "Every row is a device" in page.inner_text("#about")
+    page.click("#tab-compare")
+    settled(page)
+    assert page.locator("figcaption h2").all_inner_texts() == ["V-Half", "1F1B"]
+    page.click("#tab-measured")
+    settled(page)
+    assert "An example" in page.inner_text("#lead")
+    assert page.locator("figcaption h2").all_inner_texts() == ["Planned", "Measured"]
+
+
+def test_the_frontier_is_scaled_to_what_is_published(page, server):
+    load(page, server, "tab=frontier&d=4&m=8&p=1")
+    ticks = page.locator(".chart text[text-anchor=end]").all_text_contents()
+    assert float(ticks[-1].removesuffix(" %")) < 40  # the plan in the least memory takes far longer
+    above = page.locator('.point[data-plan="true"] text').all_text_contents()
+    assert above
+    assert all(each.startswith("↑ ") for each in above)

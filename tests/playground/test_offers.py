@@ -46,7 +46,7 @@ def test_the_preset_prices_a_schedule(folder):
 
     app = make_app(loopback_hosts(8765), read_presets(folder))
     with TestClient(app, base_url="http://127.0.0.1:8765") as client:
-        (file,) = client.get("/api/offers").json()["files"]
+        (file,) = (each for each in client.get("/api/offers").json()["files"] if each["preset"])
         body = request(costs={"file": {"key": file["key"]}})
         _, (found,) = read_payload(answer(client, body))
     assert found["facts"]["in_bytes"]

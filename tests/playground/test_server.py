@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from playground.answers import answer, frames, read_payload, refusal, request
 
-from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.ask import PLUS_NAMES
+from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.paper.catalogue import EVERY_NAME, NAMES, make
 from megatron_vshape.playground.html import static_files
 from megatron_vshape.playground.request import parse_request
 from megatron_vshape.playground.worker_pool import Pool
@@ -29,13 +30,32 @@ FUZZ = settings(
 )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY_NAME)
 def test_every_schedule_of_the_catalogue(client, name):
     body = request(schedule={"source": "name", "name": name})
     _, (found,) = read_payload(answer(client, body))
-    schedule = make(name, 4, 8)
+    schedule = make(name, 4, 8).parted()
     assert found["counts"] == [len(row) for row in schedule.order]
     assert found["numbers"]["makespan"] == simulate(schedule).makespan
+
+
+def test_names_are_those_of_the_command_line(client):
+    offered = {each["name"] for each in client.get("/api/offers").json()["schedules"]}
+    assert offered == {*EVERY_NAME, *PLUS_NAMES}
+    body = request(schedule={"source": "name", "name": "interleaved-1f1b:4"})
+    _, (found,) = read_payload(answer(client, body))
+    assert len(found["placement"]) == 16
+    for wrong in ("interleaved-1f1b:", "interleaved-1f1b:x", "v-half:4", "1f1b+"):
+        body = request(schedule={"source": "name", "name": wrong})
+        assert refusal(client, body)["field"] == "schedule"
+
+
+def test_a_name_with_a_plus_is_planned_in_the_memory_of_the_one_without(client):
+    body = request(schedule={"source": "name", "name": "v-min+"})
+    _, (found,) = read_payload(answer(client, body))
+    assert found["title"] == "V-Min+"
+    assert max(found["numbers"]["peaks"]) <= max(peak_held(make("v-min", 4, 8)))
+    assert found["numbers"]["makespan"] <= simulate(make("v-min", 4, 8)).makespan
 
 
 def test_extras_of_the_embedding_and_the_head(client):

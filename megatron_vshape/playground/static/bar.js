@@ -36,34 +36,38 @@ export function barParts({ state, view, chunkCount, kinds, palette, hasPeriod, s
   if (state.range !== null) {
     parts.push(button("no-range", "Measured range  ×", "Measure no longer", () => change({ range: null }), "true"));
   }
-  parts.push(finder(seek), legend(chunkCount, kinds, palette));
+  parts.push(...finder(seek), legend(chunkCount, kinds, palette));
   return parts;
 }
 
 let sought = ""; // what was last looked for; the bar is made anew meanwhile
 
 function finder(seek) {
+  const missed = element("span", { id: "missed", role: "status", "aria-live": "polite" });
   const find = (event) => {
     if (event.key !== "Enter") return;
     event.preventDefault();
     const there = seek(event.target.value);
     event.target.setAttribute("aria-invalid", String(!there));
-    event.target.title = there ? "" : "No such pass: a kind, a stage, a dot, a microbatch, as in F3.12";
+    missed.textContent = there ? "" : `There is no pass ${event.target.value}: a kind, a stage, a dot and a microbatch, as F3.12.`;
   };
   const keep = (event) => {
     sought = event.target.value;
     event.target.removeAttribute("aria-invalid");
+    missed.textContent = "";
   };
-  return element("input", {
+  const field = element("input", {
     type: "search",
     id: "find",
     value: sought,
     placeholder: "Find F3.12",
     "aria-label": "Find a pass by its name, as F3.12, with Enter",
     spellcheck: "false",
+    "aria-describedby": "missed",
     input: keep,
     keydown: find,
   });
+  return [field, missed];
 }
 
 function legend(chunkCount, kinds, palette) {

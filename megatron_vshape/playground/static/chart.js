@@ -3,7 +3,7 @@
 import { digits, element, percent } from "./dom.js";
 
 const HEIGHT = 380;
-const EDGE = { left: 56, right: 96, top: 16, bottom: 44 };
+const EDGE = { left: 56, right: 96, top: 30, bottom: 44 };
 
 /** Return the points that no other beats in both memory and step time, by memory. */
 function paretoOf(points) {
@@ -29,9 +29,10 @@ export function drawChart(points, { width, units, chosen, choose }) {
   const most = Math.max(...points.map(({ peak }) => peak)) * 1.06;
   const fastest = Math.min(...points.map(({ makespan }) => makespan));
   const slower = ({ makespan }) => makespan / fastest - 1;
-  const worst = Math.max(...points.map(slower), 0.01) * 1.08;
+  const known = points.filter(({ source }) => source === "name"); // plans in little memory take far longer
+  const worst = Math.max(...(known.length ? known : points).map(slower), 0.01) * 1.08;
   const x = (peak) => EDGE.left + (peak / most) * (wide - EDGE.left - EDGE.right);
-  const y = (share) => HEIGHT - EDGE.bottom - (share / worst) * (HEIGHT - EDGE.top - EDGE.bottom);
+  const y = (share) => HEIGHT - EDGE.bottom - (Math.min(share, worst) / worst) * (HEIGHT - EDGE.top - EDGE.bottom);
   drawGrid(chart, { most, worst, x, y, wide, units });
   const front = paretoOf(points);
   drawStaircase(chart, front, x, (point) => y(slower(point)), wide);
@@ -40,7 +41,8 @@ export function drawChart(points, { width, units, chosen, choose }) {
   const ordered = [...points].sort((a, b) => front.includes(b) - front.includes(a));
   for (const point of ordered) {
     const place = { x: x(point.peak), y: y(slower(point)) };
-    const marked = { front: front.includes(point), chosen: chosen(point) };
+    const above = slower(point) > worst;
+    const marked = { front: front.includes(point), chosen: chosen(point), above };
     chart.append(drawPoint(point, place, marked, placed, { units, choose, slower }));
   }
   return chart;
@@ -102,6 +104,7 @@ function drawPoint(point, place, marked, placed, { units, choose, slower }) {
     element("circle", { cx: place.x, cy: place.y, r: plan ? 4 : 5.5 }),
   );
   if (!plan) group.append(...labelOf(name, place, placed));
+  if (marked.above) group.append(...labelOf(`↑ ${percent(slower(point))}`, place, placed));
   return group;
 }
 

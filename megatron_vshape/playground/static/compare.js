@@ -50,7 +50,6 @@ export async function showFrontier(signal) {
   );
   refill(
     byId("lead"),
-    element("p", {}, "Memory against step time: what lies on the line is beaten by nothing else. Choose a point to see its timeline."),
     toggle,
     host,
   );

@@ -13,6 +13,14 @@ const TAB_TITLES = {
   measured: "Measured",
 };
 
+const ABOUT = {
+  timeline: "Every row is a device: what it runs when, F, B and W of each microbatch, where it waits, and below it the activations that it holds meanwhile.",
+  steps: "How the paper makes a schedule: a building block, its copies, without the gaps, with passes moved into idle time.",
+  compare: "Schedules on one time axis: a shorter picture is a faster step, a lower purple one takes less memory.",
+  frontier: "Memory against step time: what lies on the line is beaten by nothing else. Choose a point to see its timeline.",
+  measured: "A trace that training wrote with --pipeline-trace, beside what was planned. Passes that ran late by more than a tenth of their time, through no fault of what they waited for, are marked.",
+};
+
 /** Load what the reader opened: told by their keys, they become a schedule, costs or a trace. */
 export async function openFiles(files) {
   const wrong = [];
@@ -52,7 +60,8 @@ export function drawTabs() {
   const tabs = Object.entries(TAB_TITLES).filter(([tab]) => !app.embedded || app.embedded.has(tab));
   const made = tabs.map(([tab, title]) => {
     const selected = app.state.tab === tab;
-    const act = { click: () => change({ tab, follow: null, window: null, range: null }), keydown: stepTabs };
+    const open = () => change({ tab, follow: null, window: null, range: null, ...exampleOf(tab) });
+    const act = { click: open, keydown: stepTabs };
     return element(
       "button",
       { type: "button", role: "tab", id: `tab-${tab}`, "aria-controls": "stage", "aria-selected": String(selected), tabindex: selected ? 0 : -1, ...act },
@@ -60,6 +69,13 @@ export function drawTabs() {
     );
   });
   refill(byId("tabs"), ...(made.length > 1 ? made : []));
+  byId("about").textContent = ABOUT[app.state.tab];
+}
+
+/** Return what is compared where the reader has chosen nothing to compare with. */
+function exampleOf(tab) {
+  const { entries } = app.state;
+  return tab === "compare" && entries.length === 1 && !app.embedded ? { entries: [...entries, nextEntry()] } : {};
 }
 
 function stepTabs(event) {
@@ -79,7 +95,8 @@ export function entryTitle(entry) {
     return `Plan ≤ ${entry.limit} ${entry.limit_in_gib ? "GiB" : "chunks"}${stages}`;
   }
   if (entry.source === "file") return entry.file.name ?? entry.file.key.replace(/^\d+-/, "");
-  return app.offers.schedules.find(({ name }) => name === entry.name)?.title ?? entry.name;
+  const title = app.offers.schedules.find(({ name }) => name === entry.name)?.title ?? entry.name;
+  return entry.chunks ? `${title}:${entry.chunks}` : title;
 }
 
 /** Draw the schedules that are compared. */
@@ -100,7 +117,8 @@ export function drawEntries() {
 
 function nextEntry() {
   const taken = new Set(app.state.entries.map(({ name }) => name));
-  const liked = ["1f1b", "v-min", "v-half", "v-zb", "zb-h1", ...app.offers.schedules.map(({ name }) => name)];
+  const published = app.offers.schedules.filter(({ planned }) => !planned).map(({ name }) => name);
+  const liked = ["1f1b", "v-min", "v-half", "v-zb", "zb-h1", ...published];
   return { source: "name", name: liked.find((name) => !taken.has(name)) };
 }
 

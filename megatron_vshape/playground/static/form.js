@@ -39,9 +39,11 @@ function scheduleFields(state, offers, change) {
   const entry = state.entries[state.active];
   const group = element("fieldset", {}, element("legend", {}, "Schedule"));
   const choose = (event) => change({ entries: replaced(state, chosenEntry(event, state, offers)) });
+  const named = (isPlanned) =>
+    offers.schedules.filter(({ planned }) => planned === isPlanned).map(({ name, title }) => [name, title]);
   const options = [
-    optionGroup("Published", offers.schedules.map(({ name, title }) => [name, title])),
-    optionGroup("Adaptive", [[PLAN, "Plan within a memory limit"]]),
+    optionGroup("Published", named(false)),
+    optionGroup("Adaptive", [[PLAN, "Plan within a memory limit"], ...named(true)]),
     optionGroup("Files", scheduleFiles(state, offers)),
   ];
   group.append(picker("schedule", "Order of the passes", options, entryKey(entry, state.active), choose));

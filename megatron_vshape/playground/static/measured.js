@@ -11,20 +11,22 @@ import { drawShare } from "./share.js";
 
 /** Show a trace under its plan, or ask for one. */
 export async function showMeasured(signal) {
-  const given = app.offers.files.filter(({ sort }) => sort === "trace");
+  const traces = app.offers.files.filter(({ sort }) => sort === "trace");
+  const [given, [example]] = [traces.filter(({ example }) => !example), traces.filter(({ example }) => example)];
   const load = (event) => change({ files: [...event.target.files] });
   const picker = element("input", { type: "file", id: "trace-file", accept: ".json", "data-field": "trace", change: load });
   const offered = given.map(({ key, name }) =>
     element("button", { type: "button", class: "button", id: `trace-${key}`, click: () => change({ trace: { key } }) }, name));
   refill(
     byId("lead"),
-    element("p", {}, "A trace that training wrote with --pipeline-trace, beside what was planned. Passes that ran late by more than a tenth of their time, through no fault of what they waited for, are marked."),
+    app.state.trace || !example ? null : element("p", {}, "An example, made up: V-Half on 4 devices that stall once. Open a trace of your own:"),
     element("label", { class: "field" }, element("span", {}, "Trace file"), picker),
     element("div", { class: "row offered" }, ...offered),
   );
-  if (!app.state.trace) return clearPictures();
+  const shown = app.state.trace ?? example;
+  if (!shown) return clearPictures();
   try {
-    const file = app.state.trace.key ? { key: app.state.trace.key } : app.state.trace;
+    const file = shown.key ? { key: shown.key } : shown;
     const { timelines } = await ask(requestOf("measured", { trace: file }), signal);
     if (signal.aborted) return;
     showTrace(timelines);

@@ -21,7 +21,7 @@ export const app = {
 };
 
 export const view = new View(() => {
-  app.state.window = view.whole ? null : [view.start, view.end];
+  app.state.window = view.opened ? null : [view.start, view.end];
   writeUrlSoon();
 });
 const writeUrlSoon = debounced(() => writeUrl(), 200);

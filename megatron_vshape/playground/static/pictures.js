@@ -76,7 +76,8 @@ export function setPictures(shown, layout = {}, all = shown.map(({ timeline }) =
   app.shown = shown;
   setBounds(all);
   shown.forEach(({ timeline, title, note, from }, at) => {
-    const caption = title ? [element("h2", {}, title), element("p", {}, note ?? "")] : [];
+    const begins = view.opened && !view.whole ? "; its beginning is shown, All shows the whole" : "";
+    const caption = title ? [element("h2", {}, title), element("p", {}, (note ?? "") + begins)] : [];
     host.children[at].firstElementChild.replaceChildren(...caption);
     const track = app.tracks[at];
     track.layout = layout;
@@ -96,7 +97,7 @@ function setBounds(timelines) {
   app.bounds = bounds;
   const wanted = app.state.window;
   if (wanted) view.show(wanted[0], wanted[1] - wanted[0], false);
-  else view.show(0, last, false);
+  else view.open();
 }
 
 /** Show no timeline. */

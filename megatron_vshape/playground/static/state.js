@@ -155,7 +155,7 @@ function readEntry(text, loaded) {
   if (name === "plan") return readPlan(rest);
   const entry = { source: "name", name };
   for (const option of rest) {
-    if (/^c\d+$/.test(option)) entry.chunks = Number(option.slice(1));
+    if (/^c?\d+$/.test(option)) entry.chunks = Number(option.replace("c", "")); // :4 as on a command line
     if (/^g\d+$/.test(option)) entry.group_size = Number(option.slice(1));
   }
   return entry;

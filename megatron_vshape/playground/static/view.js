@@ -1,6 +1,8 @@
 // View: which stretch of time is seen; shared by all pictures that stand on one axis.
 
 const CLOSEST = 4; // passes of typical length across the picture at the highest zoom
+const MOST_AT_ONCE = 1000; // passes across; of more, one sees a pattern of their colours alone
+const READABLE = 200;
 
 export class View {
   constructor(onChange) {
@@ -15,8 +17,19 @@ export class View {
     this.first = first;
     this.last = last > first ? last : first + 1;
     this.least = Math.min(CLOSEST * typical, this.last - this.first);
+    const all = this.last - this.first;
+    this.opening = all > MOST_AT_ONCE * typical ? READABLE * typical : all;
     this.start = this.first;
-    this.span = this.last - this.first;
+    this.span = this.opening;
+  }
+
+  /** Show what is seen before the reader has moved anything: all, or a beginning one can read. */
+  open() {
+    this.show(this.first, this.opening, false);
+  }
+
+  get opened() {
+    return this.start === this.first && this.span === this.opening;
   }
 
   get end() {
