@@ -129,9 +129,13 @@ def test_extras_that_no_argument_says_leave_no_command():
 
 def test_the_frontier_s_plans_are_those_that_choosing_a_point_makes():
     body = request("frontier", devices=3, microbatches=5, costs=COST, plans=True)
-    header, _ = read_payload(make_answer(parse_request(body, {}), lambda _: None))
+    told: list[dict[str, Any]] = []
+    header, _ = read_payload(make_answer(parse_request(body, {}), told.append))
     plans = [point for point in header["points"] if point["source"] == "plan"]
     assert len(plans) >= 3
+    searched = next(at for at, known in enumerate(told) if "value" in known)
+    found = next(at for at, known in enumerate(told) if known.get("point") == plans[0])
+    assert searched < found  # it is told of while it is looked for
     makespans = [point["makespan"] for point in plans]
     assert makespans == sorted(set(makespans), reverse=True)
     for point in plans[:2]:

@@ -2,8 +2,8 @@
 
 import { digits, element, percent } from "./dom.js";
 
-const HEIGHT = 380;
-const EDGE = { left: 56, right: 96, top: 30, bottom: 44 };
+const HEIGHT = 392;
+const EDGE = { left: 56, right: 96, top: 42, bottom: 44 };
 
 /** Return the points that no other beats in both memory and step time, by memory. */
 function paretoOf(points) {
