@@ -120,8 +120,8 @@ def _gather_in_w_alone(layer: type[nn.Module]) -> None:
     """
     for base in layer.__mro__:
         original = vars(base).get("grad_output_preprocess")
-        if original is None or hasattr(original.__func__, "__wrapped__"):  # ours already
-            continue
+        if not isinstance(original, staticmethod) or hasattr(original.__func__, "__wrapped__"):
+            continue  # ours already, or not what is known
 
         @wraps(original.__func__)
         def preprocess(
