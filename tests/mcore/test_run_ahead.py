@@ -1,7 +1,7 @@
-"""What a step begun early takes to be undone, and what a nest of losses may hold."""
+"""What a step begun early takes to be undone."""
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ pytest.importorskip("megatron.training")
 from megatron_vshape.mcore.early.optimizer_backup import Backup
 from megatron_vshape.mcore.observe.static_memory import static_memory
 from megatron_vshape.mcore.step import run_ahead
-from megatron_vshape.mcore.step.loss_reporting import _moved
 from megatron_vshape.mcore.step.run_ahead import RandomState
 
 
@@ -92,16 +91,3 @@ def test_tensors_that_are_alike_are_copied_by_one_call(monkeypatch: pytest.Monke
     assert all(map(torch.equal, before, everything()))
     assert [len(kinds) for kinds in calls] == [1, 1, 1, 1]
     assert calls[0] | calls[1] == calls[2] | calls[3]
-
-
-class Losses(NamedTuple):
-    value: torch.Tensor
-    count: int
-
-
-def test_a_nest_of_losses_keeps_its_types() -> None:
-    nest = {"loss": Losses(torch.ones(1, requires_grad=True), 3), "rest": [(1, torch.zeros(2))]}
-    moved = _moved(nest, torch.device("cpu"))
-    assert isinstance(moved["loss"], Losses)
-    assert not moved["loss"].value.requires_grad
-    assert moved["rest"][0][0] == 1

@@ -1,0 +1,87 @@
+"""Losses on their way from the rank that has them to the one that logs them."""
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime.ranks import run_ranks
+
+pytest.importorskip("megatron.core")
+
+from megatron_vshape.mcore.layout import multi_token
+from megatron_vshape.mcore.step.loss_reporting import Courier
+
+
+class Losses(NamedTuple):
+    value: torch.Tensor
+    count: int
+
+
+def reports(step: int) -> list[Any]:
+    """Return what a loss function may have reported of 64 microbatches; in step 2 one more."""
+    torch.manual_seed(step)
+    kinds = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64)
+    made: list[Any] = [
+        {
+            "loss": Losses(torch.randn(2, requires_grad=True), 3),
+            "rest": [(at, torch.randn(3, at % 3).to(kinds[at % 5]).t(), torch.tensor(0.1 * at))],
+        }
+        for at in range(64)
+    ]
+    return [*made, "more"] if step == 2 else made
+
+
+def check(brought: list[Any], expected: list[Any]) -> None:
+    assert len(brought) == len(expected)
+    for got, had in zip(brought[:64], expected, strict=False):
+        assert isinstance(got["loss"], Losses)
+        assert got["loss"].count == 3
+        (at, *theirs), (number, *ours) = got["rest"][0], had["rest"][0]
+        assert at == number
+        for one, other in zip(
+            [got["loss"].value, *theirs], [had["loss"].value, *ours], strict=True
+        ):
+            assert (one.dtype, one.shape) == (other.dtype, other.shape)
+            assert not one.requires_grad
+            assert torch.equal(one, other)
+
+
+def bring(rank: int) -> list[int]:
+    """Bring the reports of four steps from rank 0 to rank 1; return how often each step copies.
+
+    What is counted are calls by which a host waits for a device, or moves something.
+    """
+    copies: Counter[str] = Counter()
+    elsewhere: list[Any] = []
+    counts, found = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multi_token, "take_metrics", lambda: {"values": torch.arange(3.0)})
+        patch.setattr(multi_token, "add_metrics", elsewhere.append)
+        stores = [reports(step) if rank == 0 else [] for step in range(4)]
+        for name in ("to", "cpu", "cuda", "tolist", "item", "numpy", "__int__"):
+            original = getattr(torch.Tensor, name)
+
+            def counted(self: Any, *args: Any, _of: Any = original, _name: str = name) -> Any:
+                copies[_name] += 1
+                return _of(self, *args)
+
+            patch.setattr(torch.Tensor, name, counted)
+        courier = Courier()
+        for store in stores:
+            copies.clear()
+            found.append(courier.bring_losses(store, 0, dist.group.WORLD, torch.device("cpu")))
+            counts.append(sum(copies.values()))
+            courier.forget()
+    for step, brought in enumerate(found if rank == 1 else ()):
+        check(brought, reports(step))
+    assert [each["values"].tolist() for each in elsewhere] == [[0, 1, 2]] * (4 * rank)
+    return counts
+
+
+def test_losses_travel_in_one_and_come_out_as_they_were() -> None:
+    """What is no tensor goes along where it is not that of the step before: up, and down."""
+    sent, received = run_ranks(2, bring)
+    assert sent == [1, 0, 1, 1]
+    assert received == [3, 1, 3, 3]
