@@ -1,39 +1,76 @@
-"""What the process of a rank needs in its environment, and how it comes to have it.
+"""What a schedule's ranks need in their environment, by which CUDA, torch and NCCL start.
 
-`megatron_vshape.mcore`, which every rank imports, completes its own process's before it imports
-torch. Whoever starts a script of somebody else's, which may import torch first, completes what that
-inherits.
+It is set where a schedule has been chosen (`mcore.setup.ready`), which is early enough until CUDA
+starts: torch reads the allocator's variable at its first allocation, CUDA the number of its queues
+with the device's context, NCCL its own when it connects. CUDA reads how to load kernels as soon as
+it is asked for a device, which a trainer may have done: those load late then, which no proof minds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from typing import NamedTuple
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """How torch spells the allocator's variable: at first the one way, later the other too, and which
 of the two wins has changed between versions."""
 
 SEGMENTS = "expandable_segments:True"
-"""Less is lost to fragmentation, and memory is seldom given back, which waits for the device."""
 
-WITH_SEGMENTS = {"NCCL_GRAPH_REGISTER": "0"}
-"""NCCL would register such segments where a CUDA graph is captured, and read where nothing is;
-Megatron captures none without this."""
-
-OTHERS = {
-    # A kernel's first launch may load it, which waits for the whole device: for a receive that
-    # waits for its sender, too. Read when CUDA starts.
-    "CUDA_MODULE_LOADING": "EAGER",
-    # Tensor parallelism needs this order of launches on a GPU before Blackwell.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-}
+CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""Before Blackwell Megatron demands it where tensor or context parallelism has more than one rank,
+whatever the schedule."""
 
 
-def missing(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what `environ` lacks; what is there is the user's choice and stays.
+class Setting(NamedTuple):
+    """The value of a variable, and why it has it."""
 
-    So does the allocator's variable in both spellings where it is there in one.
+    value: str
+    why: str
+
+
+def settings(
+    *, kernels: bool, ordered: bool, graphs: bool = False, registers: bool = False
+) -> dict[str, Setting]:
+    """Return what a schedule needs, by variable.
+
+    `kernels` says that messages are (on GPUs), `ordered` that what overlaps relies on the order of
+    launches, `graphs` that CUDA graphs are captured, and `registers` that NCCL registers buffers,
+    which no segment that can grow may hold.
     """
-    found = {name: value for name, value in OTHERS.items() if name not in environ}
-    if not any(name in environ for name in ALLOCATOR):
-        found |= dict.fromkeys(ALLOCATOR, SEGMENTS)
-        found |= {name: value for name, value in WITH_SEGMENTS.items() if name not in environ}
+    found: dict[str, Setting] = {}
+    if kernels:
+        why = "kernels that load within a step wait for the device, messages included"
+        found["CUDA_MODULE_LOADING"] = Setting("EAGER", why)
+    if kernels and not registers:
+        why = "memory is seldom given back, which waits for the device"
+        found |= dict.fromkeys(ALLOCATOR, Setting(SEGMENTS, why))
+        if graphs:
+            why = "NCCL would register such segments in CUDA graphs, and read where nothing is"
+            found["NCCL_GRAPH_REGISTER"] = Setting("0", why)
+    if ordered:
+        why = "tensor and context parallelism need this order of launches"
+        found |= {name: Setting(value, why) for name, value in CONNECTIONS.items()}
     return found
+
+
+def missing(needed: Mapping[str, Setting], environ: Mapping[str, str]) -> dict[str, Setting]:
+    """Return what `environ` lacks of it; what is there is the user's choice and stays.
+
+    So does the allocator's variable in both spellings where it is there in one, and with it what
+    is needed beside such segments.
+    """
+    found = {name: each for name, each in needed.items() if name not in environ}
+    if any(name in environ for name in ALLOCATOR):
+        for name in (*ALLOCATOR, "NCCL_GRAPH_REGISTER"):
+            found.pop(name, None)
+    return found
+
+
+def complete(environ: MutableMapping[str, str], *, kernels: bool, ordered: bool) -> None:
+    """Set what a schedule needs and `environ` lacks, where its passes are to be measured."""
+    lacking = missing(settings(kernels=kernels, ordered=ordered), environ)
+    environ.update({name: value for name, (value, _) in lacking.items()})
+
+
+def told(found: Mapping[str, Setting]) -> str:
+    """Return the variables, each with its value and why, in a line."""
+    return ", ".join(f"{name}={value} ({why})" for name, (value, why) in found.items())

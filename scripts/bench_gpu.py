@@ -46,16 +46,13 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 sys.path.insert(0, str(Path(__file__).parent))  # nor this be the file that Python starts with
 
-# Before torch, which reads the environment that this completes.
-import megatron_vshape.mcore
-
-# isort: split
 import torch
 from in_use import Allocator, PassNeeds, StepPeaks
 from live_bytes import LivePeak
 from offloaded import offloaded
 from torch import Tensor, nn
 
+import megatron_vshape
 from megatron_vshape.core.ask import Question, ask
 from megatron_vshape.core.check.simulate import held_curve
 from megatron_vshape.core.model.costs import Costs
@@ -71,7 +68,7 @@ from megatron_vshape.core.model.kinds import (
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.program.instructions import Message, Program
 from megatron_vshape.core.program.lowering import lower
-from megatron_vshape.environment import ALLOCATOR
+from megatron_vshape.environment import ALLOCATOR, complete
 from megatron_vshape.mcore.one_device import (
     WARM_UP,
     Model,
@@ -935,6 +932,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     args = parse(arguments)
+    # What a schedule's ranks have, before CUDA starts.
+    complete(os.environ, kernels=args.device != "cpu", ordered=True)
     try:
         choose(args.device)
         status: int = args.run(args)

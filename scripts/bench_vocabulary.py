@@ -32,8 +32,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_vshape.environment import missing
-
 ROOT = Path(__file__).parents[1]
 AS_RANK = "--as-rank"  # first argument of this script where it is one rank of a run
 DILATION = 10
@@ -71,8 +69,8 @@ class Run(NamedTuple):
 
 def measure(flags: tuple[str, ...], options: argparse.Namespace) -> Run:
     """Train so and return what it tells; raises SystemExit if it fails."""
-    environment = os.environ | missing(os.environ)
-    environment |= {"PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ours = {"PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | ours
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *(f"--nproc-per-node={options.ranks}", __file__, AS_RANK),

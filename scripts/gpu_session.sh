@@ -100,8 +100,13 @@ choose_allocator() {
 
 allocates() {
     timeout 35 "$python" - 2>/dev/null <<'PYTHON'
-import megatron_vshape.mcore
+import os
+
 import torch
+
+from megatron_vshape.environment import complete
+
+complete(os.environ, kernels=True, ordered=False)
 
 kept = [torch.ones(mib << 20, dtype=torch.uint8, device="cuda") for mib in (1, 64, 1024)]
 torch.cuda.synchronize()

@@ -29,7 +29,6 @@ import torch
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.instructions import Program
-from megatron_vshape.environment import missing
 
 ROOT = Path(__file__).parents[1]
 BASELINE = "1f1b"
@@ -70,7 +69,7 @@ def measure(schedule: str, ranks: int, microbatches: int) -> Peaks:
         SystemExit: the run failed.
     """
     enough_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
-    environment = os.environ | missing(os.environ) | {"PYTHONWARNINGS": "ignore"}
+    environment = os.environ | {"PYTHONWARNINGS": "ignore"}
     if not enough_gpus:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-# Before torch, which reads the environment that this completes.
+import torch
+
 import megatron_vshape
 from megatron_vshape.mcore import cpu
-
-# isort: split
-import torch
 
 # Both stand outside the guarded main: writing a checkpoint starts processes that import this file
 # again, and they need the same torch. They stand before Megatron's imports, which copy from torch.

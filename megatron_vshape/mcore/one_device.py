@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_vshape import environment
 from megatron_vshape.core.model.costs import Piece, joint_name
 from megatron_vshape.core.model.kinds import (
     COPY_BACK,
@@ -184,6 +185,8 @@ def prepare(device: str) -> Any:
     Raises:
         ScheduleError: as `choose` does.
     """
+    # What a schedule's ranks have, before CUDA starts.
+    environment.complete(os.environ, kernels=device == "cuda", ordered="WORLD_SIZE" in os.environ)
     choose(device)
     if not dist.is_initialized():
         backend = "nccl" if device == "cuda" else "gloo"

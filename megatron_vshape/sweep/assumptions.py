@@ -105,13 +105,13 @@ class Assumptions:
     )
     context_gib: float = _assume(
         2.0,
-        "estimate: CUDA context 0.5, NCCL's buffers 1, cuBLAS workspaces 0.5; what it adds that "
+        "estimate: CUDA context 0.5, NCCL's buffers 1, cuBLAS workspaces 0.5; what it adds where "
         "all modules are loaded at the start (environment.py) is not measured",
     )
     fragmentation: float = _assume(
         0.02,
-        "estimate: of activations, with expandable segments, which every rank has unless its "
-        "environment says otherwise (environment.py)",
+        "estimate: of activations, with expandable segments, which a schedule's ranks have unless "
+        "their environment says otherwise (environment.py); more without",
     )
     receive_window: float = _assume(2, "receives posted ahead per stream; at most so on GPUs")
 

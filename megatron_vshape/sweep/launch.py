@@ -8,13 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import submitit
 from submitit.slurm.slurm import SlurmInfoWatcher
 
-from megatron_vshape.environment import missing
 from megatron_vshape.sweep import worker
 from megatron_vshape.sweep.files import Loaded, SweepError
 from megatron_vshape.sweep.predict import Prediction, Predictor
@@ -225,10 +224,8 @@ class Launcher:
         return self.loaded.cluster.nodes
 
     def _job(self, prediction: Prediction, folder: Path) -> worker.Job:
-        run, cluster = self.loaded.sweep.run, self.loaded.cluster
-        launcher = os.getpid() if run.executor == "local" else None
-        command = _command(self.loaded, prediction, folder)
-        return worker.Job(command, folder.resolve(), run, cluster, launcher)
+        launcher = os.getpid() if self.loaded.sweep.run.executor == "local" else None
+        return replace(_job_of(self.loaded, prediction, folder.resolve()), launcher=launcher)
 
     def _executor(self, folder: Path) -> submitit.Executor:
         run, cluster = self.loaded.sweep.run, self.loaded.cluster
@@ -261,6 +258,14 @@ class Launcher:
         except (RuntimeError, ValueError, TypeError) as error:
             raise SweepError(f"SLURM cannot be used: {error}") from None
         return slurm
+
+
+def _job_of(loaded: Loaded, prediction: Prediction, folder: Path) -> worker.Job:
+    """Return what a run needs wherever it is started."""
+    it = prediction.combination
+    ordered = max(it.tensor_parallel, it.context_parallel) > 1
+    command = _command(loaded, prediction, folder)
+    return worker.Job(command, folder, loaded.sweep.run, loaded.cluster, is_ordered=ordered)
 
 
 def _command(loaded: Loaded, prediction: Prediction, folder: Path) -> list[str]:
@@ -310,7 +315,6 @@ def dry_run(
         run = folder / key_of(each.combination, loaded, predictor.measured)
         if each.planned is not None:
             run.mkdir(parents=True, exist_ok=True)
-        job = worker.Job(_command(loaded, each, run), run, loaded.sweep.run, loaded.cluster)
-        given = job.environment | missing(os.environ | job.environment)
-        variables = [f"{name}={shlex.quote(value)}" for name, value in given.items()]
+        job = _job_of(loaded, each, run)
+        variables = [f"{name}={shlex.quote(value)}" for name, value in job.environment.items()]
         show(" ".join([*variables, "torchrun", where, shlex.join(job.ranks)]))

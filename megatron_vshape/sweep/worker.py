@@ -19,7 +19,7 @@ from typing import Any
 import submitit
 
 from megatron_vshape import figures
-from megatron_vshape.environment import missing
+from megatron_vshape.environment import CONNECTIONS
 from megatron_vshape.sweep.files import Cluster, Run
 from megatron_vshape.sweep.results import Outcome, Status
 
@@ -47,6 +47,7 @@ class Job:
     run: Run
     cluster: Cluster
     launcher: int | None = None  # a process without which the run is in vain
+    is_ordered: bool = False  # Megatron demands an order of launches of the environment
 
     @property
     def timeout_s(self) -> float:
@@ -61,8 +62,12 @@ class Job:
     @property
     def environment(self) -> dict[str, str]:
         """Return what the trainer has in its environment beside the node's own."""
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.cluster.backend == "gloo" else {}
-        return {"OMP_NUM_THREADS": str(self.run.threads), **hidden, **self.run.environment}
+        given = {"OMP_NUM_THREADS": str(self.run.threads)}
+        if self.cluster.backend == "gloo":
+            given["CUDA_VISIBLE_DEVICES"] = ""
+        if self.is_ordered:
+            given |= {name: os.environ.get(name, value) for name, value in CONNECTIONS.items()}
+        return given | self.run.environment
 
 
 def run_job(job: Job) -> Outcome:
@@ -139,13 +144,12 @@ def _run(
     in_vain: Callable[[], bool],
 ) -> int | None:
     """Return the exit code, or None where time was up or the run has become in vain."""
-    environment = {**os.environ, **given}
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        env=environment | missing(environment),
+        env={**os.environ, **given},
         start_new_session=True,
     )
     end = time.monotonic() + timeout_s

@@ -1,18 +1,23 @@
-"""Whatever starts a rank, its environment is complete before torch is imported, which reads it.
+"""Who asks for no schedule finds environment and arguments as without this package.
 
-The torch of these tests tells the environment that it finds, and ends the rank.
+And a schedule's ranks get what it needs, before Megatron's checks can start CUDA, and a line of the
+log. Where a launcher is tested, the torch is one that tells the environment that it finds, and
+ends the rank.
 """
 
 import json
+import logging
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_vshape.environment import missing
+from megatron_vshape.environment import missing, settings, told
 
 ROOT = Path(__file__).parents[2]
 TORCH = """
@@ -32,7 +37,7 @@ SRUN = 'while [ "$1" != bash ]; do shift; done\nSLURM_NODEID=0 exec "$@"'
 # What is installed is never touched: a train.sh that wants to install ends there.
 PYTHON = '#!/bin/sh\n[ "$2" = pip ] && { test "$3" = --version; exit; }\nexec REAL "$@"'
 SEGMENTS = "expandable_segments:True"
-COMPLETE = {
+EVERYTHING = {
     "PYTORCH_CUDA_ALLOC_CONF": SEGMENTS,
     "PYTORCH_ALLOC_CONF": SEGMENTS,
     "NCCL_GRAPH_REGISTER": "0",
@@ -44,6 +49,45 @@ OF_THE_USER = {
     "CUDA_MODULE_LOADING": "LAZY",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
 }
+# What Megatron makes of the arguments of some runs, and the environment after all of them. The
+# last is refused where the allocator has expandable segments, by Megatron and torch before 2.11.
+PROGRAM = """
+import json, os, sys
+
+if "register" in sys.argv:
+    import megatron_vshape
+    megatron_vshape.register()
+import megatron.core.distributed.distributed_data_parallel_config as data_parallel
+from megatron.training import arguments
+
+arguments.get_device_arch_version = lambda: 9  # Hopper's
+
+def validated(flags):
+    sys.argv[1:] = flags.split()
+    args = arguments.parse_args()
+    arguments.validate_args(args)
+    return {name: repr(value) for name, value in vars(args).items()}
+
+found = [validated(flags) for flags in RUNS]
+data_parallel.is_torch_min_version = lambda *version: False
+data_parallel.DistributedDataParallelConfig(nccl_ub=True)
+print(json.dumps([dict(os.environ), found]))
+"""
+MODEL = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 16 --lr 1e-3 "
+    "--train-iters 1 --tokenizer-type NullTokenizer --vocab-size 100 --transformer-impl local "
+    "--no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion "
+)
+UNFUSED = "--no-gradient-accumulation-fusion "
+RUNS = [
+    f"{MODEL}{UNFUSED}--use-torch-fsdp2 --ckpt-format torch_dist "
+    "--untie-embeddings-and-output-weights",
+    f"{MODEL}{UNFUSED}--use-megatron-fsdp --ckpt-format fsdp_dtensor "
+    "--data-parallel-sharding-strategy optim_grads_params",
+    f"{MODEL}--num-experts 4 --expert-model-parallel-size 4 --bf16",
+    f"{MODEL}--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1",
+]
 
 Start = Callable[[Path, Mapping[str, str]], str]
 """Starts a rank with this environment and returns what it prints."""
@@ -59,22 +103,6 @@ def write(path: Path, text: str) -> Path:
     path.write_text(text)
     path.chmod(0o755)
     return path
-
-
-def script(folder: Path, environment: Mapping[str, str]) -> str:
-    """scripts/pretrain_gpt.py, as any torchrun starts it."""
-    return run([sys.executable, str(ROOT / "scripts" / "pretrain_gpt.py")], environment)
-
-
-def launcher(folder: Path, environment: Mapping[str, str]) -> str:
-    """A script of somebody else's."""
-    theirs = write(folder / "theirs.py", "import torch")
-    return run([sys.executable, "-m", "megatron_vshape.mcore.launch", str(theirs)], environment)
-
-
-def registering(folder: Path, environment: Mapping[str, str]) -> str:
-    """A script that registers by itself."""
-    return run([sys.executable, "-c", "import megatron_vshape as m; m.register()"], environment)
 
 
 def train(folder: Path, environment: Mapping[str, str]) -> str:
@@ -127,32 +155,174 @@ def clean(tmp_path: Path) -> dict[str, str]:
     write(tmp_path / "fake/torch/__init__.py", TORCH)
     write(tmp_path / "fake/torch/distributed/__init__.py", "")
     write(tmp_path / "fake/torch/distributed/run.py", TORCHRUN)
-    ours = COMPLETE.keys()
+    ours = EVERYTHING.keys()
     kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("SLURM")}
     return {**kept, "PYTHONPATH": f"{tmp_path / 'fake'}{os.pathsep}{ROOT}"}
 
 
-def told(said: str) -> dict[str, str]:
+def found_by(said: str) -> dict[str, str]:
     """Return what of a rank's environment matters here."""
     lines = [line for line in said.splitlines() if line.startswith("ENVIRONMENT")]
     assert len(lines) == 1, said
     found = json.loads(lines[0].partition(" ")[2])
-    return {name: value for name, value in found.items() if name in COMPLETE}
+    return {name: value for name, value in found.items() if name in EVERYTHING}
 
 
-@pytest.mark.parametrize("start", [script, launcher, registering, train, slurm, sweep])
-class TestEveryLauncher:
-    def test_completes_it(self, start: Start, tmp_path: Path, clean: dict[str, str]) -> None:
-        assert told(start(tmp_path, clean)) == COMPLETE
+@pytest.mark.parametrize("start", [train, slurm, sweep])
+@pytest.mark.parametrize("users", [{}, OF_THE_USER], ids=["none", "some"])
+def test_a_launcher_leaves_the_environment_to_the_ranks(
+    start: Start, users: dict[str, str], tmp_path: Path, clean: dict[str, str]
+) -> None:
+    assert found_by(start(tmp_path, clean | users)) == users
 
-    def test_leaves_the_users(self, start: Start, tmp_path: Path, clean: dict[str, str]) -> None:
-        assert told(start(tmp_path, clean | OF_THE_USER)) == OF_THE_USER
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return what Megatron alone makes of `RUNS`, and the environment that they leave."""
+    pytest.importorskip("megatron.training")
+    return megatron(tmp_path_factory.mktemp("without"))
+
+
+def megatron(folder: Path, *arguments: str) -> Any:
+    """Run `PROGRAM` as one of four ranks, with the package's start-up file, and return its answer.
+
+    Where the first argument is no script's, it is that of Python.
+    """
+    program = write(folder / "program.py", PROGRAM.replace("RUNS", repr(RUNS)))
+    write(folder / "sitecustomize.py", (ROOT / "megatron_vshape.pth").read_text())
+    told_here = (*EVERYTHING, "PYTEST_CURRENT_TEST")
+    kept = {k: v for k, v in os.environ.items() if k not in told_here}
+    ours = {"WORLD_SIZE": "4", "RANK": "0", "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    command = [sys.executable, "-W", "ignore", *arguments[:-1], str(program), *arguments[-1:]]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=kept | ours, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    environment, found = json.loads(done.stdout.splitlines()[-1])
+    assert environment.pop("PYTHONPATH").startswith(str(folder))
+    return environment, found
+
+
+@pytest.mark.parametrize(
+    "start", [("register",), ("-m", "megatron_vshape.mcore.launch", "")], ids=["register", "launch"]
+)
+def test_who_asks_for_no_schedule_finds_all_as_without(
+    start: tuple[str, ...], without: Any, tmp_path: Path
+) -> None:
+    """FSDP, experts alone and Megatron's own schedule; every variable, and every argument."""
+    environment, runs = megatron(tmp_path, *start)
+    assert environment == without[0]
+    assert runs == without[1]
+
+
+def options(**given: Any) -> Namespace:
+    return Namespace(**({"tensor_model_parallel_size": 1, "context_parallel_size": 1} | given))
+
+
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+ON_GPUS = {*ALLOCATOR, "CUDA_MODULE_LOADING"}
+CASES: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
+    "experts alone": ({"expert_model_parallel_size": 8}, True, ON_GPUS),
+    "tensor": ({"tensor_model_parallel_size": 2}, True, {*ON_GPUS, QUEUES}),
+    "context": ({"context_parallel_size": 2}, True, {*ON_GPUS, QUEUES}),
+    "on the CPU": ({"tensor_model_parallel_size": 2}, False, {QUEUES}),
+    "graphs": ({"cuda_graph_impl": "local"}, True, {*ON_GPUS, "NCCL_GRAPH_REGISTER"}),
+    "registered": ({"nccl_ub": True, "cuda_graph_impl": "local"}, True, ON_GPUS - ALLOCATOR),
+    "passes side by side": (
+        {"tensor_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True},
+        True,
+        ON_GPUS,
+    ),
+}
+
+
+@pytest.fixture
+def completed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
+    """Return what completes an environment for a schedule, and returns it."""
+    pytest.importorskip("megatron.core")
+    from megatron_vshape.mcore.setup import ready
+
+    def complete(asked: Namespace, kernels: bool, **environ: str) -> dict[str, str]:
+        monkeypatch.setattr(os, "environ", environ)
+        choice = Namespace(name="v-half", kernels=kernels)
+        ready.complete_environment(asked, Namespace(choice=choice))  # type: ignore[arg-type]
+        return environ
+
+    return complete
+
+
+@pytest.mark.parametrize(("given", "kernels", "names"), CASES.values(), ids=CASES.keys())
+def test_a_schedule_has_what_it_needs_and_no_more(
+    given: dict[str, Any],
+    kernels: bool,
+    names: set[str],
+    completed: Callable[..., dict[str, str]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        found = completed(options(**given), kernels)
+    assert found == {name: EVERYTHING[name] for name in names}
+    (line,) = caplog.messages
+    assert line.startswith("set in the environment for schedule v-half: ")
+    assert all(f"{name}={EVERYTHING[name]} (" in line for name in names)
+    completed(options(**given), kernels, **found)  # as a second model, or a run tried again
+    assert caplog.messages == [line]
+
+
+def test_what_the_user_has_set_stays(
+    completed: Callable[..., dict[str, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = options(tensor_model_parallel_size=2, cuda_graph_impl="local")
+    assert completed(asked, True, **OF_THE_USER) == OF_THE_USER
+    assert completed(asked, True, RANK="3") == EVERYTHING | {"RANK": "3"}
+    assert caplog.messages == []
+
+
+def test_what_cuda_would_not_read_any_more_is_told_and_not_set(
+    completed: Callable[..., dict[str, str]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    assert completed(options(context_parallel_size=2), False) == {}
+    (line,) = caplog.messages
+    assert line == (
+        "CUDA had started when schedule v-half was chosen, too late to set here what it needs; "
+        "start the ranks with CUDA_DEVICE_MAX_CONNECTIONS=1 "
+        "(tensor and context parallelism need this order of launches)"
+    )
+
+
+CHOSEN = """
+import os, sys
+from megatron_vshape.mcore import cpu
+cpu.install()
+import megatron_vshape
+megatron_vshape.register()
+from megatron.training.arguments import parse_args, validate_args
+validate_args(parse_args())
+print("ENVIRONMENT", __import__("json").dumps(dict(os.environ)))
+"""
+
+
+def test_flags_that_choose_a_schedule_set_it_before_megatron_checks(clean: dict[str, str]) -> None:
+    """Megatron demands the order of launches of tensor parallelism, and asks CUDA for that."""
+    pytest.importorskip("megatron.training")
+    flags = f"{MODEL}--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
+    environment = clean | {"WORLD_SIZE": "4", "RANK": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", "-c", CHOSEN, *flags.split()]
+    said = run([*command, "--pipeline-schedule", "v-half"], environment)
+    assert found_by(said) == {
+        name: value for name, value in EVERYTHING.items() if name != "NCCL_GRAPH_REGISTER"
+    }
+    said = run([*command, "--pipeline-schedule", "1f1b"], environment)
+    assert "require setting the environment variable CUDA_DEVICE_MAX_CONNECTIONS to 1" in said
 
 
 @pytest.mark.parametrize("spelling", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 @pytest.mark.parametrize("value", ["backend:cudaMallocAsync", ""])
 def test_one_spelling_of_the_allocators_variable_speaks_for_both(spelling: str, value: str) -> None:
-    assert missing({spelling: value}).keys() == {
-        "CUDA_MODULE_LOADING",
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-    }
+    lacking = missing(settings(kernels=True, ordered=True, graphs=True), {spelling: value})
+    assert lacking.keys() == {"CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS"}
+    assert told(lacking).count("=") == 2

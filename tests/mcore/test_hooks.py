@@ -1,7 +1,10 @@
 """The hooks: each attribute is replaced and put back, and a changed Megatron is told apart."""
 
+import functools
+import inspect
 import sys
 import types
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,9 +14,11 @@ import pytest
 pytest.importorskip("megatron.training")
 
 import megatron.core
+from megatron.core.tensor_parallel import layers
 
 import megatron_vshape
-from megatron_vshape.mcore.hooks import registry
+from megatron_vshape.mcore.hooks import registry, training
+from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.replaced import ABSENT
 
 
@@ -40,14 +45,121 @@ def test_every_attribute_is_replaced_and_restored() -> None:
     before = current()
     megatron_vshape.register()
     names = [f"{owner}.{name}" for owner, name in targets()]
-    during = current()
-    # Where apex is installed its kernels stay, and so does Megatron's note of them.
-    kept = {"fused_weight_gradient_mlp_cuda", "_grad_accum_fusion_available"}
-    for name, old, new in zip(names, before, during, strict=True):
-        assert new is not old or name.rpartition(".")[2] in kept, name
+    waiting = {hook.name for hook in registry.HOOKS if hook.chosen}
+    for name, old, new in zip(names, before, current(), strict=True):
+        assert (new is not old) == (name.rpartition(".")[2] not in waiting), name
     megatron_vshape.unregister()
     for name, old, now in zip(names, before, current(), strict=True):
         assert now is old, name
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    """Return a session whose hooks that a schedule brings wait to be put in place."""
+    made = Session()
+    for hook in registry.HOOKS:
+        if hook.chosen:
+            registry._install(hook, made, {})
+    yield made
+    made.choose(None, None)
+
+
+def test_what_a_schedule_alone_brings_comes_and_goes_with_it(session: Session) -> None:
+    """Without apex Megatron's own schedules are told of no kernels, and layers refuse fusion."""
+    before, chosen = current(), [hook for hook in registry.HOOKS if hook.chosen]
+    assert not layers._grad_accum_fusion_available, "apex is installed here"
+    for pipeline in (None, object()):
+        session.choose(pipeline, "1f1b" if pipeline is None else None)  # type: ignore[arg-type]
+        assert layers._grad_accum_fusion_available == (pipeline is not None)
+        assert [hook.original() is not ABSENT for hook in chosen].count(True) == 3 - (
+            pipeline is None
+        )
+        assert hasattr(layers, "fused_weight_gradient_mlp_cuda") == (pipeline is not None)
+    session.choose(None, None)
+    assert all(a is b for a, b in zip(before, current(), strict=True))
+
+
+# These learn what is asked for, or come before that is known; the tests below say what they do.
+LISTENING = {"add_megatron_arguments", "validate_args", "pretrain", "train"}
+PASSING = [
+    hook
+    for hook in registry.HOOKS
+    if not hook.chosen and hook.name not in LISTENING and hook.original() is not ABSENT
+]
+
+
+def spy(original: Any, calls: list[Any], result: object) -> Any:
+    """Return a function with the signature of `original` that keeps its calls."""
+
+    @functools.wraps(original)
+    def kept(*args: Any, **options: Any) -> object:
+        calls.append((args, options))
+        return result
+
+    return kept
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["in place", "by name"])
+def test_where_nothing_is_asked_for_hooks_pass_everything_on(by_name: bool) -> None:
+    """The very objects, by place or by name as they were given, and what came back for them."""
+    assert len(PASSING) >= 30
+    for hook in PASSING:
+        check_passing(hook, by_name)
+
+
+def check_passing(hook: registry.Hook, by_name: bool) -> None:
+    calls: list[Any] = []
+    result = object()
+    replacement = hook.replacement(Session(), spy(hook.original(), calls, result))
+    args, options = [], {}
+    for each in inspect.signature(hook.original()).parameters.values():
+        if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
+            continue
+        if each.kind == each.KEYWORD_ONLY or (by_name and each.name != "self"):
+            options[each.name] = object()
+        else:
+            args.append(object())
+    returned = replacement(*args, **options)
+    assert returned is result or hook.name in ("__init__", "__post_init__"), hook.target
+    assert calls == [(tuple(args), options)], hook.target
+
+
+def test_a_provider_is_called_as_it_was_given() -> None:
+    """By Megatron up to 0.18, which calls it once for every chunk."""
+    calls: list[Any] = []
+
+    def provider(pre_process: bool = True, post_process: bool = True) -> None: ...
+
+    def upstream(
+        forward_step_func: object, model_provider: Any, pg_collection: object = None
+    ) -> object:
+        return model_provider(False, post_process=True)
+
+    wrapped = training.pretrain(Session(), upstream)
+    result = object()
+    assert wrapped(object(), model_provider=spy(provider, calls, result)) is result
+    assert calls == [((False,), {"post_process": True})]
+
+
+def test_training_without_a_schedule_is_upstreams_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    result = object()
+    monkeypatch.setattr(training, "get_args", lambda: types.SimpleNamespace())
+    monkeypatch.setattr(
+        training, "_print_if_any", lambda line: pytest.fail(str(line)) if line else 0
+    )
+    given = [object() for _ in range(3)]
+    assert training.train(Session(), spy(None, calls, result))(*given, a=result) is result
+    assert calls == [(tuple(given), {"a": result})]
+
+
+def test_the_parser_leaves_no_trace_of_flags_that_are_not_given() -> None:
+    made = training.add_megatron_arguments(Session(), lambda parser: parser)(ArgumentParser())
+    assert vars(made.parse_args([])) == {}
+    session = Session()
+    made = training.add_megatron_arguments(session, lambda parser: parser)(ArgumentParser())
+    assert vars(made.parse_args(["--pipeline-schedule", "v-min"])) == {"pipeline_schedule": "v-min"}
+    assert session.is_named
 
 
 def everything() -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from megatron_vshape.mcore.hooks.replacements import Function, replaces
+from megatron_vshape.mcore.hooks.replacements import Function, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import multi_token, stages, vocabulary
 from megatron_vshape.mcore.layout.stages import StageLayout
@@ -22,6 +22,7 @@ from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import library
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
+from megatron_vshape.mcore.setup.ready import complete_environment
 from megatron_vshape.mcore.setup.translate import tell, translate
 
 
@@ -30,7 +31,7 @@ def options_of(session: Session) -> PipelineOptions | None:
     return session.library if session.is_librarys else None
 
 
-@replaces
+@replaces_always
 def config_post_init(session: Session, original: Function, config: Any) -> None:
     """Choose the stages before a config of a pipeline checks itself, and tell it of them."""
     options = options_of(session)
@@ -86,6 +87,7 @@ def _choose(session: Session, options: PipelineOptions, config: Any) -> None:
     pipeline = session.pipeline
     if pipeline is None:
         session.choose(library.prepare_config(config, options), None)
+        complete_environment(config, session.pipeline)
         return
     sizes = config.pipeline_model_parallel_size, config.num_layers
     known = pipeline.stage_map.num_ranks, sum(pipeline.stage_map.layers)
@@ -98,7 +100,7 @@ def _choose(session: Session, options: PipelineOptions, config: Any) -> None:
     library.tell_config(config, pipeline.stage_map)
 
 
-@replaces
+@replaces_always
 def initialize_model_parallel(
     session: Session, original: Function, *args: Any, **given: Any
 ) -> Any:
@@ -106,15 +108,14 @@ def initialize_model_parallel(
     bound = inspect.signature(original).bind(*args, **given)
     with refusing():
         choice = _choice(session, bound.arguments.get("pipeline_model_parallel_size", 1))
-    if choice is not None:
-        placement = choice.placement
-        chunks = len(placement) // (max(placement) + 1)
-        bound.arguments["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
-        # Of a shared vocabulary no rank has what another has too.
-        ends = placement[:1] if choice.shares else placement
-        bound.arguments["get_embedding_ranks"] = lambda group, *_: stages.embedding_ranks(
-            ends, group
-        )
+    if choice is None:
+        return original(*args, **given)
+    placement = choice.placement
+    chunks = len(placement) // (max(placement) + 1)
+    bound.arguments["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
+    # Of a shared vocabulary no rank has what another has too.
+    ends = placement[:1] if choice.shares else placement
+    bound.arguments["get_embedding_ranks"] = lambda group, *_: stages.embedding_ranks(ends, group)
     return original(*bound.args, **bound.kwargs)
 
 

@@ -78,6 +78,7 @@ class Hook(Target):
     until: Release = (999, 0)
     optional: bool = False  # it depends on another package
     everywhere: bool = False  # also where other modules have imported it by name
+    chosen: bool = False  # only while a schedule of this package is chosen
 
 
 def _training(name: str) -> Callable[[Session, Any], Any]:
@@ -395,21 +396,24 @@ HOOKS = (
         ),
         "lets W run later than B",
         replacements.linear_function,
+        chosen=True,
     ),
     Hook(
         _LAYERS,
         "fused_weight_gradient_mlp_cuda",
         (),
-        "gradient accumulation fusion by torch where apex is missing, under any schedule",
+        "gradient accumulation fusion by torch where apex is missing",
         replacements.fused_kernels,
         optional=True,
+        chosen=True,
     ),
     Hook(
         _LAYERS,
         "_grad_accum_fusion_available",
         (),
-        "gradient accumulation fusion by torch where apex is missing, under any schedule",
+        "gradient accumulation fusion by torch where apex is missing",
         replacements.fusion_available,
+        chosen=True,
     ),
 )
 
@@ -487,11 +491,13 @@ PROBES = (
 
 # Megatron's modules belong to the process, and so does the record of what to put back.
 _replaced = Replaced()
+_chosen = Replaced()  # the same, of hooks that a schedule alone brings
 
 
 def install(options: Mapping[str, Any] | None = None) -> None:
     """Replace what `HOOKS` lists, also where it has been imported by name.
 
+    Until a schedule is chosen every replacement does what it replaces, and some wait until then.
     Does nothing where that has been done. `options` are those of `megatron_vshape.register`.
 
     Raises:
@@ -510,7 +516,7 @@ def install(options: Mapping[str, Any] | None = None) -> None:
     faults = [each.fault for each in examine() if each.fault is not None]
     if faults:
         raise HookError(faults[0])
-    session = Session(library=given, replaced=_replaced)
+    session = Session(library=given, replaced=_replaced, chosen=_chosen)
     made: dict[int, Any] = {}  # names of one object get one replacement
     named = [hook.original() for hook in HOOKS if hook.everywhere]
     for hook in HOOKS:
@@ -520,7 +526,8 @@ def install(options: Mapping[str, Any] | None = None) -> None:
 
 def uninstall() -> None:
     """Put back every attribute that `install` replaced, also where it was imported since then."""
-    replacements = {id(value): (value, original) for value, original in _replaced.undo()}
+    undone = _chosen.undo() + _replaced.undo()
+    replacements = {id(value): (value, original) for value, original in undone}
     # Values such as True are no one's own: only functions can be told by what they are.
     made = {key: pair for key, pair in replacements.items() if inspect.isfunction(pair[1])}
     _swap(made, Replaced())
@@ -558,7 +565,10 @@ def _install(hook: Hook, session: Session, made: dict[int, Any]) -> None:
         return
     if not hook.expects or id(original) not in made:
         made[id(original)] = hook.replacement(session, original)
-    _replaced.put(owner, hook.name, made[id(original)])
+    if hook.chosen:
+        session.on_choice.append((owner, hook.name, made[id(original)]))
+    else:
+        _replaced.put(owner, hook.name, made[id(original)])
 
 
 def _examine(record: Target) -> Finding:

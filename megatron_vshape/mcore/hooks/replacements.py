@@ -1,9 +1,8 @@
 """What stands in for attributes of megatron.core under any trainer; `registry` lists the targets.
 
-What `replaces` marks takes the session, the original and a call's arguments, and does what the
-original does while the session has no pipeline. The kernels of gradient accumulation fusion are
-the exception: where apex is missing they are torch's under any schedule, Megatron's own included,
-so that all schedules can be compared with the same flags.
+What `replaces` marks takes the session, the original and a call's arguments. While no schedule has
+been asked for, the original alone is called, with what it was given; what `replaces_always` marks
+is called even then, to learn of a schedule, or because it comes before the choice.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Function = Callable[..., Any]
 _SOME_PASS = Pass(Kind.F, 0, 0)
 
 
-def replaces(stand_in: Function) -> Function:
+def replaces_always(stand_in: Function) -> Function:
     """Return what makes a replacement of a session and an original: `stand_in`, given these two."""
 
     @functools.wraps(stand_in)
@@ -47,6 +46,18 @@ def replaces(stand_in: Function) -> Function:
         return replacement
 
     return make
+
+
+def replaces(stand_in: Function) -> Function:
+    """Return the same of a `stand_in` that is called once a schedule has been asked for."""
+
+    @functools.wraps(stand_in)
+    def unless_idle(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+        if session.is_idle:
+            return original(*args, **options)
+        return stand_in(session, original, *args, **options)
+
+    return replaces_always(unless_idle)
 
 
 @replaces

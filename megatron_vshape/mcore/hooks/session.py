@@ -51,12 +51,15 @@ class Session:
     # Where a library has its own configuration and trainer:
     library: PipelineOptions | None = None  # what `register` was given
     chosen_by_flags: bool = False  # Megatron's parser was asked all the same
+    is_named: bool = False  # the flags have named a schedule, whatever becomes of it
     optimizer: Any = None
     has_opened: bool = False  # the schedule has been shown
     embedding_end: nn.Module | None = None  # the chunk that has it, until the last one is built
     provided_chunk: int | None = None  # while a provider that knows of no chunks builds this one
     providers: list[type] = field(default_factory=list)  # that have been taught to build chunks
     replaced: Replaced = field(default_factory=Replaced)  # undone when the hooks are
+    chosen: Replaced = field(default_factory=Replaced)  # the same, while a schedule is chosen
+    on_choice: list[tuple[Any, str, Any]] = field(default_factory=list)  # put there then
     ready: WeakSet[nn.Module] = field(default_factory=WeakSet)  # first chunks of models that are
 
     def choose(self, pipeline: Pipeline | None, megatrons_own: str | None) -> None:
@@ -64,6 +67,14 @@ class Session:
         self.pipeline, self.megatrons_own, self.runner = pipeline, megatrons_own, None
         self.has_opened = False
         self.step.splits_backward = pipeline is not None
+        self.chosen.undo()
+        for each in self.on_choice if pipeline is not None else ():
+            self.chosen.put(*each)
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether nobody has asked for a schedule: then Megatron is as without hooks."""
+        return self.pipeline is None and self.megatrons_own is None
 
     def forget(self) -> None:
         """Let go of all that a run has left, whether it has ended or failed.

@@ -26,28 +26,35 @@ from megatron_vshape.mcore.early.post_validation import (
     why_no_gain,
 )
 from megatron_vshape.mcore.hooks.checkpoints import repair_tracker
-from megatron_vshape.mcore.hooks.replacements import Function, replaces
+from megatron_vshape.mcore.hooks.replacements import Function, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.observe.iteration_log import IterationLog, why_no_mfu
 from megatron_vshape.mcore.refusals import RefusedError, check_one_module, refusing
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import arguments, configure
+from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.mcore.setup.ready import complete_environment
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.runtime.last_words import last_words
 
 logger = logging.getLogger(__name__)
 
 
-@replaces
+@replaces_always
 def add_megatron_arguments(
     session: Session, original: Function, parser: ArgumentParser
 ) -> ArgumentParser:
     """Add this package's flags after Megatron's."""
-    return arguments.add_arguments(original(parser))
+
+    def hear(name: str) -> str:
+        session.is_named = True
+        return name
+
+    return arguments.add_arguments(original(parser), hear)
 
 
-@replaces
+@replaces_always
 def validate_args(
     session: Session, original: Function, args: Namespace, *rest: Any, **options: Any
 ) -> Any:
@@ -56,30 +63,33 @@ def validate_args(
         session.choose(configure.prepare(args, session.library), configure.megatrons_own(args))
         session.chosen_by_flags = True
         session.tries_again = getattr(args, "inprocess_restart", False)
+    if session.pipeline is not None:
+        complete_environment(args, session.pipeline)  # first: Megatron's checks start CUDA
     validated = original(args, *rest, **options)
     with refusing():
         configure.complete(session.pipeline, args)
     return validated
 
 
-@replaces
+@replaces_always
 def core_transformer_config_from_args(
-    session: Session, original: Function, args: Namespace, *rest: Any, **options: Any
+    session: Session, original: Function, *given: Any, **options: Any
 ) -> Any:
     """Put the layout of the stages on every TransformerConfig made from the arguments.
 
     The config checks numbers of layers when it is made, so the arguments have the layout
     meanwhile, and only meanwhile: they are written into checkpoints.
     """
+    args = inspect.signature(original).bind(*given, **options).arguments["args"]
     if not session.chosen_by_flags and session.library is None:
         _refuse_what_was_not_seen(args)
     with Replaced() as replaced:
         if session.pipeline is not None:
             replaced.put(args, "pipeline_model_parallel_layout", session.pipeline.layout)
-        return original(args, *rest, **options)
+        return original(*given, **options)
 
 
-@replaces
+@replaces_always
 def pretrain(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Build chunks of the right stages before 0.19, and leave no data behind."""
     bound = inspect.signature(original).bind(*args, **options)
@@ -103,29 +113,30 @@ def _model_provider(session: Session, provider: Function) -> Function:
         each.kind == each.VAR_KEYWORD for each in takes.values()
     )
 
-    @functools.wraps(provider)
     def provide(
+        pipeline: Pipeline,
         pre_process: bool = True,
         post_process: bool = True,
         vp_stage: int | None = None,
         **options: Any,
     ) -> Any:
-        ends = pre_process, post_process
-        if session.pipeline is not None:
-            ends = session.pipeline.ends(
-                parallel_state.get_pipeline_model_parallel_rank(), vp_stage
-            )
-            if vp_stage is not None and not takes_chunks:
-                raise RefusedError(
-                    f"schedule {session.pipeline.choice.name} has several chunks per rank, and the "
-                    "script's model_provider takes no vp_stage: choose a schedule with one, such "
-                    "as zb-h1"
-                )
+        rank = parallel_state.get_pipeline_model_parallel_rank()
         if takes_chunks:
             options["vp_stage"] = vp_stage
-        return provider(*ends, **options)
+        elif vp_stage is not None:
+            raise RefusedError(
+                f"schedule {pipeline.choice.name} has several chunks per rank, and the script's "
+                "model_provider takes no vp_stage: choose a schedule with one, such as zb-h1"
+            )
+        return provider(*pipeline.ends(rank, vp_stage), **options)
 
-    return provide
+    @functools.wraps(provider)
+    def provide_if_chosen(*args: Any, **options: Any) -> Any:
+        if session.pipeline is None:
+            return provider(*args, **options)
+        return provide(session.pipeline, *args, **options)
+
+    return provide_if_chosen
 
 
 @replaces
@@ -155,7 +166,7 @@ def build_virtual_pipeline_stages(
     return original(build_stage, pg_collection, *args, **options)
 
 
-@replaces
+@replaces_always
 def train(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Show the schedule first, and what the run has measured last."""
     pipeline = session.pipeline
@@ -261,13 +272,15 @@ def _print_if_any(line: str | None) -> None:
         print_rank_0(line)
 
 
-@replaces
-def read_metadata(session: Session, original: Function, tracker_filename: str) -> Any:
+@replaces_always
+def read_metadata(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Read which checkpoint is the last, once a tracker that was cut off has been made good."""
     # Also before the flags are validated, where --use-checkpoint-args reads it. Every rank
     # repairs: they would all write the same, and need not wait for each other.
-    repair_tracker(Path(tracker_filename))
-    return original(tracker_filename)
+    if session.is_named or not session.is_idle:
+        bound = inspect.signature(original).bind(*args, **options)
+        repair_tracker(Path(bound.arguments["tracker_filename"]))
+    return original(*args, **options)
 
 
 @replaces

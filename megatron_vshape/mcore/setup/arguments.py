@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_vshape.core.ask import AUTO, PLUS_NAMES
 from megatron_vshape.core.model.costs import Costs
@@ -64,66 +66,68 @@ def schedule_names() -> tuple[str, ...]:
     return (*MEGATRONS_OWN, *own, *PLUS_NAMES, AUTO)
 
 
-def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add the flags to `parser` and return it."""
+def add_arguments(parser: ArgumentParser, hear: Callable[[str], str] = str) -> ArgumentParser:
+    """Add the flags to `parser` and return it; `hear` is given the schedule that is named."""
     group = parser.add_argument_group("pipeline schedules (megatron-vshape)")
-    group.add_argument(
+    add = partial(group.add_argument, default=SUPPRESS)  # what is not given leaves no trace
+    add(
         "--pipeline-schedule",
         metavar="NAME|FILE",
+        type=hear,
         help=f"order of the passes: {', '.join(schedule_names())}, or a schedule file (JSON). "
         "Default: as Megatron decides.",
     )
-    group.add_argument(
+    add(
         "--pipeline-timeout",
         metavar="SECONDS",
         type=float,
         help="how long a pipeline rank waits for a message before the run ends with an error. "
         f"Default: {TIMEOUT_SHARE:g} of --distributed-timeout-minutes, whose end says less.",
     )
-    group.add_argument(
+    add(
         "--pipeline-costs",
         metavar="FILE",
         help="costs of every stage (JSON), for auto and for the times that the log predicts",
     )
-    group.add_argument(
+    add(
         "--pipeline-memory-limit",
         metavar="GIB|NAME",
         type=memory_limit,
         help="device memory for all of a rank's tensors, for auto; or a schedule, as in "
         "interleaved-1f1b:4, whose activations are the limit for activations. Default: 1f1b.",
     )
-    group.add_argument(
+    add(
         "--pipeline-host-memory-limit",
         metavar="GIB",
         type=float,
         help="host memory in which a rank's activations may wait: auto plans within it, and what a "
         "schedule file has wait beyond it stays on the device. Default: what is free.",
     )
-    group.add_argument(
+    add(
         "--pipeline-profile-iterations",
         metavar="A:B",
         type=_step_range,
         help="measure the passes of this process's training steps A to B; auto then plans anew",
     )
-    group.add_argument(
+    add(
         "--pipeline-layer-split",
         metavar="auto|N,N,...",
         help="how many layers every stage has, in the model's order; auto gives fewer to the first "
         "and the last, by the costs or by the sizes of the model. Default: equally many.",
     )
-    group.add_argument(
+    add(
         "--pipeline-vocab-parallel",
         action="store_true",
         help="share the input embedding and the output layer out to all pipeline ranks, beside "
         "tensor parallelism's",
     )
-    group.add_argument(
+    add(
         "--pipeline-trace",
         metavar="DIR",
         help="write the planned and the measured timeline of the last profiled step to DIR. "
         f"Default steps: {TRACE_STEPS[0]}:{TRACE_STEPS[1]}.",
     )
-    group.add_argument(
+    add(
         "--optimizer-post-validation",
         action="store_true",
         help="step before the global gradient norm and inf check are known, begin the next "
@@ -158,9 +162,8 @@ def _timeout_seconds(args: Namespace) -> float:
 
     Those of its other groups count from when the host has asked for a collective.
     """
-    if args.pipeline_timeout is not None:
-        return float(args.pipeline_timeout)
-    return TIMEOUT_SHARE * watchdog_seconds(args)
+    given = getattr(args, "pipeline_timeout", None)
+    return TIMEOUT_SHARE * watchdog_seconds(args) if given is None else float(given)
 
 
 def watchdog_seconds(args: Namespace) -> float:
@@ -170,18 +173,19 @@ def watchdog_seconds(args: Namespace) -> float:
 
 def options_of(args: Namespace) -> PipelineOptions:
     """Return the flags' values in parsed arguments."""
-    profile = args.pipeline_profile_iterations
-    if profile is None and args.pipeline_trace is not None:
+    given = vars(args).get
+    profile, trace_folder = given("pipeline_profile_iterations"), given("pipeline_trace")
+    if profile is None and trace_folder is not None:
         profile = TRACE_STEPS
     return PipelineOptions(
-        args.pipeline_schedule,
+        given("pipeline_schedule"),
         _timeout_seconds(args),
-        args.pipeline_costs,
-        args.pipeline_memory_limit,
-        args.pipeline_host_memory_limit,
+        given("pipeline_costs"),
+        given("pipeline_memory_limit"),
+        given("pipeline_host_memory_limit"),
         profile,
-        args.pipeline_trace,
-        args.pipeline_layer_split,
-        args.pipeline_vocab_parallel,
-        args.optimizer_post_validation,
+        trace_folder,
+        given("pipeline_layer_split"),
+        given("pipeline_vocab_parallel", False),
+        given("optimizer_post_validation", False),
     )

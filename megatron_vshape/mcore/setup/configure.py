@@ -59,7 +59,8 @@ def prepare(args: Namespace, registered: PipelineOptions | None = None) -> Pipel
     options = options_of(args)
     if options.schedule is None and registered is not None:
         options = registered
-    _check_timeout(args, options)
+    if options.schedule is not None:
+        _check_timeout(args, options)
     name, ranks = options.schedule, args.pipeline_model_parallel_size
     rival = megatrons_if_best(args, options)
     if rival is not None:
