@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_vshape.core.check.simulate import HOST_BLOCKS
+from megatron_vshape.runtime.hosts import told_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,9 @@ MOST_BLOCK_BYTES = 64 << 20
 
 LONGEST_LAUNCH_SECONDS = 1.0
 """How long blocks that are to come back are waited for before more are made."""
+
+KEPT_FREE = 0.1
+"""Of what is free in the host: for what loads data and writes checkpoints."""
 
 
 class Moment(NamedTuple):
@@ -56,9 +60,15 @@ class HostMemory:
     `nbytes` is its size.
     """
 
-    def __init__(self, device: torch.device, most_bytes: float = math.inf) -> None:
-        """Make memory for copies from and to this device, at most so much."""
+    def __init__(
+        self, device: torch.device, most_bytes: float = math.inf, ranks: int | None = None
+    ) -> None:
+        """Make memory for copies from and to this device, at most so much.
+
+        So many `ranks` share what this host has free; None: as many as a launcher says.
+        """
         self._device = device
+        self._ranks = ranks
         self._most_bytes = most_bytes
         self._lock = Condition()
         self._returning = 0  # copies that are to give blocks back, and have not been launched yet
@@ -111,7 +121,7 @@ class HostMemory:
     def _grow(self, count: int) -> bool:
         """Make so many blocks more; return whether there was memory for them."""
         wanted = count * self._block_bytes
-        left = free_host_bytes()
+        left = free_host_bytes(self._ranks)
         try:
             if self.nbytes + wanted > self._most_bytes:
                 raise MemoryError(f"the limit is {self._most_bytes / 2**20:,.0f} MiB")
@@ -140,10 +150,14 @@ class HostMemory:
         return True
 
 
-def free_host_bytes() -> int | None:
-    """Return what each rank of this host may take of the memory that is free; None if unknown."""
+def free_host_bytes(ranks: int | None = None) -> int | None:
+    """Return what each of the host's ranks may take of the memory that is free; None if unknown.
+
+    Where `ranks` is None, they are as many as a launcher says.
+    """
     found = list(_free_by_source())
-    return min(found) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if found else None
+    share = (1 - KEPT_FREE) / (ranks or told_ranks() or 1)
+    return int(share * min(found)) if found else None
 
 
 def _free_by_source() -> Iterator[int]:

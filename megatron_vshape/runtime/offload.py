@@ -85,12 +85,14 @@ class _Waiting:
 class Offload:
     """What of this rank's stages waits in host memory, by stage and microbatch."""
 
-    def __init__(self, device: torch.device, most_bytes: float = math.inf) -> None:
-        """Take the device that computes.
+    def __init__(
+        self, device: torch.device, most_bytes: float = math.inf, ranks: int | None = None
+    ) -> None:
+        """Take the device that computes, and how many ranks share the host.
 
         What does not fit in `most_bytes` of host memory stays on the device.
         """
-        self.host = HostMemory(device, most_bytes)
+        self.host = HostMemory(device, most_bytes, ranks)
         self._device = device
         self._kept: frozenset[int] = frozenset()
         self._waiting: dict[tuple[int, int], _Waiting] = {}

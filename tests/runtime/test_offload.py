@@ -313,7 +313,7 @@ def test_host_memory_grows_to_its_limit_and_no_further(caplog: pytest.LogCapture
 
 
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 100)
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda ranks: 100)
     return "0 MiB of this rank's share are free"
 
 

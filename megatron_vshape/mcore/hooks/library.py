@@ -86,8 +86,9 @@ def _choose(session: Session, options: PipelineOptions, config: Any) -> None:
         return  # a copy of a config that has been here
     pipeline = session.pipeline
     if pipeline is None:
-        session.choose(library.prepare_config(config, options), None)
-        complete_environment(config, session.pipeline)
+        pipeline = library.prepare_config(config, options)
+        session.choose(pipeline, None)
+        complete_environment(config, pipeline)
         return
     sizes = config.pipeline_model_parallel_size, config.num_layers
     known = pipeline.stage_map.num_ranks, sum(pipeline.stage_map.layers)

@@ -173,7 +173,8 @@ class Session:
             planner.reserve([each.total for each in everyones], message_bytes)
             planner.training(num_microbatches)  # says how many messages there are at most
             lines.append(static_memory.table(everyones, planner.reserved_bytes, limit))
-        lines.append(report.opening_lines(pipeline, num_microbatches))
+        local_ranks = self.own_runner(pipeline).local_ranks
+        lines.append(report.opening_lines(pipeline, num_microbatches, local_ranks))
         return "\n".join(lines)
 
     def metered_runner(self, function: Callable[..., Any], name: str) -> Any:

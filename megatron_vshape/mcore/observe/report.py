@@ -26,6 +26,7 @@ from megatron_vshape.mcore.setup.plans import Plan
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.held_bytes import Census
 from megatron_vshape.runtime.host_memory import free_host_bytes
+from megatron_vshape.runtime.hosts import told_ranks
 from megatron_vshape.runtime.offload import Offload
 
 CLOSE = 0.1
@@ -248,16 +249,15 @@ def shares_processors() -> bool:
 
 
 def _local_ranks() -> int:
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)  # torchrun tells
+    return told_ranks() or (dist.get_world_size() if dist.is_initialized() else 1)
 
 
 def _sharing() -> str:
     return f"{_local_ranks()} ranks share {processors()} processors"
 
 
-def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
-    """Return the schedule's picture with its bubble and its peak."""
+def opening_lines(pipeline: Pipeline, num_microbatches: int, local_ranks: int | None = None) -> str:
+    """Return the schedule's picture with its bubble and its peak; so many ranks share a host."""
     plan = pipeline.planner.training(num_microbatches)
     schedule = plan.schedule
     whole = ""
@@ -268,7 +268,9 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int) -> str:
         )
     if pipeline.by_layers:
         whole += f"\n{_layers_told(pipeline)}"
-    whole += _recompute_told(pipeline, schedule) + _copies_told(plan, pipeline.planner.costs)
+    whole += _recompute_told(pipeline, schedule) + _copies_told(
+        plan, pipeline.planner.costs, local_ranks
+    )
     if pipeline.choice.whole_stages:
         whole += (
             "\nbackward passes run whole (BW) but on the last stage: CUDA graphs cover all their "
@@ -314,7 +316,7 @@ def _recompute_told(pipeline: Pipeline, schedule: Schedule) -> str:
     return lines
 
 
-def _copies_told(plan: Plan, costs: Costs | None) -> str:
+def _copies_told(plan: Plan, costs: Costs | None, local_ranks: int | None) -> str:
     """Return how much waits in host memory, and where that is known whether there is so much."""
     schedule = plan.schedule
     copies = sum(work.kind is COPY_OUT for row in schedule.order for work in row)
@@ -322,7 +324,7 @@ def _copies_told(plan: Plan, costs: Costs | None) -> str:
         return ""
     every = schedule.num_stages * schedule.num_microbatches
     line = f"\nof {copies} of {every} microbatches and stages the activations wait in host memory"
-    free = free_host_bytes()
+    free = free_host_bytes(local_ranks)
     if costs is None or not costs.copies or costs.num_stages != schedule.num_stages or free is None:
         return line
     needed = max(peak_in_host(schedule, costs))

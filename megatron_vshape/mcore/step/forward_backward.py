@@ -48,6 +48,7 @@ from megatron_vshape.mcore.step.same_plan import Agreement
 from megatron_vshape.mcore.step.stage import MegatronStage, Step, loss_maker, zero_tokens
 from megatron_vshape.mcore.step.vocabulary import SharedVocabulary
 from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.runtime.hosts import ranks_of_this_host
 from megatron_vshape.runtime.offload import Offload
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import Observer, Place, ProgramRun, run_drain
@@ -127,6 +128,7 @@ class PipelineRunner:
         self._early: tuple[Program, tuple[Program, Cut]] | None = None
         self._replays: list[Replay] = []
         self._agreement = Agreement()
+        self.local_ranks: int | None = None  # of this host, once all have been asked
         self._offload: Offload | None = None  # made for the first step that may need it
         self._recompute: list[Recompute] = []  # of the chunks, once a schedule has settings
         self._settings: tuple[str, ...] = ()  # of all stages, as the chunks have them now
@@ -428,7 +430,7 @@ class PipelineRunner:
             return None
         if self._offload is None:
             limit_bytes = self._pipeline.choice.host_limit_bytes
-            self._offload = Offload(_device_of(chunks[0]), most_bytes=limit_bytes)
+            self._offload = Offload(_device_of(chunks[0]), limit_bytes, self.local_ranks)
             self.report.offload = self._offload
         self._offload.keep(persistent(chunks))
         return self._offload
@@ -505,6 +507,7 @@ class PipelineRunner:
     ) -> Transport:
         dtype = config.pipeline_dtype
         if self._transport is None:
+            self.local_ranks = ranks_of_this_host()
             kind: type[Transport] = Transport
             if config.variable_seq_lengths:
                 kind = VariableTransport

@@ -1,0 +1,51 @@
+"""How many ranks share a host: what its memory and its processors are divided by."""
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+_LAUNCHERS = (
+    "LOCAL_WORLD_SIZE",  # torchrun
+    "OMPI_COMM_WORLD_LOCAL_SIZE",  # Open MPI
+    "MPI_LOCALNRANKS",  # MPICH's and Intel's launcher
+    "MV2_COMM_WORLD_LOCAL_SIZE",  # MVAPICH
+    "PMI_LOCAL_SIZE",  # Cray's
+)
+_SLURM = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+_REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # as in 8(x2),4: of three nodes
+
+
+def told_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return the ranks of this host by what started them; None where that says nothing."""
+    return _by_launcher(environ) or _by_slurm(environ)
+
+
+def ranks_of_this_host() -> int:
+    """Return the ranks of this host; all ranks of the world call this together.
+
+    Where no launcher says so, as under srun without a number a node or where each was started by
+    hand, those whose host has the same name are counted.
+    """
+    name = socket.gethostname()
+    everyones = [name] * dist.get_world_size()
+    dist.all_gather_object(everyones, name)
+    # SLURM's number may be the allocation's, in which something else has started more.
+    return _by_launcher(os.environ) or max(_by_slurm(os.environ) or 1, everyones.count(name))
+
+
+def _by_launcher(environ: Mapping[str, str]) -> int | None:
+    told = (environ.get(name, "") for name in _LAUNCHERS)
+    return next((int(each) for each in told if each.isdecimal() and int(each)), None)
+
+
+def _by_slurm(environ: Mapping[str, str]) -> int | None:
+    text = next(filter(None, map(environ.get, _SLURM)), "")
+    found = [_REPEATED.fullmatch(each) for each in text.split(",")]
+    counts = [int(each[1]) for each in found if each for _ in range(int(each[2] or 1))]
+    if None in found or not any(counts):
+        return None
+    node = environ.get("SLURM_NODEID", "")
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else max(counts)

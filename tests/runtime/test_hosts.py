@@ -1,0 +1,62 @@
+"""How many ranks share a host, whoever has started them, and what each may take of its memory."""
+
+import socket
+
+import pytest
+import torch
+from runtime.ranks import run_ranks
+
+from megatron_vshape.runtime import host_memory
+from megatron_vshape.runtime.hosts import ranks_of_this_host, told_ranks
+from megatron_vshape.runtime.offload import Offload
+
+LAUNCHED = [
+    ({"LOCAL_WORLD_SIZE": "8", "SLURM_NTASKS_PER_NODE": "1"}, 8),  # torchrun, by srun on each node
+    ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "SLURM_NTASKS_PER_NODE": "1"}, 4),
+    ({"MPI_LOCALNRANKS": "4"}, 4),
+    ({"PMI_LOCAL_SIZE": "4"}, 4),
+    ({"SLURM_NTASKS_PER_NODE": "8"}, 8),
+    ({"SLURM_NTASKS_PER_NODE": "8(x2)"}, 8),
+    ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NTASKS_PER_NODE": "1"}, 8),
+    ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "2"}, 4),
+    ({"SLURM_STEP_TASKS_PER_NODE": "2,4", "SLURM_NODEID": "7"}, 4),
+    ({"SLURM_NTASKS_PER_NODE": "8-16"}, None),
+    ({"LOCAL_WORLD_SIZE": "", "SLURM_NTASKS_PER_NODE": "0"}, None),
+    ({}, None),
+]
+
+
+@pytest.mark.parametrize(("environ", "ranks"), LAUNCHED)
+def test_what_started_the_ranks_says_how_many(environ: dict[str, str], ranks: int | None) -> None:
+    assert told_ranks(environ) == ranks
+
+
+def counted(rank: int, environ: dict[str, str]) -> int:
+    """Return the ranks of a host, of which one has two and the other one."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in {name for given, _ in LAUNCHED for name in given}:
+            patch.delenv(name, raising=False)
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        patch.setattr(socket, "gethostname", lambda: f"node{rank // 2}")
+        return ranks_of_this_host()
+
+
+def test_else_those_whose_host_has_the_same_name_are_counted() -> None:
+    assert run_ranks(3, counted, {}) == [2, 2, 1]
+    # In an allocation for one task a node, by hand; and for more than there are on one.
+    assert run_ranks(3, counted, {"SLURM_NTASKS_PER_NODE": "1"}) == [2, 2, 1]
+    assert run_ranks(3, counted, {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}) == [1, 1, 1]
+
+
+def test_each_rank_has_its_share_and_a_tenth_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {name for given, _ in LAUNCHED for name in given}:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(host_memory, "_free_by_source", lambda: iter((1000, 4000)))
+    assert host_memory.free_host_bytes() == 900
+    assert host_memory.free_host_bytes(8) == 112
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
+    assert host_memory.free_host_bytes() == 225
+    host = Offload(torch.device("cpu"), ranks=8).host
+    assert host.take(112) is not None
+    assert Offload(torch.device("cpu"), ranks=16).host.take(112) is None
