@@ -137,7 +137,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "transformer-engine", engine
     apex = _version("apex")
     if apex == MISSING:
-        apex += ": --gradient-accumulation-fusion by torch"
+        apex += ": --gradient-accumulation-fusion by torch, under a schedule of this package"
     yield "apex", apex
 
 

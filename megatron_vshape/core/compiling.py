@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 try:
     from numba import njit
+    from numba.core.caching import NullCache
     from numba.extending import register_jitable
 except ImportError:  # the extra `search` is not installed
     njit = None
@@ -41,11 +42,33 @@ def compiled(function: _Function, *called: Callable[..., Any]) -> _Function:
         return function
     for each in called:
         register_jitable(each)
-    try:
-        return cast(_Function, njit(cache=True, nogil=True)(function))
-    except RuntimeError:  # neither the package's folder nor the user's can be written
-        logger.info("%s is compiled in every run: NUMBA_CACHE_DIR may name a folder", function)
-        return cast(_Function, njit(nogil=True)(function))
+    dispatcher = njit(nogil=True)(function)
+    dispatcher._cache = _CacheWhenCalled(dispatcher)
+    return cast(_Function, dispatcher)
+
+
+class _CacheWhenCalled:
+    """Opens the cache of a function's machine code when that is first asked for.
+
+    Opening one writes to its folder, and a thousand ranks may share that, of which one plans.
+    """
+
+    cache_path = None
+
+    def __init__(self, dispatcher: Any) -> None:
+        self._dispatcher = dispatcher
+
+    def load_overload(self, *signature: Any) -> Any:
+        try:
+            self._dispatcher.enable_caching()
+        except RuntimeError:  # neither the package's folder nor the user's can be written
+            self._dispatcher._cache = NullCache()
+            name = self._dispatcher.py_func
+            logger.info("%s is compiled in every run: NUMBA_CACHE_DIR may name a folder", name)
+        return self._dispatcher._cache.load_overload(*signature)
+
+    def flush(self) -> None:
+        pass
 
 
 compiled_once = functools.cache(compiled)

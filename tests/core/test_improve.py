@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -171,3 +172,29 @@ def test_where_no_cache_can_be_written_it_compiles_all_the_same(monkeypatch):
     caching = pytest.importorskip("numba.core.caching")
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
     assert compiled(lambda number: number + 1)(1) == 2
+
+
+def test_a_cache_is_opened_when_its_function_is_called(tmp_path: Path) -> None:
+    """Not by every rank that gets a plan from another: opening one writes to a shared folder."""
+    caching = pytest.importorskip("numba.core.caching")
+    opened: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        ensure = caching._CacheLocator.ensure_cache_path
+        patch.setattr(
+            caching._CacheLocator,
+            "ensure_cache_path",
+            lambda locator: opened.append(ensure(locator)),
+        )
+        function = compiled(twice_and_one)
+        assert opened == []
+        assert function(2) == 5
+        assert opened
+    code = "from megatron_vshape import lower, make; import megatron_vshape.core.ask\n"
+    code += "lower(make('v-half', 4, 8))"
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
+    assert list(tmp_path.iterdir()) == []
+
+
+def twice_and_one(number: int) -> int:
+    return 2 * number + 1

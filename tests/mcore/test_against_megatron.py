@@ -10,6 +10,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.rivals import Rival
 from megatron_vshape.mcore.setup.against_megatron import megatrons_if_best
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
+from megatron_vshape.mcore.setup.one_planner import OnePlanner
 
 RANKS, MICROBATCHES = 4, 4
 
@@ -30,7 +31,7 @@ def asked(tmp_path: Path, whole: float, **changed: object) -> Rival | None:
         micro_batch_size=1,
         num_layers=2 * RANKS,
     )
-    return megatrons_if_best(args, options)
+    return megatrons_if_best(args, options, OnePlanner("", 1.0))
 
 
 @pytest.fixture(autouse=True)

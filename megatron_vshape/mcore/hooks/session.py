@@ -21,6 +21,7 @@ from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
 from megatron_vshape.mcore.setup.library import with_messages_of_this_run
+from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
@@ -51,6 +52,7 @@ class Session:
     # Where a library has its own configuration and trainer:
     library: PipelineOptions | None = None  # what `register` was given
     chosen_by_flags: bool = False  # Megatron's parser was asked all the same
+    once: OnePlanner | None = None  # where ranks met to plan, which some may be about to leave
     is_named: bool = False  # the flags have named a schedule, whatever becomes of it
     optimizer: Any = None
     has_opened: bool = False  # the schedule has been shown
@@ -88,7 +90,8 @@ class Session:
         self.runner = self.post_validation = self.iteration_log = self.optimizer = None
         self.embedding_end, self.has_opened = None, False
         if self.pipeline is not None:
-            self.pipeline = replace(self.pipeline, planner=Planner(self.pipeline.choice))
+            planner = Planner(self.pipeline.choice, self.pipeline.planner.once)
+            self.pipeline = replace(self.pipeline, planner=planner)
 
     def own_runner(self, pipeline: Pipeline) -> PipelineRunner:
         """Return what runs the steps of this package's schedule; made when first asked for."""

@@ -60,11 +60,13 @@ def validate_args(
 ) -> Any:
     """Set the pipeline up before Megatron's checks, and check what only they make known."""
     with refusing():
-        session.choose(configure.prepare(args, session.library), configure.megatrons_own(args))
+        session.once = configure.one_planner(args)
+        pipeline = configure.prepare(args, session.library, session.once)
+        session.choose(pipeline, configure.megatrons_own(args))
         session.chosen_by_flags = True
         session.tries_again = getattr(args, "inprocess_restart", False)
-    if session.pipeline is not None:
-        complete_environment(args, session.pipeline)  # first: Megatron's checks start CUDA
+    if pipeline is not None:
+        complete_environment(args, pipeline)  # first: Megatron's checks start CUDA
     validated = original(args, *rest, **options)
     with refusing():
         configure.complete(session.pipeline, args)

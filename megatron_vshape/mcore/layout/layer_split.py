@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from megatron_vshape.core.ask import Question, best_order
@@ -37,6 +38,9 @@ class Split(NamedTuple):
     limits: tuple[float, ...] | None = None  # that the order was chosen for, where it was
 
 
+_Chosen = tuple[tuple[int, ...], tuple[float, ...] | None]
+
+
 def split_layers(
     args: Namespace,
     placement: Placement,
@@ -44,14 +48,15 @@ def split_layers(
     costs: Costs | None,
     question: Question | None = None,
     shares: bool = False,
+    once: Callable[[Callable[[], _Chosen]], _Chosen] = lambda plan: plan(),
 ) -> Split:
     """Return the split that `text` asks for, or the even one.
 
     `costs` are those of a file. If it says of how many layers they are, or `text` is auto, they
     are taken apart and put together anew; else they are taken for this run's own stages. `question`
     is what the run's order will be asked by, if that is known: then auto chooses the layers with
-    the order, at measured costs. Where all ranks share the vocabulary (`shares`), the ends are no
-    stage's, and the costs say what each rank's part of them takes.
+    the order, at measured costs, as `once` has it done. Where all ranks share the vocabulary
+    (`shares`), the ends are no stage's, and the costs say what each rank's part of them takes.
 
     Raises:
         ScheduleError: the layers do not fit the stages, or the costs do not.
@@ -69,9 +74,9 @@ def split_layers(
             pieces = _without_ends(args, pieces)
         layers = pieces.balanced(args.num_layers, placement)
         if question is not None and measured is not None:
-            asked = replace(question, layers=(pieces, args.num_layers))
-            _, layers, _ = chosen = choose_layers(asked, best_order(asked))
-            limits = chosen.answer.limits
+            layers, limits = once(
+                partial(_choose, replace(question, layers=(pieces, args.num_layers)))
+            )
     elif text is not None:
         layers = parse_layers(text, args.num_layers, placement)
     else:
@@ -87,6 +92,12 @@ def split_layers(
         if costs.layers is not None or text == AUTO_SPLIT:
             costs = measured.costs(layers)
     return Split(layers, costs, estimate, limits)
+
+
+def _choose(question: Question) -> _Chosen:
+    """Return the layers of the best order, and the limits that it was planned for."""
+    _, layers, _ = chosen = choose_layers(question, best_order(question))
+    return layers, chosen.answer.limits
 
 
 def _share(

@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 class Profiler:
     """Follows the training steps of this process and acts when the last profiled one is over.
 
-    All ranks of the world call it for the same steps; each then computes the same costs, and
-    from these the same plan, by itself. As many steps again are timed then, one step later, to
+    All ranks of the world call it for the same steps; each then computes the same costs, from
+    which one plans for all. As many steps again are timed then, one step later, to
     be held against the prediction: none of its numbers comes from them.
     """
 

@@ -14,12 +14,13 @@ from megatron_vshape.core.planner.vocabulary import without_shared
 from megatron_vshape.core.rivals import Known, Rival, judge_rival
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
 from megatron_vshape.mcore.setup.choice import choice_for
+from megatron_vshape.mcore.setup.one_planner import OnePlanner
 
 MOST_CHUNKS = 12
 """Virtual stages of a rank that are tried."""
 
 
-def megatrons_if_best(args: Namespace, options: PipelineOptions) -> Rival | None:
+def megatrons_if_best(args: Namespace, options: PipelineOptions, once: OnePlanner) -> Rival | None:
     """Return the schedule of Megatron's own that no plan for the model is faster than, if any.
 
     A model is built for one placement, so this is asked before: where there are costs by then, and
@@ -57,8 +58,12 @@ def megatrons_if_best(args: Namespace, options: PipelineOptions) -> Rival | None
         holds_less=False,
     )
     overlaps = getattr(args, "overlap_p2p_comm", False)
-    answer = best_order(question, *_megatrons(question, layers, overlaps))
-    return answer.is_known if answer.is_megatrons else None
+
+    def compare() -> Rival | None:
+        answer = best_order(question, *_megatrons(question, layers, overlaps))
+        return answer.is_known if answer.is_megatrons else None
+
+    return once(compare)
 
 
 def _megatrons(question: Question, num_layers: int, overlaps: bool) -> Iterator[Known]:

@@ -32,6 +32,7 @@ from megatron_vshape.mcore.setup.arguments import (
     watchdog_seconds,
 )
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
+from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
 from megatron_vshape.mcore.setup.recompute import check_copies, check_recompute
 from megatron_vshape.mcore.setup.translate import check_splits_nothing_else, tell, translate
@@ -46,11 +47,22 @@ INTERLEAVED_CHUNKS = 2
 """Chunks per rank of interleaved-1f1b where the user gives no number."""
 
 
-def prepare(args: Namespace, registered: PipelineOptions | None = None) -> Pipeline | None:
+def one_planner(args: Namespace) -> OnePlanner:
+    """Return what has one rank plan for all; a rank waits for it as long as for any other."""
+    asked = options_of(args)
+    sizes = (args.pipeline_model_parallel_size, args.num_layers, args.global_batch_size)
+    given = (asked.schedule, asked.memory_limit_gib, asked.layer_split, args.micro_batch_size)
+    return OnePlanner(" ".join(map(str, (*given, *sizes))), watchdog_seconds(args))
+
+
+def prepare(
+    args: Namespace, registered: PipelineOptions | None = None, once: OnePlanner | None = None
+) -> Pipeline | None:
     """Return the pipeline the flags ask for, or None where Megatron runs its own schedule.
 
     Called before Megatron validates its arguments; tells it how many chunks a rank has. Where the
-    flags name no schedule, they are what `register` was given.
+    flags name no schedule, they are what `register` was given. What is planned by then `once` has
+    planned on one rank for all.
 
     Raises:
         ScheduleError: there is no such schedule, or it does not fit this run.
@@ -62,7 +74,8 @@ def prepare(args: Namespace, registered: PipelineOptions | None = None) -> Pipel
     if options.schedule is not None:
         _check_timeout(args, options)
     name, ranks = options.schedule, args.pipeline_model_parallel_size
-    rival = megatrons_if_best(args, options)
+    once = once or one_planner(args)
+    rival = megatrons_if_best(args, options, once)
     if rival is not None:
         _run_megatrons(args, rival)
         return None
@@ -92,11 +105,11 @@ def prepare(args: Namespace, registered: PipelineOptions | None = None) -> Pipel
     tell(translated)
     options = replace(options, layer_split=translated.layer_split)
     check_copies(translated.may_offload and name == AUTO, args, choice.name)
-    return _pipeline(args, choice, options, translated.may_offload)
+    return _pipeline(args, choice, options, once, translated.may_offload)
 
 
 def _pipeline(
-    args: Namespace, choice: Choice, options: PipelineOptions, may_offload: bool
+    args: Namespace, choice: Choice, options: PipelineOptions, once: OnePlanner, may_offload: bool
 ) -> Pipeline:
     """Return the pipeline with its stages and all that it is planned by; tell Megatron of them."""
     ties = not args.untie_embeddings_and_output_weights
@@ -104,9 +117,10 @@ def _pipeline(
         args,
         options,
         choice,
-        _split(args, choice, options),
+        _split(args, choice, options, once),
         ties_ends=ties,
         kernels=args.distributed_backend == "nccl",
+        once=once,
         overlaps_grad_reduce=args.overlap_grad_reduce,
         may_offload=may_offload,
     )
@@ -206,12 +220,12 @@ def _prepare_megatrons_own(args: Namespace, name: str | None) -> None:
         args.num_virtual_stages_per_pipeline_rank = INTERLEAVED_CHUNKS
 
 
-def _split(args: Namespace, choice: Choice, options: PipelineOptions) -> Split:
+def _split(args: Namespace, choice: Choice, options: PipelineOptions, once: OnePlanner) -> Split:
     """Return the layers of every stage, and what such stages cost."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is None:
         asked = _question(args, choice, options)
-        given = options.layer_split, choice.costs, asked, choice.shares
+        given = options.layer_split, choice.costs, asked, choice.shares, once
         return split_layers(args, choice.placement, *given)
     layers = hybrid.layers_of_stages(pattern, choice.placement, options.layer_split)
     # Megatron counts the layers and the chunks of a rank by the pattern.

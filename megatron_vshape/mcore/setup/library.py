@@ -27,6 +27,7 @@ from megatron_vshape.mcore.setup.arguments import (
     check_timeout,
 )
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
+from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.recompute import check_copies, check_recompute
@@ -90,6 +91,7 @@ def prepare_config(config: Any, options: PipelineOptions) -> Pipeline:
         # Where only the model that is built from it knows, they may be tied.
         ties_ends=getattr(config, "share_embeddings_and_output_weights", True),
         kernels=_messages_are_kernels(),
+        once=OnePlanner(str(options.schedule), options.timeout_seconds),
         may_offload=translated.may_offload,
     )
     tell_config(config, pipeline.stage_map)
@@ -117,7 +119,11 @@ def tell_config(config: Any, stage_map: StageMap) -> None:
 def with_messages_of_this_run(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline as it is to run, now that the process groups are there."""
     choice = replace(pipeline.choice, kernels=_messages_are_kernels())
-    return pipeline if choice == pipeline.choice else replace(pipeline, planner=Planner(choice))
+    return (
+        pipeline
+        if choice == pipeline.choice
+        else replace(pipeline, planner=Planner(choice, pipeline.planner.once))
+    )
 
 
 def _messages_are_kernels() -> bool:

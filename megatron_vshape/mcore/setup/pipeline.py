@@ -23,6 +23,7 @@ from megatron_vshape.mcore.refusals import (
 )
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
 from megatron_vshape.mcore.setup.choice import Choice
+from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.split import graphs
 
@@ -58,10 +59,11 @@ def pipeline_of(
     *,
     ties_ends: bool,
     kernels: bool,
+    once: OnePlanner,
     overlaps_grad_reduce: bool = False,
     may_offload: bool = False,
 ) -> Pipeline:
-    """Return the pipeline for a model with its layers split so.
+    """Return the pipeline for a model with its layers split so; `once` plans for all ranks.
 
     `model` are Megatron's arguments or a library's config, which name alike what is read here.
 
@@ -103,7 +105,7 @@ def pipeline_of(
         graphs.capture_late(model, options.checked_steps[1])
     return Pipeline(
         options,
-        Planner(choice),
+        Planner(choice, once),
         stage_map,
         StageLayout(stage_map),
         overlaps_grad_reduce,

@@ -36,6 +36,7 @@ from megatron_vshape.core.program.hiding import Beside, weights_beside
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import forward_wave, lower, whole_backwards
 from megatron_vshape.mcore.setup.choice import GIB, Choice
+from megatron_vshape.mcore.setup.one_planner import OnePlanner
 
 logger = logging.getLogger(__name__)
 
@@ -85,12 +86,17 @@ class Plan:
 class Planner:
     """Makes and keeps the programs of one schedule.
 
-    Every rank does so by itself; the same inputs give the same plan, so nothing is exchanged.
+    An order that is searched for rank 0 finds for all, which call `training` for the same numbers
+    in turn; all else every rank makes by itself, and the same inputs give the same.
     """
 
-    def __init__(self, choice: Choice) -> None:
-        """Take what is planned; costs, memory and messages of the run itself come later."""
+    def __init__(self, choice: Choice, once: OnePlanner | None = None) -> None:
+        """Take what is planned; costs, memory and messages of the run itself come later.
+
+        Without `once` the process searches alone.
+        """
         self.choice = choice
+        self.once = once
         self.costs = choice.costs  # the choice's, until others are adopted
         # Of every device: what is there besides activations.
         self.static_bytes = (0.0,) * choice.num_devices
@@ -156,7 +162,10 @@ class Planner:
         return self._training[num_microbatches]
 
     def _plan(self, num_microbatches: int) -> Plan:
-        schedule = self._schedule(num_microbatches)
+        if self.once is not None and self.choice.plans_by_costs:
+            schedule = self.once(lambda: self._schedule(num_microbatches))
+        else:
+            schedule = self._schedule(num_microbatches)
         if self.choice.keeps_backward_whole and not schedule.recompute:
             schedule = whole_backwards(schedule)
         elif self.choice.whole_stages:

@@ -1,4 +1,7 @@
-"""Ranks plan by themselves; before a step runs, they make sure that they have planned the same."""
+"""Before a step runs, ranks make sure that all run the same, of a plan that one has made for all.
+
+Each has made its program of that by itself, from the costs and files that it has.
+"""
 
 from __future__ import annotations
 
