@@ -37,7 +37,8 @@ Losses = list[float]
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     """Return the session of a replaced `validate_result`."""
-    session = Session()
+    pipeline: Any = object()
+    session = Session(pipeline)
     original = getattr(ORIGINAL, "__wrapped__", ORIGINAL)  # where another test has registered
     monkeypatch.setattr(RerunStateMachine, "validate_result", validate_result(session, original))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -64,8 +64,18 @@ def test_a_disk_that_is_still_full_is_told(
     assert (folder / TRACKER).read_text() == ""
 
 
-def test_it_is_made_good_before_any_pipeline_is_known(folder: Path) -> None:
-    """As with --use-checkpoint-args, which reads it before the arguments are validated."""
+@pytest.mark.parametrize("named", [True, False])
+def test_it_is_made_good_before_any_pipeline_is_known(folder: Path, named: bool) -> None:
+    """As with --use-checkpoint-args, which reads it before the arguments are validated.
+
+    Where no schedule is asked for it is Megatron's alone.
+    """
     (folder / TRACKER).touch()
-    read = read_metadata(Session(), lambda name: Path(name).read_text())
-    assert read(str(folder / TRACKER)) == "10"
+    session = Session()
+    session.is_named = named
+
+    def upstream(tracker_filename: str) -> str:
+        return Path(tracker_filename).read_text()
+
+    read = read_metadata(session, upstream)
+    assert read(str(folder / TRACKER)) == ("10" if named else "")

@@ -50,9 +50,10 @@ INTERLEAVED_CHUNKS = 2
 def one_planner(args: Namespace) -> OnePlanner:
     """Return what has one rank plan for all; a rank waits for it as long as for any other."""
     asked = options_of(args)
-    sizes = (args.pipeline_model_parallel_size, args.num_layers, args.global_batch_size)
-    given = (asked.schedule, asked.memory_limit_gib, asked.layer_split, args.micro_batch_size)
-    return OnePlanner(" ".join(map(str, (*given, *sizes))), watchdog_seconds(args))
+    names = ("pipeline_model_parallel_size", "num_layers", "global_batch_size", "micro_batch_size")
+    sizes = (getattr(args, name, None) for name in names)
+    name = " ".join(map(str, (asked.schedule, asked.memory_limit_gib, asked.layer_split, *sizes)))
+    return OnePlanner(name, watchdog_seconds(args))
 
 
 def prepare(
