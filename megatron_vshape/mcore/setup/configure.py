@@ -72,7 +72,7 @@ def prepare(
     options = options_of(args)
     if options.schedule is None and registered is not None:
         options = registered
-    if options.schedule is not None:
+    if options.schedule is not None or "pipeline_timeout" in args:
         _check_timeout(args, options)
     name, ranks = options.schedule, args.pipeline_model_parallel_size
     once = once or one_planner(args)
