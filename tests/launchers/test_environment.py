@@ -270,6 +270,36 @@ def test_a_schedule_has_what_it_needs_and_no_more(
     assert caplog.messages == [line]
 
 
+def test_a_librarys_buffers_that_nccl_registers_keep_the_allocator_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their config comes before the model's, or after it."""
+    pytest.importorskip("megatron.core")
+    from megatron_vshape.mcore.hooks import library
+    from megatron_vshape.mcore.hooks.session import Session
+
+    chosen: Any = Namespace(choice=Namespace(name="v-half", kernels=True))
+    monkeypatch.setattr(library.library, "prepare_config", lambda config, asked: chosen)
+    monkeypatch.setattr(Session, "choose", lambda self, *pipeline: None)
+    config = options(pipeline_model_parallel_layout=None)
+    seen: list[set[str]] = []
+    for comes_first in (True, False):
+        environ: dict[str, str] = {}
+        monkeypatch.setattr(os, "environ", environ)
+        session: Any = Session()
+        post_init = library.data_parallel_config_post_init(
+            session, lambda each, environ=environ: seen.append(set(environ))
+        )
+        post_init(Namespace(nccl_ub=False))
+        if comes_first:
+            post_init(Namespace(nccl_ub=True))
+        library._choose(session, Namespace(), config)
+        assert (environ.keys() >= ALLOCATOR) == (not comes_first)
+        post_init(Namespace(nccl_ub=True))
+        assert environ == {"CUDA_MODULE_LOADING": "EAGER"}
+    assert [ALLOCATOR & each for each in seen] == [set()] * 5
+
+
 def test_what_the_user_has_set_stays(
     completed: Callable[..., dict[str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:

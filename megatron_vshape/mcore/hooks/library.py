@@ -22,7 +22,7 @@ from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import library
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
-from megatron_vshape.mcore.setup.ready import complete_environment
+from megatron_vshape.mcore.setup.ready import complete_environment, leave_allocator
 from megatron_vshape.mcore.setup.translate import tell, translate
 
 
@@ -39,6 +39,18 @@ def config_post_init(session: Session, original: Function, config: Any) -> None:
         with refusing():
             _choose(session, options, config)
         _have_chunks_provided(session, config)
+    original(config)
+
+
+@replaces_always
+def data_parallel_config_post_init(session: Session, original: Function, config: Any) -> None:
+    """Note that NCCL registers buffers, and take back what must not be set beside that.
+
+    Such a config comes before the model's or after it, and Megatron may refuse the two.
+    """
+    if getattr(config, "nccl_ub", False):
+        session.registers = True
+        leave_allocator(session.set_variables)
     original(config)
 
 
@@ -88,7 +100,7 @@ def _choose(session: Session, options: PipelineOptions, config: Any) -> None:
     if pipeline is None:
         pipeline = library.prepare_config(config, options)
         session.choose(pipeline, None)
-        complete_environment(config, pipeline)
+        session.set_variables = complete_environment(config, pipeline, session.registers)
         return
     sizes = config.pipeline_model_parallel_size, config.num_layers
     known = pipeline.stage_map.num_ranks, sum(pipeline.stage_map.layers)

@@ -236,6 +236,13 @@ HOOKS = (
         library.config_post_init,
     ),
     Hook(
+        "megatron.core.distributed.distributed_data_parallel_config",
+        "DistributedDataParallelConfig.__post_init__",
+        ("self",),
+        "leaves the allocator alone where NCCL registers buffers, which a library's schedule sets",
+        library.data_parallel_config_post_init,
+    ),
+    Hook(
         _STATE,
         "initialize_model_parallel",
         (

@@ -55,6 +55,8 @@ class Session:
     once: OnePlanner | None = None  # where ranks met to plan, which some may be about to leave
     is_named: bool = False  # the flags have named a schedule, whatever becomes of it
     optimizer: Any = None
+    registers: bool = False  # NCCL registers buffers, by the config of data parallelism
+    set_variables: frozenset[str] = frozenset()  # of the environment, for the schedule
     has_opened: bool = False  # the schedule has been shown
     embedding_end: nn.Module | None = None  # the chunk that has it, until the last one is built
     provided_chunk: int | None = None  # while a provider that knows of no chunks builds this one

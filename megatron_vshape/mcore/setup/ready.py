@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
-from megatron_vshape.environment import missing, settings, told
+from megatron_vshape.environment import ALLOCATOR, missing, settings, told
 from megatron_vshape.mcore.refusals import BESIDE, captures_graphs
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 
 
-def complete_environment(options: Any, pipeline: Pipeline) -> None:
+def complete_environment(
+    options: Any, pipeline: Pipeline, registers: bool = False
+) -> frozenset[str]:
     """Set what the schedule needs and this process's environment lacks, and tell it in a line.
 
-    `options` are Megatron's arguments or a config. Once CUDA has started nothing is set, since
-    nobody would read it: that is told instead.
+    `options` are Megatron's arguments or a config; `registers` says that NCCL registers buffers,
+    where they do not. Once CUDA has started nothing is set, since nobody would read it: that is
+    told instead. Returns the names of what is set.
     """
     sizes = options.tensor_model_parallel_size, options.context_parallel_size
     needed = settings(
@@ -28,7 +32,7 @@ def complete_environment(options: Any, pipeline: Pipeline) -> None:
         # to the user.
         ordered=max(sizes) > 1 and not getattr(options, BESIDE, False),
         graphs=captures_graphs(options),
-        registers=bool(getattr(options, "nccl_ub", False)),
+        registers=registers or bool(getattr(options, "nccl_ub", False)),
     )
     lacking = missing(needed, os.environ)
     is_late = torch.cuda.is_initialized()
@@ -44,3 +48,15 @@ def complete_environment(options: Any, pipeline: Pipeline) -> None:
             )
         else:
             logger.info("set in the environment for schedule %s: %s", name, told(lacking))
+    return frozenset() if is_late else frozenset(lacking)
+
+
+def leave_allocator(names: Collection[str]) -> None:
+    """Take back what has been set so for the allocator, if CUDA has not started since."""
+    of_allocator = {*ALLOCATOR, "NCCL_GRAPH_REGISTER"}.intersection(names)
+    if of_allocator and not torch.cuda.is_initialized():
+        for name in of_allocator:
+            os.environ.pop(name, None)
+        if os.environ.get("RANK", "0") == "0":
+            left = ", ".join(sorted(of_allocator))
+            logger.info("taken back from the environment, as NCCL registers buffers: %s", left)
