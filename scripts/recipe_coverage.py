@@ -4,10 +4,10 @@ others wait for.
 
     python scripts/recipe_coverage.py [--schedule v-half] [--file tests/data/bridge_recipes.json]
 
-Every recipe's options go through the tables that a run goes by: `mcore/setup/translate.py` and
-`mcore/refusals.py`. The ladder begins with recipes of which nothing has to be translated, then
-counts in what each rule of translation lets through, and ends with what each refusal keeps out, the
-one whose support would help most first. A recipe is a library's, so all count on
+Every recipe's options go through the checks that a run begins with (`mcore/setup/checks.py`), as if
+Transformer Engine were installed. The ladder begins with recipes of which nothing has to be
+translated, then counts in what each rule of translation lets through, and ends with what keeps the
+others out, first that whose support would help most. A recipe is a library's, so all count on
 `megatron_vshape.register(schedule=...)`.
 """
 
@@ -16,23 +16,28 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_vshape.mcore.setup.recipes import DEVICES, examine, placement_of
+from megatron_vshape.mcore.setup.recipes import examine, own_options
 from megatron_vshape.mcore.setup.translate import TRANSLATIONS
 
+SPLIT = "a layer_split, where the layers do not divide"
 RECIPES = Path(__file__).parents[1] / "tests" / "data" / "bridge_recipes.json"
 
 
 def needs_of(recipes: Iterable[dict], schedule: str) -> list[set[str]]:
     """Return what every recipe needs: rules of translation, and support of what is refused."""
-    placements, needs = {}, []
+    needs = []
     for recipe in recipes:
-        devices = recipe["options"][DEVICES]
-        if devices not in placements:
-            placements[devices] = placement_of(schedule, devices)
-        examined = examine(recipe["options"], placements[devices])
+        options = recipe["options"]
+        examined = examine(options, own_options(options, schedule), defaults={})
         rules = {", ".join(notice.rule.names) for notice in examined.notices}
-        refused = {name for option in examined.refused for name in option.names}
-        needs.append(rules | {f"support of {name}" for name in refused})
+        wants = {
+            f"support of {name}" if name else SPLIT
+            for each in examined.refused
+            for name in each.names or (None,)
+        }
+        if not examined.counts_layers:
+            wants.add("a num_layers, which the recipes do not say")
+        needs.append(rules | wants)
     return needs
 
 
@@ -71,7 +76,7 @@ def main() -> None:
     supported = len(TRANSLATIONS)
     for number, (what, count) in enumerate(ladder(needs)):
         if number == supported + 1:
-            print(f"\nwould start with, besides (refused with {options.schedule} now):")
+            print(f"\nwould start with, besides (not with {options.schedule} alone):")
         print(f"{count:4d} of {len(needs)}  {'+ ' if number else ''}{what}")
         if number == supported:
             print(f"\n{count} of {len(needs)} recipes start with {options.schedule}")

@@ -3,12 +3,10 @@
 import argparse
 import contextlib
 import importlib.metadata
-import io
 import platform
 import re
 import sys
 import textwrap
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schedule",
         metavar="NAME|FILE",
-        default="v-half",
-        help="the schedule that --recipe is to run with. Default: %(default)s",
+        help="the schedule that --recipe is to run with. Default: what its pipeline_schedule says, "
+        f"or {recipe.USUAL}",
     )
 
 
@@ -56,10 +54,10 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ScheduleError: there is no Megatron in the checkout that is named, or no such recipe.
     """
-    if options.recipe is not None:
-        return recipe.show(options.recipe, options.schedule)
     if options.megatron is not None:
         _take_checkout(options.megatron)
+    if options.recipe is not None:
+        return recipe.show(options.recipe, options.schedule)
     print(f"{DISTRIBUTION} {__version__}")
     print(_section("versions", _two_columns([*_versions(), *_extras()])))
     faults = _print_hooks()
@@ -191,13 +189,7 @@ def _print_hooks() -> list[str]:
 
 def _examine() -> tuple[str, list["Finding"]]:
     """Return Megatron's version and what its targets are like; importing it is noisy."""
-    silence = io.StringIO()
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(silence),
-        contextlib.redirect_stderr(silence),
-    ):
-        warnings.simplefilter("ignore")
+    with recipe.silence():
         from megatron_vshape.mcore import cpu
 
         cpu.install()

@@ -266,7 +266,8 @@ def build(model: Model, state: Any, num_layers: int, is_first: bool, is_last: bo
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_vshape.mcore.setup.recompute import Recompute, check_recompute
+    from megatron_vshape.mcore.setup.recompute import Recompute
+    from megatron_vshape.mcore.setup.recompute_checks import check_recompute
     from megatron_vshape.mcore.split import te_layers
 
     config = _config(model, num_layers)

@@ -17,6 +17,15 @@ from megatron_vshape.core.model.placement import Placement
 class UnsupportedError(ValueError):
     """An option does not go with the schedule; the text names it and says what to change."""
 
+    def __init__(self, text: str, *options: str) -> None:
+        """Take the text, and the names of the options without which it would not be said."""
+        super().__init__(text)
+        self.options = options
+
+
+class MissingError(UnsupportedError):
+    """What an option needs is not installed here."""
+
 
 class RefusedError(SystemExit):
     """Ends every rank of a run that cannot go on, alike, with the reason told once."""
@@ -140,7 +149,7 @@ REFUSALS = (
     Refusal(
         "transformer_impl",
         "use local or transformer_engine",
-        is_set=_other_than("local", "transformer_engine"),
+        is_set=_other_than(None, "local", "transformer_engine"),
         in_config=False,
         shows_value=True,
     ),
@@ -372,22 +381,22 @@ CONFLICTS = (
 """What --overlap-moe-expert-parallel-comm does not go with, under a schedule of this package."""
 
 
-def conflicts(options: Any, placement: Placement) -> Iterator[tuple[str, str]]:
-    """Yield what layer plans do not go with, where these are asked for, and why."""
+def conflicts(options: Any, placement: Placement) -> Iterator[UnsupportedError]:
+    """Yield an error for each thing that layer plans do not go with, where these are asked for."""
     if not getattr(options, BESIDE, False):
         return
-    for each in CONFLICTS:
-        if each.holds(options):
-            yield each.option, each.why
+    found = [(each.option, each.why) for each in CONFLICTS if each.holds(options)]
     if len(placement) == max(placement) + 1:
         why = "choose a schedule with several, such as v-half, or leave the other out"
-        yield "a schedule with one stage a rank", why
+        found.append(("a schedule with one stage a rank", why))
+    for option, why in found:
+        yield UnsupportedError(f"{_OVERLAP} does not work with {option}: {why}", BESIDE)
 
 
 def check_layer_plans(options: Any, placement: Placement) -> None:
     """Raise UnsupportedError for the first thing that layer plans do not go with."""
-    for option, why in conflicts(options, placement):
-        raise UnsupportedError(f"{_OVERLAP} does not work with {option}: {why}")
+    for error in conflicts(options, placement):
+        raise error
 
 
 def check_script(forward_step_func: Callable[..., Any]) -> None:
@@ -412,7 +421,7 @@ POST_VALIDATION_REFUSALS = (
     Refusal(
         "rerun_mode",
         "it holds all ranks up at the end of every iteration: set --rerun-mode disabled",
-        is_set=_other_than("disabled"),
+        is_set=_other_than(None, "disabled"),
         in_config=False,
         shows_value=True,
     ),
@@ -441,7 +450,7 @@ POST_VALIDATION_REFUSALS = (
     Refusal(
         "optimizer",
         "use adam or sgd",
-        is_set=_other_than("adam", "sgd"),
+        is_set=_other_than(None, "adam", "sgd"),
         in_config=False,
         shows_value=True,
     ),
@@ -510,22 +519,41 @@ def check_arguments(args: Namespace, schedule: str, placement: Placement) -> Non
     _check_local_graphs(args)
     if uses_stash(args):
         _check(RECORDING_REFUSALS, args, f"--pipeline-schedule {schedule} with --moe-paged-stash")
-    if getattr(args, "perform_rl_step", False) and _above_one(args.context_parallel_size):
+    contexts = getattr(args, "context_parallel_size", 1)
+    if getattr(args, "perform_rl_step", False) and _above_one(contexts):
         raise UnsupportedError(
             f"--pipeline-schedule {schedule} does not work with --perform-rl-step and "
-            f"--context-parallel-size {args.context_parallel_size} together: {_SECOND_MODEL}"
+            f"--context-parallel-size {contexts} together: {_SECOND_MODEL}",
+            "perform_rl_step",
         )
-    if args.distributed_backend == "nccl" and _above_one(getattr(args, "timing_log_level", None)):
+    on_gpus = getattr(args, "distributed_backend", "nccl") == "nccl"
+    if on_gpus and _above_one(getattr(args, "timing_log_level", None)):
         raise UnsupportedError(
             f"--pipeline-schedule {schedule} does not work with --timing-log-level "
             f"{args.timing_log_level} on GPUs: its timers wait within a pass for all that the GPU "
-            "does, and that includes messages which only later passes send; use 0 or 1"
+            "does, and that includes messages which only later passes send; use 0 or 1",
+            "timing_log_level",
         )
-    if args.transformer_impl == "transformer_engine" and not has_transformer_engine():
-        raise UnsupportedError(
+    if getattr(args, "transformer_impl", ENGINE) == ENGINE and not has_transformer_engine():
+        raise MissingError(
             "--transformer-impl transformer_engine needs Transformer Engine, which is not "
-            "installed here: install it, or use --transformer-impl local"
+            "installed here: install it, or use --transformer-impl local",
+            "transformer_impl",
         )
+
+
+def check_local_release(options: Any, release: str) -> None:
+    """Raise UnsupportedError where this Megatron's own graphs make other numbers in a pipeline."""
+    if captures_locally(options) and release.startswith("0.17."):
+        raise UnsupportedError(
+            f"--cuda-graph-impl local does not work with megatron-core {release}, whose "
+            "graphs give the memory of an F's input to others before its B has read it: use 0.18 "
+            "or later, or --cuda-graph-impl transformer_engine",
+            *_ASKS_LOCALLY,
+        )
+
+
+_ASKS_LOCALLY = ("cuda_graph_impl", "enable_cuda_graph")
 
 
 def captures_graphs(options: Any) -> bool:
@@ -557,6 +585,10 @@ def check_derived(args: Namespace, schedule: str) -> None:
     _check(derived, args, f"--pipeline-schedule {schedule}")
 
 
+ENGINE = "transformer_engine"
+"""What --transformer-impl is unless it is given."""
+
+
 def has_transformer_engine() -> bool:
     """Return whether Transformer Engine can be imported."""
     return importlib.util.find_spec("transformer_engine") is not None
@@ -572,10 +604,10 @@ def check_config(config: Any, post_validates: bool) -> None:
         _check(ahead, config, "--optimizer-post-validation")
 
 
-def check_library(config: Any, placement: Placement) -> None:
-    """Raise UnsupportedError for what a library's config asks for and the schedule cannot have."""
+def check_library(config: Any, schedule: str, placement: Placement) -> None:
+    """Raise UnsupportedError for what a library's config asks for and `schedule` cannot have."""
     check_config(config, post_validates=False)
-    _check(() if is_plain(placement) else CHUNK_REFUSALS, config, "the schedule")
+    _check(() if is_plain(placement) else CHUNK_REFUSALS, config, f"schedule {schedule}")
 
 
 def is_plain(placement: Placement) -> bool:
@@ -606,5 +638,7 @@ def _check(refusals: Iterable[Refusal], options: Any, flag: str) -> None:
     for refusal in refusals:
         value = getattr(options, refusal.name, None)
         if refusal.is_set(value):
-            option = f"{refusal.option} {value}" if refusal.shows_value else refusal.option
-            raise UnsupportedError(f"{flag} does not work with {option}: {refusal.why}")
+            shows = refusal.shows_value and value is not None
+            option = f"{refusal.option} {value}" if shows else refusal.option
+            said = f"{flag} does not work with {option}: {refusal.why}"
+            raise UnsupportedError(said, refusal.name)

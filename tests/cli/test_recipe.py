@@ -8,8 +8,14 @@ import pytest
 
 from megatron_vshape.cli import recipe
 from megatron_vshape.cli.main import main
+from megatron_vshape.mcore import refusals
 
 KIMI = "kimi_k2_pretrain_512gpu_h100_bf16_config"
+
+
+@pytest.fixture(autouse=True)
+def _has_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "has_transformer_engine", lambda: True)
 
 
 def doctor(*arguments: str) -> int:
@@ -65,7 +71,9 @@ def test_what_is_refused_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixtu
         "  pipeline_model_parallel_size, num_layers, overlap_param_gather_with_optimizer_step",
         "",
         "refused",
-        "  hybrid_context_parallel: it assumes the order of Megatron's own schedules: leave it out",
+        "  --pipeline-schedule v-half does not work with --hybrid-context-parallel: it assumes the "
+        "order of",
+        "    Megatron's own schedules: leave it out",
         "",
         "does not start with v-half",
     ]
@@ -75,8 +83,62 @@ def test_what_needs_the_number_of_layers_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 3}
-    assert doctor(written(tmp_path, options)) == 0
-    assert "counted from it, which needs num_layers" in " ".join(capsys.readouterr().out.split())
+    assert doctor(written(tmp_path, options)) == 1
+    told = capsys.readouterr().out
+    assert "counted from it, which needs num_layers" in " ".join(told.split())
+    assert told.endswith(
+        "does not start with v-half here:\n"
+        "  the layers have to fit 4 stages, and num_layers is not given\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_layers": 18}, "refused 18 layers do not divide among 8 stages"),
+        ({"pipline_vocab": 1}, "unknown pipline_vocab: no option of Megatron or this package has"),
+        ({"pipeline_vocab_paralel": 1}, "name; near is pipeline_vocab_parallel"),
+        ({"cuda_graph_impl": "local", "fp8": "hybrid"}, "does not work with --fp8-format"),
+        (
+            {"optimizer_post_validation": True, "rerun_mode": "disabled", "fp8": "hybrid"},
+            "--optimizer-post-validation does not work with --fp8-format",
+        ),
+        (
+            {"optimizer_post_validation": True, "rerun_mode": "disabled", "rampup_batch_size": [1]},
+            "--optimizer-post-validation does not work with --rampup-batch-size",
+        ),
+        ({"pipeline_vocab_parallel": True, "use_mup": True}, "does not work with --use-mup"),
+    ],
+)
+def test_what_training_refuses_does_not_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any], said: str
+) -> None:
+    given = {"pipeline_model_parallel_size": 4, "num_layers": 16, "transformer_impl": "local"}
+    assert doctor(written(tmp_path, given)) == 0
+    assert doctor(written(tmp_path, given | options)) == 1
+    told = capsys.readouterr().out
+    assert said in " ".join(told.split())
+    assert told.endswith("\ndoes not start with v-half\n")
+
+
+def test_what_is_not_installed_is_said_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "has_transformer_engine", lambda: False)
+    assert doctor(written(tmp_path, {"pipeline_model_parallel_size": 4, "num_layers": 16})) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "refused" not in told
+    assert "does not start with v-half here: --transformer-impl transformer_engine needs" in told
+
+
+def test_a_recipe_may_name_its_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"pipeline_model_parallel_size": 4, "num_layers": 20, "pipeline_schedule": "zb-h1"}
+    file = written(tmp_path, options)
+    assert doctor(file) == 0
+    assert capsys.readouterr().out.endswith("starts with zb-h1\n")
+    assert doctor(file, "--schedule", "v-half") == 1
+    assert doctor(file, "--schedule", "1f1b") == 2
+    assert "1f1b is Megatron's own schedule, which runs as" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

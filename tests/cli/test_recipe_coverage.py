@@ -7,7 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from megatron_vshape.mcore.setup.recipes import examine, placement_of
+from megatron_vshape.mcore.setup.recipes import DEVICES, examine, own_options
+from megatron_vshape.mcore.setup.translate import TRANSLATIONS
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,17 +31,18 @@ def test_the_ladder(script: ModuleType) -> None:
     counts = [count for _, count in rungs]
     assert counts == sorted(counts)
     assert counts[-1] == 304
-    starts = sum(not any(need.startswith("support of ") for need in each) for each in needs)
-    assert starts >= 283
-    assert starts in counts
+    rules = {", ".join(rule.names) for rule in TRANSLATIONS}
+    assert sum(need <= rules for need in needs) == 262
+    assert 262 in counts
+    assert sum(script.SPLIT in need for need in needs) == 18
 
 
 def test_counts_of_models_with_known_layers(script: ModuleType) -> None:
     splits: dict[str, set[str | None]] = {}
     for recipe in json.loads(script.RECIPES.read_text())["recipes"]:
         options = recipe["options"]
-        if options.get("account_for_loss_in_pipeline_split") and options[script.DEVICES] == 8:
-            split = examine(options, placement_of("v-half", 8)).layer_split
+        if options.get("account_for_loss_in_pipeline_split") and options[DEVICES] == 8:
+            split = examine(options, own_options(options, "v-half"), defaults={}).layer_split
             splits.setdefault(recipe["recipe"].partition("_pretrain")[0], set()).add(split)
     assert splits["qwen3_235b_a22b"] == {f"5,{'6,' * 14}5"}
     assert splits["llama31_405b"] == {f"7,{'8,' * 14}7"}

@@ -22,13 +22,12 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.mcore import refusals
-from megatron_vshape.mcore.refusals import UnsupportedError, check_config
+from megatron_vshape.mcore.refusals import UnsupportedError, check_config, check_local_release
 from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.split.graphs import (
     capture_late,
     capture_order,
-    check_release,
     cover_whole_layers,
 )
 from megatron_vshape.mcore.step.forward_backward import _check_captured
@@ -161,15 +160,11 @@ class TestMegatronsOwn:
             post_validates=False,
         )
 
-    def test_a_release_whose_graphs_make_other_numbers(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_release_whose_graphs_make_other_numbers(self) -> None:
         options = SimpleNamespace(cuda_graph_impl="local")
-        monkeypatch.setattr(core, "__version__", "0.18.2")
-        check_release(options)
-        monkeypatch.setattr(core, "__version__", "0.17.1")
+        check_local_release(options, "0.18.2")
         with pytest.raises(UnsupportedError, match="local does not work with megatron-core 0.17.1"):
-            check_release(options)
+            check_local_release(options, "0.17.1")
 
     @needs_018
     def test_another_order_makes_other_numbers(

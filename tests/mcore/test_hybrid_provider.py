@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 
 from megatron_vshape.mcore.hooks import library
 from megatron_vshape.mcore.hooks.session import Session
-from megatron_vshape.mcore.layout.stages import StageMap
+from megatron_vshape.mcore.layout.stage_map import StageMap
 
 
 class Model:

@@ -11,13 +11,9 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
-from megatron_vshape.mcore.layout import stages
-from megatron_vshape.mcore.layout.stages import (
-    StageLayout,
-    StageMap,
-    embedding_ranks,
-    megatrons_text,
-)
+from megatron_vshape.mcore.layout import stage_map
+from megatron_vshape.mcore.layout.stage_map import StageMap
+from megatron_vshape.mcore.layout.stages import StageLayout, embedding_ranks, megatrons_text
 
 
 def split_layers(num_layers: int, placement: Placement) -> StageMap:
@@ -86,11 +82,11 @@ def test_layers_may_differ_between_stages() -> None:
 
 
 def test_layers_that_route_by_tokens_stay_with_the_embedding() -> None:
-    stages.check_hash_layers(StageMap(v_shape(2), (3, 1, 3, 2)), 3)
+    stage_map.check_hash_layers(StageMap(v_shape(2), (3, 1, 3, 2)), 3)
     with pytest.raises(
         ScheduleError, match="moe_n_hash_layers 3 needs so many layers in the first"
     ):
-        stages.check_hash_layers(StageMap(v_shape(2), (2, 3, 3, 1)), 3)
+        stage_map.check_hash_layers(StageMap(v_shape(2), (2, 3, 3, 1)), 3)
 
 
 def test_stage_map_knows_its_ends() -> None:
@@ -110,13 +106,13 @@ def test_embedding_ranks() -> None:
 
 
 def test_one_end_must_be_on_rank_0() -> None:
-    stages.check_ends(split_layers(4, (3, 1, 2, 0)))
+    stage_map.check_ends(split_layers(4, (3, 1, 2, 0)))
     with pytest.raises(ScheduleError, match="needs one of the two on rank 0"):
-        stages.check_ends(split_layers(4, (3, 0, 1, 2)))
+        stage_map.check_ends(split_layers(4, (3, 0, 1, 2)))
 
 
 def test_ends_that_megatron_cannot_tie() -> None:
-    stages.check_tied_embeddings(split_layers(4, (0, 1, 2, 3)))
-    stages.check_tied_embeddings(split_layers(4, (1, 0, 0, 1)))
+    stage_map.check_tied_embeddings(split_layers(4, (0, 1, 2, 3)))
+    stage_map.check_tied_embeddings(split_layers(4, (1, 0, 0, 1)))
     with pytest.raises(ScheduleError, match="on rank 1 and the last on rank 3"):
-        stages.check_tied_embeddings(split_layers(4, (1, 0, 2, 3)))
+        stage_map.check_tied_embeddings(split_layers(4, (1, 0, 2, 3)))

@@ -18,8 +18,9 @@ from torch import nn
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.setup import recompute
-from megatron_vshape.mcore.setup.recompute import Recompute, check_copies, check_recompute
+from megatron_vshape.mcore.setup import recompute_checks
+from megatron_vshape.mcore.setup.recompute import Recompute
+from megatron_vshape.mcore.setup.recompute_checks import check_copies, check_recompute
 
 Train = Callable[..., Ended]
 
@@ -94,7 +95,7 @@ def model(**options: Any) -> Namespace:
 def test_what_a_model_cannot_compute_again_is_refused(
     monkeypatch: pytest.MonkeyPatch, setting: str, options: dict[str, Any], why: str
 ) -> None:
-    monkeypatch.setattr(recompute, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(recompute_checks, "has_transformer_engine", lambda: True)
     check_recompute(("none", setting, "full"), model(), "plan.json")
     with pytest.raises(UnsupportedError, match=why):
         check_recompute(("none", setting), model(**options), "plan.json")
@@ -112,7 +113,7 @@ def test_what_graphs_have_captured_is_left_alone() -> None:
 
 
 def test_discarded_outputs_need_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute, "has_transformer_engine", lambda: False)
+    monkeypatch.setattr(recompute_checks, "has_transformer_engine", lambda: False)
     with pytest.raises(
         UnsupportedError, match="recomputes layernorm, .* is not installed: install"
     ):

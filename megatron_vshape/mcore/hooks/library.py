@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron_vshape.mcore.hooks.replacements import Function, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import multi_token, stages, vocabulary
+from megatron_vshape.mcore.layout.stage_map import check_tied_embeddings
 from megatron_vshape.mcore.layout.stages import StageLayout
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.replaced import Replaced
@@ -187,7 +188,7 @@ def setup_embeddings(session: Session, original: Function, model: Any) -> None:
     stage_map, ties = session.pipeline.stage_map, model.share_embeddings_and_output_weights
     predicts = getattr(model, "mtp_process", False)
     if ties:
-        stages.check_tied_embeddings(stage_map)
+        check_tied_embeddings(stage_map)
     if stage_map.ends_meet and model.pre_process:
         session.embedding_end = model
     elif session.embedding_end is not None:

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_vshape.core.ask import Question, best_order
 from megatron_vshape.core.layer_choice import choose_layers
@@ -61,14 +61,9 @@ def split_layers(
     Raises:
         ScheduleError: the layers do not fit the stages, or the costs do not.
     """
-    measured = None if costs is None else _pieces_of(args.num_layers, costs)
+    layers, measured = given_layers(args, placement, text, costs)
     limits = None
-    if text == AUTO_SPLIT:
-        if measured is None and _vocabulary(args) is None:
-            raise ScheduleError(
-                "--pipeline-layer-split auto needs the size of the vocabulary before the tokenizer "
-                "is there: add --vocab-size"
-            )
+    if layers is None:
         pieces = measured or _estimated(args, len(placement))
         if shares:
             pieces = _without_ends(args, pieces)
@@ -77,10 +72,6 @@ def split_layers(
             layers, limits = once(
                 partial(_choose, replace(question, layers=(pieces, args.num_layers)))
             )
-    elif text is not None:
-        layers = parse_layers(text, args.num_layers, placement)
-    else:
-        layers = even_layers(args.num_layers, placement)
     if text is not None and os.environ.get("RANK", "0") == "0":
         told = ",".join(map(str, layers))
         logger.info("layers per stage, in model order: %s", told)
@@ -98,6 +89,28 @@ def _choose(question: Question) -> _Chosen:
     """Return the layers of the best order, and the limits that it was planned for."""
     _, layers, _ = chosen = choose_layers(question, best_order(question))
     return layers, chosen.answer.limits
+
+
+def given_layers(
+    args: Any, placement: Placement, text: str | None, costs: Costs | None
+) -> tuple[tuple[int, ...] | None, Pieces | None]:
+    """Return the layers of every stage, None where they are to be balanced; and measured pieces.
+
+    Raises:
+        ScheduleError: the layers do not fit the stages, or the costs do not; or of what is to be
+            balanced the sizes are not known.
+    """
+    measured = None if costs is None else _pieces_of(args.num_layers, costs)
+    if text is None:
+        return even_layers(args.num_layers, placement), measured
+    if text != AUTO_SPLIT:
+        return parse_layers(text, args.num_layers, placement), measured
+    if measured is None and _vocabulary(args) is None:
+        raise ScheduleError(
+            "--pipeline-layer-split auto needs the size of the vocabulary before the tokenizer "
+            "is there: add --vocab-size"
+        )
+    return None, measured
 
 
 def _share(
@@ -165,8 +178,8 @@ def _predicting(args: Namespace) -> tuple[int, float]:
     return multi_token.num_predicting(args), _widths(args, 0).merging_in_layers
 
 
-def _vocabulary(args: Namespace) -> int | None:
-    size: int | None = getattr(args, "padded_vocab_size", None) or args.vocab_size
+def _vocabulary(args: Any) -> int | None:
+    size: int | None = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
     return size
 
 

@@ -22,7 +22,7 @@ from megatron_vshape.mcore.replaced import Replaced
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_vshape.mcore.layout.stages import StageMap
+    from megatron_vshape.mcore.layout.stage_map import StageMap
 
 OPTION = "mtp_num_layers"
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_vshape.mcore.layout import multi_token
-from megatron_vshape.mcore.layout.stages import StageMap
+from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.step_state import StepState
 

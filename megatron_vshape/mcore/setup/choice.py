@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, find, known_as
 from megatron_vshape.core.check.bounds import fits
@@ -80,13 +81,19 @@ class Choice:
     @property
     def placement(self) -> Placement:
         """Return the device of every stage, which no number of microbatches changes."""
+        if self.from_file is not None:
+            return self.from_file.placement
         if not self.plans_by_costs:
-            least = 2 * self.num_devices if self.name in JOINT_NAMES else 1  # microbatches
-            smallest = Question(self.name, self.num_devices, least)
-            return (self.from_file or ask(smallest).schedule).placement
+            return _published_placement(self.name, self.num_devices)
         # a model is built for one placement: that of the best plans for so many stages
         chunks = 2 if self.costs is None else self.costs.num_stages // self.num_devices
         return v_shape(self.num_devices) if chunks == 2 else looping(self.num_devices, chunks)
+
+
+@cache
+def _published_placement(name: str, num_devices: int) -> Placement:
+    least = 2 * num_devices if name in JOINT_NAMES else 1  # microbatches
+    return ask(Question(name, num_devices, least)).schedule.placement
 
 
 def choice_of(

@@ -12,17 +12,15 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron_vshape.core.ask import AUTO, Question
-from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.rivals import MEGATRONS_OWN, Rival
 from megatron_vshape.mcore.layout import hybrid, multi_token, stages, vocabulary
 from megatron_vshape.mcore.layout.layer_split import Split, split_layers
+from megatron_vshape.mcore.layout.stage_map import check_tied_embeddings
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     check_arguments,
     check_derived,
-    check_post_validation,
-    check_vocabulary,
 )
 from megatron_vshape.mcore.setup.against_megatron import megatrons_if_best, num_microbatches
 from megatron_vshape.mcore.setup.arguments import (
@@ -31,11 +29,11 @@ from megatron_vshape.mcore.setup.arguments import (
     options_of,
     watchdog_seconds,
 )
+from megatron_vshape.mcore.setup.checks import check_batch_size, take_options
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
-from megatron_vshape.mcore.setup.recompute import check_copies, check_recompute
-from megatron_vshape.mcore.setup.translate import check_splits_nothing_else, tell, translate
+from megatron_vshape.mcore.setup.translate import check_splits_nothing_else, tell
 from megatron_vshape.mcore.split import graphs, te_layers, unsplit
 from megatron_vshape.mcore.split.local_layers import mark_gathered
 from megatron_vshape.mcore.step_state import StepState, unwrapped
@@ -94,18 +92,11 @@ def prepare(
     if ranks == 1:  # one device has nothing to schedule
         _tell_what_does_nothing(options)
         return None
-    check_arguments(args, name, choice.placement)
-    check_recompute(choice.recompute, args, choice.name)
-    check_copies(choice.copies, args, choice.name)
-    if options.post_validates:
-        check_post_validation(args)
-    check_vocabulary(choice.shares, args)
+    translated = take_options(args, choice, options, check_arguments)
     if choice.shares:
         vocabulary.pad(args, ranks)
-    translated = translate(args, choice.placement, options.layer_split)
     tell(translated)
     options = replace(options, layer_split=translated.layer_split)
-    check_copies(translated.may_offload and name == AUTO, args, choice.name)
     return _pipeline(args, choice, options, once, translated.may_offload)
 
 
@@ -127,7 +118,7 @@ def _pipeline(
     )
     stage_map = pipeline.stage_map
     if ties:
-        stages.check_tied_embeddings(stage_map)
+        check_tied_embeddings(stage_map)
     if getattr(args, "hybrid_layer_pattern", None) is None:
         # Even of one chunk: Megatron then leaves the number of layers to the layout.
         args.num_virtual_stages_per_pipeline_rank = stage_map.num_chunks
@@ -295,18 +286,9 @@ def complete(pipeline: Pipeline | None, args: Namespace) -> None:
     check_derived(args, pipeline.choice.name)
     chunks = pipeline.stage_map.num_chunks
     args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
-    if pipeline.choice.from_file is not None and _has_ramp_up(args):
-        raise ScheduleError(
-            f"the schedule file {pipeline.choice.name} is for one number of microbatches, and "
-            "this run changes it: leave --rampup-batch-size out"
-        )
+    check_batch_size(pipeline.choice, args)
     if pipeline.choice.name != AUTO:  # that plan waits for the model's own memory
         pipeline.planner.training(_num_microbatches(args))
-
-
-def _has_ramp_up(args: Namespace) -> bool:
-    names = ("rampup_batch_size", "step_batch_size_schedule")
-    return any(getattr(args, name, None) is not None for name in names)
 
 
 def _num_microbatches(args: Namespace) -> int:

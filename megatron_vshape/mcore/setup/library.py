@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vshape.core.ask import AUTO
 from megatron_vshape.core.rivals import MEGATRONS_OWN
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.layer_split import Split, split_layers
-from megatron_vshape.mcore.layout.stages import StageLayout, StageMap
-from megatron_vshape.mcore.refusals import UnsupportedError, check_library, check_vocabulary
+from megatron_vshape.mcore.layout.stage_map import StageMap
+from megatron_vshape.mcore.layout.stages import StageLayout
+from megatron_vshape.mcore.refusals import UnsupportedError, check_library
 from megatron_vshape.mcore.setup.arguments import (
     MEGATRONS_TIMEOUT_MINUTES,
     TIMEOUT_SHARE,
@@ -26,12 +26,12 @@ from megatron_vshape.mcore.setup.arguments import (
     PipelineOptions,
     check_timeout,
 )
+from megatron_vshape.mcore.setup.checks import take_options
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.setup.recompute import check_copies, check_recompute
-from megatron_vshape.mcore.setup.translate import tell, translate
+from megatron_vshape.mcore.setup.translate import tell
 
 
 def options_from(given: dict[str, Any]) -> PipelineOptions:
@@ -76,13 +76,8 @@ def prepare_config(config: Any, options: PipelineOptions) -> Pipeline:
         UnsupportedError: an option of the model does not go with it.
     """
     choice = choice_for(options, config.pipeline_model_parallel_size)
-    translated = translate(config, choice.placement, options.layer_split)
+    translated = take_options(config, choice, options, check_library)
     tell(translated)
-    check_library(config, choice.placement)
-    check_vocabulary(choice.shares, config)
-    check_recompute(choice.recompute, config, choice.name)
-    asks = translated.may_offload and choice.name == AUTO
-    check_copies(choice.copies or asks, config, choice.name)
     pipeline = pipeline_of(
         config,
         replace(options, layer_split=translated.layer_split),

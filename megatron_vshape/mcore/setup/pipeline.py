@@ -5,23 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron import core
+
 from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.layer_split import Split
-from megatron_vshape.mcore.layout.stages import (
-    HASH_LAYERS,
-    StageLayout,
-    StageMap,
-    check_ends,
-    check_hash_layers,
-)
-from megatron_vshape.mcore.refusals import (
-    BESIDE,
-    UnsupportedError,
-    captures_graphs,
-    check_layer_plans,
-)
+from megatron_vshape.mcore.layout.stage_map import StageMap
+from megatron_vshape.mcore.layout.stages import StageLayout
+from megatron_vshape.mcore.refusals import BESIDE, captures_graphs
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
+from megatron_vshape.mcore.setup.checks import check_stages
 from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.plans import Planner
@@ -67,25 +59,11 @@ def pipeline_of(
 
     `model` are Megatron's arguments or a library's config, which name alike what is read here.
 
-    Raises:
-        ScheduleError: the ends of the model are on ranks where Megatron cannot have them; or the
-            schedule has joint passes, and the model's layers no plans.
-        UnsupportedError: the model has what layer plans, or this Megatron's graphs, do not go with.
+    Raises as `check_stages` does.
     """
-    check_layer_plans(model, choice.placement)
-    graphs.check_release(model)
     by_layers = bool(getattr(model, BESIDE, False))
-    if choice.joins and not by_layers:
-        flag = BESIDE.replace("_", "-")
-        raise ScheduleError(
-            f"schedule {choice.name} has passes that run beside each other: add --{flag}, or "
-            "choose another"
-        )
     stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))
-    check_ends(stage_map)
-    multi_token.check_ends(stage_map)
-    _check_shared(choice, may_offload)
-    check_hash_layers(stage_map, getattr(model, HASH_LAYERS, None) or 0)
+    check_stages(model, choice, stage_map, may_offload, core.__version__)
     choice = replace(
         choice,
         costs=split.costs,
@@ -112,15 +90,6 @@ def pipeline_of(
         by_layers,
         recomputed_inputs(model),
     )
-
-
-def _check_shared(choice: Choice, may_offload: bool) -> None:
-    """Raise UnsupportedError for what a shared vocabulary does not go with in the schedule."""
-    if choice.shares and (choice.copies or may_offload):
-        raise UnsupportedError(
-            "--pipeline-vocab-parallel does not work with activations that wait in host memory: "
-            "that has not been built, so leave one of the two out"
-        )
 
 
 def _whole_stages(model: Any, stage_map: StageMap) -> frozenset[int]:

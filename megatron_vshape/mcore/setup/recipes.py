@@ -1,43 +1,79 @@
-"""What becomes of a configuration that somebody else has written, before anything is run."""
+"""What becomes of a configuration that somebody else has written, before anything is run.
+
+By the run's own checks (`checks.py`): they are asked, and asked again without the options that they
+have refused, until they find nothing more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import importlib.metadata
+from argparse import ArgumentParser
+from collections.abc import Collection, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from megatron_vshape.core.ask import AUTO
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.core.rivals import MEGATRONS_OWN
+from megatron_vshape.mcore.layout import given_layout, hybrid, multi_token
+from megatron_vshape.mcore.layout.layer_split import given_layers
+from megatron_vshape.mcore.layout.stage_map import HASH_LAYERS, StageMap, check_tied_embeddings
 from megatron_vshape.mcore.refusals import (
     BESIDE,
-    CHUNK_REFUSALS,
-    REFUSALS,
-    Refusal,
+    ENGINE,
+    MissingError,
     UnsupportedError,
+    check_arguments,
+    check_derived,
     conflicts,
-    is_plain,
 )
-from megatron_vshape.mcore.setup.choice import choice_of
+from megatron_vshape.mcore.setup.arguments import (
+    TRACE_STEPS,
+    PipelineOptions,
+    add_arguments,
+    options_of,
+)
+from megatron_vshape.mcore.setup.checks import check_batch_size, check_stages, take_options
+from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.translate import (
     TRANSLATIONS,
     Notice,
     Outcome,
-    Translated,
+    TranslationError,
     UnknownLayersError,
     translate,
     written,
 )
 
 DEVICES = "pipeline_model_parallel_size"
+LAYERS = "num_layers"
+
+DEFAULTS: Mapping[str, Any] = {
+    "transformer_impl": ENGINE,
+    "rerun_mode": "validate_results",
+    "expert_model_parallel_size": 1,
+    "moe_token_dispatcher_type": "allgather",
+    "bf16": False,
+    "fp16": False,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "untie_embeddings_and_output_weights": False,
+}
+"""What Megatron takes, where a check reads it, for an option that is not given."""
+
+PRECISION = "mixed_precision"
+"""Megatron-Bridge's name for a set of options, which it puts in before a run begins."""
 
 
 class Refused(NamedTuple):
-    """Options that keep a configuration from starting."""
+    """Options that keep a configuration from starting, and the sentence that a run ends with."""
 
     names: tuple[str, ...]
-    told: str  # with their values where it is only some that are refused
     why: str
 
 
@@ -45,24 +81,44 @@ class Refused(NamedTuple):
 class Examined:
     """What becomes of every option that a configuration sets."""
 
+    num_stages: int
     supported: tuple[str, ...]  # names of what is taken as it is
     notices: tuple[Notice, ...]  # what is translated, and what set aside
     refused: tuple[Refused, ...]
+    missing: tuple[Refused, ...] = ()  # by what is not installed here
+    unknown: tuple[str, ...] = ()  # names of no option
+    counts_layers: bool = True  # whether the number of layers is known, on which stages depend
     layer_split: str | None = None
 
     @property
     def starts(self) -> bool:
-        """Return whether nothing is refused."""
-        return not self.refused
+        """Return whether training with these options starts here."""
+        return self.counts_layers and not (self.refused or self.missing or self.unknown)
 
 
-def placement_of(schedule: str, num_devices: int) -> Placement:
-    """Return which device has which stage under a schedule, a name or a file.
+def own_options(options: Mapping[str, Any], schedule: str | None) -> PipelineOptions:
+    """Return what a configuration, or else the caller's `schedule`, asks of this package.
 
     Raises:
-        ScheduleError: there is no such schedule.
+        ScheduleError: the schedule is one of Megatron's own.
     """
-    return choice_of(schedule, num_devices, measures=True).placement
+    parser = add_arguments(ArgumentParser())
+    args = parser.parse_args([])
+    for action in parser._actions:
+        value, read = options.get(action.dest), action.type
+        if value is not None:
+            setattr(args, action.dest, read(value) if callable(read) and _is_text(value) else value)
+    own = options_of(args)
+    if schedule is not None:
+        own = replace(own, schedule=schedule)
+        if schedule == AUTO and own.costs_file is None and own.profile_steps is None:
+            own = replace(own, profile_steps=TRACE_STEPS)  # it is to be measured
+    if own.schedule in MEGATRONS_OWN:
+        raise ScheduleError(
+            f"{own.schedule} is Megatron's own schedule, which runs as without this package: name "
+            "one of this package's, such as v-half"
+        )
+    return own
 
 
 def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,57 +129,173 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def examine(options: Mapping[str, Any], placement: Placement) -> Examined:
-    """Return what becomes of a library's options under a schedule of this placement.
+def examine(
+    options: Mapping[str, Any],
+    own: PipelineOptions,
+    defaults: Mapping[str, Any] = DEFAULTS,
+    known: Collection[str] | None = None,
+) -> Examined:
+    """Return what becomes of options, Megatron's arguments or a library's config, in a run.
 
-    By what a run goes by: the same refusals, the same translations.
+    What is not among them is taken to be as in `defaults`; of a model that a library knows by its
+    name these say nothing. `known` are the names of
+    options that there are, if these are known.
+
+    Raises:
+        ScheduleError: there is no such schedule for so many devices.
     """
-    given = SimpleNamespace(**options)
-    translated, refused = _translate(given, placement)
-    notices = translated.notices
-    refused += [
-        Refused((each.name,), _told(each, getattr(given, each.name)), each.why)
-        for each in (*REFUSALS, *(() if is_plain(placement) else CHUNK_REFUSALS))
-        if hasattr(given, each.name) and each.is_set(getattr(given, each.name))
-    ]
-    if BESIDE not in _names(notices):
-        refused += [
-            Refused((BESIDE,), f"{BESIDE} with {option}", why)
-            for option, why in conflicts(given, placement)
-        ]
-    told = _names(notices) | {each.name for each in (*REFUSALS, *CHUNK_REFUSALS)}
-    supported = [name for name, value in options.items() if name not in told and _is_on(value)]
-    return Examined(tuple(supported), notices, tuple(refused), translated.layer_split)
+    choice = choice_for(own, options[DEVICES])
+    left = SimpleNamespace(**{**defaults, **_of_precision(options), **options})
+    found = _Found([], [], [])
+    while not _is_settled(left, choice, own, found):
+        pass
+    translated = translate(copy(left), choice.placement, own.layer_split)
+    notices = (*found.uncounted, *translated.notices)
+    told = {name for notice in notices for name in notice.rule.names}
+    told |= {name for refused in (*found.refused, *found.missing) for name in refused.names}
+    on = [name for name, value in options.items() if _is_on(value) and name not in told]
+    unknown = () if known is None else tuple(name for name in options if name not in known)
+    return Examined(
+        len(choice.placement),
+        tuple(name for name in on if name not in unknown),
+        notices,
+        tuple(found.refused),
+        tuple(found.missing),
+        unknown,
+        not found.uncounted and _layers_known(left, translated.layer_split),
+        translated.layer_split,
+    )
 
 
-def _translate(given: SimpleNamespace, placement: Placement) -> tuple[Translated, list[Refused]]:
-    """Return what is translated, and what of that is refused; and the rest of it all the same."""
+class _Found(NamedTuple):
+    refused: list[Refused]
+    missing: list[Refused]
+    uncounted: list[Notice]  # of options that need the number of layers
+
+
+def _is_settled(left: SimpleNamespace, choice: Choice, own: PipelineOptions, found: _Found) -> bool:
+    """Ask the checks of a run once, and take out of `left` what they refuse.
+
+    Return whether nothing is left that they could say more about.
+    """
     try:
-        return translate(copy(given), placement), []
+        _check(copy(left), choice, own)
+        return True
+    except UnknownLayersError as error:
+        names = error.options
+        found.uncounted.extend(_uncounted(left, names))
+    except MissingError as error:
+        names = error.options
+        found.missing.append(Refused(names, str(error)))
     except (ScheduleError, UnsupportedError) as error:
-        fault = error
-    faulty = [rule for rule in TRANSLATIONS if rule.outcome == Outcome.TRANSLATED]
-    named = {rule: rule.given(given) for rule in faulty if rule.given(given)}
-    for rule in named:
-        rule.clear(given)
-    rest = translate(copy(given), placement)
-    if not isinstance(fault, UnknownLayersError):
-        names = tuple(name for each in named.values() for name in each)
-        return rest, [Refused(names, ", ".join(names), str(fault))]
-    notices = [
-        Notice(rule, written(each), f"{rule.becomes}, which needs num_layers", rule.outcome)
-        for rule, each in named.items()
-    ]
-    return replace(rest, notices=(*notices, *rest.notices)), []
+        names = error.options if isinstance(error, TranslationError | UnsupportedError) else ()
+        found.refused.extend(Refused(names, why) for why in _reasons(error, names, left, choice))
+    given = [name for name in names if getattr(left, name, None) is not None]
+    for name in given:
+        setattr(left, name, None)
+    return not given
 
 
-def _told(refusal: Refusal, value: Any) -> str:
-    return f"{refusal.name} {value}" if refusal.shows_value else refusal.name
+def _uncounted(left: SimpleNamespace, names: Collection[str]) -> Iterator[Notice]:
+    """Yield what will become of options of these names once the number of layers is known."""
+    for rule in TRANSLATIONS:
+        given = rule.given(left)
+        if rule.outcome == Outcome.TRANSLATED and not given.keys().isdisjoint(names):
+            said = f"{rule.becomes}, which needs {LAYERS}"
+            yield Notice(rule, written(given), said, rule.outcome)
 
 
-def _names(notices: Iterable[Notice]) -> set[str]:
-    return {name for notice in notices for name in notice.rule.names}
+def _reasons(
+    error: Exception, names: Collection[str], left: SimpleNamespace, choice: Choice
+) -> list[str]:
+    """Return the sentences of an error: all of them, where it is the first of several."""
+    several = [str(each) for each in conflicts(left, choice.placement)] if BESIDE in names else []
+    return several if str(error) in several else [str(error)]
+
+
+def _check(given: Any, choice: Choice, own: PipelineOptions) -> None:
+    """Raise what a run with these options would end with before a model is built."""
+    translated = take_options(given, choice, own, check_arguments)
+    check_derived(given, choice.name)
+    layers = _layers(given, choice.placement, translated.layer_split, own.costs())
+    stage_map = StageMap(choice.placement, layers, multi_token.num_predicting(given))
+    release = _installed_release()
+    check_stages(given, choice, stage_map, translated.may_offload, release)
+    ties = not getattr(given, "untie_embeddings_and_output_weights", True)
+    if getattr(given, "share_embeddings_and_output_weights", ties):
+        check_tied_embeddings(stage_map)
+    check_batch_size(choice, given)
+
+
+def _layers(
+    given: Any, placement: Placement, text: str | None, costs: Costs | None
+) -> tuple[int, ...]:
+    """Return the layers of every stage, as even as can be where they are to be balanced."""
+    count = getattr(given, LAYERS, None)
+    pattern = getattr(given, "hybrid_layer_pattern", None)
+    if pattern is None and getattr(given, "is_hybrid_model", False) and count is not None:
+        pattern = "*" * count
+    if pattern is not None:
+        return hybrid.layers_of_stages(pattern, placement, text)
+    if not _layers_known(given, text):  # enough for every check
+        return (getattr(given, HASH_LAYERS, None) or 1,) * len(placement)
+    if count is None:
+        given = copy(given)
+        given.num_layers = sum(map(int, str(text).split(",")))
+    layers, _ = given_layers(given, placement, text, costs)
+    return layers or given_layout.nearest(given.num_layers, len(placement))
+
+
+def _layers_known(given: Any, text: str | None) -> bool:
+    """Return whether it is known how many layers there are, or how many every stage has."""
+    names = (LAYERS, "hybrid_layer_pattern", "hybrid_override_pattern")
+    counted = any(getattr(given, name, None) is not None for name in names)
+    return counted or (text or AUTO) != AUTO
+
+
+def _of_precision(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that the name of a library's set of them stands for."""
+    name = str(options.get(PRECISION) or "")
+    given: dict[str, Any] = {each: True for each in ("bf16", "fp16") if each in name}
+    given |= {each: name for each in ("fp8", "fp4") if each in name}
+    if "delayed" in name:
+        given["fp8_recipe"] = "delayed"
+    if "current_scaling" in name:
+        given["first_last_layers_bf16"] = True
+    return given
+
+
+def _installed_release() -> str:
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _is_on(value: Any) -> bool:
     return value not in (None, False, "none")
+
+
+def known_names() -> frozenset[str]:
+    """Return the names of every option: of the Megatron that is installed, and of this package.
+
+    Raises:
+        ImportError: there is no Megatron.
+    """
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import MLATransformerConfig
+
+    configs = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    names = {each.name for config in configs for each in fields(config)}
+    names |= {each for rule in TRANSLATIONS for each in rule.names} | {PRECISION, HASH_LAYERS}
+    parser = add_arguments(ArgumentParser(allow_abbrev=False))
+    with contextlib.suppress(ImportError):  # megatron.core alone has no arguments
+        from megatron.training.arguments import add_megatron_arguments
+
+        parser = add_megatron_arguments(parser)
+    return frozenset(names | {action.dest for action in parser._actions})

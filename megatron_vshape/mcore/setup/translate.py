@@ -36,8 +36,17 @@ class Outcome(StrEnum):
     SET_ASIDE = "set aside"
 
 
-class UnknownLayersError(ScheduleError):
-    """An option says how to count layers, and how many there are is not known."""
+class TranslationError(ScheduleError):
+    """What options say of the layers does not fit the model."""
+
+    def __init__(self, text: str, *options: str) -> None:
+        """Take the text, and the names of the options that say it."""
+        super().__init__(text)
+        self.options = options
+
+
+class UnknownLayersError(TranslationError):
+    """How many layers there are is not known."""
 
 
 class Layers(NamedTuple):
@@ -120,7 +129,7 @@ def _count_layers(options: Any) -> int | None:
 def _needed_layers(options: Any, name: str) -> int:
     layers = _count_layers(options)
     if layers is None:
-        raise UnknownLayersError(f"{name} needs the number of layers: add --num-layers")
+        raise UnknownLayersError(f"{name} needs the number of layers: add --num-layers", name)
     return layers
 
 
@@ -335,7 +344,12 @@ def translate(options: Any, placement: Placement, layer_split: str | None = None
             said = f"set aside, {winner} says which stage has which layers"
             outcome = Outcome.SET_ASIDE
         elif rule.layers is not None:
-            layer_split, how = rule.layers(options, placement)
+            try:
+                layer_split, how = rule.layers(options, placement)
+            except UnknownLayersError as error:
+                raise UnknownLayersError(str(error), *given) from None
+            except ScheduleError as error:
+                raise TranslationError(str(error), *given) from None
             said = f"{how}: layers per stage {layer_split}"
         if not (rule.is_chunks and chunks in given.values()):
             notices.append(Notice(rule, written(given), said, outcome))
@@ -357,7 +371,7 @@ def _rename(options: Any) -> list[Notice]:
         (old,) = given
         if getattr(options, rule.renames, None) is not None:
             raise UnsupportedError(
-                f"{old} is the old name of {rule.renames}, and both are given: leave it out"
+                f"{old} is the old name of {rule.renames}, and both are given: leave it out", old
             )
         setattr(options, rule.renames, given[old])
         rule.clear(options)
@@ -378,7 +392,8 @@ def _check_one_decides(options: Any) -> None:
     if len(rules) > 1:
         names = " and ".join(written(rule.given(options)) for rule in rules)
         raise UnsupportedError(
-            f"{names} each say which stage has which layers: leave all but one out"
+            f"{names} each say which stage has which layers: leave all but one out",
+            *(name for rule in rules for name in rule.given(options)),
         )
 
 

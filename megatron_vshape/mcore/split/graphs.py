@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron import core
 from megatron.core.transformer import cuda_graphs
 from torch import nn
 
@@ -21,23 +20,12 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.program.instructions import Program, Run
 from megatron_vshape.mcore.refusals import (
     GRAPH_SCOPES,
-    UnsupportedError,
     captures_graphs,
     captures_locally,
     parts_of,
 )
 
 logger = logging.getLogger(__name__)
-
-
-def check_release(options: Any) -> None:
-    """Raise UnsupportedError where this Megatron's own graphs make other numbers in a pipeline."""
-    if captures_locally(options) and core.__version__.startswith("0.17."):
-        raise UnsupportedError(
-            f"--cuda-graph-impl local does not work with megatron-core {core.__version__}, whose "
-            "graphs give the memory of an F's input to others before its B has read it: use 0.18 "
-            "or later, or --cuda-graph-impl transformer_engine"
-        )
 
 
 def cover_whole_layers(options: Any) -> bool:

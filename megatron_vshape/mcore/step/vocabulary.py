@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megatron_vshape.core.model.kinds import LOGITS, LOOKUP, LOOKUP_WEIGHT
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.mcore.layout.stages import StageMap
+from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.step.further_losses import FurtherLosses

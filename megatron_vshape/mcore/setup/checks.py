@@ -1,0 +1,95 @@
+"""What is checked of a run's options before anything is built: for the run, and for `doctor`.
+
+Nothing here needs torch or Megatron, so that `doctor` asks the same where they are not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_vshape.core.ask import AUTO
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.mcore.layout import multi_token
+from megatron_vshape.mcore.layout.stage_map import (
+    HASH_LAYERS,
+    StageMap,
+    check_ends,
+    check_hash_layers,
+)
+from megatron_vshape.mcore.refusals import (
+    BESIDE,
+    UnsupportedError,
+    check_layer_plans,
+    check_local_release,
+    check_post_validation,
+    check_vocabulary,
+)
+from megatron_vshape.mcore.setup.arguments import PipelineOptions
+from megatron_vshape.mcore.setup.choice import Choice
+from megatron_vshape.mcore.setup.recompute_checks import check_copies, check_recompute
+from megatron_vshape.mcore.setup.translate import Translated, translate
+
+Check = Callable[[Any, str, Placement], None]
+"""Refuses options of arguments, or of a config, under a schedule of this name and placement."""
+
+
+def take_options(model: Any, choice: Choice, options: PipelineOptions, check: Check) -> Translated:
+    """Translate what is made for Megatron's own schedules, and refuse what ours cannot have.
+
+    `model` are Megatron's arguments or a library's config, each with a `check` of its own.
+
+    Raises:
+        ScheduleError: what an option says does not fit the model.
+        UnsupportedError: an option does not go with the schedule.
+    """
+    translated = translate(model, choice.placement, options.layer_split)
+    check(model, choice.name, choice.placement)
+    if options.post_validates:
+        check_post_validation(model)
+    check_vocabulary(choice.shares, model)
+    check_recompute(choice.recompute, model, choice.name)
+    may_copy = translated.may_offload and choice.name == AUTO
+    check_copies(choice.copies or may_copy, model, choice.name)
+    return translated
+
+
+def check_stages(
+    model: Any, choice: Choice, stage_map: StageMap, may_offload: bool, release: str
+) -> None:
+    """Check the stages, and what depends on the placement, of Megatron's `release`.
+
+    Raises:
+        ScheduleError: the ends of the model are on ranks where Megatron cannot have them; or the
+            schedule has joint passes, and the model's layers no plans.
+        UnsupportedError: the model has what layer plans, a shared vocabulary or this Megatron's
+            graphs do not go with.
+    """
+    check_layer_plans(model, choice.placement)
+    check_local_release(model, release)
+    if choice.joins and not getattr(model, BESIDE, False):
+        flag = BESIDE.replace("_", "-")
+        raise ScheduleError(
+            f"schedule {choice.name} has passes that run beside each other: add --{flag}, or "
+            "choose another"
+        )
+    check_ends(stage_map)
+    multi_token.check_ends(stage_map)
+    if choice.shares and (choice.copies or may_offload):
+        raise UnsupportedError(
+            "--pipeline-vocab-parallel does not work with activations that wait in host memory: "
+            "that has not been built, so leave one of the two out"
+        )
+    check_hash_layers(stage_map, getattr(model, HASH_LAYERS, None) or 0)
+
+
+def check_batch_size(choice: Choice, args: Any) -> None:
+    """Raise ScheduleError where the batch size grows, and the schedule is for one."""
+    names = ("rampup_batch_size", "step_batch_size_schedule")
+    changes = any(getattr(args, name, None) is not None for name in names)
+    if choice.from_file is not None and changes:
+        raise ScheduleError(
+            f"the schedule file {choice.name} is for one number of microbatches, and "
+            "this run changes it: leave --rampup-batch-size out"
+        )

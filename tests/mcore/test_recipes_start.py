@@ -1,0 +1,241 @@
+"""What doctor --recipe says of a configuration is what a run with it begins, or ends, with."""
+
+from __future__ import annotations
+
+import random
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.training")
+
+from mcore.other_trainer import DeferredConfig
+from megatron.training.arguments import add_megatron_arguments
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.mcore import refusals
+from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.setup import configure, recompute_checks
+from megatron_vshape.mcore.setup.arguments import add_arguments
+from megatron_vshape.mcore.setup.library import options_from, prepare_config
+from megatron_vshape.mcore.setup.recipes import (
+    DEFAULTS,
+    Examined,
+    examine,
+    known_names,
+    own_options,
+)
+
+KNOWN = known_names()
+PARSED = add_arguments(add_megatron_arguments(ArgumentParser())).parse_args([])
+USUAL = {
+    "pipeline_schedule": "v-half",
+    "pipeline_model_parallel_size": 4,
+    "num_layers": 16,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 64,
+    "transformer_impl": "local",
+}
+BESIDE = {
+    "overlap_moe_expert_parallel_comm": True,
+    "expert_model_parallel_size": 2,
+    "moe_token_dispatcher_type": "alltoall",
+    "bf16": True,
+}
+
+TABLE: list[tuple[dict[str, Any], str | None]] = [
+    ({}, None),
+    ({"num_layers": 18}, "18 layers do not divide among 8 stages"),
+    ({"num_layers": 18, "pipeline_schedule": "zb-h1"}, "18 layers do not divide among 4 stages"),
+    ({"num_layers": 20, "pipeline_schedule": "zb-h1"}, None),
+    ({"num_layers": 18, "pipeline_layer_split": "2,2,2,3,3,2,2,2"}, None),
+    ({"pipeline_layer_split": "2,2,2,3,3,2,2,2"}, "adds up to 18 layers and the model has 16"),
+    ({"pipeline_layer_split": "auto"}, "needs the size of the vocabulary"),
+    ({"pipeline_layer_split": "auto", "vocab_size": 1000}, None),
+    ({"hybrid_layer_pattern": "M*" * 9, "num_layers": None}, "18 layers do not divide among 8"),
+    ({"pipeline_model_parallel_layout": "Ett|" + "tt|" * 6 + "ttL"}, None),
+    ({"pipeline_model_parallel_layout": "Ett|" + "tt|" * 6 + "tL"}, "has 15 layers and the mod"),
+    ({"cuda_graph_impl": "full_iteration"}, "does not work with --cuda-graph-impl full_iter"),
+    ({"cuda_graph_impl": "local"}, None),
+    (
+        {"cuda_graph_impl": "local", "fp8": "hybrid"},
+        "local under a schedule does not work with --f",
+    ),
+    ({"cuda_graph_impl": "local", "num_experts": 8}, "schedule does not work with --num-experts"),
+    ({"cuda_graph_impl": "local", "rampup_batch_size": [8, 8, 100]}, "with CUDA graphs does not"),
+    ({"optimizer_post_validation": True}, "does not work with --rerun-mode validate_results"),
+    ({"optimizer_post_validation": True, "rerun_mode": "disabled"}, None),
+    (
+        {"optimizer_post_validation": True, "rerun_mode": "disabled", "fp8": "hybrid"},
+        "--optimizer-post-validation does not work with --fp8-format",
+    ),
+    (
+        {
+            "optimizer_post_validation": True,
+            "rerun_mode": "disabled",
+            "rampup_batch_size": [1, 1, 9],
+        },
+        "--optimizer-post-validation does not work with --rampup-batch-size",
+    ),
+    ({"pipeline_vocab_parallel": True, "vocab_size": 1000}, None),
+    (
+        {"pipeline_vocab_parallel": True, "use_mup": True},
+        "vocab-parallel does not work with --use-",
+    ),
+    ({"use_mup": True}, None),
+    ({"transformer_impl": "transformer_engine"}, "Transformer Engine, which is not installed here"),
+    ({"transformer_impl": None}, None),
+    ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized: use"),
+    (BESIDE, None),
+    (BESIDE | {"fp8": "hybrid", "fp8_recipe": "delayed"}, "with --fp8-recipe delayed"),
+    (BESIDE | {"sequence_parallel": True}, "does not work with --sequence-parallel and dropout"),
+    (BESIDE | {"bf16": False}, "does not work with numbers of 32 bits"),
+    ({"overlap_moe_expert_parallel_comm": True}, "with --expert-model-parallel-size 1"),
+    (BESIDE | {"pipeline_schedule": "zb-h1"}, "with a schedule with one stage a rank"),
+    (BESIDE | {"cuda_graph_impl": "transformer_engine"}, None),  # set aside
+    ({"timing_log_level": 2, "distributed_backend": "nccl"}, "with --timing-log-level 2 on GPUs"),
+    ({"use_megatron_fsdp": True}, "--use-megatron-fsdp: use DDP"),
+    ({"moe_paged_stash": True, "rampup_batch_size": [1, 1, 9]}, "with --moe-paged-stash does not"),
+    ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards above"),
+    ({"account_for_loss_in_pipeline_split": True, "num_layers": 15}, None),
+    (
+        {
+            "account_for_loss_in_pipeline_split": True,
+            "pipeline_model_parallel_layout": "Et*4|t*4|t*4|t*4L",
+        },
+        "each say which stage has which layers",
+    ),
+]
+"""Options beside the usual ones, and what of the sentence that refuses them, if they are."""
+
+
+@pytest.fixture(autouse=True)
+def _no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (refusals, recompute_checks):
+        monkeypatch.setattr(module, "has_transformer_engine", lambda: False)
+
+
+def examined(options: dict[str, Any]) -> Examined:
+    return examine(options, own_options(options, None), DEFAULTS, KNOWN)
+
+
+def said_by_doctor(options: dict[str, Any]) -> list[str]:
+    found = examined(options)
+    assert found.starts == (not found.refused and not found.missing)
+    return [each.why for each in (*found.refused, *found.missing)]
+
+
+def arguments(options: dict[str, Any]) -> Namespace:
+    """Return Megatron's arguments as its parser leaves them, with these options set."""
+    return Namespace(**{**vars(PARSED), "distributed_backend": "gloo", **options})
+
+
+def said_by_training(options: dict[str, Any]) -> str | None:
+    args = arguments(options)
+    try:
+        pipeline = configure.prepare(args)
+        args.data_parallel_size, args.micro_batch_size, args.global_batch_size = 1, 1, 8
+        configure.complete(pipeline, args)
+    except (ScheduleError, UnsupportedError) as error:
+        return str(error)
+    assert pipeline is not None
+    return None
+
+
+def said_by_a_library(options: dict[str, Any]) -> str | None:
+    names = {each.name for each in fields(DeferredConfig)}
+    config = DeferredConfig(**{name: options[name] for name in options if name in names})
+    config.hidden_dropout = options.get("hidden_dropout", config.hidden_dropout)
+    for name in set(options) - names:
+        setattr(config, name, options[name])
+    given = {"schedule": options["pipeline_schedule"]}
+    for name in ("layer_split", "vocab_parallel"):
+        if f"pipeline_{name}" in options:
+            given[name] = options[f"pipeline_{name}"]
+    try:
+        prepare_config(config, options_from(given))
+    except (ScheduleError, UnsupportedError) as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("given", "why"), TABLE)
+def test_a_table_of_configurations(given: dict[str, Any], why: str | None) -> None:
+    options = USUAL | given
+    by_doctor, by_training = said_by_doctor(options), said_by_training(options)
+    if why is None:
+        assert (by_doctor, by_training) == ([], None)
+    else:
+        assert by_training in by_doctor
+        assert why in str(by_training)
+
+
+def generated(count: int) -> Iterator[dict[str, Any]]:
+    """Yield configurations of a few of the table's options each, the same in every run."""
+    draw = random.Random(36)
+    parts = [given for given, _ in TABLE if given]
+    for _ in range(count):
+        options = dict(USUAL)
+        for given in draw.sample(parts, draw.choice((1, 2, 2, 3))):
+            options |= given
+        options["pipeline_schedule"] = draw.choice(("v-half", "zb-h1", "v-min", "1f1b-v"))
+        yield options
+
+
+def test_of_any_configuration_doctor_says_what_training_says() -> None:
+    verdicts = set()
+    for options in generated(60):
+        by_doctor, by_training = said_by_doctor(options), said_by_training(options)
+        assert (not by_doctor) == (by_training is None), options
+        assert by_training is None or by_training in by_doctor, options
+        verdicts.add(by_training is None)
+    assert verdicts == {True, False}
+
+
+def test_what_doctor_says_starts_a_library_starts() -> None:
+    started = 0
+    for options in generated(60):
+        if "optimizer_post_validation" not in options and not said_by_doctor(options):
+            assert said_by_a_library(options) is None, options
+            started += 1
+    assert started > 5
+
+
+def test_a_name_of_no_option_is_not_supported() -> None:
+    found = examined(USUAL | {"pipline_layer_split": "auto", "bf16": True})
+    assert found.unknown == ("pipline_layer_split",)
+    assert "pipline_layer_split" not in found.supported
+    assert "bf16" in found.supported
+    assert not found.starts
+
+
+def test_without_the_number_of_layers_nothing_is_promised() -> None:
+    options = {name: value for name, value in USUAL.items() if name != "num_layers"}
+    assert not examined(options).starts
+    assert not examined(options | {"num_layers_in_last_pipeline_stage": 3}).starts
+    assert examined(options | {"pipeline_layer_split": "2,2,2,2,2,2,2,2"}).starts
+
+
+def test_all_that_is_refused_is_told() -> None:
+    options = USUAL | {"num_layers": 18, "use_mup": True, "hybrid_context_parallel": True}
+    options |= {"pipeline_vocab_parallel": True, "cuda_graph_impl": "transformer_engine"}
+    whys = said_by_doctor(options)
+    assert len(whys) == len(set(whys)) == 4
+    for part in ("hybrid-context", "--cuda-graph-impl", "--use-mup", "18 layers do not divide"):
+        assert any(part in why for why in whys)
+
+
+def test_what_is_not_given_is_taken_as_megatron_takes_it() -> None:
+    assert {name: getattr(PARSED, name) for name in DEFAULTS} == DEFAULTS
+
+
+def test_sets_of_a_library_by_name() -> None:
+    local = USUAL | {"cuda_graph_impl": "local"}
+    assert not said_by_doctor(local | {"mixed_precision": "bf16_mixed"})
+    for name, option in (("bf16_with_mxfp8_mixed", "fp8"), ("bf16_with_nvfp4_mixed", "fp4")):
+        (why,) = said_by_doctor(local | {"mixed_precision": name})
+        assert f"--{option}-format" in why
