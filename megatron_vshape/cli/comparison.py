@@ -1,43 +1,84 @@
 """A plan beside what Megatron has and what is published: the table of `plan`, and --against."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from megatron_vshape.core.ask import Planned, Possible, Question, compare
 from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.rivals import OVERLAPPED, SAME, Known
-from megatron_vshape.view.names import plain
+from megatron_vshape.core.rivals import MEGATRONS_OWN, OVERLAPPED, SAME, Known
+from megatron_vshape.view.names import plain, shape_text
 from megatron_vshape.view.numbers import percent
 from megatron_vshape.view.trades import way_text
 
 Text = Callable[[float], str]
 
 HEADING = ["schedule", "stages a device", "peak", "step time", "mean idle", ""]
+TIME = HEADING.index("step time")
 ABOVE = "above the limit"
 
 
-def comparison_rows(question: Question, answer: Planned, held: Text, time: Text) -> list[list[str]]:
-    """Return a heading and a row per schedule, the recommended one first, then by step time.
+RUNNERS_UP = 3
+"""Rows below the recommended one that are within the limit."""
 
-    What is not within the limit stands below the others. `held` and `time` write the numbers.
+
+class _Row(NamedTuple):
+    """A row of the table, and by what it is sorted and chosen."""
+
+    out: bool  # above the limit
+    value: float
+    family: str
+    cells: list[str]
+
+
+def comparison_rows(
+    question: Question, answer: Planned, held: Text, time: Text, every: bool = False
+) -> tuple[list[list[str]], int]:
+    """Return a heading and a row per schedule, and how many rows are left out.
+
+    The recommended one comes first, then by step time; what is not within the limit stands below
+    the others. Unless `every` row is wanted these are the runners-up, Megatron's own, and of each
+    family that is above the limit the fastest, if more memory would make that worth it. `held` and
+    `time` write the numbers.
     """
     idle = simulate(answer.schedule, answer.costs).mean_idle
     name, best = _name(answer), answer.plan
-    rest: list[tuple[bool, float, list[str]]] = []
+    rest: list[_Row] = []
     for each in (*answer.others, *compare(question, answer)):
         if each.rival is not None and each.rival == answer.is_known:
             continue
         value = each.least if isinstance(each, Possible) else question.objective.of(each.timeline)
         within = each.may_fit if isinstance(each, Possible) else fits(each.peak, answer.limits)
-        rest.append((not within, value, _row(each, value, within, best.value, held, time)))
+        cells = _row(each, value, within, answer, held, time)
+        family = cells[0] if each.rival is None else each.rival.name
+        rest.append(_Row(not within, value, family, cells))
     rest += _tried_rows(answer, time)
     rest.sort(key=lambda each: each[:2])
+    shown = rest if every else _worth_showing(rest, best.value)
     own = [name, str(answer.schedule.num_chunks), held(max(best.peak)), time(best.value)]
-    return [HEADING, [*own, percent(idle), "recommended"], *(row for *_, row in rest)]
+    rows = [HEADING, [*own, percent(idle), "recommended"], *(each.cells for each in shown)]
+    return rows, len(rest) - len(shown)
 
 
-def _tried_rows(answer: Planned, time: Text) -> Iterator[tuple[bool, float, list[str]]]:
+def _worth_showing(rows: Sequence[_Row], best: float) -> list[_Row]:
+    """Return the rows that help to choose, in their order."""
+    families: set[str] = set()
+    shown: list[_Row] = []
+    for each in rows:
+        first = each.family not in families
+        if each.out:
+            # Of what nobody has made nothing is known but that it does not fit.
+            helps = first and each.cells[TIME] != "" and each.value < best
+        else:
+            helps = len(shown) < RUNNERS_UP
+        if helps or (first and each.family in MEGATRONS_OWN):
+            shown.append(each)
+            families.add(each.family)
+    return shown
+
+
+def _tried_rows(answer: Planned, time: Text) -> Iterator[_Row]:
     """Yield what was planned in the other ways to hold less, or why it was not."""
     placement, best = answer.schedule.placement, answer.plan
     by_words: dict[str, tuple[float, bool]] = {}
@@ -54,14 +95,14 @@ def _tried_rows(answer: Planned, time: Text) -> Iterator[tuple[bool, float, list
         why = f"{percent(slower)} slower"
         row = [words, "", "", time(value), "", why]
         if least:
-            row[3:] = [f">= {time(value)}", "", f"{why} at least"]
-        yield False, value, row
+            row[TIME:] = [f">= {time(value)}", "", f"{why} at least"]
+        yield _Row(False, value, words, row)
 
 
 def _row(
-    each: Known | Possible, value: float, within: bool, best: float, held: Text, time: Text
+    each: Known | Possible, value: float, within: bool, answer: Planned, held: Text, time: Text
 ) -> list[str]:
-    slower = value / best - 1
+    slower = value / answer.plan.value - 1
     if isinstance(each, Possible):
         devices = max(each.placement) + 1
         chunks = len(each.placement) // devices
@@ -70,11 +111,15 @@ def _row(
         if within:
             least, why = f">= {time(value)}", f"{percent(slower)} slower at least"
         return [str(each.rival), str(chunks), "", least, "", why]
-    why = ABOVE
     if within:
         why = f"{percent(slower)} slower" if slower > 1e-9 else "as fast"
+    else:
+        over = max(peak - limit for peak, limit in zip(each.peak, answer.limits, strict=True))
+        why = f"{held(over)} {ABOVE}"
     peak, idle = held(max(each.peak)), percent(each.timeline.mean_idle)
-    name = str(each.rival or plain(each.schedule.name))
+    # Other plans differ from the answer's by where their stages lie.
+    other = f"plan, {shape_text(each.schedule)}"
+    name = other if each.rival is None else str(each.rival)
     return [name, str(each.schedule.num_chunks), peak, time(value), idle, why]
 
 

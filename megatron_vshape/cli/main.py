@@ -6,10 +6,12 @@ import importlib
 import io
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_vshape import __version__
+from megatron_vshape.cli.progress import SEARCH
 from megatron_vshape.core.model.kinds import ScheduleError
 
 PROGRAM = "megatron-vshape"
@@ -41,8 +43,17 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status: 0, or 2 with one sentence on stderr."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
     gc.set_threshold(YOUNG_OBJECTS)
+    status = _status(sys.argv[1:] if arguments is None else list(arguments))
+    if arguments is None and any(each.name == SEARCH for each in threading.enumerate()):
+        # It was stopped, and Python would wait until it has come to an end.
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)
+    return status
+
+
+def _status(arguments: Sequence[str]) -> int:
     _ready_output()
     try:
         return _run(arguments)

@@ -9,11 +9,12 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from megatron_vshape.cli import heavy_ends
 from megatron_vshape.cli.comparison import changes, comparison_rows, recommended
@@ -39,18 +40,20 @@ from megatron_vshape.cli.options import (
     link,
 )
 from megatron_vshape.cli.progress import Progress, told
+from megatron_vshape.cli.stopping import Budget
 from megatron_vshape.core.ask import (
     AUTO,
     SUFFIXES,
     Cut,
     Planned,
     Question,
+    as_planned,
     best_order,
     known_as,
     limits_of,
     with_more,
 )
-from megatron_vshape.core.check.bounds import LimitError
+from megatron_vshape.core.check.bounds import LimitError, fits
 from megatron_vshape.core.check.simulate import filled, simulate
 from megatron_vshape.core.frontier import Point, families, frontier, published
 from megatron_vshape.core.layer_choice import choose_layers
@@ -84,6 +87,9 @@ MOST_CHUNKS = 12
 
 BASE_CHUNKS = 4
 """Stages a device that are planned for first, where the layers allow."""
+
+FIRST_SHARE = 0.5
+"""Of --seconds: what the first search has of them, before others and the comparison."""
 
 PROOF_SECONDS = 10.0
 PROVABLE = (4, 8)
@@ -135,7 +141,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="makespan (default), or span: consecutive steps need no barrier between them",
     )
     parser.add_argument(
-        "--seconds", type=_seconds, metavar="S", help="search so long; Ctrl-C takes the best so far"
+        "--seconds",
+        type=_seconds,
+        metavar="S",
+        help="take so long in all, comparison included; Ctrl-C takes the best so far",
     )
     parser.add_argument(
         "--proof-seconds",
@@ -144,6 +153,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="for up to 4 devices and 8 microbatches, let CP-SAT prove the bound or find a better "
         f"order for so long (default: {PROOF_SECONDS:g}; 0: not at all); needs the extra exact",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="compare with every schedule, not only what helps choose"
     )
     _add_outputs(parser)
 
@@ -215,30 +227,111 @@ def run(options: argparse.Namespace) -> int:
     against = None if options.against is None else known_as(options.against, question)
     held = _held_text(costs, options.devices, measured is not None)
     time = partial(time_text, in_us=measured is not None)
+    budget = Budget(options.seconds)
     with told(time) as progress, _limits_told(costs, options.devices, measured is not None):
-        question = replace(question, limit=limit, progress=progress.search)
-        answer, layers = _answered(question)
-        made = _proved(answer, limit, options.proof_seconds)
-        answer = replace(answer, plan=made, schedule=made.schedule)
-        more = _more_told(question, answer, GIB if measured is not None else None)
-        if heavy_ends.shares(options, measured):
-            plain = _question(heavy_ends.unshared(options), None, measured)
-            more += _unshared_told(replace(plain, limit=answer.limits), answer, held, time)
-        compared = table(comparison_rows(question, answer, held, time))
-    outputs = []
-    if options.export is not None:
-        outputs.append(schedule_output("--export", options.export, made.schedule))
-    if options.html is not None:
-        page = partial(_write_html, made=made, own=answer.costs, limit=limit, options=options)
-        outputs.append(Output("--html", options.html, page))
-    write_all(outputs)
+        question = replace(
+            question,
+            limit=limit,
+            progress=budget.watching(progress.search),
+            found=budget.found,
+            stopped=budget.stopped,
+        )
+
+        def tell(best: Planned | None) -> None:
+            what = "nothing yet"
+            if best is not None:
+                what = f"{time(best.plan.value)}, {held(max(best.plan.peak))} at the peak"
+            progress.line(f"interrupted; the best so far: {what}")
+
+        work = partial(_searched, question, options, measured, held, time)
+        searched = budget.run(work, tell)
+        answer, more, compared = searched or _cut_short(question, budget)
+    write_all(_outputs(options, answer, limit))
     _print(answer, limit, costs, measured is not None)
-    for label, value in (*more, *labelled("layers", layers)):
+    for label, value in more:
         print(f"{label:<16}{value}")
-    print(f"\n{compared}\n\n{recommended(answer)}")
+    print(f"\n{compared}\n")
+    print(recommended(answer) if searched else "the best so far; more time may find a better one")
     if against is not None:
         print("\n" + "\n".join(changes(against, answer, held, time)))
     return 0
+
+
+def _outputs(options: argparse.Namespace, answer: Planned, limit: float) -> list[Output]:
+    outputs = []
+    if options.export is not None:
+        outputs.append(schedule_output("--export", options.export, answer.schedule))
+    if options.html is not None:
+        page = partial(
+            _write_html, made=answer.plan, own=answer.costs, limit=limit, options=options
+        )
+        outputs.append(Output("--html", options.html, page))
+    return outputs
+
+
+class _Searched(NamedTuple):
+    """What a search has come to: the answer, what is told of it, and what it is compared with."""
+
+    answer: Planned
+    more: list[tuple[str, str]]
+    compared: str
+
+
+def _searched(
+    question: Question,
+    options: argparse.Namespace,
+    measured: Costs | None,
+    held: Callable[[float], str],
+    time: Callable[[float], str],
+) -> _Searched:
+    """Return the best order, and what it is to be seen beside, for as long as there is time."""
+    answer, layers = _answered(question)
+    seconds = 0.0 if question.stopped() else options.proof_seconds
+    made = _proved(answer, max(answer.limits), seconds)
+    answer = replace(answer, plan=made, schedule=made.schedule)
+    question.found(lambda: answer)
+    more = []
+    if not question.stopped():
+        more = _more_told(question, answer, GIB if measured is not None else None)
+    if heavy_ends.shares(options, measured) and not question.stopped():
+        plain = _question(heavy_ends.unshared(options), None, measured)
+        plain = replace(plain, progress=question.progress, stopped=question.stopped)
+        more += _unshared_told(replace(plain, limit=answer.limits), answer, held, time)
+    rows, others = comparison_rows(question, answer, held, time, options.all)
+    compared = table(rows)
+    if others:
+        compared += f"\n{others} more with --all: slower, or above the limit and no faster"
+    return _Searched(answer, [*more, *labelled("layers", layers)], compared)
+
+
+def _cut_short(question: Question, budget: Budget) -> _Searched:
+    """Return the best that was found before the time was over, compared with nothing.
+
+    Raises:
+        KeyboardInterrupt: nothing had been found when it was interrupted.
+        ScheduleError: nothing was found in so many seconds.
+    """
+    answer = budget.best() or _known_to_fit(question)
+    if answer is None and budget.interrupted:
+        raise KeyboardInterrupt
+    if answer is None:
+        raise ScheduleError(f"nothing was found in --seconds {budget.seconds}: give it more")
+    layers = answer.costs.layers
+    more = []
+    if question.layers is not None and layers is not None:
+        more.append(("layers", f"--pipeline-layer-split {','.join(map(str, layers))}"))
+    return _Searched(answer, more, "compared with nothing: there was no time left")
+
+
+def _known_to_fit(question: Question) -> Planned | None:
+    """Return the fastest of a few known schedules that fit, none where none does."""
+    limits, fitting = limits_of(question), []
+    for name in ("1f1b", "v-half", "v-min"):
+        with suppress(ScheduleError):
+            known = known_as(name, question)
+            if fits(known.peak, limits):
+                fitting.append(as_planned(known, limits, question.objective))
+    return min(fitting, key=lambda each: each.plan.value, default=None)
 
 
 def _measured(file: str, layers: int | None) -> Costs:
@@ -262,7 +355,7 @@ def _question(options: argparse.Namespace, costs: Costs | None, measured: Costs 
         _cut(options, measured),
         chunks=tuple(range(1, (options.chunks or MOST_CHUNKS) + 1)),
         objective=options.objective,
-        seconds=options.seconds,
+        seconds=None if options.seconds is None else options.seconds * FIRST_SHARE,
         layers=_pieces(options, measured),
     )
     return replace(question, in_host=_in_host(options, question))
@@ -560,6 +653,8 @@ def _more_told(question: Question, answer: Planned, unit: float | None) -> list[
 
 def _gap_text(answer: Planned) -> str:
     value, own = answer.plan.value, answer.plan.gap
+    if not answer.any_bound:  # cut short
+        return f"{percent(own)} at most above the best of this placement"
     searched, anywhere = (value / each - 1 for each in (answer.searched_bound, answer.any_bound))
     return (
         f"{percent(own)} at most above the best of this placement, "
@@ -609,8 +704,12 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
     time = partial(time_text, in_us=measured is not None)
     with told(time) as progress, _limits_told(costs, devices, measured is not None):
         drawn_by = {}
-        for name, each in families(question).items():
-            if each is not question:
+        asked = families(question)
+        if options.seconds is not None:
+            each_s = options.seconds / (len(limits) * len(asked))
+            asked = {name: replace(each, seconds=each_s) for name, each in asked.items()}
+        for name, each in asked.items():
+            if name != "all":
                 progress.line(f"with {name}:" if name != "order alone" else "with the order alone:")
             drawn_by[name] = _followed(each, limits, chunk, progress)
         points = _no_worse(drawn_by.pop("all"), drawn_by.values())

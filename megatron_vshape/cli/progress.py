@@ -14,6 +14,9 @@ FIRST_S = 2.0
 TERMINAL_S, FILE_S = 0.5, 30.0
 """From one word to the next: a terminal has one line that changes, a file gains a line each."""
 
+SEARCH = "megatron-vshape search"
+"""The name of the thread that searches."""
+
 Search = Callable[[int, float, float], None]
 """Takes the steps so far, the best value and the lower bound, as the planner gives them."""
 

@@ -77,12 +77,23 @@ ALSO_PLANNED = 2
 """Numbers of stages a device that are planned for besides `default_placements`, for a plan at each
 takes as long as those: where the best of the known schedules are; if none fits, twice as many."""
 
+LATER = 4
+"""Of the seconds of the first search a later one has one in so many."""
+
 LESS_TRIES = 4
 LESS_STEPS = 150_000
 """How often, and in how many steps, a plan of the same time is looked for that holds less."""
 
 Cut = Callable[[int, str], Costs]
 """Returns the costs of the model cut into so many stages; the text names what has them."""
+
+
+def _ignored(_: object) -> None:
+    """Take what is found, and leave it."""
+
+
+def _never() -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +120,8 @@ class Question:
     steps: int | None = None  # the budget of planning; None: that of `search.plan`
     seconds: float | None = None  # search so long instead
     progress: Callable[[int, float, float], None] | None = None  # steps, best value, lower bound
+    found: Callable[[Callable[[], "Planned"]], None] = _ignored  # takes what returns a plan so far
+    stopped: Callable[[], bool] = _never  # whether what has been found is to do
     # In place of `cut`: a model of so many layers, which every placement has balanced.
     layers: tuple[Pieces, int] | None = None
 
@@ -288,8 +301,11 @@ def best_order(question: Question, *known: Known) -> Planned:
     refused: ScheduleError | None = None
     each_asked = _by_costs(question, searched)
     for asked in each_asked:
+        if found and question.stopped():
+            break
         try:
             found.append(_planned(asked, limits))
+            question.found(partial(found.__getitem__, len(found) - 1))
         except LimitError as error:  # of what was searched; a known schedule may have another
             refused = error
         except ScheduleError as error:  # no order was found there
@@ -299,15 +315,18 @@ def best_order(question: Question, *known: Known) -> Planned:
     value = min((each.plan.value for each in found), default=math.inf)
     rivals = [joined(each, goal) for each in (*known, *_rivals(question, limits, value))]
     for placement in _also_planned(question, limits, rivals, searched):
+        if question.stopped():
+            break
         with suppress(LimitError):  # as above
-            found.append(_planned(_on(question, placement), limits))
+            found.append(_planned(_on(question, placement, 1 / LATER), limits))
+            question.found(partial(found.__getitem__, len(found) - 1))
             searched = (*searched, placement)
     plans = [judge(each.schedule, each.costs) for each in found]
-    found += [_as_planned(each, limits, goal) for each in rivals if fits(each.peak, limits)]
+    found += [as_planned(each, limits, goal) for each in rivals if fits(each.peak, limits)]
     if not found:
         raise refused or ScheduleError("nothing fits")
     best = min(found, key=_rank)
-    if question.holds_less and not best.costs.trades:
+    if question.holds_less and not best.costs.trades and not question.stopped():
         best = _holding_less(question, best)
     verify(best.schedule, limits, best.costs)
     bounds = [_bound(question, placement, limits) for placement in searched]
@@ -336,7 +355,7 @@ def with_more(question: Question, answer: Planned, more: float) -> float:
         layers=None,
         cut=None,
         seconds=None,
-        progress=None,
+        progress=_stopping(question),
     )
     found = _planned(asked, tuple(limit + more for limit in answer.limits))
     return min(answer.plan.value, found.plan.value)
@@ -346,7 +365,7 @@ def _by_costs(question: Question, placements: Sequence[Placement]) -> list[Quest
     """Return what is asked of the search: of all placements that have the same costs at once."""
     if question.layers is None:
         return [question]
-    return [_on(question, placement) for placement in placements]
+    return [_on(question, placement, 1 / len(placements)) for placement in placements]
 
 
 def _on(question: Question, placement: Placement, share: float = 1.0) -> Question:
@@ -389,10 +408,20 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
         trades=trades,
         in_host=question.in_host,
     )
-    best = _split(question, limits, planned, planned(), chooses)
+
+    def begun(best: Callable[[], Plan]) -> None:
+        question.found(lambda: _in_order_alone(best(), question, limits))
+
+    best = _split(question, limits, planned, planned(begun=begun), chooses)
     if paired is not None and paired.plan.value < best.plan.value * (1 - SAME):
         return paired
     return best
+
+
+def _in_order_alone(made: Plan, question: Question, limits: tuple[float, ...]) -> Planned:
+    """Return a search's order as an answer, its backwards split or whole as they were planned."""
+    costs = question.costs_of(made.schedule.placement, "the plan")
+    return Planned(made.schedule, costs, plan=made, limits=limits, known=())
 
 
 def _shared(question: Question, limits: tuple[float, ...]) -> Planned:
@@ -568,6 +597,8 @@ def _rivals(question: Question, limits: Sequence[float], value: float) -> Iterat
     Those that cannot be better or cannot fit are not made.
     """
     for each in _possible(question, limits):
+        if value < math.inf and question.stopped():
+            return
         if question.allows(each.placement) and each.may_fit and each.least <= value * (1 + SAME):
             yield _made(question, each)
 
@@ -606,14 +637,17 @@ def compare(question: Question, answer: Planned) -> Iterator[Known | Possible]:
     """Yield what Megatron has and what is published, beside the answer to the question.
 
     What the answer did not have to be compared with, since it does not fit or cannot be faster, is
-    not made, unless Megatron runs it: that takes long with many stages.
+    not made, unless Megatron runs it: that takes long with many stages. Once the question is
+    stopped, nothing more is made.
     """
     sizes = question.num_devices, question.num_microbatches
     made = {known.rival: known for known in answer.known}
     for each in _possible(question, answer.limits):
         if each.rival in made:
             yield made[each.rival]
-        elif each.rival.chunks is None or each.rival.is_megatrons(*sizes):
+        elif not question.stopped() and (
+            each.rival.chunks is None or each.rival.is_megatrons(*sizes)
+        ):
             yield joined(_made(question, each), question.objective)
         else:
             yield each
@@ -654,7 +688,7 @@ def _is_compared(question: Question, chunks: int) -> bool:
     return 3 * len(placement) * question.num_microbatches <= MOST_COMPARED
 
 
-def _as_planned(known: Known, limits: tuple[float, ...], objective: Objective) -> Planned:
+def as_planned(known: Known, limits: tuple[float, ...], objective: Objective) -> Planned:
     """Return a known schedule as the answer."""
     plan = _plan_of(known, limits, objective, str(known.rival or known.schedule.name))
     answer = Planned(plan.schedule, known.costs, plan=plan, limits=limits, known=())
@@ -694,7 +728,7 @@ def _holding_less(question: Question, best: Planned) -> Planned:
         placements=(schedule.placement,),
         steps=min(question.steps or LESS_STEPS, LESS_STEPS),
         seconds=None,
-        progress=None,
+        progress=_stopping(question),
     )
 
     def less(count: int) -> tuple[float, ...]:
@@ -702,7 +736,7 @@ def _holding_less(question: Question, best: Planned) -> Planned:
 
     low, high = 0, _most_freed(asked, best.plan.value, less, int(most / unit))
     for _ in range(LESS_TRIES):
-        if low >= high:
+        if low >= high or question.stopped():
             break
         tried = (low + high + 1) // 2
         found = _planned(asked, less(tried))
@@ -712,6 +746,18 @@ def _holding_less(question: Question, best: Planned) -> Planned:
         else:
             high = tried - 1
     return best
+
+
+def _stopping(question: Question) -> Callable[[int, float, float], None] | None:
+    """Return what ends a search of which nothing is told, once the question is stopped."""
+    if question.stopped is _never:
+        return None
+
+    def stop(*_: float) -> None:
+        if question.stopped():
+            raise KeyboardInterrupt
+
+    return stop
 
 
 def _most_freed(

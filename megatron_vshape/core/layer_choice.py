@@ -80,7 +80,7 @@ def choose_layers(question: Question, answer: Planned) -> Layered:
     for _ in range(TRIALS_OF_TRADES if trades else TRIALS):
         near = _near(draw, layers)
         tried = next((each for each in near if _promises(asked, pieces, each, value)), None)
-        if tried is None:
+        if tried is None or question.stopped():
             break
         reached = value_of(tried)
         if reached <= value and reached < inf:

@@ -480,3 +480,34 @@ def test_layers_that_a_costs_file_contradicts(
     assert main([*given, "--layers", "32"]) == 2
     assert f"--layers 32: --costs {path} is of a model of 16 layers" in capsys.readouterr().err
     assert main([*given, "--layers", "16", "--chunks", "2", *NO_PROOF]) == 0
+
+
+def test_the_table_has_what_helps_to_choose(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["plan", "--devices", "4", "--microbatches", "16", "--cost", "1,1.15,.85,.05"]
+    sizes += ["--memory-limit", "6", "--layers", "32", *NO_PROOF]
+    tables = {}
+    for every in ((), ("--all",)):
+        assert main([*sizes, *every]) == 0
+        shown = capsys.readouterr().out
+        tables[every] = shown[shown.index("\nschedule ") :].strip().splitlines()
+    few, many = tables[()], tables[("--all",)]
+    assert len(few) < 14 < len(many)
+    flat = {" ".join(each.split()) for each in many}  # columns are as wide as their widest
+    assert all(" ".join(each.split()) in flat for each in few[:5])
+    assert re.fullmatch(r"\d+ more with --all: .*", next(each for each in few if "--all" in each))
+    assert not any("--all" in each for each in many)
+    within = [each for each in few if each.endswith(" slower")]
+    assert 1 <= len(within) <= 3
+    above = [each for each in few if each.endswith(" chunks above the limit")]
+    families = [each.split()[0].partition(":")[0] for each in above]
+    assert "1f1b" in families  # Megatron's own, whatever it takes
+    assert len(families) == len(set(families))
+
+
+def test_plans_on_other_placements_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["plan", "--devices", "2", "--microbatches", "8", "--layers", "16", "--all", *NO_PROOF]
+    assert main([*sizes, "--layer-split", "auto", "--head", "2"]) == 0
+    rows = [row.split("  ")[0] for row in capsys.readouterr().out.splitlines()]
+    plans = [row for row in rows if row == "plan" or row.startswith("plan, ")]
+    assert len(plans) > 1
+    assert plans.count("plan") <= 1

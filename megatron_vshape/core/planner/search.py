@@ -152,6 +152,7 @@ def plan(
     steps: int | None = None,
     seconds: float | None = None,
     progress: Progress | None = None,
+    begun: Callable[[Callable[[], Plan]], None] | None = None,
     seed: int = 1,
 ) -> Plan:
     """Return the best schedule found whose devices hold at most `limit` each.
@@ -167,7 +168,8 @@ def plan(
     With `trades` activations may wait in host memory, where the costs say what copies take, and
     stages may compute them again, where the costs have prices of that: chosen by microbatch and by
     stage, and never worse than the order alone. Of a device at most `in_host` waits there at once,
-    in the unit of the costs' memory. The first run compiles the inner loops, which numba
+    in the unit of the costs' memory. `begun` is called with what returns the best plan so far, from
+    any thread. The first run compiles the inner loops, which numba
     keeps for later ones.
 
     >>> from megatron_vshape import Costs, plan
@@ -189,8 +191,10 @@ def plan(
         (placement, regroup(costs, len(placement), f"a placement of {len(placement)} stages"))
         for placement in allowed
     ]
-    begun = _searches(owns, sizes, tuple(kinds), whole, trades, in_host, seed)
-    race = _Race(_worth_racing(begun) if trades else begun, trades)
+    searches = _searches(owns, sizes, tuple(kinds), whole, trades, in_host, seed)
+    race = _Race(_worth_racing(searches) if trades else searches, trades)
+    if begun is not None:
+        begun(race.plan)
     race.run(steps, seconds, progress)
     made = race.plan()
     if not trades:

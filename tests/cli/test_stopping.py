@@ -1,0 +1,128 @@
+"""A plan is due when its seconds are over, and when somebody presses Ctrl-C."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from megatron_vshape.cli.main import main
+from megatron_vshape.cli.progress import SEARCH, Search
+from megatron_vshape.cli.stopping import GRACE_S, Budget
+from megatron_vshape.core.ask import Planned, Question, best_order
+
+LONG = ["plan", "--devices", "8", "--microbatches", "64", "--cost", "1,1.15,.85,.05"]
+LONG += ["--memory-limit", "10"]
+
+
+@pytest.fixture(autouse=True)
+def _usual_interrupts() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup has it ignored
+    yield
+    signal.signal(signal.SIGINT, before)
+    for each in threading.enumerate():
+        if each.name == SEARCH:
+            each.join(30)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have Ctrl-C come so many seconds after the first search has told of itself."""
+
+    def come(*seconds: float) -> None:
+        watching, timers = Budget.watching, [threading.Timer(each, interrupt) for each in seconds]
+
+        def and_interrupt(self: Budget, progress: Search) -> Search:
+            def told(steps: int, best: float, bound: float) -> None:
+                while timers:
+                    timers.pop().start()
+                progress(steps, best, bound)
+
+            return watching(self, told)
+
+        monkeypatch.setattr(Budget, "watching", and_interrupt)
+
+    return come
+
+
+def small() -> Planned:
+    return best_order(Question("auto", 2, 4, steps=1000))
+
+
+def test_work_that_ends_in_time_is_not_touched() -> None:
+    assert Budget(None).run(lambda: 3, pytest.fail) == 3
+    assert Budget(60).run(lambda: 3, pytest.fail) == 3
+
+
+def test_an_error_of_the_work_is_raised() -> None:
+    def fail() -> None:
+        raise LookupError("what")
+
+    with pytest.raises(LookupError, match="what"):
+        Budget(None).run(fail, pytest.fail)
+
+
+def test_work_that_does_not_end_is_left_with_the_best() -> None:
+    budget, ended, plan = Budget(0.2), threading.Event(), small()
+    budget.found(lambda: plan)
+    before = time.monotonic()
+    assert budget.run(lambda: ended.wait(30), pytest.fail) is None
+    assert time.monotonic() - before < 0.2 + GRACE_S + 2
+    assert budget.stopped()
+    assert not budget.interrupted
+    assert budget.best() is plan
+    ended.set()
+
+
+def test_ctrl_c_tells_the_best_at_once_and_a_second_one_ends() -> None:
+    budget, ended, plan = Budget(None), threading.Event(), small()
+    budget.found(lambda: plan)
+    told: list[Any] = []
+    threading.Timer(0.2, interrupt).start()
+    threading.Timer(0.4, interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        budget.run(lambda: ended.wait(30), told.append)
+    assert told == [plan]
+    ended.set()
+
+
+def test_seconds_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--devices", "2", "--microbatches", "4"])  # compiles, or finds it compiled
+    before = time.monotonic()
+    assert main([*LONG, "--seconds", "2"]) == 0
+    assert time.monotonic() - before < 2 + GRACE_S + 4
+    assert "10 chunks at the peak, limit 10 chunks" in capsys.readouterr().out
+
+
+def test_ctrl_c_in_a_plan(
+    capsys: pytest.CaptureFixture[str], interrupted: Callable[..., None]
+) -> None:
+    interrupted(0.3)
+    assert main(LONG) == 0
+    out, err = capsys.readouterr()
+    assert "interrupted; the best so far: " in err
+    assert "10 chunks at the peak, limit 10 chunks" in out
+    assert "compared with nothing: there was no time left" in out or " more with --all" in out
+
+
+def test_a_second_ctrl_c_in_a_plan(
+    capsys: pytest.CaptureFixture[str], interrupted: Callable[..., None]
+) -> None:
+    interrupted(0.3, 0.5)
+    assert main(LONG) == 130
+    assert "interrupted; the best so far: " in capsys.readouterr().err
+
+
+def test_a_limit_that_no_known_schedule_fits_and_no_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*LONG[:-1], "5", "--seconds", "0.01"]) in (0, 2)
+    out, err = capsys.readouterr()
+    assert "--seconds 0.01" in err or "limit 5 chunks" in out
