@@ -157,15 +157,23 @@ def float_or_nan(text: str) -> float:
 def headroom_of(text: str | None, limit: float, in_bytes: bool) -> float:
     """Return what --headroom keeps free of a limit: a share of it, or GiB where it is in bytes.
 
+    A share is 5% or 0.05; a number of 1 or more without a unit might be either, or GiB.
+
     Raises:
         ScheduleError: it is neither, or nothing would be left.
     """
     lowered = (text or "0%").lower().strip()
+    share = float_or_nan(lowered)
+    if 0 <= share < 1:
+        return share * limit
+    if share >= 1:
+        more = f" or {text}GiB" if in_bytes else ""
+        raise ScheduleError(f"--headroom {text!r:.40} has no unit: say {text:.40}%{more}")
     unit = next((name for name in UNITS if in_bytes and lowered.endswith(name)), "%")
     value = float_or_nan(lowered.removesuffix(unit))
     kept = value * UNITS[unit] if unit in UNITS else value / 100 * limit
     if not (lowered.endswith(unit) and 0 <= kept < limit):
-        wanted = "a share, as in 5%" + (", or GiB, as in 2GiB" if in_bytes else "")
+        wanted = "a share, as in 5% or 0.05" + (", or GiB, as in 2GiB" if in_bytes else "")
         raise ScheduleError(
             f"--headroom {text!r:.40} leaves no limit: give {wanted}, of less than all of it"
         )

@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--headroom",
         metavar="SHARE|XGiB",
-        help="what to keep free of the limit, as in 5%% or 2GiB (default: nothing)",
+        help="what to keep free of the limit, as in 5%%, 0.05 or 2GiB (default: nothing)",
     )
     parser.add_argument(
         "--layers", type=count, metavar="N", help="layers of the model: says how it can be cut"

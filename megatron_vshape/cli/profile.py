@@ -29,6 +29,7 @@ from megatron_vshape.core.model.kinds import (
     NO_RECOMPUTE,
     PARTS,
     RELEASE,
+    VOCABULARY,
     Kind,
     ScheduleError,
 )
@@ -211,6 +212,7 @@ def run(options: argparse.Namespace) -> int:
     check_ranks(model)
     with _megatron_quiet():
         prepare(device)
+        _check_settings(model, _settings(options))
         is_first = torch.distributed.get_rank() == 0
         if is_first:
             columns = "".join(f"{kind + ' ms':>10}" for kind in (*PARTS, Kind.BW))
@@ -227,6 +229,8 @@ def run(options: argparse.Namespace) -> int:
         write_all([Output("--output", options.output, partial(_write, costs))])
         if options.offload:
             print(_copies_told(costs))
+        if options.vocab_parallel:
+            _tell_written(costs)
         print(*prices_told(costs), sep="\n")
         print(f"{options.output}: {costs.num_stages} stages for --devices {options.devices}")
     return 0
@@ -309,14 +313,35 @@ def _measure_all(
     model: "Model", layers: Sequence[int], options: argparse.Namespace, link: "HostLink | None"
 ) -> Costs:
     """Return the costs of the stages, with a price list where they are to have other settings."""
-    settings = [each for each in options.recompute if each != NO_RECOMPUTE]
-    # Megatron hands the biases of an MLP that it computes again out of it.
-    model = replace(model, biases=not any("mlp" in each.split(",") for each in settings))
+    settings = _settings(options)
+    model = _with_biases(model, settings)
     own, *others = (
         _shared(_measure(replace(model, recompute=setting), layers, options), link)
         for setting in (NO_RECOMPUTE, *settings)
     )
     return price_list(own, dict(zip(settings, others, strict=True)))
+
+
+def _settings(options: argparse.Namespace) -> list[str]:
+    return [each for each in options.recompute if each != NO_RECOMPUTE]
+
+
+def _with_biases(model: "Model", settings: Sequence[str]) -> "Model":
+    """Return the model without biases where Megatron would hand them out of what comes again."""
+    return replace(model, biases=not any("mlp" in each.split(",") for each in settings))
+
+
+def _check_settings(model: "Model", settings: Sequence[str]) -> None:
+    """Raise ScheduleError for what cannot be computed again, before anything is measured."""
+    from megatron_vshape.mcore.one_device import check_settings
+    from megatron_vshape.mcore.refusals import UnsupportedError
+
+    try:
+        check_settings(_with_biases(model, settings), settings)
+    except (ScheduleError, UnsupportedError) as error:
+        told = str(error).replace("the schedule's recompute", "--recompute")
+        told = told.replace("schedule to be measured recomputes", "--recompute:")
+        raise ScheduleError(told) from None
 
 
 def price_list(costs: Costs, others: Mapping[str, Costs]) -> Costs:
@@ -488,6 +513,24 @@ def _tell(setting: str, what: str, costs: Piece) -> None:
     row = "".join(f"{each / 1000:10.2f}" for each in times)
     what += "" if setting == NO_RECOMPUTE else f", {setting}"
     print(f"{what:26}{row}{held[0] / MIB:13.2f}{held[1] / MIB:10.2f}", flush=True)
+
+
+def _tell_written(costs: Costs) -> None:
+    """Print the stages without the model's ends, as a file has them, and a device's part of these.
+
+    Of stages that are alike one line.
+    """
+    print("as written, with the embedding and the output layer shared:")
+    assert costs.layers is not None
+    alike: dict[tuple[int, Piece], list[int]] = {}
+    for stage, key in enumerate(zip(costs.layers, costs.stages(), strict=True)):
+        alike.setdefault(key, []).append(stage)
+    for (layers, piece), stages in alike.items():
+        which = f"stage {', '.join(map(str, stages))}" if len(alike) > 1 else "every stage"
+        _tell(NO_RECOMPUTE, f"{which}: {layers} layer{'s' if layers != 1 else ''}", piece)
+    others = dict(costs.others)
+    for kind in VOCABULARY:
+        print(f"{kind.label + ', ms':40}{max(others[kind.time]) / 1000:10.3f}")
 
 
 def _copies_told(costs: Costs) -> str:

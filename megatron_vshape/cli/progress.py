@@ -36,7 +36,11 @@ class Progress:
     def search(self, steps: int, best: float, bound: float) -> None:
         """Take what the planner says, to be told with the next word."""
         told = f"{steps:,} steps, best {self._time_text(best)}"
-        self._said = f": {told}, lower bound {self._time_text(bound)}"
+        self.say(f"{told}, lower bound {self._time_text(bound)}")
+
+    def say(self, text: str) -> None:
+        """Take what is to be told with the next word."""
+        self._said = f": {text}"
 
     def line(self, text: str) -> None:
         """Print a line that stays."""

@@ -16,6 +16,7 @@ from megatron_vshape.cli.files import (
     is_installed,
 )
 from megatron_vshape.cli.options import headroom_of
+from megatron_vshape.cli.progress import told
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.view.numbers import GIB
 
@@ -73,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--headroom",
         metavar="SHARE|XGiB",
-        help="what to keep free of every device's memory, as in 5%% or 4GiB (default: nothing)",
+        help="what to keep free of every device, as in 5%%, 0.05 or 4GiB (default: nothing)",
     )
     parser.add_argument("--verbose", action="store_true", help="name every dropped combination")
 
@@ -165,16 +166,14 @@ def _expand(loaded: "Loaded", headroom: str | None) -> "tuple[Predictor, Expande
 def _predict(
     loaded: "Loaded", console: "Console", options: argparse.Namespace
 ) -> "tuple[Predictor, list[Prediction]]":
-    from rich.progress import track
-
     predictor, expanded = _expand(loaded, options.headroom)
     _print_dropped(console, expanded.dropped, "impossible", options.verbose)
-    total = len(expanded.possible)
-    with _quiet():
-        found = predictor.survey(expanded.possible, loaded.sweep.pruning.margin)
-        described = f"predicting {total} combinations"
-        bar = track(found, described, total=total, console=console, transient=True)
-        return predictor, list(bar)
+    predictions: list[Prediction] = []
+    with _quiet(), told(str) as progress:
+        for each in predictor.survey(expanded.possible, loaded.sweep.pruning.margin):
+            predictions.append(each)
+            progress.say(f"{len(predictions)} of {len(expanded.possible)} combinations predicted")
+    return predictor, predictions
 
 
 @contextmanager

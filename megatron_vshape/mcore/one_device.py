@@ -291,6 +291,18 @@ def build(model: Model, state: Any, num_layers: int, is_first: bool, is_last: bo
     return chunk
 
 
+def check_settings(model: Model, settings: Sequence[str]) -> None:
+    """Check that the model's layers can compute again what the settings name; call after `prepare`.
+
+    Raises:
+        ScheduleError: there is no such setting.
+        UnsupportedError: one does not go with the model.
+    """
+    from megatron_vshape.mcore.setup.recompute_checks import check_recompute
+
+    check_recompute(settings, _config(model, 1), "to be measured")
+
+
 def _config(model: Model, num_layers: int) -> Any:
     from megatron.core.transformer import TransformerConfig
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 from functools import lru_cache
 
 from megatron_vshape.core.ask import AUTO, Question, ask, best_order
+from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -18,7 +19,7 @@ from megatron_vshape.sweep.grid import ADAPTIVE, Combination, count_stages, laye
 from megatron_vshape.sweep.layer import Layers, Part, model_flops
 from megatron_vshape.sweep.machine import Machine
 from megatron_vshape.sweep.measured_costs import MeasuredCosts, key_of_shapes
-from megatron_vshape.view.numbers import GIB
+from megatron_vshape.view.numbers import GIB, enough
 
 LEAST_US = 1.0
 """A stage without layers still starts a kernel."""
@@ -225,6 +226,8 @@ def plan_adaptive(
     )
     try:
         schedule = best_order(question).schedule
+    except LimitError as error:
+        raise SweepError(error.told(lambda held: f"{enough(held / GIB)} GiB")) from None
     except ScheduleError as error:
         raise SweepError(str(error).splitlines()[0]) from None
     return simulate(schedule, costs)

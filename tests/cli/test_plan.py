@@ -511,3 +511,14 @@ def test_plans_on_other_placements_are_told_apart(capsys: pytest.CaptureFixture[
     plans = [row for row in rows if row == "plan" or row.startswith("plan, ")]
     assert len(plans) > 1
     assert plans.count("plan") <= 1
+
+
+def test_headroom_is_a_share_however_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    told = []
+    for share in ("5%", "0.05"):
+        assert main(["plan", *SIZE, *NO_PROOF, "--memory-limit", "8", "--headroom", share]) == 0
+        told.append(capsys.readouterr().out)
+    assert "limit 7.6 chunks" in told[0]
+    assert told[0] == told[1]
+    assert main(["plan", *SIZE, "--memory-limit", "8", "--headroom", "5"]) == 2
+    assert "--headroom '5' has no unit: say 5%" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """megatron-vshape profile: a costs file that plan reads, or one sentence."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -102,6 +103,30 @@ def test_a_model_is_measured_and_planned(
     assert "send_us: assumed: given as --send-us" in shown
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("foo", "--recompute has 'foo'; a setting is none, full, or with commas of core_attn"),
+        ("moe_act", "--recompute: moe_act, which"),
+    ],
+)
+def test_what_cannot_be_computed_again_is_refused_before_measuring(
+    model: Path, tmp_path: Path, setting: str, said: str
+) -> None:
+    pytest.importorskip("megatron.core")
+    arguments = ["--model", str(model), "--devices", "2", "--seq-length", "64", "--device", "cpu"]
+    arguments += ["--recompute", setting, "--output", str(tmp_path / "costs.json")]
+    run = subprocess.run(
+        [sys.executable, "-m", "megatron_vshape.cli.main", "profile", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert run.returncode == 2, run.stderr[-3000:]
+    assert run.stdout == ""
+    assert said in run.stderr
+
+
 @pytest.mark.slow
 def test_the_first_and_the_last_stage_may_have_no_layers(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
@@ -129,6 +154,12 @@ def test_a_shared_vocabularys_passes_are_measured(
     parts = "lookup_us, logits_us, head_weight_us, lookup_weight_us: measured on one device, with "
     assert f"{parts}1/2 of the vocabulary each" in printed
     assert "lookup_sum_us, logits_sum_us: assumed: 2 x 8,192 bytes at 45 GB/s" in printed
+    written = printed[
+        printed.index("as written, with the embedding and the output layer shared:") :
+    ]
+    assert re.search(r"^stage 0: 1 layer +[0-9. ]+$", written, re.M)
+    logits_us = dict(Costs.load(found).others)["logits_us"][0]
+    assert f"own part of the output layer, ms {logits_us / 1000:17.3f}" in written
     costs = Costs.load(found)
     assert tells_shared(costs)
     assert costs.layers == (1, 2, 2, 1)

@@ -23,6 +23,7 @@ from megatron_vshape.sweep.measured_costs import key_of_shapes, load_measured
 from megatron_vshape.sweep.predict import Prediction, Predictor, Verdict, plan_adaptive
 from megatron_vshape.sweep.report import load_published
 from megatron_vshape.sweep.trainer_flags import trainer_command
+from megatron_vshape.view.numbers import GIB
 
 SWEEPS = ROOT / "configs" / "sweeps"
 ADAPTIVE_GRID = {**SWEEP["grid"], "schedule": ["adaptive"], "microbatch_size": [2]}
@@ -248,6 +249,13 @@ def test_an_adaptive_plan_is_on_its_placement(tmp_path: Path) -> None:
     for placement in (v_shape(2), looping(2, 2)):
         found = plan_adaptive(it, placement, costs, [3.0, 3.0], Objective.MAKESPAN).schedule
         assert found.placement == placement
+
+
+def test_a_limit_that_nothing_fits_is_told_in_gib(tmp_path: Path) -> None:
+    (it,) = expand(load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})).possible
+    costs = Costs(*((1.0,) * 4,) * 3, 0.0, (GIB,) * 4, (GIB,) * 4)
+    with pytest.raises(SweepError, match="device 0 may hold 1.5 GiB, but one .* devices is 2 GiB"):
+        plan_adaptive(it, v_shape(2), costs, [1.5 * GIB] * 2, Objective.MAKESPAN)
 
 
 def test_the_adaptive_method_takes_the_better_placement(

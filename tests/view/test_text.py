@@ -6,8 +6,10 @@ import re
 import pytest
 
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.schedule import CUT
+from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.schedule import CUT, Timeline
 from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.planner.vocabulary import shared_costs, shared_if_told
 from megatron_vshape.view.text import picture, wants_colour
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
@@ -73,3 +75,24 @@ def test_colour_is_for_terminals_whose_user_wants_it(monkeypatch, stream, enviro
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert wants_colour(stream) is expected
+
+
+def with_short_sums() -> Timeline:
+    plain = Costs.uniform(4, 8, 10.0, 10.0, 10.0, 0.0)
+    shared = shared_costs(plain, Piece(1, 1, 1, 1, 1), Piece(8, 8, 8, 1, 1), 4, 0.03)
+    return simulate(shared_if_told(make("v-half", 4, 8), shared), shared)
+
+
+def with_an_empty_stage() -> Timeline:
+    times = (0.02, *(10.0,) * 7)
+    return simulate(make("v-half", 4, 8), Costs(times, times, times, 0.0, (1.0,) * 8, (1.0,) * 8))
+
+
+@pytest.mark.parametrize("made", [with_short_sums, with_an_empty_stage])
+def test_a_column_is_as_long_as_a_usual_pass(made):
+    timeline = made()
+    widest = max(len(line) for line in timeline.draw().splitlines())
+    usual = timeline.makespan / 10.0  # in passes
+    assert usual - 1 <= widest <= 5 * usual
+    processor = [line for line in timeline.draw().splitlines() if "F" in line.upper()]
+    assert len(processor) == 4

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
-from operator import attrgetter, sub
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from megatron_vshape.core.model.files import check_keys, is_whole, parse_object, read_text
 from megatron_vshape.core.model.kinds import (
@@ -40,6 +42,9 @@ MAX_COLUMNS = 100_000
 
 CUT = " … "
 """In place of a picture's middle."""
+
+MUCH_SHORTER = 4
+"""A pass of less than the usual one's time over this is not what a picture's column is made by."""
 
 _ROUNDING = 1e-6
 """A pass may miss the middle of a character by this share of one, as sums of times do."""
@@ -364,10 +369,10 @@ class Timeline:
     def draw(self, columns: int | None = None, kept: int | None = None) -> str:
         """Return one line per device: F, B, W in upper case for even chunks, lower for odd.
 
-        A character is the shortest pass, or a share of the makespan where that would be wider
-        than `columns` (MAX_COLUMNS at most); it shows what runs at its middle. What runs beside a
-        device's processor has a line of its own below it. Of a picture that is wider than `kept`
-        characters, its middle is left out.
+        A character is the shortest pass, but for those that are much shorter than most, or a share
+        of the makespan where that would be wider than `columns` (MAX_COLUMNS at most); it shows
+        what runs at its middle. What runs beside a device's processor has a line of its own below
+        it. Of a picture that is wider than `kept` characters, its middle is left out.
 
         >>> from megatron_vshape import make, simulate
         >>> print(simulate(make("zb-h1", 2, 3)).draw())
@@ -375,8 +380,7 @@ class Timeline:
          FBFBWFBWW
         """
         columns = min(columns or MAX_COLUMNS, MAX_COLUMNS)
-        lengths = map(sub, chain.from_iterable(self.ends), chain.from_iterable(self.starts))
-        unit: float = max(min(filter(None, lengths)), self.makespan / columns)
+        unit = max(self._column(), self.makespan / columns)
         first = self.first_start
 
         def column(time: float) -> int:
@@ -396,6 +400,20 @@ class Timeline:
             CUT.join(self._draw_lane(lane, letters, column, part) for part in parts).rstrip()
             for lane in lanes
         )
+
+    def _column(self) -> float:
+        """Return the length of the shortest pass that is not much shorter than most.
+
+        Else sums over a vocabulary, or stages without layers, would stretch all others.
+        """
+        starts, ends = (np.fromiter(chain(*each), float) for each in (self.starts, self.ends))
+        lengths, lasts = ends - starts, ends > starts
+        simple = lasts & np.fromiter(
+            (work.kind in PARTS for work in chain(*self.schedule.order)), bool
+        )
+        among = lengths[simple if simple.any() else lasts]
+        usual = np.partition(among, len(among) // 2)[len(among) // 2]
+        return float(lengths[lengths >= usual / MUCH_SHORTER].min())
 
     def _draw_lane(
         self,
