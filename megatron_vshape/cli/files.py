@@ -33,6 +33,8 @@ def check_target(option: str, path: Path, suffixes: Sequence[str]) -> None:
     folder = _target(path).parent
     if not folder.is_dir():
         raise ScheduleError(f"{option} {path}: there is no directory {folder}; make it first")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ScheduleError(f"{option} {path}: nothing may be written there; name another place")
 
 
 def check_installed(what: str, extra: str, *modules: str) -> None:

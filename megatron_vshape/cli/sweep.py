@@ -3,7 +3,7 @@
 import argparse
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megatron_vshape.sweep.files import Loaded
-    from megatron_vshape.sweep.grid import Dropped, Expanded
+    from megatron_vshape.sweep.grid import Combination, Dropped, Expanded
     from megatron_vshape.sweep.machine import Machine
     from megatron_vshape.sweep.predict import Prediction, Predictor
     from megatron_vshape.sweep.prune import Chosen
@@ -34,6 +34,9 @@ NEEDED = ("pydantic", "yaml", "rich")
 _TARGETS = {"csv": (".csv",), "figure": FIGURE_SUFFIXES}
 NARROWEST = 132
 """Columns of a table where no terminal says how many there are."""
+
+NONE_ENDED_WELL = 1
+"""The status where runs were made, and none of them has been measured."""
 
 NO_PICTURE = "no picture, which needs matplotlib: pip install 'megatron-vshape[draw]'"
 
@@ -74,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--headroom",
         metavar="SHARE|XGiB",
-        help="what to keep free of every device, as in 5%%, 0.05 or 4GiB (default: nothing)",
+        help="what to keep free of every device's memory, as in 5%%, 0.05, 4GiB (default: nothing)",
     )
     parser.add_argument("--verbose", action="store_true", help="name every dropped combination")
 
@@ -263,10 +266,11 @@ def _launch(
             launcher = Launcher(loaded, predictor, results, path.parent, progress)
             launcher.run(chosen.run, options.retry_failed)
         found = results.read(set(keys.values()))
+    logs = {each.combination: path.parent / key for each, key in keys.items()}
     # What an earlier sweep measured is shown even where it would not be run today.
     shown = {each.combination for each in chosen.run} | {each.combination for each in found}
     rows = rows_of([each for each in predictions if each.combination in shown], found)
-    _show(console, loaded, rows)
+    _show(console, loaded, rows, logs)
     csv, figure = options.csv or path.parent / "results.csv", options.figure
     some = any(row.best_mfu for row in rows)
     if figure is None and some and is_installed("matplotlib"):
@@ -274,6 +278,9 @@ def _launch(
     _write_files(rows, loaded, csv, figure)
     without = NO_PICTURE if some else "no picture, as no run ended well"
     _say(console, f"results: {path}, {csv}, {figure or without}")
+    if found and not some:
+        _say(console, "no run has ended well")
+        return NONE_ENDED_WELL
     return 0
 
 
@@ -284,11 +291,13 @@ def _report(loaded: "Loaded", console: "Console", options: argparse.Namespace) -
 
     path = _results_path(loaded, options)
     predictor, expanded = _expand(loaded, options.headroom)
-    keys = {key_of(each, loaded, predictor.measured) for each in expanded.possible}
+    keys = {each: key_of(each, loaded, predictor.measured) for each in expanded.possible}
     with read_results(path) as results:
-        found, in_flight = results.read(keys), results.num_in_flight(keys)
+        wanted = set(keys.values())
+        found, in_flight = results.read(wanted), results.num_in_flight(wanted)
+    logs = {each: path.parent / key for each, key in keys.items()}
     rows = rows_of([prediction_of(each, predictor) for each in found], found)
-    _show(console, loaded, rows)
+    _show(console, loaded, rows, logs)
     _write_files(rows, loaded, options.csv, options.figure)
     _say(console, f"{len(found)} runs have ended, {in_flight} are in flight: {path}")
     return 0
@@ -299,8 +308,13 @@ def _results_path(loaded: "Loaded", options: argparse.Namespace) -> Path:
     return path or Path("runs") / f"sweep-{loaded.sweep.name}" / "results.db"
 
 
-def _show(console: "Console", loaded: "Loaded", rows: "list[Row]") -> None:
-    """Print the table, why runs failed, and how good the predictions were."""
+def _show(
+    console: "Console",
+    loaded: "Loaded",
+    rows: "list[Row]",
+    folders: "Mapping[Combination, Path]",
+) -> None:
+    """Print the table, why runs failed and where their logs are, and how good predictions were."""
     from megatron_vshape.sweep.report import ranking_line
 
     rows.sort(key=lambda row: (row.combination.workload, -(row.mfu or 0.0)))
@@ -309,6 +323,8 @@ def _show(console: "Console", loaded: "Loaded", rows: "list[Row]") -> None:
     for row in rows:
         if row.note and row.verdict != "ok":
             _say(console, f"{row.verdict}: {row.combination}: {row.note}")
+            for log in sorted(folders[row.combination].glob("node*.log")):
+                _say(console, f"    {log}")
     console.print(ranking_line(rows))
 
 

@@ -1,6 +1,7 @@
 """What a sweep found: tables, CSV, and the Pareto picture of memory against throughput."""
 
 import csv
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ class Row:
     predicted_step_s: float | None
     predicted_mfu: float | None
     predicted_bubble: float | None
-    predicted_peak_gib: float
+    predicted_peak_gib: float | None  # None of what was not planned
     step_s: float | None = None
     mfu: float | None = None
     bubble: float | None = None
@@ -91,7 +92,7 @@ def _row(prediction: Prediction, result: Result | None) -> Row:
         prediction.step_s,
         prediction.mfu,
         prediction.bubble,
-        prediction.peak_bytes / GIB,
+        prediction.peak_bytes / GIB if prediction.peak_bytes else None,
         outcome.step_s,
         result.mfu if result else None,
         outcome.bubble,
@@ -115,7 +116,7 @@ def best_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def _rank(row: Row) -> tuple[float, float]:
-    return row.best_mfu, -row.predicted_peak_gib
+    return row.best_mfu, -(row.predicted_peak_gib or math.inf)
 
 
 def result_tables(rows: Sequence[Row]) -> list[Table]:
@@ -364,7 +365,7 @@ def _panel(axes: "Axes", rows: Sequence[Row]) -> "tuple[list[Mark], list[tuple[f
     """Draw the rows of one workload; return the points to name, and those not to."""
     from megatron_vshape.view.labels import Mark
 
-    points = [(row.peak_gib or row.predicted_peak_gib, 100 * row.best_mfu) for row in rows]
+    points = [(row.peak_gib or row.predicted_peak_gib or 0.0, 100 * row.best_mfu) for row in rows]
     memory, throughput = zip(*pareto(points), strict=True)
     axes.plot(memory, throughput, color="#999999", lw=0.8, zorder=1)
     named = sorted(zip(throughput, memory, strict=True), reverse=True)[:NAMED]

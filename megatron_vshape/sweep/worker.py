@@ -33,7 +33,10 @@ STOPPED = "stopped"
 """In a run's folder: its job was told to end before it had an outcome."""
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
-_FAULT = re.compile(r"(^|\s|\w)(Error|Exception): |\berror: ")
+_FAULT = re.compile(r"(^|\s|\w)(Error|Exception)(: |$)|\berror: |^megatron-vshape: ")
+_FOOTER = re.compile(r"torch[./]distributed[./]elastic")
+"""Begins what torchrun says of ranks that have ended, whatever they said themselves."""
+
 Figures = Sequence[Mapping[str, Any]]
 """What a run has measured: see `megatron_vshape.figures`."""
 
@@ -233,8 +236,13 @@ def outcome_of(text: str, measured: Figures, code: int | None, job: Job) -> Outc
 
 
 def _tail(text: str) -> str:
-    """Return the last lines up to the first fault: what other ranks say later follows from it."""
+    """Return the last lines up to the first fault: what other ranks say later follows from it.
+
+    Where none of them named a fault, what they said last: not what torchrun says of them.
+    """
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    footer = next((at for at, line in enumerate(lines) if _FOOTER.search(line)), 0)
+    lines = lines[: footer or len(lines)]
     faults = [at + 1 for at, line in enumerate(lines) if _FAULT.search(line)]
     end = faults[0] if faults else len(lines)
     return "\n".join(lines[max(0, end - LAST_LINES) : end])

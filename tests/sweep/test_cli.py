@@ -8,12 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from sweep.samples import ROOT, SWEEP, write_sweep
+from sweep.samples import ROOT, SWEEP, load_sample, write_sweep
 
 from megatron_vshape.cli import sweep
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import load_schedule
+from megatron_vshape.sweep.grid import expand
+from megatron_vshape.sweep.predict import Prediction, Verdict
+from megatron_vshape.sweep.report import rows_of, write_csv
 from megatron_vshape.sweep.results import open_results
+from megatron_vshape.view.numbers import GIB
+
+ONE_GRID = {**SWEEP["grid"], "schedule": ["1f1b"], "microbatch_size": [1]}
 
 
 def call(*arguments: object) -> int:
@@ -180,17 +186,30 @@ def test_a_failed_run_is_run_again_when_asked(
     flaky = {**SWEEP["run"], "arguments": ["--broken-unless", str(tmp_path / "mended")]}
     path = write_sweep(tmp_path, sweep={"grid": grid, "run": flaky})
     results = ("--results", tmp_path / "results.db")
-    assert call(path, *results) == 0
+    assert call(path, *results) == 1
     shown = capsys.readouterr().out
     assert "failed: 1f1b" in shown
+    (log,) = tmp_path.glob("*/node0.log")
+    assert f"    {log}\n" in shown
     assert "no picture, as no run ended well" in shown
+    assert shown.endswith("no run has ended well\n")
     (tmp_path / "mended").touch()
-    assert call(path, *results) == 0
+    assert call(path, *results) == 1
     assert "failed: 1f1b" in capsys.readouterr().out
     assert call(path, *results, "--retry-failed") == 0
     shown = capsys.readouterr().out
     assert "failed: " not in shown
     assert "ok     1f1b" in shown
+
+
+def test_a_csv_that_cannot_be_written_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_sweep(tmp_path)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ScheduleError, match="all.csv: nothing may be written there; name another"):
+        call(path, "--predict-only", "--csv", tmp_path / "all.csv")
+    assert capsys.readouterr().out == ""
 
 
 def test_results_without_matplotlib(
@@ -255,3 +274,11 @@ def test_files_that_cannot_be_written_are_told_before_predicting(
     with pytest.raises(ScheduleError, match=text):
         call(write_sweep(tmp_path), "--predict-only", *arguments)
     assert capsys.readouterr().out == ""
+
+
+def test_what_was_not_planned_has_no_peak(tmp_path: Path) -> None:
+    (it,) = expand(load_sample(tmp_path, sweep={"grid": ONE_GRID})).possible
+    not_planned = Prediction(it, Verdict.NOT_PLANNED, 0.0, reason="too slow")
+    write_csv(rows_of([not_planned, Prediction(it, Verdict.RUNS, 2.0 * GIB)]), tmp_path / "all.csv")
+    with (tmp_path / "all.csv").open() as file:
+        assert [row["predicted_peak_gib"] for row in csv.DictReader(file)] == ["", "2.0"]

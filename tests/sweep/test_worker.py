@@ -98,6 +98,26 @@ def test_failure_keeps_the_first_fault() -> None:
     assert len(found.log_tail.splitlines()) <= 12
 
 
+FOOTER = """\
+E1124 12:31:29.733000 1 torch/distributed/elastic/multiprocessing/api.py:974] failed (exitcode: 1)
+Traceback (most recent call last):
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+Root Cause (first observed failure):
+  rank      : 1 (local_rank: 1)
+============================================================"""
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["megatron-vshape: 18 layers do not divide", "AssertionError", "a last word of the script"],
+)
+def test_the_reason_is_a_ranks_own_and_not_torchruns(said: str) -> None:
+    found = outcome_of(f"noise\n{said}\n{FOOTER}", [], 1, job())
+    assert found.log_tail.splitlines()[-1] == said
+
+
 def test_time_up_and_too_few_steps() -> None:
     assert "ended after 60 s" in outcome_of("noise", [], None, job()).log_tail
     few = outcome_of("", steps()[:1], 0, job())
