@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_vshape.core.ask import PLUS_NAMES, Cut, Question, find
+from megatron_vshape.core.ask import PLUS_NAMES, Cut, Question, find, with_chunks
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers, recut, with_ends
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, MOST_STAGES_A_DEVICE, OPTIONS
+from megatron_vshape.core.rivals import Rival
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import GIB
 
@@ -203,7 +204,11 @@ def questions_of(
     Raises:
         ScheduleError: there is no such schedule, or a size is missing or not a file's.
     """
-    found = {name: find(name, (*EVERY_NAME, *PLUS_NAMES)) for name in names}
+    own_chunks = {name: with_chunks(name) for name in names}
+    found = {
+        name: find(name, (*EVERY_NAME, *PLUS_NAMES)) if own is None else own.name
+        for name, own in own_chunks.items()
+    }
     sizes = {"--devices": options.devices, "--microbatches": options.microbatches}
     for name, each in found.items():
         if isinstance(each, Schedule):
@@ -224,10 +229,19 @@ def questions_of(
             microbatches,
             measured,
             cut,
-            choices=tuple((key, choices[key]) for key in choices if key in OPTIONS.get(name, ())),
+            choices=_chosen(name, own_chunks[name], choices),
         )
         for name, each in found.items()
     ]
+
+
+def _chosen(
+    name: str, own: Rival | None, choices: Mapping[str, int]
+) -> tuple[tuple[str, int], ...]:
+    """Return what `make` takes of these besides the sizes; the number in a name goes first."""
+    if own is not None and own.chunks is not None:
+        name, choices = own.name, {**choices, "num_chunks": own.chunks}
+    return tuple((key, choices[key]) for key in choices if key in OPTIONS.get(name, ()))
 
 
 def cut_of(

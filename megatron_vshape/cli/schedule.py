@@ -23,7 +23,7 @@ from megatron_vshape.cli.options import (
     questions_of,
 )
 from megatron_vshape.cli.progress import told
-from megatron_vshape.core.ask import SCHEDULE_NAMES, SUFFIXES, Question, ask
+from megatron_vshape.core.ask import SCHEDULE_NAMES, SUFFIXES, Question, ask, with_chunks
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -119,7 +119,10 @@ def run(options: argparse.Namespace) -> int:
     time = partial(time_text, in_us=measured is not None)
     with told(time) as progress:
         questions = questions_of(names, options, measured, _choices(options))
-        results = [_result(replace(each, progress=progress.search)) for each in questions]
+        results = [
+            _result(replace(each, progress=progress.search), name)
+            for name, each in zip(names, questions, strict=True)
+        ]
     write_all(_outputs(options, results))
     if options.compare:
         print(table(comparison_rows([each.numbers for each in results])))
@@ -139,17 +142,21 @@ def _check(options: argparse.Namespace) -> None:
         for name in _TARGETS:
             if name != "figure" and getattr(options, name) is not None:
                 raise ScheduleError(f"--{name} needs a NAME before --compare: one schedule's file")
+    given = {each.partition(":")[0] for each in (options.name or "", *options.compare)}
     for key in _choices(options):
         takers = [name for name in EVERY_NAME if key in OPTIONS.get(name, ())]
-        if not set(takers) & {options.name, *options.compare}:
+        if not set(takers) & given:
             raise ScheduleError(f"{_CHOICES[key]} is for {' and '.join(takers)} only")
     if options.figure is not None:
         check_can_draw("--figure")
 
 
-def _result(question: Question) -> _Result:
+def _result(question: Question, name: str) -> _Result:
     answer, measured = ask(question), question.costs
-    timeline = simulate(answer.schedule, answer.costs)
+    schedule = answer.schedule
+    if with_chunks(name) is not None:  # so that several of them are told apart
+        schedule = replace(schedule, name=name)
+    timeline = simulate(schedule, answer.costs)
     numbers = numbers_of(timeline, None if measured is None else answer.costs)
     return _Result(answer.block, timeline, answer.costs, numbers, measured)
 

@@ -240,16 +240,10 @@ def known_as(text: str, question: Question) -> Known:
     Raises:
         ScheduleError: it names none, or none of this size, or the costs are of other stages.
     """
-    name, colon, chunks = text.partition(":")
     sizes = question.num_devices, question.num_microbatches
-    if colon and name in EVERY_NAME:
-        if not chunks.isdecimal() or name not in OPTIONS:
-            takers = " or ".join(f"{each}:4" for each in OPTIONS)
-            raise ScheduleError(
-                f"{text!r:.60} names no schedule: a whole number of stages a device may stand "
-                f"after the colon of {takers}"
-            )
-        return judge_rival(Rival(name, int(chunks)), *sizes, question.costs_of)
+    rival = with_chunks(text)
+    if rival is not None:
+        return judge_rival(rival, *sizes, question.costs_of)
     found = find(text, EVERY_NAME)
     if isinstance(found, str):
         return judge_rival(Rival(found), *sizes, question.costs_of)
@@ -260,6 +254,24 @@ def known_as(text: str, question: Question) -> Known:
         )
     costs = question.costs_of(found.placement, found.name)
     return judge(shared_if_told(found, costs), costs)
+
+
+def with_chunks(text: str) -> Rival | None:
+    """Return what a text such as interleaved-1f1b:4 names; None where it has no such form.
+
+    Raises:
+        ScheduleError: the name before the colon leaves no choice of stages, or no number follows.
+    """
+    name, colon, chunks = text.partition(":")
+    if not colon or name not in EVERY_NAME:
+        return None
+    if name not in OPTIONS or not (chunks.isdecimal() and len(chunks) < 4):
+        takers = " or ".join(f"{each}:4" for each in OPTIONS)
+        raise ScheduleError(
+            f"{text!r:.60} names no schedule: a whole number of stages a device may stand "
+            f"after the colon of {takers}"
+        )
+    return Rival(name, int(chunks))
 
 
 def limits_of(question: Question) -> tuple[float, ...]:

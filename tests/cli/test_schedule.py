@@ -419,3 +419,19 @@ def test_full_disk_in_a_process(environment):
     assert done.stderr == (
         b"megatron-vshape: the output cannot be written: [Errno 28] No space left on device\n"
     )
+
+
+def test_stages_a_device_may_stand_in_the_name(capsys):
+    sizes = ["--devices", "4", "--microbatches", "8"]
+    assert main(["schedule", "interleaved-1f1b:4", *sizes]) == 0
+    named = capsys.readouterr().out
+    assert main(["schedule", "interleaved-1f1b", *sizes, "--chunks", "4"]) == 0
+    chosen = capsys.readouterr().out
+    assert named.startswith("interleaved-1f1b:4, 4 devices, 8 microbatches")
+    assert named.splitlines()[1:] == chosen.splitlines()[1:]
+    compared = ["interleaved-1f1b:2", "interleaved-1f1b:4"]
+    assert main(["schedule", "v-half", *sizes, "--compare", *compared]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows[1:]] == ["v-half", *compared]
+    assert main(["schedule", "v-half:4", *sizes]) == 2
+    assert "'v-half:4' names no schedule: a whole number of" in capsys.readouterr().err
