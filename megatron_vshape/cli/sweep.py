@@ -163,7 +163,10 @@ def _expand(loaded: "Loaded", headroom: str | None) -> "tuple[Predictor, Expande
     machine, measured = Machine.of(loaded.cluster), load_measured(loaded)
     kept = headroom_of(headroom, loaded.cluster.device.memory_gib * GIB, in_bytes=True)
     predictor = Predictor(loaded.model, machine, loaded.sweep.post_validation, measured, kept)
-    return predictor, expand(loaded)
+    expanded = expand(loaded)
+    if expanded.note:
+        print(expanded.note)
+    return predictor, expanded
 
 
 def _predict(

@@ -3,7 +3,8 @@
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from pydantic import dataclasses as checked
@@ -112,6 +113,7 @@ class Expanded:
 
     possible: tuple[Combination, ...]
     dropped: tuple[Dropped, ...]
+    note: str = ""  # of what was taken instead of what would not have run
 
 
 def expand(loaded: Loaded) -> Expanded:
@@ -139,12 +141,26 @@ def expand(loaded: Loaded) -> Expanded:
                 possible[combination] = None
             else:
                 dropped.append(Dropped(combination, *fault))
+    if not possible and "layout" not in sweep.grid.model_fields_set:
+        with suppress(SweepError):
+            return _with_auto(loaded)
     if not possible:
         first = {each.kind: each.reason for each in reversed(dropped)}
         raise SweepError(
             f"{loaded.path}: no combination of the grid can run: " + "; ".join(first.values())
         )
     return Expanded(tuple(possible), tuple(dropped))
+
+
+def _with_auto(loaded: Loaded) -> Expanded:
+    """Return the grid with layers dealt out where the usual layout's do not divide."""
+    grid = loaded.sweep.grid.model_copy(update={"layout": [Layout.AUTO]})
+    sweep = loaded.sweep.model_copy(update={"grid": grid})
+    note = (
+        f"{loaded.model.layers} layers and both ends divide among the stages of no combination: "
+        f"layout {Layout.AUTO} instead of {Layout.BALANCED}"
+    )
+    return replace(expand(loaded.model_copy(update={"sweep": sweep})), note=note)
 
 
 def _check_size(grid: Grid, num_workloads: int, loaded: Loaded) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sweep.samples import SWEEP, load_sample
+from sweep.samples import MODEL, SWEEP, load_sample
 
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.sweep.files import Layout, SweepError
@@ -100,3 +100,17 @@ def test_multi_token_prediction_is_the_trainers_too(tmp_path: Path, shared: bool
     words = trainer_command(loaded, expand(loaded).possible[0])
     assert words[words.index("--mtp-num-layers") + 1] == "2"
     assert ("--pipeline-vocab-parallel" in words) == shared
+
+
+def test_the_usual_layout_that_never_divides_gives_way_to_auto(tmp_path: Path) -> None:
+    grid = {name: value for name, value in SWEEP["grid"].items() if name != "layout"}
+    model = {**MODEL, "layers": 9}
+    found = expand(load_sample(tmp_path, model=model, sweep={"grid": grid}))
+    assert {each.layout for each in found.possible} == {Layout.AUTO}
+    assert found.note == (
+        "9 layers and both ends divide among the stages of no combination: layout auto instead of "
+        "balanced"
+    )
+    asked = {**grid, "layout": ["balanced"]}
+    with pytest.raises(SweepError, match="9 layers and both ends do not divide among"):
+        expand(load_sample(tmp_path, model=model, sweep={"grid": asked}))
