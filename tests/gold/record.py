@@ -1,0 +1,366 @@
+"""Record what the package answers to some hundred seeded questions, to compare two trees by.
+
+`python tests/gold/record.py NEW.json [--against OLD.json]` asks the command line, the trainer and
+the sweep, each in its own way, and keeps what they say: plans with their values, bounds and peaks,
+schedule files, programs of every rank, costs files, refusals. Searches stop by steps, of which they
+have few, so that the same tree always says the same; `--against` names what another tree said
+otherwise, and returns 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_vshape.cli.main import main
+from megatron_vshape.core import ask as asking
+from megatron_vshape.core.check.simulate import peak_held
+from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.layers import Pieces, recut
+from megatron_vshape.core.model.schedule import Objective, Schedule, load_schedule
+from megatron_vshape.core.paper.catalogue import EVERY_NAME
+from megatron_vshape.core.planner import joint_walk, search
+from megatron_vshape.core.rivals import judge
+from megatron_vshape.mcore.setup.choice import GIB, Choice, choice_of
+from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.sweep.files import load_sweep
+from megatron_vshape.sweep.grid import Combination, expand
+from megatron_vshape.sweep.machine import Machine
+from megatron_vshape.sweep.predict import Predictor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "sweep"))
+import samples
+
+STEPS = 2_000
+"""Of a turn of the search."""
+
+Record = dict[str, str]
+
+FAMILIES = ("plain", "whole", "exchange", "copies", "recompute", "joint", "shared", "layers", "all")
+
+
+def costs_data(draw: random.Random, family: str, stages: int) -> dict[str, Any]:
+    """Return a costs file of a family: what it says beside F, B and W."""
+
+    def values(least: float, most: float) -> list[float]:
+        alike = draw.random() < 0.3
+        first = round(draw.uniform(least, most), 3)
+        return [first if alike else round(draw.uniform(least, most), 3) for _ in range(stages)]
+
+    data: dict[str, Any] = {
+        "forward_us": values(80, 120),
+        "backward_us": values(90, 140),
+        "weight_us": values(60, 100),
+        "send_us": round(draw.uniform(0, 30), 2),
+        "held_after_forward_bytes": values(0.8 * 2**30, 1.2 * 2**30),
+        "held_after_backward_bytes": values(0.3 * 2**30, 0.7 * 2**30),
+    }
+    every = family == "all"
+    if every or family == "layers" or draw.random() < 0.2:
+        data["layers"] = [2] * stages
+    if every or draw.random() < 0.3:
+        data["host_us"] = round(draw.uniform(0, 8), 2)
+    if every or family in ("whole", "recompute"):
+        data["whole_backward_us"] = values(140, 190)
+    if every or family in ("exchange", "joint"):
+        data["forward_exchange_us"] = values(20, 40)
+        data["backward_exchange_us"] = values(20, 40)
+        if draw.random() < 0.5:
+            data["whole_exchange_us"] = values(5, 20)
+    if family == "joint":
+        data["hidden_share"] = round(draw.random(), 2)
+        pairs = [(draw.randrange(stages), draw.randrange(stages)) for _ in range(stages)]
+        data["joint"] = {f"F{f}&B{'W' * draw.randrange(2)}{b}": 220.5 for f, b in pairs}
+    if every or family == "copies":
+        data["copy_out_us"] = values(40, 160)
+        data["offloaded_bytes"] = data["held_after_forward_bytes"]
+        data["copy_back_us"] = values(40, 160)
+        data["half_duplex"] = draw.random() < 0.4
+    if every or family == "recompute":
+        full = {
+            "backward_us": values(180, 240),
+            "weight_us": data["weight_us"],
+            "whole_backward_us": values(240, 300),
+            "held_after_forward_bytes": values(0.05 * 2**30, 0.2 * 2**30),
+        }
+        data["recompute"] = {"full": full}
+    return data | (_shared(draw, stages) if family == "shared" else {})
+
+
+def _shared(draw: random.Random, stages: int) -> dict[str, Any]:
+    """Return what a costs file says of a vocabulary that all devices share."""
+    names = ("lookup", "lookup_sum", "logits", "logits_sum", "head_weight", "lookup_weight")
+    data = {f"{name}_us": [round(draw.uniform(2, 60), 2)] * stages for name in names}
+    return data | {"logits_bytes": [draw.choice((0.0, 2.0**26, 2.0**28))] * stages}
+
+
+def told(action: Callable[[], str]) -> str:
+    """Return what the action says, or the refusal."""
+    try:
+        return action()
+    except ScheduleError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def command(*arguments: str) -> str:
+    """Return what the command line prints, and how it ends."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code: object = main(list(arguments))
+        except SystemExit as end:
+            code = end.code
+    said = err.getvalue() if code else ""
+    return f"{code}\n{out.getvalue()}{said}"
+
+
+class Recorder:
+    """Asks, and keeps what is said by name."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.draw = folder, random.Random(seed)
+        self.said: Record = {}
+
+    def keep(self, name: str, text: str) -> None:
+        """Keep a text, in which this run's folder is nobody's."""
+        assert name not in self.said, name
+        self.said[name] = text.replace(str(self.folder), "FOLDER")
+
+    def file(self, name: str, data: object) -> Path:
+        """Return the path of a JSON file of this run."""
+        path = self.folder / name
+        path.write_text(data if isinstance(data, str) else json.dumps(data))
+        return path
+
+    def plan_by_command(self, at: int) -> None:
+        """Keep what `plan` prints and the schedule that it exports, by sizes or a costs file."""
+        draw, export = self.draw, self.folder / f"plan{at}.json"
+        devices, microbatches = draw.choice((2, 3, 4)), draw.randrange(3, 10)
+        arguments = ["plan", "--devices", str(devices), "--microbatches", str(microbatches)]
+        family, limit = "cost", f"{draw.uniform(0.7, 2.2) * devices:.2f}"
+        if at % 3:
+            family = FAMILIES[at // 3 % len(FAMILIES)]
+            stages = devices * draw.choice((2, 2, 4))
+            path = self.file(f"costs{at}.json", costs_data(draw, family, stages))
+            arguments += ["--costs", str(path)]
+            limit = f"{draw.uniform(0.7, 2.2) * devices * stages / 2 / devices:.2f}GiB"
+        else:
+            arguments += ["--cost", draw.choice(("1,1,1,0", "1,1.15,.85,.05", "1,2,1,.1"))]
+            arguments += draw.choice(([], ["--offload", draw.choice(("0.5", "1,half"))]))
+            if draw.random() < 0.4:
+                arguments += ["--layers", str(4 * devices), "--head", "3"]
+                arguments += draw.choice(([], ["--layer-split", "auto"], ["--vocab-parallel"]))
+        if draw.random() < 0.8:
+            arguments += ["--memory-limit", draw.choice((limit, limit, "v-half", "1f1b"))]
+        if draw.random() < 0.3:
+            arguments += ["--objective", "span"]
+        arguments += ["--chunks", "2", "--proof-seconds", "0", "--export", str(export)]
+        name = f"plan/{at}/{family}"
+        self.keep(name, " ".join(arguments) + "\n" + command(*arguments))
+        if export.exists():
+            self.keep(name + "/schedule", export.read_text())
+
+    def plan_in_training(self, at: int) -> None:
+        """Keep the trainer's plan, its program of every rank, and what it holds."""
+        draw = self.draw
+        devices, microbatches = draw.choice((2, 3, 4)), draw.randrange(3, 10)
+        family = FAMILIES[at % len(FAMILIES)]
+        stages = devices * draw.choice((2, 2, 4))
+        costs = Costs.from_json(json.dumps(costs_data(draw, family, stages)))
+        name = draw.choice(("auto", "auto", "v-half+", "v-min", "1f1b", "zb-h1", "v-zb"))
+        choice = Choice(
+            devices,
+            name,
+            costs=None if draw.random() < 0.2 and name != "auto" else costs,
+            limit_bytes=draw.choice((None, draw.uniform(1, 2.4) * stages / 2 * GIB)),
+            shares=family == "shared" or (draw.random() < 0.2 and family in ("plain", "whole")),
+            may_join=family == "joint",
+            kernels=draw.random() < 0.5,
+            keeps_backward_whole=draw.random() < 0.1,
+        )
+
+        def plan() -> str:
+            planner = Planner(choice)
+            made = planner.training(microbatches)
+            programs = [made.program.text(), planner.evaluation(microbatches).text()]
+            held = peak_held(made.schedule, made.costs)
+            return "\n".join(
+                (made.schedule.to_json(), f"{made.timeline.makespan!r} {held!r}", *programs)
+            )
+
+        self.keep(f"train/{at}/{family}/{name}", told(plan))
+
+    def ask_directly(self, at: int) -> None:
+        """Keep a plan of the core with its value, bounds and peaks, as the page asks for it."""
+        draw = self.draw
+        devices, microbatches = draw.choice((2, 3, 4)), draw.randrange(3, 12)
+        family = FAMILIES[at % len(FAMILIES)]
+        costs = Costs.from_json(json.dumps(costs_data(draw, family, 2 * devices)))
+        question = asking.Question(
+            draw.choice((*("auto",) * 12, "v-min+", "v-zb+", *EVERY_NAME)),
+            devices,
+            microbatches,
+            costs,
+            limit=draw.choice((None, draw.uniform(0.8, 2) * devices * GIB)),
+            objective=draw.choice(tuple(Objective)),
+        )
+
+        def answer() -> str:
+            made = asking.ask(question)
+            known = judge(made.schedule, made.costs)
+            times = known.timeline.makespan, known.timeline.span
+            lines = [made.schedule.to_json(), f"{times!r} {known.peak!r}"]
+            if isinstance(made, asking.Planned):
+                plan = made.plan
+                lines.append(f"{plan.value!r} {plan.lower_bound!r} {plan.source} {plan.steps}")
+                lines.append(f"{made.searched_bound!r} {made.any_bound!r} {made.is_known}")
+                lines += [f"{each.rival} {each.timeline.makespan!r}" for each in made.known]
+            return "\n".join(lines)
+
+        self.keep(f"ask/{at}/{family}/{question.name}", told(answer))
+
+    def costs_in_other_forms(self, at: int) -> None:
+        """Keep the costs file regrouped, cut anew, relaxed and chosen from."""
+        draw = self.draw
+        devices = draw.choice((2, 3))
+        family = FAMILIES[at % len(FAMILIES)]
+        data = costs_data(draw, family, 4 * devices)
+        costs = Costs.from_json(json.dumps(data))
+        name = f"costs/{at}/{family}/"
+        self.keep(name + "same", costs.to_json())
+        self.keep(name + "coarser", regroup(costs, 2 * devices, "it").to_json())
+        layered = costs.layers or (2,) * costs.num_stages
+        self.keep(
+            name + "recut", told(lambda: recut(costs, 3 * devices, devices, "it", 24).to_json())
+        )
+        pieces = Pieces.of(costs, layered)
+        self.keep(name + "pieces", pieces.costs((3, *(2,) * (2 * devices - 2), 1)).to_json())
+        self.keep(name + "whole", costs.with_source("measured here").to_json())
+        if costs.recompute:
+            settings = ("full", "none") * (2 * devices)
+            self.keep(name + "at", costs.at(settings).to_json())
+        lacking = {key: each for key, each in data.items() if key != draw.choice(list(data))}
+        self.keep(name + "lacking", told(lambda: Costs.from_json(json.dumps(lacking)).to_json()))
+        wrong = dict(data)
+        wrong[draw.choice(list(data))] = draw.choice((-1, "x", [1, 2], [0.0] * 4 * devices, None))
+        self.keep(name + "wrong", told(lambda: Costs.from_json(json.dumps(wrong)).to_json()))
+
+    def refusals(self, at: int) -> None:
+        """Keep what the command line and the trainer say of a file with a change or two."""
+        draw = self.draw
+        names = sorted(self.folder.glob("plan*.json"))
+        name = names[at % len(names)]
+        schedule, costs = load_schedule(name), self.folder / name.name.replace("plan", "costs")
+        rows = [list(row) for row in schedule.order]
+        for _ in range(draw.randrange(0, 3)):
+            row = draw.choice(rows)
+            one, other = draw.randrange(len(row)), draw.randrange(len(row))
+            match draw.randrange(8):
+                case 0:
+                    row[one], row[other] = row[other], row[one]
+                case 1:
+                    del row[one]
+                case 2:
+                    row.insert(other, row.pop(one))
+                case _ if one + 1 < len(row):
+                    row[one], row[one + 1] = row[one + 1], row[one]
+        changed = replace(schedule, order=tuple(map(tuple, rows)))
+        path = self.file(f"changed{at}.json", changed.to_json())
+        priced = ("--costs", str(costs)) if costs.exists() else ()
+        self.keep(f"file/{at}/schedule", command("schedule", str(path), *priced))
+        self.keep(f"file/{at}/train", told(lambda: self._trains(path, schedule)))
+
+    def _trains(self, path: Path, schedule: Schedule) -> str:
+        planner = Planner(choice_of(str(path), schedule.num_devices))
+        made = planner.training(schedule.num_microbatches)
+        return f"{made.timeline.makespan!r}\n{made.program.text()}"
+
+    def predict(self, at: int) -> None:
+        """Keep what the sweep predicts of combinations of the sample's."""
+        draw, folder = self.draw, self.folder / f"sweep{at}"
+        folder.mkdir()
+        model = {
+            "mtp_layers": draw.choice((0, 0, 1)),
+            "vocabulary_size": draw.choice((1024, 32768)),
+        }
+        grid = dict(samples.SWEEP["grid"]) | {"schedule": ["1f1b", "v-half", "adaptive"]}
+        grid |= {"vocab_parallel": [False, True]} if draw.random() < 0.7 else {}
+        loaded = load_sweep(samples.write_sweep(folder, {"grid": grid}, model))
+        machine = Machine.of(loaded.cluster)
+        predictor = Predictor(loaded.model, machine, loaded.sweep.post_validation)
+        for number, it in enumerate(expand(loaded).possible):
+            found = told(partial(self._predicted, predictor, it))
+            self.keep(f"sweep/{at}/{number}", f"{it}\n{found}")
+
+    def _predicted(self, predictor: Predictor, it: Combination) -> str:
+        found = predictor(it)
+        planned = found.planned.to_json() if found.planned else ""
+        return f"{replace(found, planned=None)!r}\n{planned}"
+
+    def run(self, count: int) -> Record:
+        """Return what is said to `count` questions."""
+        for name in EVERY_NAME:
+            for sizes in ((2, 4), (4, 8)):
+                arguments = ("--devices", str(sizes[0]), "--microbatches", str(sizes[1]))
+                self.keep(f"name/{name}/{sizes}", command("schedule", name, *arguments))
+        for at in range(count * 2 // 5):
+            self.plan_by_command(at)
+        for at in range(count // 5):
+            self.plan_in_training(at)
+        for at in range(count // 5):
+            self.ask_directly(at)
+        for at in range(count // 10):
+            self.costs_in_other_forms(at)
+        for at in range(count // 3):
+            self.refusals(at)
+        for at in range(3):
+            self.predict(at)
+        self.keep("doctor", command("doctor"))
+        return self.said
+
+
+def differences(old: Record, new: Record) -> Iterator[str]:
+    """Yield the names of what is said otherwise, and where it begins to differ."""
+    for name in sorted(old.keys() | new.keys()):
+        one, other = old.get(name, "(nothing)"), new.get(name, "(nothing)")
+        if one != other:
+            pairs = enumerate(zip(one, other, strict=False))
+            start = max(0, next((at for at, (a, b) in pairs if a != b), 0) - 60)
+            was, now = one[start : start + 220], other[start : start + 220]
+            yield f"{name}\n  was ...{was!r}\n  is  ...{now!r}"
+
+
+def _few_steps(problem: Any) -> int:
+    return STEPS
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--against", type=Path)
+    parser.add_argument("--questions", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=38)
+    options = parser.parse_args()
+    for module in (search, joint_walk):
+        module.default_steps = _few_steps
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as made:
+        said = Recorder(Path(made), options.seed).run(options.questions)
+    options.output.write_text(json.dumps(said, indent=0))
+    print(f"{len(said)} answers in {time.monotonic() - started:.0f} s")
+    if options.against is not None:
+        found = list(differences(json.loads(options.against.read_text()), said))
+        print("\n".join(found) or "all as before")
+        sys.exit(bool(found))
