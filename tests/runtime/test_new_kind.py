@@ -1,5 +1,6 @@
 """A kind of pass that the package does not know: one row of the table, and all of it works."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,9 +10,9 @@ from runtime.ranks import run_ranks
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import PARTS, Read, define, remove
+from megatron_vshape.core.model.kinds import Kind, Read, define, remove
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.planner.search import plan
+from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import run_program
@@ -41,17 +42,26 @@ def run_rank(rank: int, text: str) -> list[tuple[int, list[Any], int]]:
     return [(at, lists(gradients_of(it.module)), len(it.copied)) for at, it in stages.items()]
 
 
-def test_a_copy_beside_the_processor_is_planned_proved_drawn_and_run() -> None:
+def test_a_copy_beside_the_processor_is_proved_drawn_and_run() -> None:
     copy = define("K", reads=[Read("F")], before=["B"], time=TIME, **COPY)
     try:
         costs = Costs.uniform(2, 4, kinds=[copy])
-        found = plan(costs, 2, 5, limit=3, kinds=(*PARTS, copy))
-        verify(found.schedule, 3, costs)
-        timeline = simulate(found.schedule, costs)
-        assert timeline.makespan == found.value
+        plain = make("v-half", 2, 5)
+        rows = (
+            tuple(
+                each
+                for work in row
+                for each in ((work, work._replace(kind=copy)) if work.kind is Kind.F else (work,))
+            )
+            for row in plain.order
+        )
+        found = replace(plain, order=tuple(rows))
+        verify(found, 4, costs)
+        timeline = simulate(found, costs)
+        assert timeline.makespan > simulate(plain, costs).makespan
         assert timeline.draw().count("K") + timeline.draw().count("k") == 4 * 5
-        text = found.schedule.to_json()
-        assert Schedule.from_json(text) == found.schedule
+        text = found.to_json()
+        assert Schedule.from_json(text) == found
         expected, _ = one_process(4, 5, 0, torch.float32)
         for stage, gradients, copies in sum(run_ranks(2, run_rank, text), []):
             assert gradients == lists(expected[stage])

@@ -1,7 +1,7 @@
 """What the adaptive scheduler is asked, in ticks and units of memory."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -11,7 +11,6 @@ from megatron_vshape.core.check import bounds
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import (
     COPY_OUT,
-    KINDS,
     PARTS,
     RELOAD,
     Kind,
@@ -59,24 +58,23 @@ def make_problem(
     limit: float | Sequence[float],
     objective: Objective,
     placement: Placement,
-    kinds: Iterable[Kind] = PARTS,
+    kinds: tuple[Kind, ...] = PARTS,
     in_host: float = math.inf,
 ) -> Problem:
     """Return what is asked of one placement; `limit` is one value or one per device.
 
-    Every stage and microbatch has a pass of each of `kinds`. Of a device at most `in_host` may wait
-    in host memory at once.
+    A stage and microbatch may have a pass of each of `kinds`, which are in the table's order. Of a
+    device at most `in_host` may wait in host memory at once.
 
     Raises:
         LimitError: one microbatch alone does not fit the limits.
         ScheduleError: a count is below 1, the counts of devices, stages, costs and limits do not
-            match, the schedule would fill the memory, or the kinds lack one.
+            match, or the schedule would fill the memory.
     """
     for what, count in (("devices", num_devices), ("microbatches", num_microbatches)):
         if count < 1:
             raise ScheduleError(f"a plan needs at least 1 of {what}, not {count}")
     limits = bounds.each_limit(limit, num_devices)
-    kinds = _checked(tuple(kinds))
     bounds.check_limits(costs, placement, num_devices, proven_limits(kinds, limits))
     check_size(len(placement), num_microbatches)
     stages = range(len(placement))
@@ -124,20 +122,6 @@ def proven_limits(kinds: Sequence[Kind], limits: Sequence[float]) -> tuple[float
     if not any(kind.frees for kind in kinds if kind not in PARTS):
         return tuple(limits)
     return tuple(math.inf if limit > 0 else limit for limit in limits)
-
-
-def _checked(kinds: Sequence[Kind]) -> tuple[Kind, ...]:
-    """Return the kinds in the table's order; raises ScheduleError unless passes can be of them."""
-    lacking = {str(kind) for kind in PARTS if kind not in kinds}
-    for kind in kinds:
-        if kind.does != (kind,):
-            raise ScheduleError(f"a plan has no passes of {kind}, which does what others do")
-        lacking |= {read.kind for read in kind.reads if read.kind not in kinds}
-    if lacking:
-        raise ScheduleError(
-            f"a plan of the kinds {', '.join(kinds)} lacks {', '.join(sorted(lacking))}"
-        )
-    return tuple(kind for kind in KINDS if kind in kinds)
 
 
 def _most_held(

@@ -25,7 +25,6 @@ from megatron_vshape.core.planner.cyclic_orders import (
     sequential,
     splice,
 )
-from megatron_vshape.core.planner.inserting import insert
 from megatron_vshape.core.planner.job_shop import (
     Chosen,
     Problem,
@@ -217,20 +216,17 @@ class PlacementSearch:
     def _candidates(self, cyclic: CyclicOrder) -> list[Candidate]:
         """Return what fits of the order, as it is, filled, and with its W dealt out anew.
 
-        It is cut to as few microbatches as show the ends, if a period then stays whole. With the
-        passes of other kinds put in it is of all microbatches.
+        It is cut to as few microbatches as show the ends, if a period then stays whole.
         """
         problem, m, k = self.problem, self.problem.num_microbatches, cyclic.microbatches
         least, most = cyclic.reach()
         full = max(8, problem.num_devices // k)
         short = most - least + (full + 1) * k
         short += (m - short) % k
-        window = cyclic.window(short) if short < m and self.parts is problem else None
+        window = cyclic.window(short) if short < m else None
         if window is None:
             short = m
         name, row = cyclic.name, cyclic.unroll(short)
-        if self.parts is not problem:
-            row = insert(problem, self._parts_shop(), row)
         starts = {name: row, name + ", filled": fill(problem, row, problem.num_devices)}
         if row.size < MANY_PASSES:
             starts[name + ", filled throughout"] = fill(problem, row, m)

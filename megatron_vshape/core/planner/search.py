@@ -9,7 +9,6 @@
 3. Starts: of each the order as it is, with its idle time filled by the paper's step 4, and with W
    dealt out anew as filler (`refilling`). All are judged at the full number of microbatches: a
    whole period in the middle is repeated, which costs nothing to search (`orders`).
-   Passes of kinds beyond F, B and W are put into each at first (`inserting`), at all microbatches.
 4. The ends: a walk over orders that moves a pass, alone or with its neighbours in other
    microbatches, or exchanges two, whenever the objective does not grow (`improve`). The worse half
    of the orders drops out after each round, the best then go on in several ways; W is dealt out
@@ -75,7 +74,7 @@ that is left; between them (24 of 32 chunks at d=16) ten times the steps still g
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
@@ -85,7 +84,7 @@ from megatron_vshape.core.check.bounds import LimitError, each_limit
 from megatron_vshape.core.check.choices import bound_of_choices
 from megatron_vshape.core.compiling import CORES, say_if_slow
 from megatron_vshape.core.model.costs import Costs, regroup
-from megatron_vshape.core.model.kinds import OFFLOAD, PARTS, Kind
+from megatron_vshape.core.model.kinds import OFFLOAD, PARTS
 from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import ORDER_ALONE, Objective, Plan, Tried
 from megatron_vshape.core.planner.choosing import ways_to_save
@@ -145,7 +144,6 @@ def plan(
     objective: Objective | str = Objective.MAKESPAN,
     *,
     placements: Sequence[Placement] = (),
-    kinds: Iterable[Kind] = PARTS,
     whole: bool = False,
     trades: bool = False,
     in_host: float = inf,
@@ -162,9 +160,8 @@ def plan(
     plan everywhere, on any number of cores; with `seconds` the search goes on until they are over,
     and Ctrl-C ends it with the best so far.
     `placements` are those allowed, by default `default_placements`; costs of more stages than a
-    placement has are added up. Every stage and microbatch has a pass of each of `kinds`, for which
-    the costs must have what the table of kinds names. With `whole` every B stands for a BW and
-    takes its time, and no W counts: the order is meant to run without.
+    placement has are added up. With `whole` every B stands for a BW and takes its time, and no W
+    counts: the order is meant to run without.
     With `trades` activations may wait in host memory, where the costs say what copies take, and
     stages may compute them again, where the costs have prices of that: chosen by microbatch and by
     stage, and never worse than the order alone. Of a device at most `in_host` waits there at once,
@@ -180,8 +177,8 @@ def plan(
 
     Raises:
         LimitError: nothing fits the limit; it says the least that does, on any placement.
-        ScheduleError: the counts, the costs, the kinds and the placements do not match, there is no
-            such objective, or with kinds beyond F, B and W no order was found to fit.
+        ScheduleError: the counts, the costs and the placements do not match, or there is no such
+            objective.
     """
     say_if_slow()
     allowed = list(placements) or default_placements(num_devices, costs.num_stages, trades)
@@ -191,7 +188,7 @@ def plan(
         (placement, regroup(costs, len(placement), f"a placement of {len(placement)} stages"))
         for placement in allowed
     ]
-    searches = _searches(owns, sizes, tuple(kinds), whole, trades, in_host, seed)
+    searches = _searches(owns, sizes, whole, trades, in_host, seed)
     race = _Race(_worth_racing(searches) if trades else searches, trades)
     if begun is not None:
         begun(race.plan)
@@ -215,7 +212,6 @@ def _bounded(made: Plan, costs: Costs, num_microbatches: int, limits: Sequence[f
 def _searches(
     owns: Sequence[tuple[Placement, Costs]],
     sizes: tuple[int, int, float | Sequence[float], Objective],
-    kinds: tuple[Kind, ...],
     whole: bool,
     trades: bool,
     in_host: float,
@@ -233,7 +229,7 @@ def _searches(
         for way in ways_to_save(own, placement) if trades else [ORDER_ALONE]:
             priced = own.at(way.settings)
             priced = priced.never_split() if whole else priced
-            every = (*kinds, *OFFLOAD) if way.copies else kinds
+            every = (*PARTS, *OFFLOAD) if way.copies else PARTS
             try:
                 problem = make_problem(priced, *sizes, placement, every, in_host)
             except LimitError as error:
