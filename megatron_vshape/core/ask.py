@@ -46,7 +46,7 @@ from megatron_vshape.core.planner.vocabulary import (
     tells_shared,
     without_shared,
 )
-from megatron_vshape.core.program.lowering import whole_backwards
+from megatron_vshape.core.program.lowering import lower, whole_backwards
 from megatron_vshape.core.rivals import (
     MOST_COMPARED,
     SAME,
@@ -226,6 +226,7 @@ def find(name: str, names: Sequence[str] = (*SCHEDULE_NAMES, AUTO)) -> str | Sch
     schedule = load_schedule(path)
     try:
         verify(schedule)
+        lower(schedule)  # so that its messages are proved, too
     except ScheduleError as error:
         raise ScheduleError(f"the schedule file {path} cannot run: {error}") from None
     return schedule

@@ -18,7 +18,7 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.schedule import load_schedule
-from megatron_vshape.core.planner.vocabulary import check_shared, shared_pieces
+from megatron_vshape.core.planner.vocabulary import is_shared, shared_pieces
 from megatron_vshape.view.numbers import GIB
 
 SIZE = ["--devices", "4", "--microbatches", "8"]
@@ -83,7 +83,7 @@ def test_devices_may_share_the_vocabulary(
     arguments = ["plan", *SIZE, *COST, *HEAVY, "--memory-limit", "7", "--vocab-parallel"]
     assert main([*arguments, "--export", str(path)]) == 0
     shown = capsys.readouterr().out
-    check_shared(load_schedule(path))
+    assert is_shared(load_schedule(path))
     told = re.search(r"^not shared +takes ([0-9.]+), ([0-9.]+) % longer, and holds", shown, re.M)
     assert told is not None
     # of 16 layers every device has 4, and a fourth of the head's 4 where they are shared

@@ -14,12 +14,13 @@ from mcore.test_library import run as run_library
 from mcore.test_training import assert_equal_training, losses, relative
 from megatron.core.transformer import TransformerConfig
 
+from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.kinds import HEAD_WEIGHT, LOGITS, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.planner.vocabulary import check_shared, share_vocabulary, shared_costs
+from megatron_vshape.core.planner.vocabulary import share_vocabulary, shared_costs
 
 Train = Callable[..., Ended]
 
@@ -169,18 +170,18 @@ def swapped(schedule: Schedule, one: Pass, other: Pass) -> Schedule:
     return replace(schedule, order=rows)
 
 
-def test_a_file_out_of_turn_is_refused(tmp_path: Path) -> None:
+def test_a_file_out_of_turn_is_refused() -> None:
     plain = make("v-half", 2, 4)
     head = Piece(1, 1, 1, 0, 0)
     costs = shared_costs(Costs.uniform(2, 4), Piece(0, 0, 0, 0, 0), head, 2, 0.1)
     made = share_vocabulary(plain, costs)
-    check_shared(made)
+    verify(made)
     early = swapped(made, Pass(LOGITS, 0, 1), Pass(HEAD_WEIGHT, 0, 0))
-    with pytest.raises(ScheduleError, match=r"T\.0 stands before S\.1 on device 0: a run that"):
-        check_shared(early)
+    with pytest.raises(ScheduleError, match=r"T0\.0 stands before S0\.1 on device 0, and a run"):
+        verify(early)
     lacking = tuple(tuple(work for work in row if work.kind != "J") for row in made.order)
-    with pytest.raises(ScheduleError, match=r"it shares the vocabulary and has no J: all of I, E"):
-        check_shared(replace(made, order=lacking))
+    with pytest.raises(ScheduleError, match="J of microbatch 0 runs no times on device 0"):
+        verify(replace(made, order=lacking))
 
 
 DETACHED = "--mtp-num-layers 1 --mtp-detach-heads"

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from sweep.samples import CLUSTER, ROOT, SWEEP, load_sample
 
+from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.model.schedule import Objective
-from megatron_vshape.core.planner.vocabulary import check_shared, shared_pieces
+from megatron_vshape.core.planner.vocabulary import is_shared, shared_pieces
 from megatron_vshape.sweep import predict
 from megatron_vshape.sweep.files import Layout, Loaded, Model, Recompute, SweepError, load_sweep
 from megatron_vshape.sweep.grid import Combination, expand
@@ -302,7 +303,8 @@ def test_an_adaptive_plan_shares_it_too(tmp_path: Path) -> None:
     found = predictor_of(loaded)(it)
     assert found.fits
     assert found.planned is not None
-    check_shared(found.planned)
+    assert is_shared(found.planned)
+    verify(found.planned)
 
 
 def test_multi_token_prediction_is_predicted(tmp_path: Path) -> None:

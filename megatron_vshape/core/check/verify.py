@@ -7,18 +7,18 @@ from megatron_vshape.core.check.bounds import each_limit
 from megatron_vshape.core.check.simulate import held_curve, simulate, unit_costs
 from megatron_vshape.core.model.costs import Costs, held_text
 from megatron_vshape.core.model.kinds import (
+    ALL_OR_NONE,
     BESIDE,
-    COPY_BACK,
     DEVICE,
     EVERY,
     FIRST,
     KINDS,
     LAST,
-    OFFLOAD,
     PARTS,
     Kind,
     Read,
     ScheduleError,
+    find_kind,
 )
 from megatron_vshape.core.model.passes import Pass, can_join
 from megatron_vshape.core.model.placement import check_placement
@@ -68,6 +68,7 @@ def verify(
     _check_counts(schedule)
     _check_joint(schedule)
     simulate(schedule)  # raises if it deadlocks
+    _check_rows(schedule)
     if max_held is not None:
         limits = each_limit(max_held, schedule.num_devices)
         _check_memory(schedule, limits, unit_costs(schedule) if costs is None else costs)
@@ -182,12 +183,19 @@ def _check_reads(schedule: Schedule, count: Counter[Pass]) -> None:
                         f"{work} on device {device} reads {need}, which no device runs\n"
                         + excerpt(schedule, device, at)
                     )
-            back = work._replace(kind=COPY_BACK)
-            if work.kind in OFFLOAD and not count[back]:
+            group = () if work.kind.of else _group_of(work.kind)
+            lacks = [kind for kind in group if not count[work._replace(kind=kind)]]
+            if lacks:
                 raise ScheduleError(
-                    f"{work} on device {device} has no {back}: what waits in host memory must be "
-                    "copied back before its B\n" + excerpt(schedule, device, at)
+                    f"{work} on device {device} has no {work._replace(kind=lacks[0])}: of "
+                    f"{', '.join(group)} a microbatch of a stage has all or none\n"
+                    + excerpt(schedule, device, at)
                 )
+
+
+def _group_of(kind: Kind) -> tuple[Kind, ...]:
+    """Return the kinds of which a microbatch has all that has one of this kind, if there are."""
+    return next((group for group in ALL_OR_NONE if kind in group), ())
 
 
 def _is_of_another(need: Pass, work: Pass) -> bool:
@@ -199,7 +207,7 @@ def _is_of_another(need: Pass, work: Pass) -> bool:
 
 def _check_shared(schedule: Schedule) -> None:
     """Raise ScheduleError unless each device has every part of the work that they share, once."""
-    shared = [kind for kind in schedule.kinds if kind.of]
+    shared = [kind for kind in KINDS if kind in schedule.kinds and kind.of]
     count = Counter(
         (work.kind, device, work.microbatch)
         for device, passes in enumerate(schedule.order)
@@ -208,9 +216,9 @@ def _check_shared(schedule: Schedule) -> None:
     )
     devices = range(schedule.num_devices)
     ends = {FIRST: schedule.placement[:1], LAST: schedule.placement[-1:]}
-    for kind in sorted(shared):
-        joint = [each for each in KINDS if Read(kind, at=EVERY) in each.reads]
-        for each in (*joint, kind):
+    for kind in shared:
+        sums = [each for each in KINDS if Read(kind, at=EVERY) in each.reads]
+        for each in dict.fromkeys((*sums, kind, *_group_of(kind))):
             for device in ends.get(each.of, devices):
                 for microbatch in range(schedule.num_microbatches):
                     times = count[each, device, microbatch]
@@ -219,6 +227,56 @@ def _check_shared(schedule: Schedule) -> None:
                             f"{each} of microbatch {microbatch} runs {times or 'no'} times on "
                             f"device {device}; a schedule with {kind} needs it once there"
                         )
+
+
+def _check_rows(schedule: Schedule) -> None:
+    """Raise ScheduleError unless every pass stands behind what it reads on its device.
+
+    Of whatever microbatch that is, and on whatever resource: a device begins a copy, or joins a
+    sum, where it stands in the row.
+    """
+    microbatches = range(schedule.num_microbatches)
+    for device, row in enumerate(schedule.order):
+        places = dict[tuple[Kind, int], list[int]]()
+        for at, (kind, stage, microbatch) in enumerate(row):
+            for part in kind.does:
+                own = places.setdefault(_part_of(part, stage), [-1] * len(microbatches))
+                own[microbatch] = at
+        laws = {
+            each: [
+                (places[need], later) for need, later in _laws(schedule, *each) if need in places
+            ]
+            for each in {(kind, stage) for kind, stage, _ in row}
+        }
+        for at, (kind, stage, microbatch) in enumerate(row):
+            for there, later in laws[kind, stage]:
+                if microbatch + later in microbatches and there[microbatch + later] > at:
+                    raise ScheduleError(
+                        f"{row[at]} stands before {row[there[microbatch + later]]} on device "
+                        f"{device}, and a run needs it behind: it reads what that one makes, or a "
+                        "stage has the microbatches in turn\n" + excerpt(schedule, device, at)
+                    )
+
+
+def _part_of(kind: Kind, stage: int) -> tuple[Kind, int]:
+    """Return a part of a stage; of what each device has once, that of no stage."""
+    return kind, -1 if kind.of == DEVICE else stage
+
+
+def _laws(schedule: Schedule, kind: Kind, stage: int) -> Iterator[tuple[tuple[Kind, int], int]]:
+    """Yield what stands before such a pass where both are on one device, and how much later.
+
+    But for what one resource has anyhow, as it runs its passes in order.
+    """
+    for part in kind.does:
+        for read in (*part.reads, *part.follows):
+            need = find_kind(read.kind)
+            if read.later or need.of == DEVICE or need.resource != part.resource:
+                for other in read.stages(stage, schedule.num_stages):
+                    yield _part_of(need, other), read.later
+        for need in schedule.kinds:
+            if part in need.before:
+                yield _part_of(need, stage), 0
 
 
 def _place_of(schedule: Schedule, culprit: Pass) -> tuple[int, int]:

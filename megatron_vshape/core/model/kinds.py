@@ -37,12 +37,15 @@ class Read(NamedTuple):
     """A result that a pass reads: of the same microbatch, of the stage `step` after its own.
 
     Where there is no such stage, there is nothing to read. With `at` it is that of the FIRST stage,
-    of the LAST, or of EVERY one that has such a pass.
+    of the LAST, or of EVERY one that has such a pass. With `later` it is of the microbatch that
+    comes so many after its own. That is a law of the device's row and not of the clock: whoever
+    runs the row comes to that pass before, so nothing is waited for.
     """
 
     kind: str
     step: int = 0
     at: str = ""
+    later: int = 0
 
     def stages(self, own: int, num_stages: int) -> range:
         """Return the stages that a pass of the stage `own` reads of."""
@@ -73,7 +76,8 @@ class Kind(str):
     label: str  # in a legend: "input gradient"
     words: str  # in a sentence: "the backward pass for the inputs"
     method: str  # of a stage of the model, which the runner calls
-    reads: tuple[Read, ...]
+    reads: tuple[Read, ...]  # of its own microbatch,
+    follows: tuple[Read, ...]  # and of others, whose rows may stand below
     receives: bool  # whether it reads a result of another stage
     does: tuple["Kind", ...]  # simple kinds; of a simple kind itself
     before: tuple[str, ...]  # kinds of its stage and microbatch that wait for it where it is
@@ -135,7 +139,9 @@ def define(
     kind = Kind(name)
     if name in _ROWS or not (name.isascii() and name.isalpha() and name.isupper()):
         raise ScheduleError(f"a kind cannot be called {name!r:.40}: new capital letters are wanted")
-    kind.reads, kind.before = tuple(reads), tuple(before)
+    every, kind.before = tuple(reads), tuple(before)
+    kind.reads = tuple(read for read in every if not read.later)
+    kind.follows = tuple(read for read in every if read.later)
     for other in (*(read.kind for read in kind.reads), *kind.before):
         if other != name and other not in _ROWS:
             raise ScheduleError(f"{name} names {other!r:.40}, which is no kind: {', '.join(_ROWS)}")
@@ -167,13 +173,16 @@ def find_kind(name: str) -> Kind:
     return _ROWS[name]
 
 
-# Colours are told apart by people who see red and green alike, and dark enough for white text.
+# A trainer reads the batches one after the other, on the first stage and on the last, and
+# Transformer Engine's first whole backward of a step sets the gradients that others add to: so F
+# and B of every stage run microbatch by microbatch. Colours are told apart by people who see red
+# and green alike, and dark enough for white text.
 Kind.F = define(
     "F",
     label="forward",
     words="the forward pass",
     method="forward",
-    reads=[Read("F", -1)],
+    reads=[Read("F", -1), Read("F", later=-1)],
     everywhere=True,
     time="forward_us",
     exchange="forward_exchange_us",
@@ -186,7 +195,7 @@ Kind.B = define(
     label="input gradient",
     words="the backward pass for the inputs",
     method="backward_inputs",
-    reads=[Read("F"), Read("B", +1)],
+    reads=[Read("F"), Read("B", +1), Read("B", later=-1)],
     everywhere=True,
     time="backward_us",
     exchange="backward_exchange_us",
@@ -290,13 +299,14 @@ def is_setting(text: str) -> bool:
 # embedding and of the output layer. The last stage's F ends where logits would begin; each device
 # makes its part of these, and the part of the input's gradient, which are put together before that
 # stage's B. The weight's gradient needs nothing more of others but the loss's own gradient, which
-# comes with what the next microbatch's S reads.
+# comes with what the next microbatch's S reads. All of them run microbatch by microbatch.
 COLLECTIVES = "collectives"
 
 LOOKUP = define(
     "I",
     label="embedding of own tokens",
     method="look_up",
+    reads=[Read("I", later=-1)],
     joins=True,
     of=DEVICE,
     time="lookup_us",
@@ -307,7 +317,7 @@ LOOKED_UP = define(
     "E",
     label="sum of embeddings",
     method="sum_embeddings",
-    reads=[Read("I", at=EVERY)],
+    reads=[Read("I", at=EVERY), Read("E", later=-1)],
     before=["F"],
     of=FIRST,
     resource=COLLECTIVES,
@@ -320,7 +330,7 @@ LOGITS = define(
     label="own part of the output layer",
     method="own_logits",
     joins=True,
-    reads=[Read("F", at=LAST)],
+    reads=[Read("F", at=LAST), Read("S", later=-1), Read("C", at=LAST, later=-1)],
     of=DEVICE,
     time="logits_us",
     takes="logits_bytes",
@@ -331,7 +341,7 @@ LOSS = define(
     "C",
     label="sum over the vocabulary",
     method="sum_vocabulary",
-    reads=[Read("S", at=EVERY)],
+    reads=[Read("S", at=EVERY), Read("C", later=-1)],
     before=["B"],
     of=LAST,
     resource=COLLECTIVES,
@@ -343,7 +353,7 @@ HEAD_WEIGHT = define(
     "T",
     label="weight gradient of the output layer",
     method="own_head_weights",
-    reads=[Read("S"), Read("C", at=LAST)],
+    reads=[Read("S"), Read("C", at=LAST), Read("S", later=+1), Read("T", later=-1)],
     of=DEVICE,
     time="head_weight_us",
     frees="logits_bytes",
@@ -355,7 +365,7 @@ LOOKUP_WEIGHT = define(
     label="gradient of the embedding",
     method="own_embedding_weights",
     joins=True,
-    reads=[Read("B", at=FIRST)],
+    reads=[Read("B", at=FIRST), Read("J", later=-1)],
     of=DEVICE,
     time="lookup_weight_us",
     colour="#4a6b8a",
@@ -364,6 +374,9 @@ LOOKUP_WEIGHT = define(
 
 VOCABULARY = (LOOKUP, LOOKED_UP, LOGITS, LOSS, HEAD_WEIGHT, LOOKUP_WEIGHT)
 """The kinds of a vocabulary that is shared out over all devices."""
+
+ALL_OR_NONE = (OFFLOAD, VOCABULARY)
+"""Kinds of which a microbatch has all, on its stage or on every device, or none."""
 
 
 def simple_kinds(kinds: Iterable[Kind]) -> tuple[Kind, ...]:

@@ -190,48 +190,6 @@ def is_shared(schedule: Schedule) -> bool:
     return not schedule.kinds.isdisjoint(VOCABULARY)
 
 
-def check_shared(schedule: Schedule) -> None:
-    """Raise ScheduleError unless a run can share the vocabulary as the schedule says, if it does.
-
-    It has all kinds of such passes. Each of them runs microbatch by microbatch. A sum stands behind
-    the device's own part of it and before what reads it. The gradient of a loss comes with the S of
-    the next microbatch, so T is behind that, and C before it.
-    """
-    if not is_shared(schedule):
-        return
-    lacking = [kind for kind in VOCABULARY if kind not in schedule.kinds]
-    if lacking:
-        raise ScheduleError(
-            f"it shares the vocabulary and has no {', '.join(lacking)}: all of "
-            f"{', '.join(VOCABULARY)} are needed, or none"
-        )
-    last = schedule.num_stages - 1
-    for device, row in enumerate(schedule.order):
-        at = {
-            (part, work.stage if not part.of else 0, work.microbatch): place
-            for place, work in enumerate(row)
-            for part in work.parts()
-        }
-        for microbatch in range(schedule.num_microbatches):
-            turns = [(kind, 0, microbatch + late) for kind in VOCABULARY for late in (0, 1)]
-            pairs = [*zip(turns[::2], turns[1::2], strict=True)]
-            pairs += [((LOGITS, 0, microbatch + 1), (HEAD_WEIGHT, 0, microbatch))]
-            pairs += [((LOSS, 0, microbatch), (LOGITS, 0, microbatch + 1))]
-            for first, second, third in (
-                (LOOKUP, LOOKED_UP, (Kind.F, 0)),
-                (LOGITS, LOSS, (Kind.B, last)),
-            ):
-                pairs += [((first, 0, microbatch), (second, 0, microbatch))]
-                pairs += [((second, 0, microbatch), (*third, microbatch))]
-            for before, after in pairs:
-                if before in at and after in at and at[before] > at[after]:
-                    names = [str(Pass(*each)).replace("0.", ".", 1) for each in (after, before)]
-                    raise ScheduleError(
-                        f"{names[0]} stands before {names[1]} on device {device}: a run that "
-                        "shares the vocabulary needs them the other way round"
-                    )
-
-
 def share_forwards(wave: Schedule) -> Schedule:
     """Return the evaluation's schedule with a shared vocabulary's I, E, S and C.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -11,13 +10,11 @@ from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, find, know
 from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import filled, peak_in_host
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import OFFLOAD, VOCABULARY, Kind, ScheduleError
-from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.kinds import OFFLOAD, ScheduleError
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
-from megatron_vshape.core.planner.vocabulary import check_shared, is_shared
-from megatron_vshape.core.program.lowering import lower
+from megatron_vshape.core.planner.vocabulary import is_shared
 from megatron_vshape.mcore.setup.arguments import PipelineOptions, schedule_names
 
 GIB = 2.0**30
@@ -208,52 +205,3 @@ def _check_file(name: str, schedule: Schedule, num_devices: int) -> None:
             f"the schedule file {name} is for {schedule.num_devices} devices, this run has "
             f"{num_devices} pipeline ranks: make --pipeline-model-parallel-size fit"
         )
-    try:
-        check_shared(schedule)
-        for device, row in enumerate(schedule.order):
-            _check_in_turn(device, row)
-            _check_copies(device, row)
-        lower(schedule)
-    except ScheduleError as error:
-        raise ScheduleError(f"the schedule file {name} cannot run: {error}") from None
-
-
-def _check_in_turn(device: int, row: Sequence[Pass]) -> None:
-    """Raise ScheduleError unless the F, and the B, of every stage run microbatch by microbatch.
-
-    The trainer reads the batches one after the other, on the first stage and on the last, and
-    Transformer Engine's first whole backward of a step sets the gradients that others add to.
-    """
-    last: dict[tuple[bool, int], Pass] = {}
-    for work in row:
-        if work.kind is Kind.W or work.kind in (*OFFLOAD, *VOCABULARY):
-            continue
-        before = last.setdefault((work.kind is Kind.F, work.stage), work)
-        if before.microbatch > work.microbatch:
-            raise ScheduleError(
-                f"{before} stands before {work} on device {device}, and a trainer gives every "
-                "stage the microbatches in turn: number them in the order in which they run"
-            )
-        last[work.kind is Kind.F, work.stage] = work
-
-
-def _check_copies(device: int, row: Sequence[Pass]) -> None:
-    """Raise ScheduleError unless what waits in host memory is copied, let go of and brought back.
-
-    Copies run beside the processor, which begins each of them where it stands in the row.
-    """
-    places: dict[tuple[int, int], dict[Kind, int]] = {}
-    for at, work in enumerate(row):
-        for part in work.parts():
-            places.setdefault(work[1:], {})[part] = at
-    wanted = (Kind.F, *OFFLOAD, Kind.B)
-    for (stage, microbatch), own in places.items():
-        if own.keys().isdisjoint(OFFLOAD):
-            continue
-        found = [own.get(kind, -1) for kind in wanted]
-        if -1 in found or found != sorted(found):
-            there = ", ".join(kind for kind in sorted(own, key=own.__getitem__) if kind in wanted)
-            raise ScheduleError(
-                f"microbatch {microbatch} of stage {stage} waits in host memory and has {there} in "
-                f"this order on device {device}; there must be {', '.join(wanted)} in this order"
-            )
