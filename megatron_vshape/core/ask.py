@@ -253,8 +253,7 @@ def known_as(text: str, question: Question) -> Known:
             f"{text} is for {found.num_devices} devices and {found.num_microbatches} microbatches, "
             f"not for {sizes[0]} and {sizes[1]}"
         )
-    costs = question.costs_of(found.placement, found.name)
-    return judge(shared_if_told(found, costs), costs)
+    return judge(found, question.costs_of(found.placement, found.name))
 
 
 def with_chunks(text: str) -> Rival | None:

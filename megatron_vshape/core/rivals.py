@@ -86,7 +86,8 @@ def rivals_of(
 
 
 def judge(schedule: Schedule, costs: Costs) -> Known:
-    """Return the schedule with its times and its peaks."""
+    """Return the schedule at these costs, the vocabulary shared if they tell of that."""
+    schedule = shared_if_told(schedule, costs)
     return Known(schedule, costs, simulate(schedule, costs), peak_held(schedule, costs))
 
 
@@ -105,7 +106,7 @@ def judge_rival(
     costs = costs_of(schedule.placement, str(rival))
     if not costs.joins:
         schedule = schedule.parted()
-    return judge(shared_if_told(schedule, costs), costs)._replace(rival=rival)
+    return judge(schedule, costs)._replace(rival=rival)
 
 
 @lru_cache(maxsize=64)  # a frontier asks for the same ones at every limit

@@ -355,6 +355,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     for module in (search, joint_walk):
         module.default_steps = _few_steps
+    asking.LESS_STEPS = STEPS
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as made:
         said = Recorder(Path(made), options.seed).run(options.questions)

@@ -137,7 +137,10 @@ def without_shared(costs: Costs) -> Costs:
     """Return the costs of F, B and W, by which orders are made before they share."""
     names = _names()
     others = tuple(each for each in costs.others if each[0] not in names)
-    return costs if others == costs.others else replace(costs, others=others)
+    if others == costs.others:
+        return costs
+    settings = tuple((name, without_shared(each)) for name, each in costs.recompute)
+    return replace(costs, others=others, recompute=settings)
 
 
 def in_proportion(costs: Costs, like: Costs) -> Costs:
@@ -155,7 +158,8 @@ def in_proportion(costs: Costs, like: Costs) -> Costs:
         for name, amounts in like.others
         if name in names - have.keys()
     )
-    return replace(costs, others=(*costs.others, *given))
+    settings = tuple((name, in_proportion(each, like)) for name, each in costs.recompute)
+    return replace(costs, others=(*costs.others, *given), recompute=settings)
 
 
 def tells_shared(costs: Costs) -> bool:

@@ -12,7 +12,6 @@ from megatron_vshape.core.check.bounds import least_memory
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import (
-    LOGITS,
     OFFLOAD,
     VOCABULARY,
     Kind,
@@ -24,12 +23,11 @@ from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.planner.joint_orders import joint_orders
 from megatron_vshape.core.planner.vocabulary import (
-    MOST_WAITING,
+    WAITING,
     in_proportion,
-    is_shared,
-    more_room,
+    most_logits_bytes,
     share_forwards,
-    share_vocabulary,
+    shared_if_told,
     without_shared,
 )
 from megatron_vshape.core.program.hiding import Beside, weights_beside
@@ -171,9 +169,7 @@ class Planner:
         elif self.choice.whole_stages:
             schedule = whole_backwards(schedule, self.choice.whole_stages)
         costs = self._costs_of(schedule)
-        if self.choice.shares and not is_shared(schedule):
-            costs = self._shared(costs, schedule)
-            schedule = share_vocabulary(schedule, costs, more_room(self.choice.name, costs))
+        schedule = schedule if costs is None else shared_if_told(schedule, costs)
         timeline = simulate(schedule, costs)
         program = lower(schedule, timeline, kernels=self.choice.kernels, takes=self._takes)
         return Plan(schedule, timeline, program, costs, self._beside(program, costs))
@@ -203,9 +199,8 @@ class Planner:
     def smallest(self) -> Program:
         """Return a program that uses every stream which any other of this planner's uses."""
         least = one_microbatch(self.choice.placement, self.choice.num_devices)
-        if self.choice.shares:
-            least = share_vocabulary(least, self._shared(self._costs_of(least), least))
-        return lower(least)
+        costs = self._costs_of(least)
+        return lower(least if costs is None else shared_if_told(least, costs))
 
     def _beside(self, program: Program, costs: Costs | None) -> Mapping[Pass, Beside]:
         if not self.choice.hides:
@@ -217,11 +212,16 @@ class Planner:
         costs = self.costs
         if costs is None or costs.num_stages != schedule.num_stages:
             costs = self._estimate(schedule)
-        return self._shared(costs, schedule) if is_shared(schedule) else costs
+        return self._of_run(costs, schedule.num_stages)
 
-    def _shared(self, costs: Costs | None, schedule: Schedule) -> Costs:
-        """Return the costs with those of a shared vocabulary, which are estimated if not known."""
-        uniform = Costs.uniform(self.choice.num_devices, schedule.num_stages, kinds=VOCABULARY)
+    def _of_run(self, costs: Costs | None, num_stages: int) -> Costs | None:
+        """Return costs that tell of a shared vocabulary if the run shares it, and only then.
+
+        What these passes take is estimated if it is not known.
+        """
+        if not self.choice.shares:
+            return costs and without_shared(costs)
+        uniform = Costs.uniform(self.choice.num_devices, num_stages, kinds=VOCABULARY)
         return in_proportion(costs or uniform, self.choice.estimate or uniform)
 
     def _estimate(self, schedule: Schedule) -> Costs | None:
@@ -253,16 +253,16 @@ class Planner:
 
     def _allowed(self, costs: Costs) -> Costs:
         """Return costs by which no pass is planned that the run gets later, or cannot have."""
-        costs = without_shared(costs)
+        costs = self._of_run(costs, costs.num_stages) or costs
         return costs if self.choice.may_join else costs.never_joined()
 
     def _automatic(self, question: Question) -> Schedule:
         """Return the best order within the limit; while nothing is measured, a known one."""
         if self.costs is None:
             return self._start(question)
-        limit = self._left_bytes(self.costs) or self.choice.limit_of
-        placements = (self.choice.placement,)
         costs, layers = self._allowed(self.costs), self.choice.num_layers
+        limit = self._left_bytes(costs) or self.choice.limit_of
+        placements = (self.choice.placement,)
 
         def cut(num_stages: int, name: str) -> Costs:
             return recut(costs, num_stages, question.num_devices, name, layers)
@@ -292,9 +292,9 @@ class Planner:
         limit, reserved = self.choice.limit_bytes, self.reserved_bytes
         if limit is None:
             return None
-        logits = dict(costs.others).get(LOGITS.takes, (0.0,)) if self.choice.shares else (0.0,)
-        left = tuple(limit - each - MOST_WAITING * max(logits) for each in reserved)
-        need = least_memory(costs, self.choice.placement, self.choice.num_devices)
+        left = tuple(limit - each for each in reserved)
+        held = least_memory(costs, self.choice.placement, self.choice.num_devices)
+        need = [each + most_logits_bytes(costs, min(WAITING)) for each in held]
         if all(n <= has for n, has in zip(need, left, strict=True)):
             return left
         least = max(n + kept for n, kept in zip(need, reserved, strict=True))

@@ -1,0 +1,103 @@
+"""The trainer, the command line and the sweep answer one question alike."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from megatron_vshape.cli.main import main
+from megatron_vshape.core import ask as asking
+from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import LOGITS, VOCABULARY, ScheduleError
+from megatron_vshape.core.model.schedule import Objective, load_schedule
+from megatron_vshape.core.planner import search
+from megatron_vshape.mcore.setup.choice import GIB, Choice
+from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.sweep.files import Layout, Recompute, SweepError
+from megatron_vshape.sweep.grid import Combination
+from megatron_vshape.sweep.predict import plan_adaptive
+
+NAMES = (AUTO, AUTO, AUTO, *PLUS_NAMES, "v-min", "v-half", "v-zb")
+DEVICES = 2
+
+
+def costs_of(draw: random.Random) -> Costs:
+    """Draw costs of two stages a device; of half of them all devices share the vocabulary."""
+
+    def each(least: float, most: float) -> list[float]:
+        return [round(draw.uniform(least, most), 2) for _ in range(2 * DEVICES)]
+
+    data = {
+        "forward_us": each(80, 120),
+        "backward_us": each(90, 140),
+        "weight_us": each(60, 100),
+        "send_us": round(draw.uniform(0, 30), 2),
+        "held_after_forward_bytes": each(0.8 * GIB, 1.2 * GIB),
+        "held_after_backward_bytes": each(0.3 * GIB, 0.7 * GIB),
+    }
+    if draw.random() < 0.5:
+        data |= {kind.time: [round(draw.uniform(2, 60), 2)] * 4 for kind in VOCABULARY}
+        data[LOGITS.takes] = [draw.choice((0.0, 0.1 * GIB))] * 4
+    if draw.random() < 0.3:
+        data["whole_backward_us"] = each(140, 170)
+    return Costs.from_json(json.dumps(data))
+
+
+def by_trainer(name: str, microbatches: int, costs: Costs, limit: float | None) -> object:
+    choice = Choice(DEVICES, name, costs=costs, limit_bytes=limit, shares=len(costs.others) > 0)
+    return Planner(choice).training(microbatches).schedule.order
+
+
+def by_command(file: Path, name: str, microbatches: int, limit: float | None) -> object:
+    """Return the order of the command that plans it, or of what it exports by name."""
+    made = file.with_name("made.json")
+    sizes = ["--devices", str(DEVICES), "--microbatches", str(microbatches), "--costs", str(file)]
+    if name == AUTO:
+        costs = Costs.load(file)
+        placement = Choice(DEVICES, AUTO, costs=costs).placement
+        question = Question(
+            AUTO, DEVICES, microbatches, costs, limit=limit, placements=(placement,)
+        )
+        return ask(question).schedule.order
+    assert main(["schedule", name, *sizes, "--export", str(made)]) == 0
+    return load_schedule(made).order
+
+
+def by_sweep(microbatches: int, costs: Costs, limit: float) -> object:
+    sizes = {"sequence_length": 8, "global_batch_size": microbatches, "pipeline_parallel": DEVICES}
+    alone = dict.fromkeys(
+        ("data_parallel", "tensor_parallel", "context_parallel", "microbatch_size"), 1
+    )
+    it = Combination(AUTO, recompute=Recompute.NONE, layout=Layout.EVEN, **sizes, **alone)
+    placement = Choice(DEVICES, AUTO, costs=costs).placement
+    limits = [limit] * DEVICES
+    return plan_adaptive(it, placement, costs, limits, Objective.MAKESPAN).schedule.order
+
+
+def said(answer: object, *arguments: object) -> object:
+    assert callable(answer)
+    try:
+        return answer(*arguments)
+    except (ScheduleError, SweepError):
+        return "refused"
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_questions_are_answered_alike(
+    count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(search, "default_steps", lambda problem: 200)
+    monkeypatch.setattr(asking, "LESS_STEPS", 200)
+    draw, file, refused = random.Random(38), tmp_path / "costs.json", 0
+    for _ in range(count):
+        name, microbatches, costs = draw.choice(NAMES), draw.randrange(2, 5), costs_of(draw)
+        limit = draw.choice((None, draw.uniform(1.8, 5) * GIB)) if name == AUTO else None
+        file.write_text(costs.to_json())
+        one = said(by_trainer, name, microbatches, costs, limit)
+        assert one == said(by_command, file, name, microbatches, limit)
+        if limit is not None:
+            assert one == said(by_sweep, microbatches, costs, limit)
+        refused += one == "refused"
+    assert refused < count // 3
