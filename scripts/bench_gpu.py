@@ -465,7 +465,7 @@ def predicted_bytes(
     held = [memory[s].held if s in memory else (0.0, 0.0) for s in range(schedule.num_stages)]
     ones = (1.0,) * len(held)
     waits = tuple(float(moved.get(s, 0)) for s in range(schedule.num_stages))
-    costs = Costs(ones, ones, ones, 0.0, *zip(*held, strict=True), others=((RELEASE.frees, waits),))
+    costs = Costs(ones, ones, ones, 0.0, *zip(*held, strict=True), **{RELEASE.frees: waits})
     curve = held_curve(schedule, costs, rank)
     in_use = []
     for work, now in zip(schedule.order[rank], curve, strict=True):

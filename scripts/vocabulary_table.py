@@ -181,7 +181,7 @@ def by_first_algorithm(name: str, vocabulary: int, saved: float) -> tuple[float,
     amounts = dict(costs.others)
     amounts[LOGITS.time] = (head.forward_us,) * plain.num_stages
     amounts[HEAD_WEIGHT.time] = (head.backward_us + head.weight_us,) * plain.num_stages
-    costs = replace(costs, others=tuple(amounts.items()))
+    costs = costs.having(**amounts)
     limits = [peak + more for peak in peak_held(plain, costs)]
     ways = (FirstAlgorithm(plain, costs, limits, WAITING[0], late) for late in LATE)
     return second, min(way.step() for way in ways)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from megatron_vshape.cli.files import Output, check_target, is_installed, write_all
 from megatron_vshape.cli.options import count, float_or_nan
-from megatron_vshape.core.model.costs import ASSUMED, MEASURED, Costs, Piece
+from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.costs_file import ASSUMED, MEASURED
 from megatron_vshape.core.model.kinds import (
     COPY_BACK,
     COPY_OUT,
@@ -360,7 +361,7 @@ def price_list(costs: Costs, others: Mapping[str, Costs]) -> Costs:
 def _with_whole(costs: Costs) -> Costs:
     """Return the costs with what a whole backward takes said, where it saves nothing."""
     both = tuple(map(add, costs.backward_us, costs.weight_us))
-    return replace(costs, whole_backward_us=costs.whole_backward_us or both)
+    return costs.having(whole_backward_us=costs.whole_backward_us or both)
 
 
 def _measure(model: "Model", layers: Sequence[int], options: argparse.Namespace) -> Costs:

@@ -23,6 +23,7 @@ from megatron_vshape.core.check.bounds import (
     fits,
     lower_bound,
 )
+from megatron_vshape.core.check.relax import least_of
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -587,8 +588,6 @@ def _bound_anywhere(
     span = goal is Objective.SPAN
     if not costs.trades:
         return bound_of_any_placement(costs, num_microbatches, limits, span)
-    from megatron_vshape.core.check.choices import least_of  # with numpy
-
     least = least_of([costs, *(each for _, each in costs.recompute)])
     unlimited = (math.inf,) * len(limits) if costs.copies else limits
     return bound_of_any_placement(least, num_microbatches, unlimited, span)

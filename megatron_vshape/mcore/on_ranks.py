@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vshape.core.model.costs import ASSUMED, MEASURED, Costs, Piece
+from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.costs_file import ASSUMED, MEASURED
 from megatron_vshape.core.model.kinds import LOOKED_UP, LOSS, PARTS, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
@@ -117,8 +118,7 @@ def measure(
     costs = costs.with_source(f"{MEASURED} between {between}", "send_us")
     if model.ranks > 1:
         nothing = (0.0,) * len(layers)
-        measured: dict[str, Any] = {name: getattr(costs, name) or nothing for name in EXCHANGES}
-        costs = replace(costs, **measured)
+        costs = costs.having(**{name: costs.lists().get(name, nothing) for name in EXCHANGES})
     if model.joint:
         own_us = one_device.profile_pairs(model, layers, repeats)
         prices = _of_all(own_us)
@@ -162,9 +162,9 @@ def assumed(costs: Costs, model: Model, within: Link) -> Costs:
     backward = [own + count * more_us for own, count in zip(layers, costs.layers, strict=True)]
     backward[-1] += sum_us
     left = [max(0.0, b - w) for b, w in zip(backward, costs.weight_us, strict=True)]
-    found: dict[str, Any] = dict(zip(EXCHANGES, map(tuple, (forward, backward, left)), strict=True))
+    found = dict(zip(EXCHANGES, map(tuple, (forward, backward, left)), strict=True))
     text = f"{ASSUMED}: {' and '.join(told)} at {within}"
-    return replace(costs, **found).with_source(text, *EXCHANGES)
+    return costs.having(**found).with_source(text, *EXCHANGES)
 
 
 def with_shared_ends(costs: Costs, model: Model, devices: int, heads: int, repeats: int) -> Costs:
@@ -176,10 +176,10 @@ def with_shared_ends(costs: Costs, model: Model, devices: int, heads: int, repea
     found = {name: median(each[name] for each in everyones) for name in everyones[0]}
     for name in {LOOKED_UP.time, LOSS.time} & found.keys():
         found[name] = max(each[name] for each in everyones)
-    others = dict(costs.others) | {name: (us,) * costs.num_stages for name, us in found.items()}
+    others = {name: (us,) * costs.num_stages for name, us in found.items()}
     where = "one device" if num_ranks() == 1 else f"{dist.get_world_size()} ranks at once"
     told = f"{MEASURED} on {where}, with 1/{devices} of the vocabulary each"
-    return replace(costs, others=tuple(others.items())).with_source(told, *found)
+    return costs.having(**others).with_source(told, *found)
 
 
 def with_copies(costs: Costs, model: Model, layers: Sequence[int], repeats: int) -> Costs:

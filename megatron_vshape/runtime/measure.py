@@ -178,7 +178,7 @@ def measured_costs(timelines: Sequence[Timeline], send_us: float, held: Held) ->
     )
     prices = {name: statistics.median(values) for name, values in joint.items()}
     joint_prices = _joint_prices(timelines[0].schedule, costs, prices)
-    return replace(costs, joint=joint_prices, others=tuple(_shared_times(times, stages)))
+    return replace(costs, joint=joint_prices).having(**dict(_shared_times(times, stages)))
 
 
 def _joint_prices(

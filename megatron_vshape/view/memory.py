@@ -54,13 +54,5 @@ def costs_up_to(timeline: Timeline, costs: Costs, chunk: int) -> Costs:
             value if mine <= chunk else 0.0 for value, mine in zip(values, chunks, strict=True)
         )
 
-    return replace(
-        costs,
-        recompute=(),
-        held_after_forward_bytes=early(costs.held_after_forward_bytes),
-        held_after_backward_bytes=early(costs.held_after_backward_bytes),
-        others=tuple(
-            (name, values if name.endswith("_us") else early(values))
-            for name, values in costs.others
-        ),
-    )
+    held = {name: early(each) for name, each in costs.amounts if not name.endswith("_us")}
+    return replace(costs, recompute=()).having(**held)

@@ -1,26 +1,32 @@
 """What a pass takes beside its work: host time, exchanges, messages; and where to split by it."""
 
+import math
+import pickle
 import random
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 
 import pytest
 
 from megatron_vshape.core.ask import AUTO, Question, best_order
 from megatron_vshape.core.check.bounds import lower_bound
+from megatron_vshape.core.check.relax import in_passes
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.costs import Costs, Piece, regroup
+from megatron_vshape.core.model.costs import Costs, Piece, joint_name, regroup
 from megatron_vshape.core.model.kinds import (
     FROM_HOST,
+    KINDS,
     OFFLOAD,
     PARTS,
     PROCESSOR,
     TO_HOST,
     Kind,
     ScheduleError,
+    amount_names,
 )
-from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.layers import Pieces, recut, with_ends
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.catalogue import make
@@ -43,7 +49,7 @@ def test_a_pass_takes_its_work_its_exchange_and_the_host() -> None:
     assert [costs.time_us(kind, 1) for kind in (*PARTS, Kind.BW)] == [1.625, 2.375, 3.125, 5.375]
     hidden = replace(costs, whole_exchange_us=(0.0,) * 4, whole_backward_us=(4.0,) * 4)
     assert hidden.time_us(Kind.BW, 1) == 4.125
-    assert [hidden.in_passes().time_us(kind, 1) for kind in (*PARTS, Kind.BW)] == [
+    assert [in_passes(hidden).time_us(kind, 1) for kind in (*PARTS, Kind.BW)] == [
         1.625,
         2.375,
         3.125,
@@ -221,3 +227,77 @@ def test_no_plan_is_slower_than_one_split_everywhere_or_nowhere(seed: int) -> No
         own = regroup(costs, each.num_stages, each.name)
         if max(peak_held(each, own)) <= limit:
             assert answer.plan.value <= simulate(each, own).makespan * (1 + 1e-9)
+
+
+def everything(num_stages: int) -> Costs:
+    """Return costs that say all there is to say."""
+    forward_us = tuple(1.0 + 0.125 * stage for stage in range(num_stages))
+    times = {name: forward_us for name in amount_names(KINDS) if name.endswith("_us")}
+    held = {name: forward_us for name in amount_names(KINDS) if not name.endswith("_us")}
+    shorter = {"whole_exchange_us": tuple(0.5 * us for us in forward_us)}
+    shorter["whole_backward_us"] = tuple(1.75 * us for us in forward_us)
+    own = Costs(**times | held | shorter, send_us=0.25, layers=(2,) * num_stages, host_us=0.125)
+    pairs = tuple((joint_name(f, Kind.BW, b), 3.0) for f in range(8) for b in range(8))
+    return replace(
+        own,
+        sources=(("send_us", "measured here"),),
+        recompute=(("full", own.having(backward_us=tuple(2 * us for us in forward_us))),),
+        half_duplex=True,
+        joint=pairs,
+        hidden_share=0.5,
+        by_microbatch=(("forward_us", (0.5, 1.0, 2.0)),),
+    )
+
+
+FIRST, LAST = Piece(1, 2, 3, 4, 5), Piece(5, 4, 3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda costs: regroup(costs, 4, "it"),
+        lambda costs: with_ends(costs, FIRST, LAST),
+        lambda costs: costs.with_stages(costs.stages()),
+        lambda costs: Pieces.of(costs, costs.layers).costs((3, 1, 2, 2, 2, 2, 1, 3)),
+        lambda costs: recut(costs, 16, 4, "it"),
+        lambda costs: Costs.from_json(costs.to_json()),
+        lambda costs: costs.having(forward_us=costs.backward_us),
+        lambda costs: pickle.loads(pickle.dumps(costs)),
+    ],
+)
+def test_nothing_that_costs_say_is_lost(change: Callable[[Costs], Costs]) -> None:
+    costs = everything(8)
+    made = change(costs)
+    assert made.lists().keys() == costs.lists().keys() == set(amount_names(KINDS))
+    for each in fields(Costs):
+        if each.name != "joint":  # of other layers, a share of what is measured stands for it
+            assert bool(getattr(made, each.name)) == bool(getattr(costs, each.name)), each.name
+    for name in ("send_us", "host_us", "hidden_share", "half_duplex", "by_microbatch", "sources"):
+        assert getattr(made, name) == getattr(costs, name), name
+    ((setting, own),) = made.recompute
+    assert setting == "full"
+    assert own.lists().keys() == costs.lists().keys()
+
+
+def test_ends_lengthen_the_joint_passes_of_their_stages() -> None:
+    made = dict(with_ends(everything(8), FIRST, LAST).joint)
+    assert made["F1&BW6"] == 3.0
+    assert made["F0&BW7"] == 3.0 + 1 + (4 + 3)
+
+
+def test_a_pass_may_have_a_price_for_each_microbatch() -> None:
+    schedule = make("v-half", 2, 3)
+    alike = Costs.uniform(2, 4, send=0.25)
+    costs = replace(alike, by_microbatch=(("forward_us", (0.5, 1.0, 2.0)),))
+    timeline = simulate(schedule, costs)
+    for device in range(2):
+        for work, start, end in timeline.slots(device):
+            share = (0.5, 1.0, 2.0)[work.microbatch] if work.kind is Kind.F else 1.0
+            assert end - start == share * alike.time_us(work.kind, work.stage)
+    bound = lower_bound(costs, schedule.placement, 2, 3, (math.inf,) * 2)
+    assert bound <= timeline.makespan
+    assert bound < lower_bound(alike, schedule.placement, 2, 3, (math.inf,) * 2)
+    with pytest.raises(ScheduleError, match="forward_us of 3 microbatches, the schedule has 4"):
+        simulate(make("v-half", 2, 4), costs)
+    with pytest.raises(ScheduleError, match="by_microbatch has 'send_us', which is no time of"):
+        replace(costs, by_microbatch=(("send_us", (1.0,)),))

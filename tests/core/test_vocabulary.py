@@ -36,6 +36,7 @@ from megatron_vshape.core.planner.vocabulary import (
     share_vocabulary,
     shared_costs,
     shared_pieces,
+    without_shared,
 )
 from megatron_vshape.core.program.kernels import waits_for_ever
 from megatron_vshape.core.program.lowering import forward_wave, lower
@@ -123,7 +124,7 @@ def test_no_more_is_held_than_is_allowed_and_it_buys_time() -> None:
 
 def replace_logits(costs: Costs, held: float) -> Costs:
     others = {name: (held,) * 16 if name == LOGITS.takes else v for name, v in costs.others}
-    return replace(costs, others=tuple(others.items()))
+    return costs.having(**others)
 
 
 def test_the_next_microbatch_brings_what_t_needs() -> None:
@@ -220,7 +221,7 @@ def test_costs_share_the_ends_out() -> None:
     head, embedding = Piece(8, 6, 4, 100, 50), Piece(4, 2, 2, 0, 0)
     bare = Costs.uniform(2, 4)
     costs = shared_costs(bare, embedding, head, 2, 0.25, 7)
-    assert replace(costs, others=()) == bare
+    assert without_shared(costs) == bare
     times = [costs.time_us(kind, 0) for kind in VOCABULARY]
     assert times == [2, 0.25, 7, 0.25, 2, 2]
     assert costs.changes(LOGITS) == ((7,) * 4, [0] * 4)
@@ -230,7 +231,7 @@ def test_costs_share_the_ends_out() -> None:
 def test_a_plan_can_share_it() -> None:
     costs = Costs.uniform(4, 8, 1, 1.15, 0.85, 0.05)
     found = plan(costs, 4, 12, 6, steps=10_000, placements=[v_shape(4)]).schedule
-    own = replace(costs, others=costs_of(found).others)
+    own = costs.having(**dict(costs_of(found).others))
     shared = share_vocabulary(found, own)
     verify(shared)
     lower(shared, kernels=True)

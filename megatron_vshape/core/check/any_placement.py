@@ -7,6 +7,7 @@ change their work, the way of a microbatch through all of them, or how long it i
 from collections.abc import Sequence
 from itertools import accumulate
 
+from megatron_vshape.core.check.relax import split_no_slower
 from megatron_vshape.core.model.costs import Costs
 
 
@@ -22,7 +23,7 @@ def bound_of_any_placement(
     * A microbatch is held on a stage for as long as it takes to the last stage and back; all
       devices together can give their limits, all the time.
     """
-    costs, devices = costs.split_no_slower(), len(limits)
+    costs, devices = split_no_slower(costs), len(limits)
     stages = range(costs.num_stages)
     both = [costs.forward_us[stage] + costs.backward_us[stage] for stage in stages]
     work = [time + weight for time, weight in zip(both, costs.weight_us, strict=True)]

@@ -14,6 +14,7 @@ the least of theirs holds.
 
 from collections.abc import Callable, Sequence
 
+from megatron_vshape.core.check.relax import split_no_slower
 from megatron_vshape.core.check.ways import Ways, ways_of
 from megatron_vshape.core.model.costs import Costs, held_text, regroup
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -123,7 +124,7 @@ def lower_bound(
     # With numpy, which the names of schedules do not need.
     from megatron_vshape.core.check.ends import end_with_idle
 
-    costs = costs.split_no_slower()
+    costs = split_no_slower(costs)
     paths = ways_of(costs, placement)
     best, own_us = paths.round_trip[0] + costs.weight_us[0], costs.device_us()
     own_ends = []

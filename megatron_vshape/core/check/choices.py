@@ -11,13 +11,13 @@ what lives longest per copied byte goes first.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from math import inf, isinf
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_vshape.core.check.bounds import lower_bound
+from megatron_vshape.core.check.relax import least_of, split_no_slower
 from megatron_vshape.core.check.ways import Ways, ways_of
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, RELOAD
@@ -56,7 +56,7 @@ def bound_of_choices(
     best = lower_bound(least, placement, num_devices, num_microbatches, nothing, span)
     paths = ways_of(least, placement)
     links = 1 if settings[0].half_duplex else 2
-    split = [costs.split_no_slower() for costs in settings]
+    split = [split_no_slower(costs) for costs in settings]
     for device, stages in enumerate(stages_of(placement, num_devices)):
         if isinf(limits[device]) or limits[device] <= 0:
             continue
@@ -64,18 +64,6 @@ def bound_of_choices(
         shared = num_microbatches * _priced(choices, limits[device], links)
         best = max(best, shared + (0.0 if span else paths.forward[stages[0]]))
     return best
-
-
-def least_of(settings: Sequence[Costs]) -> Costs:
-    """Return costs of which none of these has less of anything."""
-    split = [costs.split_no_slower() for costs in settings]
-    names = ("forward_us", "backward_us", "weight_us")
-    held = ("held_after_forward_bytes", "held_after_backward_bytes")
-    least = {
-        name: tuple(map(min, zip(*(getattr(each, name) for each in split), strict=True)))
-        for name in (*names, *held)
-    }
-    return replace(split[0], **least)  # type: ignore[arg-type]
 
 
 def _choices(settings: Sequence[Costs], stage: int, paths: Ways, copies: bool) -> Iterator[Choice]:

@@ -4,32 +4,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import chain, pairwise, product
-from typing import NamedTuple, NoReturn
 
 from megatron_vshape.core.check.deadlock import explain_deadlock
 from megatron_vshape.core.model.costs import Costs, joint_name
-from megatron_vshape.core.model.kinds import COPY_OUT, RELOAD, Kind, ScheduleError
-from megatron_vshape.core.model.numbering import (
-    NONE,
-    Lists,
-    Numbered,
-    Numbers,
-    Times,
-    in_lists,
-    lists_of,
-    number,
-    soonest,
-)
+from megatron_vshape.core.model.kinds import COPY_OUT, KINDS, RELOAD, Kind, ScheduleError
 from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Lane, Schedule, Timeline
 
 HOST_BLOCKS = 16
 """Host memory is made in blocks, of which what waits there takes at least so many: little of its
 last one is unused."""
-
-NOT_YET = -1.0
-"""The end of a pass that has not run."""
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -61,6 +45,12 @@ def costs_of(schedule: Schedule, costs: Costs | None = None) -> Costs:
     if costs is None:
         return unit_costs(schedule)
     check_costs(costs, schedule.num_stages)
+    for name, shares in costs.by_microbatch:
+        if len(shares) != schedule.num_microbatches:
+            raise ScheduleError(
+                f"the costs have {name} of {len(shares)} microbatches, the schedule has "
+                f"{schedule.num_microbatches}"
+            )
     return costs.at(schedule.recompute)
 
 
@@ -80,181 +70,106 @@ def check_costs(costs: Costs, num_stages: int) -> None:
         )
 
 
-class _Lanes(NamedTuple):
-    """The passes of all lanes, by their places, and what each reads and takes."""
-
-    begin: Numbers  # of a lane; at last where all end
-    sort: Numbers
-    microbatch: Numbers
-    place_of: Numbers  # [sort * num_microbatches + microbatch]; NONE if it never runs
-    needs: Lists  # sorts that one reads
-    sent_us: Times  # how long the result of a need is on its way
-    time_us: Times  # of a sort
-    joint_us: Times  # of a joint pass, at the place of its F; NONE of any other
-    num_microbatches: int
-
-
-class _Running(NamedTuple):
-    """How far the lanes are, changed in place. Of what is not there, the end is the last: 0."""
-
-    starts: Times
-    ends: Times  # NOT_YET of what has not run
-    reached: Numbers  # of a lane: its first pass left
-    awake: Numbers  # lanes that may go on; those that do are the first
-    waiting: Numbers  # of a place: the lane that waits for it, NONE if none does
-    following: Numbers  # of a lane: the next that waits for the same place
-
-
-def _run_lanes(lanes: _Lanes, run: _Running) -> int:
-    """Run every lane until it must wait, and wake it when what it waits for is there.
-
-    Returns how many passes have run.
-    """
-    left = len(lanes.begin) - 1
-    for lane in range(left):
-        run.awake[lane] = lane
-        run.reached[lane] = lanes.begin[lane]
-    done = 0
-    while left:
-        left -= 1
-        lane = run.awake[left]
-        place = run.reached[lane]
-        clock = run.ends[place - 1] if place > lanes.begin[lane] else 0.0
-        while place < lanes.begin[lane + 1]:
-            joint = lanes.joint_us[place] != NONE
-            start = _start(lanes, run, lane, place, clock)
-            if joint and start != NOT_YET:
-                start = _start(lanes, run, lane, place + 1, start)
-            if start == NOT_YET:
-                break
-            length_us = lanes.joint_us[place] if joint else lanes.time_us[lanes.sort[place]]
-            clock = start + length_us
-            for each in range(place, place + 1 + joint):
-                run.starts[each], run.ends[each] = start, clock
-                left = _wake(run, each, left)
-            place += 1 + joint
-        done += place - run.reached[lane]
-        run.reached[lane] = place
-    return done
-
-
-def _start(lanes: _Lanes, run: _Running, lane: int, place: int, start: float) -> float:
-    """Return when the lane's pass can start, from `start` on; NOT_YET while that is not known."""
-    sort, microbatch = lanes.sort[place], lanes.microbatch[place]
-    for at in range(lanes.needs.begin[sort], lanes.needs.begin[sort + 1]):
-        need = lanes.place_of[lanes.needs.of[at] * lanes.num_microbatches + microbatch]
-        if need == NONE:
-            return NOT_YET
-        end = run.ends[need]
-        if end == NOT_YET:
-            run.following[lane] = run.waiting[need]
-            run.waiting[need] = lane
-            return NOT_YET
-        if end + lanes.sent_us[at] > start:
-            start = end + lanes.sent_us[at]
-    return start
-
-
-def _wake(run: _Running, place: int, left: int) -> int:
-    """Wake the lanes that wait for a pass, and return how many are awake then."""
-    lane = run.waiting[place]
-    while lane != NONE:
-        run.awake[left] = lane
-        left += 1
-        lane = run.following[lane]
-    return left
-
-
 class _Simulation:
-    """A schedule at some costs, in numbers."""
+    """Runs every lane until it must wait, and wakes it when what it waits for is there."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        stages, microbatches = schedule.num_stages, schedule.num_microbatches
         self.schedule = schedule
         self.costs = costs
         one_way = costs.half_duplex and not schedule.half_duplex
         self.lanes = (replace(schedule, half_duplex=True) if one_way else schedule).lanes()
-        self.table = NeedTable(schedule.num_stages, schedule.kinds)
-        composed = schedule.kinds.difference(self.table.parts)
-        self.kinds = (*self.table.parts, *sorted(composed))
-        self.stages = range(schedule.num_stages)
+        kinds = [kind for kind in KINDS if kind in schedule.kinds]  # one is the first to be lacking
+        self.table = NeedTable(stages, kinds)
+        self.parts_of = self.table.parts_of
+        self.joint = schedule.joint
+        self.joint_us = cache(costs.joint_us)
+        self.time_us = {kind: [costs.time_us(kind, s) for s in range(stages)] for kind in kinds}
+        self.end: list[list[list[float | None]]] = [
+            [[None] * microbatches for _ in range(stages)] for _ in self.table.parts
+        ]
+        self._end_what_is_not_there()
+        self.inputs = {
+            kind: [self._inputs(stage, needs) for stage, needs in enumerate(self.table.needs[kind])]
+            for kind in kinds
+        }
+        self.starts: list[list[float]] = [[] for _ in self.lanes]
+        self.ends: list[list[float]] = [[] for _ in self.lanes]
+        self.waiting: dict[tuple[int, int, int], list[int]] = {}
+
+    def _end_what_is_not_there(self) -> None:
+        """Let nobody wait for passes that a microbatch may do without, and does."""
+        at_will = {self.table.parts[at]: self.end[at] for at in self.table.at_will}
+        for ends in at_will.values():
+            for row in ends:
+                row[:] = [0.0] * len(row)
+        for kind, stage, microbatch in (w for row in self.schedule.order for w in row if at_will):
+            if kind in at_will:
+                at_will[kind][stage][microbatch] = None
+
+    def _inputs(
+        self, stage: int, needs: Iterable[tuple[int, int]]
+    ) -> list[tuple[int, int, list[float | None], float]]:
+        """Return what a pass of this stage reads: part, stage, ends, and how long it is sent."""
+        placement, send_us = self.schedule.placement, self.costs.send_us
+        return [
+            (part, other, self.end[part][other], send_us * (placement[other] != placement[stage]))
+            for part, other in needs
+        ]
 
     def run(self) -> Timeline:
-        passes = number(
-            [lane.passes for lane in self.lanes],
-            self.kinds,
-            self.schedule.num_stages,
-            self.schedule.num_microbatches,
-        )
-        size, lanes = len(passes.sort), len(self.lanes)
-        running = _Running(
-            starts=[0.0] * size,
-            ends=[NOT_YET] * size + [0.0],
-            reached=[0] * lanes,
-            awake=[0] * lanes,
-            waiting=[NONE] * (size + 1),
-            following=[NONE] * lanes,
-        )
-        run, numbers, running = soonest(
-            size, _run_lanes, (_start, _wake), self._numbers(passes), running
-        )
-        done, running = run(numbers, running), in_lists(running)
-        if done < size:
-            self._explain(passes, running)
-        cut = list(pairwise(passes.begin))
-        starts, ends = (
-            _by_device(self.schedule, self.lanes, [times[begin:end] for begin, end in cut])
-            for times in (running.starts, running.ends)
-        )
+        awake = list(range(len(self.lanes)))
+        while awake:
+            self._advance(awake.pop(), awake)
+        stuck = {
+            at: len(self.ends[at])
+            for at, lane in enumerate(self.lanes)
+            if len(self.ends[at]) < len(lane.passes)
+        }
+        if stuck:
+            beside = self.schedule.beside()
+            raise ScheduleError(explain_deadlock(self.lanes, self.table, stuck, beside))
+        starts, ends = (_by_device(self.schedule, self.lanes, x) for x in (self.starts, self.ends))
         return Timeline(self.schedule, starts, ends, self.costs.send_us, self.costs.whole_us)
 
-    def _numbers(self, passes: Numbered) -> _Lanes:
-        """Return the lanes with what their passes read, and how long that and they take."""
-        placement, count = self.schedule.placement, len(self.kinds)
-        self._end_what_is_not_there(passes)
-        needs, sent_us, time_us = [], [], []
-        for stage, kind in product(self.stages, self.kinds):
-            own = self.table.needs[kind][stage]
-            needs.append([count * other + part for part, other in own])
-            sent_us += [
-                self.costs.send_us * (placement[other] != placement[stage]) for _, other in own
-            ]
-            time_us.append(self.costs.time_us(kind, stage) if kind in self.schedule.kinds else 0.0)
-        return _Lanes(
-            **passes._asdict(),
-            needs=lists_of(needs),
-            sent_us=sent_us,
-            time_us=time_us,
-            joint_us=self._joint_us(len(passes.sort)),
-            num_microbatches=self.schedule.num_microbatches,
-        )
+    def _advance(self, at: int, awake: list[int]) -> None:
+        """Run the lane's passes up to the first whose inputs are not there yet."""
+        passes, starts, ends = self.lanes[at].passes, self.starts[at], self.ends[at]
+        clock = ends[-1] if ends else 0.0
+        while len(ends) < len(passes):
+            work = passes[len(ends)]
+            start = self._start(at, work, clock)
+            length_us = self.time_us[work.kind][work.stage]
+            beside = passes[len(ends) + 1] if work in self.joint else None
+            if beside is not None and start is not None:
+                start = self._start(at, beside, start)
+                length_us = self.joint_us(work.stage, beside.kind, beside.stage)
+            elif self.costs.by_microbatch:
+                length_us += self.costs.more_us(*work)
+            if start is None:
+                return
+            clock = start + length_us
+            for each in (work,) if beside is None else (work, beside):
+                starts.append(start)
+                ends.append(clock)
+                self._finish(each, clock, awake)
 
-    def _end_what_is_not_there(self, passes: Numbered) -> None:
-        """Let nobody wait for passes that a microbatch may do without, and does."""
-        m = self.schedule.num_microbatches
-        for stage, part in product(self.stages, self.table.at_will):
-            first = (len(self.kinds) * stage + part) * m
-            for at in range(first, first + m):
-                if passes.place_of[at] == NONE:
-                    passes.place_of[at] = len(passes.sort)
+    def _start(self, at: int, work: Pass, start: float) -> float | None:
+        """Return when the lane's pass can start, from `start` on; None if that is not known yet."""
+        for part, other, ends, send_us in self.inputs[work.kind][work.stage]:
+            done = ends[work.microbatch]
+            if done is None:
+                self.waiting.setdefault((part, other, work.microbatch), []).append(at)
+                return None
+            if done + send_us > start:
+                start = done + send_us
+        return start
 
-    def _joint_us(self, size: int) -> list[float]:
-        """Return what joint passes take, at the places of their F."""
-        found, price = [float(NONE)] * size, cache(self.costs.joint_us)
-        rows = chain.from_iterable(lane.passes for lane in self.lanes)
-        for place, (work, beside) in enumerate(pairwise(rows) if self.schedule.joint else ()):
-            if work in self.schedule.joint:
-                found[place] = price(work.stage, beside.kind, beside.stage)
-        return found
-
-    def _explain(self, passes: Numbered, running: _Running) -> NoReturn:
-        ends = pairwise(passes.begin)
-        stuck = {
-            at: reached - begin
-            for at, (reached, (begin, end)) in enumerate(zip(running.reached, ends, strict=True))
-            if reached < end
-        }
-        beside = self.schedule.beside()
-        raise ScheduleError(explain_deadlock(self.lanes, self.table, stuck, beside))
+    def _finish(self, work: Pass, clock: float, awake: list[int]) -> None:
+        for part in self.parts_of[work.kind]:
+            self.end[part][work.stage][work.microbatch] = clock
+            if self.waiting:
+                awake.extend(self.waiting.pop((part, work.stage, work.microbatch), ()))
 
 
 def _by_device(

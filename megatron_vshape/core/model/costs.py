@@ -1,6 +1,5 @@
 """What the passes of every stage cost: time and memory."""
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,26 +8,30 @@ from itertools import product
 from operator import add, mul
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar, cast
 
-from megatron_vshape.core.model.files import (
-    check_keys,
-    is_number,
-    is_whole,
-    parse_object,
-    read_text,
-)
+from megatron_vshape.core.model.costs_file import read_costs, text_of
+from megatron_vshape.core.model.files import read_text
 from megatron_vshape.core.model.kinds import (
     BESIDE,
+    COPY_BACK,
+    COPY_OUT,
     DEVICE,
+    EXCHANGES,
+    HELD,
     KINDS,
+    KNOWN_ALONE,
     NO_RECOMPUTE,
     OFFLOAD,
     PARTS,
     PROCESSOR,
+    RELEASE,
+    TIMES,
     Kind,
     ScheduleError,
+    amount_names,
     is_setting,
+    other_amounts,
 )
 
 LEAST, MOST = 1e-6, 1e15
@@ -61,6 +64,13 @@ class Piece:
         exchange_us = self.forward_exchange_us + self.backward_exchange_us
         return self.forward_us + self.backward_us + self.weight_us + exchange_us
 
+    def pass_us(self, kind: Kind) -> float:
+        """Return the time of F, of B, or of both backwards as one."""
+        if kind is Kind.F:
+            return self.forward_us + self.forward_exchange_us
+        both = self.weight_us - self.saved_us - self.hidden_exchange_us
+        return self.backward_us + self.backward_exchange_us + (both if kind is Kind.BW else 0.0)
+
     def times(self, factor: float) -> Self:
         """Return `factor` of this piece."""
         return type(self)(*(factor * value for value in self._values()))
@@ -81,19 +91,40 @@ class Piece:
 
     def at_least(self, time_us: float) -> Self:
         """Return the piece with no pass shorter than this: a stage without layers has kernels."""
-        changed = {name: max(time_us, getattr(self, name)) for name in (*_PER_STAGE[:3], *_COPIES)}
-        return replace(self, **changed)
+        names = (*TIMES, COPY_OUT.time, COPY_BACK.time)
+        return replace(self, **{name: max(time_us, getattr(self, name)) for name in names})
 
     def _values(self) -> Iterator[float]:
         return (getattr(self, each.name) for each in fields(self))
 
 
-@dataclass(frozen=True, slots=True)
+Amounts = tuple[float, ...]
+"""One for every stage."""
+
+_Known = TypeVar("_Known", Amounts, Amounts | None)
+
+
+class _Named(Generic[_Known]):
+    """The amounts of this name; None where they follow from others."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, costs: "Costs | None", owner: type) -> _Known:
+        amounts = () if costs is None else costs.amounts  # of the class, whoever tells of it asks
+        for name, values in amounts:
+            if name == self.name:
+                return values
+        return cast(_Known, None)
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class Costs:
     """Times and held memory of every stage, in model order.
 
-    Times are in microseconds or any other unit used throughout, memory likewise in bytes or in
-    chunks. A stage holds `held_after_forward_bytes` per microbatch from the start of F, then
+    `amounts` are by the names that the kinds' rows give, and may be given so one by one; None is
+    none. Times are in microseconds or any other unit used throughout, memory likewise in bytes or
+    in chunks. A stage holds `held_after_forward_bytes` per microbatch from the start of F, then
     `held_after_backward_bytes` from the end of B, and nothing from the end of W on. `layers` says
     how many layers every stage had when that was measured, where it is known.
 
@@ -103,6 +134,9 @@ class Costs:
     these are not those of B and W; exchanges hide in it that a split one waits for. A message takes
     `send_us` between any two stages of other devices. `sources` tell of what stands here by name
     whether it was measured or assumed, and how.
+
+    Microbatches may be unlike: a pass of one then computes for its share of the time, by the name
+    of that in `by_microbatch`, one for each microbatch of a step.
 
     A joint pass takes what `joint` has for it, by the name `F0&B7` or `F0&BW7` of its stages. Of a
     pair that is not there, `hidden_share` of both passes' exchanges is behind what the other
@@ -114,26 +148,64 @@ class Costs:
     ((1.2, 1.2, 1.2, 1.2), (1.0, 1.0, 1.0, 1.0))
     """
 
-    forward_us: tuple[float, ...]
-    backward_us: tuple[float, ...]
-    weight_us: tuple[float, ...]
+    amounts: tuple[tuple[str, Amounts], ...]
     send_us: float
-    held_after_forward_bytes: tuple[float, ...]
-    held_after_backward_bytes: tuple[float, ...]
-    layers: tuple[int, ...] | None = None
-    whole_backward_us: tuple[float, ...] | None = None  # None: B + W
-    host_us: float = 0.0  # of a pass of the processor: what launching and running it takes beside
-    forward_exchange_us: tuple[float, ...] | None = None  # None: nothing
-    backward_exchange_us: tuple[float, ...] | None = None
-    whole_exchange_us: tuple[float, ...] | None = None  # None: as B's
-    sources: tuple[tuple[str, str], ...] = ()  # "measured ..." or "assumed ...", by name
-    others: tuple[tuple[str, tuple[float, ...]], ...] = ()  # what other kinds take or hold, by name
-    recompute: tuple[tuple[str, "Costs"], ...] = ()
-    half_duplex: bool = False
-    joint: tuple[tuple[str, float], ...] = ()
-    hidden_share: float | None = None
+    layers: tuple[int, ...] | None
+    host_us: float  # of a pass of the processor: what launching and running it takes beside
+    sources: tuple[tuple[str, str], ...]  # "measured ..." or "assumed ...", by name
+    recompute: tuple[tuple[str, "Costs"], ...]
+    half_duplex: bool
+    joint: tuple[tuple[str, float], ...]
+    hidden_share: float | None
+    by_microbatch: tuple[tuple[str, Amounts], ...]  # by name of a time, the share of it
 
-    def __post_init__(self) -> None:
+    forward_us = _Named[Amounts]()
+    backward_us = _Named[Amounts]()
+    weight_us = _Named[Amounts]()
+    held_after_forward_bytes = _Named[Amounts]()
+    held_after_backward_bytes = _Named[Amounts]()
+    whole_backward_us = _Named[Amounts | None]()  # None: B + W
+    forward_exchange_us = _Named[Amounts | None]()  # None: nothing
+    backward_exchange_us = _Named[Amounts | None]()
+    whole_exchange_us = _Named[Amounts | None]()  # None: as B's
+
+    def __init__(
+        self,
+        forward_us: Amounts | None = None,
+        backward_us: Amounts | None = None,
+        weight_us: Amounts | None = None,
+        send_us: float = 0.0,
+        held_after_forward_bytes: Amounts | None = None,
+        held_after_backward_bytes: Amounts | None = None,
+        layers: tuple[int, ...] | None = None,
+        *,
+        amounts: tuple[tuple[str, Amounts], ...] = (),
+        host_us: float = 0.0,
+        sources: tuple[tuple[str, str], ...] = (),
+        recompute: tuple[tuple[str, "Costs"], ...] = (),
+        half_duplex: bool = False,
+        joint: tuple[tuple[str, float], ...] = (),
+        hidden_share: float | None = None,
+        by_microbatch: tuple[tuple[str, Amounts], ...] = (),
+        **more: Amounts | None,
+    ) -> None:
+        """Take these amounts over those of `amounts`.
+
+        Raises:
+            ScheduleError: an amount is no cost, or not of every stage, or no kind has such.
+        """
+        held = held_after_forward_bytes, held_after_backward_bytes
+        given = zip((*TIMES, *HELD), (forward_us, backward_us, weight_us, *held), strict=True)
+        own = dict(amounts) | {name: each for name, each in given if each is not None} | more
+        unknown = own.keys() - set(names := amount_names(KINDS))
+        if unknown:
+            raise ScheduleError(f"no kind of pass has {min(unknown)!r:.40}")
+        known = ((name, own.get(name)) for name in names)
+        in_turn = tuple((name, each) for name, each in known if each is not None)
+        values = in_turn, send_us, layers, host_us, sources, recompute, half_duplex, joint
+        more_values = hidden_share, by_microbatch
+        for each, value in zip(fields(self), (*values, *more_values), strict=True):
+            object.__setattr__(self, each.name, value)
         self._check()
 
     @classmethod
@@ -162,9 +234,9 @@ class Costs:
             return (value * scale,) * num_stages
 
         one = alike(1.0)
-        others = tuple((name, one) for name in _names_of_others(kinds))
         times = alike(forward), alike(backward), alike(weight)
-        return cls(*times, send, one, one, host_us=host, others=others)
+        others: dict[str, Any] = dict.fromkeys(other_amounts(kinds), one)
+        return cls(*times, send, one, one, host_us=host, **others)
 
     @classmethod
     def of(
@@ -175,32 +247,52 @@ class Costs:
         host_us: float = 0.0,
         sources: tuple[tuple[str, str], ...] = (),
         half_duplex: bool = False,
+        **beside: Any,
     ) -> "Costs":
         """Return the costs of these stages, in model order; with copies, if any has some to copy.
 
-        A stage that has nothing to copy then needs times for that nevertheless.
+        A stage that has nothing to copy then needs times for that nevertheless. `beside` is what
+        costs have beside their stages, and what no piece has.
         """
-        each: dict[str, Any] = {
-            name: tuple(getattr(stage, name) for stage in stages) for name in _PER_STAGE
-        }
-        each["layers"] = None if layers is None else tuple(layers)
+
+        def given(*names: str) -> dict[str, Any]:
+            return {name: tuple(getattr(stage, name) for stage in stages) for name in names}
+
+        each = given(*TIMES, *HELD)
         if any(stage.saved_us > 0 for stage in stages):
             # Where little is there to measure, noise may say that it saves more than a pass.
             least = (max(stage.backward_us, stage.weight_us) for stage in stages)
             whole = (s.backward_us + s.weight_us - s.saved_us for s in stages)
             each["whole_backward_us"] = tuple(map(max, least, whole))
-        for name in ("forward_exchange_us", "backward_exchange_us"):
-            if any(getattr(stage, name) > 0 for stage in stages):
-                each[name] = tuple(getattr(stage, name) for stage in stages)
+        exchanges = given(*EXCHANGES[:2])
+        each |= {name: values for name, values in exchanges.items() if any(values)}
         if any(stage.hidden_exchange_us > 0 for stage in stages):
             left = (s.backward_exchange_us - s.hidden_exchange_us for s in stages)
             each["whole_exchange_us"] = tuple(max(0.0, exposed) for exposed in left)
         if any(stage.offloaded_bytes > 0 for stage in stages):
-            each["half_duplex"] = half_duplex
-            each["others"] = tuple(
-                (name, tuple(getattr(stage, name) for stage in stages)) for name in _OF_COPIES
-            )
-        return cls(send_us=send_us, host_us=host_us, sources=sources, **each)
+            each |= {"half_duplex": half_duplex, **given(*other_amounts(OFFLOAD))}
+        each["layers"] = None if layers is None else tuple(layers)
+        return cls(send_us=send_us, host_us=host_us, sources=sources, **each, **beside)
+
+    def with_stages(self, stages: Sequence[Piece]) -> "Costs":
+        """Return the costs with these stages in place of their own; nothing else changes."""
+        made = Costs.of(stages, self.send_us, half_duplex=self.half_duplex)
+        rest = {name: each for name, each in self.others if name not in other_amounts(OFFLOAD)}
+        own: dict[str, Any] = {"half_duplex": made.half_duplex} | rest
+        return replace(self, amounts=made.amounts, **own)
+
+    def having(self, **amounts: Amounts | None) -> "Costs":
+        """Return the costs with these amounts by name; None takes one out.
+
+        Settings of recompute then have what they had not, and no longer what is taken out.
+        """
+        settings = []
+        for setting, each in self.recompute:
+            own = {name for name, _ in each.amounts}
+            changed = {n: to for n, to in amounts.items() if to is None or n not in own}
+            settings.append((setting, each.having(**changed)))
+        more: dict[str, Any] = {"recompute": tuple(settings), **amounts}
+        return replace(self, **more)
 
     def stages(self) -> list[Piece]:
         """Return every stage by itself."""
@@ -212,10 +304,16 @@ class Costs:
             for kind in (Kind.F, Kind.B, Kind.BW)
         )
         hidden = (b - left for b, left in zip(backward, whole, strict=True))
-        own = (getattr(self, name) for name in _PER_STAGE)
+        own = (getattr(self, name) for name in (*TIMES, *HELD))
         nothing, others = (0.0,) * self.num_stages, dict(self.others)
-        copies = (others.get(name, nothing) for name in _OF_COPIES)
+        copies = (others.get(name, nothing) for name in other_amounts(OFFLOAD))
         return list(map(Piece, *own, saved, forward, backward, hidden, *copies))
+
+    @property
+    def others(self) -> tuple[tuple[str, Amounts], ...]:
+        """Return what passes of other kinds than F, B, W and BW take and hold, by name."""
+        own = (*TIMES, *HELD, *KNOWN_ALONE)
+        return tuple(each for each in self.amounts if each[0] not in own)
 
     @property
     def num_stages(self) -> int:
@@ -232,6 +330,15 @@ class Costs:
         if times is not None:
             return times[stage]
         return sum(self._computes_us(part, stage) for part in kind.does if part is not kind)
+
+    def more_us(self, kind: Kind, stage: int, microbatch: int) -> float:
+        """Return how much longer a pass of this microbatch takes than `time_us` says."""
+        shares = dict(self.by_microbatch)
+        times = self._named(kind.time)
+        if times is None:  # as the passes take that it does
+            return sum(self.more_us(part, stage, microbatch) for part in kind.does)
+        share = shares[kind.time][microbatch] if kind.time in shares else 1.0
+        return (share - 1) * times[stage]
 
     def exchanges_us(self, kind: Kind, stage: int) -> float:
         """Return how long a pass of `kind` waits for other ranks of its stage."""
@@ -266,7 +373,7 @@ class Costs:
             return self.hidden_share
         shares = []
         for name, price in self.joint:
-            forward, kind, backward = _pair_of(name)
+            forward, kind, backward = pair_of(name)
             waits = self.exchanges_us(Kind.F, forward) + self.exchanges_us(kind, backward)
             alone = self.time_us(Kind.F, forward) + self.time_us(kind, backward)
             if waits:
@@ -277,37 +384,6 @@ class Costs:
         """Return the costs of a machine on which no pass runs beside another."""
         return replace(self, joint=(), hidden_share=None) if self.joins else self
 
-    def joined_no_slower(self) -> "Costs":
-        """Return costs without joint passes at which none would be faster than its two passes.
-
-        What runs at these costs runs at those, every joint pass as its F and then its backward, no
-        later and holding no more. Each pass is spared what may hide of its exchange, and half of
-        what a measured pair saves beyond that.
-        """
-        if not self.joins:
-            return self
-        stages, hidden = range(self.num_stages), self.hidden_share or 0.0
-        left = {
-            kind: [self.time_us(kind, s) - hidden * self.exchanges_us(kind, s) for s in stages]
-            for kind in (Kind.F, Kind.B, Kind.BW)
-        }
-        spared = {kind: [0.0] * self.num_stages for kind in left}
-        for name, price in self.joint:
-            f, kind, b = _pair_of(name)
-            half = (left[Kind.F][f] + left[kind][b] - price) / 2
-            for each, stage in ((Kind.F, f), (kind, b)):
-                spared[each][stage] = max(spared[each][stage], half)
-        forward, backward, whole = (
-            tuple(max(t - s, t / 1000) for t, s in zip(left[kind], spared[kind], strict=True))
-            for kind in left
-        )
-        return replace(
-            self.in_passes(),
-            forward_us=forward,
-            backward_us=backward,
-            whole_backward_us=tuple(map(max, whole, backward)),
-        )
-
     @property
     def whole_us(self) -> tuple[float, ...] | None:
         """Return what a BW takes on every stage; None if that is B + W, so that joining is free."""
@@ -315,32 +391,6 @@ class Costs:
         if both == (None, None) and not self.host_us:
             return None
         return tuple(self.time_us(Kind.BW, stage) for stage in range(self.num_stages))
-
-    def in_passes(self) -> "Costs":
-        """Return the costs with all that a pass takes in its own time, exchanges and host too.
-
-        Without the price list, so `at` comes before, and without joint passes.
-        """
-        if self.joins:
-            return self.never_joined().in_passes()
-        if not self.host_us and all(getattr(self, name) is None for name in _EXCHANGES):
-            return replace(self, recompute=()) if self.recompute else self
-        stages = range(self.num_stages)
-        forward, backward, weight = (
-            tuple(self.time_us(kind, stage) for stage in stages) for kind in PARTS
-        )
-        return replace(
-            self,
-            forward_us=forward,
-            backward_us=backward,
-            weight_us=weight,
-            whole_backward_us=self.whole_us,
-            host_us=0.0,
-            forward_exchange_us=None,
-            backward_exchange_us=None,
-            whole_exchange_us=None,
-            recompute=(),
-        )
 
     def with_copies(self, forwards: float, half_duplex: bool = False) -> "Costs":
         """Return the costs where all that a stage holds may be copied, in so many F one way.
@@ -360,10 +410,10 @@ class Costs:
         half_duplex: bool = False,
     ) -> "Costs":
         """Return the costs where so much of every stage may be copied, in so long each way."""
-        amounts = out_us, moved_bytes, back_us
         own = self.without_copies()
-        others = (*own.others, *zip(_OF_COPIES, amounts, strict=True))
-        made = replace(own, others=others, recompute=(), half_duplex=half_duplex)
+        names = COPY_OUT.time, RELEASE.frees, COPY_BACK.time
+        copies: dict[str, Any] = dict(zip(names, (out_us, moved_bytes, back_us), strict=True))
+        made = replace(own, recompute=(), half_duplex=half_duplex, **copies)
         settings = ((name, made.with_prices(name, each.lists())) for name, each in own.recompute)
         return replace(made, recompute=tuple(settings))
 
@@ -375,13 +425,13 @@ class Costs:
     @property
     def copies(self) -> bool:
         """Return whether these say what it takes that activations wait in host memory."""
-        return set(_names_of_others(OFFLOAD)) <= {name for name, _ in self.others}
+        return set(other_amounts(OFFLOAD)) <= {name for name, _ in self.others}
 
     def without_copies(self) -> "Costs":
         """Return the costs of stages whose activations never wait in host memory."""
-        left = tuple(each for each in self.others if each[0] not in _names_of_others(OFFLOAD))
-        others = tuple((setting, each.without_copies()) for setting, each in self.recompute)
-        return replace(self, others=left, recompute=others, half_duplex=False)
+        left = self.having(**dict.fromkeys(other_amounts(OFFLOAD)))
+        settings = tuple((setting, each.without_copies()) for setting, each in left.recompute)
+        return replace(left, recompute=settings, half_duplex=False)
 
     def in_order_alone(self) -> "Costs":
         """Return the costs without copies to the host and without a price list of recompute."""
@@ -410,13 +460,9 @@ class Costs:
         held = prices.get("held_after_forward_bytes", self.held_after_forward_bytes)
         pairs = zip(held, self.held_after_forward_bytes, strict=False)
         share = [new / old if old else 1.0 for new, old in pairs]
-        moved = _names_of_others(OFFLOAD)
-        changed = {name: each for name, each in prices.items() if name not in dict(self.others)}
-        others = tuple(
-            (name, prices.get(name, tuple(map(mul, each, share)) if name in moved else each))
-            for name, each in self.others
-        )
-        return replace(self, recompute=(), others=others, **changed)  # type: ignore[arg-type]
+        moved = {name: known[name] for name in other_amounts(OFFLOAD) if name in known}
+        changed = {name: tuple(map(mul, each, share)) for name, each in moved.items()}
+        return replace(self, recompute=()).having(**changed | dict(prices))
 
     def with_prices_of(self, setting: str, other: "Costs") -> "Costs":
         """Return the costs where those of the same stages with a setting replace these."""
@@ -447,18 +493,12 @@ class Costs:
                 f"the costs have no prices of recompute {missing!r:.60}; they have "
                 f"{', '.join(by_name)}"
             )
-        given = [by_name[setting] for setting in settings]
-        changed: dict[str, Any] = {
-            name: tuple(getattr(each, name)[stage] for stage, each in enumerate(given))
-            for name in (*_PER_STAGE, *_TIMES)
-            if getattr(self, name) is not None
-        }
-        others = zip(self.others, *(each.others for each in given), strict=True)
-        changed["others"] = tuple(
-            (own[0], tuple(each[1][stage] for stage, each in enumerate(rest)))
-            for own, *rest in others
+        given = [dict(by_name[setting].amounts) for setting in settings]
+        amounts = (
+            (name, tuple(each[name][stage] for stage, each in enumerate(given)))
+            for name, _ in self.amounts
         )
-        return replace(self, recompute=(), **changed)
+        return replace(self, recompute=(), amounts=tuple(amounts))
 
     def changes(self, kind: Kind) -> tuple[Sequence[float], Sequence[float]]:
         """Return, by stage, how much more is held when such a pass starts, and when it ends."""
@@ -479,49 +519,12 @@ class Costs:
         Raises:
             ScheduleError: a kind of pass has such amounts, and these costs do not.
         """
-        if not name or name in _KNOWN:
-            found: tuple[float, ...] | None = getattr(self, name) if name else None
-            return found
-        for known, amounts in self.others:
+        for known, amounts in self.amounts:
             if known == name:
                 return amounts
+        if not name or name in KNOWN_ALONE:
+            return None
         raise ScheduleError(f"the costs have no {name}, which a pass of this schedule has")
-
-    def split_no_slower(self) -> "Costs":
-        """Return costs at which a split backward loses nothing to a whole one, if these differ.
-
-        Nor do an F and a backward one after the other to a joint pass.
-
-        What runs at these costs runs at those, every BW as B and W, no later and holding no more:
-        so bounds for these hold.
-        """
-        priced = self.joined_no_slower().in_passes()
-        # a BW holds what its F left until it ends, even if a B left more for its W
-        held = map(min, self.held_after_forward_bytes, self.held_after_backward_bytes)
-        priced = replace(priced, held_after_backward_bytes=tuple(held))
-        if priced.whole_backward_us is None:
-            return priced
-        backward, weight = [], []
-        for b, w, whole in zip(
-            priced.backward_us, priced.weight_us, priced.whole_backward_us, strict=True
-        ):
-            weight.append(min(w, max(whole - b, whole / 1000)))  # above 0, as a time is
-            backward.append(min(b, whole - weight[-1]))
-        return replace(
-            priced, backward_us=tuple(backward), weight_us=tuple(weight), whole_backward_us=None
-        )
-
-    def never_split(self) -> "Costs":
-        """Return costs at which B is a whole backward, and W next to nothing, as a time is."""
-        whole = [self.time_us(Kind.BW, stage) for stage in range(self.num_stages)]
-        rest = 1e-6  # of it
-        return replace(
-            self.in_passes(),
-            backward_us=tuple(each * (1 - rest) for each in whole),
-            weight_us=tuple(max(each * rest, LEAST) for each in whole),
-            whole_backward_us=None,
-            held_after_backward_bytes=(0.0,) * self.num_stages,
-        )
 
     def busy_us(self, placement: Sequence[int], num_devices: int, num_microbatches: int) -> float:
         """Return the least work of the busiest device, every backward split or whole."""
@@ -545,13 +548,13 @@ class Costs:
 
     def of_no_stage(self) -> tuple[tuple[str, float], ...]:
         """Return what passes take and hold that are no stage's, by name: the most that is told."""
-        names = _names_of_others(kind for kind in KINDS if kind.of)
+        names = other_amounts(kind for kind in KINDS if kind.of)
         return tuple((name, max(values)) for name, values in self.others if name in names)
 
     def with_source(self, text: str, *names: str) -> "Costs":
         """Return the costs with `text` as the source of these figures, or of all without one."""
         told = dict(self.sources)
-        given = [name for name in (*_FIELDS, *_TIMES) if getattr(self, name) is not None]
+        given = [*TIMES, "send_us", *HELD, *(n for n, _ in self.amounts if n in KNOWN_ALONE)]
         for name in names or [each for each in (*given, "host_us") if each not in told]:
             told[name] = text
         return replace(self, sources=tuple(told.items()))
@@ -564,28 +567,13 @@ class Costs:
         for text, names in by_text.items():
             yield f"{', '.join(names)}: {text}"
 
-    def to_json(self) -> str:
-        """Return the costs file's text."""
-        given = {name: getattr(self, name) for name in (*_FIELDS, *_OPTIONAL)}
-        known = {name: value for name, value in given.items() if value is not None}
-        if self.host_us:
-            known["host_us"] = self.host_us
-        if self.sources:
-            known["sources"] = dict(self.sources)
-        if self.half_duplex:
-            known["half_duplex"] = True
-        if self.joint:
-            known["joint"] = dict(self.joint)
-        if self.hidden_share is not None:
-            known["hidden_share"] = self.hidden_share
-        if self.recompute:
-            known["recompute"] = {name: each.lists() for name, each in self.recompute}
-        return json.dumps(known | dict(self.others), indent=1)
-
     def lists(self) -> dict[str, tuple[float, ...]]:
         """Return all that is given for every stage, by name."""
-        given = {name: getattr(self, name) for name in (*_PER_STAGE, *_TIMES)}
-        return {name: each for name, each in given.items() if each is not None} | dict(self.others)
+        return dict(self.amounts)
+
+    def to_json(self) -> str:
+        """Return the costs file's text."""
+        return text_of(self)
 
     @classmethod
     def from_json(cls, text: str) -> "Costs":
@@ -594,42 +582,10 @@ class Costs:
         Raises:
             ScheduleError: not JSON, a key is missing or unknown, or a value is not a cost.
         """
-        data = parse_object(text, "the costs file")
-        layers = _whole_numbers("layers", data.pop("layers")) if "layers" in data else None
-        host_us = _numbers("host_us", [data.pop("host_us", 0.0)])[0]
-        sources = _sources(data.pop("sources", {}))
-        recompute, half_duplex = data.pop("recompute", {}), data.pop("half_duplex", False)
-        if not isinstance(half_duplex, bool):
-            raise ScheduleError(f"half_duplex is {half_duplex!r:.40}; it must be true or false")
-        joint, hidden = _joint(data.pop("joint", {})), data.pop("hidden_share", None)
-        if hidden is not None and not is_number(hidden):
-            raise ScheduleError(f"hidden_share is {hidden!r:.40}; it must be a number from 0 to 1")
-        optional = {name: _numbers(name, data.pop(name)) for name in _TIMES if name in data}
-        others = tuple(
-            (each, _numbers(each, data.pop(each)))
-            for each in _names_of_others(KINDS)
-            if each in data
-        )
-        check_keys(data, _FIELDS, "the costs file")
-        send_us = _numbers("send_us", [data["send_us"]])[0]
-        lists: dict[str, Any] = {name: _numbers(name, data[name]) for name in _PER_STAGE}
-        if not any(lists["held_after_forward_bytes"]):
-            raise ScheduleError(
-                "held_after_forward_bytes is 0 for every stage; some must hold more"
-            )
-        lists |= optional
-        made = cls(
-            send_us=send_us,
-            **lists,
-            layers=layers,
-            host_us=host_us,
-            sources=sources,
-            others=others,
-            half_duplex=half_duplex,
-            joint=joint,
-            hidden_share=hidden,
-        )
-        return replace(made, recompute=tuple(_settings(recompute, made)))
+        given, recompute = read_costs(text)
+        made = cls(**given)
+        settings = ((name, made.with_prices(name, each)) for name, each in recompute.items())
+        return replace(made, recompute=tuple(settings))
 
     @classmethod
     def load(cls, path: str | Path) -> "Costs":
@@ -641,9 +597,10 @@ class Costs:
             raise ScheduleError(f"the costs file {path} is not valid: {error}") from None
 
     def _check(self) -> None:
-        values_of = {name: getattr(self, name) for name in _PER_STAGE} | dict(self.others)
-        given = {name: getattr(self, name) for name in _TIMES}
-        values_of |= {name: values for name, values in given.items() if values is not None}
+        values_of = dict(self.amounts)
+        lacking = [name for name in (*TIMES, *HELD) if name not in values_of]
+        if lacking:
+            raise ScheduleError(f"the costs have no {lacking[0]}")
         for name, values in values_of.items():
             if len(values) != len(self.forward_us) or not values:
                 raise ScheduleError(
@@ -651,10 +608,11 @@ class Costs:
                     "forward_us; there must be one of each per stage"
                 )
             for stage, value in enumerate(values):
-                _check_value(name, f"{name} of stage {stage}", value, name in _EXCHANGES)
+                _check_value(name, f"{name} of stage {stage}", value, name in EXCHANGES)
         self._check_layers()
         self._check_recompute()
         self._check_joint()
+        self._check_microbatches()
         _check_value("send_us", "send_us", self.send_us, may_be_zero=True)
         _check_value("host_us", "host_us", self.host_us, may_be_zero=True)
         times = [time for name in values_of if name.endswith("_us") for time in values_of[name]]
@@ -695,6 +653,18 @@ class Costs:
         if self.hidden_share is not None and not 0 <= self.hidden_share <= 1:
             raise ScheduleError(f"hidden_share is {self.hidden_share}; it must be from 0 to 1")
 
+    def _check_microbatches(self) -> None:
+        counts = {len(shares) for _, shares in self.by_microbatch}
+        if len(counts) > 1:
+            raise ScheduleError("by_microbatch has lists of unlike length; each is of a whole step")
+        for name, shares in self.by_microbatch:
+            if name not in dict(self.amounts) or not name.endswith("_us"):
+                raise ScheduleError(
+                    f"by_microbatch has {name!r:.40}, which is no time of these costs"
+                )
+            for share in shares:
+                _check_value("share_us", f"by_microbatch {name}", share)
+
     def _check_layers(self) -> None:
         if self.layers is None:
             return
@@ -717,19 +687,7 @@ def _check_value(name: str, what: str, value: float, may_be_zero: bool = False) 
         raise ScheduleError(f"{what} is {value}; it must be from {LEAST:g} to {MOST:g}")
 
 
-_PER_STAGE = tuple(each.name for each in fields(Piece)[:5])
-_OF_COPIES = tuple(each.name for each in fields(Piece)[-3:])
-_COPIES = _OF_COPIES[::2]  # their times
-_EXCHANGES = ("forward_exchange_us", "backward_exchange_us", "whole_exchange_us")
-_TIMES = ("whole_backward_us", *_EXCHANGES)  # of every stage, where they are known
-_OPTIONAL = ("layers", *_TIMES)
-_FIELDS = (*_PER_STAGE[:3], "send_us", *_PER_STAGE[3:])
-_ALONE = ("host_us", "sources", "recompute", "half_duplex", "joint", "hidden_share")
-_KNOWN = frozenset((*_FIELDS, *_OPTIONAL, *_ALONE))
 _JOINT = re.compile(r"F([0-9]{1,9})&BW?([0-9]{1,9})", re.ASCII)
-
-MEASURED, ASSUMED = "measured", "assumed"
-"""How the source of a figure begins."""
 
 
 def joint_name(forward: int, kind: Kind, backward: int) -> str:
@@ -737,85 +695,11 @@ def joint_name(forward: int, kind: Kind, backward: int) -> str:
     return f"{Kind.F}{forward}{BESIDE}{kind}{backward}"
 
 
-def _pair_of(name: str) -> tuple[int, Kind, int]:
+def pair_of(name: str) -> tuple[int, Kind, int]:
     """Return the F's stage, the kind beside it and its stage of a name by `joint_name`."""
     forward, beside = name.removeprefix(Kind.F).split(BESIDE)
     kind = Kind.BW if beside.startswith(Kind.BW) else Kind.B
     return int(forward), kind, int(beside.removeprefix(kind))
-
-
-def _joint(given: object) -> tuple[tuple[str, float], ...]:
-    """Return the prices of joint passes read from JSON."""
-    if not isinstance(given, dict):
-        raise ScheduleError(f"joint is {given!r:.60}; it must be an object with a price per pair")
-    return tuple((name, _numbers(f"joint {name}", [price])[0]) for name, price in given.items())
-
-
-def _names_of_others(kinds: Iterable[Kind]) -> list[str]:
-    """Return what passes of these kinds take and hold, by the table, that no costs must have."""
-    names = (
-        name
-        for kind in kinds
-        for name in (kind.time, kind.exchange, kind.takes, kind.keeps, kind.frees)
-    )
-    return [name for name in dict.fromkeys(names) if name and name not in _KNOWN]
-
-
-def _sources(given: object) -> tuple[tuple[str, str], ...]:
-    """Return the sources read from JSON; raises ScheduleError unless they are of figures here."""
-    if not isinstance(given, dict):
-        raise ScheduleError(f"sources is {given!r:.60}; it must be an object with a text per name")
-    for name, text in given.items():
-        if name not in _KNOWN and name not in _names_of_others(KINDS):
-            raise ScheduleError(f"sources tells of {name!r:.40}, which no costs file has")
-        if not isinstance(text, str) or not text.startswith((MEASURED, ASSUMED)):
-            raise ScheduleError(
-                f"the source of {name} is {text!r:.60}; it must begin with {MEASURED} or {ASSUMED}"
-            )
-    return tuple(given.items())
-
-
-def _settings(given: object, own: Costs) -> Iterator[tuple[str, Costs]]:
-    """Yield the costs of every setting read from JSON, which has what differs from `own`.
-
-    The same share of what is held is copied to the host and back, unless it says otherwise.
-
-    Raises:
-        ScheduleError: not an object of objects, a name that `own` lacks, or a whole backward that
-            may differ is missing.
-    """
-    if not isinstance(given, dict):
-        raise ScheduleError(
-            f"recompute is {given!r:.60}; it must be an object with the prices of each setting"
-        )
-    for setting, prices in given.items():
-        if not isinstance(prices, dict):
-            raise ScheduleError(
-                f"recompute {setting!r:.60} is {prices!r:.60}; it must be an object with prices"
-            )
-        lists = {name: _numbers(name, values) for name, values in prices.items()}
-        yield setting, own.with_prices(setting, lists)
-
-
-def _numbers(name: str, values: object) -> tuple[float, ...]:
-    """Return the numbers in a list read from JSON."""
-    if not isinstance(values, list) or not values:
-        raise ScheduleError(f"{name} is {values!r:.60}; it must be a list with a number per stage")
-    for value in values:
-        if not is_number(value):
-            raise ScheduleError(f"{name} holds {value!r:.60}, which is not a number")
-    try:
-        return tuple(map(float, values))
-    except OverflowError:
-        raise ScheduleError(f"{name} holds a number too large for a float") from None
-
-
-def _whole_numbers(name: str, values: object) -> tuple[int, ...]:
-    """Return the whole numbers in a list read from JSON."""
-    for value in values if isinstance(values, list) else [values]:
-        if not isinstance(values, list) or not is_whole(value):
-            raise ScheduleError(f"{name} is {values!r:.60}; it must be a whole number per stage")
-    return tuple(values) if isinstance(values, list) else ()
 
 
 def held_text(held: float) -> str:
@@ -847,21 +731,19 @@ def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
             f"costs need {num_stages} or a multiple of it, which is then added up"
         )
 
-    names = [name for name in (*_PER_STAGE, *_OPTIONAL) if getattr(costs, name) is not None]
-    changed: dict[str, Any] = {name: tuple(_sums(getattr(costs, name), size)) for name in names}
     single = dict(costs.of_no_stage())
-    changed["others"] = tuple(
-        (name, (single[name],) * num_stages if name in single else tuple(_sums(each, size)))
-        for name, each in costs.others
+    amounts = (
+        (name, (single[name],) * num_stages if name in single else tuple(_sums(values, size)))
+        for name, values in costs.amounts
     )
-    if costs.layers is not None:
-        changed["layers"] = tuple(map(int, changed["layers"]))
-    changed["joint"] = tuple(_joint_sums(costs, num_stages))
-    finer = replace(costs, recompute=())
-    changed["recompute"] = tuple(
-        (setting, regroup(each, num_stages, name)) for setting, each in costs.recompute
+    settings = ((setting, regroup(each, num_stages, name)) for setting, each in costs.recompute)
+    return replace(
+        costs,
+        amounts=tuple(amounts),
+        layers=None if costs.layers is None else tuple(map(int, _sums(costs.layers, size))),
+        joint=tuple(_joint_sums(costs, num_stages)),
+        recompute=tuple(settings),
     )
-    return replace(finer, **changed)
 
 
 def _joint_sums(costs: Costs, num_stages: int) -> Iterator[tuple[str, float]]:
@@ -880,6 +762,6 @@ def _joint_sums(costs: Costs, num_stages: int) -> Iterator[tuple[str, float]]:
             yield joint_name(forward, kind, backward), math.fsum(map(known.__getitem__, names))
 
 
-def _sums(values: tuple[float, ...], size: int) -> Iterator[float]:
+def _sums(values: Sequence[float], size: int) -> Iterator[float]:
     for first in range(0, len(values), size):
         yield math.fsum(values[first : first + size])

@@ -18,6 +18,7 @@ devices join in that pass; it is no message, and every device has to come to it 
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import ClassVar, NamedTuple
 
 
@@ -390,3 +391,21 @@ BESIDE = "&"
 
 PARTS = (Kind.F, Kind.B, Kind.W)
 """The simple kinds of which every stage and microbatch has one pass, whatever else it has."""
+
+TIMES = tuple(kind.time for kind in PARTS)
+HELD = (Kind.F.takes, Kind.B.keeps)
+EXCHANGES = tuple(kind.exchange for kind in (Kind.F, Kind.B, Kind.BW))
+KNOWN_ALONE = (Kind.BW.time, *EXCHANGES)
+"""Names of amounts: of those that all costs have, and of what F, B and BW take if it is known."""
+
+
+def amount_names(kinds: Iterable[Kind]) -> list[str]:
+    """Return the names of what these kinds' passes take and hold, behind those of F, B, W, BW."""
+    rows = ((kind.time, kind.exchange, kind.takes, kind.keeps, kind.frees) for kind in kinds)
+    names = (*TIMES, *HELD, *KNOWN_ALONE, *chain.from_iterable(rows))
+    return [name for name in dict.fromkeys(names) if name]
+
+
+def other_amounts(kinds: Iterable[Kind]) -> list[str]:
+    """Return those of these kinds beyond F, B, W and BW, in the table's order."""
+    return amount_names(kinds)[len(TIMES) + len(HELD) + len(KNOWN_ALONE) :]

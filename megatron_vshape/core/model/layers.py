@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from megatron_vshape.core.model.costs import Costs, Piece, regroup
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.costs import Costs, Piece, pair_of, regroup
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement, looping
 
 AUTO_SPLIT = "auto"
@@ -35,6 +35,7 @@ class Pieces:
     others: tuple[tuple[str, float], ...] = ()  # what passes of no stage take and hold, by name
     half_duplex: bool = False  # of the copies
     recompute: tuple[tuple[str, "Pieces"], ...] = ()  # with each setting, by name
+    by_microbatch: tuple[tuple[str, tuple[float, ...]], ...] = ()  # as costs have it
 
     @classmethod
     def of(cls, costs: Costs, layers: Sequence[float]) -> "Pieces":
@@ -72,6 +73,7 @@ class Pieces:
             costs.of_no_stage(),
             costs.half_duplex,
             tuple((setting, cls.of(each, layers)) for setting, each in costs.recompute),
+            costs.by_microbatch,
         )
 
     @classmethod
@@ -103,9 +105,9 @@ class Pieces:
 
         stages = [stage.at_least(least) for stage in stages]
         of_layers = layers, self.host_us, self.sources, self.half_duplex
-        made = Costs.of(stages, self.send_us, *of_layers)
-        others = tuple((name, (amount,) * len(stages)) for name, amount in self.others)
-        made = replace(made, hidden_share=self.hidden_share, others=(*made.others, *others))
+        others: dict[str, Any] = {name: (each,) * len(stages) for name, each in self.others}
+        others |= {"hidden_share": self.hidden_share, "by_microbatch": self.by_microbatch}
+        made = Costs.of(stages, self.send_us, *of_layers, **others)
         settings = (
             (name, made.with_prices_of(name, each.costs(layers))) for name, each in self.recompute
         )
@@ -207,11 +209,21 @@ def with_predicting(head: AnyPiece, layer: AnyPiece, count: int, merging: float)
 
 
 def with_ends(costs: Costs, first: Piece, last: Piece) -> Costs:
-    """Return the costs with what the embedding adds to the first stage and the head to the last."""
+    """Return the costs with what the embedding adds to the first stage and the head to the last.
+
+    To what joint passes of these stages take, too: what an end computes hides nothing.
+    """
     stages = costs.stages()
     stages[0], stages[-1] = stages[0].plus(first), stages[-1].plus(last)
-    beside = costs.layers, costs.host_us, costs.sources, costs.half_duplex
-    return Costs.of(stages, costs.send_us, *beside)
+    made = costs.with_stages(stages)
+    more = {0: first, costs.num_stages - 1: last}
+    joint = []
+    for name, price in costs.joint:
+        (stage, kind, other) = pair_of(name)
+        ends = (Kind.F, more.get(stage)), (kind, more.get(other))
+        joint.append((name, price + sum(each.pass_us(k) for k, each in ends if each is not None)))
+    settings = ((setting, with_ends(each, first, last)) for setting, each in costs.recompute)
+    return replace(made, joint=tuple(joint), recompute=tuple(settings))
 
 
 def check_stages(num_layers: int, least: int, num_stages: int) -> None:

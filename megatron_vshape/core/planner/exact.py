@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron_vshape.core.check.bounds import each_limit
+from megatron_vshape.core.check.relax import in_passes
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, held_text
 from megatron_vshape.core.model.kinds import PARTS, ScheduleError
@@ -55,7 +56,7 @@ def prove(
             "a proof needs OR-tools: pip install 'megatron-vshape[exact]'"
         ) from None
     schedule = plan.schedule
-    if costs.whole_us is not None or not schedule.kinds.issubset(PARTS):
+    if costs.whole_us is not None or costs.by_microbatch or not schedule.kinds.issubset(PARTS):
         return plan
     each = each_limit(limits, schedule.num_devices)
     for device, (held, most) in enumerate(zip(plan.peak, each, strict=True)):
@@ -80,7 +81,7 @@ def prove(
 def _make_model(model: Any, plan: Plan, costs: Costs, limits: Sequence[float]) -> _Model:
     schedule = plan.schedule
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
-    costs = costs.in_passes()
+    costs = in_passes(costs)
     times = (*costs.forward_us, *costs.backward_us, *costs.weight_us)
     per_us = scale_to(TICKS, fmean(times))
     timeline = simulate(schedule, costs)

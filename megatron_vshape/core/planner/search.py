@@ -82,6 +82,7 @@ from math import inf
 
 from megatron_vshape.core.check.bounds import LimitError, each_limit
 from megatron_vshape.core.check.choices import bound_of_choices
+from megatron_vshape.core.check.relax import never_split
 from megatron_vshape.core.compiling import CORES, say_if_slow
 from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.kinds import OFFLOAD, PARTS
@@ -228,7 +229,7 @@ def _searches(
     for placement, own in owns:
         for way in ways_to_save(own, placement) if trades else [ORDER_ALONE]:
             priced = own.at(way.settings)
-            priced = priced.never_split() if whole else priced
+            priced = never_split(priced) if whole else priced
             every = (*PARTS, *OFFLOAD) if way.copies else PARTS
             try:
                 problem = make_problem(priced, *sizes, placement, every, in_host)

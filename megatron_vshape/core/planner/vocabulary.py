@@ -87,8 +87,7 @@ def shared_costs(
     all devices; `logits_bytes` what each holds of a microbatch from S to T.
     """
     amounts = _amounts(first, last, num_devices, sum_us, logits_bytes, min(costs.forward_us))
-    others = tuple((name, (value,) * costs.num_stages) for name, value in amounts)
-    return replace(costs, others=(*costs.others, *others))
+    return costs.having(**{name: (value,) * costs.num_stages for name, value in amounts})
 
 
 def shared_pieces(
@@ -135,12 +134,8 @@ def _amounts(
 
 def without_shared(costs: Costs) -> Costs:
     """Return the costs of F, B and W, by which orders are made before they share."""
-    names = _names()
-    others = tuple(each for each in costs.others if each[0] not in names)
-    if others == costs.others:
-        return costs
-    settings = tuple((name, without_shared(each)) for name, each in costs.recompute)
-    return replace(costs, others=others, recompute=settings)
+    there = _names().intersection(costs.lists())
+    return costs.having(**dict.fromkeys(there)) if there else costs
 
 
 def in_proportion(costs: Costs, like: Costs) -> Costs:
@@ -150,16 +145,14 @@ def in_proportion(costs: Costs, like: Costs) -> Costs:
     """
     if tells_shared(costs):
         return costs
-    have, names = dict(costs.others), _names()
     slower = sum(costs.forward_us) / sum(like.forward_us)
     larger = sum(costs.held_after_forward_bytes) / sum(like.held_after_forward_bytes)
-    given = (
-        (name, tuple((larger if name == LOGITS.takes else slower) * each for each in amounts))
+    given = {
+        name: tuple((larger if name == LOGITS.takes else slower) * each for each in amounts)
         for name, amounts in like.others
-        if name in names - have.keys()
-    )
-    settings = tuple((name, in_proportion(each, like)) for name, each in costs.recompute)
-    return replace(costs, others=(*costs.others, *given), recompute=settings)
+        if name in _names() - costs.lists().keys()
+    }
+    return costs.having(**given)
 
 
 def tells_shared(costs: Costs) -> bool:

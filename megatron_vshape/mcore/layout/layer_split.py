@@ -125,7 +125,7 @@ def _share(
     if costs is not None:
         measured, known = _pieces_of(args.num_layers, costs), tells_shared(costs)
         others = costs.others if known else _shared(args, measured, layers, placement).others
-        costs = replace(_without_ends(args, measured).costs(layers), others=others)
+        costs = _without_ends(args, measured).costs(layers).having(**dict(others))
     return Split(layers, costs, estimate, limits)
 
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.model.costs import MEASURED, Costs, Piece
+from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.costs_file import MEASURED
 from megatron_vshape.core.model.kinds import LOGITS, NO_RECOMPUTE
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.program.instructions import Program
@@ -189,8 +190,7 @@ class Profiler:
         own = measured_costs(timelines, fmean(sends) if sends else 0.0, all_held)
         if self.pipeline.choice.shares:
             most = max(each for _, _, each in everyones)
-            logits = (LOGITS.takes, (most,) * own.num_stages)
-            own = replace(own, others=(*own.others, logits))
+            own = own.having(**{LOGITS.takes: (most,) * own.num_stages})
         world: list[Costs] = [own] * dist.get_world_size()
         dist.all_gather_object(world, own)
         middle = replace(middle_of(world), layers=self.pipeline.stage_map.layers)
@@ -204,7 +204,7 @@ def _processor_bubble(timelines: Sequence[Timeline], measured: Costs) -> float:
         for stage, piece in enumerate(measured.stages())
     }
     costs = measured_costs(timelines, measured.send_us, held)
-    costs = replace(costs, others=measured.others, half_duplex=measured.half_duplex)
+    costs = replace(costs, half_duplex=measured.half_duplex).having(**dict(measured.others))
     return simulate(timelines[0].schedule, costs).bubble
 
 
@@ -275,12 +275,11 @@ def middle_of(costs: Sequence[Costs]) -> Costs:
     )
     prices = [dict(each.joint) for each in costs]
     joint = ((name, median(each[name] for each in prices)) for name in prices[0])
-    others = (
-        (name, tuple(map(median, zip(*(dict(each.others)[name] for each in costs), strict=True))))
+    others: dict[str, Any] = {
+        name: tuple(map(median, zip(*(each.lists()[name] for each in costs), strict=True)))
         for name, _ in costs[0].others
-    )
-    made = Costs.of(middle, send_us, host_us=host_us)
-    return replace(made, joint=tuple(joint), others=tuple(others))
+    }
+    return Costs.of(middle, send_us, host_us=host_us, joint=tuple(joint), **others)
 
 
 def with_copies(costs: Costs, moved: Mapping[int, int], device: torch.device) -> Costs:

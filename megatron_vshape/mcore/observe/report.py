@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
@@ -351,10 +351,10 @@ def byte_costs(memories: Sequence[Memory]) -> Costs:
     costs = Costs(ones, ones, ones, 0.0, after_forward, after_backward)
     waits = tuple(float(moved.get(stage, 0)) for stage in sorted(held))
     if moved:
-        costs = replace(costs, others=((RELEASE.frees, waits),))
+        costs = costs.having(**{RELEASE.frees: waits})
     logits = max(memory.logits_bytes for memory in memories)
     if logits:
-        costs = replace(costs, others=(*costs.others, (LOGITS.takes, (logits,) * len(held))))
+        costs = costs.having(**{LOGITS.takes: (logits,) * len(held)})
     return costs
 
 

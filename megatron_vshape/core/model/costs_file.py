@@ -1,0 +1,140 @@
+"""The costs file: JSON with a list of every stage's amounts for each name that the kinds give."""
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_vshape.core.model.files import check_keys, is_number, is_whole, parse_object
+from megatron_vshape.core.model.kinds import (
+    HELD,
+    KINDS,
+    KNOWN_ALONE,
+    TIMES,
+    ScheduleError,
+    amount_names,
+    other_amounts,
+)
+
+if TYPE_CHECKING:
+    from megatron_vshape.core.model.costs import Costs
+
+_FIELDS = (*TIMES, "send_us", *HELD)
+_ALONE = ("layers", "host_us", "sources", "recompute", "half_duplex", "joint", "hidden_share")
+_UNLIKE = "by_microbatch"
+
+MEASURED, ASSUMED = "measured", "assumed"
+"""How the source of a figure begins."""
+
+
+def text_of(costs: "Costs") -> str:
+    """Return the costs file's text."""
+    lists: dict[str, Any] = costs.lists() | {"send_us": costs.send_us}
+    known = {name: lists[name] for name in _FIELDS}
+    beside = {
+        "host_us": costs.host_us or None,
+        "sources": dict(costs.sources) or None,
+        "half_duplex": costs.half_duplex or None,
+        "joint": dict(costs.joint) or None,
+        "hidden_share": costs.hidden_share,
+        _UNLIKE: dict(costs.by_microbatch) or None,
+        "recompute": {name: each.lists() for name, each in costs.recompute} or None,
+    }
+    optional = {"layers": costs.layers} | {name: lists.get(name) for name in KNOWN_ALONE}
+    given = known | optional | beside | dict(costs.others)
+    return json.dumps({name: each for name, each in given.items() if each is not None}, indent=1)
+
+
+def read_costs(text: str) -> tuple[dict[str, Any], dict[str, Mapping[str, tuple[float, ...]]]]:
+    """Return what a costs file holds as the fields of `Costs`, and the prices of its settings.
+
+    Raises:
+        ScheduleError: not JSON, a key is missing or unknown, or a value is not a number.
+    """
+    data = parse_object(text, "the costs file")
+    layers = _whole_numbers("layers", data.pop("layers")) if "layers" in data else None
+    made: dict[str, Any] = {"layers": layers}
+    made["host_us"] = _numbers("host_us", [data.pop("host_us", 0.0)])[0]
+    made["sources"] = _sources(data.pop("sources", {}))
+    recompute, half_duplex = data.pop("recompute", {}), data.pop("half_duplex", False)
+    if not isinstance(half_duplex, bool):
+        raise ScheduleError(f"half_duplex is {half_duplex!r:.40}; it must be true or false")
+    joint, hidden = _joint(data.pop("joint", {})), data.pop("hidden_share", None)
+    if hidden is not None and not is_number(hidden):
+        raise ScheduleError(f"hidden_share is {hidden!r:.40}; it must be a number from 0 to 1")
+    made |= {"half_duplex": half_duplex, "joint": joint, "hidden_share": hidden}
+    shares = data.pop(_UNLIKE, {})
+    if not isinstance(shares, dict):
+        raise ScheduleError(f"{_UNLIKE} is {shares!r:.60}; it must be an object of lists")
+    made[_UNLIKE] = tuple((name, _numbers(name, each)) for name, each in shares.items())
+    optional = [name for name in (*KNOWN_ALONE, *other_amounts(KINDS)) if name in data]
+    made |= {name: _numbers(name, data.pop(name)) for name in optional}
+    check_keys(data, _FIELDS, "the costs file")
+    made["send_us"] = _numbers("send_us", [data["send_us"]])[0]
+    made |= {name: _numbers(name, data[name]) for name in (*TIMES, *HELD)}
+    if not any(made[HELD[0]]):
+        raise ScheduleError(f"{HELD[0]} is 0 for every stage; some must hold more")
+    return made, _settings(recompute)
+
+
+def _joint(given: object) -> tuple[tuple[str, float], ...]:
+    """Return the prices of joint passes read from JSON."""
+    if not isinstance(given, dict):
+        raise ScheduleError(f"joint is {given!r:.60}; it must be an object with a price per pair")
+    return tuple((name, _numbers(f"joint {name}", [price])[0]) for name, price in given.items())
+
+
+def _sources(given: object) -> tuple[tuple[str, str], ...]:
+    """Return the sources read from JSON; raises ScheduleError unless they are of figures here."""
+    if not isinstance(given, dict):
+        raise ScheduleError(f"sources is {given!r:.60}; it must be an object with a text per name")
+    known = (*amount_names(KINDS), "send_us", *_ALONE)
+    for name, text in given.items():
+        if name not in known:
+            raise ScheduleError(f"sources tells of {name!r:.40}, which no costs file has")
+        if not isinstance(text, str) or not text.startswith((MEASURED, ASSUMED)):
+            raise ScheduleError(
+                f"the source of {name} is {text!r:.60}; it must begin with {MEASURED} or {ASSUMED}"
+            )
+    return tuple(given.items())
+
+
+def _settings(given: object) -> dict[str, Mapping[str, tuple[float, ...]]]:
+    """Return the prices of every setting read from JSON, by name.
+
+    Raises:
+        ScheduleError: not an object of objects, or a value is not a number.
+    """
+    if not isinstance(given, dict):
+        raise ScheduleError(
+            f"recompute is {given!r:.60}; it must be an object with the prices of each setting"
+        )
+    for setting, prices in given.items():
+        if not isinstance(prices, dict):
+            raise ScheduleError(
+                f"recompute {setting!r:.60} is {prices!r:.60}; it must be an object with prices"
+            )
+    return {
+        setting: {name: _numbers(name, values) for name, values in prices.items()}
+        for setting, prices in given.items()
+    }
+
+
+def _numbers(name: str, values: object) -> tuple[float, ...]:
+    """Return the numbers in a list read from JSON."""
+    if not isinstance(values, list) or not values:
+        raise ScheduleError(f"{name} is {values!r:.60}; it must be a list with a number per stage")
+    for value in values:
+        if not is_number(value):
+            raise ScheduleError(f"{name} holds {value!r:.60}, which is not a number")
+    try:
+        return tuple(map(float, values))
+    except OverflowError:
+        raise ScheduleError(f"{name} holds a number too large for a float") from None
+
+
+def _whole_numbers(name: str, values: object) -> tuple[int, ...]:
+    """Return the whole numbers in a list read from JSON."""
+    for value in values if isinstance(values, list) else [values]:
+        if not isinstance(values, list) or not is_whole(value):
+            raise ScheduleError(f"{name} is {values!r:.60}; it must be a whole number per stage")
+    return tuple(values) if isinstance(values, list) else ()
