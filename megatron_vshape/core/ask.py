@@ -18,10 +18,10 @@ from typing import NamedTuple
 from megatron_vshape.core.check.any_placement import bound_of_any_placement
 from megatron_vshape.core.check.bounds import (
     LimitError,
+    bound_at,
     check_limits,
     each_limit,
     fits,
-    lower_bound,
 )
 from megatron_vshape.core.check.relax import least_of
 from megatron_vshape.core.check.verify import verify
@@ -562,23 +562,6 @@ def _bound_of_simple(question: Question, limits: Sequence[float]) -> float:
 def _bound(question: Question, placement: Placement, limits: Sequence[float]) -> float:
     costs = question.costs_of(placement, "a plan")
     return bound_at(costs, placement, question.num_microbatches, limits, question.objective)
-
-
-def bound_at(
-    costs: Costs,
-    placement: Placement,
-    num_microbatches: int,
-    limits: Sequence[float],
-    goal: Objective,
-) -> float:
-    """Return a value that no order of this placement is below, whatever the costs let it choose."""
-    sizes = placement, len(limits), num_microbatches
-    if not costs.trades:
-        return lower_bound(costs, *sizes, limits, span=goal is Objective.SPAN)
-    from megatron_vshape.core.check.choices import bound_of_choices  # with numpy
-
-    settings = [costs, *(each for _, each in costs.recompute)]
-    return bound_of_choices(settings, costs.copies, *sizes, limits, span=goal is Objective.SPAN)
 
 
 def _bound_anywhere(

@@ -14,8 +14,8 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
-from megatron_vshape.core.ask import Planned, Question, best_order, bound_at
-from megatron_vshape.core.check.bounds import LimitError
+from megatron_vshape.core.ask import Planned, Question, best_order
+from megatron_vshape.core.check.bounds import LimitError, bound_at
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces
 

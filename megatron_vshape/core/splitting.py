@@ -20,6 +20,7 @@ ever smaller groups of microbatches what makes the step shorter. With F/B/W/mess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.planner import improve
 from megatron_vshape.core.planner.job_shop import make_problem, make_shop
+from megatron_vshape.core.planner.rows import Codec
 from megatron_vshape.core.program.lowering import fuse
 
 WORTH = 0.002
@@ -198,6 +200,7 @@ class _Search:
         sizes = like.num_devices, self.microbatches
         problem = make_problem(costs, *sizes, limits, objective, like.placement)
         self.shop = make_shop(problem, self.microbatches)
+        self.codec = Codec(self.microbatches)
         _, backward, weight = self._by_kind(self.shop.ticks)
         bw = [costs.time_us(Kind.BW, stage) for stage in range(costs.num_stages)]
         ticks = np.array([[round(each * problem.ticks_per_us)] for each in bw], np.int64)
@@ -223,16 +226,10 @@ class _Search:
 
     def _read(self, schedule: Schedule) -> _Order | None:
         """Return the schedule in numbers; None if it does not run."""
-        numbers = self._by_kind(np.arange(self.shop.ticks.size))
-        at = {kind: place for place, kind in enumerate(PARTS)}
-        row = np.full((len(self.shop.length), int(max(self.shop.length))), improve.NONE)
         whole = np.zeros(self.whole_ticks.shape, bool)
-        for device, passes in enumerate(schedule.order):
-            own = [numbers[at[part], p.stage, p.microbatch] for p in passes for part in p.kind.does]
-            row[device, : len(own)] = own
-            for kind, stage, microbatch in passes:
-                whole[stage, microbatch] |= kind is Kind.BW
-        return self._order(self._gathered(row, whole), whole)
+        for kind, stage, microbatch in chain.from_iterable(schedule.order):
+            whole[stage, microbatch] |= kind is Kind.BW
+        return self._order(self._gathered(self.codec.rows(schedule.order), whole), whole)
 
     def _order(self, row: np.ndarray, whole: np.ndarray) -> _Order | None:
         value = int(improve.measure(self._priced(whole), row.astype(np.int32)))
@@ -314,20 +311,17 @@ class _Search:
         return order
 
     def _schedule(self, order: _Order) -> Schedule:
-        rows = []
-        kinds = {(place, False): kind for place, kind in enumerate(PARTS)}
-        kinds |= {(0, True): Kind.F, (1, True): Kind.BW}  # its W is part of it
-        row = self._gathered(order.row, order.whole)
-        for own in row.tolist():
-            made = []
-            for work in (each for each in own if each != improve.NONE):
-                sort, microbatch = divmod(work, self.microbatches)
-                stage, place = divmod(sort, len(PARTS))
-                kind = kinds.get((place, bool(order.whole[stage, microbatch])))
-                if kind is not None:
-                    made.append(Pass(kind, stage, microbatch))
-            rows.append(tuple(made))
-        return replace(self.like, order=tuple(rows))
+        row, (_, backward, weight) = (
+            self._gathered(order.row, order.whole),
+            self._by_kind(np.arange(self.shop.ticks.size)),
+        )
+        work = self.codec.work
+        steps: dict[Pass, tuple[Pass, ...]] = {
+            work(each): (work(each)._replace(kind=Kind.BW),)
+            for each in backward[order.whole].tolist()
+        }
+        steps |= {work(each): () for each in weight[order.whole].tolist()}  # its W is part of it
+        return replace(self.like, order=self.codec.order(row, steps))
 
 
 def _best_of(orders: Sequence[_Order], count: int) -> list[_Order]:

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vshape.core.ask import AUTO, Question, best_order, bound_at
-from megatron_vshape.core.check.bounds import fits
+from megatron_vshape.core.ask import AUTO, Question, best_order
+from megatron_vshape.core.check.bounds import bound_at, fits
 from megatron_vshape.core.check.simulate import peak_held, peak_in_host, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.layer_choice import choose_layers

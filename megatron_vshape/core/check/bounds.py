@@ -19,6 +19,7 @@ from megatron_vshape.core.check.ways import Ways, ways_of
 from megatron_vshape.core.model.costs import Costs, held_text, regroup
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement, check_placement, stages_of
+from megatron_vshape.core.model.schedule import Objective
 
 _ROUNDING = 1e-9
 
@@ -106,6 +107,23 @@ def least_limit(costs: Costs, num_devices: int, placements: Sequence[Placement])
         max(least_memory(regroup(costs, len(placement), "a plan"), placement, num_devices))
         for placement in placements
     )
+
+
+def bound_at(
+    costs: Costs,
+    placement: Placement,
+    num_microbatches: int,
+    limits: Sequence[float],
+    goal: Objective,
+) -> float:
+    """Return a value that no order of this placement is below, whatever the costs let it choose."""
+    sizes, span = (placement, len(limits), num_microbatches), goal is Objective.SPAN
+    if not costs.trades:
+        return lower_bound(costs, *sizes, limits, span)
+    from megatron_vshape.core.check.choices import bound_of_choices  # which begins from this
+
+    settings = [costs, *(each for _, each in costs.recompute)]
+    return bound_of_choices(settings, costs.copies, *sizes, limits, span)
 
 
 def lower_bound(

@@ -10,18 +10,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_vshape.core.model.kinds import PARTS, Kind
+from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.planner.modulo import SteadyOrder
+from megatron_vshape.core.planner.rows import Codec
+
+_sort = Codec(1).sort
 
 
 @dataclass(frozen=True, slots=True)
 class CyclicOrder:
     """In period p, a device runs pass (sort, offset) of microbatch p * k + offset.
 
-    `rows[device]` is [sorts, offsets] in order of time, a sort being
-    len(PARTS) * stage + place in PARTS.
+    `rows[device]` is [sorts, offsets] in order of time; of sorts `rows` tells.
     """
 
     name: str
@@ -83,7 +85,7 @@ def cyclic_order_of_block(block: BuildingBlock) -> CyclicOrder:
         period, slot = divmod(start, block.interval)
         parts = (Kind.B, Kind.W) if kind is Kind.BW else (kind,)
         for at, part in enumerate(parts):
-            sort = len(PARTS) * stage + PARTS.index(part)
+            sort = _sort(part, stage)
             entry = (slot, at, sort, within - period * block.num_microbatches)
             rows[block.placement[stage]].append(entry)
     return _cyclic_order(block.name, block.num_microbatches, rows)
@@ -102,11 +104,10 @@ def _cyclic_order(
 
 def sequential(placement: Placement, num_devices: int) -> CyclicOrder:
     """Return one microbatch after the other: the least memory that anything can run in."""
-    forward, *backward = range(len(PARTS))
     rows: list[list[tuple[int, int, int, int]]] = []
     for stages in stages_of(placement, num_devices):
-        sorts = [(0, len(PARTS) * stage + forward) for stage in stages]
-        sorts += [(1, len(PARTS) * s + part) for s in reversed(stages) for part in backward]
+        sorts = [(0, _sort(Kind.F, stage)) for stage in stages]
+        sorts += [(1, _sort(kind, s)) for s in reversed(stages) for kind in Kind.BW.does]
         rows.append([(slot, at, sort, 0) for at, (slot, sort) in enumerate(sorts)])
     return _cyclic_order("sequential", 1, rows)
 
@@ -115,7 +116,7 @@ def cyclic_order_of_steady(order: SteadyOrder, name: str) -> CyclicOrder:
     """Return a steady order as arrays."""
     rows = []
     for row in order.rows:
-        sorts = np.array([len(PARTS) * stage + PARTS.index(kind) for kind, stage, _ in row])
+        sorts = np.array([_sort(kind, stage) for kind, stage, _ in row])
         rows.append((sorts, np.array([offset for _, _, offset in row])))
     return CyclicOrder(name, order.microbatches, tuple(rows))
 

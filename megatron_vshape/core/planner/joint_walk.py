@@ -33,13 +33,13 @@ from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.planner import improve
 from megatron_vshape.core.planner.job_shop import (
-    Chosen,
     Problem,
     choose,
     make_problem,
     make_shop,
 )
 from megatron_vshape.core.planner.joint_orders import joint_orders
+from megatron_vshape.core.planner.rows import Codec
 from megatron_vshape.core.planner.search import default_steps
 
 _SAME = 1e-9
@@ -116,6 +116,7 @@ class JointWalk:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._shop = make_shop(problem, problem.num_microbatches)
+        self._codec = Codec(problem.num_microbatches)
 
     def improved(self, schedule: Schedule, steps: int, seed: int) -> Schedule:
         """Return the order after so many steps, no slower; as it is where it does not fit."""
@@ -128,34 +129,17 @@ class JointWalk:
         if not improve.settle(shop, state):
             return schedule
         improve.walk(shop, state, shop.length, shop.length, steps)
-        return self._schedule(schedule, chosen, state.row, beside)
-
-    def _number(self, work: Pass) -> int:
-        sort = len(PARTS) * work.stage + PARTS.index(work.kind)
-        return sort * self._problem.num_microbatches + work.microbatch
-
-    def _pass(self, number: int) -> Pass:
-        sort, microbatch = divmod(number, self._problem.num_microbatches)
-        stage, part = divmod(sort, len(PARTS))
-        return Pass(PARTS[part], stage, microbatch)
-
-    def _schedule(
-        self, like: Schedule, chosen: Chosen, row: np.ndarray, beside: dict[Pass, Pass]
-    ) -> Schedule:
-        rows = []
-        for own in chosen.whole(row, len(like.order)).tolist():
-            made: list[Pass] = []
-            for work in (self._pass(each) for each in own if each != improve.NONE):
-                made += (work, beside[work]) if work in beside else (work,)
-            rows.append(tuple(made))
-        return replace(like, order=tuple(rows))
+        rows = chosen.whole(state.row, len(schedule.order))
+        pairs = {work: (work, other) for work, other in beside.items()}
+        return replace(schedule, order=self._codec.order(rows, pairs))
 
     def _paired(self, schedule: Schedule, beside: dict[Pass, Pass]) -> _Paired:
         """Return the shop in which each pair is its F, and the rows of that."""
         shop, m = self._shop, self._problem.num_microbatches
         size = len(shop.sort)
-        forward = np.array([self._number(work) for work in beside], np.int64)
-        other = np.array([self._number(work) for work in beside.values()], np.int64)
+        number_of = self._codec.number
+        forward = np.array([number_of(work) for work in beside], np.int64)
+        other = np.array([number_of(work) for work in beside.values()], np.int64)
         stands_for = np.append(np.arange(size), improve.NONE)  # so that NONE stays what it is
         stands_for[other] = forward
         of_both = np.full(size, improve.NONE)
@@ -185,7 +169,7 @@ class JointWalk:
         )
         joined = set(beside.values())
         rows = [[work for work in own if work not in joined] for own in schedule.order]
-        return _Paired(paired, self._rows(rows))
+        return _Paired(paired, self._codec.rows(rows))
 
     def _ticks(self, beside: dict[Pass, Pass], forward: np.ndarray) -> np.ndarray:
         costs, ticks = self._problem.costs, self._shop.ticks.copy()
@@ -210,9 +194,3 @@ class JointWalk:
             "delta": np.append(shop.delta, delta),
             "over": np.append(shop.over, over),
         }
-
-    def _rows(self, rows: Sequence[Sequence[Pass]]) -> np.ndarray:
-        made = np.full((len(rows), max(map(len, rows))), improve.NONE, np.int64)
-        for device, own in enumerate(rows):
-            made[device, : len(own)] = list(map(self._number, own))
-        return made

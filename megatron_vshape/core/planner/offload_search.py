@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_vshape.core.check.bounds import least_memory
-from megatron_vshape.core.check.choices import bound_of_choices
+from megatron_vshape.core.check.bounds import bound_at, least_memory
 from megatron_vshape.core.model.kinds import PARTS, ScheduleError
 from megatron_vshape.core.model.placement import Placement, stages_of
-from megatron_vshape.core.model.schedule import Objective, Way
+from megatron_vshape.core.model.schedule import Way
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
 from megatron_vshape.core.planner.offloading import with_copies
 from megatron_vshape.core.planner.orders import (
@@ -67,15 +66,8 @@ class OffloadSearch(PlacementSearch):
 
     def _bound(self) -> float:
         problem = self.problem
-        return bound_of_choices(
-            [problem.costs],
-            True,
-            problem.placement,
-            problem.num_devices,
-            problem.num_microbatches,
-            problem.limits,
-            span=problem.objective is Objective.SPAN,
-        )
+        sizes = problem.placement, problem.num_microbatches, problem.limits
+        return bound_at(problem.costs, *sizes, problem.objective)
 
     def begin(self, budget: int, run: Run) -> list[Candidate]:
         """Return the orders to improve: those planned for more memory, with copies put in."""

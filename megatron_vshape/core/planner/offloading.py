@@ -26,6 +26,7 @@ from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, PARTS, RELEASE
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.planner.improve import NONE, Shop, run_rows
 from megatron_vshape.core.planner.job_shop import Problem
+from megatron_vshape.core.planner.rows import padded
 
 _NEVER = 1 << 62
 
@@ -113,12 +114,8 @@ def with_copies(
     ]
     for slack in slacks:
         lanes: list[list[int]] = [[] for _ in problem.room]
-        if not all(device.add_to(lanes, slack) for device in devices):
-            continue
-        made = np.full((len(lanes), max(map(len, lanes))), NONE, np.int64)
-        for lane, passes in enumerate(lanes):
-            made[lane, : len(passes)] = passes
-        yield made
+        if all(device.add_to(lanes, slack) for device in devices):
+            yield padded(lanes)
 
 
 class _Device:

@@ -11,7 +11,6 @@ from megatron_vshape.core.check import bounds
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.kinds import PARTS, ScheduleError
-from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import ORDER_ALONE, Objective, Plan, Schedule, Way
 from megatron_vshape.core.paper import blocks
@@ -35,6 +34,7 @@ from megatron_vshape.core.planner.job_shop import (
 )
 from megatron_vshape.core.planner.modulo import find_steady_orders
 from megatron_vshape.core.planner.refilling import fill, refill
+from megatron_vshape.core.planner.rows import Codec, padded
 
 Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 """Applies a function to each of several things, in threads or not; as `map` does."""
@@ -373,13 +373,8 @@ class PlacementSearch:
         that it reads.
         """
         problem, m = self.problem, self.problem.num_microbatches
-        made = [
-            [Pass(kind, stage, j) for j in range(m)]
-            for stage in range(len(problem.placement))
-            for kind in problem.kinds
-        ]
-        rows = row.tolist() if self.parts is problem else self._in_one_row(row)
-        order = tuple(tuple(made[work // m][work % m] for work in own) for own in rows)
+        rows = row if self.parts is problem else padded(self._in_one_row(row))
+        order = Codec(m, problem.kinds).order(rows)
         one_way = problem.costs.half_duplex and self.parts is not problem
         sizes = problem.num_devices, m, problem.placement
         return Schedule("plan", *sizes, order, self.way.settings, one_way)

@@ -80,8 +80,7 @@ from dataclasses import replace
 from itertools import count
 from math import inf
 
-from megatron_vshape.core.check.bounds import LimitError, each_limit
-from megatron_vshape.core.check.choices import bound_of_choices
+from megatron_vshape.core.check.bounds import LimitError, bound_at, each_limit
 from megatron_vshape.core.check.relax import never_split
 from megatron_vshape.core.compiling import CORES, say_if_slow
 from megatron_vshape.core.model.costs import Costs, regroup
@@ -197,16 +196,8 @@ def plan(
     made = race.plan()
     if not trades:
         return made
-    limits = each_limit(limit, num_devices)
-    return _bounded(made, dict(owns)[made.schedule.placement], num_microbatches, limits)
-
-
-def _bounded(made: Plan, costs: Costs, num_microbatches: int, limits: Sequence[float]) -> Plan:
-    """Return the plan with a bound that holds whatever the costs of its stages let it choose."""
-    settings = [costs, *(each for _, each in costs.recompute)]
-    counts = made.schedule.placement, len(limits), num_microbatches
-    spans = made.objective is Objective.SPAN
-    bound = bound_of_choices(settings, costs.copies, *counts, limits, spans)
+    own, limits = made.schedule.placement, each_limit(limit, num_devices)
+    bound = bound_at(dict(owns)[own], own, num_microbatches, limits, goal)
     return replace(made, lower_bound=min(bound, made.value))
 
 
