@@ -246,6 +246,7 @@ def everything(num_stages: int) -> Costs:
         joint=pairs,
         hidden_share=0.5,
         by_microbatch=(("forward_us", (0.5, 1.0, 2.0)),),
+        more_send_us=(0.5,) * (num_stages - 1),
     )
 
 
@@ -301,3 +302,24 @@ def test_a_pass_may_have_a_price_for_each_microbatch() -> None:
         simulate(make("v-half", 2, 4), costs)
     with pytest.raises(ScheduleError, match="by_microbatch has 'send_us', which is no time of"):
         replace(costs, by_microbatch=(("send_us", (1.0,)),))
+
+
+@pytest.mark.parametrize("objective", list(Objective))
+def test_a_message_has_a_price_for_each_boundary(objective: Objective) -> None:
+    more = (0.0, 2.0, 0.25, 0.0, 0.25, 3.0, 0.0)
+    costs = replace(Costs.uniform(4, 8, *REAL), more_send_us=more)
+    schedule = make("v-half", 4, 6)
+    timeline = simulate(schedule, costs)
+    ends = {slot.work: slot.end for device in range(4) for slot in timeline.slots(device)}
+    for device in range(4):
+        for work, start, _ in timeline.slots(device):
+            for need in work.needs(8):
+                far = schedule.placement[need.stage] != device
+                least = more[min(work.stage, need.stage)] + 0.05 if far else 0.0
+                assert start >= ends[need] + least - 1e-9
+    assert regroup(costs, 4, "it").more_send_us == (2.0, 0.0, 3.0)
+    found = plan(costs, 4, 6, 6.0, objective, steps=20_000)
+    assert found.value == pytest.approx(objective.of(simulate(found.schedule, costs)))
+    assert found.lower_bound <= found.value <= objective.of(timeline)
+    with pytest.raises(ScheduleError, match="one for each of the 7 boundaries between stages"):
+        replace(costs, more_send_us=(1.0,))

@@ -21,9 +21,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
     A resource of a device runs its passes in order, one at a time; where the schedule or the costs
     say half duplex, both links to the host are one. A joint pass starts when the inputs of both of
-    its passes are there, and both end when it does. A result that crosses devices
-    arrives `send_us` after its pass has ended; sending occupies no device. Without `costs` every
-    chunk pass takes one unit and messages take none.
+    its passes are there, and both end when it does. A result that crosses devices arrives so long
+    after its pass has ended as a message takes there; sending occupies no device. Without `costs`
+    every chunk pass takes one unit and messages take none.
 
     >>> from megatron_vshape import Costs, make, simulate
     >>> timeline = simulate(make("1f1b", 4, 8), Costs.uniform(4, 4, backward=1.2, weight=0.8))
@@ -111,10 +111,11 @@ class _Simulation:
         self, stage: int, needs: Iterable[tuple[int, int]]
     ) -> list[tuple[int, int, list[float | None], float]]:
         """Return what a pass of this stage reads: part, stage, ends, and how long it is sent."""
-        placement, send_us = self.schedule.placement, self.costs.send_us
+        placement, sends_us = self.schedule.placement, self.costs.message_us
         return [
-            (part, other, self.end[part][other], send_us * (placement[other] != placement[stage]))
+            (part, other, self.end[part][other], sends_us(stage, other) if away else 0.0)
             for part, other in needs
+            for away in [placement[other] != placement[stage]]
         ]
 
     def run(self) -> Timeline:
@@ -130,7 +131,8 @@ class _Simulation:
             beside = self.schedule.beside()
             raise ScheduleError(explain_deadlock(self.lanes, self.table, stuck, beside))
         starts, ends = (_by_device(self.schedule, self.lanes, x) for x in (self.starts, self.ends))
-        return Timeline(self.schedule, starts, ends, self.costs.send_us, self.costs.whole_us)
+        send_us, whole_us = self.costs.longest_send_us, self.costs.whole_us
+        return Timeline(self.schedule, starts, ends, send_us, whole_us)
 
     def _advance(self, at: int, awake: list[int]) -> None:
         """Run the lane's passes up to the first whose inputs are not there yet."""

@@ -17,7 +17,8 @@ class Ways(NamedTuple):
 def ways_of(costs: Costs, placement: Placement) -> Ways:
     """Return the shortest times of a placement's stages."""
     stages = len(placement)
-    hop = [costs.send_us if placement[s] != placement[s - 1] else 0.0 for s in range(1, stages)]
+    away = [placement[stage] != placement[stage - 1] for stage in range(1, stages)]
+    hop = [costs.message_us(s, s + 1) if far else 0.0 for s, far in enumerate(away)]
     forward, drain = [0.0], [costs.weight_us[0]]
     for stage in range(1, stages):
         forward.append(forward[-1] + costs.forward_us[stage - 1] + hop[stage - 1])

@@ -132,11 +132,11 @@ class Costs:
     parallel) that it waits for, and `host_us`, whatever its size: so twice the stages take twice as
     much of that. A BW computes for `whole_backward_us` and waits for `whole_exchange_us`, where
     these are not those of B and W; exchanges hide in it that a split one waits for. A message takes
-    `send_us` between any two stages of other devices. `sources` tell of what stands here by name
-    whether it was measured or assumed, and how.
+    `send_us` between any two stages of other devices, and what `more_send_us` says of a boundary.
+    `sources` tell of what stands here by name whether it was measured or assumed, and how.
 
     Microbatches may be unlike: a pass of one then computes for its share of the time, by the name
-    of that in `by_microbatch`, one for each microbatch of a step.
+    of that in `by_microbatch`, one for each microbatch of a step. Joint passes do not.
 
     A joint pass takes what `joint` has for it, by the name `F0&B7` or `F0&BW7` of its stages. Of a
     pair that is not there, `hidden_share` of both passes' exchanges is behind what the other
@@ -158,6 +158,7 @@ class Costs:
     joint: tuple[tuple[str, float], ...]
     hidden_share: float | None
     by_microbatch: tuple[tuple[str, Amounts], ...]  # by name of a time, the share of it
+    more_send_us: Amounts  # than send_us, of a message over the boundary behind each stage
 
     forward_us = _Named[Amounts]()
     backward_us = _Named[Amounts]()
@@ -187,6 +188,7 @@ class Costs:
         joint: tuple[tuple[str, float], ...] = (),
         hidden_share: float | None = None,
         by_microbatch: tuple[tuple[str, Amounts], ...] = (),
+        more_send_us: Amounts = (),
         **more: Amounts | None,
     ) -> None:
         """Take these amounts over those of `amounts`.
@@ -203,7 +205,7 @@ class Costs:
         known = ((name, own.get(name)) for name in names)
         in_turn = tuple((name, each) for name, each in known if each is not None)
         values = in_turn, send_us, layers, host_us, sources, recompute, half_duplex, joint
-        more_values = hidden_share, by_microbatch
+        more_values = hidden_share, by_microbatch, more_send_us
         for each, value in zip(fields(self), (*values, *more_values), strict=True):
             object.__setattr__(self, each.name, value)
         self._check()
@@ -330,6 +332,17 @@ class Costs:
         if times is not None:
             return times[stage]
         return sum(self._computes_us(part, stage) for part in kind.does if part is not kind)
+
+    @property
+    def longest_send_us(self) -> float:
+        """Return what a message over the dearest boundary takes."""
+        return self.send_us + max(self.more_send_us, default=0.0)
+
+    def message_us(self, stage: int, other: int) -> float:
+        """Return what a message between stages of two devices takes."""
+        if not self.more_send_us or abs(stage - other) != 1:
+            return self.send_us
+        return self.send_us + self.more_send_us[min(stage, other)]
 
     def more_us(self, kind: Kind, stage: int, microbatch: int) -> float:
         """Return how much longer a pass of this microbatch takes than `time_us` says."""
@@ -614,10 +627,17 @@ class Costs:
         self._check_joint()
         self._check_microbatches()
         _check_value("send_us", "send_us", self.send_us, may_be_zero=True)
+        if len(self.more_send_us) not in (0, self.num_stages - 1):
+            raise ScheduleError(
+                f"more_send_us has {len(self.more_send_us)} values; it needs one for each of the "
+                f"{self.num_stages - 1} boundaries between stages"
+            )
+        for value in self.more_send_us:
+            _check_value("more_send_us", "more_send_us", value, may_be_zero=True)
         _check_value("host_us", "host_us", self.host_us, may_be_zero=True)
         times = [time for name in values_of if name.endswith("_us") for time in values_of[name]]
         times += [price for _, price in self.joint]
-        longest = max(*times, self.send_us, self.host_us)
+        longest = max(*times, self.send_us, self.host_us, *self.more_send_us)
         shortest = min(filter(None, times))
         if longest > MAX_RATIO * shortest:
             raise ScheduleError(
@@ -743,6 +763,7 @@ def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
         layers=None if costs.layers is None else tuple(map(int, _sums(costs.layers, size))),
         joint=tuple(_joint_sums(costs, num_stages)),
         recompute=tuple(settings),
+        more_send_us=costs.more_send_us[size - 1 :: size],
     )
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _FIELDS = (*TIMES, "send_us", *HELD)
 _ALONE = ("layers", "host_us", "sources", "recompute", "half_duplex", "joint", "hidden_share")
-_UNLIKE = "by_microbatch"
+_UNLIKE, _MORE = "by_microbatch", "more_send_us"
 
 MEASURED, ASSUMED = "measured", "assumed"
 """How the source of a figure begins."""
@@ -37,6 +37,7 @@ def text_of(costs: "Costs") -> str:
         "joint": dict(costs.joint) or None,
         "hidden_share": costs.hidden_share,
         _UNLIKE: dict(costs.by_microbatch) or None,
+        _MORE: costs.more_send_us or None,
         "recompute": {name: each.lists() for name, each in costs.recompute} or None,
     }
     optional = {"layers": costs.layers} | {name: lists.get(name) for name in KNOWN_ALONE}
@@ -65,6 +66,7 @@ def read_costs(text: str) -> tuple[dict[str, Any], dict[str, Mapping[str, tuple[
     shares = data.pop(_UNLIKE, {})
     if not isinstance(shares, dict):
         raise ScheduleError(f"{_UNLIKE} is {shares!r:.60}; it must be an object of lists")
+    made[_MORE] = _numbers(_MORE, data.pop(_MORE)) if _MORE in data else ()
     made[_UNLIKE] = tuple((name, _numbers(name, each)) for name, each in shares.items())
     optional = [name for name in (*KNOWN_ALONE, *other_amounts(KINDS)) if name in data]
     made |= {name: _numbers(name, data.pop(name)) for name in optional}

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, TypeVar
 
 from megatron_vshape.core.model.costs import Costs, Piece, pair_of, regroup
@@ -36,6 +37,7 @@ class Pieces:
     half_duplex: bool = False  # of the copies
     recompute: tuple[tuple[str, "Pieces"], ...] = ()  # with each setting, by name
     by_microbatch: tuple[tuple[str, tuple[float, ...]], ...] = ()  # as costs have it
+    more_send_us: float | None = None  # of a boundary between stages
 
     @classmethod
     def of(cls, costs: Costs, layers: Sequence[float]) -> "Pieces":
@@ -74,6 +76,7 @@ class Pieces:
             costs.half_duplex,
             tuple((setting, cls.of(each, layers)) for setting, each in costs.recompute),
             costs.by_microbatch,
+            median(costs.more_send_us) if costs.more_send_us else None,
         )
 
     @classmethod
@@ -107,6 +110,8 @@ class Pieces:
         of_layers = layers, self.host_us, self.sources, self.half_duplex
         others: dict[str, Any] = {name: (each,) * len(stages) for name, each in self.others}
         others |= {"hidden_share": self.hidden_share, "by_microbatch": self.by_microbatch}
+        if self.more_send_us is not None:
+            others["more_send_us"] = (self.more_send_us,) * (len(stages) - 1)
         made = Costs.of(stages, self.send_us, *of_layers, **others)
         settings = (
             (name, made.with_prices_of(name, each.costs(layers))) for name, each in self.recompute

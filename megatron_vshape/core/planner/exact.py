@@ -56,7 +56,8 @@ def prove(
             "a proof needs OR-tools: pip install 'megatron-vshape[exact]'"
         ) from None
     schedule = plan.schedule
-    if costs.whole_us is not None or costs.by_microbatch or not schedule.kinds.issubset(PARTS):
+    unlike = costs.by_microbatch or costs.more_send_us
+    if costs.whole_us is not None or unlike or not schedule.kinds.issubset(PARTS):
         return plan
     each = each_limit(limits, schedule.num_devices)
     for device, (held, most) in enumerate(zip(plan.peak, each, strict=True)):

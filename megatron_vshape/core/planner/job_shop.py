@@ -39,11 +39,15 @@ class Problem:
     kinds: tuple[Kind, ...]
     ticks_per_us: float
     units_per_byte: float
-    send: int  # ticks of a message
+    send: int  # ticks of a message over a boundary like most
     sorts: Sorts  # arrays
     weight_of: np.ndarray  # of the sort of a B and of its W, that of the W; NONE of others
     room: np.ndarray  # of a lane, in whole units
     in_host: float  # the most of a device that may wait in host memory, in the costs' unit
+
+    def message(self, stage: int, other: int) -> int:
+        """Return the ticks of a message between stages of two devices."""
+        return round(self.costs.message_us(stage, other) * self.ticks_per_us)
 
     @property
     def room_in_host(self) -> float:
@@ -79,7 +83,7 @@ def make_problem(
     check_size(len(placement), num_microbatches)
     stages = range(len(placement))
     times = [costs.time_us(kind, stage) for kind in kinds for stage in stages]
-    ticks_per_us = _time_scale(times, costs.send_us, num_microbatches)
+    ticks_per_us = _time_scale(times, costs.longest_send_us, num_microbatches)
     held = [value for kind in kinds for each in costs.held(kind)[:2] for value in each]
     units = scale_to(1e11, max(held) or 1.0)
     sorts = _arrays(costs, placement, kinds, ticks_per_us, units)
@@ -190,7 +194,8 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.Shop:
     before, after, behind = (_Ways(count) for _ in range(3))
     for sort in range(count):
         for at in range(sorts.needs.begin[sort], sorts.needs.begin[sort + 1]):
-            need, lag = sorts.needs.of[at], problem.send * sorts.away[at]
+            need, each = sorts.needs.of[at], len(problem.kinds)
+            lag = sorts.away[at] * problem.message(sort // each, need // each)
             before.add(sort, need, lag)
             (after if lane[need] != lane[sort] else behind).add(need, sort, lag)
     return improve.Shop(
@@ -306,7 +311,8 @@ def _due(problem: Problem) -> np.ndarray:
         clock, sorts = 0, problem.sorts
         first = [-1] * problem.num_devices
         for stage, device in enumerate(problem.placement):
-            clock += problem.send if stage and device != problem.placement[stage - 1] else 0
+            if stage and device != problem.placement[stage - 1]:
+                clock += problem.message(stage - 1, stage)
             first[device] = clock if first[device] < 0 else first[device]
             clock += sorts.ticks[len(problem.kinds) * stage]
         for sort, lane in enumerate(sorts.lane):
