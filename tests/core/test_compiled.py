@@ -92,7 +92,7 @@ def test_a_pass_of_no_stage_is_refused_before_compiled_loops_see_it(
     monkeypatch.setattr(numbering, "COMPILED_FROM", 0)
     for wrong in (Pass(Kind.F, 7, 0), Pass(Kind.F, 0, 5), Pass(Kind.F, -1, 0)):
         with pytest.raises(IndexError):
-            simulate(Schedule("wrong", 1, 1, (0,), ((wrong,),)))
+            numbering.number([(wrong,)], [Kind.F], 1, 1)
 
 
 def test_a_cut_picture_is_the_ends_of_the_whole() -> None:

@@ -26,13 +26,6 @@ class Numbers(Protocol):
     def __len__(self) -> int: ...
 
 
-class Times(Protocol):
-    """The like of numbers that may be fractions."""
-
-    def __getitem__(self, at: int, /) -> float: ...
-    def __setitem__(self, at: int, value: float, /) -> None: ...
-
-
 class Lists(NamedTuple):
     """Some numbers for every sort, or lane: those of `at` are `of[begin[at] : begin[at + 1]]`."""
 
