@@ -7,7 +7,6 @@ where a device was bound to the world's group. A pair that is made lazily is mad
 alone, when they first meet.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megatron_vshape.runtime.hosts import told_ranks
 
 CLASSES = ("ProcessGroupNCCL", "ProcessGroupNCCL2")
 """What "nccl" is known to name; any other is used as they are, and the log says so."""
@@ -61,7 +62,7 @@ def pair_options(
 
 def _are_of_one_node(ranks: Sequence[int]) -> bool:
     """Return whether the ranks share a node, as far as the launcher has told how many do."""
-    size = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    size = told_ranks() or 1
     return len({rank // size for rank in ranks}) == 1 < len(ranks)
 
 
