@@ -2,8 +2,9 @@
 
 Each does what sets it apart: `bridge` (NVIDIA's Megatron-Bridge) defers its config's checks, asks
 core.pipeline_parallel.utils which stage this is and reads losses on the physical last rank;
-`verl` initializes the process groups before it has a config, asks parallel_state, and gives every
-call another number of microbatches of other lengths; `areal` drops what the call returns and reads
+`verl` initializes the process groups before it has a config, asks parallel_state, gives every
+call another number of microbatches of other lengths and takes what it makes of the results from the
+rank with the last number; `any` reads them in all ways that are known (`READERS`); `areal` drops what the call returns and reads
 what its loss closure collected, where parallel_state says that the last stage is; `rl`
 (megatron/rl in Megatron-LM) takes a rank's first chunk for its model, has it compute
 log-probabilities by its old weights and by others between two steps, one microbatch a call and no
@@ -267,13 +268,76 @@ def forward(
 
 
 def losses_of(shape: str, returned: list[Any], collected: list[float]) -> list[float]:
-    """Return a step's losses where the library reads them, as it does."""
-    if shape == "bridge":
-        is_mine = is_pp_last_stage(mpu.get_pipeline_model_parallel_group())
-        return [each["loss"].item() for each in returned] if is_mine else []
-    if not mpu.is_pipeline_last_stage(ignore_virtual=True):
-        return []
-    return collected if shape == "areal" else [each["loss"].item() for each in returned]
+    """Return a step's losses where the library reads them, as it does; elsewhere none."""
+    reader = {"bridge": physically_last, "areal": by_closure}.get(shape, by_rank)
+    return reader(returned, collected) or []
+
+
+def by_rank(returned: list[Any], collected: list[float]) -> list[float] | None:
+    """Make output where the last stage is said to be, and take it from the last rank (verl).
+
+    ROLL takes it there too.
+    """
+    made = [each["loss"].item() for each in returned] if mpu.is_pipeline_last_stage() else None
+    return made if _is_physically_last() else None
+
+
+def by_closure(returned: list[Any], collected: list[float]) -> list[float] | None:
+    """Read what the loss functions have collected where the last stage is said to be (AReaL)."""
+    return collected if mpu.is_pipeline_last_stage(ignore_virtual=True) else None
+
+
+def physically_last(returned: list[Any], collected: list[float]) -> list[float] | None:
+    """Read on the last rank, as core's own utilities see it (Megatron-Bridge, Megatron-LM)."""
+    is_mine = is_pp_last_stage(mpu.get_pipeline_model_parallel_group())
+    return [each["loss"].item() for each in returned] if is_mine else None
+
+
+def where_said(returned: list[Any], collected: list[float]) -> list[float] | None:
+    """Read what the call returns where the last stage is said to be (slime)."""
+    is_mine = mpu.is_pipeline_last_stage(ignore_virtual=True)
+    return [each["loss"].item() for each in returned] if is_mine else None
+
+
+def logged(returned: list[Any], collected: list[float]) -> list[float] | None:
+    """Add up over replicas where the last stage is said to be, and log on the last rank of all.
+
+    So ms-swift does.
+    """
+    losses = torch.tensor([each["loss"].item() for each in returned])
+    if mpu.is_pipeline_last_stage(ignore_virtual=True):
+        dist.all_reduce(losses, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    is_mine = dist.get_rank() == dist.get_world_size() - 1
+    return losses.tolist() if is_mine else None
+
+
+def broadcast(returned: list[Any], collected: list[float]) -> list[float] | None:
+    """Send from the last rank by its name where the last stage is said to be (NeMo-RL)."""
+    losses: list[Any] = [None]
+    if mpu.is_pipeline_last_stage(ignore_virtual=True):
+        losses = [[each["loss"].item() for each in returned]]
+    source = mpu.get_pipeline_model_parallel_last_rank()
+    dist.broadcast_object_list(losses, src=source, group=mpu.get_pipeline_model_parallel_group())
+    return losses[0]
+
+
+def summed_up(returned: list[Any], collected: list[float]) -> list[float] | None:
+    """Add up over the pipeline what a rank has, nothing where it has none (ROLL's mcore_adapter)."""
+    total = torch.tensor(sum((each["loss"].item() for each in returned), 0.0))
+    if mpu.is_pipeline_last_stage(ignore_virtual=True):
+        dist.all_reduce(total, group=mpu.get_data_parallel_group())
+        total /= mpu.get_data_parallel_world_size()
+    dist.all_reduce(total, group=mpu.get_pipeline_model_parallel_group())
+    return [total.item()]
+
+
+def _is_physically_last() -> bool:
+    ranks = mpu.get_pipeline_model_parallel_world_size()
+    return mpu.get_pipeline_model_parallel_rank() == ranks - 1
+
+
+READERS = by_rank, by_closure, physically_last, where_said, logged, broadcast, summed_up
+"""How libraries read what a step's losses are, each on the ranks that it reads them on."""
 
 
 def overlap(config: Any, model: list[nn.Module]) -> None:
@@ -318,6 +382,7 @@ def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]
     replica = mpu.get_data_parallel_rank()
     losses: list[list[float]] = []
     norms: list[float] = []
+    read: dict[str, list[list[float] | None]] = {each.__name__: [] for each in READERS}
     for step, count in enumerate((8, 4, 8) if shape == "verl" else (8, 8, 8)):
         lengths = [LONGEST, 7, 16] if shape == "verl" else [LONGEST]
         for chunk in model:
@@ -334,6 +399,9 @@ def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]
             forward_only=step == 1,
         )
         losses.append(losses_of(shape, returned, collected))
+        if shape == "any":
+            for reader in READERS:
+                read[reader.__name__].append(reader(returned, collected))
         if step != 1:
             norms.append(float(optimizer.step()[1] or 0.0))
     if given.get("distributed_optimizer"):
@@ -343,6 +411,7 @@ def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]
     whole = [] if given.get("distributed_optimizer") else named  # else a replica has a part
     return {
         "losses": losses,
+        "read": read,
         "norms": norms,
         "gradients": {name: each.main_grad.clone() for name, each in whole},
         "parameters": {name: each.detach().clone() for name, each in named},

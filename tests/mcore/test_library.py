@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("megatron.training")
 
+from mcore.callers import CALLERS
 from mcore.conftest import needs_hybrid
 from mcore.farm import Farm
 from mcore.other_trainer import DeferredConfig
@@ -39,6 +40,7 @@ class Learnt(NamedTuple):
     parameters: dict[str, torch.Tensor]
     chunks: int
     first: dict[str, Any]  # all that the first rank has kept
+    read: list[dict[str, Any]]  # of every rank: of every step, what it reads in each known way
 
 
 def learnt(folder: Path, ranks: int = RANKS) -> Learnt:
@@ -49,7 +51,12 @@ def learnt(folder: Path, ranks: int = RANKS) -> Learnt:
         for key in ("gradients", "parameters")
     }
     return Learnt(
-        sum(reads, []), kept[0]["norms"], **merged, chunks=kept[0]["chunks"], first=kept[0]
+        sum(reads, []),
+        kept[0]["norms"],
+        **merged,
+        chunks=kept[0]["chunks"],
+        first=kept[0],
+        read=[each.get("read", {}) for each in kept],
     )
 
 
@@ -103,6 +110,20 @@ def test_all_is_as_under_the_librarys_own_1f1b(
     ours = run(farm, tmp_path, shape, schedule)
     assert ours.chunks == CHUNKS[schedule]
     same(ours, plain)
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
+def test_results_are_where_any_library_looks_for_them(
+    farm: Farm, tmp_path: Path, schedule: str
+) -> None:
+    """On the ranks of two replicas, each in turn in all ways that `callers` lists."""
+    plain = run(farm, tmp_path, "any", None, pipeline=2)
+    ours = run(farm, tmp_path, "any", schedule, pipeline=2)
+    for rank, (own, theirs) in enumerate(zip(ours.read, plain.read, strict=True)):
+        assert own.keys() == theirs.keys() >= {each.reader for each in CALLERS if each.reader}
+        for reader, steps in own.items():
+            for mine, known in zip(steps, theirs[reader], strict=True):
+                assert mine == pytest.approx(known, abs=1e-6), f"{reader} on rank {rank}"
 
 
 SLIME = (

@@ -42,6 +42,20 @@ def default_placements(num_devices: int, num_stages: int, trades: bool = False) 
     return [v_shape(num_devices), *two, loop]
 
 
+def with_loss_last(placement: Placement) -> tuple[int, ...]:
+    """Return a number for every device by which the last one holds the last stage.
+
+    Of a V, which begins and ends on the first, they are counted from the other side: neighbours
+    stay neighbours. Else the two change places.
+    """
+    last, ends = max(placement), placement[-1]
+    if ends == 0:
+        return tuple(reversed(range(last + 1)))
+    numbers = list(range(last + 1))
+    numbers[ends], numbers[last] = last, ends
+    return tuple(numbers)
+
+
 def stages_of(placement: Placement, num_devices: int) -> tuple[tuple[int, ...], ...]:
     """Return the stages of every device, in model order; a stage's index there is its chunk."""
     held: list[list[int]] = [[] for _ in range(num_devices)]

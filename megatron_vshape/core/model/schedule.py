@@ -124,6 +124,17 @@ class Schedule:
         """Return the schedule with every joint pass as its two, one after the other."""
         return replace(self, joint=frozenset())
 
+    def renumbered(self, numbers: Sequence[int]) -> "Schedule":
+        """Return the same order on devices with other numbers: that of every device now.
+
+        >>> from megatron_vshape import make
+        >>> make("v-half", 2, 2).renumbered((1, 0)).placement
+        (1, 0, 0, 1)
+        """
+        placement = tuple(numbers[device] for device in self.placement)
+        order = tuple(row for _, row in sorted(zip(numbers, self.order, strict=True)))
+        return replace(self, placement=placement, order=order)
+
     def steps(self, device: int) -> Iterator[tuple[Pass, ...]]:
         """Yield what a device runs at once, in order: one pass, or the two of a joint pass."""
         row = iter(self.order[device])

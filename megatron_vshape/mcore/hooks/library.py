@@ -22,7 +22,7 @@ from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import library
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
-from megatron_vshape.mcore.setup.choice import Choice, choice_for
+from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.ready import complete_environment, leave_allocator
 from megatron_vshape.mcore.setup.translate import tell, translate
 
@@ -138,7 +138,7 @@ def _choice(session: Session, ranks: int) -> Choice | None:
     pipeline, options = session.pipeline, options_of(session)
     if pipeline is not None and pipeline.stage_map.num_ranks == ranks:
         return pipeline.choice
-    return None if options is None or ranks == 1 else choice_for(options, ranks)
+    return None if options is None or ranks == 1 else library.choice_of_library(options, ranks)
 
 
 def model_init(session: Session, original: Function) -> Function:
@@ -219,15 +219,6 @@ def is_first(session: Session, original: Function, *args: Any, **options: Any) -
 def is_last(session: Session, original: Function, *args: Any, **options: Any) -> bool:
     """Answer for the stage with the loss while a pass runs."""
     return _asked(session, 1, bool(original(*args, **options)))
-
-
-@replaces
-def get_pipeline_model_parallel_last_rank(session: Session, original: Function) -> int:
-    """Return who has the loss: closures that collect it do so there."""
-    if session.pipeline is None or not session.is_librarys:
-        return int(original())
-    ranks = parallel_state._PIPELINE_GLOBAL_RANKS
-    return int(ranks[session.pipeline.stage_map.loss_rank])
 
 
 @replaces

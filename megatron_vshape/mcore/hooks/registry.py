@@ -301,14 +301,6 @@ HOOKS = (
         for reason in ("while a pass runs, it is asked of the stage that runs",)
     ),
     Hook(
-        _STATE,
-        "get_pipeline_model_parallel_last_rank",
-        (),
-        "names the rank with the loss to a library, whose closures collect it there",
-        library.get_pipeline_model_parallel_last_rank,
-        everywhere=True,
-    ),
-    Hook(
         "megatron.core.optimizer",
         "get_megatron_optimizer",
         ("config", "model_chunks"),

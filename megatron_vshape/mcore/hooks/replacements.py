@@ -221,15 +221,11 @@ def _is_end(
 ) -> bool:
     """Return the answer to "is this the first (or last) stage?", about a chunk where one is meant.
 
-    Asked without a chunk, it is about the one that runs, and where none runs about the rank's
-    place in the pipeline: that is how Megatron-LM's trainer finds out who prints. A library then
-    means the rank on which the end is: what its closures have collected of losses lies there.
+    Asked without a chunk, it is about the one that runs, and where none runs Megatron's own, about
+    the rank's place in the pipeline: the last one has what comes of the loss (`choice_of_library`).
     """
     pipeline = session.pipeline
     chunk = session.step.running_chunk if ignore_virtual else vp_stage
-    if pipeline is not None and chunk is None and ignore_virtual and session.is_librarys:
-        rank: int = parallel_state.get_pipeline_model_parallel_rank()
-        return rank == pipeline.stage_map.end_ranks[end]
     if pipeline is not None and not ignore_virtual and pipeline.stage_map.num_chunks == 1:
         chunk = 0
     if pipeline is None or chunk is None:

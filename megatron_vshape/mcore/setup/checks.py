@@ -74,7 +74,8 @@ def check_stages(
             f"schedule {choice.name} has passes that run beside each other: add --{flag}, or "
             "choose another"
         )
-    check_ends(stage_map)
+    if not choice.loss_last:
+        check_ends(stage_map)
     multi_token.check_ends(stage_map)
     if choice.shares and (choice.copies or may_offload):
         raise UnsupportedError(

@@ -11,7 +11,7 @@ from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import filled, peak_in_host
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import OFFLOAD, ScheduleError
-from megatron_vshape.core.model.placement import Placement, looping, v_shape
+from megatron_vshape.core.model.placement import Placement, looping, v_shape, with_loss_last
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
 from megatron_vshape.core.planner.vocabulary import is_shared
@@ -44,6 +44,7 @@ class Choice:
     kernels: bool = False  # messages are kernels, as on NCCL
     may_offload: bool = False  # what copies to the host take is measured with the rest
     may_join: bool = False  # an F may run beside a backward, as Megatron's layer plans let it
+    loss_last: bool = False  # ranks are numbered so that the last one makes the loss
 
     @property
     def plans_by_costs(self) -> bool:
@@ -77,7 +78,17 @@ class Choice:
 
     @property
     def placement(self) -> Placement:
-        """Return the device of every stage, which no number of microbatches changes."""
+        """Return the pipeline rank of every stage, which no number of microbatches changes."""
+        return tuple(self.ranks[device] for device in self.planned)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the pipeline rank that is each device of the schedule as it is planned."""
+        return with_loss_last(self.planned) if self.loss_last else tuple(range(self.num_devices))
+
+    @property
+    def planned(self) -> Placement:
+        """Return the device of every stage, where the schedule's name or file puts it."""
         if self.from_file is not None:
             return self.from_file.placement
         if not self.plans_by_costs:

@@ -66,6 +66,16 @@ def options_from(given: dict[str, Any]) -> PipelineOptions:
     return options
 
 
+def choice_of_library(options: PipelineOptions, num_ranks: int) -> Choice:
+    """Return the schedule that a library's run asks for; raises as `choice_for`.
+
+    The last pipeline rank makes the loss, for there libraries look for all that comes of it: by
+    number, by `is_pipeline_last_stage`, by `get_pipeline_model_parallel_last_rank` and in what
+    their own functions have collected, each as it likes.
+    """
+    return replace(choice_for(options, num_ranks), loss_last=True)
+
+
 def prepare_config(config: Any, options: PipelineOptions) -> Pipeline:
     """Return the pipeline for the model that this TransformerConfig describes, and tell it so.
 
@@ -75,7 +85,7 @@ def prepare_config(config: Any, options: PipelineOptions) -> Pipeline:
         ScheduleError: there is no such schedule, or it does not fit this model.
         UnsupportedError: an option of the model does not go with it.
     """
-    choice = choice_for(options, config.pipeline_model_parallel_size)
+    choice = choice_of_library(options, config.pipeline_model_parallel_size)
     translated = take_options(config, choice, options, check_library)
     tell(translated)
     pipeline = pipeline_of(

@@ -233,6 +233,10 @@ class Planner:
         return estimate.with_copies_of(as_forward, held, as_forward)
 
     def _schedule(self, num_microbatches: int) -> Schedule:
+        return self._ordered(num_microbatches).renumbered(self.choice.ranks)
+
+    def _ordered(self, num_microbatches: int) -> Schedule:
+        """Return the order of passes on devices as the schedule's name or file counts them."""
         choice = self.choice
         file = choice.from_file
         if file is not None and file.num_microbatches != num_microbatches:
@@ -261,8 +265,10 @@ class Planner:
         if self.costs is None:
             return self._start(question)
         costs, layers = self._allowed(self.costs), self.choice.num_layers
-        limit = self._left_bytes(costs) or self.choice.limit_of
-        placements = (self.choice.placement,)
+        left, limit = self._left_bytes(costs), self.choice.limit_of
+        if left is not None:
+            limit = tuple(left[rank] for rank in self.choice.ranks)
+        placements = (self.choice.planned,)
 
         def cut(num_stages: int, name: str) -> Costs:
             return recut(costs, num_stages, question.num_devices, name, layers)
@@ -278,7 +284,7 @@ class Planner:
         """
         sizes = question.num_devices, question.num_microbatches
         joint = list(joint_orders(*sizes)) if self.choice.may_join else []
-        if joint and joint[-1].placement == self.choice.placement:
+        if joint and joint[-1].placement == self.choice.planned:
             # That which holds least, hardly more than the other.
             return replace(joint[-1], name=f"{START}-joint")
         return ask(replace(question, name=START)).schedule
