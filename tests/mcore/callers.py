@@ -1,4 +1,4 @@
-"""Who asks Megatron-Core which stage this is, in the libraries on top of it, and what they do by it.
+"""Who asks Megatron-Core which stage this is, in libraries on top of it, and what they do by it.
 
 Read at these versions: ms-swift 4.6.0, mcore-bridge 1.6.5, verl 0.9.1, slime 624b824, NeMo-RL
 7ea279a, ROLL 8eb27cc, Megatron-Bridge 0.6.2. `bash scripts/test.sh --clients` looks for askers that
@@ -38,10 +38,10 @@ CALLERS = (
     Caller("swift", "megatron/trainers/grpo_trainer.py", "within a pass: logits to log-probs"),
     Caller("swift", "megatron/trainers/kto_trainer.py", "within a pass, by vp_stage: which axis"),
     Caller("swift", "megatron/trainers/utils.py", _BATCH),
-    Caller("swift", "megatron/utils/utils.py", "a pass of its own for a reference model, one chunk"),
+    Caller("swift", "megatron/utils/utils.py", "a pass of its own, of a model with one chunk"),
     Caller("swift", "megatron/utils/megatron_fsdp_checkpoint.py", _RANK),
     Caller("swift", "megatron/utils/megatron_lm_utils.py", _RANK),
-    Caller("swift", "ray/megatron/megatron_worker.py", "takes results by number of rank", "by_rank"),
+    Caller("swift", "ray/megatron/megatron_worker.py", "takes results by number", "by_rank"),
     Caller("mcore_bridge", "bridge/gpt_bridge.py", _WRITES),
     Caller("mcore_bridge", "model/mm_gpts/deepseek_v41.py", _WRITES),
     Caller("mcore_bridge", "model/register.py", _BUILDS),
@@ -59,7 +59,7 @@ CALLERS = (
     Caller("verl", "models/mcore/saver.py", _NUMBERS),
     Caller("verl", "model_merger/megatron_model_merger.py", _NUMBERS),
     Caller("verl", "utils/checkpoint/megatron_checkpoint_manager.py", _NUMBERS),
-    Caller("verl", "utils/megatron/router_replay_utils.py", "which layers Megatron's own order has"),
+    Caller("verl", "utils/megatron/router_replay_utils.py", "which layers Megatron's order has"),
     Caller("verl", "utils/modelopt/qat_weight_exporter.py", _RANK),
     Caller("verl", "utils/profiler/torch_profile.py", _RANK),
     Caller(

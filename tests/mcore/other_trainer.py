@@ -4,13 +4,13 @@ Each does what sets it apart: `bridge` (NVIDIA's Megatron-Bridge) defers its con
 core.pipeline_parallel.utils which stage this is and reads losses on the physical last rank;
 `verl` initializes the process groups before it has a config, asks parallel_state, gives every
 call another number of microbatches of other lengths and takes what it makes of the results from the
-rank with the last number; `any` reads them in all ways that are known (`READERS`); `areal` drops what the call returns and reads
-what its loss closure collected, where parallel_state says that the last stage is; `rl`
-(megatron/rl in Megatron-LM) takes a rank's first chunk for its model, has it compute
-log-probabilities by its old weights and by others between two steps, one microbatch a call and no
-loss function, reads them on the physical last rank and sends them to all. All have imported
-Megatron's functions by name before any schedule is registered, and none needs Megatron-LM's
-trainer; `parsing_trainer` has one that does.
+rank with the last number; `areal` drops what the call returns and reads what its loss closure
+collected, where parallel_state says that the last stage is; `any` reads losses in all ways that
+are known (`READERS`); `rl` (megatron/rl in Megatron-LM) takes a rank's first chunk for its model,
+has it compute log-probabilities by its old weights and by others between two steps, one microbatch
+a call and no loss function, reads them on the physical last rank and sends them to all. All have
+imported Megatron's functions by name before any schedule is registered, and none needs
+Megatron-LM's trainer; `parsing_trainer` has one that does.
 """
 
 from __future__ import annotations
@@ -230,6 +230,13 @@ def batches(step: int, count: int, lengths: list[int]) -> Iterator[dict[str, Ten
         yield {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
+def iterators(given: dict[str, Any], model: list[nn.Module], *step: Any) -> Any:
+    """Return a step's microbatches, by default a list with each chunk's own."""
+    one, how = batches(*step), given.get("iterators")
+    lists = {"listed": [one], "repeated": [one] * len(model), "bare": one}
+    return lists[how] if how else [batches(*step) for _ in model]
+
+
 def unwrapped(chunk: Any) -> Any:
     """Return the chunk's model."""
     while hasattr(chunk, "module"):
@@ -251,7 +258,7 @@ def forward(
         ends = is_pp_first_stage(group), is_pp_last_stage(group)
     else:
         ends = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
-    tokens = batch["tokens"]
+    tokens = batch.pop("tokens")  # a library takes its batch apart
     positions = torch.arange(tokens.shape[1]).unsqueeze(0)
     mask = torch.triu(torch.ones(1, 1, tokens.shape[1], tokens.shape[1]), diagonal=1).bool()
     labels = batch["labels"] if ends[1] else None
@@ -322,7 +329,7 @@ def broadcast(returned: list[Any], collected: list[float]) -> list[float] | None
 
 
 def summed_up(returned: list[Any], collected: list[float]) -> list[float] | None:
-    """Add up over the pipeline what a rank has, nothing where it has none (ROLL's mcore_adapter)."""
+    """Add up over the pipeline what its ranks have, where they have any (ROLL's mcore_adapter)."""
     total = torch.tensor(sum((each["loss"].item() for each in returned), 0.0))
     if mpu.is_pipeline_last_stage(ignore_virtual=True):
         dist.all_reduce(total, group=mpu.get_data_parallel_group())
@@ -391,7 +398,7 @@ def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]
         collected: list[float] = []
         returned = get_forward_backward_func()(
             forward_step_func=partial(forward, shape, collected),
-            data_iterator=[batches(step + 10 * replica, count, lengths) for _ in model],
+            data_iterator=iterators(given, model, step + 10 * replica, count, lengths),
             model=model,
             num_microbatches=count,
             seq_length=1 if shape == "verl" else LONGEST,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,6 +28,7 @@ from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.mcore.observe.report import opening_lines
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup.library import options_from, prepare_config
+from megatron_vshape.mcore.step.microbatches import given_iterators, shared_out
 
 RANKS = 4
 
@@ -124,6 +126,33 @@ def test_results_are_where_any_library_looks_for_them(
         for reader, steps in own.items():
             for mine, known in zip(steps, theirs[reader], strict=True):
                 assert mine == pytest.approx(known, abs=1e-6), f"{reader} on rank {rank}"
+
+
+@pytest.mark.parametrize("how", ["bare", pytest.param("repeated", marks=pytest.mark.slow)])
+def test_one_data_iterator_serves_all_chunks(farm: Farm, tmp_path: Path, how: str) -> None:
+    """The same microbatches for each, though one takes out of a batch what the other needs."""
+    plain = run(farm, tmp_path, "verl", None)
+    same(run(farm, tmp_path, "verl", "v-half", iterators=how), plain)
+
+
+def test_a_shared_microbatch_is_kept_until_the_last_chunk_has_read_it() -> None:
+    source = iter([{"tokens": at} for at in range(3)])
+    chunks = given_iterators([source], 2)
+    one, other = shared_out(chunks)
+    assert [next(one).pop("tokens") for _ in range(2)] == [0, 1]
+    assert next(other) == {"tokens": 0}
+    assert [next(each)["tokens"] for each in (other, other, one)] == [1, 2, 2]
+    assert one.shared._waiting == {}
+    assert list(one) == []
+    assert shared_out(given_iterators(None, 2)) == [None, None]
+    assert shared_out(chunks[:1]) == [source]  # whose own it is, untouched
+
+
+def test_data_iterators_that_cannot_serve_are_refused_with_the_remedy() -> None:
+    with pytest.raises(UnsupportedError, match="3 data iterators are given for the 2 model chunks"):
+        given_iterators([iter(()), iter(()), iter(())], 2)
+    with pytest.raises(UnsupportedError, match="one SimpleNamespace is given for 2 model chunks"):
+        given_iterators(SimpleNamespace(get_next=lambda keys: {}), 2)
 
 
 SLIME = (

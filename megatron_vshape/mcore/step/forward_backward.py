@@ -42,6 +42,7 @@ from megatron_vshape.mcore.step.finite import InspectedStage, repeats_a_bad_step
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.late_checks import checked_late
 from megatron_vshape.mcore.step.loss_reporting import Courier
+from megatron_vshape.mcore.step.microbatches import given_iterators, shared_out
 from megatron_vshape.mcore.step.paged_stash import begin_step
 from megatron_vshape.mcore.step.run_ahead import RandomState, Replay
 from megatron_vshape.mcore.step.same_plan import Agreement
@@ -323,7 +324,9 @@ class PipelineRunner:
         hides: bool = True,
     ) -> _Begun:
         """Return the step with all that it needs, none of its passes run."""
-        chunks, iterators = _as_lists(call.model, call.data_iterator)
+        chunks = _as_list(call.model)
+        with refusing():
+            iterators = given_iterators(call.data_iterator, len(chunks))
         config = get_model_config(chunks[0])
         begin_step(config, not call.forward_only and self._profiler.order_is_last)
         groups = _default_groups() if call.pg_collection is None else call.pg_collection
@@ -349,6 +352,7 @@ class PipelineRunner:
         if not call.forward_only:
             sync.gather_parameters()
             iterators = self._replayed(iterators)
+        iterators = shared_out(iterators)
         program, beside = self._program(call, hides)
         if not call.forward_only:
             self._set_recompute(program.schedule.recompute, chunks, groups.pp.rank())
@@ -577,15 +581,6 @@ def _timed(config: Any) -> Iterator[None]:
 
 def _as_list(model: Any) -> list[nn.Module]:
     return model if isinstance(model, list) else [model]
-
-
-def _as_lists(model: Any, data_iterator: Any) -> tuple[list[nn.Module], list[Any]]:
-    """Return the chunks and their iterators; with one chunk Megatron may pass the bare things."""
-    chunks = _as_list(model)
-    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-    if len(chunks) != len(iterators):
-        raise ValueError(f"{len(chunks)} model chunks have {len(iterators)} data iterators")
-    return chunks, iterators
 
 
 def _device_of(model: nn.Module) -> torch.device:

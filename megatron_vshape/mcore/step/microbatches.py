@@ -1,0 +1,98 @@
+"""The data iterators of a rank's chunks: one for each, or one that serves several."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_vshape.mcore.refusals import UnsupportedError
+
+
+@dataclass(eq=False)
+class _Shared:
+    """An iterator of which several chunks read every microbatch, each at a time of its own."""
+
+    source: Any
+    readers: int
+    _given: int = 0  # by the source
+    _waiting: dict[int, tuple[Any, int]] = field(default_factory=dict)  # with who has yet to read
+
+    def read(self, number: int) -> Any:
+        """Return a microbatch: the source's next to who asks first, and a copy to each other.
+
+        A forward step may take the batch that it gets apart.
+        """
+        while self._given <= number:
+            self._waiting[self._given] = next(self.source), self.readers
+            self._given += 1
+        item, left = self._waiting.pop(number)
+        if left == 1:
+            return item
+        self._waiting[number] = item, left - 1
+        return copy.copy(item)
+
+
+@dataclass(eq=False)
+class _Reader:
+    """What one chunk reads of it in one step; everything but `next` is passed on."""
+
+    shared: _Shared
+    _number: int = 0
+
+    def __iter__(self) -> _Reader:
+        return self
+
+    def __next__(self) -> Any:
+        item = self.shared.read(self._number)
+        self._number += 1
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.shared.source, name)
+
+
+def given_iterators(data_iterator: Any, num_chunks: int) -> list[Any]:
+    """Return what the trainer passes as one iterator per chunk; the same one may serve several.
+
+    Raises:
+        UnsupportedError: there are neither one nor as many as chunks; or one is to serve several,
+            and is read otherwise than by `next`.
+    """
+    iterators = list(data_iterator) if isinstance(data_iterator, list | tuple) else [data_iterator]
+    if len(iterators) == 1:
+        iterators = iterators * num_chunks
+    if len(iterators) != num_chunks:
+        raise UnsupportedError(
+            f"{len(iterators)} data iterators are given for the {num_chunks} model chunks of this "
+            "rank: give each chunk its own over the same microbatches, or one for all"
+        )
+    for each, readers in _readers(iterators).values():
+        if readers > 1 and each is not None and not hasattr(each, "__next__"):
+            raise UnsupportedError(
+                f"one {type(each).__name__} is given for {readers} model chunks, and is no "
+                "iterator whose microbatches they could share: give each chunk its own"
+            )
+    return iterators
+
+
+def shared_out(iterators: Sequence[Any]) -> list[Any]:
+    """Return what every chunk reads in one step: of an iterator that several have, each reads all.
+
+    None stays None.
+    """
+    shared = {
+        key: _Shared(each, readers) for key, (each, readers) in _readers(iterators).items()
+    }
+    return [
+        each if each is None or shared[id(each)].readers == 1 else _Reader(shared[id(each)])
+        for each in iterators
+    ]
+
+
+def _readers(iterators: Sequence[Any]) -> dict[int, tuple[Any, int]]:
+    """Return every iterator once, with how many chunks have it."""
+    times = Counter(map(id, iterators))
+    return {id(each): (each, times[id(each)]) for each in iterators}
