@@ -84,9 +84,10 @@ class _AfterMegatron(MetaPathFinder):
 
 
 def _register() -> None:
-    from megatron_vshape import register
+    from megatron_vshape.mcore.hooks.registry import install
+    from megatron_vshape.mcore.words import Way
 
-    register(**options_in(os.environ[VARIABLE]))
+    install(options_in(os.environ[VARIABLE]), Way.VARIABLE)
 
 
 def watch() -> None:

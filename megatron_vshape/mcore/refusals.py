@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.mcore.words import in_words
 
 
 class UnsupportedError(ValueError):
@@ -33,7 +34,7 @@ class RefusedError(SystemExit):
     def __init__(self, why: object) -> None:
         """Take the reason; all ranks raise this, and the first prints it."""
         is_first = int(os.environ.get("RANK", "0")) == 0
-        super().__init__(f"megatron-vshape: {why}" if is_first else 1)
+        super().__init__(f"megatron-vshape: {in_words(why)}" if is_first else 1)
 
 
 @contextmanager

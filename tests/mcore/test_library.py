@@ -7,7 +7,9 @@ import os
 import random
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,9 +28,12 @@ import megatron_vshape
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.mcore.observe.report import opening_lines
-from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError, refusing
+from megatron_vshape.mcore.setup.arguments import PipelineOptions, add_arguments
+from megatron_vshape.mcore.setup.choice import choice_of
 from megatron_vshape.mcore.setup.library import options_from, prepare_config
 from megatron_vshape.mcore.step.microbatches import given_iterators, shared_out
+from megatron_vshape.mcore.words import OPTIONS, Way, in_words, speak
 
 RANKS = 4
 
@@ -297,6 +302,40 @@ def test_bad_options_are_refused_at_once(options: dict[str, Any], text: str) -> 
         megatron_vshape.register(**options)
 
 
+NEEDS_COSTS = {
+    Way.FLAGS: "--pipeline-schedule auto needs costs: give --pipeline-costs FILE, or "
+    "--pipeline-profile-iterations A:B to measure them",
+    Way.KEYWORDS: "schedule=auto needs costs: give costs_file=FILE, or profile_steps=(A, B) to "
+    "measure them",
+    Way.VARIABLE: "schedule=auto needs costs: give costs_file=FILE, or profile_steps=A:B to "
+    "measure them",
+}
+
+
+@pytest.mark.parametrize("way", Way)
+def test_a_refusal_names_options_as_the_user_gave_them(
+    way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    speak(way)
+    try:
+        with pytest.raises(RefusedError) as refused, refusing():
+            choice_of("auto", RANKS)
+        assert str(refused.value) == f"megatron-vshape: {NEEDS_COSTS[way]}"
+        theirs = "moe_layer_freq" if way is not Way.FLAGS else "--moe-layer-freq"
+        assert in_words("--moe-layer-freq 2 is not supported") == f"{theirs} 2 is not supported"
+    finally:
+        speak(Way.FLAGS)
+
+
+def test_every_option_has_words() -> None:
+    parser = add_arguments(ArgumentParser())
+    flags = {text[2:] for action in parser._actions for text in action.option_strings}
+    known = {each.name for each in fields(PipelineOptions)}
+    assert {text for text in flags if text.startswith(("p", "o"))} == OPTIONS.keys()
+    assert set(OPTIONS.values()) == known
+
+
 def test_the_log_says_of_recomputed_inputs_what_it_says_under_flags() -> None:
     config = DeferredConfig(
         num_layers=8,
@@ -316,7 +355,7 @@ def test_a_limit_leaves_room_for_what_the_rank_holds_besides(farm: Farm, tmp_pat
     costs = tmp_path / "costs.json"
     costs.write_text(Costs.uniform(RANKS, 2 * RANKS, 100, 120, 90, 5).to_json())
     options = {"costs_file": str(costs), "memory_limit_gib": 1e-9}
-    with pytest.raises(AssertionError, match="nothing fits --pipeline-memory-limit 1e-09: rank 0"):
+    with pytest.raises(AssertionError, match="nothing fits memory_limit_gib=1e-09: rank 0"):
         run(farm, tmp_path, "areal", "auto", options=options)
     ours = run(farm, tmp_path, "bridge", "auto", options=options | {"memory_limit_gib": 8.0})
     assert ours.chunks == 2

@@ -16,6 +16,7 @@ from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.replaced import ABSENT, Replaced
 from megatron_vshape.mcore.setup.library import options_from
+from megatron_vshape.mcore.words import Way, speak
 
 
 class HookError(RuntimeError):
@@ -493,11 +494,12 @@ _replaced = Replaced()
 _chosen = Replaced()  # the same, of hooks that a schedule alone brings
 
 
-def install(options: Mapping[str, Any] | None = None) -> None:
+def install(options: Mapping[str, Any] | None = None, way: Way = Way.KEYWORDS) -> None:
     """Replace what `HOOKS` lists, also where it has been imported by name.
 
     Until a schedule is chosen every replacement does what it replaces, and some wait until then.
-    Does nothing where that has been done. `options` are those of `megatron_vshape.register`.
+    Does nothing where that has been done. `options` are those of `megatron_vshape.register`, or of
+    the variable.
 
     Raises:
         HookError: a target is missing or has another signature; nothing is replaced then.
@@ -515,6 +517,7 @@ def install(options: Mapping[str, Any] | None = None) -> None:
     faults = [each.fault for each in examine() if each.fault is not None]
     if faults:
         raise HookError(faults[0])
+    speak(Way.FLAGS if given is None else way)
     session = Session(library=given, replaced=_replaced, chosen=_chosen)
     made: dict[int, Any] = {}  # names of one object get one replacement
     named = [hook.original() for hook in HOOKS if hook.everywhere]

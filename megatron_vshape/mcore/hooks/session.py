@@ -26,6 +26,7 @@ from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.mcore.words import in_words
 
 if TYPE_CHECKING:  # they need Megatron-LM's trainer
     from megatron_vshape.mcore.early.post_validation import PostValidation
@@ -139,7 +140,8 @@ class Session:
             if not self.has_opened:
                 tokens = call["seq_length"] * call["micro_batch_size"]
                 text = self.opening(self.pipeline, model, tokens, call["num_microbatches"])
-                logger.log(logging.DEBUG if dist.get_rank() else logging.INFO, "%s", text)
+                level = logging.DEBUG if dist.get_rank() else logging.INFO
+                logger.log(level, "%s", in_words(text))
         self.ready.add(model[0])
 
     def opening(

@@ -36,6 +36,7 @@ from megatron_vshape.mcore.setup import arguments, configure
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.ready import complete_environment
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
+from megatron_vshape.mcore.words import Way, speak
 from megatron_vshape.runtime.last_words import last_words
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ def validate_args(
     session: Session, original: Function, args: Namespace, *rest: Any, **options: Any
 ) -> Any:
     """Set the pipeline up before Megatron's checks, and check what only they make known."""
+    if args.pipeline_schedule is not None:
+        speak(Way.FLAGS)
     with refusing():
         session.once = configure.one_planner(args)
         pipeline = configure.prepare(args, session.library, session.once)

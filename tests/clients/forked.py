@@ -1,0 +1,51 @@
+"""Runs the cases of a library's script, each in a process forked when all has been imported.
+
+Imports take most of a minute. A case finds the variable that a user sets in its environment, and
+has process groups of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+
+def run_cases(main: Callable[[SimpleNamespace], dict[str, Any]], **defaults: Any) -> None:
+    """Run `main` for each case of the folder that the command line names; save what it returns."""
+    folder = Path(sys.argv[1])
+    for number, case in enumerate(json.loads((folder / "cases.json").read_text())):
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            continue
+        own = folder / case["name"]
+        says = os.open(own / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(says, 1)
+        os.dup2(says, 2)
+        # The launcher's store is one for all cases: what each puts there has a name of its own.
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        code = 1
+        try:
+            _register(case["variable"])
+            kept = main(SimpleNamespace(**(defaults | case | {"folder": str(own)})))
+            import torch
+
+            torch.save(kept, own / f"{os.environ['RANK']}.pt")
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _register(variable: str | None) -> None:
+    if variable is not None:
+        os.environ["MEGATRON_VSHAPE"] = variable
+        import megatron_vshape.from_environment  # noqa: F401  as the package's start-up file does

@@ -1,0 +1,123 @@
+"""Launches a library's own training in the environment that `--clients` has made for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = HERE.parents[1] / ".cache" / "clients"
+RANKS = 4
+
+SCHEDULES = {
+    "v-half": "schedule=v-half",
+    "v-zb": "schedule=v-zb",
+    "auto": "schedule=auto,profile_steps=1:2",
+}
+"""What a user of the library sets MEGATRON_VSHAPE to; stock is without it."""
+
+Case = Mapping[str, Any]
+Kept = list[dict[str, Any]]
+
+
+def python_of(library: str) -> Path:
+    """Return the Python of the library's environment; skips the tests where there is none."""
+    folder = Path(os.environ.get("CLIENTS_FOLDER", ENVIRONMENTS)) / library
+    python, why = folder / "bin" / "python", folder / "missing"
+    if why.exists():
+        pytest.skip(why.read_text().strip(), allow_module_level=True)
+    if not python.exists():
+        pytest.skip(f"needs {library}: bash scripts/test.sh --clients", allow_module_level=True)
+    return python
+
+
+class Runs:
+    """What the cases of a library have left, by name."""
+
+    def __init__(self, library: str, folder: Path, output: str) -> None:
+        self.library, self.folder, self.output = library, folder, output
+
+    def of(self, case: str) -> Kept:
+        """Return what each rank has kept of a case; raises with what was said where it failed."""
+        files = [self.folder / case / f"{rank}.pt" for rank in range(RANKS)]
+        if not all(file.exists() for file in files):
+            said = self.folder / case / "said"
+            raise AssertionError(said.read_text()[-6000:] if said.exists() else self.output[-6000:])
+        return [torch.load(file, weights_only=False) for file in files]
+
+    def said(self, case: str) -> str:
+        """Return what all ranks have written of a case."""
+        return (self.folder / case / "said").read_text()
+
+    def compare(self, case: str, plain: str, most: float = 2e-6) -> None:
+        """Print how far a case is from another, and raise where that is too far on any rank."""
+        ours, theirs = self.of(case), self.of(plain)
+        found: dict[str, float] = {}
+        for own, other in zip(ours, theirs, strict=True):
+            for key in own:
+                if key != "chunks":
+                    off = difference(own[key], other[key], key)
+                    found[key] = max(found.get(key, 0.0), off)
+        told = ", ".join(f"{key} {value:.1e}" for key, value in found.items())
+        print(f"\n| {self.library} | {case} | {told} |")
+        assert max(found.values()) <= most, (case, found)
+
+
+def run(
+    library: str, script: str, folder: Path, cases: Mapping[str, Case], **others: str
+) -> Runs:
+    """Run a script of this folder on all ranks: each case with its schedule and its options."""
+    folder.mkdir(parents=True, exist_ok=True)
+    listed = [
+        {"name": name, "variable": SCHEDULES.get(case.get("schedule", "")), **case}
+        for name, case in cases.items()
+    ]
+    (folder / "cases.json").write_text(json.dumps(listed))
+    for name in cases:
+        (folder / name).mkdir()
+    port = str(random.SystemRandom().randrange(10_000, 32_000))
+    command = ["-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--master-port", port]
+    given = {key: value for key, value in os.environ.items() if key != "MEGATRON_VSHAPE"}
+    ended = subprocess.run(
+        [str(python_of(library)), *command, str(HERE / script), str(folder)],
+        env=given
+        | {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "PYTHONPATH": os.pathsep.join(map(str, (HERE.parents[1], HERE))),
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+        }
+        | others,
+        capture_output=True,
+        text=True,
+        timeout=3000,
+    )
+    return Runs(library, folder, ended.stdout + ended.stderr)
+
+
+def difference(ours: Any, theirs: Any, where: str) -> float:
+    """Return the largest difference of numbers in two nests of one shape; raises where not."""
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), where
+        found = [difference(ours[key], theirs[key], f"{where}.{key}") for key in ours]
+        return max(found, default=0.0)
+    if isinstance(ours, list | tuple):
+        assert len(ours) == len(theirs), where
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        return max((difference(*pair, f"{where}.{at}") for at, pair in pairs), default=0.0)
+    if isinstance(ours, torch.Tensor):
+        assert ours.shape == theirs.shape, where
+        return float((ours.double() - theirs.double()).abs().max()) if ours.numel() else 0.0
+    if isinstance(ours, int | float) and not isinstance(ours, bool):
+        return abs(ours - theirs) / max(1.0, abs(theirs))
+    assert ours == theirs, where
+    return 0.0

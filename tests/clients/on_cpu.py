@@ -1,0 +1,169 @@
+"""What lets a library of `--clients` run on a CPU: kernels of torch, and a tiny model of its own.
+
+Transformer Engine's own Python runs as in tests/mcore/te_on_cpu.py; in place of its attention,
+which is nothing but kernels, stands Megatron's. The libraries are told that there are GPUs, and put
+nothing there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parents[2]
+TOLD = ("transformer_engine", "megatron", "swift", "mcore_bridge", "verl", "slime", "mbridge")
+"""Packages to which there are GPUs."""
+
+VOCABULARY = 384
+
+
+def install() -> None:
+    """Replace what needs a GPU. Call it before any of the libraries is imported."""
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, str(ROOT / "tests" / "mcore"))
+    import te_on_cpu
+
+    found = importlib.util.find_spec("transformer_engine")
+    te_on_cpu.import_te(str(Path(str(found and found.origin)).parents[1]))
+    answers = torch.cuda.is_available
+    torch.cuda.is_available = lambda: (
+        str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0] in TOLD or answers()
+    )
+    torch.jit.script = lambda function=None, **options: function or (lambda each: each)
+    from megatron_vshape.mcore.cpu import _is_gpu
+
+    move = nn.Module.to
+
+    def stay(module: nn.Module, *to: Any, **options: Any) -> nn.Module:
+        to = tuple("cpu" if _is_gpu(each) else each for each in to)
+        options = {key: "cpu" if _is_gpu(each) else each for key, each in options.items()}
+        return move(module, *to, **options)
+
+    nn.Module.to = stay
+    nn.Module.cuda = lambda module, *device: module
+    for name in ("FLASH", "FUSED", "UNFUSED"):  # Megatron sets them, and te_on_cpu did
+        os.environ.pop(f"NVTE_{name}_ATTN", None)
+
+
+def replace_attention() -> None:
+    """Have layers of Transformer Engine's attend as Megatron's own do, packed sequences as well."""
+    from megatron.core.extensions import transformer_engine_spec_provider as provider
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class Attention(DotProductAttention):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **given: Any):
+            packed = given.pop("packed_seq_params", None)
+            if packed is None:
+                given.pop("num_splits", None)
+                return super().forward(query, key, value, *rest, **given)
+            one, many = query.shape[0], query.dim() == 4
+            parts = [each.squeeze(1) if many else each for each in (query, key, value)]
+            repeats = parts[0].shape[1] // parts[1].shape[1]
+            heads = [each.repeat_interleave(repeats, 1) for each in parts[1:]]
+            bounds = packed.cu_seqlens_q.tolist()
+            bounds += [one] if bounds[-1] < one else []
+            attended = []
+            for begin, end in zip(bounds, bounds[1:], strict=False):
+                if begin == end:
+                    continue
+                own = [each[begin:end].transpose(0, 1) for each in (parts[0], *heads)]
+                made = functional.scaled_dot_product_attention(*own, is_causal=True)
+                attended.append(made.transpose(0, 1))
+            whole = torch.cat(attended).reshape(one, -1)
+            return whole.unsqueeze(1) if many else whole
+
+    provider.TESpecProvider.core_attention = lambda self: Attention
+
+
+def make_model(folder: Path) -> str:
+    """Write a tiny Qwen3 of Hugging Face with weights and a tokenizer; return where."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    text = (ROOT / "README.md").read_text()
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    bytes_first = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = bytes_first, decoders.ByteLevel()
+    every = pre_tokenizers.ByteLevel.alphabet()
+    learn = trainers.BpeTrainer(vocab_size=320, special_tokens=marks, initial_alphabet=every)
+    made.train_from_iterator([text], learn)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        eos_token=marks[2],
+        pad_token=marks[0],
+        additional_special_tokens=marks,
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    torch.manual_seed(1)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=8,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            max_position_embeddings=512,
+            tie_word_embeddings=False,
+            bos_token_id=0,
+            eos_token_id=2,
+            pad_token_id=0,
+            dtype="float32",
+        )
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.05)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def make_data(folder: Path) -> tuple[str, str]:
+    """Write dialogues, and such with a rejected answer as well; return both files."""
+    random.seed(0)
+    words = (ROOT / "README.md").read_text().split()
+    plain, paired = folder / "dialogues.jsonl", folder / "preferences.jsonl"
+    with plain.open("w") as one, paired.open("w") as other:
+        for _ in range(256):
+            at, length = random.randrange(len(words) - 80), random.randrange(3, 40)
+            asked, said, worse = (
+                " ".join(words[begin:end])
+                for begin, end in (
+                    (at, at + 5),
+                    (at + 5, at + 5 + length),
+                    (at + 20, at + 20 + length // 2 + 1),
+                )
+            )
+            messages = [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": said},
+            ]
+            one.write(json.dumps({"messages": messages}) + "\n")
+            other.write(json.dumps({"messages": messages, "rejected_response": worse}) + "\n")
+    return str(plain), str(paired)
+
+
+def stand_in_for(*absent: str) -> None:
+    """Answer imports by Megatron-Bridge of packages that are not here and not needed."""
+    sys.path.insert(0, str(ROOT / "tests" / "bridge"))
+    import bridge_on_cpu
+
+    bridge_on_cpu.ABSENT = absent
+    bridge_on_cpu.stand_in()

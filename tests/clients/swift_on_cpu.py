@@ -1,0 +1,98 @@
+"""ms-swift's own Megatron trainers on a CPU: SFT, LoRA and DPO as its command line starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import on_cpu
+
+on_cpu.install()
+
+import torch
+import torch.distributed as dist
+from forked import run_cases
+
+USUAL = (
+    "--model_type qwen3 --template qwen3 --check_model false --torch_dtype float32 --fp16 false "
+    "--bf16 false --ddp_backend gloo --use_hf true --micro_batch_size 2 --global_batch_size 16 "
+    "--lr 1e-3 --min_lr 1e-3 --lr_warmup_fraction 0 --logging_steps 1 --max_length 128 "
+    "--add_version false --gradient_accumulation_fusion false --attention_backend unfused "
+    "--masked_softmax_fusion false --dataloader_num_workers 0 --dataset_num_proc 1 --seed 1 "
+    "--split_dataset_ratio 0.125 --eval_iters 2 --dist_ckpt_optim_fully_reshardable true "
+    "--padding_free false"
+)
+"""What all cases have; the last but one option is what resuming under another schedule takes."""
+
+UNLIKE = ("time", "memory", "speed", "elapsed", "remaining", "tflops", "tokens_per")
+
+
+def logged(folder: Path) -> list[dict[str, float]]:
+    """Return what the user reads of a run in ms-swift's log, without what depends on the clock."""
+    lines = map(json.loads, (folder / "logging.jsonl").read_text().splitlines())
+    return [
+        {
+            name: value
+            for name, value in line.items()
+            if isinstance(value, int | float) and not any(part in name for part in UNLIKE)
+        }
+        for line in lines
+        if any("loss" in name for name in line)
+    ]
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of the last checkpoint, as Hugging Face names them."""
+    from safetensors.torch import load_file
+
+    last = max(folder.glob("checkpoint-*"), key=lambda each: int(each.name.split("-")[1]))
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(last.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def main(given: SimpleNamespace) -> dict[str, Any]:
+    """Return what ms-swift has logged and saved."""
+    from swift.megatron import megatron_rlhf_main, megatron_sft_main
+
+    folder = Path(given.folder) / "run"
+    sizes = [f"--pipeline_model_parallel_size={given.pipeline}", f"--train_iters={given.steps}"]
+    sizes += [f"--save_steps={given.steps}", f"--eval_steps={given.steps}"]
+    data = given.preferences if given.prefers else given.dialogues
+    where = [f"--model={given.model}", f"--dataset={data}", f"--output_dir={folder}"]
+    start = megatron_rlhf_main if given.prefers else megatron_sft_main
+    start([*USUAL.split(), *sizes, *where, *given.options])
+    dist.barrier()
+    kept = {"logged": logged(folder), "weights": saved(folder)}
+    dist.barrier()
+    return kept
+
+
+def adapt_to_this_transformers() -> None:
+    """Give ms-swift what newer transformers no longer have, or read otherwise."""
+    import transformers
+    from transformers import hf_argparser
+
+    transformers.Qwen3Config.rope_theta = 10000.0
+    parse = hf_argparser.HfArgumentParser._parse_dataclass_field
+
+    def parse_field(parser: Any, field: Any) -> None:
+        if field.name == "cp_comm_type":
+            field.type = str | None
+        parse(parser, field)
+
+    hf_argparser.HfArgumentParser._parse_dataclass_field = staticmethod(parse_field)
+
+
+if __name__ == "__main__":
+    os.environ["MODELSCOPE_CACHE"] = os.environ["HF_DATASETS_CACHE"] = f"{os.getcwd()}/cache"
+    on_cpu.replace_attention()
+    import swift.utils
+    from swift.megatron import megatron_rlhf_main, megatron_sft_main  # noqa: F401  imported once
+
+    adapt_to_this_transformers()
+    run_cases(main, pipeline=4, steps=3, prefers=False, options=[])

@@ -1,0 +1,65 @@
+"""ms-swift trains with schedules of this package as with Megatron's own 1F1B, and logs that."""
+
+from __future__ import annotations
+
+import pytest
+
+from clients.launching import SCHEDULES, Runs, python_of, run
+from clients.on_cpu import make_data, make_model
+
+python_of("swift")
+
+LORA = ["--tuner_type", "lora", "--lora_rank", "4", "--target_modules", "all-linear"]
+SHAPES = {
+    "SFT": {},
+    "SFT, two replicas": {"pipeline": 2},
+    "SFT, packed": {"options": ["--padding_free", "true"]},
+    "DPO": {"prefers": True, "options": ["--rlhf_type", "dpo"]},
+    "DPO, two replicas": {"prefers": True, "pipeline": 2, "options": ["--rlhf_type", "dpo"]},
+}
+SAVES = ("stock", "v-half")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("swift")
+    dialogues, preferences = make_data(folder)
+    usual = {"model": make_model(folder / "model"), "dialogues": dialogues}
+    usual["preferences"] = preferences
+    cases = {
+        f"{shape}: {schedule}": {"schedule": schedule, **usual, **options}
+        for shape, options in SHAPES.items()
+        for schedule in ("stock", *SCHEDULES)
+    }
+    all_runs = folder / "runs"
+    for saves in SAVES:
+        checkpoint = f"{all_runs}/SFT: {saves}/run/checkpoint-3"
+        goes_on = ["--mcore_model", checkpoint, "--finetune", "false"]
+        for resumes in SAVES:
+            asked = {"schedule": resumes, "steps": 5, "options": goes_on}
+            cases[f"resumed: {saves}, {resumes}"] = usual | asked
+    # An adapter begins with each rank's own random numbers, so all go on from one that was saved.
+    cases["LoRA's first"] = {"schedule": "stock", "steps": 1, "options": LORA, **usual}
+    adapter = f"{all_runs}/LoRA's first/run/checkpoint-1"
+    for schedule in ("stock", *SCHEDULES):
+        options = [*LORA, "--mcore_adapter", adapter]
+        cases[f"LoRA: {schedule}"] = {"schedule": schedule, "options": options, **usual}
+    return run("swift", "swift_on_cpu.py", all_runs, cases)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("shape", [*SHAPES, "LoRA"])
+def test_what_is_logged_and_saved_is_ms_swifts_own(
+    runs: Runs, shape: str, schedule: str
+) -> None:
+    """Losses, norms and evaluations as the user reads them, and the weights."""
+    runs.compare(f"{shape}: {schedule}", f"{shape}: stock")
+    assert len(runs.of(f"{shape}: {schedule}")[0]["logged"]) >= 4  # three steps, an evaluation
+
+
+@pytest.mark.parametrize(
+    ("saves", "resumes"), [("stock", "v-half"), ("v-half", "stock"), ("v-half", "v-half")]
+)
+def test_a_run_is_resumed_under_another_schedule(runs: Runs, saves: str, resumes: str) -> None:
+    """With an optimizer's state that is saved fully reshardable, which is not the default."""
+    runs.compare(f"resumed: {saves}, {resumes}", "resumed: stock, stock")

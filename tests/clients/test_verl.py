@@ -1,0 +1,55 @@
+"""verl's Megatron engine with schedules of this package as with Megatron's own 1F1B."""
+
+from __future__ import annotations
+
+import pytest
+from clients.launching import SCHEDULES, Runs, python_of, run
+from clients.on_cpu import make_model
+
+python_of("verl")
+
+SHAPES = {
+    "packed": {},
+    "packed, two replicas": {"pipeline": 2},
+    "padded": {"padded": True},
+    "critic": {"critic": True},
+    "critic, two replicas": {"critic": True, "pipeline": 2},
+}
+"""Of the engine: sequences packed in batches of as many tokens, or padded; a policy or a critic."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("verl")
+    model = make_model(folder / "model")
+    cases = {
+        f"{shape}: {schedule}": {"schedule": schedule, "model": model, **options}
+        for shape, options in SHAPES.items()
+        for schedule in ("stock", *SCHEDULES)
+    }
+    first, then = {"steps": 1}, {"steps": 2}
+    for saves in ("stock", "v-half"):
+        where = {"saves_in": str(folder / f"saved by {saves}")}
+        cases[f"saved: {saves}"] = {"schedule": saves, "model": model, **first, **where}
+    for saves, resumes in RESUMED:
+        where = {"resumes": str(folder / f"saved by {saves}")}
+        name = f"resumed: {saves}, {resumes}"
+        cases[name] = {"schedule": resumes, "model": model, **then, **where}
+    return run("verl", "verl_on_cpu.py", folder / "runs", cases)
+
+
+RESUMED = (("stock", "stock"), ("stock", "v-half"), ("v-half", "stock"), ("v-half", "v-half"))
+"""Under which schedule verl's checkpoint manager has saved, and under which it loads."""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_results_are_verls_own(runs: Runs, shape: str, schedule: str) -> None:
+    """Log-probabilities, entropy, values, losses, norms where verl collects them, and weights."""
+    runs.compare(f"{shape}: {schedule}", f"{shape}: stock")
+    assert [each["chunks"] for each in runs.of(f"{shape}: {schedule}")] == [2] * 4
+
+
+@pytest.mark.parametrize(("saves", "resumes"), RESUMED[1:])
+def test_a_checkpoint_knows_no_schedule(runs: Runs, saves: str, resumes: str) -> None:
+    runs.compare(f"resumed: {saves}, {resumes}", "resumed: stock, stock")
