@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_vshape.core.model.kinds import KINDS, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Await, Message, Program, Run, Send, Stream
-from megatron_vshape.runtime import nccl
+from megatron_vshape.runtime import first_cause, nccl
 from megatron_vshape.runtime.program_runner import Place, describe
 from megatron_vshape.runtime.together import Together
 from megatron_vshape.runtime.watch import Watch, no_progress
@@ -376,7 +376,8 @@ def _failing(
         yield
     except RuntimeError as error:
         is_late = time.monotonic() - since >= timeout_s
-        why = no_progress(timeout_s) if is_late else f", whose connection failed: {error}"
+        late = no_progress(timeout_s) if is_late else None
+        why = late or f", whose connection failed: {error}{first_cause.found()}"
         raise TransportError(tell(message) + why) from error
 
 

@@ -406,6 +406,8 @@ def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]
             forward_only=step == 1,
         )
         losses.append(losses_of(shape, returned, collected))
+        if step == 1 and given.get("fails") == dist.get_rank():
+            raise KeyError("metrics")  # as a library does that finds no results
         if shape == "any":
             for reader in READERS:
                 read[reader.__name__].append(reader(returned, collected))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -131,6 +132,17 @@ def test_results_are_where_any_library_looks_for_them(
         for reader, steps in own.items():
             for mine, known in zip(steps, theirs[reader], strict=True):
                 assert mine == pytest.approx(known, abs=1e-6), f"{reader} on rank {rank}"
+
+
+def test_the_first_failure_is_told_by_those_whose_connection_it_ends(
+    farm: Farm, tmp_path: Path
+) -> None:
+    """Outside of all passes, on the rank that the others wait for in the next step."""
+    with pytest.raises(AssertionError) as failed:
+        run(farm, tmp_path, "verl", "v-half", fails=RANKS - 1)
+    text = str(failed.value)
+    assert "rank 3: KeyError: 'metrics'\n" in text
+    assert re.search(r"rank \d \(device \d\): .*connection failed: .*; before, rank 3: KeyErr", text)
 
 
 @pytest.mark.parametrize("how", ["bare", pytest.param("repeated", marks=pytest.mark.slow)])

@@ -49,9 +49,10 @@ from megatron_vshape.mcore.step.same_plan import Agreement
 from megatron_vshape.mcore.step.stage import MegatronStage, Step, loss_maker, zero_tokens
 from megatron_vshape.mcore.step.vocabulary import SharedVocabulary
 from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.runtime import first_cause
 from megatron_vshape.runtime.hosts import ranks_of_this_host
 from megatron_vshape.runtime.offload import Offload
-from megatron_vshape.runtime.p2p import Transport
+from megatron_vshape.runtime.p2p import Transport, TransportError
 from megatron_vshape.runtime.program_runner import Observer, Place, ProgramRun, run_drain
 from megatron_vshape.runtime.stage import Stage
 from megatron_vshape.runtime.variable_p2p import VariableTransport
@@ -151,7 +152,7 @@ class PipelineRunner:
                 check_script(call.forward_step_func)
         config = get_model_config(_as_list(call.model)[0])
         check_config(config, self._pipeline.options.post_validates)
-        with _timed(config):
+        with _timed(config), first_cause.telling(TransportError):
             return self._evaluate(call) if call.forward_only else self._train(call)
 
     def connect(self, model: Any) -> str | None:
@@ -225,6 +226,7 @@ class PipelineRunner:
         if self._transport is not None:
             self._transport.close(quietly)
             self._transport = None
+            first_cause.forget()
 
     def _evaluate(self, call: Call) -> list[Any]:
         self.drop_ahead()
@@ -525,6 +527,7 @@ class PipelineRunner:
                 like=pipeline_group,
             )
             self._transport.prepare(self._pipeline.planner.smallest())
+            first_cause.watch_the_end(TransportError)
         self._transport.expect(shape, dtype)
         return self._transport
 
