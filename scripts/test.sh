@@ -6,12 +6,14 @@ source scripts/lib.sh
 
 usage() {
     cat <<'TEXT'
-usage: bash scripts/test.sh [--slow] [--browser] [--bridge] [--megatron 0.17|0.18|0.19|CHECKOUT]
-                            [PYTEST ARGS]
+usage: bash scripts/test.sh [--slow] [--browser] [--bridge] [--clients]
+                            [--megatron 0.17|0.18|0.19|CHECKOUT] [PYTEST ARGS]
 
   --slow            the tests that take minutes as well
   --browser         the playground in Chromium as well, which is installed if it is missing
   --bridge          only training with Megatron-Bridge, installed without its dependencies
+  --clients         only training with ms-swift, verl, Megatron-Bridge and slime, each installed without
+                    its dependencies; slime from the checkout that SLIME names, or from its home
   --megatron V      only the tests, in an environment of its own with that megatron-core
   --megatron CHECKOUT
                     only the tests, with the Megatron of a Megatron-LM checkout, such as main
@@ -56,6 +58,48 @@ make_bridge_environment() {
         python -m pip install --quiet --no-deps --target "$packages" 'megatron-bridge==0.6.2'
 }
 
+# make_clients VENV: makes .cache/clients/NAME for each NAME.txt in tests/clients, which has what VENV
+# has and what that file lists, and a checkout of slime; says in a file `missing` why one is not there.
+make_clients() {
+    local list name folder packages
+    for list in tests/clients/*.txt; do
+        name=$(basename "$list" .txt)
+        folder=.cache/clients/$name
+        if cmp -s "$list" "$folder/installed"; then
+            continue
+        fi
+        say "making $folder"
+        rm -rf "$folder"
+        python -m venv --without-pip "$folder"
+        packages=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+            >"$packages/base.pth"
+        if python -m pip install --quiet --no-deps --no-compile --target "$packages" -r "$list"; then
+            cp "$list" "$folder/installed"
+        else
+            printf '%s could not be installed: see what pip says\n' "$name" >"$folder/missing"
+        fi
+    done
+    find_slime .cache/clients/slime-checkout
+}
+
+# find_slime FOLDER: has FOLDER be the checkout that SLIME names, or one of slime's public home.
+find_slime() {
+    local commit=624b824a898ab0ec1fcb4d373004c7f3852bf515
+    if [[ -n ${SLIME-} ]]; then
+        [[ -d $SLIME/slime ]] || die "SLIME=$SLIME is no checkout of slime"
+        rm -rf "$1"
+        ln -s "$(cd "$SLIME" && pwd)" "$1"
+    elif [[ ! -d $1/slime ]]; then
+        rm -rf "$1"
+        if ! { git clone --quiet https://github.com/THUDM/slime.git "$1" &&
+            git -C "$1" checkout --quiet "$commit"; }; then
+            say "slime could not be cloned, and its tests are skipped: set SLIME to a checkout"
+            rm -rf "$1"
+        fi
+    fi
+}
+
 # check NAME COMMAND...: runs it, and remembers the name if it fails.
 failed=()
 check() {
@@ -65,13 +109,14 @@ check() {
 
 processors=$(nproc)
 markers='not slow and not gpu' extras=megatron,exact,search,draw,sweep,playground,dev
-megatron='' checkout='' bridge='' pytest_args=()
+megatron='' checkout='' bridge='' clients='' pytest_args=()
 while (($#)); do
     case $1 in
         -h | --help) usage && exit ;;
         --slow) markers='not gpu' && shift ;;
         --browser) extras+=,browser && shift ;;
         --bridge) bridge=yes && shift ;;
+        --clients) clients=yes && shift ;;
         --megatron)
             if [[ -d ${2-}/megatron/core ]]; then
                 checkout=$(cd "$2" && pwd)
@@ -105,6 +150,11 @@ fi
 if [[ -n $bridge ]]; then
     make_bridge_environment "$venv"
     exec .venv-bridge/bin/python -m pytest tests/bridge "${pytest_args[@]}"
+fi
+
+if [[ -n $clients ]]; then
+    make_clients "$venv"
+    exec python -m pytest tests/clients -s "${pytest_args[@]}"
 fi
 
 if ((${#pytest_args[@]} == 0)); then

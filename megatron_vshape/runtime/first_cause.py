@@ -38,7 +38,7 @@ def tell(error: BaseException, where: str = "") -> None:
 
 
 def found() -> str:
-    """Return the first failure of another rank, to be put behind this one's; empty if none is known.
+    """Return another rank's first failure, to be put behind this one's; empty if none is known.
 
     Waits for a moment: a connection ends before the process at its other end has told all.
     """
@@ -76,7 +76,11 @@ def watch_the_end(follows: type[Exception]) -> None:
         return
 
     def say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, Exception) and not isinstance(error, follows) and dist.is_initialized():
+        if (
+            isinstance(error, Exception)
+            and not isinstance(error, follows)
+            and dist.is_initialized()
+        ):
             tell(error)
         before(kind, error, trace)
 

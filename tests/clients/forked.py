@@ -6,6 +6,7 @@ has process groups of its own.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+LIMIT_S = int(os.environ.get("CLIENTS_LIMIT_S", "300"))
 
 
 def run_cases(main: Callable[[SimpleNamespace], dict[str, Any]], **defaults: Any) -> None:
@@ -28,9 +31,12 @@ def run_cases(main: Callable[[SimpleNamespace], dict[str, Any]], **defaults: Any
         says = os.open(own / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(says, 1)
         os.dup2(says, 2)
-        # The launcher's store is one for all cases: what each puts there has a name of its own.
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        # Each case meets elsewhere: the launcher's store has the names of the case before.
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1 + number)
         code = 1
+        # A case that hangs says where, and ends.
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         try:
             _register(case["variable"])
             kept = main(SimpleNamespace(**(defaults | case | {"folder": str(own)})))

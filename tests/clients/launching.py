@@ -6,7 +6,7 @@ import json
 import os
 import random
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,13 @@ SCHEDULES = {
     "auto": "schedule=auto,profile_steps=1:2",
 }
 """What a user of the library sets MEGATRON_VSHAPE to; stock is without it."""
+
+
+def matrix(shapes: Iterable[str]) -> list[tuple[str, str]]:
+    """Return all schedules for the first of a library's shapes, and V-Half for each other."""
+    first, *others = shapes
+    return [*((first, schedule) for schedule in SCHEDULES), *((each, "v-half") for each in others)]
+
 
 Case = Mapping[str, Any]
 Kept = list[dict[str, Any]]
@@ -71,9 +78,7 @@ class Runs:
         assert max(found.values()) <= most, (case, found)
 
 
-def run(
-    library: str, script: str, folder: Path, cases: Mapping[str, Case], **others: str
-) -> Runs:
+def run(library: str, script: str, folder: Path, cases: Mapping[str, Case], **others: str) -> Runs:
     """Run a script of this folder on all ranks: each case with its schedule and its options."""
     folder.mkdir(parents=True, exist_ok=True)
     listed = [

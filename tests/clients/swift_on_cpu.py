@@ -12,9 +12,8 @@ import on_cpu
 
 on_cpu.install()
 
-import torch
-import torch.distributed as dist
-from forked import run_cases
+import torch  # noqa: E402
+from forked import run_cases  # noqa: E402
 
 USUAL = (
     "--model_type qwen3 --template qwen3 --check_model false --torch_dtype float32 --fp16 false "
@@ -56,7 +55,7 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def main(given: SimpleNamespace) -> dict[str, Any]:
-    """Return what ms-swift has logged and saved."""
+    """Return what ms-swift has logged and saved, on the rank that does it."""
     from swift.megatron import megatron_rlhf_main, megatron_sft_main
 
     folder = Path(given.folder) / "run"
@@ -66,10 +65,9 @@ def main(given: SimpleNamespace) -> dict[str, Any]:
     where = [f"--model={given.model}", f"--dataset={data}", f"--output_dir={folder}"]
     start = megatron_rlhf_main if given.prefers else megatron_sft_main
     start([*USUAL.split(), *sizes, *where, *given.options])
-    dist.barrier()
-    kept = {"logged": logged(folder), "weights": saved(folder)}
-    dist.barrier()
-    return kept
+    if int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]) - 1:
+        return {}
+    return {"logged": logged(folder), "weights": saved(folder)}  # which the last rank writes
 
 
 def adapt_to_this_transformers() -> None:
@@ -91,7 +89,6 @@ def adapt_to_this_transformers() -> None:
 if __name__ == "__main__":
     os.environ["MODELSCOPE_CACHE"] = os.environ["HF_DATASETS_CACHE"] = f"{os.getcwd()}/cache"
     on_cpu.replace_attention()
-    import swift.utils
     from swift.megatron import megatron_rlhf_main, megatron_sft_main  # noqa: F401  imported once
 
     adapt_to_this_transformers()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from clients.launching import SCHEDULES, Runs, python_of, run
+from clients.launching import Runs, matrix, python_of, run
 from clients.on_cpu import make_model
 
 python_of("verl")
@@ -17,15 +17,16 @@ SHAPES = {
 }
 """Of the engine: sequences packed in batches of as many tokens, or padded; a policy or a critic."""
 
+MATRIX = matrix(SHAPES)
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("verl")
     model = make_model(folder / "model")
     cases = {
-        f"{shape}: {schedule}": {"schedule": schedule, "model": model, **options}
-        for shape, options in SHAPES.items()
-        for schedule in ("stock", *SCHEDULES)
+        f"{shape}: {schedule}": {"schedule": schedule, "model": model, **SHAPES[shape]}
+        for shape, schedule in (*((shape, "stock") for shape in SHAPES), *MATRIX)
     }
     first, then = {"steps": 1}, {"steps": 2}
     for saves in ("stock", "v-half"):
@@ -42,8 +43,7 @@ RESUMED = (("stock", "stock"), ("stock", "v-half"), ("v-half", "stock"), ("v-hal
 """Under which schedule verl's checkpoint manager has saved, and under which it loads."""
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "schedule"), MATRIX)
 def test_results_are_verls_own(runs: Runs, shape: str, schedule: str) -> None:
     """Log-probabilities, entropy, values, losses, norms where verl collects them, and weights."""
     runs.compare(f"{shape}: {schedule}", f"{shape}: stock")

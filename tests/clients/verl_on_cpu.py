@@ -10,9 +10,9 @@ import on_cpu
 
 on_cpu.install()
 
-import torch
-import torch.distributed as dist
-from forked import run_cases
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from forked import run_cases  # noqa: E402
 
 ROWS, LENGTH = 8, 32
 

@@ -230,13 +230,6 @@ def batches(step: int, count: int, lengths: list[int]) -> Iterator[dict[str, Ten
         yield {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
-def iterators(given: dict[str, Any], model: list[nn.Module], *step: Any) -> Any:
-    """Return a step's microbatches, by default a list with each chunk's own."""
-    one, how = batches(*step), given.get("iterators")
-    lists = {"listed": [one], "repeated": [one] * len(model), "bare": one}
-    return lists[how] if how else [batches(*step) for _ in model]
-
-
 def unwrapped(chunk: Any) -> Any:
     """Return the chunk's model."""
     while hasattr(chunk, "module"):
@@ -347,6 +340,19 @@ READERS = by_rank, by_closure, physically_last, where_said, logged, broadcast, s
 """How libraries read what a step's losses are, each on the ranks that it reads them on."""
 
 
+def read_all_ways(shape: str, read: dict[str, Any], *found: Any) -> None:
+    """Add to `read` what each reader has of a step, where all are tried."""
+    for reader in READERS if shape == "any" else ():
+        read[reader.__name__].append(reader(*found))
+
+
+def iterators(given: dict[str, Any], model: list[nn.Module], *step: Any) -> Any:
+    """Return a step's microbatches, by default a list with each chunk's own."""
+    one, how = batches(*step), given.get("iterators")
+    lists = {"listed": [one], "repeated": [one] * len(model), "bare": one}
+    return lists[how] if how else [batches(*step) for _ in model]
+
+
 def overlap(config: Any, model: list[nn.Module]) -> None:
     """Have the gradients of a chunk reduced while others run, as libraries do."""
     for name, each in (("no_sync_func", "no_sync"), ("grad_sync_func", "start_grad_sync")):
@@ -408,9 +414,7 @@ def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]
         losses.append(losses_of(shape, returned, collected))
         if step == 1 and given.get("fails") == dist.get_rank():
             raise KeyError("metrics")  # as a library does that finds no results
-        if shape == "any":
-            for reader in READERS:
-                read[reader.__name__].append(reader(returned, collected))
+        read_all_ways(shape, read, returned, collected)
         if step != 1:
             norms.append(float(optimizer.step()[1] or 0.0))
     if given.get("distributed_optimizer"):

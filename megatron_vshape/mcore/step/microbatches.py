@@ -83,9 +83,7 @@ def shared_out(iterators: Sequence[Any]) -> list[Any]:
 
     None stays None.
     """
-    shared = {
-        key: _Shared(each, readers) for key, (each, readers) in _readers(iterators).items()
-    }
+    shared = {key: _Shared(each, readers) for key, (each, readers) in _readers(iterators).items()}
     return [
         each if each is None or shared[id(each)].readers == 1 else _Reader(shared[id(each)])
         for each in iterators

@@ -1,0 +1,188 @@
+"""slime's own forward_only and train on a CPU, with its policy loss: rollouts of unlike lengths."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import inspect
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import on_cpu
+
+on_cpu.install()
+
+import numpy  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from forked import run_cases  # noqa: E402
+
+ABSENT = (
+    "sglang sglang_router.launch_router sglang_router sglang.srt sglang.srt.server_args "
+    "ring_flash_attn sgl_kernel pylatexenc"
+)
+LENGTHS = [20, 13, 31, 9, 27, 16, 22, 11]
+PROMPT = 5
+MICROBATCHES = [[0, 3], [1, 5], [2], [6, 7], [4]]
+
+FLAGS = (
+    "--num-layers 8 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --position-embedding-type rope --no-rope-fusion --swiglu "
+    "--disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights "
+    "--attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion "
+    "--no-masked-softmax-fusion --no-persist-layer-norm --no-bias-swiglu-fusion "
+    "--no-bias-dropout-fusion --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --min-lr 1e-3 "
+    "--lr-decay-style constant --train-iters 3 --use-distributed-optimizer --attention-backend "
+    "unfused --distributed-backend gloo --tokenizer-type NullTokenizer --vocab-size 127 "
+    "--transformer-impl transformer_engine --variable-seq-lengths --data-path none --eval-iters 0 "
+    "--moe-token-dispatcher-type alltoall --load /nonexistent --rollout-batch-size 8 "
+    "--num-rollout 3 --n-samples-per-prompt 1"
+)
+
+SLIMES = {
+    "num_rollout": 3,
+    "rollout_batch_size": 8,
+    "n_samples_per_prompt": 1,
+    "loss_type": "policy_loss",
+    "data_pad_size_multiplier": 8,
+    "use_dynamic_batch_size": True,
+    "use_rollout_entropy": True,
+    "variable_seq_lengths": True,
+    "padded_vocab_size": 128,
+    "enable_gloo_process_groups": True,
+    "moe_use_legacy_grouped_gemm": False,
+}
+"""What slime's launcher derives, and its own command line would need an inference engine for."""
+
+
+def arguments(pipeline: int) -> Any:
+    """Return slime's arguments, validated as its trainer does."""
+    from megatron.training.arguments import parse_args, validate_args
+    from slime.utils.arguments import get_slime_extra_args_provider
+
+    sizes = ["--pipeline-model-parallel-size", str(pipeline)]
+    sys.argv = ["train.py", *FLAGS.split(), *sizes]
+    args = parse_args(get_slime_extra_args_provider(), ignore_unknown_args=True)
+    vars(args).update(SLIMES)
+    validate_args(args)
+    vars(args).update(SLIMES, rank=int(os.environ["RANK"]))
+    return args
+
+
+def fill(chunks: list[Any]) -> None:
+    """Give weights values that follow from their names: slime seeds by rank."""
+    for name, parameter in named(chunks):
+        if parameter.dim() > 1:
+            seed = int(hashlib.sha256(name.encode()).hexdigest()[:12], 16)
+            generator = torch.Generator().manual_seed(seed)
+            parameter.data.copy_(torch.empty(parameter.shape).normal_(0, 0.05, generator=generator))
+
+
+def named(chunks: list[Any]) -> Any:
+    """Yield the parameters by their names in the whole model."""
+    for chunk in chunks:
+        while hasattr(chunk, "module"):
+            chunk = chunk.module
+        for name, parameter in chunk.named_parameters():
+            parts = name.split(".")
+            if name.startswith("decoder.layers."):
+                parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number)
+            yield ".".join(parts), parameter
+
+
+def rollouts(replica: int) -> dict[str, Any]:
+    """Return answers, their old log-probabilities and what they are worth."""
+    generator = torch.Generator().manual_seed(3 + replica)
+    answers = [length - PROMPT for length in LENGTHS]
+
+    def numbers(scale: float) -> list[torch.Tensor]:
+        return [torch.randn(each, generator=generator) * scale for each in answers]
+
+    return {
+        "tokens": [torch.randint(0, 127, (each,), generator=generator) for each in LENGTHS],
+        "total_lengths": LENGTHS,
+        "response_lengths": answers,
+        "loss_masks": [torch.ones(each, dtype=torch.int) for each in answers],
+        "rollout_mask_sums": [torch.tensor(float(each)) for each in answers],
+        "advantages": numbers(1.0),
+        "returns": numbers(1.0),
+        "micro_batch_indices": MICROBATCHES,
+    }
+
+
+def main(given: SimpleNamespace) -> dict[str, Any]:
+    """Return what slime logs, the log-probabilities where it reads them, and the weights."""
+    args = arguments(given.pipeline)
+    dist.init_process_group("gloo")
+    from megatron.core import mpu
+    from slime.backends.megatron_utils import data, initialize, loss, model
+
+    initialize._build_tokenizer = lambda args: None
+    initialize.init(args)
+    args.padded_vocab_size = 128
+    chunks, optimizer, scheduler = model.setup_model_and_optimizer(args, "actor")
+    fill(chunks)
+    optimizer.reload_model_params()
+    kept: dict[str, Any] = {"logged": [], "inferred": [], "chunks": len(chunks)}
+
+    def log(args: Any, numbers: dict[str, Any], *rest: Any, **named: Any) -> None:
+        kept["logged"].append(
+            {name: value for name, value in numbers.items() if isinstance(value, float)}
+        )
+
+    model.logging_utils.log = log
+    own = rollouts(mpu.get_data_parallel_rank())
+    for step in range(3):
+        iterators = data.get_data_iterator(own)
+        made = model.forward_only(
+            loss.get_log_probs_and_entropy, args, chunks, iterators, [len(MICROBATCHES)]
+        )
+        kept["inferred"].append(made)
+        if made and "log_probs" not in own:
+            own["log_probs"] = [each.clone() for each in made["log_probs"]]
+        everyones = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, (mpu.get_data_parallel_rank(), own.get("log_probs")))
+        replica = mpu.get_data_parallel_rank()
+        own["log_probs"] = next(each for of, each in everyones if of == replica and each)
+        iterators = data.get_data_iterator(own)
+        model.train(step, chunks, optimizer, scheduler, iterators, [len(MICROBATCHES)], [8])
+    weights = {name: each.detach().clone() for name, each in named(chunks)}
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, weights)
+    kept["weights"] = {name: value for each in gathered for name, value in each.items()}
+    return kept
+
+
+def without_engines() -> None:
+    """Have slime import, which names an inference engine at the top of its files."""
+    for name in ABSENT.split():
+        absent = MagicMock()
+        absent.__spec__, absent.__path__ = importlib.machinery.ModuleSpec(name, None), []
+        sys.modules.setdefault(name, absent)
+    numpy.__version__ = "1.26.0"  # slime refuses another
+
+
+def adapt_to_this_megatron() -> None:
+    """Leave out of slime's calls what this release of Megatron-Core does not know."""
+    from slime.backends.megatron_utils import model_provider
+
+    for name in ("get_gpt_layer_with_transformer_engine_spec", "get_gpt_layer_local_spec"):
+        real = getattr(model_provider, name)
+        known = inspect.signature(real).parameters
+
+        def call(*args: Any, _real: Any = real, _known: Any = known, **options: Any) -> Any:
+            return _real(*args, **{key: each for key, each in options.items() if key in _known})
+
+        setattr(model_provider, name, call)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.environ["SLIME"])
+    without_engines()
+    on_cpu.replace_attention()
+
+    adapt_to_this_megatron()
+    run_cases(main, pipeline=4)

@@ -1,0 +1,48 @@
+"""The table of who asks which stage this is has every file of the installed libraries that does."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from clients.launching import ENVIRONMENTS
+from mcore.callers import CALLERS
+
+ASKS = re.compile(
+    r"\b(is_pipeline_(first|last)_stage|get_pipeline_model_parallel_((first|last)_)?rank"
+    r"|is_[pv]p_(first|last)_stage|get_pp_(first|last)_rank"
+    r"|[gs]et_virtual_pipeline_model_parallel_(rank|world_size))\("
+)
+
+INSTALLED = {"swift": "swift", "mcore_bridge": "swift", "verl": "verl", "bridge": "verl"}
+"""By library, the environment that has it."""
+
+CHECKOUTS = {"slime": "SLIME", "nemo_rl": "NEMO_RL", "roll": "ROLL", "mcore_adapter": "ROLL"}
+"""By library, the variable that names a checkout of it."""
+
+
+def folder_of(library: str) -> Path:
+    if library in INSTALLED:
+        within = "megatron/bridge" if library == "bridge" else library
+        environment = Path(os.environ.get("CLIENTS_FOLDER", ENVIRONMENTS)) / INSTALLED[library]
+        return next(environment.glob(f"lib/python3*/site-packages/{within}"), environment / "no")
+    named = os.environ.get(CHECKOUTS[library])
+    if named is None and library == "slime":
+        named = str(ENVIRONMENTS / "slime-checkout")
+    within = "mcore_adapter/src/mcore_adapter" if library == "mcore_adapter" else library
+    return Path(named or "no") / within
+
+
+@pytest.mark.parametrize("library", [*INSTALLED, *CHECKOUTS])
+def test_every_asker_is_known(library: str) -> None:
+    folder = folder_of(library)
+    if not folder.is_dir():
+        pytest.skip(f"{library} is not here: bash scripts/test.sh --clients, or name a checkout")
+    found = {
+        str(file.relative_to(folder))
+        for file in folder.rglob("*.py")
+        if ASKS.search(file.read_text(errors="ignore"))
+    }
+    assert found == {each.file for each in CALLERS if each.library == library}

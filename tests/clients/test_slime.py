@@ -1,0 +1,37 @@
+"""slime trains with schedules of this package as with Megatron's own 1F1B, by its policy loss."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from clients.launching import ENVIRONMENTS, Runs, matrix, python_of, run
+
+python_of("verl")  # which has all that slime imports of others
+CHECKOUT = os.environ.get("SLIME", str(ENVIRONMENTS / "slime-checkout"))
+if not os.path.isdir(f"{CHECKOUT}/slime"):
+    pytest.skip(
+        "needs a checkout of slime: SLIME=CHECKOUT bash scripts/test.sh --clients",
+        allow_module_level=True,
+    )
+
+SHAPES = {"four ranks": {}, "two replicas": {"pipeline": 2}}
+MATRIX = matrix(SHAPES)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    cases = {
+        f"{shape}: {schedule}": {"schedule": schedule, **SHAPES[shape]}
+        for shape, schedule in (*((shape, "stock") for shape in SHAPES), *MATRIX)
+    }
+    folder = tmp_path_factory.mktemp("slime") / "runs"
+    return run("verl", "slime_on_cpu.py", folder, cases, SLIME=CHECKOUT)
+
+
+@pytest.mark.parametrize(("shape", "schedule"), MATRIX)
+def test_what_it_infers_logs_and_learns_is_slimes_own(
+    runs: Runs, shape: str, schedule: str
+) -> None:
+    runs.compare(f"{shape}: {schedule}", f"{shape}: stock")
+    assert [each["chunks"] for each in runs.of(f"{shape}: {schedule}")] == [2] * 4
