@@ -48,13 +48,30 @@ def engine_of(given: SimpleNamespace) -> Any:
     if given.critic:
         kind = engines.MegatronEngineWithValueHead
     made = kind(
-        model_config=HFModelConfig(path=given.model, use_remove_padding=not given.padded),
+        model_config=HFModelConfig(
+            path=given.model,
+            use_remove_padding=not given.padded,
+            model_type="value_model" if given.critic else "language_model",
+        ),
         engine_config=config,
         optimizer_config=McoreOptimizerConfig(lr_decay_steps=10, lr=1e-3),
         checkpoint_config=CheckpointConfig(),
     )
     made.initialize()
+    if given.critic:
+        fill_value_head(made)
     return made
+
+
+def fill_value_head(engine: Any) -> None:
+    """Give the value head the same weights under every schedule: verl draws them by rank."""
+    for chunk in engine.module:
+        for name, parameter in chunk.named_parameters():
+            if "output_layer" in name:
+                generator = torch.Generator().manual_seed(9)
+                values = torch.empty(parameter.shape).normal_(0, 0.05, generator=generator)
+                parameter.data.copy_(values)
+    engine.optimizer.reload_model_params()
 
 
 class Batch:

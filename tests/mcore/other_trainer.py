@@ -158,7 +158,27 @@ def make_model(shape: str, config: Any, given: dict[str, Any]) -> list[nn.Module
         made = Float16Module(config, made) if config.bf16 else made
         whole = bool(chunk) or given.get("steps_ahead", False)
         model.append(DistributedDataParallel(config, ddp_config, made, disable_bucketing=whole))
+    if shape == "areal":
+        tell_tied_embeddings(unwrapped(model[-1 if _is_physically_last() else 0]))
     return model
+
+
+def tell_tied_embeddings(chunk: nn.Module) -> None:
+    """Have the ranks that share an embedding have one, as Megatron-Bridge does on loading one.
+
+    It looks at the last chunk of the last rank, and at the first chunk of others.
+    """
+    group = mpu.get_embedding_group(check_initialized=False)
+    ranks = [] if group is None else dist.get_process_group_ranks(group)
+    if dist.get_rank() not in ranks:
+        return
+    if hasattr(chunk, "embedding"):
+        weight = chunk.embedding.word_embeddings.weight.data
+    else:
+        weight = torch.empty_like(chunk.output_layer.weight.data)
+    dist.broadcast(weight, src=ranks[0], group=group)
+    if hasattr(chunk, "output_layer"):
+        chunk.output_layer.weight.data.copy_(weight)
 
 
 def build(config: Any, pattern: str | None, ties: bool, ends: dict[str, Any]) -> nn.Module:

@@ -69,12 +69,17 @@ def tie_embeddings(first: Any, last: Any) -> None:
     """Make the output layer of `last` use the word embedding of `first`, both on this rank.
 
     One Parameter, owned by `first`: two copies of it under one name could not be saved in
-    parallel, and would need their gradients added up. Call it before the chunks are wrapped.
+    parallel, and would need their gradients added up. Whoever looks for either end in `last`
+    finds the same one there, as Megatron-Bridge does that loads weights into the last rank's last
+    chunk. Call it before the chunks are wrapped.
     """
     weight = first.embedding.word_embeddings.weight
     # The gradient comes from two passes, of which only one may add to main_grad by itself.
     weight.zero_out_wgrad = True
-    last.output_layer.weight = None
+    del last.output_layer._parameters["weight"]
+    vars(last.output_layer)["weight"] = weight  # an attribute, not registered
+    if not hasattr(last, "embedding"):
+        vars(last)["embedding"] = first.embedding
     last.shared_embedding_or_output_weight = lambda: weight
     last.tie_embeddings_and_output_weights_state_dict = _leave_untouched
 
