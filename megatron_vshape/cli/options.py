@@ -195,11 +195,12 @@ def questions_of(
     options: argparse.Namespace,
     measured: Costs | None,
     choices: Mapping[str, int],
+    slices: int = 1,
 ) -> list[Question]:
     """Return the questions for the schedules of these names, at the costs that are given.
 
     `choices` are keyword arguments of `make`; those that a schedule has no use for are left out.
-    A schedule file says its sizes, for the names beside it too.
+    A schedule file says its sizes, for the names beside it too, and its slices.
 
     Raises:
         ScheduleError: there is no such schedule, or a size is missing or not a file's.
@@ -212,7 +213,8 @@ def questions_of(
     sizes = {"--devices": options.devices, "--microbatches": options.microbatches}
     for name, each in found.items():
         if isinstance(each, Schedule):
-            own = {"--devices": each.num_devices, "--microbatches": each.num_microbatches}
+            whole = each.num_microbatches // each.slices
+            own = {"--devices": each.num_devices, "--microbatches": whole}
             for option, wanted in sizes.items():
                 if wanted not in (None, own[option]):
                     raise ScheduleError(f"{name} is for {option} {own[option]}, not {wanted}")
@@ -230,6 +232,7 @@ def questions_of(
             measured,
             cut,
             choices=_chosen(name, own_chunks[name], choices),
+            slices=1 if isinstance(each, Schedule) else slices,
         )
         for name, each in found.items()
     ]

@@ -96,6 +96,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="G",
         help="microbatches that pass a chunk before the next, if grouped (default D)",
     )
+    parser.add_argument(
+        "--slices",
+        type=count,
+        default=1,
+        metavar="K",
+        help="cut every microbatch in K slices along its sequence (default 1)",
+    )
     parser.add_argument("--export", type=Path, metavar="FILE", help="the schedule: .json or .csv")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="picture: .svg, .png or .pdf")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="trace for Perfetto: .json")
@@ -118,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
     names = list(dict.fromkeys([*filter(None, [options.name]), *options.compare]))
     time = partial(time_text, in_us=measured is not None)
     with told(time) as progress:
-        questions = questions_of(names, options, measured, _choices(options))
+        questions = questions_of(names, options, measured, _choices(options), options.slices)
         results = [
             _result(replace(each, progress=progress.search), name)
             for name, each in zip(names, questions, strict=True)
@@ -226,16 +233,20 @@ def _draw(path: Path, results: Sequence[_Result]) -> None:
 
 
 def _drawn_block(result: _Result) -> BuildingBlock | None:
-    """Return the block unless it is the whole schedule, as GPipe's is."""
+    """Return the block unless it is the whole schedule, as GPipe's is, or of many slices."""
     block, whole = result.block, result.schedule.num_microbatches
-    return None if block is None or block.num_microbatches == whole > 1 else block
+    if block is None or block.slices > 1 or block.num_microbatches == whole > 1:
+        return None
+    return block
 
 
 def _size(result: _Result) -> str:
     schedule = result.schedule
-    counts = {"device": schedule.num_devices, "microbatch": schedule.num_microbatches}
+    whole = schedule.num_microbatches // schedule.slices
+    counts = {"device": schedule.num_devices, "microbatch": whole}
     plural = {"device": "devices", "microbatch": "microbatches"}
-    return ", ".join(f"{n} {word if n == 1 else plural[word]}" for word, n in counts.items())
+    told = ", ".join(f"{n} {word if n == 1 else plural[word]}" for word, n in counts.items())
+    return told if schedule.slices == 1 else f"{told} of {schedule.slices} slices"
 
 
 def _print(result: _Result) -> None:

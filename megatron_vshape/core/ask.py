@@ -118,6 +118,7 @@ class Question:
     joint: bool = False  # whether a name has its joint passes though costs say nothing of them
     holds_less: bool = True  # of orders of equal time, AUTO looks for the one that holds least
     choices: tuple[tuple[str, int], ...] = ()  # what `make` takes of this name besides the sizes
+    slices: int = 1  # of every microbatch, of a name of the catalogue
     steps: int | None = None  # the budget of planning; None: that of `search.plan`
     seconds: float | None = None  # search so long instead
     progress: Callable[[int, float, float], None] | None = None  # steps, best value, lower bound
@@ -198,13 +199,19 @@ def ask(question: Question) -> Answer:
     name = question.name
     if isinstance(name, str):
         name = find(name)
+    if question.slices > 1 and (name == AUTO or name in PLUS_NAMES):
+        raise ScheduleError(
+            f"{name} is planned, and no plan has slices yet: leave slices out, or name a schedule "
+            "of the catalogue"
+        )
     if name == AUTO:
         return best_order(question)
     if name in PLUS_NAMES:
         return _at_memory_of(str(name).removesuffix(PLUS), question)
     block = None
     if isinstance(name, str):
-        sizes, choices = (question.num_devices, question.num_microbatches), dict(question.choices)
+        sizes = question.num_devices, question.num_microbatches
+        choices = dict(question.choices, slices=question.slices)
         block = make_block(name, *sizes, **choices)
         name = make(name, *sizes, **choices)
     costs = question.costs_of(name.placement, name.name)
@@ -249,9 +256,10 @@ def known_as(text: str, question: Question) -> Known:
     found = find(text, EVERY_NAME)
     if isinstance(found, str):
         return judge_rival(Rival(found), *sizes, question.costs_of)
-    if (found.num_devices, found.num_microbatches) != sizes:
+    own = found.num_devices, found.num_microbatches // found.slices
+    if own != sizes:
         raise ScheduleError(
-            f"{text} is for {found.num_devices} devices and {found.num_microbatches} microbatches, "
+            f"{text} is for {own[0]} devices and {own[1]} microbatches, "
             f"not for {sizes[0]} and {sizes[1]}"
         )
     return judge(found, question.costs_of(found.placement, found.name))

@@ -11,6 +11,7 @@ from typing import TextIO
 from megatron_vshape.core.check.simulate import unit_costs
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import BESIDE
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import chunks_of
 from megatron_vshape.core.model.schedule import Timeline
 from megatron_vshape.view.memory import held_steps
@@ -132,9 +133,15 @@ def _passes(timeline: Timeline, device: int) -> Iterator[Event]:
             "args": {
                 "stage": work.stage,
                 "chunk": chunks[work.stage],
-                "microbatch": work.microbatch,
+                **_number(work, timeline.schedule.slices),
             },
         }
+
+
+def _number(work: Pass, slices: int) -> dict[str, int]:
+    """Return a pass's microbatch, and its slice where there are several."""
+    microbatch, own = divmod(work.microbatch, slices)
+    return {"microbatch": microbatch} | ({"slice": own} if slices > 1 else {})
 
 
 def _held(timeline: Timeline, costs: Costs, device: int, held_unit: str) -> Iterator[Event]:

@@ -285,7 +285,7 @@ class _Page:
         length = timeline.makespan * self.units.time_scale
         panels.draw_idle(axes, rows, length, self.row)
         panels.draw_passes(axes, bars, chunks, scale)
-        panels.number_passes(axes, bars, chunks, scale)
+        panels.number_passes(axes, bars, chunks, scale, timeline.schedule.slices)
         if end:
             axes.axvline(length, color=panels.LINE, lw=0.7)
             _note_rows(axes, [f"{length:.4g}"], [], self.row, at=length)

@@ -62,7 +62,7 @@ def messages_per_microbatch(schedule: Schedule) -> tuple[int, float]:
     """
     pairs = zip(schedule.placement, schedule.placement[1:], strict=False)
     messages, least = (
-        2 * sum(here != there for here, there in pairs),
+        2 * schedule.slices * sum(here != there for here, there in pairs),
         2 * (schedule.num_devices - 1),
     )
     return messages, messages / least if least else 1.0

@@ -172,22 +172,30 @@ def draw_passes(
             axes.add_patch(patch)
 
 
-def number_passes(axes: Axes, bars: Sequence[Bar], chunks: Sequence[int], scale: Scale) -> None:
+def number_passes(
+    axes: Axes, bars: Sequence[Bar], chunks: Sequence[int], scale: Scale, slices: int = 1
+) -> None:
     """Write the microbatch into every pass wide enough, or nowhere if most are too small.
 
-    Only a processor's passes are high enough.
+    With slices that is 3/1, the second slice of the fourth microbatch. Only a processor's passes
+    are high enough.
     """
     bars = [bar for bar in bars if bar.work.kind.resource == PROCESSOR]
-    largest = max(bar.work.microbatch for bar in bars)
+    longest = max(len(number_told(bar.work, slices)) for bar in bars)
     typical = typical_length(bar.end - bar.start for bar in bars) * scale.x
-    size = text_size(typical, scale.row, len(str(largest)))
+    size = text_size(typical, scale.row, longest)
     if size is None:
         return
     for bar in bars:
-        text = str(bar.work.microbatch)
+        text = number_told(bar.work, slices)
         own = min(size, size * (bar.bottom - bar.top) / (_BOTTOM - _TOP) * 1.6)
         if len(text) * DIGIT_WIDTH * own <= (bar.end - bar.start) * scale.x:
             _write(axes, bar, text, own, chunks)
+
+
+def number_told(work: Pass, slices: int) -> str:
+    """Return a pass's microbatch, and behind a stroke its slice where there are several."""
+    return "/".join(map(str, divmod(work.microbatch, slices)[: 1 + (slices > 1)]))
 
 
 def typical_length(lengths: Iterable[float]) -> float:

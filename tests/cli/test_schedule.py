@@ -435,3 +435,17 @@ def test_stages_a_device_may_stand_in_the_name(capsys):
     assert [row.split()[0] for row in rows[1:]] == ["v-half", *compared]
     assert main(["schedule", "v-half:4", *sizes]) == 2
     assert "'v-half:4' names no schedule: a whole number of" in capsys.readouterr().err
+
+
+def test_slices_are_drawn_and_kept_in_the_file(tmp_path, capsys):
+    file, figure = tmp_path / "mine.json", tmp_path / "mine.svg"
+    sizes = ["--devices", "4", "--microbatches", "2", "--slices", "4"]
+    assert main(["schedule", "v-half", *sizes, "--export", str(file), "--figure", str(figure)]) == 0
+    first = capsys.readouterr().out
+    assert "v-half, 4 devices, 2 microbatches of 4 slices" in first
+    assert "peak memory   3 chunks of 1/8 model: 37.5 % of 1F1B's" in first
+    assert "messages a microbatch, 8 x 1F1B's" in first
+    assert main(["schedule", str(file)]) == 0
+    assert capsys.readouterr().out == first
+    assert main(["schedule", str(file), "--compare", "1f1b"]) == 0
+    assert "1f1b" in capsys.readouterr().out

@@ -23,7 +23,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     say half duplex, both links to the host are one. A joint pass starts when the inputs of both of
     its passes are there, and both end when it does. A result that crosses devices arrives so long
     after its pass has ended as a message takes there; sending occupies no device. Without `costs`
-    every chunk pass takes one unit and messages take none.
+    every chunk pass takes one unit and messages take none. Slices take their share of a
+    microbatch's.
 
     >>> from megatron_vshape import Costs, make, simulate
     >>> timeline = simulate(make("1f1b", 4, 8), Costs.uniform(4, 4, backward=1.2, weight=0.8))
@@ -37,21 +38,23 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def costs_of(schedule: Schedule, costs: Costs | None = None) -> Costs:
-    """Return what the stages cost with the schedule's settings of recompute; or unit costs.
+    """Return what the schedule's passes cost: of slices, with its settings of recompute.
+
+    `costs` are those of whole microbatches; without them, unit costs.
 
     Raises:
         ScheduleError: the costs are for another number of stages, or lack a setting.
     """
     if costs is None:
-        return unit_costs(schedule)
+        return unit_costs(schedule).sliced(schedule.slices)
     check_costs(costs, schedule.num_stages)
+    whole = schedule.num_microbatches // schedule.slices
     for name, shares in costs.by_microbatch:
-        if len(shares) != schedule.num_microbatches:
+        if len(shares) != whole:
             raise ScheduleError(
-                f"the costs have {name} of {len(shares)} microbatches, the schedule has "
-                f"{schedule.num_microbatches}"
+                f"the costs have {name} of {len(shares)} microbatches, the schedule has {whole}"
             )
-    return costs.at(schedule.recompute)
+    return costs.at(schedule.recompute).sliced(schedule.slices)
 
 
 def unit_costs(schedule: Schedule) -> Costs:

@@ -22,7 +22,7 @@ from megatron_vshape.core.model.kinds import (
 )
 from megatron_vshape.core.model.passes import Pass, can_join
 from megatron_vshape.core.model.placement import check_placement
-from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.model.schedule import Schedule, check_slices
 
 ROWS, COLUMNS = 2, 3
 """A picture shows so many devices above and below the culprit, and passes before and after it."""
@@ -58,6 +58,7 @@ def verify(
         raise ScheduleError(
             f"num_microbatches is {schedule.num_microbatches}; it must be at least 1"
         )
+    check_slices(schedule.slices, schedule.num_microbatches)
     check_placement(schedule.placement, schedule.num_devices)
     if len(schedule.recompute) not in (0, schedule.num_stages):
         raise ScheduleError(
@@ -233,7 +234,8 @@ def _check_rows(schedule: Schedule) -> None:
     """Raise ScheduleError unless every pass stands behind what it reads on its device.
 
     Of whatever microbatch that is, and on whatever resource: a device begins a copy, or joins a
-    sum, where it stands in the row.
+    sum, where it stands in the row. F of a microbatch's slices ascend, as a slice reads the keys
+    and values of those before it, and B descend, as it owes them their gradients.
     """
     microbatches = range(schedule.num_microbatches)
     for device, row in enumerate(schedule.order):
@@ -244,18 +246,26 @@ def _check_rows(schedule: Schedule) -> None:
                 own[microbatch] = at
         laws = {
             each: [
-                (places[need], later) for need, later in _laws(schedule, *each) if need in places
+                (places[need], later, slices)
+                for need, later, slices in _laws(schedule, *each)
+                if need in places
             ]
             for each in {(kind, stage) for kind, stage, _ in row}
         }
         for at, (kind, stage, microbatch) in enumerate(row):
-            for there, later in laws[kind, stage]:
-                if microbatch + later in microbatches and there[microbatch + later] > at:
+            for there, later, slices in laws[kind, stage]:
+                other = _turned(_turned(microbatch, slices) + later, slices)
+                if other in microbatches and there[other] > at:
                     raise ScheduleError(
-                        f"{row[at]} stands before {row[there[microbatch + later]]} on device "
-                        f"{device}, and a run needs it behind: it reads what that one makes, or a "
-                        "stage has the microbatches in turn\n" + excerpt(schedule, device, at)
+                        f"{row[at]} stands before {row[there[other]]} on device {device}, and a "
+                        "run needs it behind: it reads what that one makes, or a stage has the "
+                        "microbatches in turn, and their slices\n" + excerpt(schedule, device, at)
                     )
+
+
+def _turned(number: int, slices: int) -> int:
+    """Return which one of all slices comes in the place of this, where a microbatch's descend."""
+    return number + slices - 1 - 2 * (number % slices)
 
 
 def _part_of(kind: Kind, stage: int) -> tuple[Kind, int]:
@@ -263,20 +273,24 @@ def _part_of(kind: Kind, stage: int) -> tuple[Kind, int]:
     return kind, -1 if kind.of == DEVICE else stage
 
 
-def _laws(schedule: Schedule, kind: Kind, stage: int) -> Iterator[tuple[tuple[Kind, int], int]]:
+def _laws(
+    schedule: Schedule, kind: Kind, stage: int
+) -> Iterator[tuple[tuple[Kind, int], int, int]]:
     """Yield what stands before such a pass where both are on one device, and how much later.
 
-    But for what one resource has anyhow, as it runs its passes in order.
+    That counts in turn, in which so many slices descend. Not what one resource has anyhow, as it
+    runs its passes in order.
     """
     for part in kind.does:
+        slices = schedule.slices if part.in_turn < 0 else 1
         for read in (*part.reads, *part.follows):
             need = find_kind(read.kind)
             if read.later or need.of == DEVICE or need.resource != part.resource:
                 for other in read.stages(stage, schedule.num_stages):
-                    yield _part_of(need, other), read.later
+                    yield _part_of(need, other), read.later, slices
         for need in schedule.kinds:
             if part in need.before:
-                yield _part_of(need, stage), 0
+                yield _part_of(need, stage), 0, 1
 
 
 def _place_of(schedule: Schedule, culprit: Pass) -> tuple[int, int]:

@@ -405,6 +405,31 @@ class Costs:
             return None
         return tuple(self.time_us(Kind.BW, stage) for stage in range(self.num_stages))
 
+    def sliced(self, slices: int) -> "Costs":
+        """Return the costs of a slice of a microbatch that is cut in so many along its sequence.
+
+        A slice takes and holds its share, and so does its message; the host takes as long for its
+        pass as for a whole one. So it is a little dearer than its share: attention of a later slice
+        looks at more keys, of which this counts the mean.
+        """
+        if slices == 1:
+            return self
+
+        def share(values: Amounts) -> Amounts:
+            return tuple(value / slices for value in values)
+
+        more: dict[str, Any] = {
+            "amounts": tuple((name, share(values)) for name, values in self.amounts),
+            "joint": tuple((name, price / slices) for name, price in self.joint),
+            "recompute": tuple((name, each.sliced(slices)) for name, each in self.recompute),
+            "by_microbatch": tuple(
+                (name, tuple(value for value in shares for _ in range(slices)))
+                for name, shares in self.by_microbatch
+            ),
+            "more_send_us": share(self.more_send_us),
+        }
+        return replace(self, send_us=self.send_us / slices, **more)
+
     def with_copies(self, forwards: float, half_duplex: bool = False) -> "Costs":
         """Return the costs where all that a stage holds may be copied, in so many F one way.
 

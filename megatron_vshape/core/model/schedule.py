@@ -76,6 +76,8 @@ class Schedule:
     which runs them in the order of the device's passes. An F in `joint` runs as one with the B or
     BW right behind it: the device begins both when the inputs of both are there, and has the
     results of both when both are done. In text and in files such a joint pass is `F0.3&B7.1`.
+    With `slices` k every microbatch is cut in k along its sequence: a pass is of a slice, slice j
+    of microbatch i has the number i k + j, and `num_microbatches` is how many numbers there are.
 
     >>> from megatron_vshape import Schedule, make
     >>> schedule = make("1f1b", 2, 2)
@@ -94,6 +96,7 @@ class Schedule:
     recompute: tuple[str, ...] = ()
     half_duplex: bool = False
     joint: frozenset[Pass] = frozenset()
+    slices: int = 1
     _kinds: list[frozenset[Kind]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -180,6 +183,8 @@ class Schedule:
             data["recompute"] = list(self.recompute)
         if self.half_duplex:
             data["half_duplex"] = True
+        if self.slices > 1:
+            data["slices"] = self.slices
         return json.dumps(data)
 
     def to_csv(self) -> str:
@@ -205,6 +210,7 @@ class Schedule:
                 f"the format is {data.get('format')!r:.40}; this version reads {FORMAT}"
             )
         recompute, half_duplex = data.pop("recompute", []), data.pop("half_duplex", False)
+        slices = _count("slices", data.pop("slices", 1))
         check_keys(data, ("format", *_KEYS), "the schedule file")
         name, devices, microbatches, placement, order = (data[key] for key in _KEYS)
         devices = _count("num_devices", devices)
@@ -222,6 +228,7 @@ class Schedule:
             )
         check_placement(tuple(placement), devices)
         check_size(len(placement), microbatches)
+        check_slices(slices, microbatches)
         simple = sum(kind.does == (kind,) for kind in KINDS)
         _check_lengths(order, simple * len(placement) // devices * microbatches)
         if not isinstance(half_duplex, bool):
@@ -229,15 +236,16 @@ class Schedule:
         settings = _settings(recompute, len(placement))
         rows, joint = _parse_rows(order)
         sizes = devices, microbatches, tuple(placement)
-        return cls(name, *sizes, rows, settings, half_duplex, joint)
+        return cls(name, *sizes, rows, settings, half_duplex, joint, slices)
 
     @classmethod
     def from_csv(
-        cls, text: str, placement: Placement | None = None, name: str = "file"
+        cls, text: str, placement: Placement | None = None, name: str = "file", slices: int = 1
     ) -> "Schedule":
         """Return the schedule in CSV text; without `placement`, a stage is where its passes are.
 
-        What spreadsheets add is no pass: a byte order mark, empty lines, commas at a line's end.
+        A CSV does not say how many `slices` a microbatch has. What spreadsheets add is no pass: a
+        byte order mark, empty lines, commas at a line's end.
 
         Raises:
             ScheduleError: a cell is not a pass, or the lines do not fit the placement.
@@ -255,7 +263,9 @@ class Schedule:
         check_placement(placement, len(order))
         microbatches = 1 + max(each.microbatch for passes in order for each in passes)
         check_size(len(placement), microbatches)
-        return cls(name, len(order), microbatches, placement, order, joint=joint)
+        check_slices(slices, microbatches)
+        sizes = len(order), microbatches, placement
+        return cls(name, *sizes, order, joint=joint, slices=slices)
 
 
 def check_size(num_stages: int, num_microbatches: int) -> None:
@@ -264,6 +274,15 @@ def check_size(num_stages: int, num_microbatches: int) -> None:
         raise ScheduleError(
             f"{num_stages} stages and {num_microbatches} microbatches are more than the "
             f"{MAX_PASSES} passes that a schedule may have"
+        )
+
+
+def check_slices(slices: int, num_microbatches: int) -> None:
+    """Raise ScheduleError unless every microbatch has all of its slices."""
+    if slices < 1 or num_microbatches % slices:
+        raise ScheduleError(
+            f"slices is {slices} and num_microbatches, which counts every slice, is "
+            f"{num_microbatches}; it must be a multiple of slices"
         )
 
 

@@ -20,6 +20,54 @@ WORK = 3
 """Slots of work that one stage has per microbatch: F, B and W."""
 
 
+def sliced(block: BuildingBlock, slices: int) -> BuildingBlock:
+    """Return the block of which every microbatch is cut in so many slices along its sequence.
+
+    A slice runs where the block has a microbatch: F of the slices one after another, B and W in
+    reverse and later, when all F of the microbatch have run. Modulo the interval nothing has moved:
+    the n-th B has the slot of the one `slices` - 1 behind it, so that a lifespan of l slots becomes
+    one of l + (slices - 1) T on average. Where groups pass a chunk before the next, all of B and W
+    may be later by less: if all slots of a kind are alike modulo that of one stage's work.
+    """
+    if slices == 1:
+        return block
+    by_number = _with_slices(block, slices, slices - 1, 0)
+    slots = {(each.work.kind, each.start % WORK) for each in block.passes}
+    if len(slots) > len({kind for kind, _ in slots}):
+        return by_number
+    late = max(_latest(_with_slices(block, slices, 0, 0)), 0)
+    at_once = _with_slices(block, slices, 0, -(-late // WORK) * WORK)
+    return min(by_number, at_once, key=lambda block: max(block.peaks()))
+
+
+def _latest(block: BuildingBlock) -> int:
+    """Return by how many slots a B of the last stage begins before its F is over, at most."""
+    last = len(block.placement) - 1
+    own = [each for each in block.passes if each.work.stage == last]
+    ends = {each.work.microbatch: each.end for each in own if each.work.kind is Kind.F}
+    return max(
+        ends[each.work.microbatch] - each.start for each in own if Kind.B in each.work.kind.does
+    )
+
+
+def _with_slices(block: BuildingBlock, slices: int, late: int, slots: int = 0) -> BuildingBlock:
+    """Return the block of slices with B and W of a number `late` behind, and `slots` after it."""
+    passes, within = [], block.num_microbatches
+    for (kind, stage, first), start, length in block.passes:
+        behind, later = (0, 0) if kind is Kind.F else (late, slots)
+        for rank in range((first - behind) % within, within * slices, within):
+            begin = start + later + (rank + behind) // within * block.interval
+            own = rank if kind is Kind.F else rank - 2 * (rank % slices) + slices - 1
+            passes.append(BlockPass(Pass(kind, stage, own), begin, length))
+    return replace(
+        block,
+        interval=slices * block.interval,
+        passes=tuple(passes),
+        num_microbatches=within * slices,
+        slices=slices,
+    )
+
+
 def gpipe(num_devices: int, num_microbatches: int) -> BuildingBlock:
     """Return GPipe's block: all forwards, then all backwards; it is the whole schedule.
 

@@ -6,7 +6,10 @@ catalogue are in `blocks.py`.
 """
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -31,7 +34,8 @@ class BlockPass(NamedTuple):
 class BuildingBlock:
     """The passes of `num_microbatches` microbatches, repeated every `interval` slots.
 
-    A slot is one F, B or W of one stage; a whole backward takes two.
+    A slot is one F, B or W of one stage; a whole backward takes two. With `slices` microbatches are
+    numbered as those of a `Schedule` that has slices.
     """
 
     name: str
@@ -40,6 +44,7 @@ class BuildingBlock:
     interval: int
     passes: tuple[BlockPass, ...]
     num_microbatches: int = 1
+    slices: int = 1
 
     def lives(self) -> dict[tuple[int, int], tuple[int, int]]:
         """Return, by stage and microbatch, from which to which slot activations are held."""
@@ -66,16 +71,16 @@ class BuildingBlock:
         At most `peak_bounds`, which counts every lifespan at its worst moment, as if all came at
         once.
         """
-        return tuple(
-            max(
-                sum(
-                    (slot - start) // self.interval - (slot - end) // self.interval
-                    for start, end in lives
-                )
-                for slot in {start % self.interval for start, _ in lives}
-            )
-            for lives in self._lives_by_device()
-        )
+        return tuple(map(self._peak, self._lives_by_device()))
+
+    def _peak(self, lives: Sequence[tuple[int, int]]) -> int:
+        """Return the most that is held of these lives and their repeats at once."""
+        interval, change = self.interval, Counter[int]()
+        for start, end in lives:
+            change[start % interval] += 1
+            change[end % interval] -= 1
+        before = sum((-1 - start) // interval - (-1 - end) // interval for start, end in lives)
+        return max(accumulate((change[slot] for slot in sorted(change)), initial=before))
 
     def _lives_by_device(self) -> list[list[tuple[int, int]]]:
         held: list[list[tuple[int, int]]] = [[] for _ in range(self.num_devices)]

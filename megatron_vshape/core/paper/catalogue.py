@@ -21,7 +21,8 @@ def make_schedule(
 ) -> Schedule:
     """Return the schedule that `block` stands for, in the paper's four steps.
 
-    Without `max_held`, in stage activations, the last step is left out.
+    `num_microbatches` counts every slice. Without `max_held`, in stage activations, the last step
+    is left out.
 
     Raises:
         ScheduleError: the block's schedule cannot run, or does not fit `max_held`.
@@ -88,23 +89,35 @@ def make_block(
     *,
     num_chunks: int | None = None,
     group_size: int | None = None,
+    slices: int = 1,
 ) -> BuildingBlock:
     """Return the building block of the schedule called `name`.
 
     `num_chunks` is how many stages every device holds (2), `group_size` how many microbatches
-    pass a chunk before the next (as many as devices); each only where `OPTIONS` has it.
+    pass a chunk before the next (as many as devices); each only where `OPTIONS` has it. With
+    `slices` every microbatch is cut in so many, and what holds of microbatches holds of slices.
 
     Raises:
         ScheduleError: no schedule has this name or this option, or a count is impossible.
     """
     if name not in _BLOCKS:
         raise no_such_schedule(name, EVERY_NAME)
+    if name in JOINT_NAMES and slices != 1:
+        raise ScheduleError(
+            f"{name} runs passes beside each other, which slices do not go with: leave slices out, "
+            "or choose another"
+        )
     given = {"num_chunks": num_chunks, "group_size": group_size}
     for option, value in given.items():
         if value is not None and option not in OPTIONS.get(name, ()):
             takers = " and ".join(each for each in OPTIONS if option in OPTIONS[each])
             raise ScheduleError(f"{name} takes no {option}, an option of {takers}")
-    counts = {"num_devices": num_devices, "num_microbatches": num_microbatches, **given}
+    counts = {
+        "num_devices": num_devices,
+        "num_microbatches": num_microbatches,
+        "slices": slices,
+        **given,
+    }
     for what, count in counts.items():
         if count is not None and (not is_whole(count) or count < 1):
             raise ScheduleError(
@@ -115,14 +128,16 @@ def make_block(
             f"num_chunks of {name} is {num_chunks}; "
             f"a device may hold up to {MOST_STAGES_A_DEVICE} stages"
         )
+    numbers = num_microbatches * slices
     sizes = {
         "num_devices": num_devices,
-        "num_microbatches": num_microbatches,
+        "num_microbatches": numbers,
         "num_chunks": num_chunks or 2,
-        "group_size": min(group_size or num_devices, num_microbatches),
+        "group_size": min(group_size or num_devices, numbers),
     }
-    check_size(sizes["num_chunks"] * num_devices, num_microbatches)
-    return _BLOCKS[name](**{each: sizes[each] for each in signature(_BLOCKS[name]).parameters})
+    check_size(sizes["num_chunks"] * num_devices, numbers)
+    block = _BLOCKS[name](**{each: sizes[each] for each in signature(_BLOCKS[name]).parameters})
+    return blocks.sliced(block, slices)
 
 
 def make(
@@ -132,6 +147,7 @@ def make(
     *,
     num_chunks: int | None = None,
     group_size: int | None = None,
+    slices: int = 1,
 ) -> Schedule:
     """Return the schedule called `name`; the options are those of `make_block`.
 
@@ -144,10 +160,15 @@ def make(
         ScheduleError: no schedule has this name or this option, or a count is impossible.
     """
     block = make_block(
-        name, num_devices, num_microbatches, num_chunks=num_chunks, group_size=group_size
+        name,
+        num_devices,
+        num_microbatches,
+        num_chunks=num_chunks,
+        group_size=group_size,
+        slices=slices,
     )
     if name == "1f1b-v":
-        return _make_one_f_one_b_v(block, num_microbatches)
+        return _make_one_f_one_b_v(block, num_microbatches * slices)
     if name == "dualpipev":
         published = joint.dualpipev(num_devices, num_microbatches)
         verify(published)
@@ -157,18 +178,19 @@ def make(
         paired = joint.overlapped(make_schedule(block, num_microbatches))
         verify(paired)
         return paired
-    return make_schedule(block, num_microbatches, max_held)
+    return make_schedule(block, num_microbatches * slices, max_held)
 
 
 def _make_one_f_one_b_v(block: BuildingBlock, num_microbatches: int) -> Schedule:
     """Return the schedule with its warm-up filled, the only idle time that fits its backwards.
 
-    How far forwards may get ahead for the least bubble is about d; a short batch shows it.
+    How far forwards may get ahead for the least bubble is about d, and the slices of a microbatch
+    but one; a short batch shows it.
     """
     d, max_held = block.num_devices, max(block.peaks())
-    short = squeeze(repeat(block, min(num_microbatches, 3 * d)))
+    short = squeeze(repeat(block, min(num_microbatches, 3 * d + -3 * d % block.slices)))
     ahead = min(
-        range(max(1, d - 1), d + 3),
+        range(max(1, d - 1) + block.slices - 1, d + 2 + block.slices),
         key=lambda ahead: simulate(fill_warm_up(short, max_held, ahead)).makespan,
     )
     plain = squeeze(repeat(block, num_microbatches))

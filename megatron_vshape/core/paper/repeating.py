@@ -12,7 +12,7 @@ _Item = TypeVar("_Item")
 
 
 def repeat(block: BuildingBlock, num_microbatches: int) -> Timeline:
-    """Return the block repeated until `num_microbatches` are in; times are slots.
+    """Return the block repeated until `num_microbatches` are in, slices counted; times are slots.
 
     A block cannot collide with its copies: `BuildingBlock` refuses one that would. So a device runs
     one copy of each of its passes in every interval, always in the same turn.
@@ -24,7 +24,8 @@ def repeat(block: BuildingBlock, num_microbatches: int) -> Timeline:
         passes.sort(key=lambda each: each.start % block.interval)
     rows = [_row(passes, block, num_microbatches) for passes in own]
     order, starts, ends = zip(*rows, strict=True)
-    schedule = Schedule(block.name, block.num_devices, num_microbatches, block.placement, order)
+    sizes = block.num_devices, num_microbatches, block.placement
+    schedule = Schedule(block.name, *sizes, order, slices=block.slices)
     return Timeline(schedule, starts, ends)
 
 

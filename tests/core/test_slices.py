@@ -1,0 +1,198 @@
+"""Microbatches in slices: the closed forms of peak and overhead, and the law of their turns."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_vshape.core.ask import AUTO, Question, ask
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper import blocks
+from megatron_vshape.core.paper.catalogue import JOINT_NAMES, NAMES, make, make_block
+from megatron_vshape.core.program.lowering import lower
+
+SLICES = (1, 2, 3, 4, 8, 16)
+
+PEAKS = {"1f1b": lambda d: d, "v-zb": lambda d: d}
+PEAKS |= {"v-half": lambda d: (d + 2) // 2, "v-min": lambda d: (d + 4) // 3}
+"""In microbatches of a device's layers, unsliced."""
+
+OVERHEADS = {
+    "1f1b": lambda d: 6 * (d - 1),
+    "v-zb": lambda d: d - 1,
+    "v-half": lambda d: 3 * d - 5 if d == 2 else 3 * d - (4 if d % 2 else 7),
+    "v-min": lambda d: 4 * d - (7 if d % 3 == 0 else 5),
+}
+"""Chunk passes, unsliced."""
+
+
+def over(schedule: Schedule) -> float:
+    """Return the overhead in slots of a slice."""
+    return schedule.slices * simulate(schedule).overhead
+
+
+def peak(schedule: Schedule) -> float:
+    """Return the peak in slices of a stage of 2 * devices."""
+    return schedule.slices * max(peak_held(schedule))
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_peak_and_overhead_are_the_closed_forms(name: str) -> None:
+    """Peak (P + k - 1) / (k d) of 1F1B's; overhead that of one microbatch over k.
+
+    But V-Min's on many devices, which has up to four slots more.
+    """
+    for d in (2, 3, 4, 6, 8, 13, 16):
+        for k in SLICES:
+            schedule = make(name, d, max(2, math.ceil(3 * d / k)), slices=k)
+            verify(schedule)
+            assert peak(schedule) == pytest.approx(2 * (PEAKS[name](d) + k - 1)), (d, k)
+            most = OVERHEADS[name](d)
+            assert over(schedule) <= most + (4 if name == "v-min" and d > 8 else 0) + 1e-6, (d, k)
+            if name in ("1f1b", "v-zb"):
+                assert over(schedule) == pytest.approx(most), (d, k)
+
+
+def test_interleaved_in_slices_is_seq1f1bs() -> None:
+    """Peak v d + d + k - 2 slices of a stage, overhead (d - 1) / (v k m), while k divides d."""
+    for d in (2, 4, 8):
+        for k in (k for k in SLICES if k > 1 and d % k == 0):
+            for v in (2, 3, 4):
+                schedule = make("interleaved-1f1b", d, 2 * d, num_chunks=v, slices=k)
+                verify(schedule)
+                assert peak(schedule) == pytest.approx(2 / v * (v * d + d + k - 2)), (d, k, v)
+                assert over(schedule) == pytest.approx(6 * (d - 1) / v), (d, k, v)
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "found"),
+    [
+        ("1f1b", 1, (1.0, 175, 87.5, 29.2)),
+        ("1f1b", 4, (0.344, 43.8, 21.9, 7.3)),
+        ("1f1b", 8, (0.234, 21.9, 10.9, 3.6)),
+        ("interleaved-1f1b", 4, (0.406, 21.9, 10.9, 3.6)),
+        ("interleaved-1f1b", 8, (0.234, 10.9, 5.5, 1.8)),
+        ("v-zb", 1, (1.0, 62.5, 14.6, 4.9)),
+        ("v-zb", 2, (0.563, 18.8, 7.3, 2.4)),
+        ("v-zb", 4, (0.344, 7.3, 3.6, 1.2)),
+        ("v-zb", 8, (0.234, 3.6, 1.8, 0.6)),
+        ("v-half", 4, (0.25, 17.7, 8.9, 3.0)),
+        ("v-half", 8, (0.188, 8.9, 4.4, 1.5)),
+        ("v-min", 8, (0.172, 13.5, 6.8, 2.3)),
+    ],
+)
+def test_the_table_of_eight_devices(
+    name: str, slices: int, found: tuple[float, float, float, float]
+) -> None:
+    """Peak as a share of 1F1B's, and per cent over the work at 4, 8 and 24 microbatches."""
+    made = [make(name, 8, m, slices=slices) for m in (4, 8, 24)]
+    times = [simulate(schedule) for schedule in made]
+    shares = [100 * each.overhead / each.busy for each in times]
+    assert [max(peak_held(made[-1])) / 16, *shares] == pytest.approx(list(found), abs=0.051)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(NAMES), st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
+def test_every_name_takes_slices(name: str, d: int, m: int, k: int) -> None:
+    schedule = make(name, d, m, slices=k)
+    verify(schedule)
+    assert (schedule.slices, schedule.num_microbatches) == (k, m * k)
+    assert peak(schedule) <= 2 * d / schedule.num_stages * max(
+        make_block(name, d, m, slices=k).peak_bounds()
+    )
+    lowered = lower(schedule, simulate(schedule), kernels=True).schedule
+    verify(lowered)
+    assert lowered.slices == k
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(("1f1b", "zb-h2", "1f1b-v", "v-min", "v-half", "v-zb")), st.data())
+def test_a_sliced_block_holds_one_more_of_every_stage_for_each_slice(
+    name: str, data: st.DataObject
+) -> None:
+    d, k = data.draw(st.integers(1, 16)), data.draw(st.integers(1, 16))
+    base = make_block(name, d, 1)
+    made = blocks.sliced(base, k)
+    chunks = len(base.placement) // d
+    assert max(made.peaks()) == max(base.peaks()) + chunks * (k - 1)
+
+
+def test_one_slice_is_the_schedule_itself() -> None:
+    for name in NAMES:
+        assert make(name, 4, 8, slices=1) == make(name, 4, 8)
+    assert "slices" not in make("v-half", 4, 8).to_json()
+
+
+def test_a_file_has_its_slices() -> None:
+    schedule = make("v-half", 4, 2, slices=4)
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    read = Schedule.from_csv(schedule.to_csv(), schedule.placement, "v-half", 4)
+    assert read == schedule
+    data = json.loads(schedule.to_json()) | {"slices": 3}
+    with pytest.raises(ScheduleError, match="slices is 3 and num_microbatches, which counts every"):
+        Schedule.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (Kind.F, "F0.1 on device 0 is out of turn: of the 2 slices of microbatch 0, number 0 is "),
+        (Kind.B, "B0.0 on device 0 is out of turn: of the 2 slices of microbatch 0, number 1 is "),
+    ],
+)
+def test_slices_out_of_turn_are_refused(kind: Kind, told: str) -> None:
+    schedule = make("v-zb", 2, 2, slices=2)
+    swap = {Pass(kind, 0, 0): Pass(kind, 0, 1), Pass(kind, 0, 1): Pass(kind, 0, 0)}
+    order = tuple(tuple(swap.get(work, work) for work in row) for row in schedule.order)
+    with pytest.raises(ScheduleError) as error:
+        verify(replace(schedule, order=order))
+    assert str(error.value).startswith(told)
+
+
+def test_whole_backwards_have_their_turn_too() -> None:
+    schedule = make("1f1b", 1, 1, slices=2)
+    assert [str(work) for work in schedule.order[0]] == ["F0.0", "F0.1", "BW0.1", "BW0.0"]
+    order = (tuple(map(Pass.parse, ("F0.0", "F0.1", "BW0.0", "BW0.1"))),)
+    with pytest.raises(ScheduleError, match="BW0.0 on device 0 is out of turn"):
+        verify(replace(schedule, order=order))
+
+
+def test_the_judge_agrees(replay) -> None:
+    for name in ("1f1b", "interleaved-1f1b", "v-min", "v-half", "v-zb"):
+        schedule = make(name, 4, 4, slices=4)
+        costs = Costs.uniform(4, schedule.num_stages, 1, 1.15, 0.85, 0.05)
+        found, timeline = replay(schedule, costs.sliced(4)), simulate(schedule, costs)
+        own = timeline.makespan, timeline.span, max(peak_held(schedule, costs))
+        theirs = (found[key] for key in ("makespan", "span", "peak"))
+        assert own == pytest.approx(tuple(theirs), abs=1e-6)
+
+
+def test_costs_are_of_whole_microbatches() -> None:
+    costs = Costs.uniform(4, 8, 1.0, 1.15, 0.85, send=0.05, host=0.01)
+    own = costs.sliced(4)
+    assert own.forward_us == (0.25,) * 8
+    assert (own.send_us, own.host_us) == (0.0125, 0.01)
+    schedule = make("v-zb", 4, 4, slices=4)
+    timeline = simulate(schedule, costs)
+    assert timeline.busy == pytest.approx(4 * 2 * (3 + 4 * 3 * 0.01))
+    assert peak_held(schedule, costs) == peak_held(schedule)
+
+
+@pytest.mark.parametrize("name", JOINT_NAMES)
+def test_joint_passes_and_slices_do_not_go_together(name: str) -> None:
+    with pytest.raises(ScheduleError, match=f"{name} runs passes beside each other"):
+        make(name, 2, 4, slices=2)
+
+
+@pytest.mark.parametrize("name", [AUTO, "v-half+"])
+def test_no_plan_has_slices_yet(name: str) -> None:
+    with pytest.raises(ScheduleError, match="is planned, and no plan has slices yet"):
+        ask(Question(name, 2, 4, slices=2))
