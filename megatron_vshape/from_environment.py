@@ -18,7 +18,11 @@ from typing import Any
 VARIABLE = "MEGATRON_VSHAPE"
 MEGATRON = "megatron.core"
 
-_NUMBERS = ("timeout_seconds", "host_memory_limit_gib")
+_NUMBERS: dict[str, type[int | float]] = {
+    "timeout_seconds": float,
+    "host_memory_limit_gib": float,
+    "slices": int,
+}
 _LIMIT = "memory_limit_gib"
 _STEPS = "profile_steps"
 _SWITCHES = ("vocab_parallel", "post_validates")
@@ -45,7 +49,7 @@ def options_in(text: str) -> dict[str, Any]:
             )
     try:
         for name in filter(options.__contains__, _NUMBERS):
-            options[name] = float(options[name])
+            options[name] = _NUMBERS[name](options[name])
         for name in filter(options.__contains__, _SWITCHES):
             if options[name].lower() not in _ON:
                 raise ValueError(f"{name} is true or false, not {options[name]!r:.40}")

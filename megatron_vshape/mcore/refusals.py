@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -497,6 +497,81 @@ VOCABULARY_REFUSALS = (
     Refusal("export_kd_teacher_load", _WANTS_LOGITS, in_config=False),
 )
 """Every option of Megatron that a shared vocabulary does not go with."""
+
+
+_NO_STATE = "what goes from slice to slice there has not been built: leave it out"
+_OF_A_SLICE = "it would be of a slice's tokens, and not of a microbatch's: leave it out"
+SLICE_REFUSALS = (
+    Refusal("optimizer_post_validation", _UNTRIED, in_config=False),
+    Refusal("pipeline_vocab_parallel", _UNTRIED, in_config=False),
+    Refusal(BESIDE, _UNTRIED),
+    Refusal(
+        "context_parallel_size",
+        "no attention of Transformer Engine takes a slice's queries with it: leave it out",
+        is_set=_above_one,
+        shows_value=True,
+    ),
+    Refusal(
+        "variable_seq_lengths",
+        "every slice is as long as the others: leave it out",
+        flag="variable_seq_lengths (microbatches of unlike length)",
+    ),
+    Refusal(
+        "cuda_graph_impl",
+        "every slice has keys of its own number: leave it out",
+        flag="--cuda-graph-impl (CUDA graphs)",
+        is_set=_other_than(None, "none"),
+    ),
+    Refusal("external_cuda_graph", "every slice has keys of its own number: leave it out"),
+    Refusal("enable_cuda_graph", "every slice has keys of its own number: leave it out"),
+    Refusal("multi_latent_attention", _UNTRIED),
+    Refusal("experimental_attention_variant", _UNTRIED, is_set=_is_given),
+    Refusal("num_experts", _OF_A_SLICE, flag="--num-experts (balance)", is_set=_is_given),
+    Refusal("num_moe_experts", _OF_A_SLICE, flag="--num-experts (balance)", is_set=_is_given),
+    Refusal("mtp_num_layers", _NO_STATE),
+    Refusal("hybrid_layer_pattern", _NO_STATE, is_set=_is_given),
+    Refusal("is_hybrid_model", _NO_STATE, flag="a hybrid model"),
+    Refusal(
+        "position_embedding_type",
+        _UNTRIED,
+        is_set=_is_one_of("mrope", "relative"),
+        shows_value=True,
+    ),
+    Refusal("reset_attention_mask", _UNTRIED),
+    Refusal("fp8_dot_product_attention", _UNTRIED),
+    Refusal("fp8_multi_head_attention", _UNTRIED),
+    Refusal("perform_rl_step", "it wants logits, and slices make losses: leave it out"),
+)
+"""Every option of Megatron that microbatches in slices do not go with."""
+
+
+def check_slices(slices: int, options: Any, others: Mapping[str, object]) -> None:
+    """Raise UnsupportedError for the first option of arguments or a config that slices cannot have.
+
+    `others` are options of this package, by what they are called, that do not go with them.
+    """
+    if slices == 1:
+        return
+    _check(SLICE_REFUSALS, options, "--pipeline-slices")
+    for option, value in others.items():
+        if value:
+            raise UnsupportedError(f"--pipeline-slices does not work with {option}: {_UNTRIED}")
+    check_sequence(slices, getattr(options, "seq_length", None), options)
+
+
+def check_sequence(slices: int, length: int | None, options: Any) -> None:
+    """Raise UnsupportedError unless a sequence of so many tokens can be cut in slices alike."""
+    parts = getattr(options, "tensor_model_parallel_size", 1)
+    unit = parts if getattr(options, "sequence_parallel", False) else 1
+    if slices == 1 or length is None or not length % (slices * unit):
+        return
+    fine = [each for each in range(1, length // unit + 1) if not length % (each * unit)]
+    nearest = min(fine, key=lambda each: abs(each - slices)) if fine else 1
+    beside = f", each a multiple of the {unit} tensor-parallel ranks," if unit > 1 else ""
+    raise UnsupportedError(
+        f"--pipeline-slices {slices} does not cut {length} tokens into equal slices{beside}; the "
+        f"nearest number that does is {nearest}"
+    )
 
 
 def check_vocabulary(shares: bool, options: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -38,6 +38,15 @@ class Checks(Protocol):
         """Make those that are kept; raises what they raise."""
 
 
+class Slice(NamedTuple):
+    """Which part of a microbatch's sequence a pass is of, in tokens."""
+
+    microbatch: int
+    begin: int
+    end: int
+    total: int
+
+
 @dataclass(slots=True)
 class StepState:
     """The state that layers deep in a model and Megatron's own functions are replaced with.
@@ -56,6 +65,10 @@ class StepState:
     gradient_sync: Reducer | None = None  # while a step runs whose gradients are reduced in W
     # While one runs whose vocabulary all ranks share: its `step.vocabulary.SharedVocabulary`.
     shared_vocabulary: Any = None
+    slice: Slice | None = None  # while a pass of one runs
+    # Where microbatches are cut in slices, by layer: `split.sliced_attention.KeysValues` of those
+    # whose passes have begun.
+    kept: list[dict[int, Any]] = field(default_factory=list)
 
     @contextmanager
     def meanwhile(self, **values: object) -> Iterator[None]:

@@ -28,6 +28,7 @@ OPTIONS = {
     "pipeline-profile-iterations": "profile_steps",
     "pipeline-layer-split": "layer_split",
     "pipeline-vocab-parallel": "vocab_parallel",
+    "pipeline-slices": "slices",
     "pipeline-trace": "trace_folder",
     "optimizer-post-validation": "post_validates",
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cache
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -57,17 +57,21 @@ class Census:
         self._held = held
         self.peak_bytes = max(self.peak_bytes, held)
 
-    def held_bytes(self, stage: int) -> tuple[float, float]:
+    def held_bytes(self, stage: int, slices: int = 1) -> tuple[float, float]:
         """Return what a microbatch holds of the stage after F, and what remains of it after B.
 
         Medians over the microbatches. Where no B stands alone, all is counted as remaining.
         """
-        after_forward = self.added_bytes(Kind.F, stage)
-        return after_forward, max(after_forward + self.added_bytes(Kind.B, stage), 0.0)
+        after_forward = self.added_bytes(Kind.F, stage, slices)
+        return after_forward, max(after_forward + self.added_bytes(Kind.B, stage, slices), 0.0)
 
-    def added_bytes(self, kind: Kind, stage: int) -> float:
-        """Return what such a pass adds to what is held, the median over the microbatches."""
-        return float(median(self._added.get((kind, stage), [0])))
+    def added_bytes(self, kind: Kind, stage: int, slices: int = 1) -> float:
+        """Return what such passes of a microbatch add to what is held, the median over them."""
+        added = self._added.get((kind, stage), [0])
+        if slices > 1 and kind is not Kind.F:  # some of a microbatch's may run as BW
+            return slices * fmean(added)
+        starts = range(0, len(added), slices)
+        return float(median(sum(added[start : start + slices]) for start in starts))
 
 
 def size_now(reference: StorageWeakRef) -> int:

@@ -138,7 +138,7 @@ class RunReport:
 
     @contextmanager
     def training_step(
-        self, model: Sequence[nn.Module], num_microbatches: int, tokens: int
+        self, model: Sequence[nn.Module], num_microbatches: int, tokens: int, slices: int = 1
     ) -> Iterator[None]:
         """Run a training step of this rank's pipeline inside, with `tokens` tokens."""
         now = time.perf_counter()
@@ -152,7 +152,7 @@ class RunReport:
         with self.state.meanwhile(census=census):
             yield
         self._num_microbatches = num_microbatches
-        held = {stage: census.held_bytes(stage) for stage in self.stages}
+        held = {stage: census.held_bytes(stage, slices) for stage in self.stages}
         # Before the first step the optimizer has no state yet; a peak while the model was built
         # that is higher still makes this too much rather than too little.
         within = max(torch.cuda.max_memory_allocated() - before - census.peak_bytes, 0)

@@ -39,6 +39,7 @@ class PipelineOptions:
     layer_split: str | None = None  # auto, or the layers of every stage with commas
     vocab_parallel: bool = False  # all ranks share the embedding and the output layer
     post_validates: bool = False  # step before the gradient norm is known, and undo if it has to be
+    slices: int = 1  # in which every microbatch is cut along its sequence
 
     @property
     def checked_steps(self) -> tuple[int, int]:
@@ -122,6 +123,13 @@ def add_arguments(parser: ArgumentParser, hear: Callable[[str], str] = str) -> A
         "tensor parallelism's",
     )
     add(
+        "--pipeline-slices",
+        metavar="K",
+        type=int,
+        help="cut every microbatch in K slices along its sequence: less is held, and less idle, "
+        "where sequences are long and microbatches few. Default: 1.",
+    )
+    add(
         "--pipeline-trace",
         metavar="DIR",
         help="write the planned and the measured timeline of the last profiled step to DIR. "
@@ -188,4 +196,5 @@ def options_of(args: Namespace) -> PipelineOptions:
         given("pipeline_layer_split"),
         given("pipeline_vocab_parallel", False),
         given("optimizer_post_validation", False),
+        given("pipeline_slices", 1),
     )

@@ -24,10 +24,11 @@ from megatron_vshape.mcore.refusals import (
     check_layer_plans,
     check_local_release,
     check_post_validation,
+    check_slices,
     check_vocabulary,
 )
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
-from megatron_vshape.mcore.setup.choice import Choice
+from megatron_vshape.mcore.setup.choice import Choice, not_sliced
 from megatron_vshape.mcore.setup.recompute_checks import check_copies, check_recompute
 from megatron_vshape.mcore.setup.translate import Translated, translate
 
@@ -52,6 +53,7 @@ def take_options(model: Any, choice: Choice, options: PipelineOptions, check: Ch
     check_recompute(choice.recompute, model, choice.name)
     may_copy = translated.may_offload and choice.name == AUTO
     check_copies(choice.copies or may_copy, model, choice.name)
+    check_slices(choice.slices, model, not_sliced(choice, options, translated.may_offload))
     return translated
 
 

@@ -10,6 +10,7 @@ from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, find, know
 from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import filled, peak_in_host
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.files import is_whole
 from megatron_vshape.core.model.kinds import OFFLOAD, ScheduleError
 from megatron_vshape.core.model.placement import Placement, looping, v_shape, with_loss_last
 from megatron_vshape.core.model.schedule import Schedule
@@ -43,6 +44,7 @@ class Choice:
     shares: bool = False  # all devices share the vocabulary
     kernels: bool = False  # messages are kernels, as on NCCL
     may_offload: bool = False  # what copies to the host take is measured with the rest
+    slices: int = 1  # of every microbatch
     may_join: bool = False  # an F may run beside a backward, as Megatron's layer plans let it
     loss_last: bool = False  # ranks are numbered so that the last one makes the loss
 
@@ -149,7 +151,40 @@ def choice_for(options: PipelineOptions, num_devices: int) -> Choice:
     )
     limit_bytes = _host_limit_bytes(options.host_memory_limit_gib, choice)
     shares = choice.shares or options.vocab_parallel
-    return replace(choice, shares=shares, host_limit_bytes=limit_bytes)
+    slices = _slices(options, choice)
+    return replace(choice, shares=shares, host_limit_bytes=limit_bytes, slices=slices)
+
+
+def not_sliced(choice: Choice, options: PipelineOptions, may_offload: bool) -> dict[str, object]:
+    """Return what of this package's slices do not go with, by what it is called."""
+    return {
+        "a shared vocabulary": choice.shares,
+        "activations in host memory": choice.copies or may_offload,
+        "passes that run beside each other": choice.joins,
+        "--pipeline-profile-iterations or --pipeline-trace": options.profile_steps,
+    }
+
+
+def _slices(options: PipelineOptions, choice: Choice) -> int:
+    """Return in how many slices microbatches are cut: as a schedule file says, or the option.
+
+    Raises:
+        ScheduleError: the option is no number, or says other than the file; or an order is planned.
+    """
+    given, own = options.slices, 1 if choice.from_file is None else choice.from_file.slices
+    if not is_whole(given) or given < 1:
+        raise ScheduleError(f"--pipeline-slices {given!r:.40} is not a whole number of at least 1")
+    if choice.from_file is not None and given not in (1, own):
+        raise ScheduleError(
+            f"the schedule file {choice.name} has {own} slices a microbatch, not the {given} of "
+            "--pipeline-slices: leave the option out, or make a file with it"
+        )
+    if choice.plans_by_costs and given > 1:
+        raise ScheduleError(
+            f"--pipeline-slices {given} does not work with --pipeline-schedule {choice.name}: no "
+            "plan has slices yet, so name a schedule of the catalogue, such as v-zb"
+        )
+    return max(given, own)
 
 
 def _host_limit_bytes(limit_gib: float | None, choice: Choice) -> float:

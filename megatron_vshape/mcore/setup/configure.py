@@ -34,7 +34,7 @@ from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
 from megatron_vshape.mcore.setup.translate import check_splits_nothing_else, tell
-from megatron_vshape.mcore.split import graphs, te_layers, unsplit
+from megatron_vshape.mcore.split import graphs, sliced_attention, te_layers, unsplit
 from megatron_vshape.mcore.split.local_layers import mark_gathered
 from megatron_vshape.mcore.step_state import StepState, unwrapped
 from megatron_vshape.runtime.labels import name_weights
@@ -78,7 +78,7 @@ def prepare(
     if rival is not None:
         _run_megatrons(args, rival)
         return None
-    if name is None or name in MEGATRONS_OWN:
+    if name is None or (name in MEGATRONS_OWN and options.slices == 1):
         if options.post_validates and ranks > 1:
             raise UnsupportedError(
                 "--optimizer-post-validation needs a schedule of this package: add "
@@ -178,6 +178,7 @@ def _given_for_ours(options: PipelineOptions) -> list[str]:
         ),
         "--pipeline-costs": options.costs_file is not None,
         "--pipeline-vocab-parallel": options.vocab_parallel,
+        "--pipeline-slices": options.slices > 1,
     }
     return [flag for flag, is_given in given.items() if is_given]
 
@@ -193,8 +194,9 @@ def _tell_what_does_nothing(options: PipelineOptions) -> None:
 
 def megatrons_own(args: Namespace) -> str | None:
     """Return the schedule of Megatron's own that the flags name for a pipeline, if they do."""
-    name = options_of(args).schedule
-    return name if name in MEGATRONS_OWN and args.pipeline_model_parallel_size > 1 else None
+    options, ranks = options_of(args), args.pipeline_model_parallel_size
+    is_theirs = options.schedule in MEGATRONS_OWN and options.slices == 1 and ranks > 1
+    return options.schedule if is_theirs else None
 
 
 def _prepare_megatrons_own(args: Namespace, name: str | None) -> None:
@@ -297,13 +299,18 @@ def _num_microbatches(args: Namespace) -> int:
     return max(microbatches, 1)
 
 
-def prepare_layers(state: StepState, chunks: Sequence[nn.Module]) -> None:
+def prepare_layers(state: StepState, chunks: Sequence[nn.Module], slices: int = 1) -> None:
     """Have the chunks' linear layers put their weight gradients off, and name them in traces.
+
+    And their attention take slices, if there are several of a microbatch.
 
     Raises:
         StoreError: Transformer Engine's layers are not as this package knows them.
+        UnsupportedError: a layer is none that slices go with.
     """
     chunks = [unwrapped(chunk) for chunk in chunks]  # whose names are the model's own
+    if slices > 1:
+        sliced_attention.install(state, chunks)
     whole = graphs.covered(chunks)
     te_layers.install(state, chunks, whole)
     for chunk in chunks:

@@ -50,7 +50,7 @@ def options_from(given: dict[str, Any]) -> PipelineOptions:
             f"{', '.join(sorted(known - {'post_validates'}))}"
         )
     options = PipelineOptions(**given)
-    if options.schedule is None or options.schedule in MEGATRONS_OWN:
+    if options.schedule is None or (options.schedule in MEGATRONS_OWN and options.slices == 1):
         raise UnsupportedError(
             f"schedule is {options.schedule!r}: give one of this package, such as 'v-half'; "
             "Megatron's own run without it"

@@ -239,14 +239,18 @@ class Planner:
         """Return the order of passes on devices as the schedule's name or file counts them."""
         choice = self.choice
         file = choice.from_file
-        if file is not None and file.num_microbatches != num_microbatches:
+        if file is not None and file.num_microbatches != num_microbatches * file.slices:
             raise ScheduleError(
-                f"the schedule file {choice.name} is for {file.num_microbatches} "
+                f"the schedule file {choice.name} is for {file.num_microbatches // file.slices} "
                 f"microbatches, this run has {num_microbatches} in a step: make "
                 "--global-batch-size / (--micro-batch-size x data-parallel size) fit"
             )
         question = Question(
-            file or choice.name, choice.num_devices, num_microbatches, joint=choice.may_join
+            file or choice.name,
+            choice.num_devices,
+            num_microbatches,
+            joint=choice.may_join,
+            slices=choice.slices,
         )
         if choice.name in PLUS_NAMES:
             costs = self.costs or choice.estimate

@@ -46,14 +46,14 @@ class InspectedStage:
         self._stage = stage
         self._number = number
         self._who = who
-        self._left = stage.step.num_microbatches if reduces_in_w else -1
+        self._left = stage.step.num_numbers if reduces_in_w else -1
         self._bad: set[int] = set()  # microbatches of which this stage has read or made bad values
         bad = _bad_parameters(stage.model, "data")
         if bad:
             first = next(iter(bad))
             text = "%s: %d parameters of stage %d are not finite before the step; %s holds %s"
             logger.error(text, who, len(bad), number, first, bad[first])
-            self._bad.update(range(stage.step.num_microbatches))
+            self._bad.update(range(stage.step.num_numbers))
 
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run F."""

@@ -31,6 +31,7 @@ from megatron_vshape.mcore.refusals import (
     check_config,
     check_one_module,
     check_script,
+    check_sequence,
     check_vocabulary,
     refusing,
 )
@@ -46,6 +47,7 @@ from megatron_vshape.mcore.step.microbatches import given_iterators, shared_out
 from megatron_vshape.mcore.step.paged_stash import begin_step
 from megatron_vshape.mcore.step.run_ahead import RandomState, Replay
 from megatron_vshape.mcore.step.same_plan import Agreement
+from megatron_vshape.mcore.step.slices import Slices
 from megatron_vshape.mcore.step.stage import MegatronStage, Step, loss_maker, zero_tokens
 from megatron_vshape.mcore.step.vocabulary import SharedVocabulary
 from megatron_vshape.mcore.step_state import StepState
@@ -221,6 +223,8 @@ class PipelineRunner:
         """
         self._last, self._ahead, self._replays = None, None, []
         self._state.jobs.clear()
+        for kept in self._state.kept:
+            kept.clear()
         if self._offload is not None:
             self._offload.clear()
         if self._transport is not None:
@@ -251,7 +255,9 @@ class PipelineRunner:
         tokens = call.num_microbatches * call.micro_batch_size * call.seq_length
         sync = begun.step.gradient_sync
         with (
-            self.report.training_step(begun.chunks, call.num_microbatches, tokens),
+            self.report.training_step(
+                begun.chunks, call.num_microbatches, tokens, self._pipeline.choice.slices
+            ),
             sync.session(),
             self._state.meanwhile(gradient_sync=sync if sync.overlaps else None),
         ):
@@ -332,10 +338,13 @@ class PipelineRunner:
         config = get_model_config(chunks[0])
         begin_step(config, not call.forward_only and self._profiler.order_is_last)
         groups = _default_groups() if call.pg_collection is None else call.pg_collection
+        slices = 1 if call.forward_only else self._pipeline.choice.slices
+        with refusing():
+            check_sequence(slices, call.seq_length, config)
         shape = schedules.get_tensor_shapes(
-            seq_length=call.seq_length,
+            seq_length=call.seq_length // slices,
             micro_batch_size=call.micro_batch_size,
-            decoder_seq_length=call.decoder_seq_length,
+            decoder_seq_length=call.decoder_seq_length and call.decoder_seq_length // slices,
             config=_of_one_length(config),
             tp_group=groups.tp,
             cp_group=groups.cp,
@@ -347,7 +356,7 @@ class PipelineRunner:
                 config,
                 chunks,
                 self._pipeline,
-                call.num_microbatches,
+                call.num_microbatches * slices,
                 call.force_all_reduce,
                 call.forward_only,
             )
@@ -378,6 +387,9 @@ class PipelineRunner:
         )
         if self._pipeline.choice.shares:
             step.vocabulary = self._vocabulary(step, chunks, iterators, groups, transport, shape)
+        if slices > 1:
+            step.slices = Slices(slices, call.seq_length, call.forward_step_func)
+            step.slices.lose = loss_maker(step, chunks[-1], self._pipeline.stage_map.num_chunks)
         stages = self._stages(step, chunks, iterators, rank)
         run = ProgramRun(program, rank, stages, transport, timer, self._place)
         return _Begun(call, chunks, groups, transport, step, program, early_ends, run, learns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatron_vshape.mcore.refusals import captures_locally
 from megatron_vshape.mcore.split import local_graphs
 from megatron_vshape.mcore.step.gradient_sync import GradientSync
 from megatron_vshape.mcore.step.layer_plans import Backward, Forward, kept_by, run_by_layers
+from megatron_vshape.mcore.step.slices import Slices
 from megatron_vshape.mcore.step.vocabulary import SharedVocabulary
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.offload import Offload
@@ -47,7 +49,13 @@ class Step:
     offload: Offload | None = None  # where microbatches may wait in host memory
     by_layers: bool = False  # by Megatron's layer plans, of which two can run beside each other
     vocabulary: SharedVocabulary | None = None  # where all ranks share one
+    slices: Slices | None = None  # where microbatches are cut along their sequence
     loss_store: list[Any] = field(default_factory=list)
+
+    @property
+    def num_numbers(self) -> int:
+        """Return how many F, B and W a stage has: one of each slice."""
+        return self.num_microbatches * (1 if self.slices is None else self.slices.count)
 
 
 @dataclass(eq=False)
@@ -68,13 +76,12 @@ class MegatronStage:
 
     def loss(self, microbatch: int) -> Tensor | None:
         """Return the loss of a microbatch whose B has not run; None where the stage makes none."""
-        makes_one = self.is_last and self.step.vocabulary is None
-        return self._outputs.get(microbatch) if makes_one else None
+        return self._outputs.get(microbatch) if self._makes_loss else None
 
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run F; the output's memory belongs to the caller alone afterwards."""
         step, begun = self.step, self._begun(microbatch, received)
-        with self.state.meanwhile(running_chunk=self.chunk):
+        with self._running(microbatch):
             if step.by_layers:
                 output, num_tokens, _ = run_by_layers(step.config, begun, None)
             else:
@@ -223,8 +230,14 @@ class MegatronStage:
 
     @property
     def _makes_loss(self) -> bool:
-        """Return whether F ends with the loss, and not where a shared output layer begins."""
-        return self.is_last and self.step.vocabulary is None
+        """Return whether F ends with the loss: no shared output layer, nor losses of a slice."""
+        return self.is_last and self.step.vocabulary is None and self.step.slices is None
+
+    def _running(self, microbatch: int) -> AbstractContextManager[None]:
+        """Tell whoever is deep in the model what runs inside."""
+        slices = self.step.slices
+        own = None if slices is None else slices.part(microbatch)
+        return self.state.meanwhile(running_chunk=self.chunk, slice=own)
 
     def _forward_step_func(self, microbatch: int) -> Callable[..., Any]:
         """Return what reads a microbatch and calls the model."""
@@ -235,6 +248,8 @@ class MegatronStage:
                 return vocabulary.first_forward(microbatch)
             if self.is_last:
                 return vocabulary.last_forward(microbatch)
+        if self.step.slices is not None:
+            return self.step.slices.forward(self.stage, microbatch)
         return self.step.forward_step_func
 
     @property
@@ -281,6 +296,9 @@ class MegatronStage:
             return None if self.is_last else output.detach()
         if captures_locally(step.config):
             output = local_graphs.own(output)
+        makes_losses = self.is_last and step.slices is not None
+        if makes_losses:  # a view, which Megatron frees nothing of
+            output = output.clone()
         self._inputs[microbatch], self._outputs[microbatch] = begun.received, output
         self._count(Pass(Kind.F, self.stage, microbatch), output)
         if step.offload is not None:
@@ -290,6 +308,8 @@ class MegatronStage:
         # Of the output only grad_fn is still needed here; its memory goes with the alias.
         sent: Tensor = output.detach()
         schedules.deallocate_output_tensor(output, step.config.deallocate_pipeline_outputs)
+        if makes_losses:
+            step.slices.keep_losses(self.stage, microbatch, sent)
         return None if self.is_last else sent
 
     def _backward(
@@ -299,8 +319,10 @@ class MegatronStage:
             self.step.offload.begins_backward(Pass(kind, self.stage, microbatch))
         if self.is_last and self.step.vocabulary is not None:
             received = self.step.vocabulary.hidden_gradient(microbatch)
+        if self.is_last and self.step.slices is not None:
+            received = self.step.slices.loss_gradient(microbatch)
         gradient: Tensor | None
-        with self.state.meanwhile(running_chunk=self.chunk):
+        with self._running(microbatch):
             if self.step.by_layers:
                 backward = self.taken(microbatch, received, kind is Kind.BW)
                 gradient = run_by_layers(self.step.config, None, backward).gradient

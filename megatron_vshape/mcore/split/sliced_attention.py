@@ -1,0 +1,185 @@
+"""Attention of a slice's queries to its own keys and values and those of the slices before it.
+
+A microbatch's slices share one buffer of keys and of values in each layer. A slice writes its own
+where they belong and looks at all up to there; in B, which runs from the last slice to the first,
+what it owes to earlier slices waits in a second buffer until theirs. So no gradient crosses a pass,
+and nothing of the schedule sees any of it. The buffers go with the B of the first slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.step_state import Slice, StepState, unwrapped
+
+FUSED = "TEDotProductAttention"
+"""Transformer Engine's attention, which knows a mask that ends at the bottom right."""
+
+
+class KeysValues:
+    """Keys and values, [s, b, heads, size] each, of one layer and microbatch, and their gradients.
+
+    Those are added up in at least 32 bits, as one kernel would.
+    """
+
+    def __init__(self, own: Sequence[Tensor], length: int) -> None:
+        self._whole = [each.new_empty(length, *each.shape[1:]) for each in own]
+        self.gradients: list[Tensor] = []
+
+    def put(self, part: Slice, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Write what is a slice's own; return all up to its end.
+
+        Autograd is told of no writing: what earlier slices have saved is not touched.
+        """
+        for whole, each in zip(self._whole, own, strict=True):
+            whole.data[part.begin : part.end] = each
+        return tuple(whole.data[: part.end] for whole in self._whole)
+
+    def add(self, part: Slice, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Take the gradients of all up to a slice's end; return the slice's own, complete."""
+        if not self.gradients:  # of the last slice, whose B is the first
+            self.gradients = [_wide(each) for each in gradients]
+        else:
+            for whole, each in zip(self.gradients, gradients, strict=True):
+                whole[: part.end] += each
+        own = (whole[part.begin : part.end] for whole in self.gradients)
+        pairs = zip(own, gradients, strict=True)
+        return tuple(mine.to(each.dtype, copy=True) for mine, each in pairs)
+
+
+def _wide(gradient: Tensor) -> Tensor:
+    """Return a copy in at least 32 bits."""
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+
+
+class _UpToEnd(torch.autograd.Function):
+    """Stands between a slice's keys and values and those that its queries look at."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, state: StepState, kept: dict[int, KeysValues], *own: Tensor
+    ) -> tuple[Tensor, ...]:
+        part = state.slice
+        assert part is not None
+        ctx.state, ctx.kept = state, kept
+        if part.microbatch not in kept:
+            kept[part.microbatch] = KeysValues(own, part.total)
+        return kept[part.microbatch].put(part, own)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Any, ...]:
+        state: StepState = ctx.state  # type: ignore[attr-defined]
+        kept: dict[int, KeysValues] = ctx.kept  # type: ignore[attr-defined]
+        part = state.slice
+        assert part is not None
+        own = kept[part.microbatch]
+        made = own.add(part, gradients)
+        if state.census is not None:
+            for each in own.gradients:
+                state.census.add(each)
+        if part.begin == 0:
+            del kept[part.microbatch]
+        return None, None, *made
+
+
+def install(state: StepState, chunks: Sequence[nn.Module]) -> None:
+    """Have the chunks' attention look at earlier slices, and rotary tables begin where theirs do.
+
+    The modules stay, under their names, and what runs without a slice runs as before.
+
+    Raises:
+        UnsupportedError: a layer's attention is none that slices are known to go with.
+    """
+    for chunk in chunks:
+        for module in unwrapped(chunk).modules():
+            if isinstance(module, RotaryEmbedding):
+                _begin_at_slice(state, module)
+            core = getattr(module, "core_attention", None)
+            if core is not None:
+                _check(module, core)
+                kept: dict[int, KeysValues] = {}
+                state.kept.append(kept)
+                core.forward = _sliced(state, core, kept)
+            elif type(module).__name__ in ("MambaMixer", "GatedDeltaNet"):
+                raise UnsupportedError(
+                    f"--pipeline-slices does not work with {type(module).__name__} layers, whose "
+                    "state would have to go from slice to slice: leave it out"
+                )
+
+
+def _check(attention: nn.Module, core: nn.Module) -> None:
+    """Raise UnsupportedError unless a layer's queries look at what is before them in one way."""
+    plain = type(attention) is SelfAttention and _is_known(core)
+    mask = getattr(attention, "attn_mask_type", None)
+    if not plain or mask not in (AttnMaskType.causal, AttnMaskType.causal_bottom_right):
+        raise UnsupportedError(
+            f"--pipeline-slices does not work with {type(attention).__name__} by "
+            f"{type(core).__name__} with the mask {getattr(mask, 'name', mask)}: it does with "
+            f"causal SelfAttention by DotProductAttention or {FUSED}; leave slices out"
+        )
+
+
+def _is_known(core: nn.Module) -> bool:
+    names = (each.__name__ for each in type(core).__mro__)
+    return isinstance(core, DotProductAttention) or FUSED in names
+
+
+def _sliced(state: StepState, core: Any, kept: dict[int, KeysValues]) -> Callable[..., Any]:
+    """Return what takes the place of a core attention's forward."""
+    inner, is_local = core.forward, isinstance(core, DotProductAttention)
+
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> Any:
+        part = state.slice
+        if part is None:
+            return inner(query, key, value, attention_mask, **options)
+        keys, values = _UpToEnd.apply(state, kept, key, value)
+        if part.begin == 0:
+            return inner(query, keys, values, attention_mask, **options)
+        if not is_local:
+            options["attn_mask_type"] = AttnMaskType.causal_bottom_right
+            return inner(query, keys, values, None, **options)
+        mask = _mask(part, query.device) if attention_mask is None else attention_mask
+        softmax = core.scale_mask_softmax
+        fused, softmax.scaled_masked_softmax_fusion = softmax.scaled_masked_softmax_fusion, False
+        try:  # whose kernel knows square masks alone
+            return inner(query, keys, values, mask, **options)
+        finally:
+            softmax.scaled_masked_softmax_fusion = fused
+
+    return forward
+
+
+def _mask(part: Slice, device: torch.device) -> Tensor:
+    """Return which keys the slice's queries do not see, [1, 1, queries, keys]."""
+    ones = torch.ones(part.end - part.begin, part.end, dtype=torch.bool, device=device)
+    return ones.triu(1 + part.begin)[None, None]
+
+
+def _begin_at_slice(state: StepState, rotary: Any) -> None:
+    """Have a rotary embedding give a slice its rows of the table of the whole sequence."""
+    length, table = rotary.get_rotary_seq_len, rotary.forward
+
+    def get_rotary_seq_len(*args: Any, **options: Any) -> Any:
+        return length(*args, **options) if state.slice is None else state.slice.total
+
+    def forward(*args: Any, **options: Any) -> Any:
+        made, part = table(*args, **options), state.slice
+        if part is None:
+            return made
+        if isinstance(made, tuple):  # and what attention is scaled by
+            return made[0][part.begin : part.end], *made[1:]
+        return made[part.begin : part.end]
+
+    rotary.get_rotary_seq_len, rotary.forward = get_rotary_seq_len, forward

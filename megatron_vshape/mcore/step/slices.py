@@ -1,0 +1,144 @@
+"""What the passes of a microbatch's slices share: one call of the trainer's function, one loss.
+
+The trainer's function runs once a microbatch and stage, in F of the first slice, with a stand-in
+for the model that notes what it is called with. The other slices call the model with their part of
+that. On the last stage the losses of all slices make the loss together, after F of the last one, by
+the trainer's own function: so masks, averages and counts of tokens are those of the microbatch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.step_state import Slice, unwrapped
+
+ALONG = ("input_ids", "position_ids", "labels", "loss_mask")
+"""What is [b, s], or ends in s, and is cut with the sequence."""
+
+MASK = "attention_mask"
+
+
+class _Called(NamedTuple):
+    """How the model was called for a microbatch, and the loss function that came with it."""
+
+    arguments: inspect.BoundArguments
+    loss_function: Any
+
+
+@dataclass(eq=False)
+class Slices:
+    """What slices of a step share on this rank; `lose` makes a loss of losses, [b, s]."""
+
+    count: int  # of a microbatch
+    length: int  # of a microbatch's sequence
+    forward_step_func: Callable[..., Any]
+    lose: Callable[[Tensor, Any], Tensor | None] = field(init=False)
+    _calls: dict[tuple[int, int], _Called] = field(default_factory=dict)
+    _loss_functions: dict[int, Any] = field(default_factory=dict)  # of what ran last, by stage
+    _losses: dict[int, list[Tensor]] = field(default_factory=dict)
+    _gradients: dict[int, Tensor] = field(default_factory=dict)
+
+    def part(self, number: int) -> Slice:
+        """Return which slice has this number in the schedule."""
+        microbatch, at = divmod(number, self.count)
+        own = self.length // self.count
+        return Slice(microbatch, at * own, (at + 1) * own, self.length)
+
+    def forward(self, stage: int, number: int) -> Callable[..., Any]:
+        """Return what takes the place of the trainer's function in F."""
+        part = self.part(number)
+        return partial(self._later if part.begin else self._first, stage, part)
+
+    def _first(self, stage: int, part: Slice, iterator: Any, model: nn.Module) -> Any:
+        noting = _Noting(model, part)
+        output, loss_function = self.forward_step_func(iterator, noting)
+        if noting.arguments is None or output is not noting.output:
+            raise UnsupportedError(
+                "--pipeline-slices does not work with this script: its forward step must call the "
+                "model once and return what that returns; leave slices out"
+            )
+        self._calls[stage, part.microbatch] = _Called(noting.arguments, loss_function)
+        return output, self._loss_function(stage, part)
+
+    def _later(self, stage: int, part: Slice, iterator: Any, model: nn.Module) -> Any:
+        arguments = self._calls[stage, part.microbatch].arguments
+        return _call(model, arguments, part), self._loss_function(stage, part)
+
+    def _loss_function(self, stage: int, part: Slice) -> Any:
+        """Return the loss function of the F that runs; of the last slice nothing else is kept."""
+        called = self._calls[stage, part.microbatch]
+        if part.end == part.total:
+            del self._calls[stage, part.microbatch]
+            self._loss_functions[stage] = called.loss_function
+        return called.loss_function
+
+    def keep_losses(self, stage: int, number: int, losses: Tensor) -> None:
+        """Take the losses, [b, s], of an F of the last stage; of the last slice make the loss."""
+        part = self.part(number)
+        if losses.shape[1:] != (part.end - part.begin,):
+            raise UnsupportedError(
+                f"the last stage returned {tuple(losses.shape)} of a slice of "
+                f"{part.end - part.begin} tokens, and slices need its losses: give the model labels"
+            )
+        made = self._losses.setdefault(part.microbatch, [])
+        made.append(losses)
+        if part.end < part.total:
+            return
+        whole = torch.cat(self._losses.pop(part.microbatch), dim=1)
+        gradient = self.lose(whole, self._loss_functions[stage])
+        assert gradient is not None
+        self._gradients[part.microbatch] = gradient
+
+    def loss_gradient(self, number: int) -> Tensor:
+        """Return the gradient of a slice's losses, for its B."""
+        part = self.part(number)
+        take = self._gradients.pop if part.begin == 0 else self._gradients.__getitem__
+        return take(part.microbatch)[:, part.begin : part.end].contiguous()
+
+
+class _Noting:
+    """Stands in for the model while the trainer's function runs, and notes how it is called."""
+
+    def __init__(self, model: nn.Module, part: Slice) -> None:
+        self._model, self._part = model, part
+        self.arguments: inspect.BoundArguments | None = None
+        self.output: Any = None
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        signature = inspect.signature(unwrapped(self._model).forward)
+        self.arguments = signature.bind(*args, **options)
+        self.output = _call(self._model, self.arguments, self._part)
+        return self.output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _call(model: nn.Module, arguments: inspect.BoundArguments, part: Slice) -> Any:
+    """Return what the model makes of a slice."""
+    own = {name: _cut(name, value, part) for name, value in arguments.arguments.items()}
+    bound = inspect.BoundArguments(arguments.signature, own)  # type: ignore[arg-type]
+    return model(*bound.args, **bound.kwargs)
+
+
+def _cut(name: str, value: Any, part: Slice) -> Any:
+    """Return the part of an argument that is a slice's."""
+    if value is None or isinstance(value, bool) or value in ({}, ()):
+        return value
+    shape = value.shape if isinstance(value, Tensor) else ()
+    if name in ALONG and shape[-1:] == (part.total,):
+        return value[..., part.begin : part.end].contiguous()
+    if name == MASK and shape[-2:] == (part.total, part.total):
+        return value[..., part.begin : part.end, : part.end]
+    raise UnsupportedError(
+        f"--pipeline-slices does not know how to cut {name}, {tuple(shape) or type(value).__name__}"
+        f", with which the model was called for {part.total} tokens: leave slices out"
+    )
