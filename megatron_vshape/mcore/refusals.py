@@ -567,7 +567,7 @@ def check_sequence(slices: int, length: int | None, options: Any) -> None:
         return
     fine = [each for each in range(1, length // unit + 1) if not length % (each * unit)]
     nearest = min(fine, key=lambda each: abs(each - slices)) if fine else 1
-    beside = f", each a multiple of the {unit} tensor-parallel ranks," if unit > 1 else ""
+    beside = f", each a multiple of the {unit} tensor-parallel ranks" if unit > 1 else ""
     raise UnsupportedError(
         f"--pipeline-slices {slices} does not cut {length} tokens into equal slices{beside}; the "
         f"nearest number that does is {nearest}"

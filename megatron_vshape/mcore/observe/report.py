@@ -276,9 +276,10 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int, local_ranks: int | 
             "\nbackward passes run whole (BW) but on the last stage: CUDA graphs cover all their "
             "layers"
         )
+    cut = f" of {schedule.slices} slices" if schedule.slices > 1 else ""
     return (
         f"pipeline schedule {schedule.name}, {schedule.num_devices} ranks, {num_microbatches} "
-        "microbatches (upper case: even chunks; one row per rank):\n"
+        f"microbatches{cut} (upper case: even chunks; one row per rank):\n"
         f"{plan.timeline.draw(COLUMNS)}\n"
         f"{_at(pipeline)}: bubble {100 * plan.timeline.bubble:.1f} %, "
         f"peak {plan.peak_chunks:.4g} chunks of 1/{2 * schedule.num_devices} of the model, "

@@ -125,7 +125,7 @@ class _Noting:
 def _call(model: nn.Module, arguments: inspect.BoundArguments, part: Slice) -> Any:
     """Return what the model makes of a slice."""
     own = {name: _cut(name, value, part) for name, value in arguments.arguments.items()}
-    bound = inspect.BoundArguments(arguments.signature, own)  # type: ignore[arg-type]
+    bound = inspect.BoundArguments(arguments.signature, own)
     return model(*bound.args, **bound.kwargs)
 
 

@@ -296,8 +296,7 @@ class MegatronStage:
             return None if self.is_last else output.detach()
         if captures_locally(step.config):
             output = local_graphs.own(output)
-        makes_losses = self.is_last and step.slices is not None
-        if makes_losses:  # a view, which Megatron frees nothing of
+        if self.is_last and step.slices is not None:  # a view, which Megatron frees nothing of
             output = output.clone()
         self._inputs[microbatch], self._outputs[microbatch] = begun.received, output
         self._count(Pass(Kind.F, self.stage, microbatch), output)
@@ -308,7 +307,7 @@ class MegatronStage:
         # Of the output only grad_fn is still needed here; its memory goes with the alias.
         sent: Tensor = output.detach()
         schedules.deallocate_output_tensor(output, step.config.deallocate_pipeline_outputs)
-        if makes_losses:
+        if self.is_last and step.slices is not None:
             step.slices.keep_losses(self.stage, microbatch, sent)
         return None if self.is_last else sent
 

@@ -1,0 +1,280 @@
+"""Steps of a small GPT in 64 bits, whole and in slices; prints a JSON line for each case.
+
+`main` takes the cases by name, as in {"mine": {"schedule": "v-zb", "slices": 4}}, in a process
+without a GPU in which `cpu.install` has run before anything imports Megatron.
+
+Every case runs on forked ranks: alone by Megatron without a pipeline (once for each model), by
+Megatron's 1F1B, and by this package. Printed are by how much losses and gradients differ, as shares
+of the largest, and what is left of slices after the step; of a case that fails, why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from other_trainer import fill, names_of, unwrapped
+from sharded_sequence import _marked_norm as marked_norm
+from torch import Tensor, nn
+
+import megatron_vshape
+from megatron_vshape.mcore.split import sliced_attention
+from megatron_vshape.mcore.step.slices import Slices
+from megatron_vshape.mcore.step_state import Slice
+
+LENGTH, VOCABULARY, HIDDEN = 24, 64, 32
+MICROBATCHES = 3
+
+
+class Forced(int):
+    """One slice that counts as several, so that it goes their way."""
+
+    def __gt__(self, other: int) -> bool:
+        return other == 1 or int(self) > other
+
+
+def stale(kept: Any, part: Slice, own: Any) -> Any:
+    """Leave keys and values of all but the last slice as they were: not written."""
+    if part.end == part.total:
+        return PUT(kept, part, own)
+    for whole in kept._whole:
+        whole.data[part.begin : part.end] = 0
+    return tuple(whole.data[: part.end] for whole in kept._whole)
+
+
+def lost(kept: Any, part: Slice, gradients: Any) -> Any:
+    """Let go of what a slice owes to earlier ones."""
+    kept.gradients = [torch.zeros(part.total, *each.shape[1:]).to(each) for each in gradients]
+    return ADD(kept, part, gradients)
+
+
+def early(kept: Any, part: Slice, gradients: Any) -> Any:
+    """Free what the earlier slices need with the B of the last."""
+    made = ADD(kept, part, gradients)
+    for whole in kept._whole:
+        whole.data.fill_(7.0)
+    return made
+
+
+def out_of_turn(slices: Slices, number: int) -> Slice:
+    """Run the slices of a microbatch from the last to the first."""
+    part = PART(slices, number)
+    own = part.end - part.begin
+    return Slice(part.microbatch, part.total - part.end, part.total - part.end + own, part.total)
+
+
+PUT, ADD = sliced_attention.KeysValues.put, sliced_attention.KeysValues.add
+PART = Slices.part
+MUTANTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "stale": (sliced_attention.KeysValues, "put", stale),
+    "lost": (sliced_attention.KeysValues, "add", lost),
+    "early": (sliced_attention.KeysValues, "add", early),
+    "out of turn": (Slices, "part", out_of_turn),
+}
+
+
+def batches(case: dict[str, Any]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield tokens, labels, and which of them count: of a ragged mask more in some microbatches."""
+    for at in range(MICROBATCHES):
+        generator = torch.Generator().manual_seed(at)
+        tokens = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=generator)
+        share = 0.3 + 0.3 * at if case.get("ragged") else 1.0
+        mask = torch.rand(2, LENGTH, generator=generator) < share
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask.double()
+
+
+def forward_step(case: dict[str, Any], data: Any, model: nn.Module) -> Any:
+    """Run a microbatch."""
+    tokens, labels, mask = next(data)
+    positions = torch.arange(LENGTH)[None].expand_as(tokens).contiguous()
+    seen = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1) if case.get("mask") else None
+    output = model(tokens, positions, seen, labels=labels)
+
+    def loss_of(losses: Tensor) -> Any:
+        total, count = (losses * mask).sum(), mask.sum()
+        report = {"loss": (total / count).detach()}
+        if case.get("per_token"):
+            return total, count.int(), report
+        return total / count, report
+
+    return output, loss_of
+
+
+def build(case: dict[str, Any], config: Any) -> list[nn.Module]:
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=False)
+    made = []
+    for chunk in range(chunks):
+        where = chunk if chunks > 1 else None
+        ends = {
+            "pre_process": mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=where),
+            "post_process": mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=where),
+            "vp_stage": where,
+        }
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            VOCABULARY,
+            LENGTH,
+            position_embedding_type=case.get("position", "rope"),
+            share_embeddings_and_output_weights=False,
+            **ends,
+        ).double()
+        fill(model)
+        made.append(DistributedDataParallel(config, ddp, model, disable_bucketing=bool(chunk)))
+    return made
+
+
+def step(case: dict[str, Any], ranks: int, ours: bool) -> dict[str, Any]:
+    """Return the losses and the gradients of a step, and what slices have left."""
+    slices = Forced(1) if case["slices"] == 1 else case["slices"]
+    if ours:
+        megatron_vshape.register(schedule=case["schedule"], slices=slices)
+    tensor = case.get("tensor", 1)
+    if tensor > 1:  # torch's norm refuses a sharded sequence; nobody else needs to know of it
+        WrappedTorchNorm.__new__ = marked_norm
+    config = TransformerConfig(
+        num_layers=case.get("layers", 4),
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        num_query_groups=case.get("groups"),
+        tensor_model_parallel_size=tensor,
+        sequence_parallel=tensor > 1,
+        pipeline_model_parallel_size=ranks // tensor,
+        window_size=tuple(case["window"]) if "window" in case else None,
+        params_dtype=torch.float64,
+        pipeline_dtype=torch.float64,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        persist_layer_norm=False,
+        calculate_per_token_loss=case.get("per_token", False),
+        use_cpu_initialization=True,
+        **case.get("recompute", {}),
+    )
+    chunks = config.virtual_pipeline_model_parallel_size
+    mpu.initialize_model_parallel(tensor, ranks // tensor, chunks)
+    model_parallel_cuda_manual_seed(1)
+    model = build(case, config)
+    config.finalize_model_grads_func = finalize_model_grads
+    if ours and "mutant" in case:
+        owner, name, stand_in = MUTANTS[case["mutant"]]
+        setattr(owner, name, stand_in)
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    reports = get_forward_backward_func()(
+        forward_step_func=lambda data, model: forward_step(case, data, model),
+        data_iterator=[batches(case) for _ in model] if len(model) > 1 else batches(case),
+        model=model if len(model) > 1 else model[0],
+        num_microbatches=MICROBATCHES,
+        seq_length=LENGTH,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    names = (each for chunk in model for each in names_of(unwrapped(chunk)))
+    rank = mpu.get_tensor_model_parallel_rank()
+    return {
+        "gradients": {(name, rank): each.main_grad.clone() for name, each in names},
+        "losses": [each["loss"].item() for each in reports],
+        "kept": left(model) if ours else 0,
+    }
+
+
+def left(model: list[nn.Module]) -> int:
+    """Return how many buffers of keys and values the layers have left."""
+    cores = [each for chunk in model for each in chunk.modules() if hasattr(each, "core_attention")]
+    cells = [cell for each in cores for cell in each.core_attention.forward.__closure__]
+    return sum(len(each.cell_contents) for each in cells if isinstance(each.cell_contents, dict))
+
+
+def run(case: dict[str, Any], ranks: int, ours: bool) -> list[dict[str, Any]]:
+    """Return what forked ranks found."""
+    folder, port, children = mkdtemp(), _free_port(), []
+    for rank in range(ranks):
+        child = os.fork()
+        if not child:
+            _become(rank, ranks, port, f"{folder}/{rank}", lambda: step(case, ranks, ours))
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(ranks)]
+
+
+def _become(rank: int, ranks: int, port: int, path: str, work: Callable[[], Any]) -> None:
+    try:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        dist.init_process_group("gloo", rank=rank, world_size=ranks)
+        found = work()
+    except BaseException:
+        found = {"error": traceback.format_exc()[-2000:]}
+    torch.save(found, path)
+    os._exit(0)
+
+
+def _free_port() -> int:
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as free:
+            if free.connect_ex(("127.0.0.1", port)):
+                return port
+
+
+def apart(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return by how much gradients and losses differ, as shares of the largest; or an error."""
+    errors = [each["error"] for each in (*ours, *theirs) if "error" in each]
+    if errors:
+        return {"error": errors[0]}
+    mine: dict[Any, Tensor] = {}
+    yours: dict[Any, Tensor] = {}
+    for found, runs in ((mine, ours), (yours, theirs)):
+        for each in runs:
+            found.update(each["gradients"])
+    assert mine.keys() == yours.keys()
+    most = max(float(each.abs().max()) for each in yours.values())
+    pairs = [(float((mine[key] - yours[key]).abs().max()), key) for key in yours]
+    losses = [next(each["losses"] for each in run if each["losses"]) for run in (ours, theirs)]
+    return {
+        "gradients": max(pairs)[0] / most,
+        "losses": max(abs(a - b) / abs(b) for a, b in zip(*losses, strict=True)),
+        "kept": sum(each["kept"] for each in ours),
+    }
+
+
+def main(cases: dict[str, dict[str, Any]]) -> None:
+    known: dict[str, list[dict[str, Any]]] = {}
+    own = ("schedule", "slices", "mutant")
+    for name, case in cases.items():
+        model = {key: value for key, value in case.items() if key not in own}
+        tensor, ranks = case.get("tensor", 1), case.get("ranks", 2)
+        ours = run(case, ranks * tensor, True)
+        told: dict[str, Any] = {"case": name}
+        for against, count in (("whole", tensor), ("1f1b", ranks * tensor)):
+            key = f"{json.dumps(model)} {count}"
+            if key not in known:
+                known[key] = run({"slices": 1, **model}, count, False)
+            told[against] = apart(ours, known[key])
+        print(json.dumps(told), flush=True)

@@ -1,0 +1,249 @@
+"""Microbatches in slices: the losses and gradients of whole ones, and of 1F1B, to rounding."""
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mcore.conftest import UNTIED
+from mcore.farm import Ended
+from mcore.test_training import FOUR, assert_equal_training
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.from_environment import options_in
+from megatron_vshape.mcore.refusals import UnsupportedError, check_slices
+from megatron_vshape.mcore.setup.arguments import PipelineOptions
+from megatron_vshape.mcore.setup.choice import choice_for
+from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.step.slices import Slices
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import json, sys
+from megatron_vshape.mcore import cpu
+cpu.install()
+import sliced_steps
+sliced_steps.main(json.loads(sys.argv[1]))
+"""
+
+MOST = 1e-12
+"""Of the largest gradient, in 64 bits."""
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+
+CASES: dict[str, dict[str, Any]] = {
+    "v-zb": {"schedule": "v-zb", "slices": 4},
+    "1f1b, grouped queries, ragged": {
+        "schedule": "1f1b",
+        "slices": 2,
+        "groups": 2,
+        "ragged": True,
+        "per_token": True,
+    },
+    "one slice": {"schedule": "v-half", "slices": 1},
+    "learned positions": {"schedule": "zb-h1", "slices": 4, "position": "learned_absolute"},
+    "given mask, recompute": {"schedule": "v-min", "slices": 4, "mask": True, "recompute": CORE},
+}
+
+MORE: dict[str, dict[str, Any]] = {
+    f"{name}, {slices}": {"schedule": name, "slices": slices, "ranks": 4, "layers": 8}
+    for name in NAMES
+    for slices in (1, 2, 4, 8)
+} | {
+    "tensor-parallel": {"schedule": "v-zb", "slices": 2, "tensor": 2},
+    "grouped, tensor-parallel": {"schedule": "v-half", "slices": 4, "tensor": 2, "groups": 2},
+    "recompute": {"schedule": "v-zb", "slices": 4, "recompute": FULL},
+    "window": {"schedule": "v-zb", "slices": 4, "window": [5, 0]},
+    "ragged": {"schedule": "v-half", "slices": 4, "ragged": True},
+    "per token": {"schedule": "v-half", "slices": 4, "ragged": True, "per_token": True},
+}
+
+MUTANTS = {
+    name: {"schedule": "v-zb", "slices": 4, "mutant": name}
+    for name in ("stale", "lost", "early", "out of turn")
+}
+
+
+def found(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return what `sliced_steps` tells of these cases."""
+    program = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(cases)]
+    beside = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"}
+    ended = subprocess.run(
+        program,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        env=beside,
+        timeout=1800,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    told = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    assert [each["case"] for each in told] == list(cases)
+    return {each["case"]: each for each in told}
+
+
+def assert_equal(told: dict[str, dict[str, Any]], slices: dict[str, int]) -> None:
+    for name, each in told.items():
+        for against in ("whole", "1f1b"):
+            difference = each[against]
+            assert "error" not in difference, (name, difference["error"])
+            assert difference["kept"] == 0, name
+            most = 0 if slices[name] == 1 else MOST
+            assert difference["gradients"] <= most, (name, against, difference)
+            assert difference["losses"] <= MOST, (name, against, difference)
+
+
+def test_gradients_and_losses_are_those_of_whole_microbatches() -> None:
+    """To rounding; of one slice through the same path bit by bit."""
+    assert_equal(found(CASES), {name: case["slices"] for name, case in CASES.items()})
+
+
+@pytest.mark.slow
+def test_every_name_and_option() -> None:
+    assert_equal(found(MORE), {name: case["slices"] for name, case in MORE.items()})
+
+
+def test_what_goes_wrong_between_slices_shows() -> None:
+    for name, each in found(MUTANTS).items():
+        difference = each["whole"]
+        assert "error" in difference or difference["gradients"] > 1e-3, (name, difference)
+
+
+OPTIONS = {
+    "distributed optimizer, overlap": (
+        "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather --eval-interval 4 --eval-iters 1"
+    ),
+    "sequence-parallel, full recompute": (
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    ),
+    "per-token loss, tied": "--calculate-per-token-loss",
+    "learned positions, swiglu": "--position-embedding-type learned_absolute --swiglu",
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=[pytest.mark.slow] * bool(at))
+        for at, (name, options) in enumerate(OPTIONS.items())
+    ],
+)
+def test_training_equals_megatrons_1f1b(train: Callable[..., Ended], options: str) -> None:
+    flags = (*FOUR, *options.split(), *(() if "tied" in options else (UNTIED,)))
+    theirs = train(4, "--pipeline-schedule", "1f1b", *flags)
+    ours = train(4, "--pipeline-schedule", "v-zb", "--pipeline-slices", "4", *flags)
+    assert_equal_training(ours, theirs)
+
+
+GIVEN = {
+    "optimizer_post_validation": True,
+    "context_parallel_size": 2,
+    "num_experts": 8,
+    "mtp_num_layers": 1,
+    "multi_latent_attention": True,
+    "cuda_graph_impl": "transformer_engine",
+    "variable_seq_lengths": True,
+    "hybrid_layer_pattern": "M*-",
+    "reset_attention_mask": True,
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_slices_do_not_go_with_is_refused(name: str) -> None:
+    check_slices(1, Namespace(**{name: GIVEN[name]}), {})
+    with pytest.raises(UnsupportedError, match="--pipeline-slices does not work with "):
+        check_slices(2, Namespace(**{name: GIVEN[name]}), {})
+
+
+def test_nothing_is_refused_of_a_plain_model() -> None:
+    plain = {"context_parallel_size": 1, "num_experts": None, "cuda_graph_impl": "none"}
+    check_slices(4, Namespace(seq_length=4096, position_embedding_type="rope", **plain), {})
+
+
+@pytest.mark.parametrize(
+    ("slices", "length", "tensor", "told"),
+    [
+        (3, 32, 1, "3 does not cut 32 tokens into equal slices; the nearest number that does is 2"),
+        (
+            16,
+            32,
+            4,
+            "16 does not cut 32 tokens into equal slices, each a multiple of the 4 tensor-parallel "
+            "ranks; the nearest number that does is 8",
+        ),
+    ],
+)
+def test_slices_are_alike(slices: int, length: int, tensor: int, told: str) -> None:
+    options = Namespace(
+        seq_length=length, tensor_model_parallel_size=tensor, sequence_parallel=tensor > 1
+    )
+    with pytest.raises(UnsupportedError) as error:
+        check_slices(slices, options, {})
+    assert str(error.value) == f"--pipeline-slices {told}"
+
+
+def options(**given: Any) -> PipelineOptions:
+    return PipelineOptions(**{"schedule": "v-zb", "timeout_seconds": 9.0, "slices": 4} | given)
+
+
+def test_a_file_says_its_slices(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(make("v-zb", 2, 3, slices=4).to_json())
+    choice = choice_for(options(schedule=str(file), slices=1), 2)
+    assert (choice.slices, Planner(choice).training(3).schedule.num_microbatches) == (4, 12)
+    with pytest.raises(ScheduleError, match="has 4 slices a microbatch, not the 2 of"):
+        choice_for(options(schedule=str(file), slices=2), 2)
+    with pytest.raises(ScheduleError, match="is for 3 microbatches, this run has 12 in a step"):
+        Planner(choice).training(12)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"slices": 0}, "--pipeline-slices 0 is not a whole number of at least 1"),
+        ({"schedule": "v-half+"}, "does not work with --pipeline-schedule v-half+: no plan has "),
+    ],
+)
+def test_numbers_of_slices_that_are_none(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        choice_for(options(**given), 2)
+    assert told in str(error.value)
+
+
+def test_the_environment_gives_slices() -> None:
+    assert options_in("schedule=v-zb,slices=4") == {"schedule": "v-zb", "slices": 4}
+
+
+def test_a_script_must_return_what_the_model_does() -> None:
+    slices = Slices(2, 8, lambda iterator, model: (model(torch.zeros(1, 8)) + 1, None))
+    with pytest.raises(UnsupportedError, match="must call the model once and return what that "):
+        slices.forward(0, 0)(None, Plain())
+
+
+class Plain(torch.nn.Module):
+    def forward(self, input_ids: torch.Tensor, labels: Any = None) -> torch.Tensor:
+        return input_ids
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"labels": torch.zeros(1, 6)}, r"how to cut labels, \(1, 6\), with which"),
+        ({"labels": "whole"}, "how to cut labels, str, with which the model was called for 8 "),
+    ],
+)
+def test_what_cannot_be_cut_is_told(given: dict[str, Any], told: str) -> None:
+    slices = Slices(2, 8, lambda iterator, model: (model(torch.zeros(1, 8), **given), None))
+    with pytest.raises(UnsupportedError, match=told):
+        slices.forward(0, 0)(None, Plain())
