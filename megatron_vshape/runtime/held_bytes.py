@@ -32,6 +32,7 @@ class Census:
         self._held = 0
         self._added: dict[tuple[Kind, int], list[int]] = {}
         self.peak_bytes = 0
+        self.shared: dict[int, tuple[int, int]] = {}  # by chunk: what `shares` has told
 
     def add(self, tensor: Tensor) -> None:
         """Count the tensor's storage as long as it lives."""
@@ -46,6 +47,12 @@ class Census:
             for node in nodes_behind(output.grad_fn):
                 for _, tensor in saved_by(node):
                     self.add(tensor)
+
+    def shares(self, chunk: int, sizes_bytes: tuple[int, int]) -> None:
+        """Note what slices of a microbatch share in a layer of a chunk, and owe each other."""
+        both = zip(self.shared.get(chunk, (0, 0)), sizes_bytes, strict=True)
+        kept, owed = map(sum, both)
+        self.shared[chunk] = kept, owed
 
     def ends(self, work: Pass) -> None:
         """Take stock after a pass."""

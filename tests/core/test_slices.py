@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_vshape.core.ask import AUTO, Question, ask
-from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.simulate import peak_held, peak_shared, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
@@ -196,3 +196,15 @@ def test_joint_passes_and_slices_do_not_go_together(name: str) -> None:
 def test_no_plan_has_slices_yet(name: str) -> None:
     with pytest.raises(ScheduleError, match="is planned, and no plan has slices yet"):
         ask(Question(name, 2, 4, slices=2))
+
+
+def test_what_slices_share_is_there_from_the_first_f_to_the_last_b() -> None:
+    """Beside each slice's own part of it, which the costs have; and what they owe till then."""
+    schedule = make("1f1b", 1, 1, slices=4)
+    costs = Costs.uniform(1, 1)
+    assert peak_held(schedule, costs) == (2.0,)
+    # After F of the first slice 3/4 more are there than its own, after the last one nothing; when
+    # the first B has run, its part of what is shared, and 3/4 of what is owed.
+    assert peak_shared(schedule, costs, {0: (8.0, 0.0)}) == (0.5 + 6.0,)
+    assert peak_shared(schedule, costs, {0: (0.0, 8.0)}) == (1.5 + 6.0,)
+    assert peak_shared(schedule, costs, {}) == (2.0,)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from mcore.conftest import UNTIED
-from mcore.farm import Ended
+from mcore.farm import Ended, Farm
+from mcore.test_memory import FLAGS, figures
 from mcore.test_training import FOUR, assert_equal_training
 
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -102,9 +103,17 @@ def assert_equal(told: dict[str, dict[str, Any]], slices: dict[str, int]) -> Non
             assert difference["losses"] <= MOST, (name, against, difference)
 
 
-def test_gradients_and_losses_are_those_of_whole_microbatches() -> None:
+@pytest.fixture(scope="module")
+def told() -> dict[str, dict[str, Any]]:
+    return found(CASES | MUTANTS)
+
+
+def test_gradients_and_losses_are_those_of_whole_microbatches(
+    told: dict[str, dict[str, Any]],
+) -> None:
     """To rounding; of one slice through the same path bit by bit."""
-    assert_equal(found(CASES), {name: case["slices"] for name, case in CASES.items()})
+    own = {name: told[name] for name in CASES}
+    assert_equal(own, {name: case["slices"] for name, case in CASES.items()})
 
 
 @pytest.mark.slow
@@ -112,9 +121,9 @@ def test_every_name_and_option() -> None:
     assert_equal(found(MORE), {name: case["slices"] for name, case in MORE.items()})
 
 
-def test_what_goes_wrong_between_slices_shows() -> None:
-    for name, each in found(MUTANTS).items():
-        difference = each["whole"]
+def test_what_goes_wrong_between_slices_shows(told: dict[str, dict[str, Any]]) -> None:
+    for name in MUTANTS:
+        difference = told[name]["whole"]
         assert "error" in difference or difference["gradients"] > 1e-3, (name, difference)
 
 
@@ -247,3 +256,17 @@ def test_what_cannot_be_cut_is_told(given: dict[str, Any], told: str) -> None:
     slices = Slices(2, 8, lambda iterator, model: (model(torch.zeros(1, 8), **given), None))
     with pytest.raises(UnsupportedError, match=told):
         slices.forward(0, 0)(None, Plain())
+
+
+@pytest.mark.parametrize("slices", [pytest.param("2", marks=pytest.mark.slow), "4"])
+def test_what_is_held_is_what_the_plan_knows(farm: Farm, slices: str) -> None:
+    """With what slices share and owe each other."""
+    sizes = ("--hidden-size", "64", "--seq-length", "64", "--max-position-embeddings", "64")
+    flags = (*FLAGS, *sizes, "--vocab-size", "2047", "--pipeline-slices", slices)
+    run = farm.run(4, *flags, "--pipeline-schedule", "v-zb", live=True).check()
+    _, predicted = figures(run)
+    message_bytes = 64 // int(slices) * 64 * 4
+    for record, activations_mib in zip(run.records, predicted, strict=True):
+        model = activations_mib * 2**20 + (record["most_posted"] + 1) * message_bytes
+        assert record["live_bytes"] == pytest.approx(model, rel=0.05)
+        assert record["left_bytes"] <= 8 * message_bytes + 40_000  # gloo's, and the reports

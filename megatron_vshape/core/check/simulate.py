@@ -1,9 +1,10 @@
 """The event simulator: a schedule and costs become a timeline."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from operator import add
 
 from megatron_vshape.core.check.deadlock import explain_deadlock
 from megatron_vshape.core.model.costs import Costs, joint_name
@@ -208,6 +209,36 @@ def peak_held(schedule: Schedule, costs: Costs | None = None) -> tuple[float, ..
     costs = costs_of(schedule, costs)
     kinds = schedule.kinds
     return tuple(max(_held(passes, costs, kinds), default=0.0) for passes in schedule.order)
+
+
+def peak_shared(
+    schedule: Schedule, costs: Costs, shared: Mapping[int, tuple[float, float]]
+) -> tuple[float, ...]:
+    """Return `peak_held` where slices of a microbatch share and owe so much of every stage.
+
+    What they share, keys and values, is in `costs` too, a slice's part with each slice; but it is
+    there as a whole from F of the first slice to its B. What later slices owe waits for earlier.
+    """
+    return tuple(
+        max(map(add, held_curve(schedule, costs, device), _shared_curve(row, schedule, shared)))
+        for device, row in enumerate(schedule.order)
+    )
+
+
+def _shared_curve(
+    row: Sequence[Pass], schedule: Schedule, shared: Mapping[int, tuple[float, float]]
+) -> Iterator[float]:
+    """Yield what is there beyond each slice's own part while each pass runs."""
+    beyond, slices = dict[tuple[int, int], float](), schedule.slices
+    for work in row:
+        microbatch, at = divmod(work.microbatch, slices)
+        kept, owed = shared.get(work.stage, (0.0, 0.0))
+        if work.kind is Kind.F:
+            beyond[work.stage, microbatch] = kept * (slices - 1 - at) / slices
+        yield sum(beyond.values())
+        if Kind.B in work.kind.does:
+            later = kept * (slices - at) / slices if at else 0.0
+            beyond[work.stage, microbatch] = later + owed * at / slices
 
 
 def peak_in_host(schedule: Schedule, costs: Costs) -> tuple[float, ...]:

@@ -50,6 +50,8 @@ class Memory(NamedTuple):
     moved: Mapping[int, int] = {}  # by stage: what of a microbatch waits in host memory, or may
     host_bytes: int = 0  # of host memory that this takes
     logits_bytes: float = 0.0  # what a microbatch holds of a shared vocabulary's logits
+    # By stage: what slices of a microbatch share, and owe each other.
+    shared: Mapping[int, tuple[int, int]] = {}
     allocated_bytes: int = 0  # the allocator's peak over the run, all included; 0 without a GPU
 
 
@@ -158,7 +160,10 @@ class RunReport:
         within = max(torch.cuda.max_memory_allocated() - before - census.peak_bytes, 0)
         moved = {} if self.offload is None else dict(self.offload.bytes_by_stage)
         logits = max((census.added_bytes(LOGITS, stage) for stage in self.stages), default=0)
-        self._memory = Memory(census.peak_bytes, held, within, moved, logits_bytes=logits)
+        shared = {self.stages[chunk]: both for chunk, both in census.shared.items()}
+        self._memory = Memory(
+            census.peak_bytes, held, within, moved, logits_bytes=logits, shared=shared
+        )
         # The first step also sets caches up; its time says nothing about the others.
         self._started_s = None
 
@@ -184,7 +189,8 @@ class RunReport:
         )
         if self.plan_of is not None:
             plan = self.plan_of(self._num_microbatches)
-            line += f", predicted {_in_mib(plan.peak_bytes(byte_costs(everyones)))}"
+            shared = {stage: both for each in everyones for stage, both in each.shared.items()}
+            line += f", predicted {_in_mib(plan.peak_bytes(byte_costs(everyones), shared))}"
         in_host = [each.host_bytes for each in everyones]
         if any(in_host):
             line += f", in host memory {_in_mib(in_host)}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, limits_of
 from megatron_vshape.core.check.bounds import least_memory
-from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.simulate import peak_held, peak_shared, simulate
 from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import (
     OFFLOAD,
@@ -76,9 +76,16 @@ class Plan:
             return self.peak_chunks / (2 * ranks)
         return max(peak_held(self.schedule, self.costs)) / most
 
-    def peak_bytes(self, costs: Costs) -> tuple[float, ...]:
-        """Return the most every device holds, where `costs` says what a stage holds in bytes."""
-        return peak_held(self.program.schedule, costs)
+    def peak_bytes(
+        self, costs: Costs, shared: Mapping[int, tuple[float, float]] | None = None
+    ) -> tuple[float, ...]:
+        """Return the most every device holds, where `costs` says what a stage holds in bytes.
+
+        And `shared`, by stage, what slices of a microbatch share and owe each other.
+        """
+        if not shared:
+            return peak_held(self.program.schedule, costs)
+        return peak_shared(self.program.schedule, costs, shared)
 
 
 class Planner:

@@ -34,7 +34,13 @@ class KeysValues:
 
     def __init__(self, own: Sequence[Tensor], length: int) -> None:
         self._whole = [each.new_empty(length, *each.shape[1:]) for each in own]
-        self.gradients: list[Tensor] = []
+        self.gradients: list[Tensor] = []  # of what is before the slice whose B has run last
+
+    @property
+    def sizes_bytes(self) -> tuple[int, int]:
+        """Return what the keys and values take, and what their gradients would of all slices."""
+        own = sum(each.nbytes for each in self._whole)
+        return own, sum(each.numel() * _wide_dtype(each).itemsize for each in self._whole)
 
     def put(self, part: Slice, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Write what is a slice's own; return all up to its end.
@@ -47,19 +53,17 @@ class KeysValues:
 
     def add(self, part: Slice, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Take the gradients of all up to a slice's end; return the slice's own, complete."""
-        if not self.gradients:  # of the last slice, whose B is the first
-            self.gradients = [_wide(each) for each in gradients]
-        else:
-            for whole, each in zip(self.gradients, gradients, strict=True):
-                whole[: part.end] += each
-        own = (whole[part.begin : part.end] for whole in self.gradients)
-        pairs = zip(own, gradients, strict=True)
-        return tuple(mine.to(each.dtype, copy=True) for mine, each in pairs)
+        totals = [each.to(_wide_dtype(each)) for each in gradients]
+        if self.gradients:  # else it is the last slice's, whose B is the first
+            totals = [each + later for each, later in zip(totals, self.gradients, strict=True)]
+        self.gradients = [each[: part.begin].clone() for each in totals]
+        pairs = zip(totals, gradients, strict=True)
+        return tuple(total[part.begin :].to(each.dtype, copy=True) for total, each in pairs)
 
 
-def _wide(gradient: Tensor) -> Tensor:
-    """Return a copy in at least 32 bits."""
-    return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+def _wide_dtype(like: Tensor) -> torch.dtype:
+    """Return the type of at least 32 bits in which gradients of these are added up."""
+    return torch.promote_types(like.dtype, torch.float32)
 
 
 class _UpToEnd(torch.autograd.Function):
@@ -74,6 +78,8 @@ class _UpToEnd(torch.autograd.Function):
         ctx.state, ctx.kept = state, kept
         if part.microbatch not in kept:
             kept[part.microbatch] = KeysValues(own, part.total)
+            if state.census is not None and part.microbatch == 0:
+                state.census.shares(state.running_chunk or 0, kept[0].sizes_bytes)
         return kept[part.microbatch].put(part, own)
 
     @staticmethod
