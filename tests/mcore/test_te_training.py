@@ -115,3 +115,21 @@ def test_te_s_adam_and_a_sharded_optimizer_in_bf16(train: Train) -> None:
     assert mine.keys() == yours.keys()
     assert [name for name in yours if not torch.equal(mine[name], yours[name])] == []
     assert any(name.endswith("exp_avg") for name, *_ in ours.by_place("moments"))
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["grouped queries", pytest.param("bf16", marks=pytest.mark.slow), "full recompute"],
+)
+def test_slices_are_whole_microbatches_to_rounding(train: Train, model: str) -> None:
+    """By the mask that ends at the bottom right; sums of weight gradients are made in parts."""
+    theirs = train(f"--pipeline-schedule 1f1b {MODELS[model]} {UNFUSED}")
+    ours = train(f"--pipeline-schedule v-zb --pipeline-slices 4 {MODELS[model]} {UNFUSED}")
+    expected, found = theirs.by_place("gradients"), ours.by_place("gradients")
+    assert expected.keys() == found.keys()
+    most = 2e-2 if model == "bf16" else 1e-5
+    for name, gradient in expected.items():
+        apart = (found[name] - gradient).abs().max() / gradient.abs().max()
+        assert apart <= most, (name, apart)
+    for mine, yours in zip(ours.record["losses"], theirs.record["losses"], strict=True):
+        assert mine == pytest.approx(yours, rel=1e-2 if model == "bf16" else 1e-6)
