@@ -64,7 +64,7 @@ def stale(kept: Any, part: Slice, own: Any) -> Any:
 
 def lost(kept: Any, part: Slice, gradients: Any) -> Any:
     """Let go of what a slice owes to earlier ones."""
-    kept.gradients = [torch.zeros(part.total, *each.shape[1:]).to(each) for each in gradients]
+    kept.gradients = []
     return ADD(kept, part, gradients)
 
 

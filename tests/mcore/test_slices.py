@@ -124,7 +124,10 @@ def test_every_name_and_option() -> None:
 def test_what_goes_wrong_between_slices_shows(told: dict[str, dict[str, Any]]) -> None:
     for name in MUTANTS:
         difference = told[name]["whole"]
-        assert "error" in difference or difference["gradients"] > 1e-3, (name, difference)
+        if name == "out of turn":  # the call that later slices take their part of is not there
+            assert "KeyError" in difference["error"]
+        else:
+            assert difference["gradients"] > 1e-3, (name, difference)
 
 
 OPTIONS = {
