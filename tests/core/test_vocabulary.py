@@ -29,7 +29,7 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.planner.vocabulary import (
-    MOST_WAITING,
+    WAITING,
     is_shared,
     more_room,
     share_forwards,
@@ -79,7 +79,7 @@ def test_every_schedule_of_the_catalogue_can_share_it(
     verify(shared)
     for row in shared.order:
         waiting = accumulate((work.kind is LOGITS) - (work.kind is HEAD_WEIGHT) for work in row)
-        assert max(waiting) <= MOST_WAITING
+        assert max(waiting) <= max(WAITING) + 1
     for own, row in zip(plain.order, shared.order, strict=True):
         assert sorted(work for work in row if not work.kind.of) == sorted(own)
     first, *others = joined(shared)

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from megatron_vshape.core.model.kinds import (
     BESIDE,
+    FIRST,
     KINDS,
+    LAST,
     PARTS,
     Kind,
     ScheduleError,
@@ -117,10 +119,12 @@ class NeedTable:
             (self.parts.index(need.kind), need.stage)
             for need in Pass(kind, stage, 0).needs(num_stages)
         ]
+        only = {FIRST: 0, LAST: num_stages - 1}
         where_there = [
             (at, stage)
             for at in self.at_will
             if not set(self.parts[at].before).isdisjoint(kind.does)
+            and stage == only.get(self.parts[at].of, stage)
         ]
         return (*always, *where_there)
 

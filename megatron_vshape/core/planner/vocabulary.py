@@ -39,9 +39,6 @@ from megatron_vshape.core.model.schedule import Schedule
 WAITING = (1, 3)
 """Microbatches of which a device holds its part of the logits for a T that finds no idle time."""
 
-MOST_WAITING = max(WAITING) + 1
-"""Microbatches of which it holds that at most."""
-
 LATE = (0.0, 0.5, 1.0)
 """The share of a pass run sooner by which it may hold up the one whose turn it is.
 
@@ -296,7 +293,7 @@ class _Dealer:
         self.homes = [stages[0] for stages in stages_of(schedule.placement, devices)]
         self.ends = schedule.placement[0], schedule.placement[-1]
         self.last = schedule.num_stages - 1
-        self.table = NeedTable(schedule.num_stages, schedule.kinds)
+        self.table = NeedTable(schedule.num_stages, (*schedule.kinds, *VOCABULARY))
         self.left = [list(row) for row in schedule.order]
         self.joins = [0] * devices  # of `joined`
         self.logits = [0] * devices  # so many S have run,
@@ -377,15 +374,8 @@ class _Dealer:
 
     def _ready_us(self, work: Pass, device: int) -> float:
         """Return when the pass has all that it reads; infinity where that is not known."""
-        return max((self._arrived(*need, device) for need in self._needs(work)), default=0.0)
-
-    def _needs(self, work: Pass) -> Iterator[tuple[Kind, int, int]]:
-        for part, stage in self.table.needs[work.kind][work.stage]:
-            yield self.table.parts[part], stage, work.microbatch
-        if work.kind is Kind.F and work.stage == 0:
-            yield LOOKED_UP, 0, work.microbatch
-        if Kind.B in work.parts() and work.stage == self.last:
-            yield LOSS, self.last, work.microbatch
+        needs = self.table.needs_of(work)
+        return max((self._arrived(*need, device) for need in needs), default=0.0)
 
     def _arrived(self, kind: Kind, stage: int, microbatch: int, device: int) -> float:
         done = self.done_us.get((kind, stage, microbatch), math.inf)
