@@ -467,13 +467,16 @@ class Costs:
 
     def without_copies(self) -> "Costs":
         """Return the costs of stages whose activations never wait in host memory."""
-        left = self.having(**dict.fromkeys(other_amounts(OFFLOAD)))
+        there = {name: None for name in other_amounts(OFFLOAD) if name in self.lists()}
+        if not there and not self.half_duplex:
+            return self
+        left = self.having(**there)
         settings = tuple((setting, each.without_copies()) for setting, each in left.recompute)
         return replace(left, recompute=settings, half_duplex=False)
 
     def in_order_alone(self) -> "Costs":
         """Return the costs without copies to the host and without a price list of recompute."""
-        return replace(self, recompute=()).without_copies()
+        return (replace(self, recompute=()) if self.recompute else self).without_copies()
 
     def with_prices(self, setting: str, prices: Mapping[str, tuple[float, ...]]) -> "Costs":
         """Return the costs where `prices`, by name and with a value per stage, replace these.
