@@ -144,8 +144,8 @@ def test_a_file_has_its_slices() -> None:
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        (Kind.F, "F0.1 on device 0 is out of turn: of the 2 slices of microbatch 0, number 0 is "),
-        (Kind.B, "B0.0 on device 0 is out of turn: of the 2 slices of microbatch 0, number 1 is "),
+        (Kind.F, "F0.1 stands before F0.0 on device 0, and a run needs it behind"),
+        (Kind.B, "B0.0 stands before B0.1 on device 0, and a run needs it behind"),
     ],
 )
 def test_slices_out_of_turn_are_refused(kind: Kind, told: str) -> None:
@@ -161,7 +161,7 @@ def test_whole_backwards_have_their_turn_too() -> None:
     schedule = make("1f1b", 1, 1, slices=2)
     assert [str(work) for work in schedule.order[0]] == ["F0.0", "F0.1", "BW0.1", "BW0.0"]
     order = (tuple(map(Pass.parse, ("F0.0", "F0.1", "BW0.0", "BW0.1"))),)
-    with pytest.raises(ScheduleError, match="BW0.0 on device 0 is out of turn"):
+    with pytest.raises(ScheduleError, match="BW0.0 stands before BW0.1 on device 0"):
         verify(replace(schedule, order=order))
 
 

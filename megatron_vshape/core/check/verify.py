@@ -282,7 +282,7 @@ def _laws(
     runs its passes in order.
     """
     for part in kind.does:
-        slices = schedule.slices if part.in_turn < 0 else 1
+        slices = schedule.slices if part.descends else 1
         for read in (*part.reads, *part.follows):
             need = find_kind(read.kind)
             if read.later or need.of == DEVICE or need.resource != part.resource:

@@ -82,7 +82,7 @@ class Kind(str):
     receives: bool  # whether it reads a result of another stage
     does: tuple["Kind", ...]  # simple kinds; of a simple kind itself
     before: tuple[str, ...]  # kinds of its stage and microbatch that wait for it where it is
-    in_turn: int  # of a stage's passes of a microbatch's slices: 1 ascending, -1 descending, 0 any
+    descends: bool  # whether a stage has it of a microbatch's last slice first
     everywhere: bool  # whether every stage and microbatch must have it
     of: str  # FIRST, LAST or DEVICE: where a schedule that has it has one for every microbatch
     joins: bool  # whether no device leaves such a pass before all have come to theirs
@@ -120,7 +120,7 @@ def define(
     reads: Iterable[Read] = (),
     does: Sequence[Kind] = (),
     before: Iterable[str] = (),
-    in_turn: int = 0,
+    descends: bool = False,
     everywhere: bool = False,
     of: str = "",
     joins: bool = False,
@@ -157,7 +157,7 @@ def define(
     kind.receives = any(read.step for read in kind.reads)
     kind.does = tuple(does) or (kind,)
     kind.everywhere, kind.of, kind.joins, kind.resource = everywhere, of, joins, resource
-    kind.in_turn = in_turn
+    kind.descends = descends
     kind.time, kind.exchange = time, exchange
     kind.takes, kind.keeps, kind.frees = takes, keeps, frees
     kind.colour, kind.terminal = colour, terminal
@@ -187,7 +187,6 @@ Kind.F = define(
     words="the forward pass",
     method="forward",
     reads=[Read("F", -1), Read("F", later=-1)],
-    in_turn=1,  # a slice reads the keys and values of those before it
     everywhere=True,
     time="forward_us",
     exchange="forward_exchange_us",
@@ -201,7 +200,7 @@ Kind.B = define(
     words="the backward pass for the inputs",
     method="backward_inputs",
     reads=[Read("F"), Read("B", +1), Read("B", later=-1)],
-    in_turn=-1,  # and owes them their gradients
+    descends=True,  # a slice owes those before it the gradients of their keys and values
     everywhere=True,
     time="backward_us",
     exchange="backward_exchange_us",
