@@ -71,6 +71,7 @@ def stand_in() -> None:
     # What these do for a model that modelopt has not changed.
     distill = module("modelopt.torch.distill.plugins.megatron")
     distill.get_tensor_shapes_adjust_fn_for_distillation = lambda *_, **__: None
+    module("modelopt.torch.quantization.utils").is_quantized = lambda *_: False
     states = module("modelopt.torch.opt.plugins")
     for name in ("restore_modelopt_state", "save_modelopt_state", "save_sharded_modelopt_state"):
         setattr(states, name, lambda *_, **__: None)

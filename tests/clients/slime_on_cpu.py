@@ -54,6 +54,7 @@ SLIMES = {
     "padded_vocab_size": 128,
     "enable_gloo_process_groups": True,
     "moe_use_legacy_grouped_gemm": False,
+    "eps_clip_high": 0.2,
 }
 """What slime's launcher derives, and its own command line would need an inference engine for."""
 
@@ -121,6 +122,8 @@ def main(given: SimpleNamespace) -> dict[str, Any]:
     from slime.backends.megatron_utils import data, initialize, loss, model
 
     initialize._build_tokenizer = lambda args: None
+    # slime refuses another numpy, which serves it all the same.
+    initialize.np = SimpleNamespace(**vars(numpy) | {"__version__": "1.26.0"})
     initialize.init(args)
     args.padded_vocab_size = 128
     chunks, optimizer, scheduler = model.setup_model_and_optimizer(args, "actor")
@@ -162,7 +165,6 @@ def without_engines() -> None:
         absent = MagicMock()
         absent.__spec__, absent.__path__ = importlib.machinery.ModuleSpec(name, None), []
         sys.modules.setdefault(name, absent)
-    numpy.__version__ = "1.26.0"  # slime refuses another
 
 
 def adapt_to_this_megatron() -> None:

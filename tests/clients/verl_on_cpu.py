@@ -170,7 +170,8 @@ def main(given: SimpleNamespace) -> dict[str, Any]:
     dist.init_process_group("gloo")
     engine = engine_of(given)
     if given.resumes:
-        engine.load_checkpoint(given.resumes, del_local_after_load=False)
+        with torch.no_grad():  # in 32 bits the optimizer's own copies are views of parameters
+            engine.load_checkpoint(given.resumes, del_local_after_load=False)
     kept: dict[str, Any] = {"inferred": [], "losses": [], "chunks": len(engine.module)}
     train(engine, given, kept)
     if given.saves_in:
