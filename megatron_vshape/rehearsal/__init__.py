@@ -1,0 +1,1 @@
+"""Whole training steps of Megatron without memory and arithmetic: what each rank would allocate."""

@@ -1,0 +1,282 @@
+"""What torch.cuda answers in a rehearsal: on top of the CPU mode, a GPU of the kind asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo  # before the factories are wrapped: it refuses one function by two names
+import torch.cuda.nvtx
+import torch.cuda.random
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megatron_vshape.mcore import cpu
+from megatron_vshape.rehearsal.gpus import Gpu
+from megatron_vshape.rehearsal.ledger import Ledger, fused
+
+_ASKERS = ("megatron", "transformer_engine", "mamba_ssm", "__main__", "model_provider")
+"""Packages that hear that there is a GPU; torch's own code would go on to query a driver."""
+
+_FROM_NOTHING = (
+    "arange as_tensor asarray empty empty_strided eye full linspace ones rand randint randn "
+    "randperm scalar_tensor tensor tril_indices triu_indices zeros"
+).split()
+_LIKE = "empty_like full_like ones_like rand_like randint_like randn_like zeros_like".split()
+_NEW = "new_empty new_full new_ones new_tensor new_zeros".split()
+
+
+class Current:
+    """The ledger and the GPU of this process's rank; before there are any, nothing is counted."""
+
+    ledger: Ledger | None = None
+    gpu: Gpu | None = None
+
+
+def install() -> None:
+    """Have torch answer as one that sees a GPU; no value is computed anywhere.
+
+    Call it before Megatron and Transformer Engine are imported, once in a process that does nothing
+    else.
+    """
+    cpu.install()
+    for owner, name, value in _replacements():
+        setattr(owner, name, value)
+    _unlaunched_triton()
+
+
+def _replacements() -> Iterator[tuple[Any, str, Any]]:
+    cuda = torch.cuda
+    ask = cuda.is_available
+    yield cuda, "is_available", lambda: _called_by(_ASKERS) or ask()
+    yield cuda, "get_device_capability", lambda *_: _gpu().capability
+    yield cuda, "get_device_name", lambda *_: _gpu().name
+    yield cuda, "get_device_properties", lambda *_: _properties()
+    yield cuda, "memory_allocated", lambda *_: _now()
+    yield cuda, "memory_reserved", lambda *_: _now()
+    yield cuda, "max_memory_allocated", lambda *_: _peak()
+    yield cuda, "max_memory_reserved", lambda *_: _peak()
+    yield cuda, "memory_stats", lambda *_: _statistics()
+    yield cuda, "mem_get_info", lambda *_: (_gpu().memory_bytes - _now(), _gpu().memory_bytes)
+    yield cuda, "device", lambda *_: contextlib.nullcontext()
+    for module in (cuda, cuda.random):
+        yield module, "get_rng_state", lambda *_, **__: _rng_state()
+        yield module, "set_rng_state", lambda *_, **__: None
+    for name in "manual_seed manual_seed_all".split():
+        yield cuda, name, lambda *_: None
+    yield torch, "compile", _compile
+    yield torch.jit, "script", _compile
+    yield from _tensors()
+    yield torch.nn.Module, "_apply", _apply
+    yield torch.UntypedStorage, "resize_", _resized(torch.UntypedStorage.resize_)
+    yield torch.nn.functional, "dropout", _dropout
+    yield torch, "dropout", lambda x, p, train: _dropout(x, p, train)
+
+
+def _called_by(packages: tuple[str, ...], depth: int = 2) -> bool:
+    module = str(sys._getframe(depth).f_globals.get("__name__", ""))
+    return module.partition(".")[0] in packages
+
+
+def _gpu() -> Gpu:
+    if Current.gpu is None:
+        raise RuntimeError("the rehearsal asked for the GPU before it knew which")
+    return Current.gpu
+
+
+def _properties() -> types.SimpleNamespace:
+    gpu = _gpu()
+    version = {"name": gpu.name, "major": gpu.capability[0], "minor": gpu.capability[1]}
+    return types.SimpleNamespace(
+        **version, total_memory=gpu.memory_bytes, multi_processor_count=gpu.multiprocessors
+    )
+
+
+def _now() -> int:
+    return 0 if Current.ledger is None else Current.ledger.now
+
+
+def _peak() -> int:
+    return 0 if Current.ledger is None else Current.ledger.peak
+
+
+def _statistics() -> dict[str, int]:
+    now, peak = _now(), _peak()
+    values = {"current": now, "peak": peak, "allocated": now, "freed": 0}
+    return {
+        f"{kind}.all.{name}": value
+        for kind in ("allocated_bytes", "reserved_bytes", "active_bytes", "allocation")
+        for name, value in values.items()
+    } | {"num_alloc_retries": 0, "num_ooms": 0}
+
+
+def _rng_state() -> Tensor:
+    with on_host():
+        return torch.empty(16, dtype=torch.uint8)
+
+
+def on_host(is_so: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Take what is made inside from nothing as made in host memory, or on the GPU."""
+    return contextlib.nullcontext() if Current.ledger is None else Current.ledger.on_host(is_so)
+
+
+def _compile(function: Any = None, *unused: Any, **options: Any) -> Any:
+    """Return what is to be compiled as one kernel."""
+    if function is None:
+        return _compile
+    if not callable(function) or isinstance(function, torch.nn.Module | type):
+        return function
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if Current.ledger is None:
+            return function(*args, **kwargs)
+        return fused(Current.ledger, function)(*args, **kwargs)
+
+    return run
+
+
+def _tensors() -> Iterator[tuple[Any, str, Any]]:
+    for name in _FROM_NOTHING:
+        yield torch, name, _placed(getattr(torch, name), like=False)
+    for name in _LIKE:
+        yield torch, name, _placed(getattr(torch, name), like=True)
+    for name in _NEW:
+        yield Tensor, name, _placed(getattr(Tensor, name), like=True)
+    yield Tensor, "to", _moved(Tensor.to)
+    yield Tensor, "cuda", lambda self, *_, **__: to_gpu(self)
+    yield Tensor, "cpu", lambda self, *_, **__: to_host(self)
+    yield Tensor, "pin_memory", lambda self, *_: to_host(self)
+    yield Tensor, "is_cuda", property(lambda self: not _lies_on_host(self))
+    yield FakeTensor, "device", property(_device_of)
+
+
+_GPU, _HOST = torch.device("cuda", 0), torch.device("cpu")
+_true_device = FakeTensor.device.__get__
+
+
+def _device_of(self: Any) -> torch.device:
+    """Return what Megatron and Transformer Engine are to hear, and torch's own code the truth.
+
+    Many a tensor is made with the device of another.
+    """
+    fake: torch.device = _true_device(self)
+    if fake.type != "cpu" or str(sys._getframe(1).f_globals.get("__name__", "")).startswith("torch"):
+        return fake
+    return _HOST if Current.ledger is None or _lies_on_host(self) else _GPU
+
+
+def _lies_on_host(tensor: Tensor) -> bool:
+    return Current.ledger is not None and Current.ledger.is_on_host(tensor)
+
+
+def to_gpu(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy on the GPU of one that lies in host memory."""
+    if not _lies_on_host(tensor):
+        return tensor
+    with on_host(False):
+        return torch.empty_like(tensor, device="cuda")
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory of a tensor that lies on the GPU."""
+    if Current.ledger is None or _lies_on_host(tensor):
+        return tensor
+    with on_host():
+        made = torch.empty_like(tensor, device="cpu")
+    known = getattr(tensor, "known_values", None)
+    if known is not None:
+        made.known_values = known  # type: ignore[attr-defined]
+    return made
+
+
+def _is_gpu(device: object) -> bool:
+    return cpu._is_gpu(device)
+
+
+def _placed(make: Callable[..., Tensor], like: bool) -> Callable[..., Tensor]:
+    """Return a factory that tells the ledger where its tensor is to lie."""
+
+    @functools.wraps(make)
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        if Current.ledger is None or Current.ledger._device:
+            return make(*args, **kwargs)
+        device = kwargs.get("device")
+        if kwargs.get("pin_memory") or (device is not None and not _is_gpu(device)):
+            where: bool | None = str(device) != "meta"
+        elif device is None:
+            where = None if like else True
+        else:
+            where = False
+        if where is None:
+            return make(*args, **kwargs)
+        with Current.ledger.on_host(where):
+            made = make(*args, **kwargs)
+        if where and args and isinstance(args[0], list):
+            made.known_values = args[0]  # type: ignore[attr-defined]
+        return made
+
+    return run
+
+
+def _moved(to: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(to)
+    def run(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        device = kwargs.get("device", args[0] if args else None)
+        if isinstance(device, Tensor):
+            device = "cuda" if not _lies_on_host(device) else "cpu"
+        if _is_gpu(device):
+            return to(to_gpu(self), *args, **kwargs)
+        if str(device) == "cpu":
+            return to(to_host(self), *args, **kwargs)
+        return to(self, *args, **kwargs)
+
+    return run
+
+
+def _apply(self: torch.nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """Do what Module._apply does; torch's would swap the parameters, which fake ones are not."""
+    for child in self.children():
+        child._apply(fn)
+    for parameter in self._parameters.values():
+        if parameter is not None:
+            with torch.no_grad():
+                made = fn(parameter)
+            if made is not parameter:
+                parameter.data = made
+    for key, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[key] = fn(buffer)
+    return self
+
+
+def _resized(resize: Callable[..., Any]) -> Callable[..., Any]:
+    def run(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        resize(storage, size)
+        if Current.ledger is not None:
+            Current.ledger.resized(storage)
+        return storage
+
+    return run
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Keep what a GPU's kernel does: a mask of a byte; a CPU's keeps the scaled noise."""
+    return torch.native_dropout(x, p, True)[0] if training and p else x
+
+
+def _unlaunched_triton() -> None:
+    """Launch nothing: a Triton kernel writes into what Python has allocated before."""
+    try:
+        import triton.runtime.autotuner as autotuner
+        import triton.runtime.jit as jit
+    except ImportError:
+        return
+    kinds = (jit.KernelInterface, jit.JITFunction, autotuner.Autotuner, autotuner.Heuristics)
+    for kind in kinds:
+        kind.__getitem__ = lambda self, grid: lambda *_, **__: None

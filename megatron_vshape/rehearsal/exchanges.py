@@ -1,0 +1,139 @@
+"""torch.distributed without other ranks: every exchange has ended as it begins, and is counted."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+
+from megatron_vshape.rehearsal.device import Current
+from megatron_vshape.rehearsal.ledger import tensors_in
+
+_LARGER_SIDE: dict[str, tuple[int, str]] = {
+    "all_reduce": (0, "tensor"),
+    "broadcast": (0, "tensor"),
+    "reduce": (0, "tensor"),
+    "gather": (0, "tensor"),
+    "scatter": (0, "tensor"),
+    "all_gather": (0, "tensor_list"),
+    "all_gather_into_tensor": (0, "output_tensor"),
+    "_all_gather_base": (0, "output_tensor"),
+    "reduce_scatter": (1, "input_list"),
+    "reduce_scatter_tensor": (1, "input"),
+    "_reduce_scatter_base": (1, "input"),
+    "all_to_all": (1, "input_tensor_list"),
+    "all_to_all_single": (1, "input"),
+    "all_reduce_coalesced": (0, "tensors"),
+    "isend": (0, "tensor"),
+    "irecv": (0, "tensor"),
+    "send": (0, "tensor"),
+    "recv": (0, "tensor"),
+}
+"""Where each exchange has the larger of what goes in and comes out: place and name."""
+
+
+class Done:
+    """An exchange that has ended."""
+
+    def wait(self, *unused: object) -> bool:
+        return True
+
+    synchronize = wait
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> Done:
+        return self
+
+    def append(self, *unused: object) -> None:
+        """Take another exchange of a batch."""
+
+
+def install() -> None:
+    """Put the exchanges into torch.distributed; the process group is torch's "fake" one."""
+    for name, (place, key) in _LARGER_SIDE.items():
+        made = _exchange(name, place, key)
+        for module in (dist, c10d):
+            if hasattr(module, name):
+                setattr(module, name, made)
+    for module in (dist, c10d):
+        module.batch_isend_irecv = _batch
+        module._coalescing_manager = _coalescing
+        module.barrier = module.monitored_barrier = lambda *_, **__: None
+        module.broadcast_object_list = lambda *_, **__: None
+        module.all_gather_object = _all_gather_object
+        module.gather_object = lambda *_, **__: None
+        module.new_group = _fake_groups(c10d.new_group)
+
+
+def start(rank: int, world: int) -> None:
+    """Make this process one rank of a world that is not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+
+
+@functools.cache
+def _fake_groups(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    def new(ranks: Any = None, *unused: Any, **options: Any) -> Any:
+        kept = ("group_desc", "use_local_synchronization")
+        return new_group(
+            ranks, backend="fake", **{name: options[name] for name in kept if name in options}
+        )
+
+    return new
+
+
+def _exchange(name: str, place: int, key: str) -> Callable[..., Any]:
+    at_once = name in ("isend", "irecv")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if Current.ledger is not None:
+            given = args[place] if len(args) > place else kwargs.get(key)
+            _count(name, kwargs.get("group"), given)
+        return Done() if at_once or kwargs.get("async_op") else None
+
+    return run
+
+
+def _count(name: str, group: Any, given: Any) -> None:
+    size = sum(
+        each.numel() * each.element_size()
+        for each in tensors_in(given if isinstance(given, list | tuple) else (given,))
+        if isinstance(each, Tensor)
+    )
+    ranks, span = _of(group)
+    described = getattr(group, "group_desc", None) or "world"
+    work = Current.ledger.work if Current.ledger is not None else None
+    if work is not None:
+        entry = work.exchanges.setdefault((name, described, ranks, span), [0, 0])
+        entry[0] += 1
+        entry[1] += size
+
+
+@functools.cache
+def _of(group: Any) -> tuple[int, int]:
+    """Return how many ranks a group has, and over how many neighbours it reaches."""
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return len(ranks), max(ranks) - min(ranks) + 1
+
+
+def _batch(operations: list[Any]) -> list[Done]:
+    for each in operations:
+        each.op(each.tensor, group=each.group)
+    return [Done() for _ in operations]
+
+
+@contextlib.contextmanager
+def _coalescing(*unused: Any, **options: Any) -> Iterator[Done]:
+    yield Done()
+
+
+def _all_gather_object(out: list[Any], value: Any, group: Any = None) -> None:
+    out[:] = [value] * len(out)

@@ -1,0 +1,353 @@
+"""Reads the flags of a training command, wherever they stand, and leaves out what needs files."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from megatron_vshape.core.model.kinds import ScheduleError
+
+FILES = """
+    --data-path --train-data-path --valid-data-path --test-data-path --data-cache-path
+    --data-args-path --per-split-data-args-path --per-dataset-sequences-path --vocab-file
+    --merge-file --tokenizer-model --tokenizer-metadata --tiktoken-pattern --split --mock-data
+    --tokenizer-type --vocab-size --trust-remote-code --tokenizer-prompt-format --num-workers
+    --no-mmap-bin-files --finetune --load --save --save-interval --save-retain-interval
+    --pretrained-checkpoint --exit-interval --exit-duration-in-mins --exit-signal-handler
+    --use-checkpoint-args --use-checkpoint-opt_param-scheduler --override-opt_param-scheduler
+    --override-opt-param-scheduler --use-persistent-ckpt-worker --async-save
+    --async-strategy --async-ckpt-use-cpu-shm --auto-detect-ckpt-format --ckpt-step --ckpt-format
+    --ckpt-fully-parallel-load --ckpt-fully-parallel-save --no-ckpt-fully-parallel-save
+    --ckpt-fully-parallel-load-per-rank-objects --ckpt-drop-redundant-extra-state
+    --ckpt-assume-constant-structure --dist-ckpt-strictness --dist-ckpt-save-pre-mcore-014
+    --dist-ckpt-optim-fully-reshardable --non-persistent-save-interval --non-persistent-ckpt-type
+    --no-ckpt-load-validate-sharding-integrity --no-load-optim --no-load-rng --no-save-optim
+    --no-save-rng --no-use-tokenizer-model-from-checkpoint-args --dataloader-type
+    --tensorboard-dir --tensorboard-log-interval --tensorboard-queue-size --wandb-project
+    --wandb-entity --wandb-exp-name --wandb-save-dir --log-interval --log-progress --log-energy
+    --log-memory-to-tensorboard --log-timers-to-tensorboard --log-memory-interval
+    --log-validation-ppl-to-tensorboard --logging-level --log-straggler --straggler-minmax-count
+    --disable-straggler-on-startup --enable-experimental-wandb --eval-iters --eval-interval
+    --eval-global-batch-size --profile --profile-step-start --profile-step-end --profile-ranks
+    --use-pytorch-profiler --record-memory-history --memory-snapshot-path --run-workload-inspector-server
+    --enable-ft-package --calc-ft-timeouts --enable-one-logger --one-logger-project
+    --one-logger-run-name --one-logger-async --distributed-backend --distributed-timeout-minutes
+    --local-rank --high-priority-stream-groups --check-weight-hash-across-dp-replicas-interval
+    --deterministic-mode --use-mcore-models --manual-gc --manual-gc-interval
+    --lazy-mpu-init --data-parallel-random-init --pipeline-trace --pipeline-timeout
+""".split()
+"""Flags of data, tokenizers, checkpoints and logs: none of them changes what a step allocates.
+
+--deterministic-mode only refuses; the functions it asks for are given by other flags and the
+environment. --eval-iters and the like are set anew.
+"""
+
+VOCABULARIES = {
+    "GPT2BPETokenizer": 50257,
+    "Llama2Tokenizer": 32000,
+    "GPTSentencePieceTokenizer": 256000,
+    "BertWordPieceLowerCase": 30522,
+    "BertWordPieceCase": 28996,
+    "TikTokenizer": 131072,
+}
+"""Tokens of the files that such tokenizers usually read; --vocabulary says another number."""
+
+_OTHER_MODELS = {"bert": "BERT", "t5": "T5", "ict": "ICT", "vlm": "vision-language", "rl": "RL"}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A training command."""
+
+    script: str
+    flags: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def value(self, flag: str, default: str | None = None) -> str | None:
+        """Return what follows a flag, the last time it is given."""
+        found = default
+        for at, each in enumerate(self.flags):
+            if each == flag and at + 1 < len(self.flags):
+                found = self.flags[at + 1]
+            elif each.startswith(f"{flag}="):
+                found = each.partition("=")[2]
+        return found
+
+    def number(self, flag: str, default: int) -> int:
+        """Return the number that follows a flag.
+
+        Raises:
+            ScheduleError: it is none.
+        """
+        text = self.value(flag)
+        if text is None:
+            return default
+        try:
+            return int(text)
+        except ValueError:
+            raise ScheduleError(f"{flag} {text!r:.40} is no whole number") from None
+
+    def has(self, flag: str) -> bool:
+        """Return whether a flag is given."""
+        return any(each == flag or each.startswith(f"{flag}=") for each in self.flags)
+
+
+def read_command(words: Sequence[str]) -> Command:
+    """Return the command that the words after `--` are: as in a script, or naming a file of it.
+
+    torchrun and python before the script are skipped. A single word may be a YAML of Megatron-LM's
+    functional tests, a shell script with an array of flags, or a file of flags.
+
+    Raises:
+        ScheduleError: there is no command, or the file has none.
+    """
+    words = list(words)
+    if not words:
+        raise ScheduleError(
+            "after -- comes the training command: megatron-vshape rehearse -- pretrain_gpt.py FLAGS"
+        )
+    scripts = [at for at, word in enumerate(words) if word.endswith(".py")]
+    if scripts:
+        at = scripts[0]
+        before = {name: value for name, value in map(_assignment, words[:at]) if name}
+        command = Command(words[at], (), before)
+        words = words[at + 1 :]
+    else:
+        command = Command("pretrain_gpt.py", ())
+    if len(words) == 1 and not words[0].startswith("-"):
+        command = _of_file(Path(words[0]), command)
+    else:
+        command = replace(command, flags=tuple(words))
+    _refuse_other_models(command)
+    return command
+
+
+def _assignment(word: str) -> tuple[str, str]:
+    found = re.fullmatch(r"([A-Z][A-Z0-9_]*)=(.*)", word)
+    return (found[1], found[2]) if found else ("", "")
+
+
+def _refuse_other_models(command: Command) -> None:
+    name = Path(command.script).stem.lower()
+    for part, model in _OTHER_MODELS.items():
+        if part in name.replace("-", "_").split("_"):
+            raise ScheduleError(
+                f"{command.script} trains a {model} model: rehearsed are GPT and hybrid models "
+                "(pretrain_gpt.py, pretrain_hybrid.py, pretrain_mamba.py)"
+            )
+
+
+def _of_file(path: Path, command: Command) -> Command:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ScheduleError(f"{path} cannot be read: {error.strerror or error}") from error
+    if path.suffix in (".yaml", ".yml"):
+        return _of_yaml(path, text, command)
+    if path.suffix in (".sh", ".bash", ".sbatch", ".slurm") or text.startswith("#!"):
+        return _of_shell(path, text, command)
+    flags = shlex.split(text, comments=True)
+    return replace(command, flags=tuple(flags))
+
+
+def _of_yaml(path: Path, text: str, command: Command) -> Command:
+    try:
+        import yaml
+    except ImportError:
+        raise ScheduleError(f"to read {path}, pip install PyYAML") from None
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ScheduleError(f"{path} is no YAML: {str(error).splitlines()[0]}") from None
+    given = found.get("MODEL_ARGS", found) if isinstance(found, dict) else None
+    if not isinstance(given, dict):
+        raise ScheduleError(
+            f"{path} has no flags: MODEL_ARGS, as in Megatron-LM's functional tests, or flags alone"
+        )
+    environment = {name: str(value) for name, value in (found.get("ENV_VARS") or {}).items()}
+    return Command(command.script, tuple(flags_of(given)), {**command.environment, **environment})
+
+
+def flags_of(given: Mapping[str, Any]) -> list[str]:
+    """Return a mapping of flags to values as words; true is a flag alone, false none."""
+    words: list[str] = []
+    for name, value in given.items():
+        flag = name if name.startswith("--") else "--" + name.replace("_", "-")
+        if value is True or value == "true":
+            words.append(flag)
+        elif value is not False and value is not None:
+            words += [flag, *_words_of(value)]
+    return words
+
+
+def _words_of(value: Any) -> list[str]:
+    if isinstance(value, list):
+        return [str(each) for each in value]
+    text = str(value).strip()
+    if text.startswith("[") and text.endswith("]"):
+        return shlex.split(text[1:-1].replace(",", " "))
+    return [text]
+
+
+def _of_shell(path: Path, text: str, command: Command) -> Command:
+    """Return the flags of a script's arrays and of its own command line, variables put in."""
+    text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text).replace("\\\n", " ")
+    known: dict[str, str] = dict(command.environment)
+    arrays: dict[str, list[str]] = {}
+    for name, plus, body, value in re.findall(
+        r"(?m)^\s*(?:export\s+|declare\s+-a\s+)?(\w+)(\+?)=(?:\(([^)]*)\)|(.*?))\s*$", text
+    ):
+        if body:
+            arrays[name] = (arrays.get(name, []) if plus else []) + _split(body, known)
+        elif value:
+            known[name] = _filled(value.strip().strip("\"'"), known)
+    script, flags = command.script, [word for words in arrays.values() for word in words]
+    for line in text.splitlines():
+        found = re.search(r"(\S+\.py)\s(.*)", line)
+        if found:
+            script = _filled(found[1], known)
+            flags += [word for word in _split(found[2], known) if "[@]" not in word]
+    flags = [word for word in flags if not word.startswith(("--nproc", "--nnodes", "--node", "--master"))]
+    if not any(word.startswith("--") for word in flags):
+        raise ScheduleError(f"{path} has no flags, neither in an array nor after a script's name")
+    return Command(script, tuple(flags), {k: v for k, v in known.items() if k.startswith("NVTE_")})
+
+
+def _split(text: str, known: Mapping[str, str]) -> list[str]:
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        words = text.split()
+    return [_filled(word, known) for word in words if word not in ("\\",)]
+
+
+def _filled(text: str, known: Mapping[str, str]) -> str:
+    text = re.sub(
+        r"\$\{(\w+):[-=]([^}]*)\}", lambda found: known.get(found[1], found[2]), text
+    )
+    return re.sub(
+        r"\$\{?(\w+)\}?", lambda found: known.get(found[1], os.environ.get(found[1], found[0])), text
+    )
+
+
+def without_files(command: Command, vocabulary: int | None = None) -> list[str]:
+    """Return the flags with what needs files taken out and what a rehearsal needs put in.
+
+    Raises:
+        ScheduleError: nothing says how large the vocabulary is.
+    """
+    left: list[str] = []
+    keep = True
+    for word in command.flags:
+        if re.match(r"--[a-zA-Z]", word):
+            keep = word.partition("=")[0] not in FILES
+        if keep:
+            left.append(word)
+    size = vocabulary or command.number("--vocab-size", 0) or _vocabulary(command)
+    left += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(size)]
+    left += ["--num-workers", "0", "--log-interval", "1", "--eval-iters", "0"]
+    if not command.has("--lr"):
+        left += ["--lr", "1e-4", "--min-lr", "1e-5"]
+    if not command.has("--train-iters") and not command.has("--train-samples"):
+        left += ["--train-iters", "100"]
+    return left
+
+
+def _vocabulary(command: Command) -> int:
+    if command.has("--padded-vocab-size"):
+        return command.number("--padded-vocab-size", 0)
+    kind = command.value("--tokenizer-type", "GPT2BPETokenizer") or ""
+    if kind not in VOCABULARIES:
+        raise ScheduleError(
+            f"--tokenizer-type {kind} does not say how many tokens there are, and its files are "
+            "not read here: add --vocabulary N before the --"
+        )
+    return VOCABULARIES[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The world that a command asks for."""
+
+    world: int
+    tensor: int
+    context: int
+    pipeline: int
+    stage_before_data: bool  # ranks in the order tp-cp-ep-pp-dp: neighbours are stages
+
+    def last_rank(self, stage: int) -> int:
+        """Return the last rank of a stage of the pipeline."""
+        inner = self.tensor * self.context
+        if self.stage_before_data:
+            replicas = self.world // (inner * self.pipeline)
+            return ((replicas - 1) * self.pipeline + stage) * inner + inner - 1
+        return (stage + 1) * (self.world // self.pipeline) - 1
+
+
+def sizes_of(command: Command, gpus: int | None) -> Sizes:
+    """Return the sizes, for this many GPUs or for the least that they allow.
+
+    Raises:
+        ScheduleError: the sizes do not divide the GPUs, or the GPUs not the batch.
+    """
+    tensor = command.number("--tensor-model-parallel-size", 1)
+    context = command.number("--context-parallel-size", 1)
+    pipeline = command.number("--pipeline-model-parallel-size", 1)
+    experts = command.number("--expert-model-parallel-size", 1)
+    expert_tensor = command.number("--expert-tensor-parallel-size", tensor)
+    least = pipeline * lcm(tensor * context, experts * expert_tensor)
+    world = gpus or least
+    if world % least:
+        raise ScheduleError(
+            f"{world} GPUs do not divide among TP {tensor} x CP {context} x PP {pipeline} and "
+            f"EP {experts} x ETP {expert_tensor}: a multiple of {least} would"
+        )
+    _check_batch(command, world // (tensor * context * pipeline))
+    return Sizes(world, tensor, context, pipeline, command.has("--use-tp-pp-dp-mapping"))
+
+
+def _check_batch(command: Command, replicas: int) -> None:
+    micro = command.number("--micro-batch-size", 1)
+    batch = command.number("--global-batch-size", 0)
+    if batch and batch % (micro * replicas):
+        raise ScheduleError(
+            f"a global batch of {batch} does not divide into microbatches of {micro} on {replicas} "
+            f"data-parallel ranks: a multiple of {micro * replicas} would"
+        )
+
+
+def ranks_asked_for(text: str, pipeline: int) -> list[int]:
+    """Return the pipeline's ranks that `all`, `first,last` or numbers with commas name.
+
+    Raises:
+        ScheduleError: there is no such rank.
+    """
+    named = {"first": 0, "last": pipeline - 1}
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        if part == "all":
+            found += range(pipeline)
+        elif part in named:
+            found.append(named[part])
+        elif part.isdigit() and int(part) < pipeline:
+            found.append(int(part))
+        else:
+            raise ScheduleError(
+                f"--ranks {part}: all, first, last or numbers from 0 to {pipeline - 1}, the ranks "
+                "of the pipeline"
+            )
+    return sorted(set(found))
+
+
+def environment_of(command: Command, known: Iterable[str] = ("NVTE_", "CUBLAS_", "CUDA_DEVICE_")) -> dict[str, str]:
+    """Return what of the environment the command's allocations depend on."""
+    prefixes = tuple(known)
+    here = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+    given = {name: value for name, value in command.environment.items() if name.startswith(prefixes)}
+    return {**here, **given}

@@ -1,0 +1,59 @@
+"""The GPUs that a run can be rehearsed for: what the flags do not say, and what kernels reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+GIB = 2**30
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU. Rates are what its maker states, per second; the shares of them are in `Rates`."""
+
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int  # as nvidia-smi shows it
+    multiprocessors: int
+    bf16_flops: float
+    memory_rate: float
+    near_rate: float  # bytes to neighbours of the node, one way
+    far_rate: float  # bytes to other nodes, one way
+    node: int  # GPUs that the fast links join
+
+    def workspace_bytes(self, environment: Mapping[str, str]) -> int:
+        """Return torch's workspace for a cuBLAS handle: aten/src/ATen/cuda/CublasHandlePool.cpp."""
+        text = environment.get("CUBLAS_WORKSPACE_CONFIG", "")
+        parts = [part for part in text.split(":") if part.isdigit()]
+        pairs = list(zip(parts[::2], parts[1::2], strict=False))
+        if pairs:
+            return sum(int(kib) * 1024 * int(number) for kib, number in pairs)
+        return 32 * MIB if self.capability[0] >= 9 else 8 * MIB + 128 * 1024
+
+
+def _gpu(
+    name: str, capability: str, memory_mib: int, units: int, tera: float, tb: float, *links: float
+) -> Gpu:
+    near_gb, far_gb, node = links
+    major, minor = capability.split(".")
+    rates = (tera * 1e12, tb * 1e12, near_gb * 1e9, far_gb * 1e9)
+    return Gpu(name, (int(major), int(minor)), memory_mib * MIB, units, *rates, int(node))
+
+
+GPUS = {
+    each.name: each
+    for each in (
+        _gpu("a100", "8.0", 81920, 108, 312, 2.0, 300, 25, 8),
+        _gpu("h100", "9.0", 81559, 132, 989, 3.35, 450, 50, 8),
+        _gpu("h800", "9.0", 81559, 132, 989, 3.35, 200, 50, 8),
+        _gpu("h200", "9.0", 143771, 132, 989, 4.8, 450, 50, 8),
+        _gpu("b200", "10.0", 183359, 148, 2250, 8.0, 900, 50, 8),
+        _gpu("b300", "10.3", 275040, 148, 2250, 8.0, 900, 100, 8),
+        _gpu("gb200", "10.0", 189471, 152, 2450, 8.0, 900, 50, 72),
+        _gpu("gb300", "10.3", 284208, 152, 2450, 8.0, 900, 100, 72),
+    )
+}
+"""By the name that --gpu takes: compute capability, memory (MiB), multiprocessors, bf16 (TFLOP/s,
+dense), memory (TB/s), links within and between nodes (GB/s, one way), and GPUs of a node."""

@@ -1,0 +1,331 @@
+"""Counts what torch's caching allocator would have handed out: every storage, birth to death."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+UNIT = 512
+"""Bytes that torch's allocator rounds up to."""
+
+LARGE = 1 << 20
+"""Bytes from which on it is noted which code asked for a storage."""
+
+GEMMS = tuple(
+    getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm")
+)
+_NO_KERNEL = (
+    torch.ops.aten.empty.memory_format,
+    *(
+        getattr(torch.ops.aten, name).default
+        for name in ("empty_like", "new_empty", "new_empty_strided", "empty_strided", "detach")
+    ),
+)
+
+WORKSPACES = "workspaces"
+NEVER = sys.maxsize
+
+
+@dataclass(slots=True)
+class Record:
+    """A storage of the GPU: its bytes, when it was there, and what it is for."""
+
+    size: int
+    born: int  # on the clock of the ledger's events
+    died: int
+    phase: str
+    place: str  # the module that made it
+    shape: tuple[int, ...]
+    what: str = ""  # weights, gradients, optimizer, logits; else an activation
+    code: str = ""
+
+
+@dataclass(slots=True)
+class Work:
+    """What kernels do, to be priced: counts of one step."""
+
+    gemm_flops: dict[str, float] = field(default_factory=dict)  # by number format
+    attention_flops: float = 0.0
+    bytes_moved: float = 0.0
+    optimizer_bytes: float = 0.0
+    kernels: int = 0
+    exchanges: dict[tuple[str, str, int, int], list[float]] = field(default_factory=dict)
+    """By kind, group, ranks and their reach: number, and bytes of the larger side."""
+
+
+class Ledger(TorchDispatchMode):
+    """Follows the storages that operations return until they die; the time is a count of events."""
+
+    def __init__(self, cublas_workspace_bytes: int) -> None:
+        super().__init__()
+        self.now = self.peak = self.peak_at = self.clock = 0
+        self.records: list[Record] = []
+        self.curve: list[tuple[int, int]] = []
+        """(event, bytes from then on), where a pass begins or ends."""
+        self.work = Work()
+        self.phase = self.place = ""
+        self.operations = 0
+        self.vocabulary: frozenset[int] = frozenset()
+        self._live: dict[int, tuple[Any, Record | None]] = {}
+        self._inside = self._device = 0
+        self._handles: set[bool] = set()
+        self._workspace = cublas_workspace_bytes
+
+    # ---- storages ----
+
+    def add(self, tensor: Tensor, on_host: bool) -> bool:
+        """Count the tensor's storage if it is a new one, and return whether it is."""
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # a wrapper whose parts are counted
+            return False
+        key = storage._cdata
+        if key in self._live:
+            return False
+        size = 0 if on_host else rounded(storage.nbytes())
+        record = self._record(size, tuple(tensor.shape)) if size else None
+        self._live[key] = (
+            weakref.ref(storage, functools.partial(self._free, key)),
+            None if on_host else record or _EMPTY,
+        )
+        self._change(size)
+        return True
+
+    def _record(self, size: int, shape: tuple[int, ...]) -> Record:
+        record = Record(size, self.clock, NEVER, self.phase, self.place, shape)
+        if self.vocabulary and not self.vocabulary.isdisjoint(shape):
+            record.what = "logits"
+        if size >= LARGE:
+            record.code = _code()
+        self.records.append(record)
+        return record
+
+    def _free(self, key: int, _: object = None) -> None:
+        _, record = self._live.pop(key, (None, None))
+        if record is not None and record is not _EMPTY:
+            record.died = self.clock
+            self._change(-record.size)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage anew whose size was changed."""
+        found = self._live.get(storage._cdata)
+        if found is None or found[1] is None:
+            return
+        reference, record = found
+        self._change(-record.size)
+        record.died = self.clock
+        size = rounded(storage.nbytes())
+        fresh = self._record(size, record.shape) if size else _EMPTY
+        fresh.what = record.what
+        self._live[storage._cdata] = reference, fresh
+        self._change(size)
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Return whether the tensor lies in host memory."""
+        try:
+            found = self._live.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            return False
+        return found is not None and found[1] is None
+
+    def name(self, tensor: Tensor, what: str) -> None:
+        """Say what a storage is for."""
+        try:
+            found = self._live.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            return
+        if found is not None and found[1] is not None and found[1] is not _EMPTY:
+            found[1].what = what
+
+    def pass_by(self, size: int) -> None:
+        """Count bytes that are there for a moment only."""
+        record = self._record(rounded(size), ())
+        self._change(record.size)
+        record.died = self.clock
+        self._change(-record.size)
+
+    def stay(self, size: int, what: str) -> None:
+        """Count bytes that no tensor of Python holds, for good."""
+        self._record(size, ()).what = what
+        self._change(size)
+
+    def _change(self, size: int) -> None:
+        self.now += size
+        self.clock += 1
+        if not self._inside:
+            self.mark()
+
+    def mark(self) -> None:
+        """Compare what is there now with the peak."""
+        if self.now > self.peak:
+            self.peak, self.peak_at, self.peak_phase = self.now, self.clock, self.phase
+            self.peak_place = self.place
+
+    peak_phase = peak_place = ""
+
+    def held_at(self, clock: int) -> list[Record]:
+        """Return the storages that were there after so many events."""
+        return [each for each in self.records if each.born < clock <= each.died]
+
+    # ---- where things are made ----
+
+    @contextlib.contextmanager
+    def kernel(self) -> Iterator[None]:
+        """Take what is made inside and gone at its end as never there: it stays in registers."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if not self._inside:
+                self.mark()
+
+    @contextlib.contextmanager
+    def on_host(self, on_host: bool = True) -> Iterator[None]:
+        """Take what is made inside from nothing as made in host memory, or on the GPU."""
+        before, self._device = self._device, 1 if on_host else 2
+        try:
+            yield
+        finally:
+            self._device = before
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Note this as the phase of what is made inside, and the memory at both ends."""
+        before, self.phase = self.phase, phase
+        self.curve.append((self.clock, self.now))
+        try:
+            yield
+        finally:
+            self.curve.append((self.clock, self.now))
+            self.phase = before
+
+    # ---- work ----
+
+    def product(self, flops: float, number_format: str) -> None:
+        """Count a matrix product, and the workspace of the first on each thread's handle."""
+        counts = self.work.gemm_flops
+        counts[number_format] = counts.get(number_format, 0.0) + flops
+        self.work.kernels += 1
+
+    def cublas(self) -> None:
+        """Count torch's workspace: one for the forward's handle, one for autograd's thread."""
+        backward = torch._C._current_graph_task_id() != -1
+        if backward not in self._handles:
+            self._handles.add(backward)
+            self.stay(self._workspace, WORKSPACES)
+
+    def moved(self, *values: Any) -> None:
+        """Count a kernel that is bound by memory: what it reads and writes."""
+        size = sum(each.numel() * each.element_size() for each in tensors_in(values))
+        if self.phase == "optimizer":
+            self.work.optimizer_bytes += size
+        else:
+            self.work.bytes_moved += size
+        self.work.kernels += 1
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.operations += 1
+        made = [each for each in tensors_in((out,)) if not self._knows(each)]
+        on_host = False
+        if made:
+            on_host = self._lands_on_host(args, kwargs)
+            for each in made:
+                self.add(each, on_host)
+        if self._inside or on_host:
+            return out
+        if func in GEMMS:
+            self._gemm(args)
+        elif (made or func._schema.is_mutable) and func not in _NO_KERNEL:
+            self.moved(args, out)
+        return out
+
+    def _knows(self, tensor: Tensor) -> bool:
+        try:
+            return tensor.untyped_storage()._cdata in self._live
+        except (NotImplementedError, RuntimeError):
+            return True
+
+    def _lands_on_host(self, args: Any, kwargs: Any) -> bool:
+        if self._device:
+            return self._device == 1
+        given = list(tensors_in((*args, *(kwargs or {}).values())))
+        return bool(given) and all(map(self.is_on_host, given))
+
+    def _gemm(self, args: Any) -> None:
+        self.cublas()
+        *_, left, right = (each for each in args if isinstance(each, Tensor))
+        batch = left.shape[0] if left.dim() == 3 else 1
+        flops = 2.0 * batch * left.shape[-2] * left.shape[-1] * right.shape[-1]
+        if left.dim() == 3:
+            self.work.attention_flops += flops
+        else:
+            self.product(flops, str(left.dtype).removeprefix("torch."))
+
+
+_EMPTY = Record(0, 0, 0, "", "", ())
+
+
+def rounded(size: int) -> int:
+    """Return the bytes that the allocator hands out for so many."""
+    return (size + UNIT - 1) // UNIT * UNIT
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in lists of lists."""
+    for each in values:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from tensors_in(each)
+
+
+_OURS = ("/megatron_vshape/", "/torch/")
+
+
+def _code() -> str:
+    """Return where Megatron or Transformer Engine asked for it: `file:line function`."""
+    frame = sys._getframe(3)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if any(each in name for each in ("megatron", "transformer_engine/")) and not any(
+            each in name for each in _OURS
+        ):
+            short = name.split("/megatron/")[-1].split("transformer_engine/")[-1]
+            return f"{short}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def fused(ledger: Ledger, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` as one kernel, as torch.compile would make it.
+
+    What it writes into its arguments the compiler makes functional: a new buffer, copied back.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = [(each, each._version) for each in args if isinstance(each, Tensor)]
+        with ledger.kernel():
+            out = function(*args, **kwargs)
+        copied = sum(
+            each.numel() * each.element_size() for each, version in before if each._version != version
+        )
+        if copied:
+            ledger.pass_by(copied)
+        ledger.moved(args, (out,))
+        return out
+
+    return run

@@ -1,0 +1,449 @@
+"""Runs the training program of one rank for two steps, in fake tensors, and says what it held.
+
+The program is the user's own script: its arguments, model, DDP, optimizer, schedule and train_step
+are Megatron's. Replaced are the data, and what comes after the second step.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_vshape.rehearsal import exchanges, ours, routing
+from megatron_vshape.rehearsal.device import Current, on_host
+from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.ledger import WORKSPACES, Ledger, Record, Work
+from megatron_vshape.rehearsal.step_time import Scale, step_time
+from megatron_vshape.runtime.gathering_job import plain_tensors
+
+STEPS = 2
+"""The second step is the first with the optimizer's moments there."""
+
+CURVE_POINTS = 4000
+HOLDERS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A rank to rehearse."""
+
+    script: str
+    flags: list[str]
+    gpu: str
+    world: int
+    rank: int
+    imbalance: float = 1.0  # tokens that this rank's experts get, over the mean
+    microbatches: int | None = None  # at most so many; None: twice the pipeline's ranks
+    environment: dict[str, str] = field(default_factory=dict)
+    schedule: bool = False  # whether --pipeline-schedule is among the flags
+    stage: int = 0
+    name: str = ""
+
+
+class _Enough(BaseException):
+    """Ends the program after its second step; no handler of Megatron's catches it."""
+
+
+def rehearse(job: Job) -> dict[str, Any]:
+    """Return what the rank allocates and what its passes cost, as plain values for JSON.
+
+    Run it in a process of its own, after `worker.prepare`.
+    """
+    begun = time.monotonic()
+    gpu = GPUS[job.gpu]
+    _set_environment(job)
+    Current.gpu = gpu
+    Current.ledger = ledger = Ledger(gpu.workspace_bytes(os.environ))
+    exchanges.start(job.rank, job.world)
+    run = _Run(job, ledger)
+    sys.argv = [job.script, *job.flags]
+    sys.path.insert(0, str(Path(job.script).parent))
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(ledger)
+        run.install()
+        try:
+            runpy.run_path(job.script, run_name="__main__")
+        except _Enough:
+            pass
+        else:
+            raise RuntimeError(f"{job.script} ended before its second training step")
+        finally:
+            Current.ledger = None
+    return run.report() | {"seconds": round(time.monotonic() - begun, 2)}
+
+
+def _set_environment(job: Job) -> None:
+    own = {
+        "RANK": job.rank,
+        "WORLD_SIZE": job.world,
+        "LOCAL_RANK": job.rank % min(8, job.world),
+        "LOCAL_WORLD_SIZE": min(8, job.world),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 1,
+    }
+    os.environ.update(job.environment)
+    os.environ.update({name: str(value) for name, value in own.items()})
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+class _Run:
+    """Watches the program: puts its own data in, and takes stock between its steps."""
+
+    def __init__(self, job: Job, ledger: Ledger) -> None:
+        self.job, self.ledger = job, ledger
+        self.held: list[int] = []
+        self.after_setup = 0
+        self.few = self.many = 0
+        self.args: Any = None
+        self.chunks: list[Any] = []
+        self.passes = _Passes(ledger)
+
+    def install(self) -> None:
+        """Replace what this run watches."""
+        from megatron.core.pipeline_parallel import schedules
+        from megatron.core.tensor_parallel import random
+        from megatron.training import initialize, training
+
+        initialize._compile_dependencies = lambda: None
+        tracker: Any = random.CudaRNGStatesTracker
+        tracker.add = lambda self, *_, **__: None
+        tracker.fork = _nothing
+        _wrap(training, "setup_model_and_optimizer", self._setup)
+        _wrap(training, "train_step", self._train_step)
+        _wrap(training, "get_num_microbatches", self._num_microbatches)
+        if hasattr(training, "get_megatron_optimizer"):
+            _wrap(training, "get_megatron_optimizer", self._in_phase("optimizer"))
+        data: Any = training
+        data.build_train_valid_test_data_iterators = self._iterators
+        if self.job.schedule:
+            ours.install(self.passes.watch)
+        else:
+            self.passes.watch_megatrons(schedules)
+
+    def _in_phase(self, phase: str) -> Callable[..., Any]:
+        def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with self.ledger.during(phase):
+                return call(*args, **kwargs)
+
+        return run
+
+    def _setup(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        self.args = get_args()
+        if self.args.num_experts:
+            routing.install(self.args, self.job.imbalance)
+        _let_offload_take_fake_tensors()
+        with self.ledger.during("model"):
+            model, optimizer, scheduler = call(*args, **kwargs)
+        self.chunks = list(model)
+        self._name(optimizer)
+        shards = self.args.tensor_model_parallel_size
+        self.ledger.vocabulary = frozenset({int(self.args.padded_vocab_size) // shards})
+        self.passes.know(self.chunks)
+        gc.collect()
+        self.after_setup = self.ledger.now
+        return model, optimizer, scheduler
+
+    def _name(self, optimizer: Any) -> None:
+        """Say of the storages that are there which are weights, gradients, optimizer's."""
+        for record in self.ledger.held_at(self.ledger.clock):
+            record.what = {"model": "weights", "optimizer": "optimizer"}.get(record.phase, "")
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                gradient = getattr(parameter, "main_grad", None)
+                if isinstance(gradient, Tensor):
+                    self.ledger.name(gradient, "gradients")
+            for buffer in _grad_buffers(chunk):
+                self.ledger.name(buffer, "gradients")
+        stepped = [each for group in optimizer.param_groups for each in group["params"]]
+        weights = {id(each) for chunk in self.chunks for each in chunk.parameters()}
+        for each in stepped:
+            if id(each) not in weights:
+                for part in plain_tensors(each):
+                    self.ledger.name(part, "optimizer")
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                for part in plain_tensors(parameter.detach()):
+                    self.ledger.name(part, "weights")
+
+    def _num_microbatches(self, call: Callable[..., Any]) -> int:
+        """Return fewer microbatches than there are: the peak is that of the first few."""
+        self.many = int(call())
+        if self.job.microbatches:
+            self.few = min(self.many, self.job.microbatches)
+        elif self.job.schedule:
+            self.few = self.many  # a schedule is made for so many
+        else:
+            ranks = self.args.pipeline_model_parallel_size
+            self.few = min(self.many, 2 * ranks if ranks > 1 else 2)
+        return self.few
+
+    def _train_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        gc.collect()
+        if self.ledger.phase == "step":
+            self.held.append(self.ledger.now)
+        if len(self.held) == STEPS:
+            raise _Enough
+        self.ledger.phase = "step"
+        self.ledger.work = Work()
+        self.ledger.curve.clear()
+        self.passes.begin_step()
+        optimizer = kwargs.get("optimizer", args[3] if len(args) > 3 else None)
+        step = optimizer.step
+
+        def stepping(*given: Any, **options: Any) -> Any:
+            with self.ledger.during("optimizer"):
+                return step(*given, **options)
+
+        optimizer.step = stepping
+        try:
+            return call(*args, **kwargs)
+        finally:
+            optimizer.step = step
+
+    def _iterators(self, *unused: Any, **options: Any) -> Any:
+        args = self.args
+        args.do_train, args.do_valid, args.do_test = True, False, False
+        count = getattr(args, "virtual_pipeline_model_parallel_size", None)
+        from megatron.core.rerun_state_machine import RerunDataIterator
+
+        made = [RerunDataIterator(_batches(args)) for _ in range(count or 1)]
+        if not count:
+            return made[0], None, None
+        return made, [None] * count, [None] * count
+
+    def report(self) -> dict[str, Any]:
+        """Return the figures."""
+        ledger, args = self.ledger, self.args
+        scale = Scale(
+            self.many,
+            self.few,
+            args.pipeline_model_parallel_size,
+            max(len(self.chunks), 1),
+            self.job.schedule,
+        )
+        at_peak = ledger.held_at(ledger.peak_at)
+        return {
+            "dbg": [(r.size>>20, r.phase, r.place, r.what, r.code) for r in ledger.held_at(ledger.clock) if r.what not in ("weights","gradients","optimizer") and r.size>4000],
+            "rank": self.job.rank,
+            "stage": self.job.stage,
+            "peak_bytes": ledger.peak,
+            "held_bytes": self.held[-1],
+            "first_step_held_bytes": self.held[0],
+            "after_setup_bytes": self.after_setup,
+            "parts": _parts(at_peak, ledger.peak),
+            "when": {"pass": ledger.peak_phase, "place": ledger.peak_place},
+            "holders": _holders(at_peak),
+            "time": step_time(ledger.work, GPUS[self.job.gpu], scale),
+            "microbatches": self.many,
+            "traced_microbatches": self.few,
+            "parameters": sum(each.numel() for chunk in self.chunks for each in chunk.parameters()),
+            "sizes": {
+                "dp": args.data_parallel_size,
+                "tp": args.tensor_model_parallel_size,
+                "pp": args.pipeline_model_parallel_size,
+                "vp": len(self.chunks),
+            },
+            "curve": ledger.curve[:CURVE_POINTS],
+            "operations": ledger.operations,
+            "work": _plain(ledger.work),
+        }
+
+
+def _plain(work: Work) -> dict[str, Any]:
+    found = asdict(work)
+    found["exchanges"] = [
+        {"kind": kind, "group": group, "ranks": ranks, "span": span, "number": n, "bytes": size}
+        for (kind, group, ranks, span), (n, size) in work.exchanges.items()
+    ]
+    return found
+
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "rest")
+
+
+def _part_of(record: Record) -> str:
+    if record.what in PARTS:
+        return record.what
+    if record.what == WORKSPACES:
+        return "rest"
+    if record.phase == "optimizer":
+        return "optimizer"
+    return "activations" if record.phase[:1] in _KINDS else "rest"
+
+
+_KINDS = frozenset("FBWISTJEC")
+
+
+def _parts(records: list[Record], peak: int) -> dict[str, int]:
+    parts = dict.fromkeys(PARTS, 0)
+    for each in records:
+        parts[_part_of(each)] += each.size
+    parts["rest"] += peak - sum(parts.values())
+    return parts
+
+
+def _holders(records: list[Record]) -> list[dict[str, Any]]:
+    """Return what holds most, but weights, gradients and optimizer: by part and module."""
+    sums: dict[tuple[str, str, str], list[int]] = {}
+    for each in records:
+        part = _part_of(each)
+        if part in ("activations", "logits", "rest"):
+            entry = sums.setdefault((part, each.place, each.code), [0, 0])
+            entry[0] += each.size
+            entry[1] += 1
+    most = sorted(sums.items(), key=lambda item: -item[1][0])[:HOLDERS]
+    return [
+        {"part": part, "place": place, "code": code, "bytes": size, "number": number}
+        for (part, place, code), (size, number) in most
+    ]
+
+
+class _Passes:
+    """Names the passes of a step, and the module that runs."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._chunks: dict[int, int] = {}
+        self._count: dict[str, int] = {}
+        self._made: dict[int, str] = {}
+        self._names: dict[int, str] = {}
+
+    def know(self, chunks: list[Any]) -> None:
+        """Take the names of the modules of these chunks."""
+        for at, chunk in enumerate(chunks):
+            self._chunks[id(chunk)] = at
+            for name, module in chunk.named_modules():
+                parts = [part for part in name.split(".") if part != "module"]
+                self._names[id(module)] = ".".join(
+                    "*" if part.isdigit() else part for part in parts
+                )
+        hooks = torch.nn.modules.module
+        hooks.register_module_forward_pre_hook(self._enter)
+        hooks.register_module_forward_hook(self._leave, always_call=True)
+        self._stack: list[str] = []
+
+    def _enter(self, module: Any, args: Any) -> None:
+        self._stack.append(self._ledger.place)
+        self._ledger.place = self._names.get(id(module), self._ledger.place)
+
+    def _leave(self, module: Any, args: Any, out: Any) -> None:
+        if self._stack:
+            self._ledger.place = self._stack.pop()
+
+    def begin_step(self) -> None:
+        """Count microbatches from the first again."""
+        self._count.clear()
+        self._made.clear()
+
+    def watch(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Return a pass of our own that tells when it runs; its stage says which chunk it is."""
+
+        @functools.wraps(call)
+        def run(stage: Any, microbatch: Any = 0, *args: Any, **kwargs: Any) -> Any:
+            with self._ledger.during(f"{name} {stage.chunk} {microbatch}"):
+                return call(stage, microbatch, *args, **kwargs)
+
+        return run
+
+    def watch_megatrons(self, schedules: Any) -> None:
+        """Have the passes of Megatron's own schedules tell when they run."""
+        _wrap(schedules, "forward_step", self._forward)
+        _wrap(schedules, "backward_step", self._backward)
+
+    def _forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        model = kwargs.get("model", args[2] if len(args) > 2 else None)
+        chunk = self._chunks.get(id(model), 0)
+        at = self._count.get(f"F{chunk}", 0)
+        self._count[f"F{chunk}"] = at + 1
+        with self._ledger.during(f"F {chunk} {at}"):
+            made = call(*args, **kwargs)
+        for each in _first_tensors(made):
+            self._made[id(each)] = f"{chunk} {at}"
+        return made
+
+    def _backward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = kwargs.get("output_tensor", args[1] if len(args) > 1 else None)
+        at = next((self._made[id(e)] for e in _first_tensors(output) if id(e) in self._made), None)
+        number = self._count.get("B", 0)
+        self._count["B"] = number + 1
+        with self._ledger.during(f"B {at or f'0 {number}'}"):
+            return call(*args, **kwargs)
+
+
+def _first_tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for each in values:
+            yield from _first_tensors(each)
+
+
+def _grad_buffers(chunk: Any) -> Iterator[Tensor]:
+    for name in ("buffers", "expert_parallel_buffers"):
+        for buffer in getattr(chunk, name, None) or [] if not callable(getattr(chunk, name, None)) else []:
+            gradients = getattr(buffer, "grad_data", None)
+            if isinstance(gradients, Tensor):
+                yield gradients
+
+
+def _batches(args: Any) -> Iterator[dict[str, Tensor]]:
+    """Yield what the data loader gives: it lies in host memory."""
+    shape = (args.micro_batch_size, args.seq_length)
+    while True:
+        with on_host():
+            made = {
+                "tokens": torch.zeros(shape, dtype=torch.int64),
+                "labels": torch.zeros(shape, dtype=torch.int64),
+                "loss_mask": torch.zeros(shape),
+                "position_ids": torch.zeros(shape, dtype=torch.int64),
+            }
+            if getattr(args, "create_attention_mask_in_dataloader", False):
+                mask = (shape[0], 1, shape[1], shape[1])
+                made["attention_mask"] = torch.zeros(mask, dtype=torch.bool)
+        yield made
+
+
+def _let_offload_take_fake_tensors() -> None:
+    # It leaves fake tensors alone, for torch's compiler's sake.
+    try:
+        from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
+    except ImportError:  # 0.17 has none
+        return
+    handler: Any = getattr(offload, "ChunkOffloadHandler", None)
+    if hasattr(handler, "_can_manage_tensor_for_offload"):
+        handler._can_manage_tensor_for_offload = staticmethod(
+            lambda tensor: not isinstance(tensor, torch.nn.Parameter)
+        )
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    setattr(owner, name, functools.partial(around, getattr(owner, name)))
+
+
+class _nothing:  # noqa: N801
+    """A context in which nothing is done."""
+
+    def __init__(self, *unused: Any, **options: Any) -> None:
+        """Accept anything."""
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, *exception: object) -> None:
+        """Do nothing."""

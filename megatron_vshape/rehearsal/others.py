@@ -1,0 +1,121 @@
+"""Stand-ins for the other compiled packages that NVIDIA's images have: Apex and DeepEP."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_vshape.rehearsal.device import Current
+from megatron_vshape.rehearsal.routing import Routing
+
+_SOFTMAXES = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda")
+
+
+def install() -> None:
+    """Put them where they are imported from."""
+    _module(
+        "fused_weight_gradient_mlp_cuda",
+        wgrad_gemm_accum_fp32=_accumulate,
+        wgrad_gemm_accum_fp16=_accumulate,
+    )
+    for name in ("apex", "apex.contrib", "apex.contrib.layer_norm", "apex.normalization"):
+        _module(name)
+    _module("apex.contrib.layer_norm.layer_norm", FastLayerNormFN=_Norm)
+    _module("apex.normalization.fused_layer_norm", FusedLayerNormAffineFunction=_AffineNorm)
+    for name in (*_SOFTMAXES, "scaled_softmax_cuda"):
+        _module(
+            name,
+            forward=lambda x, *_: torch.empty_like(x),
+            backward=lambda grad, *_: grad,
+            get_batch_per_block=lambda *_: 4,
+        )
+    _module("deep_ep", HybridEPBuffer=HybridBuffer, Buffer=None)
+    _module("deep_ep.utils", EventHandle=None, EventOverlap=None)
+
+
+def _module(name: str, **members: Any) -> None:
+    made = types.ModuleType(name)
+    made.__path__ = []
+    made.__spec__ = None
+    made.__dict__.update(members)
+    sys.modules[name] = made
+
+
+def _accumulate(x: Tensor, dy: Tensor, out: Tensor) -> None:
+    if Current.ledger is not None:
+        Current.ledger.cublas()
+        flops = 2.0 * x.numel() * dy.shape[-1]
+        Current.ledger.product(flops, str(x.dtype).removeprefix("torch."))
+
+
+class _Norm(torch.autograd.Function):
+    """Apex's norm: keeps its input and the statistics of the rows in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, lean: bool = False
+    ) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        mean, spread = (torch.empty(rows, dtype=torch.float32, device="cuda") for _ in range(2))
+        ctx.save_for_backward(x.view(-1, x.shape[-1]), gamma, mean, spread)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        _, gamma, *_ = ctx.saved_tensors
+        return torch.empty_like(dy), torch.empty_like(gamma), torch.empty_like(gamma), None, None
+
+
+class _AffineNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, shape: Any, epsilon: float, *rest: Any
+    ) -> Any:
+        ctx.further = len(rest)
+        return _Norm.forward(ctx, x, gamma, beta, epsilon)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return (*_Norm.backward(ctx, dy)[:3], None, None, *[None] * ctx.further)
+
+
+class HybridBuffer:
+    """DeepEP's buffer across nodes; what it holds itself is not torch's, and so not counted."""
+
+    def __init__(self, **options: Any) -> None:
+        """Accept what the real one does."""
+
+    def dispatch_with_permute(
+        self,
+        hidden: Tensor,
+        routing_map: Any = None,
+        probs: Any = None,
+        num_of_experts_per_rank: int = 1,
+        handle: Any = None,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        """Return the tokens of this rank's experts, as many as routing says."""
+        if handle is None:
+            local = num_of_experts_per_rank
+            tokens = hidden.shape[0]
+            rows = int(tokens * Routing.topk * Routing.imbalance) // local * local
+            table = torch.empty(tokens * Routing.topk * local, dtype=torch.int32, device="cuda")
+            handle = (tokens, rows, local, table)
+        _, rows, local, _ = handle
+        moved = torch.empty(rows, hidden.shape[1], dtype=hidden.dtype, device="cuda")
+        scores = None if probs is None else torch.empty(rows, dtype=torch.float32, device="cuda")
+        return moved, scores, None, Routing.counts(rows, local), handle
+
+    def combine_with_unpermute(
+        self, hidden: Tensor, probs: Any = None, handle: Any = None, **options: Any
+    ) -> tuple[Any, ...]:
+        """Return every token once."""
+        tokens = handle[0]
+        out = torch.empty(tokens, hidden.shape[1], dtype=hidden.dtype, device="cuda")
+        if probs is None:
+            return out, None
+        return out, torch.empty(tokens, Routing.experts, dtype=torch.float32, device="cuda")

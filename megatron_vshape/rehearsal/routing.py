@@ -1,0 +1,73 @@
+"""How many tokens go to each expert: as many as to the others, or more to this rank's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_vshape.rehearsal.device import on_host
+from megatron_vshape.rehearsal.values import Counts, known
+
+
+class Routing:
+    """What the run's flags say of experts; `imbalance` is this rank's tokens over the mean."""
+
+    topk = 1
+    experts = 1
+    imbalance = 1.0
+
+    @staticmethod
+    def counts(rows: int, local: int) -> Tensor:
+        """Return the tokens of each of a rank's experts, that the host knows."""
+        each = rows // local
+        with on_host():
+            return known([each] * (local - 1) + [rows - each * (local - 1)])
+
+
+def install(args: Any, imbalance: float) -> None:
+    """Have Megatron's dispatchers read such counts where they read the router's."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    Routing.topk, Routing.experts = args.moe_router_topk, args.num_experts
+    Routing.imbalance = imbalance
+    dispatchers: Any = token_dispatcher
+    dispatchers.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _exchanged
+    gather = dispatchers.MoEAllGatherTokenDispatcher.dispatch_postprocess
+
+    def gathered(self: Any, *given: Any, **options: Any) -> Any:
+        tokens, _, probs = gather(self, *given, **options)
+        return tokens, Routing.counts(tokens.shape[0], self.num_local_experts), probs
+
+    dispatchers.MoEAllGatherTokenDispatcher.dispatch_postprocess = gathered
+    tensor: Any = Tensor
+    tensor.masked_select = _routed
+
+
+def _exchanged(self: Any, point: Any, tokens_per_expert: Any = None) -> Tensor:
+    """Set what the all-to-all dispatcher brings to the host, and return tokens per expert."""
+    tokens = self.routing_map.shape[0] * self.config.moe_router_topk
+    local, ranks, shards = self.num_local_experts, self.ep_size, self.tp_size
+    unit = ranks * local * shards
+    if isinstance(getattr(self, "num_out_tokens", None), Tensor):
+        self.num_out_tokens = tokens
+    got = int(tokens * (Routing.imbalance if ranks > 1 else 1)) // unit * unit
+    if ranks > 1 or shards > 1:
+        self.input_splits = [tokens // ranks] * ranks
+        self.output_splits = [got // ranks] * ranks
+        self.output_splits_tp = Counts([got] * shards)
+    total = got * shards
+    if local > 1 and not self.drop_and_pad:
+        each = total // (shards * ranks * local)
+        with on_host():
+            self.num_global_tokens_per_local_expert = torch.full((shards * ranks, local), each)
+        if not self.config.moe_permute_fusion:
+            self.num_global_tokens_per_local_expert = Counts([each] * (local * shards * ranks))
+    return Routing.counts(total, local)
+
+
+def _routed(self: Tensor, mask: Tensor) -> Tensor:
+    """Return what a routing map of [experts, tokens] selects: each token as often as it goes."""
+    rows = mask.numel() * Routing.topk // Routing.experts
+    return self.reshape(-1)[:rows].clone()

@@ -1,0 +1,156 @@
+"""Imports Transformer Engine's own Python, with functions of ours for its compiled module.
+
+What asks, saves, hands over and returns is Transformer Engine's code; only what it calls in C++ is
+given here. The rehearsal gives it functions that know shapes, the tests functions that compute.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.machinery
+import importlib.metadata
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+EXTENSION = "transformer_engine_torch"
+_KINDS = ("INPUT", "WEIGHT", "OUTPUT")
+ENUMERATIONS = {
+    "DType": "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1",
+    "FP8FwdTensors": " ".join(f"GEMM{at}_{kind}" for at in (1, 2, 3) for kind in _KINDS),
+    "FP8BwdTensors": " ".join(f"GRAD_OUTPUT{at} GRAD_INPUT{at}" for at in (1, 2, 3)),
+    "NVTE_Fused_Attn_Backend": "NVTE_No_Backend NVTE_F16_arbitrary_seqlen NVTE_FP8",
+}
+"""Those whose members are looked up by value; of the others any numbers do."""
+
+EXPORT_ONLY = ("onnx", "onnxscript", "onnx_ir", "ml_dtypes")
+"""Packages that are needed to export a model, and to import Transformer Engine."""
+
+
+class _Numbers(type):
+    """A class every attribute of which is a number: enumerations that nobody looks at."""
+
+    __members__ = property(lambda cls: cls._asked)
+
+    def __getattr__(cls, name: str) -> int:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        asked: dict[str, int] = cls._asked  # type: ignore[attr-defined]
+        return asked.setdefault(name, len(asked))
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        """Fail by name: this is a function that nobody stands in for, not an enumeration."""
+        raise NotImplementedError(
+            f"Transformer Engine calls {cls.__name__}, which has no stand-in here"
+        )
+
+
+class Extension(types.ModuleType):
+    """Stands in for the compiled module; what is not given is an enumeration or never called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = _Numbers(name, (), {"_asked": {}})
+        setattr(self, name, made)
+        return made
+
+
+class _Anything(types.ModuleType):
+    """A package that is imported and not used: each of its names is something one can call."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing()
+
+
+class _Nothing:
+    def __call__(self, *args: Any, **options: Any) -> _Nothing:
+        return self
+
+    def __getattr__(self, name: str) -> _Nothing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __getitem__(self, key: object) -> _Nothing:
+        return self
+
+    def __or__(self, other: object) -> Any:
+        return self
+
+    __ror__ = __or__
+
+
+def load(directory: Path, functions: Mapping[str, Callable[..., Any]]) -> Any:
+    """Import Transformer Engine from `directory` and return its PyTorch package.
+
+    `directory` holds a folder transformer_engine, as an unpacked wheel or a checkout does;
+    `functions` are what its compiled module has, by name. torch must answer for a GPU by now.
+    """
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # do not look for CUDA's libraries
+    os.environ["NVTE_TORCH_COMPILE"] = "0"
+    extension: Any = Extension(EXTENSION)
+    extension.__file__, extension.__spec__ = "none", None
+    for name, members in ENUMERATIONS.items():
+        setattr(extension, name, enum.IntEnum(name, members.split(), start=0))
+    for name, function in functions.items():
+        setattr(extension, name, function)
+    for file in Path(directory, "transformer_engine", "pytorch").rglob("*.py"):
+        for name in re.findall(r"\btex\.([A-Za-z]\w*)", file.read_text()):
+            getattr(extension, name)  # so that it is there for an "import *"
+    sys.modules[EXTENSION] = extension
+    _stand_in_for_export()
+    _bare_package(directory)
+    import transformer_engine.common as common
+
+    common.load_framework_extension = lambda name: extension
+    sys.modules["transformer_engine"].common = common  # type: ignore[attr-defined]
+    import transformer_engine.pytorch as te
+
+    return te
+
+
+def _stand_in_for_export() -> None:
+    for name in EXPORT_ONLY:
+        if name not in sys.modules and importlib.util.find_spec(name) is None:
+            package = _Anything(name)
+            package.__path__ = []
+            sys.modules[name] = package
+
+
+def _bare_package(directory: Path) -> None:
+    """Put the outer package there, whose own start looks for the compiled library."""
+    folder = Path(directory, "transformer_engine")
+    package: Any = types.ModuleType("transformer_engine")
+    package.__path__ = [str(folder)]
+    package.__file__ = str(folder / "__init__.py")
+    package.__version__ = version = version_in(directory)
+    package.__spec__ = importlib.machinery.ModuleSpec("transformer_engine", None, is_package=True)
+    package.__spec__.submodule_search_locations = [str(folder)]
+    sys.modules["transformer_engine"] = package
+    ask = importlib.metadata.version
+
+    def answer(name: str) -> str:
+        ours = name.replace("_", "-") in ("transformer-engine", "transformer-engine-torch")
+        return version if ours else ask(name)
+
+    importlib.metadata.version = answer  # Megatron and Transformer Engine ask by this
+
+
+def version_in(directory: Path) -> str:
+    """Return the version of the Transformer Engine in a checkout or an unpacked wheel."""
+    for file in (directory / "build_tools" / "VERSION.txt", directory / "VERSION"):
+        if file.is_file():
+            return file.read_text().strip()
+    for found in directory.glob("transformer_engine-*.dist-info"):
+        return found.name.split("-")[1].removesuffix(".dist")
+    raise FileNotFoundError(
+        f"{directory} has no version of Transformer Engine beside its folder transformer_engine: "
+        "neither build_tools/VERSION.txt, as a checkout, nor a .dist-info, as an unpacked wheel"
+    )

@@ -1,0 +1,330 @@
+"""What Transformer Engine's compiled functions return, as far as shapes and formats go.
+
+Written against the calls in its Python of versions 2.13 to main. Where an argument's place differs
+between them, it is found by what it is: the tensors of attention by their rank, for one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_vshape.rehearsal import te_quantized as quantized
+from megatron_vshape.rehearsal.device import Current
+
+_GATED = "glu geglu qgeglu reglu sreglu swiglu situglu".split()
+_PLAIN = "gelu qgelu relu srelu silu".split()
+_SOFTMAXES = "softmax masked_softmax upper_triang_masked_softmax aligned_causal_masked_softmax"
+_IN_PLACE = """
+    multi_tensor_scale multi_tensor_scale_tensor multi_tensor_adam multi_tensor_adam_capturable
+    multi_tensor_adam_param_remainder multi_tensor_adam_fp8 multi_tensor_adam_capturable_master
+    multi_tensor_sgd multi_tensor_compute_scale_and_scale_inv fused_multi_row_padding
+    fused_multi_row_unpadding fused_topk_with_score_function_bwd fused_score_for_moe_aux_loss_bwd
+    fused_amax_and_scale_update_after_reduction swizzle_scales_for_gemm_ compute_amax
+    multi_tensor_swizzle_scales_for_gemm_unchecked_ thd_second_half_lse_correction
+    thd_out_correction thd_grad_correction bulk_overlap_ag_with_external_gemm
+    fp8_block_scaling_partial_cast fp8_block_scaling_compute_partial_amax
+    mxfp8_scaling_partial_cast mxfp8_scaling_compute_partial_amax nvfp4_compute_global_scale
+    nvfp4_multi_tensor_fused_scale nvfp4_multi_tensor_compute_partial_amax
+    nvfp4_multi_tensor_2d_partial_cast nvfp4_2d_multi_tensor_transpose group_requantize_inplace
+""".split()
+
+
+def functions() -> dict[str, Callable[..., Any]]:
+    """Return the stand-ins by the name of what they stand in for."""
+    given: dict[str, Callable[..., Any]] = {
+        "generic_gemm": generic_gemm,
+        "te_general_grouped_gemm": grouped_gemm,
+        "layernorm_fwd": _layernorm_fwd,
+        "rmsnorm_fwd": _rmsnorm_fwd,
+        "layernorm_bwd": lambda dz, x, mu, rsigma, gamma, *_: (
+            _like(x, dtype=dz.dtype),
+            _like(gamma),
+            _like(gamma),
+        ),
+        "rmsnorm_bwd": lambda dz, x, rsigma, gamma, *_: (_like(x, dtype=dz.dtype), _like(gamma)),
+        "rmsnorm_bwd_add": lambda dz, x, add, rsigma, gamma, *_: (_like(x), _like(gamma)),
+        "fused_attn_fwd": fused_attn_fwd,
+        "fused_attn_bwd": fused_attn_bwd,
+        "multi_tensor_l2norm": _l2norm,
+        "multi_tensor_unscale_l2norm": _l2norm,
+        "fused_rope_forward": lambda x, *_: torch.empty(x.shape, dtype=x.dtype),
+        "fused_rope_backward": lambda x, *_: torch.empty(x.shape, dtype=x.dtype),
+        "fused_topk_with_score_function_fwd": _topk,
+        "fused_score_for_moe_aux_loss_fwd": _scores,
+        "fused_moe_aux_loss_fwd": _aux_loss,
+        "fused_moe_aux_loss_bwd": _aux_loss_bwd,
+        "dropout_fwd": lambda x, p, *_: (_like(x), torch.empty(x.numel() // 8, dtype=torch.uint8)),
+        "dropout_bwd": lambda dy, *_: _like(dy),
+        "thd_read_half_tensor": _half,
+        "thd_read_second_half_lse": lambda lse, *_: torch.empty(
+            (*lse.shape[:-1], lse.shape[-1] // 2), dtype=lse.dtype
+        ),
+        "splits_to_offsets": _offsets,
+        "swap_first_dims": lambda x, out=None: _like(x) if out is None else out,
+    }
+    given |= {name: _activation(gated=True) for name in _GATED}
+    given |= {name: _activation(gated=False) for name in _PLAIN}
+    given |= {"d" + name: _d_activation for name in (*_GATED, *_PLAIN)}
+    given |= {"clamped_swiglu": _activation(gated=True), "clamped_dswiglu": _d_activation}
+    given |= {"dbias_d" + name: _dbias for name in _PLAIN}
+    for kind in _SOFTMAXES.split():
+        given[f"scaled_{kind}_forward"] = lambda x, *_: _like(x)
+        given[f"scaled_{kind}_backward"] = lambda grad, *_: grad
+    given |= {name: lambda *_, **__: None for name in _IN_PLACE}
+    given |= quantized.functions()
+    return {name: _kernel(name, function) for name, function in given.items()} | answers()
+
+
+def answers() -> dict[str, Callable[..., Any]]:
+    """Return what says how the library was built."""
+    return {
+        "get_num_cublas_streams": lambda: 4,
+        "get_cudnn_version": lambda: 91800,
+        "get_cublasLt_version": lambda: 130000,
+        "get_stochastic_rounding": lambda *_: False,
+        "nvfp4_2d": lambda *_: False,
+        "ubuf_built_with_mpi": lambda: False,
+        "device_supports_multicast": lambda *_: True,
+        "get_stream_priority_range": lambda *_: (0, 0),
+        "get_grouped_gemm_setup_workspace_size": lambda *_: 1 << 20,
+    }
+
+
+def _kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel: on the GPU, one, and counted."""
+    counts_itself = "gemm" in name or "attn" in name
+    lists_at = 2 if "multi_tensor" in name else None
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        ledger = Current.ledger
+        if ledger is None:
+            return function(*args, **kwargs)
+        with ledger.kernel(), ledger.on_host(False):
+            out = function(*args, **kwargs)
+        if not counts_itself:
+            lists = args[lists_at] if lists_at is not None and len(args) > lists_at else ()
+            ledger.moved(args, (out,), lists if isinstance(lists, list | tuple) else ())
+        return out
+
+    return run
+
+
+def _like(x: Any, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(shape or tuple(x.shape), dtype=dtype or x.dtype, device="cuda")
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def _quantized(quantizer: Any, x: Tensor) -> Any:
+    return x if quantizer is None else quantized.quantize(x, quantizer)
+
+
+# ---- products ----
+
+
+def generic_gemm(
+    a: Any,
+    transpose_a: bool,
+    b: Any,
+    transpose_b: bool,
+    out: Any,
+    quantizer: Any,
+    out_dtype: Any,
+    bias: Tensor | None,
+    bias_dtype: Any,
+    gelu: bool,
+    gelu_in: Any,
+    grad: bool,
+    *unused: Any,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Return the product of column-major matrices, as cuBLAS has it, and the bias gradient."""
+    rows, inner, columns = _product_sizes(a, transpose_a, b, transpose_b)
+    _count(2.0 * rows * inner * columns, a)
+    if out is None:
+        shape = (rows,) if transpose_b else tuple(_shape(b)[:-1])
+        out = _quantized(quantizer, _empty(*shape, columns, dtype=_out_dtype(out_dtype, b)))
+    bias_grad = None
+    if bias is not None and grad:
+        bias_grad = _empty(_shape(b)[-1], dtype=bias.dtype)
+    before_gelu = _like(out) if gelu and not grad else None
+    gathered = options.get("extra_output")
+    return out, bias_grad, before_gelu, gathered
+
+
+def grouped_gemm(
+    a: list[Any],
+    transpose_a: bool,
+    b: list[Any],
+    transpose_b: bool,
+    out: Any,
+    out_dtype: Any,
+    splits: Any,
+    bias: Any,
+    *unused: Any,
+) -> Any:
+    """Count a product per group; the outputs were made by the caller."""
+    for left, right in zip(a, b, strict=False):
+        rows, inner, columns = _product_sizes(left, transpose_a, right, transpose_b)
+        _count(2.0 * rows * inner * columns, left)
+    return bias
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    shape: Any = x.size() if not isinstance(x, Tensor) and hasattr(x, "size") else x.shape
+    return tuple(shape)
+
+
+def _product_sizes(a: Any, transpose_a: bool, b: Any, transpose_b: bool) -> tuple[int, int, int]:
+    left, right = _flat(_shape(b)), _flat(_shape(a))
+    rows, inner = (left[1], left[0]) if transpose_b else left
+    return rows, inner, right[0] if transpose_a else right[1]
+
+
+def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows, shape[-1]
+
+
+def _count(flops: float, operand: Any) -> None:
+    if Current.ledger is not None:
+        Current.ledger.product(flops, quantized.format_of(operand))
+
+
+def _out_dtype(given: Any, operand: Any) -> torch.dtype:
+    found = quantized.torch_dtype(given)
+    if found is not None:
+        return found
+    kept: torch.dtype = operand.dtype if isinstance(operand, Tensor) else torch.bfloat16
+    return kept
+
+
+# ---- norms and activations ----
+
+
+def _layernorm_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Any, quantizer: Any, *unused: Any
+) -> tuple[Any, Tensor, Tensor]:
+    rows = _flat(tuple(x.shape))[0]
+    normed = out if out is not None else _norm_out(x, quantizer, unused)
+    return normed, _empty(rows), _empty(rows)
+
+
+def _rmsnorm_fwd(
+    x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, *unused: Any
+) -> tuple[Any, None, Tensor]:
+    normed = out if out is not None else _norm_out(x, quantizer, unused)
+    return normed, None, _empty(_flat(tuple(x.shape))[0])
+
+
+def _norm_out(x: Tensor, quantizer: Any, further: tuple[Any, ...]) -> Any:
+    found = quantized.torch_dtype(further[0]) if further else None
+    return _quantized(quantizer, _like(x, dtype=found or x.dtype))
+
+
+def _activation(gated: bool) -> Callable[..., Any]:
+    def run(x: Tensor, quantizer: Any = None, *unused: Any, **options: Any) -> Any:
+        width = x.shape[-1] // 2 if gated else x.shape[-1]
+        return _quantized(quantizer, _like(x, *x.shape[:-1], width))
+
+    return run
+
+
+def _d_activation(
+    grad: Tensor, x: Tensor, quantizer: Any = None, *unused: Any, **options: Any
+) -> Any:
+    return _quantized(quantizer, _like(x))
+
+
+def _dbias(grad: Tensor, x: Tensor, quantizer: Any = None, *unused: Any) -> tuple[Tensor, Any]:
+    return _like(x, x.shape[-1]), _quantized(quantizer, _like(x))
+
+
+def _l2norm(
+    chunk: int, flag: Any, lists: list[list[Tensor]], *further: Any
+) -> tuple[Tensor, Tensor | None]:
+    per_tensor = bool(further) and further[-1] is True
+    return _empty(1), _empty(len(lists[0])) if per_tensor else None
+
+
+# ---- attention ----
+
+
+def fused_attn_fwd(queries: int, keys: int, is_training: bool, *args: Any) -> list[Tensor]:
+    """Return the output, the softmax's statistics in fp32 and the generator's state."""
+    q, k, v = _wide(args)[:3]
+    batch, heads = _batch(args, q), q.shape[-2]
+    _count_attention(2.0 * batch * heads * queries * keys * (q.shape[-1] + v.shape[-1]) / 2)
+    dtype = q.dtype if q.dtype.is_floating_point else torch.bfloat16
+    out = _empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
+    return [out, _empty(batch, heads, queries, 1), _empty(2, dtype=torch.int64)]
+
+
+def fused_attn_bwd(queries: int, keys: int, *args: Any) -> list[Any]:
+    """Return three gradients; cuDNN's workspace, dq added up in fp32, is there meanwhile."""
+    q, k, v = _wide(args)[:3]
+    batch, heads = _batch(args, q), q.shape[-2]
+    _count_attention(5.0 * batch * heads * queries * keys * (q.shape[-1] + v.shape[-1]) / 2)
+    return [_like(q), _like(k), _like(v), None, None]
+
+
+def _wide(args: tuple[Any, ...]) -> list[Any]:
+    return [each for each in args if isinstance(each, Tensor) and each.dim() >= 3]
+
+
+def _batch(args: tuple[Any, ...], q: Tensor) -> int:
+    for each in args:
+        if isinstance(each, Tensor) and each.dim() == 1 and each.dtype == torch.int32:
+            return int(each.shape[0]) - 1
+    return int(q.shape[1])
+
+
+def _count_attention(flops: float) -> None:
+    if Current.ledger is not None:
+        Current.ledger.work.attention_flops += flops
+        Current.ledger.work.kernels += 1
+
+
+def _half(x: Tensor, *unused: Any) -> Tensor:
+    return _like(x, x.shape[0] // 2, *x.shape[1:])
+
+
+# ---- experts ----
+
+
+def _topk(logits: Tensor, topk: int, *unused: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(logits), _like(logits, dtype=torch.bool), _like(logits, dtype=torch.float32)
+
+
+def _scores(logits: Tensor, topk: int, *unused: Any, **options: Any) -> tuple[Tensor, ...]:
+    scores = _like(logits, dtype=torch.float32)
+    return scores, _like(logits, dtype=torch.bool), _like(logits, dtype=torch.float32)
+
+
+def _aux_loss(probs: Tensor, *unused: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty((), dtype=probs.dtype, device="cuda"), _empty(1)
+
+
+def _aux_loss_bwd(
+    Const_buf: Tensor,  # noqa: N803
+    tokens_per_expert: Tensor,
+    num_rows: int,
+    num_cols: int,
+    grad_aux_loss: Tensor,
+    **unused: Any,
+) -> Tensor:
+    return _empty(num_rows, num_cols, dtype=grad_aux_loss.dtype)
+
+
+def _offsets(splits: Tensor, *unused: Any) -> Tensor:
+    return _empty(splits.shape[0] + 1, dtype=torch.int64)

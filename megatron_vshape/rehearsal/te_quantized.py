@@ -1,0 +1,150 @@
+"""Transformer Engine's quantized tensors, made by its own description of what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FORMATS = {
+    "kFloat32": torch.float32,
+    "kFloat16": torch.float16,
+    "kBFloat16": torch.bfloat16,
+    "kInt32": torch.int32,
+    "kByte": torch.uint8,
+}
+
+
+def functions() -> dict[str, Callable[..., Any]]:
+    """Return the stand-ins by name."""
+    return {
+        "quantize": quantize,
+        "dequantize": dequantize,
+        "create_empty_quantized_tensor": lambda quantizer, shape, dtype, device, pin: make(
+            quantizer, shape, dtype
+        ),
+        "split_quantize": split_quantize,
+        "bgrad_quantize": lambda grad, quantizer, *_: (
+            torch.empty(grad.shape[-1], dtype=grad.dtype, device="cuda"),
+            quantize(grad, quantizer),
+        ),
+        "fp8_transpose": fp8_transpose,
+    }
+
+
+def torch_dtype(given: Any) -> torch.dtype | None:
+    """Return torch's name of one of Transformer Engine's formats, None of an 8- or 4-bit one."""
+    if given is None or isinstance(given, torch.dtype):
+        return given
+    name = getattr(given, "name", None)
+    if name is None:
+        import transformer_engine_torch as tex
+
+        name = tex.DType(int(given)).name
+    return _FORMATS.get(name)
+
+
+def format_of(operand: Any) -> str:
+    """Return the format that a product computes in, by its operand's."""
+    kind = type(operand).__name__
+    if kind.startswith("NVFP4"):
+        return "nvfp4"
+    if kind.startswith("MXFP8"):
+        return "mxfp8"
+    if kind.startswith("Float8"):
+        return "fp8"
+    dtype = getattr(operand, "dtype", torch.bfloat16)
+    return str(dtype).removeprefix("torch.")
+
+
+def quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Any = None) -> Any:
+    """Return what quantizing makes: the tensor given for it, or a new one."""
+    if quantizer is None:
+        return x
+    return make(quantizer, x.shape, x.dtype) if out is None else out
+
+
+def split_quantize(
+    x: Tensor, splits: Any, quantizers: Iterable[Any], *unused: Any, **options: Any
+) -> list[Any]:
+    """Return a quantized tensor for each part."""
+    return [
+        quantize(part, quantizer)
+        for part, quantizer in zip(x.split([int(n) for n in splits]), quantizers, strict=True)
+    ]
+
+
+def dequantize(x: Any, dtype: Any) -> Tensor:
+    """Return a tensor of full width."""
+    shape = x.shape if isinstance(x, Tensor) else x.size()
+    return torch.empty(tuple(shape), dtype=torch_dtype(dtype), device="cuda")
+
+
+def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
+    """Return the transposed bytes."""
+    if out is not None and out.numel() == data.numel():
+        return out
+    rows = data.numel() // data.shape[-1]
+    shape = (data.shape[-1], *data.shape[:-1]) if data.dim() > 1 else (rows,)
+    return torch.empty(shape, dtype=torch.uint8, device="cuda")
+
+
+def make(quantizer: Any, shape: Iterable[int], dtype: torch.dtype) -> Any:
+    """Return an empty tensor of the quantizer's kind.
+
+    The parts are those that the quantizer itself describes; one of before 2.19, and the one of
+    delayed scaling, does not, and has them here.
+    """
+    shape = tuple(shape)
+    if dtype.itemsize < 2:
+        dtype = torch.bfloat16
+    try:
+        parts, kind, options = _described(quantizer, shape, dtype)
+    except (AttributeError, NotImplementedError):
+        if hasattr(quantizer, "scale") and hasattr(quantizer, "amax"):
+            parts, kind, options = _delayed(quantizer, shape, dtype)
+        else:  # its own make_empty allocates in Python
+            return quantizer.make_empty(shape, dtype=dtype, device="cuda")
+    if not quantizer.internal:
+        options = {"shape": shape, "dtype": dtype, **options}
+    else:
+        options = {**options, "fake_dtype": options.get("fake_dtype", dtype)}
+    return kind(**parts, **options)
+
+
+_RENAMED = {"_scale_inv": "fp8_scale_inv", "_transpose": "data_transpose", "_data": "data"}
+
+
+def _described(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    described = quantizer.storage_metadata(dtype)
+    kind, options = described["cls"], dict(described["nontensor_kwargs"])
+    parts = {
+        name: torch.empty(size, dtype=part, device="cuda")
+        for name, (size, part) in quantizer.inner_tensor_specs(shape).items()
+    }
+    if not quantizer.internal:
+        options.pop("fake_dtype", None)
+    names = list(getattr(kind, "_INNER_TENSORS", ())) or list(parts)
+    named = {_argument(name): parts.get(name) for name in {*names, *parts}}
+    return named, kind, options
+
+
+def _argument(attribute: str) -> str:
+    return _RENAMED.get(attribute, attribute.removeprefix("_"))
+
+
+def _delayed(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    from transformer_engine.pytorch.tensor import float8_tensor as module
+
+    non_tn = torch.cuda.get_device_capability()[0] >= 10
+    parts: dict[str, Any] = {"data": None, "data_transpose": None}
+    if quantizer.rowwise_usage or non_tn:
+        parts["data"] = torch.empty(shape, dtype=torch.uint8, device="cuda")
+    if quantizer.columnwise_usage and not non_tn:
+        turned = (shape[-1], *shape[:-1])
+        parts["data_transpose"] = torch.empty(turned, dtype=torch.uint8, device="cuda")
+    parts["fp8_scale_inv"] = torch.empty(1, dtype=torch.float32, device="cuda")
+    kind = module.Float8TensorStorage if quantizer.internal else module.Float8Tensor
+    return parts, kind, {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}

@@ -1,0 +1,161 @@
+"""A process that has Megatron and Transformer Engine imported, and forks for every rank.
+
+    python -m megatron_vshape.rehearsal.worker '{"megatron": TREE, "te": DIRECTORY, "jobs": 2}'
+
+It reads jobs from stdin, a JSON object a line, and answers each with a line: what `rehearse`
+returned, or {"error": sentence, "log": the end of what the program printed}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+LOG_CHARACTERS = 6000
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+"""Read when torch is imported; no GPU is asked, and nothing is fetched."""
+
+
+def prepare(megatron: str | None, te: str | None) -> None:
+    """Import everything with the stand-ins in place. Once in a process, before torch."""
+    os.environ.update(ENVIRONMENT)
+    if megatron:
+        sys.path.insert(0, megatron)
+    from megatron_vshape.rehearsal import device, exchanges, others, values
+    from megatron_vshape.rehearsal.gpus import GPUS
+
+    device.install()
+    device.Current.gpu = GPUS["h100"]  # for what is asked while modules are imported
+    values.install()
+    exchanges.install()
+    others.install()
+    if te:
+        from megatron_vshape.rehearsal import te_extension, te_kernels
+
+        te_extension.load(Path(te), te_kernels.functions())
+        _choose_attention()
+    import megatron.training.training  # noqa: F401
+
+
+def _choose_attention() -> None:
+    """Answer for cuDNN and flash-attn: a fused kernel, unless the flags forbid both.
+
+    Megatron sets these two variables by --attention-backend.
+    """
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    def choose(params: Any = None, *unused: Any, **options: Any) -> tuple[Any, ...]:
+        import transformer_engine_torch as tex
+
+        forbidden = [os.environ.get(f"NVTE_{name}_ATTN") for name in ("FLASH", "FUSED")]
+        fused = forbidden != ["0", "0"]
+        backend = tex.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen if fused else None
+        return False, None, fused, backend, not fused, [False, fused, not fused]
+
+    utils.get_attention_backend = choose
+
+
+def serve(jobs: Iterator[str], out: TextIO, at_once: int) -> None:
+    """Answer jobs, so many side by side, in the order in which they end."""
+    running: dict[int, tuple[str, Any]] = {}
+    for line in jobs:
+        if not line.strip():
+            continue
+        while len(running) >= at_once:
+            _answer_one(running, out)
+        _start(line, running)
+    while running:
+        _answer_one(running, out)
+
+
+def _start(line: str, running: dict[int, tuple[str, Any]]) -> None:
+    answer = tempfile.TemporaryFile("w+")
+    process = os.fork()
+    if process:
+        running[process] = (line, answer)
+        return
+    status = 1
+    try:
+        status = _child(json.loads(line), answer)
+    finally:
+        os._exit(status)
+
+
+def _child(given: dict[str, Any], answer: TextIO) -> int:
+    with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory() as folder:
+        for descriptor in (1, 2):
+            os.dup2(log.fileno(), descriptor)
+        sys.stdout = sys.stderr = log
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+        os.chdir(folder)  # what the program writes beside itself goes with it
+        try:
+            from megatron_vshape.rehearsal.one_rank import Job, rehearse
+
+            found = rehearse(Job(**given))
+            found["host_bytes"] = _host_bytes()
+        except BaseException as error:
+            found = {"error": _sentence(error, log), "log": _tail(log, traceback.format_exc())}
+        json.dump(found, answer)
+        answer.flush()
+    return 0
+
+
+def _sentence(error: BaseException, log: TextIO) -> str:
+    if isinstance(error, SystemExit):
+        lines = [line.strip() for line in _tail(log, "").splitlines() if line.strip()]
+        refused = [line for line in lines if "error:" in line]
+        return (refused or lines or ["the program ended by itself"])[-1]
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no reason given'}"
+
+
+def _tail(log: TextIO, more: str) -> str:
+    log.flush()
+    log.seek(0)
+    return log.read()[-LOG_CHARACTERS:] + more[-LOG_CHARACTERS:]
+
+
+def _host_bytes() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _answer_one(running: dict[int, tuple[str, Any]], out: TextIO) -> None:
+    process, status = os.wait()
+    line, answer = running.pop(process)
+    answer.seek(0)
+    text = answer.read()
+    given = json.loads(line)
+    if text:
+        found = json.loads(text)
+    else:
+        found = {"error": f"the process of rank {given['rank']} was ended ({status})", "log": ""}
+    answer.close()
+    print(json.dumps({"name": given.get("name", ""), "rank": given["rank"], **found}), file=out)
+    out.flush()
+
+
+def main() -> None:
+    """Serve the jobs on stdin."""
+    options = json.loads(sys.argv[1])
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what is printed while modules are imported is no answer
+    prepare(options.get("megatron"), options.get("te"))
+    serve(iter(sys.stdin.readline, ""), out, options.get("jobs", 1))
+
+
+if __name__ == "__main__":
+    main()
