@@ -166,7 +166,9 @@ def _device_of(self: Any) -> torch.device:
     Many a tensor is made with the device of another.
     """
     fake: torch.device = _true_device(self)
-    if fake.type != "cpu" or str(sys._getframe(1).f_globals.get("__name__", "")).startswith("torch"):
+    if fake.type != "cpu" or str(sys._getframe(1).f_globals.get("__name__", "")).startswith(
+        "torch"
+    ):
         return fake
     return _HOST if Current.ledger is None or _lies_on_host(self) else _GPU
 

@@ -62,7 +62,8 @@ def install() -> None:
         for module in (dist, c10d):
             if hasattr(module, name):
                 setattr(module, name, made)
-    for module in (dist, c10d):
+    owners: tuple[Any, ...] = (dist, c10d)
+    for module in owners:
         module.batch_isend_irecv = _batch
         module._coalescing_manager = _coalescing
         module.barrier = module.monitored_barrier = lambda *_, **__: None

@@ -35,7 +35,8 @@ FILES = """
     --log-validation-ppl-to-tensorboard --logging-level --log-straggler --straggler-minmax-count
     --disable-straggler-on-startup --enable-experimental-wandb --eval-iters --eval-interval
     --eval-global-batch-size --profile --profile-step-start --profile-step-end --profile-ranks
-    --use-pytorch-profiler --record-memory-history --memory-snapshot-path --run-workload-inspector-server
+    --use-pytorch-profiler --record-memory-history --memory-snapshot-path
+    --run-workload-inspector-server
     --enable-ft-package --calc-ft-timeouts --enable-one-logger --one-logger-project
     --one-logger-run-name --one-logger-async --distributed-backend --distributed-timeout-minutes
     --local-rank --high-priority-stream-groups --check-weight-hash-across-dp-replicas-interval
@@ -158,7 +159,7 @@ def _of_file(path: Path, command: Command) -> Command:
 
 def _of_yaml(path: Path, text: str, command: Command) -> Command:
     try:
-        import yaml
+        import yaml  # type: ignore[import-untyped]
     except ImportError:
         raise ScheduleError(f"to read {path}, pip install PyYAML") from None
     try:
@@ -213,7 +214,9 @@ def _of_shell(path: Path, text: str, command: Command) -> Command:
         if found:
             script = _filled(found[1], known)
             flags += [word for word in _split(found[2], known) if "[@]" not in word]
-    flags = [word for word in flags if not word.startswith(("--nproc", "--nnodes", "--node", "--master"))]
+    flags = [
+        word for word in flags if not word.startswith(("--nproc", "--nnodes", "--node", "--master"))
+    ]
     if not any(word.startswith("--") for word in flags):
         raise ScheduleError(f"{path} has no flags, neither in an array nor after a script's name")
     return Command(script, tuple(flags), {k: v for k, v in known.items() if k.startswith("NVTE_")})
@@ -228,11 +231,11 @@ def _split(text: str, known: Mapping[str, str]) -> list[str]:
 
 
 def _filled(text: str, known: Mapping[str, str]) -> str:
-    text = re.sub(
-        r"\$\{(\w+):[-=]([^}]*)\}", lambda found: known.get(found[1], found[2]), text
-    )
+    text = re.sub(r"\$\{(\w+):[-=]([^}]*)\}", lambda found: known.get(found[1], found[2]), text)
     return re.sub(
-        r"\$\{?(\w+)\}?", lambda found: known.get(found[1], os.environ.get(found[1], found[0])), text
+        r"\$\{?(\w+)\}?",
+        lambda found: known.get(found[1], os.environ.get(found[1], found[0])),
+        text,
     )
 
 
@@ -345,9 +348,13 @@ def ranks_asked_for(text: str, pipeline: int) -> list[int]:
     return sorted(set(found))
 
 
-def environment_of(command: Command, known: Iterable[str] = ("NVTE_", "CUBLAS_", "CUDA_DEVICE_")) -> dict[str, str]:
+def environment_of(
+    command: Command, known: Iterable[str] = ("NVTE_", "CUBLAS_", "CUDA_DEVICE_")
+) -> dict[str, str]:
     """Return what of the environment the command's allocations depend on."""
     prefixes = tuple(known)
     here = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
-    given = {name: value for name, value in command.environment.items() if name.startswith(prefixes)}
+    given = {
+        name: value for name, value in command.environment.items() if name.startswith(prefixes)
+    }
     return {**here, **given}

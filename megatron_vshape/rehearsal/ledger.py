@@ -20,9 +20,7 @@ UNIT = 512
 LARGE = 1 << 20
 """Bytes from which on it is noted which code asked for a storage."""
 
-GEMMS = tuple(
-    getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm")
-)
+GEMMS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm"))
 _NO_KERNEL = (
     torch.ops.aten.empty.memory_format,
     *(
@@ -66,17 +64,20 @@ class Ledger(TorchDispatchMode):
     """Follows the storages that operations return until they die; the time is a count of events."""
 
     def __init__(self, cublas_workspace_bytes: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = self.peak_at = self.clock = 0
         self.records: list[Record] = []
-        self.curve: list[tuple[int, int]] = []
-        """(event, bytes from then on), where a pass begins or ends."""
+        self.curve: list[tuple[float, int]] = []
+        """(seconds of this rank's work, bytes then): where passes begin, are largest, end."""
+        self.passes: list[tuple[str, float, float]] = []
+        """(phase, start, end) in seconds of this rank's work."""
+        self.seconds: Callable[[Work], float] = lambda work: 0.0
         self.work = Work()
         self.phase = self.place = ""
         self.operations = 0
         self.vocabulary: frozenset[int] = frozenset()
         self._live: dict[int, tuple[Any, Record | None]] = {}
-        self._inside = self._device = 0
+        self._inside = self._device = self._local = 0
         self._handles: set[bool] = set()
         self._workspace = cublas_workspace_bytes
 
@@ -117,10 +118,9 @@ class Ledger(TorchDispatchMode):
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count a storage anew whose size was changed."""
-        found = self._live.get(storage._cdata)
-        if found is None or found[1] is None:
+        reference, record = self._live.get(storage._cdata, (None, None))
+        if record is None:
             return
-        reference, record = found
         self._change(-record.size)
         record.died = self.clock
         size = rounded(storage.nbytes())
@@ -166,6 +166,7 @@ class Ledger(TorchDispatchMode):
 
     def mark(self) -> None:
         """Compare what is there now with the peak."""
+        self._local = max(self._local, self.now)
         if self.now > self.peak:
             self.peak, self.peak_at, self.peak_phase = self.now, self.clock, self.phase
             self.peak_place = self.place
@@ -202,12 +203,22 @@ class Ledger(TorchDispatchMode):
     def during(self, phase: str) -> Iterator[None]:
         """Note this as the phase of what is made inside, and the memory at both ends."""
         before, self.phase = self.phase, phase
-        self.curve.append((self.clock, self.now))
+        outer, self._local = self._local, self.now
+        begun = self.seconds(self.work)
+        self.curve.append((begun, self.now))
         try:
             yield
         finally:
-            self.curve.append((self.clock, self.now))
-            self.phase = before
+            ended = self.seconds(self.work)
+            self.curve += [((begun + ended) / 2, self._local), (ended, self.now)]
+            self.passes.append((phase, begun, ended))
+            self.phase, self._local = before, max(outer, self._local)
+
+    def begin_step(self) -> None:
+        """Count work, and follow the passes, from here on."""
+        self.work = Work()
+        self.curve.clear()
+        self.passes.clear()
 
     # ---- work ----
 
@@ -233,9 +244,7 @@ class Ledger(TorchDispatchMode):
             self.work.bytes_moved += size
         self.work.kernels += 1
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.operations += 1
         made = [each for each in tensors_in((out,)) if not self._knows(each)]
@@ -321,7 +330,9 @@ def fused(ledger: Ledger, function: Callable[..., Any]) -> Callable[..., Any]:
         with ledger.kernel():
             out = function(*args, **kwargs)
         copied = sum(
-            each.numel() * each.element_size() for each, version in before if each._version != version
+            each.numel() * each.element_size()
+            for each, version in before
+            if each._version != version
         )
         if copied:
             ledger.pass_by(copied)

@@ -12,7 +12,7 @@ import os
 import runpy
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -106,11 +106,14 @@ class _Run:
     def __init__(self, job: Job, ledger: Ledger) -> None:
         self.job, self.ledger = job, ledger
         self.held: list[int] = []
+        self.peaks: list[int] = []  # before each step
         self.after_setup = 0
         self.few = self.many = 0
         self.args: Any = None
         self.chunks: list[Any] = []
         self.passes = _Passes(ledger)
+        one = Scale(1, 1, 1, 1, job.schedule)
+        ledger.seconds = lambda work: step_time(work, GPUS[job.gpu], one)["step_s"]
 
     def install(self) -> None:
         """Replace what this run watches."""
@@ -163,23 +166,17 @@ class _Run:
         """Say of the storages that are there which are weights, gradients, optimizer's."""
         for record in self.ledger.held_at(self.ledger.clock):
             record.what = {"model": "weights", "optimizer": "optimizer"}.get(record.phase, "")
-        for chunk in self.chunks:
-            for parameter in chunk.parameters():
-                gradient = getattr(parameter, "main_grad", None)
-                if isinstance(gradient, Tensor):
-                    self.ledger.name(gradient, "gradients")
-            for buffer in _grad_buffers(chunk):
-                self.ledger.name(buffer, "gradients")
+        own = [each for chunk in self.chunks for each in chunk.parameters()]
+        weights = set(map(id, own))
         stepped = [each for group in optimizer.param_groups for each in group["params"]]
-        weights = {id(each) for chunk in self.chunks for each in chunk.parameters()}
-        for each in stepped:
-            if id(each) not in weights:
-                for part in plain_tensors(each):
-                    self.ledger.name(part, "optimizer")
-        for chunk in self.chunks:
-            for parameter in chunk.parameters():
-                for part in plain_tensors(parameter.detach()):
-                    self.ledger.name(part, "weights")
+        named = {
+            "gradients": [*_main_grads(own), *_grad_buffers(self.chunks)],
+            "optimizer": _parts_of(each for each in stepped if id(each) not in weights),
+            "weights": _parts_of(each.detach() for each in own),
+        }
+        for what, tensors in named.items():
+            for each in tensors:
+                self.ledger.name(each, what)
 
     def _num_microbatches(self, call: Callable[..., Any]) -> int:
         """Return fewer microbatches than there are: the peak is that of the first few."""
@@ -200,10 +197,10 @@ class _Run:
         if len(self.held) == STEPS:
             raise _Enough
         self.ledger.phase = "step"
-        self.ledger.work = Work()
-        self.ledger.curve.clear()
+        self.peaks.append(self.ledger.peak)
+        self.ledger.begin_step()
         self.passes.begin_step()
-        optimizer = kwargs.get("optimizer", args[3] if len(args) > 3 else None)
+        optimizer: Any = kwargs["optimizer"] if "optimizer" in kwargs else args[3]
         step = optimizer.step
 
         def stepping(*given: Any, **options: Any) -> Any:
@@ -239,7 +236,6 @@ class _Run:
         )
         at_peak = ledger.held_at(ledger.peak_at)
         return {
-            "dbg": [(r.size>>20, r.phase, r.place, r.what, r.code) for r in ledger.held_at(ledger.clock) if r.what not in ("weights","gradients","optimizer") and r.size>4000],
             "rank": self.job.rank,
             "stage": self.job.stage,
             "peak_bytes": ledger.peak,
@@ -259,10 +255,20 @@ class _Run:
                 "pp": args.pipeline_model_parallel_size,
                 "vp": len(self.chunks),
             },
+            "first_peak_bytes": self.peaks[-1],
             "curve": ledger.curve[:CURVE_POINTS],
+            "passes": ledger.passes[:CURVE_POINTS],
+            "megatron": _megatron_version(),
+            "transformer_engine": getattr(sys.modules.get("transformer_engine"), "__version__", ""),
             "operations": ledger.operations,
             "work": _plain(ledger.work),
         }
+
+
+def _megatron_version() -> str:
+    from megatron.core.package_info import __version__
+
+    return str(__version__)
 
 
 def _plain(work: Work) -> dict[str, Any]:
@@ -394,12 +400,25 @@ def _first_tensors(values: Any) -> Iterator[Tensor]:
             yield from _first_tensors(each)
 
 
-def _grad_buffers(chunk: Any) -> Iterator[Tensor]:
-    for name in ("buffers", "expert_parallel_buffers"):
-        for buffer in getattr(chunk, name, None) or [] if not callable(getattr(chunk, name, None)) else []:
-            gradients = getattr(buffer, "grad_data", None)
-            if isinstance(gradients, Tensor):
-                yield gradients
+def _main_grads(parameters: Iterable[Any]) -> Iterator[Tensor]:
+    for each in parameters:
+        gradient = getattr(each, "main_grad", None)
+        if isinstance(gradient, Tensor):
+            yield gradient
+
+
+def _grad_buffers(chunks: Iterable[Any]) -> Iterator[Tensor]:
+    for chunk in chunks:
+        for name in ("buffers", "expert_parallel_buffers"):
+            found = getattr(chunk, name, None)  # of a module it is a method
+            for buffer in () if found is None or callable(found) else found:
+                if isinstance(buffer.grad_data, Tensor):
+                    yield buffer.grad_data
+
+
+def _parts_of(tensors: Iterable[Any]) -> Iterator[Tensor]:
+    for each in tensors:
+        yield from plain_tensors(each)
 
 
 def _batches(args: Any) -> Iterator[dict[str, Tensor]]:
@@ -433,10 +452,16 @@ def _let_offload_take_fake_tensors() -> None:
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    setattr(owner, name, functools.partial(around, getattr(owner, name)))
+    call = getattr(owner, name)
+
+    @functools.wraps(call)  # whoever asks for the signature is to see the same
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return around(call, *args, **kwargs)
+
+    setattr(owner, name, run)
 
 
-class _nothing:  # noqa: N801
+class _nothing:
     """A context in which nothing is done."""
 
     def __init__(self, *unused: Any, **options: Any) -> None:

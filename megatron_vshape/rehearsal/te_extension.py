@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import importlib.machinery
 import importlib.metadata
+import importlib.util
 import os
 import re
 import sys
@@ -39,8 +40,8 @@ class _Numbers(type):
     def __getattr__(cls, name: str) -> int:
         if name.startswith("__"):
             raise AttributeError(name)
-        asked: dict[str, int] = cls._asked  # type: ignore[attr-defined]
-        return asked.setdefault(name, len(asked))
+        asked: Any = cls._asked
+        return int(asked.setdefault(name, len(asked)))
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         """Fail by name: this is a function that nobody stands in for, not an enumeration."""
@@ -134,13 +135,14 @@ def _bare_package(directory: Path) -> None:
     package.__spec__ = importlib.machinery.ModuleSpec("transformer_engine", None, is_package=True)
     package.__spec__.submodule_search_locations = [str(folder)]
     sys.modules["transformer_engine"] = package
-    ask = importlib.metadata.version
+    metadata: Any = importlib.metadata
+    ask = metadata.version
 
     def answer(name: str) -> str:
         ours = name.replace("_", "-") in ("transformer-engine", "transformer-engine-torch")
-        return version if ours else ask(name)
+        return version if ours else str(ask(name))
 
-    importlib.metadata.version = answer  # Megatron and Transformer Engine ask by this
+    metadata.version = answer  # Megatron and Transformer Engine ask by this
 
 
 def version_in(directory: Path) -> str:

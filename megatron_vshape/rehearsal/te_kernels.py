@@ -316,7 +316,7 @@ def _aux_loss(probs: Tensor, *unused: Any, **options: Any) -> tuple[Tensor, Tens
 
 
 def _aux_loss_bwd(
-    Const_buf: Tensor,  # noqa: N803
+    Const_buf: Tensor,
     tokens_per_expert: Tensor,
     num_rows: int,
     num_cols: int,

@@ -46,7 +46,7 @@ def prepare(megatron: str | None, te: str | None) -> None:
 
         te_extension.load(Path(te), te_kernels.functions())
         _choose_attention()
-    import megatron.training.training  # noqa: F401
+    importlib.import_module("megatron.training.training")
 
 
 def _choose_attention() -> None:
@@ -81,7 +81,7 @@ def serve(jobs: Iterator[str], out: TextIO, at_once: int) -> None:
 
 
 def _start(line: str, running: dict[int, tuple[str, Any]]) -> None:
-    answer = tempfile.TemporaryFile("w+")
+    answer = tempfile.TemporaryFile("w+")  # noqa: SIM115
     process = os.fork()
     if process:
         running[process] = (line, answer)

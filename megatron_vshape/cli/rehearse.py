@@ -1,0 +1,344 @@
+"""megatron-vshape rehearse: what a run would take, from its own command line, without a GPU."""
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_vshape.cli.files import (
+    Output,
+    check_can_draw,
+    check_target,
+    is_installed,
+    write_all,
+)
+from megatron_vshape.cli.progress import told
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal import report, sources
+from megatron_vshape.rehearsal.flags import (
+    Command,
+    Sizes,
+    environment_of,
+    ranks_asked_for,
+    read_command,
+    sizes_of,
+    without_files,
+)
+from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.ranks import Found, Programs, rehearse_all
+from megatron_vshape.view.rank_trace import write_memory_trace
+
+SCHEDULE = "--pipeline-schedule"
+OURS = ("--pipeline-schedule", "--pipeline-memory-limit", "--pipeline-costs")
+PER_RANK = 4
+"""Microbatches of a schedule of ours that are run, at most, per rank of the pipeline."""
+_PICTURES = (".svg", ".png", ".pdf")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say which arguments the command takes."""
+    parser.usage = "megatron-vshape rehearse [OPTIONS] -- pretrain_gpt.py FLAGS..."
+    parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="default: h100")
+    parser.add_argument(
+        "--gpus", type=_positive, metavar="N", help="of the run; default: the least the sizes allow"
+    )
+    parser.add_argument(
+        "--ranks",
+        default="all",
+        metavar="WHICH",
+        help="of the pipeline: all, or first, last and numbers with commas; default: all",
+    )
+    parser.add_argument(
+        "--imbalance",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="tokens that this rank's experts get, over the mean; default: 1.0, balanced routing",
+    )
+    parser.add_argument(
+        "--vocabulary", type=_positive, metavar="N", help="tokens that the tokenizer's files have"
+    )
+    parser.add_argument(
+        "--alone", action="store_true", help="leave out the schedule to compare with"
+    )
+    parser.add_argument("--jobs", type=_positive, metavar="N", help="ranks side by side")
+    parser.add_argument("--megatron", type=Path, metavar="DIR", help="a checkout of Megatron-LM")
+    parser.add_argument(
+        "--te", type=Path, metavar="DIR", help="Transformer Engine's checkout or unpacked wheel"
+    )
+    parser.add_argument(
+        "--fetch-te", action="store_true", help="fetch Transformer Engine's Python by pip, once"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE.json", help="write all that was found")
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="FILE",
+        help="write memory over time: a picture (.svg, .png, .pdf) or a trace (.json)",
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no whole number above 0")
+    return number
+
+
+def run(options: argparse.Namespace) -> int:
+    """Rehearse, print the table and what it means, write the files, and return 0."""
+    words = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if options.fetch_te:
+        print(f"Transformer Engine {sources.VERSION}: {sources.fetch()}")
+        if not words:
+            return 0
+    _check_files(options)
+    command = _checked(read_command(words))
+    sizes = sizes_of(command, options.gpus)
+    stages = ranks_asked_for(options.ranks, sizes.pipeline)
+    programs = _programs(options, command)
+    script = sources.find_script(command.script, programs.megatron)
+    runs = _runs(command, options, sizes)
+    jobs = [
+        _job(each, script, options, sizes, stage, name)
+        for name, each in runs.items()
+        for stage in stages
+    ]
+    with told(lambda us: f"{us:.0f} us"):
+        found = _found(rehearse_all(programs, jobs))
+    mine = found.pop("")
+    if not found and _exceeds(mine, options) and sizes.pipeline > 1 and not options.alone:
+        found = _instead(command, programs, script, options, sizes, mine)
+    _print(mine, found, command, options, sizes)
+    _write(mine, found, command, options)
+    return 0
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    if options.json is not None:
+        check_target("--json", options.json, (".json",))
+    if options.save is not None:
+        check_target("--save", options.save, (*_PICTURES, ".json"))
+        if options.save.suffix in _PICTURES:
+            check_can_draw("--save")
+    if not is_installed("torch"):
+        raise ScheduleError(
+            "rehearse runs Megatron itself: pip install 'megatron-vshape[megatron]'"
+        )
+    if options.imbalance <= 0:
+        raise ScheduleError(
+            f"--imbalance {options.imbalance} is no share of tokens: give 1 or more"
+        )
+
+
+def _checked(command: Command) -> Command:
+    if command.value(SCHEDULE) == "auto" and not command.has("--pipeline-costs"):
+        raise ScheduleError(
+            "--pipeline-schedule auto measures its costs in the run's first steps, and nothing is "
+            "measured here: give them (--pipeline-costs FILE), or a schedule's name"
+        )
+    return command
+
+
+def _programs(options: argparse.Namespace, command: Command) -> Programs:
+    megatron = sources.find_megatron(options.megatron, command.script)
+    local = command.value("--transformer-impl") == "local"
+    te = None
+    if not local or options.te is not None:
+        te = sources.find_te(options.te)
+    return Programs(megatron, te, options.jobs or os.cpu_count() or 1)
+
+
+def _runs(command: Command, options: argparse.Namespace, sizes: Sizes) -> dict[str, Command]:
+    """Return what is rehearsed: the command, and under a schedule of ours Megatron's own beside."""
+    runs = {"": command}
+    if command.has(SCHEDULE) and not options.alone and sizes.pipeline > 1:
+        runs["Megatron's own schedule"] = _without_ours(command)
+    return runs
+
+
+def _without_ours(command: Command) -> Command:
+    left: list[str] = []
+    keep = True
+    for word in command.flags:
+        if word.startswith("--"):
+            keep = not word.startswith("--pipeline-") or word.startswith("--pipeline-model")
+            keep = keep and not word.startswith("--optimizer-post-validation")
+        if keep:
+            left.append(word)
+    return replace(command, flags=tuple(left))
+
+
+def _job(
+    command: Command,
+    script: Path,
+    options: argparse.Namespace,
+    sizes: Sizes,
+    stage: int,
+    name: str,
+) -> dict[str, Any]:
+    flags = without_files(command, options.vocabulary)
+    ours = command.has(SCHEDULE)
+    if ours:
+        flags += _fewer_microbatches(command, sizes)
+    return {
+        "script": str(script),
+        "flags": flags,
+        "gpu": options.gpu,
+        "world": sizes.world,
+        "rank": sizes.last_rank(stage),
+        "imbalance": options.imbalance,
+        "environment": environment_of(command),
+        "schedule": ours,
+        "stage": stage,
+        "name": name,
+    }
+
+
+def _fewer_microbatches(command: Command, sizes: Sizes) -> list[str]:
+    """Return flags for a smaller batch: a schedule's peak is that of its first microbatches.
+
+    A file's schedule is for so many as it says.
+    """
+    if (command.value(SCHEDULE) or "").endswith((".json", ".csv")):
+        return []
+    each = command.number("--micro-batch-size", 1) * sizes.world
+    each //= sizes.tensor * sizes.context * sizes.pipeline
+    batch = command.number("--global-batch-size", each * PER_RANK * sizes.pipeline)
+    return ["--global-batch-size", str(min(batch, each * PER_RANK * sizes.pipeline))]
+
+
+def _found(results: Any) -> dict[str, list[Found]]:
+    """Return what was found by run, each by rank.
+
+    Raises:
+        ScheduleError: a rank could not be rehearsed.
+    """
+    by_run: dict[str, list[Found]] = {}
+    for each in results:
+        if "error" in each:
+            raise ScheduleError(f"the command could not be rehearsed: {each['error']}")
+        by_run.setdefault(each["name"], []).append(each)
+    for found in by_run.values():
+        found.sort(key=lambda each: int(each["stage"]))
+    if "" not in by_run:
+        raise ScheduleError("the rehearsal ended without an answer")
+    return by_run
+
+
+def _exceeds(found: Sequence[Found], options: argparse.Namespace) -> bool:
+    return any(each["peak_bytes"] > GPUS[options.gpu].memory_bytes for each in found)
+
+
+def _instead(
+    command: Command,
+    programs: Programs,
+    script: Path,
+    options: argparse.Namespace,
+    sizes: Sizes,
+    mine: Sequence[Found],
+) -> dict[str, list[Found]]:
+    """Return what V-Half takes on the ranks that need too much, nothing where it cannot run."""
+    limit = GPUS[options.gpu].memory_bytes
+    other = replace(command, flags=(*command.flags, SCHEDULE, "v-half"))
+    jobs = [
+        _job(other, script, options, sizes, each["stage"], "V-Half")
+        for each in mine
+        if each["peak_bytes"] > limit
+    ]
+    results = [each for each in rehearse_all(programs, jobs) if "error" not in each]
+    return {"V-Half": results} if results else {}
+
+
+def _print(
+    mine: Sequence[Found],
+    others: Mapping[str, Sequence[Found]],
+    command: Command,
+    options: argparse.Namespace,
+    sizes: Sizes,
+) -> None:
+    gpu, first = GPUS[options.gpu], mine[0]
+    shape = first["sizes"]
+    print(
+        f"{command.value(SCHEDULE) or 'Megatron' + chr(39) + 's own schedule'}, TP {shape['tp']} x "
+        f"PP {shape['pp']} x CP {sizes.context} x DP {shape['dp']}: {sizes.world} "
+        f"{options.gpu.upper()} of {report.gib(gpu.memory_bytes)} GiB, {first['microbatches']} "
+        "microbatches. Rehearsed, not measured.\nGiB on the ranks of the pipeline:"
+    )
+    print("\n".join(report.table(mine, gpu)))
+    for each in mine:
+        print(report.wrapped(report.when(each)))
+    for name, found in others.items():
+        peaks = ", ".join(f"{report.gib(each['peak_bytes'])}" for each in found)
+        stages = "" if len(found) == len(mine) else " on " + _stages(found)
+        print(f"{name}: peak {peaks} GiB{stages}")
+    name, found = next(iter(others.items()), ("", ()))
+    instead = {each["stage"]: each["peak_bytes"] for each in found}
+    for line in report.out_of_memory(mine, gpu, instead, name):
+        print(line)
+    slowest = max(mine, key=_step_s)
+    print(f"step {_step_s(slowest):.2f} s by counted work; allocated bytes, not reserved")
+
+
+def _stages(found: Sequence[Found]) -> str:
+    return "rank " + ", ".join(str(each["stage"]) for each in found)
+
+
+def _step_s(found: Found) -> float:
+    return float(found["time"]["step_s"])
+
+
+def _write(
+    mine: Sequence[Found],
+    others: Mapping[str, Sequence[Found]],
+    command: Command,
+    options: argparse.Namespace,
+) -> None:
+    gpu = GPUS[options.gpu]
+    fused = command.value("--attention-backend") not in ("unfused", "local")
+    versions = {name: mine[0].get(name, "") for name in ("megatron", "transformer_engine")}
+    content = {
+        "ranks": [_rank(each) for each in mine],
+        "step_s": max(map(_step_s, mine)),
+        "assumed": report.assumed(gpu, options.imbalance, fused, versions),
+        "beside": {name: [_rank(each) for each in found] for name, found in others.items()},
+    }
+    outputs = []
+    if options.json is not None:
+        text = json.dumps(content, indent=1) + "\n"
+        outputs.append(Output("--json", options.json, lambda path: _write_text(path, text)))
+    if options.save is not None:
+        outputs.append(_timeline(mine, options.save, gpu.memory_bytes))
+    write_all(outputs)
+    for each in outputs:
+        print(f"wrote {each.path}")
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def _rank(found: Found) -> dict[str, Any]:
+    kept = {key: value for key, value in found.items() if key not in ("rank", "stage", "name")}
+    return {"rank": found["stage"], "global_rank": found["rank"], **kept}
+
+
+def _timeline(mine: Sequence[Found], path: Path, limit_bytes: int) -> Output:
+    curves = {f"rank {each['stage']}": each["curve"] for each in mine}
+    passes = {f"rank {each['stage']}": each["passes"] for each in mine}
+
+    def write(target: Path) -> None:
+        if path.suffix == ".json":
+            with target.open("w") as stream:
+                write_memory_trace(curves, passes, stream)
+        else:
+            from megatron_vshape.view.rank_memory import memory_figure
+
+            title = "memory of a rehearsed step; dashed: what the GPU has"
+            memory_figure(curves, limit_bytes, title).savefig(target, format=path.suffix[1:])
+
+    return Output("--save", path, write)

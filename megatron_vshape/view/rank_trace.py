@@ -1,0 +1,28 @@
+"""A rehearsed step as a Chrome trace: passes and a counter of bytes per rank."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+Point = Sequence[float]
+"""(seconds, bytes then): a curve of what a rank holds."""
+
+
+def write_memory_trace(
+    curves: Mapping[str, Sequence[Point]],
+    passes: Mapping[str, Sequence[tuple[str, float, float]]],
+    stream: TextIO,
+) -> None:
+    """Write a counter of bytes and the passes (name, start, end in seconds) of every rank."""
+    written: list[dict[str, object]] = []
+    for process, (name, curve) in enumerate(curves.items()):
+        written.append(
+            {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
+        )
+        for label, start, end in passes.get(name, ()):
+            at = {"pid": process, "tid": 0, "ts": start * 1e6, "dur": (end - start) * 1e6}
+            written.append({"ph": "X", "name": label, **at})
+        for seconds, held in curve:
+            at = {"pid": process, "ts": seconds * 1e6}
+            written.append({"ph": "C", "name": "held", **at, "args": {"bytes": held}})
+    json.dump({"displayTimeUnit": "ms", "traceEvents": written}, stream)
