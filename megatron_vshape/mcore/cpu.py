@@ -240,7 +240,7 @@ def _typed_as_on_gpu(type_of: Callable[..., Any]) -> Callable[..., Any]:
     def answer(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = type_of(self, *args, **kwargs)
         if isinstance(result, str) and _called_from_megatron():
-            return "torch.cuda." + result.removeprefix("torch.")
+            return "torch.cuda." + result.removeprefix("torch.").removeprefix("cuda.")
         return result
 
     return answer

@@ -64,9 +64,10 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "memory_stats", lambda *_: _statistics()
     yield cuda, "mem_get_info", lambda *_: (_gpu().memory_bytes - _now(), _gpu().memory_bytes)
     yield cuda, "device", lambda *_: contextlib.nullcontext()
-    for module in (cuda, cuda.random):
+    for module in (cuda, cuda.random, torch, torch.random):
         yield module, "get_rng_state", lambda *_, **__: _rng_state()
         yield module, "set_rng_state", lambda *_, **__: None
+    yield cuda, "default_generators", (_Generator(),) * 72
     for name in "manual_seed manual_seed_all".split():
         yield cuda, name, lambda *_: None
     yield torch, "compile", _compile
@@ -120,6 +121,15 @@ def _rng_state() -> Tensor:
         return torch.empty(16, dtype=torch.uint8)
 
 
+class _Generator:
+    """The GPU's random generator: a graph may take its state along."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: _rng_state() if name == "get_state" else self
+
+
 def on_host(is_so: bool = True) -> contextlib.AbstractContextManager[None]:
     """Take what is made inside from nothing as made in host memory, or on the GPU."""
     return contextlib.nullcontext() if Current.ledger is None else Current.ledger.on_host(is_so)
@@ -153,7 +163,9 @@ def _tensors() -> Iterator[tuple[Any, str, Any]]:
     yield Tensor, "cpu", lambda self, *_, **__: to_host(self)
     yield Tensor, "pin_memory", lambda self, *_: to_host(self)
     yield Tensor, "is_cuda", property(lambda self: not _lies_on_host(self))
+    yield FakeTensor, "__torch_dispatch__", classmethod(_dispatched(FakeTensor.__torch_dispatch__))
     yield FakeTensor, "device", property(_device_of)
+    yield Tensor, "_make_wrapper_subclass", staticmethod(_wrapper(Tensor._make_wrapper_subclass))
 
 
 _GPU, _HOST = torch.device("cuda", 0), torch.device("cpu")
@@ -171,6 +183,40 @@ def _device_of(self: Any) -> torch.device:
     ):
         return fake
     return _HOST if Current.ledger is None or _lies_on_host(self) else _GPU
+
+
+def _wrapper(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Have wrapped tensors be the CPU's to autograd, which would ask the driver for another's."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _is_gpu(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return make(*args, **kwargs)
+
+    return run
+
+
+def _dispatched(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """Have quantized tensors ask their parts, which would not know the types beside them."""
+
+    def run(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if all(issubclass(each, FakeTensor | torch.nn.Parameter) for each in types):
+            return dispatch(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+    return run
+
+
+def let_be_on_gpu(quantized: Any) -> None:
+    """Have tensors of Transformer Engine's class, which are wrapped ones, say that they are."""
+    truth = Tensor.device.__get__
+
+    def answer(self: Any) -> torch.device:
+        asked_by = str(sys._getframe(1).f_globals.get("__name__", ""))
+        fake: torch.device = truth(self)
+        return fake if asked_by.startswith("torch") else _GPU
+
+    quantized.device = property(answer)
 
 
 def _lies_on_host(tensor: Tensor) -> bool:

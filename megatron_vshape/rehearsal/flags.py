@@ -22,7 +22,7 @@ FILES = """
     --pretrained-checkpoint --exit-interval --exit-duration-in-mins --exit-signal-handler
     --use-checkpoint-args --use-checkpoint-opt_param-scheduler --override-opt_param-scheduler
     --override-opt-param-scheduler --use-persistent-ckpt-worker --async-save
-    --async-strategy --async-ckpt-use-cpu-shm --auto-detect-ckpt-format --ckpt-step --ckpt-format
+    --async-strategy --async-ckpt-use-cpu-shm --auto-detect-ckpt-format --ckpt-step
     --ckpt-fully-parallel-load --ckpt-fully-parallel-save --no-ckpt-fully-parallel-save
     --ckpt-fully-parallel-load-per-rank-objects --ckpt-drop-redundant-extra-state
     --ckpt-assume-constant-structure --dist-ckpt-strictness --dist-ckpt-save-pre-mcore-014

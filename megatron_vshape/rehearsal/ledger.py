@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 UNIT = 512
@@ -83,23 +84,17 @@ class Ledger(TorchDispatchMode):
 
     # ---- storages ----
 
-    def add(self, tensor: Tensor, on_host: bool) -> bool:
-        """Count the tensor's storage if it is a new one, and return whether it is."""
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # a wrapper whose parts are counted
-            return False
+    def add(self, tensor: Tensor, on_host: bool) -> None:
+        """Count the tensor's storage, which is a new one."""
+        storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._live:
-            return False
-        size = 0 if on_host else rounded(storage.nbytes())
+        size = 0 if on_host or self._device == _OUTSIDE else rounded(storage.nbytes())
         record = self._record(size, tuple(tensor.shape)) if size else None
         self._live[key] = (
             weakref.ref(storage, functools.partial(self._free, key)),
             None if on_host else record or _EMPTY,
         )
         self._change(size)
-        return True
 
     def _record(self, size: int, shape: tuple[int, ...]) -> Record:
         record = Record(size, self.clock, NEVER, self.phase, self.place, shape)
@@ -131,18 +126,14 @@ class Ledger(TorchDispatchMode):
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Return whether the tensor lies in host memory."""
-        try:
-            found = self._live.get(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):
+        if not isinstance(tensor, FakeTensor):
             return False
+        found = self._live.get(tensor.untyped_storage()._cdata)
         return found is not None and found[1] is None
 
     def name(self, tensor: Tensor, what: str) -> None:
         """Say what a storage is for."""
-        try:
-            found = self._live.get(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):
-            return
+        found = self._live.get(tensor.untyped_storage()._cdata)
         if found is not None and found[1] is not None and found[1] is not _EMPTY:
             found[1].what = what
 
@@ -193,7 +184,18 @@ class Ledger(TorchDispatchMode):
     @contextlib.contextmanager
     def on_host(self, on_host: bool = True) -> Iterator[None]:
         """Take what is made inside from nothing as made in host memory, or on the GPU."""
-        before, self._device = self._device, 1 if on_host else 2
+        with self._on(_HOST if on_host else _GPU):
+            yield
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Take what is made inside as on the GPU, and not from torch's allocator."""
+        with self._on(_OUTSIDE):
+            yield
+
+    @contextlib.contextmanager
+    def _on(self, device: int) -> Iterator[None]:
+        before, self._device = self._device, device
         try:
             yield
         finally:
@@ -245,6 +247,10 @@ class Ledger(TorchDispatchMode):
         self.work.kernels += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wrapped = next((each for each in types if not issubclass(each, _PLAIN)), None)
+        if wrapped is not None:  # what it does in its own way is to be seen here, too
+            with self:
+                return wrapped.__torch_dispatch__(func, types, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
         self.operations += 1
         made = [each for each in tensors_in((out,)) if not self._knows(each)]
@@ -262,14 +268,13 @@ class Ledger(TorchDispatchMode):
         return out
 
     def _knows(self, tensor: Tensor) -> bool:
-        try:
-            return tensor.untyped_storage()._cdata in self._live
-        except (NotImplementedError, RuntimeError):
+        if not isinstance(tensor, FakeTensor):  # a quantized one, whose parts are counted
             return True
+        return tensor.untyped_storage()._cdata in self._live
 
     def _lands_on_host(self, args: Any, kwargs: Any) -> bool:
         if self._device:
-            return self._device == 1
+            return self._device == _HOST
         given = list(tensors_in((*args, *(kwargs or {}).values())))
         return bool(given) and all(map(self.is_on_host, given))
 
@@ -284,6 +289,8 @@ class Ledger(TorchDispatchMode):
             self.product(flops, str(left.dtype).removeprefix("torch."))
 
 
+_PLAIN = (FakeTensor, torch.nn.Parameter)
+_HOST, _GPU, _OUTSIDE = 1, 2, 3
 _EMPTY = Record(0, 0, 0, "", "", ())
 
 

@@ -13,9 +13,10 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -95,9 +96,11 @@ def _set_environment(job: Job) -> None:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": 1,
     }
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # this package's own choice
     os.environ.update(job.environment)
     os.environ.update({name: str(value) for name, value in own.items()})
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if not any("fsdp" in flag for flag in job.flags):  # which wants it to be another, or none
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 class _Run:
@@ -118,13 +121,22 @@ class _Run:
     def install(self) -> None:
         """Replace what this run watches."""
         from megatron.core.pipeline_parallel import schedules
+        from megatron.core.pipeline_parallel import utils as pipeline_utils
         from megatron.core.tensor_parallel import random
         from megatron.training import initialize, training
 
         initialize._compile_dependencies = lambda: None
-        tracker: Any = random.CudaRNGStatesTracker
-        tracker.add = lambda self, *_, **__: None
-        tracker.fork = _nothing
+        utils: Any = pipeline_utils
+        _keep_meshes_real()
+        utils.set_ideal_affinity_for_current_gpu = lambda: None  # asks the driver
+        trackers: list[Any] = [random.CudaRNGStatesTracker]
+        with suppress(ImportError):
+            from transformer_engine.pytorch import distributed
+
+            trackers.append(distributed.CudaRNGStatesTracker)
+        for tracker in trackers:
+            tracker.add = lambda self, *_, **__: None
+            tracker.fork = _nothing
         _wrap(training, "setup_model_and_optimizer", self._setup)
         _wrap(training, "train_step", self._train_step)
         _wrap(training, "get_num_microbatches", self._num_microbatches)
@@ -216,13 +228,9 @@ class _Run:
     def _iterators(self, *unused: Any, **options: Any) -> Any:
         args = self.args
         args.do_train, args.do_valid, args.do_test = True, False, False
-        count = getattr(args, "virtual_pipeline_model_parallel_size", None)
         from megatron.core.rerun_state_machine import RerunDataIterator
 
-        made = [RerunDataIterator(_batches(args)) for _ in range(count or 1)]
-        if not count:
-            return made[0], None, None
-        return made, [None] * count, [None] * count
+        return RerunDataIterator(_batches(args)), None, None  # of each chunk
 
     def report(self) -> dict[str, Any]:
         """Return the figures."""
@@ -436,6 +444,28 @@ def _batches(args: Any) -> Iterator[dict[str, Tensor]]:
                 mask = (shape[0], 1, shape[1], shape[1])
                 made["attention_mask"] = torch.zeros(mask, dtype=torch.bool)
         yield made
+
+
+def _keep_meshes_real() -> None:
+    """Have Megatron-FSDP's meshes of ranks computed: they are numbers on the host, not tensors."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    try:
+        from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
+    except ImportError:
+        return
+
+    def really(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes(), on_host():
+            return call(*args, **kwargs)
+
+    for kind in vars(adapter).values():
+        if isinstance(kind, type) and "_init_dist_index" in vars(kind):
+            _wrap(kind, "_init_dist_index", really)
+    for name, member in list(vars(DeviceMesh).items()):
+        if isinstance(member, FunctionType):
+            _wrap(DeviceMesh, name, really)
 
 
 def _let_offload_take_fake_tensors() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -91,8 +92,55 @@ def answers() -> dict[str, Callable[..., Any]]:
         "ubuf_built_with_mpi": lambda: False,
         "device_supports_multicast": lambda *_: True,
         "get_stream_priority_range": lambda *_: (0, 0),
+        "CommOverlapHelper": lambda *_: None,
+        "CommOverlap": Userbuffer,
+        "CommOverlapP2P": Userbuffer,
         "get_grouped_gemm_setup_workspace_size": lambda *_: 1 << 20,
     }
+
+
+class Userbuffer:
+    """A buffer that products and exchanges share; it is the driver's, not torch's."""
+
+    def __init__(
+        self,
+        shape: list[int],
+        dtype: torch.dtype,
+        helper: Any,
+        ranks: int,
+        *unused: Any,
+        **options: Any,
+    ) -> None:
+        self._shape, self._dtype, self._ranks = tuple(shape), dtype, ranks
+
+    def get_buffer(self, local_chunk: bool = False, shape: Any = None) -> Tensor:
+        """Return a view of the buffer, or of this rank's part."""
+        if shape is None:
+            rows = self._shape[0] // (self._ranks if local_chunk else 1)
+            shape = (rows, *self._shape[1:])
+        outside = nullcontext() if Current.ledger is None else Current.ledger.outside()
+        with outside:
+            return torch.empty(tuple(shape), dtype=self._dtype, device="cuda")
+
+    def copy_into_buffer(self, *unused: Any, **options: Any) -> None:
+        """Do nothing."""
+
+    def is_fp8_ubuf(self) -> bool:
+        """Return whether it holds bytes."""
+        return self._dtype.itemsize == 1
+
+    def is_atomic_gemm(self) -> bool:
+        """Return False."""
+        return False
+
+    is_p2p_overlap = is_cublasmp = with_cublasmp = is_atomic_gemm
+
+    def get_communication_stream(self) -> tuple[Any, Any]:
+        """Return two streams."""
+        return torch.cuda.Stream(), torch.cuda.Stream()
+
+    def set_buffer_params(self, *unused: Any) -> None:
+        """Do nothing."""
 
 
 def _kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

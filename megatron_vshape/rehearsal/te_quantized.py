@@ -94,45 +94,19 @@ def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Ten
 def make(quantizer: Any, shape: Iterable[int], dtype: torch.dtype) -> Any:
     """Return an empty tensor of the quantizer's kind.
 
-    The parts are those that the quantizer itself describes; one of before 2.19, and the one of
-    delayed scaling, does not, and has them here.
+    The parts are those that the quantizer itself describes. The one of delayed scaling does not,
+    and has them here.
     """
     shape = tuple(shape)
     if dtype.itemsize < 2:
         dtype = torch.bfloat16
-    try:
-        parts, kind, options = _described(quantizer, shape, dtype)
-    except (AttributeError, NotImplementedError):
-        if hasattr(quantizer, "scale") and hasattr(quantizer, "amax"):
-            parts, kind, options = _delayed(quantizer, shape, dtype)
-        else:  # its own make_empty allocates in Python
-            return quantizer.make_empty(shape, dtype=dtype, device="cuda")
-    if not quantizer.internal:
-        options = {"shape": shape, "dtype": dtype, **options}
-    else:
-        options = {**options, "fake_dtype": options.get("fake_dtype", dtype)}
-    return kind(**parts, **options)
-
-
-_RENAMED = {"_scale_inv": "fp8_scale_inv", "_transpose": "data_transpose", "_data": "data"}
-
-
-def _described(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    described = quantizer.storage_metadata(dtype)
-    kind, options = described["cls"], dict(described["nontensor_kwargs"])
-    parts = {
-        name: torch.empty(size, dtype=part, device="cuda")
-        for name, (size, part) in quantizer.inner_tensor_specs(shape).items()
-    }
-    if not quantizer.internal:
-        options.pop("fake_dtype", None)
-    names = list(getattr(kind, "_INNER_TENSORS", ())) or list(parts)
-    named = {_argument(name): parts.get(name) for name in {*names, *parts}}
-    return named, kind, options
-
-
-def _argument(attribute: str) -> str:
-    return _RENAMED.get(attribute, attribute.removeprefix("_"))
+    if hasattr(quantizer, "scale") and hasattr(quantizer, "amax"):
+        return _delayed(quantizer, shape, dtype)
+    if not hasattr(quantizer, "inner_tensor_specs"):  # before 2.19: its own make_empty allocates
+        return quantizer.make_empty(shape, dtype=dtype, device="cuda")
+    parts = quantizer.alloc_tensors(shape, device="cuda")
+    described = quantizer.create_metadata(shape, dtype=dtype)
+    return described["cls"].__tensor_unflatten__(parts, described, shape, None)
 
 
 def _delayed(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
@@ -146,5 +120,7 @@ def _delayed(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         turned = (shape[-1], *shape[:-1])
         parts["data_transpose"] = torch.empty(turned, dtype=torch.uint8, device="cuda")
     parts["fp8_scale_inv"] = torch.empty(1, dtype=torch.float32, device="cuda")
-    kind = module.Float8TensorStorage if quantizer.internal else module.Float8Tensor
-    return parts, kind, {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}
+    options = {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}
+    if quantizer.internal:
+        return module.Float8TensorStorage(**parts, **options, fake_dtype=dtype)
+    return module.Float8Tensor(shape=shape, dtype=dtype, **parts, **options)

@@ -8,6 +8,7 @@ returned, or {"error": sentence, "log": the end of what the program printed}.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -45,8 +46,11 @@ def prepare(megatron: str | None, te: str | None) -> None:
         from megatron_vshape.rehearsal import te_extension, te_kernels
 
         te_extension.load(Path(te), te_kernels.functions())
+        quantized = importlib.import_module("transformer_engine.pytorch.quantized_tensor")
+        device.let_be_on_gpu(quantized.QuantizedTensor)
         _choose_attention()
-    importlib.import_module("megatron.training.training")
+    for name in ("megatron.training.training", "megatron_vshape.rehearsal.one_rank"):
+        importlib.import_module(name)
 
 
 def _choose_attention() -> None:
@@ -124,7 +128,7 @@ def _sentence(error: BaseException, log: TextIO) -> str:
 def _tail(log: TextIO, more: str) -> str:
     log.flush()
     log.seek(0)
-    return log.read()[-LOG_CHARACTERS:] + more[-LOG_CHARACTERS:]
+    return log.read()[-LOG_CHARACTERS:] + more[:LOG_CHARACTERS] + more[-LOG_CHARACTERS:]
 
 
 def _host_bytes() -> int:
