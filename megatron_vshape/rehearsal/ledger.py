@@ -76,7 +76,7 @@ class Ledger(TorchDispatchMode):
         self.work = Work()
         self.phase = self.place = ""
         self.operations = 0
-        self.vocabulary: frozenset[int] = frozenset()
+        self.vocabulary = self.hidden = 0  # sizes by which logits and weights are told apart
         self._live: dict[int, tuple[Any, Record | None]] = {}
         self._inside = self._device = self._local = 0
         self._handles: set[bool] = set()
@@ -98,7 +98,7 @@ class Ledger(TorchDispatchMode):
 
     def _record(self, size: int, shape: tuple[int, ...]) -> Record:
         record = Record(size, self.clock, NEVER, self.phase, self.place, shape)
-        if self.vocabulary and not self.vocabulary.isdisjoint(shape):
+        if self.vocabulary in shape and self.hidden not in shape:
             record.what = "logits"
         if size >= LARGE:
             record.code = _code()
@@ -247,7 +247,7 @@ class Ledger(TorchDispatchMode):
         self.work.kernels += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wrapped = next((each for each in types if not issubclass(each, _PLAIN)), None)
+        wrapped = next(filter(_is_quantized, types), None)
         if wrapped is not None:  # what it does in its own way is to be seen here, too
             with self:
                 return wrapped.__torch_dispatch__(func, types, args, kwargs or {})
@@ -289,9 +289,12 @@ class Ledger(TorchDispatchMode):
             self.product(flops, str(left.dtype).removeprefix("torch."))
 
 
-_PLAIN = (FakeTensor, torch.nn.Parameter)
 _HOST, _GPU, _OUTSIDE = 1, 2, 3
 _EMPTY = Record(0, 0, 0, "", "", ())
+
+
+def _is_quantized(kind: type) -> bool:
+    return kind.__module__.startswith("transformer_engine")
 
 
 def rounded(size: int) -> int:

@@ -168,7 +168,8 @@ class _Run:
         self.chunks = list(model)
         self._name(optimizer)
         shards = self.args.tensor_model_parallel_size
-        self.ledger.vocabulary = frozenset({int(self.args.padded_vocab_size) // shards})
+        self.ledger.vocabulary = int(self.args.padded_vocab_size) // shards
+        self.ledger.hidden = int(self.args.hidden_size)
         self.passes.know(self.chunks)
         gc.collect()
         self.after_setup = self.ledger.now
@@ -443,7 +444,7 @@ def _batches(args: Any) -> Iterator[dict[str, Tensor]]:
             if getattr(args, "create_attention_mask_in_dataloader", False):
                 mask = (shape[0], 1, shape[1], shape[1])
                 made["attention_mask"] = torch.zeros(mask, dtype=torch.bool)
-        yield made
+        yield dict(made)  # the program puts its copies on the GPU into what it is given
 
 
 def _keep_meshes_real() -> None:
@@ -456,6 +457,10 @@ def _keep_meshes_real() -> None:
     except ImportError:
         return
 
+    for module in _modules_of_fsdp():  # it compares with what other ranks would have sent
+        if hasattr(module, "validate_uneven_dtensor"):
+            module.validate_uneven_dtensor = lambda *_, **__: None
+
     def really(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes(), on_host():
             return call(*args, **kwargs)
@@ -466,6 +471,15 @@ def _keep_meshes_real() -> None:
     for name, member in list(vars(DeviceMesh).items()):
         if isinstance(member, FunctionType):
             _wrap(DeviceMesh, name, really)
+        elif isinstance(member, property) and member.fget is not None:
+            setattr(DeviceMesh, name, property(functools.partial(really, member.fget)))
+        elif isinstance(member, staticmethod):
+            setattr(DeviceMesh, name, staticmethod(functools.partial(really, member.__func__)))
+
+
+def _modules_of_fsdp() -> list[Any]:
+    name = "megatron.core.distributed.fsdp.src"
+    return [module for key, module in list(sys.modules.items()) if key.startswith(name)]
 
 
 def _let_offload_take_fake_tensors() -> None:
