@@ -13,17 +13,17 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_vshape.rehearsal import exchanges, ours, routing
+from megatron_vshape.rehearsal import adjustments, exchanges, ours, routing
+from megatron_vshape.rehearsal.adjustments import wrap
 from megatron_vshape.rehearsal.device import Current, on_host
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.ledger import WORKSPACES, Ledger, Record, Work
@@ -121,27 +121,14 @@ class _Run:
     def install(self) -> None:
         """Replace what this run watches."""
         from megatron.core.pipeline_parallel import schedules
-        from megatron.core.pipeline_parallel import utils as pipeline_utils
-        from megatron.core.tensor_parallel import random
-        from megatron.training import initialize, training
+        from megatron.training import training
 
-        initialize._compile_dependencies = lambda: None
-        utils: Any = pipeline_utils
-        _keep_meshes_real()
-        utils.set_ideal_affinity_for_current_gpu = lambda: None  # asks the driver
-        trackers: list[Any] = [random.CudaRNGStatesTracker]
-        with suppress(ImportError):
-            from transformer_engine.pytorch import distributed
-
-            trackers.append(distributed.CudaRNGStatesTracker)
-        for tracker in trackers:
-            tracker.add = lambda self, *_, **__: None
-            tracker.fork = _nothing
-        _wrap(training, "setup_model_and_optimizer", self._setup)
-        _wrap(training, "train_step", self._train_step)
-        _wrap(training, "get_num_microbatches", self._num_microbatches)
+        adjustments.install()
+        wrap(training, "setup_model_and_optimizer", self._setup)
+        wrap(training, "train_step", self._train_step)
+        wrap(training, "get_num_microbatches", self._num_microbatches)
         if hasattr(training, "get_megatron_optimizer"):
-            _wrap(training, "get_megatron_optimizer", self._in_phase("optimizer"))
+            wrap(training, "get_megatron_optimizer", self._in_phase("optimizer"))
         data: Any = training
         data.build_train_valid_test_data_iterators = self._iterators
         if self.job.schedule:
@@ -162,7 +149,6 @@ class _Run:
         self.args = get_args()
         if self.args.num_experts:
             routing.install(self.args, self.job.imbalance)
-        _let_offload_take_fake_tensors()
         with self.ledger.during("model"):
             model, optimizer, scheduler = call(*args, **kwargs)
         self.chunks = list(model)
@@ -378,8 +364,8 @@ class _Passes:
 
     def watch_megatrons(self, schedules: Any) -> None:
         """Have the passes of Megatron's own schedules tell when they run."""
-        _wrap(schedules, "forward_step", self._forward)
-        _wrap(schedules, "backward_step", self._backward)
+        wrap(schedules, "forward_step", self._forward)
+        wrap(schedules, "backward_step", self._backward)
 
     def _forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = kwargs.get("model", args[2] if len(args) > 2 else None)
@@ -445,74 +431,3 @@ def _batches(args: Any) -> Iterator[dict[str, Tensor]]:
                 mask = (shape[0], 1, shape[1], shape[1])
                 made["attention_mask"] = torch.zeros(mask, dtype=torch.bool)
         yield dict(made)  # the program puts its copies on the GPU into what it is given
-
-
-def _keep_meshes_real() -> None:
-    """Have Megatron-FSDP's meshes of ranks computed: they are numbers on the host, not tensors."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    try:
-        from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
-    except ImportError:
-        return
-
-    for module in _modules_of_fsdp():  # it compares with what other ranks would have sent
-        if hasattr(module, "validate_uneven_dtensor"):
-            module.validate_uneven_dtensor = lambda *_, **__: None
-
-    def really(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes(), on_host():
-            return call(*args, **kwargs)
-
-    for kind in vars(adapter).values():
-        if isinstance(kind, type) and "_init_dist_index" in vars(kind):
-            _wrap(kind, "_init_dist_index", really)
-    for name, member in list(vars(DeviceMesh).items()):
-        if isinstance(member, FunctionType):
-            _wrap(DeviceMesh, name, really)
-        elif isinstance(member, property) and member.fget is not None:
-            setattr(DeviceMesh, name, property(functools.partial(really, member.fget)))
-        elif isinstance(member, staticmethod):
-            setattr(DeviceMesh, name, staticmethod(functools.partial(really, member.__func__)))
-
-
-def _modules_of_fsdp() -> list[Any]:
-    name = "megatron.core.distributed.fsdp.src"
-    return [module for key, module in list(sys.modules.items()) if key.startswith(name)]
-
-
-def _let_offload_take_fake_tensors() -> None:
-    # It leaves fake tensors alone, for torch's compiler's sake.
-    try:
-        from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
-    except ImportError:  # 0.17 has none
-        return
-    handler: Any = getattr(offload, "ChunkOffloadHandler", None)
-    if hasattr(handler, "_can_manage_tensor_for_offload"):
-        handler._can_manage_tensor_for_offload = staticmethod(
-            lambda tensor: not isinstance(tensor, torch.nn.Parameter)
-        )
-
-
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    call = getattr(owner, name)
-
-    @functools.wraps(call)  # whoever asks for the signature is to see the same
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return around(call, *args, **kwargs)
-
-    setattr(owner, name, run)
-
-
-class _nothing:
-    """A context in which nothing is done."""
-
-    def __init__(self, *unused: Any, **options: Any) -> None:
-        """Accept anything."""
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, *exception: object) -> None:
-        """Do nothing."""

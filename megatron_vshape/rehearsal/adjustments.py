@@ -1,0 +1,107 @@
+"""Where Megatron asks for values, a driver or other ranks as it sets up, it is answered here."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from megatron_vshape.rehearsal.device import on_host
+
+
+def install() -> None:
+    """Put the answers in; Megatron is imported by now."""
+    initialize = importlib.import_module("megatron.training.initialize")
+    initialize._compile_dependencies = lambda: None  # type: ignore[attr-defined]
+    utils: Any = importlib.import_module("megatron.core.pipeline_parallel.utils")
+    utils.set_ideal_affinity_for_current_gpu = lambda: None  # it asks the driver
+    _leave_generators_alone()
+    _keep_meshes_real()
+    _trust_other_ranks()
+    _let_offload_take_fake_tensors()
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Have `around(what it was, ...)` run in place of a function."""
+    call = getattr(owner, name)
+
+    @functools.wraps(call)  # whoever asks for the signature is to see the same
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return around(call, *args, **kwargs)
+
+    setattr(owner, name, run)
+
+
+def _leave_generators_alone() -> None:
+    trackers: list[Any] = [importlib.import_module("megatron.core.tensor_parallel.random")]
+    with suppress(ImportError):
+        trackers.append(importlib.import_module("transformer_engine.pytorch.distributed"))
+    for module in trackers:
+        module.CudaRNGStatesTracker.add = lambda self, *_, **__: None
+        module.CudaRNGStatesTracker.fork = _Nothing
+
+
+class _Nothing:
+    """A context in which nothing is done."""
+
+    def __init__(self, *unused: Any, **options: Any) -> None:
+        """Accept anything."""
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, *exception: object) -> None:
+        """Do nothing."""
+
+
+def _really(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Compute: meshes of ranks are numbers on the host, not tensors of the run."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), on_host():
+        return call(*args, **kwargs)
+
+
+def _keep_meshes_real() -> None:
+    """Have Megatron-FSDP's meshes of ranks computed."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    for name, member in list(vars(DeviceMesh).items()):
+        if isinstance(member, FunctionType):
+            wrap(DeviceMesh, name, _really)
+        elif isinstance(member, property) and member.fget is not None:
+            setattr(DeviceMesh, name, property(functools.partial(_really, member.fget)))
+        elif isinstance(member, staticmethod):
+            made = functools.partial(_really, member.__func__)
+            setattr(DeviceMesh, name, staticmethod(made))
+    with suppress(ImportError):
+        adapter = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
+        for kind in list(vars(adapter).values()):
+            if isinstance(kind, type) and "_init_dist_index" in vars(kind):
+                wrap(kind, "_init_dist_index", _really)
+
+
+def _trust_other_ranks() -> None:
+    """Leave out where Megatron-FSDP compares with what other ranks would have sent."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core.distributed.fsdp.src"):
+            if hasattr(module, "validate_uneven_dtensor"):
+                module.validate_uneven_dtensor = lambda *_, **__: None  # type: ignore[attr-defined]
+
+
+def _let_offload_take_fake_tensors() -> None:
+    """Have activations offloaded, which are fake tensors here: it leaves those to a compiler."""
+    with suppress(ImportError):  # 0.17 has none
+        name = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
+        handler = getattr(importlib.import_module(name), "ChunkOffloadHandler", None)
+        if hasattr(handler, "_can_manage_tensor_for_offload"):
+            kind: Any = handler
+            kind._can_manage_tensor_for_offload = staticmethod(
+                lambda tensor: not isinstance(tensor, torch.nn.Parameter)
+            )
