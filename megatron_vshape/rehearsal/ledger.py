@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,17 @@ class Record:
     code: str = ""
 
 
+class Ran(NamedTuple):
+    """A pass that ran: when, in seconds of this rank's work, and the bytes around it."""
+
+    phase: str
+    start: float
+    end: float
+    before_bytes: int
+    most_bytes: int
+    after_bytes: int
+
+
 @dataclass(slots=True)
 class Work:
     """What kernels do, to be priced: counts of one step."""
@@ -70,8 +81,7 @@ class Ledger(TorchDispatchMode):
         self.records: list[Record] = []
         self.curve: list[tuple[float, int]] = []
         """(seconds of this rank's work, bytes then): where passes begin, are largest, end."""
-        self.passes: list[tuple[str, float, float]] = []
-        """(phase, start, end) in seconds of this rank's work."""
+        self.passes: list[Ran] = []
         self.seconds: Callable[[Work], float] = lambda work: 0.0
         self.work = Work()
         self.phase = self.place = ""
@@ -206,14 +216,14 @@ class Ledger(TorchDispatchMode):
         """Note this as the phase of what is made inside, and the memory at both ends."""
         before, self.phase = self.phase, phase
         outer, self._local = self._local, self.now
-        begun = self.seconds(self.work)
+        begun, before_bytes = self.seconds(self.work), self.now
         self.curve.append((begun, self.now))
         try:
             yield
         finally:
             ended = self.seconds(self.work)
             self.curve += [((begun + ended) / 2, self._local), (ended, self.now)]
-            self.passes.append((phase, begun, ended))
+            self.passes.append(Ran(phase, begun, ended, before_bytes, self._local, self.now))
             self.phase, self._local = before, max(outer, self._local)
 
     def begin_step(self) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from megatron_vshape.rehearsal import adjustments, exchanges, ours, routing
 from megatron_vshape.rehearsal.adjustments import wrap
 from megatron_vshape.rehearsal.device import Current, on_host
 from megatron_vshape.rehearsal.gpus import GPUS
-from megatron_vshape.rehearsal.ledger import WORKSPACES, Ledger, Record, Work
+from megatron_vshape.rehearsal.ledger import WORKSPACES, Ledger, Ran, Record, Work
 from megatron_vshape.rehearsal.step_time import Scale, step_time
 from megatron_vshape.runtime.gathering_job import plain_tensors
 
@@ -252,7 +253,8 @@ class _Run:
             },
             "first_peak_bytes": self.peaks[-1],
             "curve": ledger.curve[:CURVE_POINTS],
-            "passes": ledger.passes[:CURVE_POINTS],
+            "passes": [each[:3] for each in ledger.passes[:CURVE_POINTS]],
+            "kinds": _by_kind(ledger.passes),
             "megatron": _megatron_version(),
             "transformer_engine": getattr(sys.modules.get("transformer_engine"), "__version__", ""),
             "operations": ledger.operations,
@@ -273,6 +275,26 @@ def _plain(work: Work) -> dict[str, Any]:
         for (kind, group, ranks, span), (n, size) in work.exchanges.items()
     ]
     return found
+
+
+def _by_kind(passes: list[Ran]) -> list[dict[str, Any]]:
+    """Return what each kind of pass adds of each chunk, and takes meanwhile: medians, bytes."""
+    found: dict[tuple[str, int], list[Ran]] = {}
+    for each in passes:
+        words = each.phase.split()
+        if len(words) == 3:
+            found.setdefault((words[0], int(words[1])), []).append(each)
+    return [
+        {
+            "kind": kind,
+            "chunk": chunk,
+            "number": len(ran),
+            "adds_bytes": median(each.after_bytes - each.before_bytes for each in ran),
+            "meanwhile_bytes": median(each.most_bytes - each.before_bytes for each in ran),
+            "seconds": median(each.end - each.start for each in ran),
+        }
+        for (kind, chunk), ran in sorted(found.items())
+    ]
 
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "rest")

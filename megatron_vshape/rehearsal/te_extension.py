@@ -7,6 +7,7 @@ given here. The rehearsal gives it functions that know shapes, the tests functio
 from __future__ import annotations
 
 import enum
+import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -106,6 +107,7 @@ def load(directory: Path, functions: Mapping[str, Callable[..., Any]]) -> Any:
         for name in re.findall(r"\btex\.([A-Za-z]\w*)", file.read_text()):
             getattr(extension, name)  # so that it is there for an "import *"
     sys.modules[EXTENSION] = extension
+    importlib.import_module("torch._dynamo")  # it looks for some of the packages stood in for
     _stand_in_for_export()
     _bare_package(directory)
     import transformer_engine.common as common

@@ -72,6 +72,11 @@ def functions() -> dict[str, Callable[..., Any]]:
     given |= {name: _activation(gated=False) for name in _PLAIN}
     given |= {"d" + name: _d_activation for name in (*_GATED, *_PLAIN)}
     given |= {"clamped_swiglu": _activation(gated=True), "clamped_dswiglu": _d_activation}
+    for name in ("swiglu", "situglu", "clamped_swiglu"):  # from 2.20 on
+        given["scaled_" + name] = lambda x, scales, *_: _like(x, *x.shape[:-1], x.shape[-1] // 2)
+    given["scaled_srelu"] = lambda x, scales, *_: _like(x)
+    for name in ("dswiglu", "dsituglu", "clamped_dswiglu", "dsrelu"):
+        given["scaled_" + name] = lambda grad, x, scales, *_: (_like(x), _like(scales))
     given |= {"dbias_d" + name: _dbias for name in _PLAIN}
     for kind in _SOFTMAXES.split():
         given[f"scaled_{kind}_forward"] = lambda x, *_: _like(x)

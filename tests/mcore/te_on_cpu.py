@@ -9,13 +9,11 @@ compiled extension is replaced by a few functions of torch: matrix products, a n
 asks, saves, hands over and returns is TE's own code. One JSON line per case goes to stdout.
 """
 
-import enum
 import functools
 import inspect
 import itertools
 import json
 import os
-import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -28,35 +26,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[2]
-NAMES = {
-    "DType": "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1",
-    "FP8FwdTensors": " ".join(
-        f"GEMM{number}_{kind}" for number in (1, 2, 3) for kind in ("INPUT", "WEIGHT", "OUTPUT")
-    ),
-    "FP8BwdTensors": " ".join(f"GRAD_OUTPUT{number} GRAD_INPUT{number}" for number in (1, 2, 3)),
-}
-
-
-class _Numbers(type):
-    """A class every attribute of which is a number: enumerations that nobody looks at."""
-
-    __members__ = property(lambda cls: cls._asked)
-
-    def __getattr__(cls, name: str) -> int:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return cls._asked.setdefault(name, len(cls._asked))
-
-
-class Extension(types.ModuleType):
-    """Stands in for the compiled module; what is not below is an enumeration or never called."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        made = _Numbers(name, (), {"_asked": {}})
-        setattr(self, name, made)
-        return made
 
 
 def generic_gemm(
@@ -182,6 +151,19 @@ def dswiglu(grad: Tensor, x: Tensor, quantizer: Any = None, *unused: Any) -> Ten
         return torch.autograd.grad(swiglu(leaf), leaf, grad)[0]
 
 
+def scaled_swiglu(x: Tensor, scales: Tensor, quantizer: Any, interleaved: int) -> Tensor:
+    assert not interleaved
+    return swiglu(x) * scales.reshape(-1, 1)
+
+
+def scaled_dswiglu(
+    grad: Tensor, x: Tensor, scales: Tensor, quantizer: Any, interleaved: int, wants_scales: bool
+) -> tuple[Tensor, Tensor | None]:
+    scaled = dswiglu(grad * scales.reshape(-1, 1), x)
+    of_scales = (grad * swiglu(x)).sum(-1).reshape(scales.shape) if wants_scales else None
+    return scaled, of_scales
+
+
 def grouped_dbias(
     dy: Tensor,
     offsets: Tensor,
@@ -253,6 +235,8 @@ FUNCTIONS = (
     dgelu,
     swiglu,
     dswiglu,
+    scaled_swiglu,
+    scaled_dswiglu,
     multi_tensor_l2norm,
     multi_tensor_scale,
     multi_tensor_adam,
@@ -270,39 +254,29 @@ def _available_to_te(is_available: Callable[[], bool]) -> Callable[[], bool]:
 
 def import_te(directory: str) -> Any:
     """Import Transformer Engine from `directory` and return its PyTorch package."""
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # do not look for CUDA's libraries
-    for kernels in ("TORCH_COMPILE", "FLASH_ATTN", "MASKED_SOFTMAX_FUSION"):
+    for kernels in ("FLASH_ATTN", "MASKED_SOFTMAX_FUSION"):
         os.environ[f"NVTE_{kernels}"] = "0"
     sys.path[:0] = [directory, str(ROOT)]
     from megatron_vshape.mcore import cpu
+    from megatron_vshape.rehearsal import te_extension
 
     cpu.install()
     torch.cuda.is_available = _available_to_te(torch.cuda.is_available)
     torch.Tensor.is_cuda = property(lambda tensor: True)
     torch.cuda.get_device_capability = lambda *unused: (9, 0)
-    extension = Extension("transformer_engine_torch")
-    extension.__file__, extension.__spec__ = "none", None
-    for name, members in NAMES.items():
-        setattr(extension, name, enum.IntEnum(name, members, start=0))
-    for function in FUNCTIONS:
-        setattr(extension, function.__name__, function)
-    extension.te_general_grouped_gemm = grouped_gemm
-    extension.multi_tensor_scale_tensor = multi_tensor_scale
-    extension.get_num_cublas_streams = lambda: 1
-    extension.get_cudnn_version = lambda: 91800
-    extension.get_stochastic_rounding = extension.nvfp4_2d = lambda *unused: False
-    for file in Path(directory, "transformer_engine", "pytorch").rglob("*.py"):
-        for name in re.findall(r"\btex\.([A-Za-z]\w*)", file.read_text()):
-            getattr(extension, name)  # so that it is there for an "import *"
-    sys.modules["transformer_engine_torch"] = extension
+    functions: dict[str, Any] = {each.__name__: each for each in FUNCTIONS}
+    functions |= {
+        "te_general_grouped_gemm": grouped_gemm,
+        "multi_tensor_scale_tensor": multi_tensor_scale,
+        "get_num_cublas_streams": lambda: 1,
+        "get_cudnn_version": lambda: 91800,
+        "get_stochastic_rounding": lambda *unused: False,
+        "nvfp4_2d": lambda *unused: False,
+    }
     apex: Any = types.ModuleType("fused_weight_gradient_mlp_cuda")
     apex.wgrad_gemm_accum_fp32 = apex.wgrad_gemm_accum_fp16 = accumulate
     sys.modules[apex.__name__] = apex
-    import transformer_engine.common as common
-
-    common.load_framework_extension = lambda name: extension
-    import transformer_engine.pytorch as te
-
+    te = te_extension.load(Path(directory), functions)
     kernels = "transformer_engine.pytorch.triton.grouped_dbias_dscales"
     if kernels in sys.modules:
         sys.modules[kernels]._launch_grouped_dbias = grouped_dbias

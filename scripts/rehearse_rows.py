@@ -1,0 +1,174 @@
+"""Rehearse runs whose memory others have measured; the figures go to docs/evidence/rehearsed.csv.
+
+    python scripts/rehearse_rows.py ROWS.json --megatron CHECKOUT --te DIRECTORY [--only TEXT]
+
+ROWS.json holds {"rows": [{"case", "platform", "gpus", "nodes", "peak_bytes", "held_bytes",
+"step_s"}]}: golden values of Megatron-LM's functional tests, whose flags are read from CHECKOUT. A
+row that is in the file already is left out; `scripts/evidence.py` prints the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.flags import (
+    Command,
+    environment_of,
+    read_command,
+    sizes_of,
+    without_files,
+)
+from megatron_vshape.rehearsal.ranks import Programs, rehearse_all
+
+OUT = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "rehearsed.csv"
+COLUMNS = (
+    "case platform gpus gpus_from measured_peak rehearsed_peak measured_held rehearsed_held "
+    "measured_s counted_s process_s host_mib error"
+).split()
+
+NOT_RUN = {
+    "bert/": "BERT: refused in a sentence",
+    "t5/": "T5: refused in a sentence",
+    "multimodal-llava/": "a vision-language model: another entry script",
+    "mimo/": "a vision-language model: another entry script",
+    "grpo": "reinforcement learning: what a rollout holds is not a training step's",
+}
+
+FITTED = {
+    "gpt3_15b_8t_release_sm_gb200": 128,
+    "gpt3_15b": 256,
+    "mixtral_8x7b": 64,
+    "mixtral_8x22b": 128,
+    "tp1pp4emp16": 64,
+    "gb_200_release": 32,
+    "nemotron3_super": 64,
+}
+"""GPUs of runs that do not say it: the power of two at which what is held between steps fits, so
+that of these rows only the peak is a prediction."""
+
+NODE = 8
+"""GPUs of the small cases that do not say it: one node."""
+
+VOCABULARY = {"nemotron3_super": 131072}
+
+
+def main() -> None:
+    """Rehearse what is not there yet."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--megatron", type=Path, required=True)
+    parser.add_argument("--te", type=Path, required=True)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args()
+    there = known()
+    rows = {f"{row['case']} {row['platform']}": row for row in _rows(options.rows)}
+    left = {name: row for name, row in rows.items() if name not in there and options.only in name}
+    jobs = []
+    for name, row in left.items():
+        try:
+            jobs.append(job_of(row, options.megatron))
+        except ScheduleError as error:
+            there[name] = record(row, {"error": str(error)})
+    for found in rehearse_all(Programs(options.megatron, options.te, options.jobs), jobs):
+        there[found["name"]] = record(rows[found["name"]], found)
+        write(there)
+    write(there)
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    yield from json.loads(path.read_text())["rows"]
+
+
+def known() -> dict[str, dict[str, str]]:
+    """Return the rows of the file."""
+    if not OUT.is_file():
+        return {}
+    with OUT.open() as stream:
+        return {f"{row['case']} {row['platform']}": row for row in csv.DictReader(stream)}
+
+
+def write(rows: dict[str, dict[str, str]]) -> None:
+    """Write the rows in the order of their names."""
+    with OUT.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[name] for name in sorted(rows))
+
+
+def gpus_of(row: dict[str, Any]) -> tuple[int, str]:
+    """Return how many GPUs a run had, and where that comes from."""
+    if row.get("gpus") and row.get("nodes"):
+        return row["gpus"] * row["nodes"], "given"
+    for part, number in FITTED.items():
+        if part in row["case"]:
+            return number, "fitted"
+    return NODE, "assumed"
+
+
+def command_of(row: dict[str, Any], megatron: Path) -> Command:
+    """Return the command of a row.
+
+    Raises:
+        ScheduleError: it is no GPT's or hybrid model's.
+    """
+    for part, reason in NOT_RUN.items():
+        if part in row["case"]:
+            raise ScheduleError(reason)
+    config = megatron / "tests" / "functional_tests" / "test_cases" / row["case"]
+    command = read_command([str(config / "model_config.yaml")])
+    if row["case"].startswith(("hybrid/", "nemotron/")):
+        command = replace(command, script="pretrain_hybrid.py")
+    return command
+
+
+def job_of(row: dict[str, Any], megatron: Path) -> dict[str, Any]:
+    """Return the job of the last rank, which is the one that logs."""
+    command = command_of(row, megatron)
+    sizes = sizes_of(command, gpus_of(row)[0])
+    vocabulary = next((n for part, n in VOCABULARY.items() if part in row["case"]), None)
+    return {
+        "script": str((megatron / command.script).resolve()),
+        "flags": without_files(command, vocabulary),
+        "gpu": row["platform"],
+        "world": sizes.world,
+        "rank": sizes.world - 1,
+        "stage": sizes.pipeline - 1,
+        "environment": environment_of(command),
+        "name": f"{row['case']} {row['platform']}",
+    }
+
+
+def record(row: dict[str, Any], found: dict[str, Any]) -> dict[str, str]:
+    """Return the row of the file: bytes and seconds, or why there are none."""
+    gpus, known_from = gpus_of(row)
+    values: dict[str, Any] = {
+        "case": row["case"],
+        "platform": row["platform"],
+        "gpus": gpus,
+        "gpus_from": known_from,
+        "measured_peak": round(row["peak_bytes"]),
+        "measured_held": round(row["held_bytes"]),
+        "measured_s": row["step_s"],
+        "error": found.get("error", ""),
+    }
+    if "error" not in found:
+        values |= {
+            "rehearsed_peak": found["peak_bytes"],
+            "rehearsed_held": found["held_bytes"],
+            "counted_s": round(found["time"]["step_s"], 4),
+            "process_s": found["seconds"],
+            "host_mib": found["host_bytes"] >> 20,
+        }
+    return {name: str(values.get(name, "")) for name in COLUMNS}
+
+
+if __name__ == "__main__":
+    main()

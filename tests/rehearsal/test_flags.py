@@ -1,0 +1,155 @@
+"""A training command is read wherever it stands, and what is wrong with it is told."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.flags import (
+    Command,
+    flags_of,
+    ranks_asked_for,
+    read_command,
+    sizes_of,
+    without_files,
+)
+
+FLAGS = ("--num-layers", "8", "--pipeline-model-parallel-size", "4", "--bf16")
+
+
+def written(folder: Path, name: str, text: str) -> str:
+    file = folder / name
+    file.write_text(textwrap.dedent(text))
+    return str(file)
+
+
+def test_a_command_is_read_as_it_stands_in_a_script() -> None:
+    words = "NVTE_FUSED_ATTN=0 torchrun --nproc-per-node 8 train/pretrain_gpt.py".split()
+    command = read_command([*words, *FLAGS])
+    assert command == Command("train/pretrain_gpt.py", FLAGS, {"NVTE_FUSED_ATTN": "0"})
+
+
+def test_flags_alone_are_those_of_a_gpt() -> None:
+    assert read_command(FLAGS) == Command("pretrain_gpt.py", FLAGS)
+
+
+def test_a_yaml_of_functional_tests_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    file = written(
+        tmp_path,
+        "model_config.yaml",
+        """
+        ENV_VARS:
+          CUBLAS_WORKSPACE_CONFIG: :4096:8
+        MODEL_ARGS:
+          --num-layers: 8
+          --pipeline-model-parallel-size: 4
+          --bf16: true
+          --recompute-modules: "[core_attn moe_act]"
+          --sequence-parallel: false
+        """,
+    )
+    command = read_command([file])
+    assert command.flags == (*FLAGS, "--recompute-modules", "core_attn", "moe_act")
+    assert command.environment == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+def test_a_shell_scripts_arrays_are_read(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        "train.sh",
+        """
+        #!/bin/bash
+        PP=${PP:-4}
+        MODEL_ARGS=(
+            --num-layers 8  # of them
+            --pipeline-model-parallel-size $PP
+        )
+        MODEL_ARGS+=(--bf16)
+        torchrun --nproc-per-node 8 pretrain_gpt.py ${MODEL_ARGS[@]} --seq-length 4096
+        """,
+    )
+    assert read_command([file]).flags == (*FLAGS, "--seq-length", "4096")
+
+
+def test_a_file_of_flags_is_read(tmp_path: Path) -> None:
+    file = written(tmp_path, "flags.txt", f"# a model\n{' '.join(FLAGS)}\n")
+    assert read_command(["pretrain_gpt.py", file]).flags == FLAGS
+
+
+def test_what_needs_files_is_left_out() -> None:
+    given = "--data-path 1 a 2 b --num-layers 8 --tokenizer-type X --vocab-size 99 --load c --bf16"
+    left = without_files(Command("pretrain_gpt.py", tuple(given.split())))
+    assert left[:3] == ["--num-layers", "8", "--bf16"]
+    assert left[left.index("--vocab-size") + 1] == "99"
+    assert not {"--data-path", "--load", "a", "b", "c"} & set(left)
+
+
+def test_a_mapping_becomes_flags() -> None:
+    assert flags_of({"num_layers": 8, "--bf16": True, "--fp16": False, "--b": [1, 2]}) == (
+        ["--num-layers", "8", "--bf16", "--b", "1", "2"]
+    )
+
+
+def test_the_least_number_of_gpus_divides_among_experts() -> None:
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 "
+    flags += "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1"
+    sizes = sizes_of(Command("pretrain_gpt.py", tuple(flags.split())), None)
+    assert sizes.world == 32
+    assert [sizes.last_rank(stage) for stage in range(4)] == [7, 15, 23, 31]
+
+
+def test_neighbours_can_be_stages() -> None:
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
+    sizes = sizes_of(Command("pretrain_gpt.py", tuple(flags.split())), 8)
+    assert [sizes.last_rank(stage) for stage in range(2)] == [5, 7]
+
+
+def test_ranks_are_named() -> None:
+    assert ranks_asked_for("all", 4) == [0, 1, 2, 3]
+    assert ranks_asked_for("last,first,2", 4) == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        ([], "after -- comes the training command"),
+        (["nowhere.txt"], "nowhere.txt cannot be read"),
+        (["pretrain_bert.py", "--bf16"], "trains a BERT model: rehearsed are GPT and hybrid"),
+        (["pretrain_t5.py", "--bf16"], "trains a T5 model"),
+    ],
+)
+def test_what_is_no_command_is_told(words: list[str], wrong: str) -> None:
+    with pytest.raises(ScheduleError, match=wrong):
+        read_command(words)
+
+
+def test_a_script_without_flags_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="has no flags, neither in an array nor"):
+        read_command([written(tmp_path, "a.sh", "echo hello\n")])
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "wrong"),
+    [
+        ("--pipeline-model-parallel-size 4", 6, "6 GPUs do not divide .* a multiple of 4 would"),
+        ("--global-batch-size 6 --micro-batch-size 2", 2, "does not divide into microbatches of 2"),
+        ("--tensor-model-parallel-size two", None, "'two' is no whole number"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_told(flags: str, gpus: int | None, wrong: str) -> None:
+    with pytest.raises(ScheduleError, match=wrong):
+        sizes_of(Command("pretrain_gpt.py", tuple(flags.split())), gpus)
+
+
+def test_a_tokenizer_of_unknown_size_is_told() -> None:
+    command = Command("pretrain_gpt.py", ("--tokenizer-type", "HuggingFaceTokenizer"))
+    with pytest.raises(ScheduleError, match="add --vocabulary N"):
+        without_files(command)
+    assert "32000" in without_files(command, 32000)
+
+
+def test_ranks_that_are_none_are_told() -> None:
+    with pytest.raises(ScheduleError, match="--ranks 4: all, first, last or numbers from 0 to 3"):
+        ranks_asked_for("4", 4)

@@ -1,0 +1,131 @@
+"""Storages are counted from birth to death, as the GPU's allocator would hand them out.
+
+In a process of its own: to rehearse, torch is told that there is a GPU, for good.
+"""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import json, sys, traceback
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from megatron_vshape.rehearsal import device, te_kernels, values
+from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.ledger import Ledger, fused
+device.install()
+values.install()
+device.Current.gpu = GPUS["h100"]
+MIB = 1 << 20
+def gpu(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="cuda")
+for name, body in json.load(sys.stdin).items():
+    device.Current.ledger = ledger = Ledger(cublas_workspace_bytes=MIB)
+    given = {key: value for key, value in globals().items() if key != "given"}
+    wrong = ""
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), ledger:
+            exec(body, given)
+    except BaseException:
+        wrong = traceback.format_exc()
+    print(json.dumps([name, wrong]))
+"""
+
+
+CASES = {
+    "a storage counts once and until it dies": """
+        x = gpu(MIB)
+        y = x.view(1024, 1024)[:512]  # the same storage
+        assert ledger.now == 4 * MIB, ledger.now
+        z = x + 1
+        assert ledger.now == 8 * MIB
+        del x, z
+        assert ledger.now == 4 * MIB  # y is a view of x
+        del y
+        assert (ledger.now, ledger.peak) == (0, 8 * MIB)
+        assert gpu(1) is not None and ledger.peak == 8 * MIB
+    """,
+    "sizes are the allocators": """
+        x = gpu(1)
+        assert ledger.now == 512
+        x.untyped_storage().resize_(4 * 1000)
+        assert ledger.now == 4096
+        x.untyped_storage().resize_(0)
+        assert ledger.now == 0
+    """,
+    "host memory does not count until it is copied": """
+        x = torch.empty(MIB)  # no device is the host
+        pinned = torch.empty(MIB, device="cuda", pin_memory=True)
+        half = x * 0.5
+        assert ledger.now == 0 and not half.is_cuda
+        y = half.cuda()
+        assert ledger.now == 4 * MIB and y.is_cuda and y.device.type == "cuda"
+        like = torch.zeros(MIB, device=y.device)
+        assert ledger.now == 8 * MIB and like.device.type == "cuda"
+        assert y.cpu().device.type == "cpu" and ledger.now == 8 * MIB
+    """,
+    "a kernels inner values are nowhere": """
+        x = gpu(MIB)
+        out = fused(ledger, lambda x: (x + 1) * 2)(x)
+        assert (ledger.now, ledger.peak) == (8 * MIB, 8 * MIB), ledger.peak
+        fused(ledger, lambda x: x.add_(1))(x)  # its argument is copied for a moment
+        assert (ledger.now, ledger.peak) == (8 * MIB, 12 * MIB)
+    """,
+    "a backward keeps what autograd saves": """
+        w = gpu(1024, 1024).requires_grad_()
+        x = gpu(1024, 1024)
+        out = (x @ w).relu()
+        assert ledger.now == (4 * 3 + 1) * MIB, ledger.now / MIB  # x is saved, and a workspace
+        out.sum().backward()
+        del out
+        # w, x, w's gradient and a workspace for each of the two threads
+        assert ledger.now == (4 * 3 + 2) * MIB, ledger.now / MIB
+        assert ledger.work.gemm_flops == {"float32": 2 * 2 * 1024**3}
+    """,
+    "the peak is told by what was there": """
+        ledger.vocabulary, ledger.hidden = 1000, 64
+        with ledger.during("F 0 3"):
+            kept = gpu(512, 64)
+            logits = gpu(512, 1000)
+            del logits
+        held = ledger.held_at(ledger.peak_at)
+        assert sum(each.size for each in held) == ledger.peak
+        assert [each.what for each in held] == ["", "logits"]
+        assert ledger.peak_phase == "F 0 3"
+        (ran,) = ledger.passes
+        assert (ran.before_bytes, ran.most_bytes, ran.after_bytes) == (0, ledger.peak, ledger.now)
+    """,
+    "a transformer engine product returns its shape": """
+        product = te_kernels.functions()["generic_gemm"]
+        x, w = gpu(8, 4, 64, dtype=torch.bfloat16), gpu(128, 64, dtype=torch.bfloat16)
+        rest = (None, None, False, None, False, None, 0, False)
+        out, bias_grad, gelu, more = product(w, True, x, False, None, None, None, None, *rest)
+        assert out.shape == (8, 4, 128) and out.dtype == torch.bfloat16
+        assert ledger.work.gemm_flops == {"bfloat16": 2 * 32 * 64 * 128}
+    """,
+}
+
+
+@pytest.fixture(scope="module")
+def wrong() -> dict[str, str]:
+    """What is wrong with each case, all run in one process."""
+    given = json.dumps({name: textwrap.dedent(body) for name, body in CASES.items()})
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=given,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return dict(map(json.loads, ran.stdout.splitlines()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_counted(wrong: dict[str, str], name: str) -> None:
+    assert wrong[name] == ""

@@ -1,0 +1,94 @@
+"""Training commands are rehearsed as they stand: what is counted is what the sizes say."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+HIDDEN, LAYERS, VOCABULARY, TOKENS = 256, 4, 1024, 128
+TINY = f"""
+    --num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {TOKENS}
+    --max-position-embeddings {TOKENS} --micro-batch-size 2 --global-batch-size 16
+    --pipeline-model-parallel-size 2 --bf16 --transformer-impl local --no-persist-layer-norm
+    --untie-embeddings-and-output-weights --position-embedding-type rope --disable-bias-linear
+    --vocab-size {VOCABULARY} --data-path not there --tokenizer-type NotThere --attention-dropout 0
+    --hidden-dropout 0 --no-rope-fusion
+""".split()
+
+
+def rehearse(folder: Path, flags: list[str], *options: str) -> tuple[str, dict[str, Any]]:
+    """Return what the command prints, and the file that it writes."""
+    file = folder / "found.json"
+    command = [sys.executable, "-m", "megatron_vshape", "rehearse", "--json", str(file), *options]
+    ran = run(folder, [*command, "--", "pretrain_gpt.py", *flags])
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout, json.loads(file.read_text())
+
+
+def run(folder: Path, command: list[str]) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+
+
+def test_a_tiny_run_holds_what_its_sizes_say(tmp_path: Path) -> None:
+    printed, found = rehearse(tmp_path, TINY)
+    first, last = found["ranks"]
+    assert [first["rank"], last["rank"]] == [0, 1]
+    attention, mlp, norms = 4 * HIDDEN**2, 8 * HIDDEN**2, 4 * HIDDEN
+    of_layers = LAYERS // 2 * (attention + mlp + norms)
+    ends = VOCABULARY * HIDDEN  # and the last rank's norm
+    for rank, parameters in ((first, of_layers + ends), (last, of_layers + ends + 2 * HIDDEN)):
+        assert rank["parameters"] == parameters
+        parts = rank["parts"]
+        assert parts["weights"] == pytest.approx(2 * parameters, rel=0.02)
+        assert parts["gradients"] == pytest.approx(4 * parameters, rel=0.02)
+        assert parts["optimizer"] == pytest.approx(12 * parameters, rel=0.02)  # copies and moments
+        assert sum(parts.values()) == rank["peak_bytes"] > rank["held_bytes"]
+    # 1F1B holds a microbatch more on the first rank; the logits are the last one's
+    logits = 2 * TOKENS * VOCABULARY
+    assert first["parts"]["logits"] == 0
+    assert last["parts"]["logits"] >= 4 * logits
+    assert first["parts"]["activations"] > 1.5 * last["parts"]["activations"]
+    assert found["step_s"] > 0
+    assert found["assumed"]["gpu"] == "h100"
+    assert "rank 1: peak in" in printed
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["found.json"]
+
+
+def test_a_v_is_rehearsed_beside_megatrons_own(tmp_path: Path) -> None:
+    flags = [*TINY, "--pipeline-schedule", "v-half"]
+    printed, found = rehearse(tmp_path, flags, "--save", str(tmp_path / "memory.json"))
+    first, last = found["ranks"]
+    kinds = {(each["kind"], each["chunk"]) for each in first["kinds"]}
+    assert kinds >= {(kind, chunk) for kind in ("F", "B", "W") for chunk in (0, 1)}
+    assert first["parts"]["logits"] > last["parts"]["logits"] == 0  # a V has both ends on rank 0
+    assert "Megatron's own schedule: peak" in printed
+    events = json.loads((tmp_path / "memory.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "C"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "wrong"),
+    [
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--num-layers", "5"], "could not be rehearsed"),
+        (["--pipeline-schedule", "auto"], "nothing is measured here"),
+    ],
+)
+def test_what_cannot_be_is_told_in_a_sentence(
+    tmp_path: Path, flags: list[str], wrong: str
+) -> None:
+    command = [sys.executable, "-m", "megatron_vshape", "rehearse", "--ranks", "last", "--"]
+    ran = run(tmp_path, [*command, "pretrain_gpt.py", *TINY, *flags])
+    assert ran.returncode == 2
+    (line,) = ran.stderr.splitlines()[-1:]
+    assert wrong in line
+    assert list(tmp_path.iterdir()) == []
