@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import rehearsed_table
 import yaml
 
 from megatron_vshape.core.ask import AUTO, Answer, Question, ask
@@ -394,7 +395,7 @@ def page() -> str:
     lines = [HEAD, *grid_search()]
     for which in read_sets():
         lines += ["", *section(which)]
-    return "\n".join([*lines, "", *trained_here()]).rstrip() + "\n"
+    return "\n".join([*lines, "", *rehearsed_table.table(), "", *trained_here()]).rstrip() + "\n"
 
 
 if __name__ == "__main__":

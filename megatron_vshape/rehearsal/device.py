@@ -228,7 +228,7 @@ def to_gpu(tensor: Tensor) -> Tensor:
     if not _lies_on_host(tensor):
         return tensor
     with on_host(False):
-        return torch.empty_like(tensor, device="cuda")
+        return _knowing(torch.empty_like(tensor, device="cuda"), (tensor,))
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -236,11 +236,7 @@ def to_host(tensor: Tensor) -> Tensor:
     if Current.ledger is None or _lies_on_host(tensor):
         return tensor
     with on_host():
-        made = torch.empty_like(tensor, device="cpu")
-    known = getattr(tensor, "known_values", None)
-    if known is not None:
-        made.known_values = known  # type: ignore[attr-defined]
-    return made
+        return _knowing(torch.empty_like(tensor, device="cpu"), (tensor,))
 
 
 def _is_gpu(device: object) -> bool:
@@ -253,7 +249,7 @@ def _placed(make: Callable[..., Tensor], like: bool) -> Callable[..., Tensor]:
     @functools.wraps(make)
     def run(*args: Any, **kwargs: Any) -> Tensor:
         if Current.ledger is None or Current.ledger._device:
-            return make(*args, **kwargs)
+            return _knowing(make(*args, **kwargs), args)
         device = kwargs.get("device")
         if kwargs.get("pin_memory") or (device is not None and not _is_gpu(device)):
             where: bool | None = str(device) != "meta"
@@ -264,12 +260,20 @@ def _placed(make: Callable[..., Tensor], like: bool) -> Callable[..., Tensor]:
         if where is None:
             return make(*args, **kwargs)
         with Current.ledger.on_host(where):
-            made = make(*args, **kwargs)
-        if where and args and isinstance(args[0], list):
-            made.known_values = args[0]  # type: ignore[attr-defined]
-        return made
+            return _knowing(make(*args, **kwargs), args)
 
     return run
+
+
+def _knowing(made: Tensor, args: tuple[Any, ...]) -> Tensor:
+    """Have the tensor know its values where it is made from a list, or from one that does."""
+    if args and isinstance(args[0], list):
+        made.known_values = args[0]  # type: ignore[attr-defined]
+    elif args and isinstance(args[0], Tensor):
+        values = getattr(args[0], "known_values", None)
+        if values is not None and made.shape == args[0].shape:
+            made.known_values = values  # type: ignore[attr-defined]
+    return made
 
 
 def _moved(to: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -278,11 +282,12 @@ def _moved(to: Callable[..., Tensor]) -> Callable[..., Tensor]:
         device = kwargs.get("device", args[0] if args else None)
         if isinstance(device, Tensor):
             device = "cuda" if not _lies_on_host(device) else "cpu"
+        source = self
         if _is_gpu(device):
-            return to(to_gpu(self), *args, **kwargs)
-        if str(device) == "cpu":
-            return to(to_host(self), *args, **kwargs)
-        return to(self, *args, **kwargs)
+            source = to_gpu(self)
+        elif str(device) == "cpu":
+            source = to_host(self)
+        return _knowing(to(source, *args, **kwargs), (self,))
 
     return run
 
