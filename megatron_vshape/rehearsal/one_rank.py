@@ -255,6 +255,7 @@ class _Run:
             "curve": ledger.curve[:CURVE_POINTS],
             "passes": [each[:3] for each in ledger.passes[:CURVE_POINTS]],
             "kinds": _by_kind(ledger.passes),
+            "held_between_passes_bytes": _held_between(ledger.passes),
             "megatron": _megatron_version(),
             "transformer_engine": getattr(sys.modules.get("transformer_engine"), "__version__", ""),
             "operations": ledger.operations,
@@ -295,6 +296,12 @@ def _by_kind(passes: list[Ran]) -> list[dict[str, Any]]:
         }
         for (kind, chunk), ran in sorted(found.items())
     ]
+
+
+def _held_between(passes: list[Ran]) -> int:
+    """Return the most that was held at the end of a pass, over the start of the first."""
+    ran = [each for each in passes if len(each.phase.split()) == 3]
+    return max(each.after_bytes for each in ran) - ran[0].before_bytes if ran else 0
 
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "rest")

@@ -24,6 +24,7 @@ def install() -> None:
     )
     for name in ("apex", "apex.contrib", "apex.contrib.layer_norm", "apex.normalization"):
         _module(name)
+    _module("apex.optimizers", FusedAdam=_Adam, FusedSGD=torch.optim.SGD)
     _module("apex.contrib.layer_norm.layer_norm", FastLayerNormFN=_Norm)
     _module("apex.normalization.fused_layer_norm", FusedLayerNormAffineFunction=_AffineNorm)
     for name in (*_SOFTMAXES, "scaled_softmax_cuda"):
@@ -81,6 +82,22 @@ class _AffineNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         return (*_Norm.backward(ctx, dy)[:3], None, None, *[None] * ctx.further)
+
+
+class _Adam(torch.optim.Optimizer):
+    """Apex's Adam, which Megatron takes where Transformer Engine's is not: moments like weights."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, "bias_correction": True, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Make the moments of parameters that have a gradient."""
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None and not self.state[each]:
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        self.state[each][name] = torch.zeros_like(each.data)
 
 
 class HybridBuffer:
