@@ -53,6 +53,8 @@ FITTED = {
 """GPUs of runs that do not say it: the power of two at which what is held between steps fits, so
 that of these rows only the peak is a prediction."""
 
+NOT_YET = "not run yet"
+
 NODE = 8
 """GPUs of the small cases that do not say it: one node."""
 
@@ -77,10 +79,11 @@ def main() -> None:
             jobs.append(job_of(row, options.megatron))
         except ScheduleError as error:
             there[name] = record(row, {"error": str(error)})
+    waiting = {name: record(row, {"error": NOT_YET}) for name, row in rows.items()}
     for found in rehearse_all(Programs(options.megatron, options.te, options.jobs), jobs):
         there[found["name"]] = record(rows[found["name"]], found)
-        write(there)
-    write(there)
+        write(waiting | there)
+    write(waiting | there)
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -92,7 +95,8 @@ def known() -> dict[str, dict[str, str]]:
     if not OUT.is_file():
         return {}
     with OUT.open() as stream:
-        return {f"{row['case']} {row['platform']}": row for row in csv.DictReader(stream)}
+        rows = {f"{row['case']} {row['platform']}": row for row in csv.DictReader(stream)}
+    return {name: row for name, row in rows.items() if row["error"] != NOT_YET}
 
 
 def write(rows: dict[str, dict[str, str]]) -> None:
