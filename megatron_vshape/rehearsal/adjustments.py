@@ -21,6 +21,8 @@ def install() -> None:
     initialize._compile_dependencies = lambda: None  # type: ignore[attr-defined]
     utils: Any = importlib.import_module("megatron.core.pipeline_parallel.utils")
     utils.set_ideal_affinity_for_current_gpu = lambda: None  # it asks the driver
+    data: Any = importlib.import_module("megatron.core.tensor_parallel.data")
+    data._build_key_size_numel_dictionaries = _sizes_of_own_data
     _leave_generators_alone()
     _keep_meshes_real()
     _trust_other_ranks()
@@ -36,6 +38,13 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
         return around(call, *args, **kwargs)
 
     setattr(owner, name, run)
+
+
+def _sizes_of_own_data(keys: list[str], data: Any, *unused: Any, **options: Any) -> Any:
+    """Return sizes, numbers of elements and their sum, which tensor-parallel rank 0 would send."""
+    sizes = {key: data[key].size() for key in keys}
+    numbers = {key: size.numel() for key, size in sizes.items()}
+    return sizes, numbers, sum(numbers.values())
 
 
 def _leave_generators_alone() -> None:
