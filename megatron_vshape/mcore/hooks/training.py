@@ -60,7 +60,7 @@ def validate_args(
     session: Session, original: Function, args: Namespace, *rest: Any, **options: Any
 ) -> Any:
     """Set the pipeline up before Megatron's checks, and check what only they make known."""
-    if args.pipeline_schedule is not None:
+    if arguments.options_of(args).schedule is not None:
         speak(Way.FLAGS)
     with refusing():
         session.once = configure.one_planner(args)
