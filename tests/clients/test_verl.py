@@ -39,8 +39,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return run("verl", "verl_on_cpu.py", folder / "runs", cases)
 
 
-RESUMED = (("stock", "stock"), ("stock", "v-half"), ("v-half", "stock"), ("v-half", "v-half"))
-"""Under which schedule verl's checkpoint manager has saved, and under which it loads."""
+RESUMED = (("stock", "stock"), ("v-half", "v-half"))
+"""Under which schedule verl's checkpoint manager has saved, and under which it loads.
+
+The distributed optimizer's state, as verl saves it, is of one schedule.
+"""
 
 
 @pytest.mark.parametrize(("shape", "schedule"), MATRIX)
@@ -51,5 +54,5 @@ def test_results_are_verls_own(runs: Runs, shape: str, schedule: str) -> None:
 
 
 @pytest.mark.parametrize(("saves", "resumes"), RESUMED[1:])
-def test_a_checkpoint_knows_no_schedule(runs: Runs, saves: str, resumes: str) -> None:
+def test_a_run_goes_on_from_its_checkpoint(runs: Runs, saves: str, resumes: str) -> None:
     runs.compare(f"resumed: {saves}, {resumes}", "resumed: stock, stock")
