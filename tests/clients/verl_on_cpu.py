@@ -160,7 +160,8 @@ def train(engine: Any, given: SimpleNamespace, kept: dict[str, Any]) -> None:
         learnt = None
         if output:
             norm = float(output["metrics"]["grad_norm"])
-            learnt = [*map(float, output["loss"]), norm]
+            # As a sum: with chunks verl makes a number of microbatches that the ranks divide.
+            learnt = [sum(map(float, output["loss"])), norm]
         kept["losses"].append(of_collecting_rank(engine, learnt))
         engine.lr_scheduler_step()
 
