@@ -91,7 +91,7 @@ class _Adam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "bias_correction": True, **options})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Make the moments of parameters that have a gradient."""
         for group in self.param_groups:
             for each in group["params"]:

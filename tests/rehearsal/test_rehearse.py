@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
-HIDDEN, LAYERS, VOCABULARY, TOKENS = 256, 4, 1024, 128
+HIDDEN, LAYERS, VOCABULARY, TOKENS = 256, 4, 1152, 128
 TINY = f"""
     --num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {TOKENS}
     --max-position-embeddings {TOKENS} --micro-batch-size 2 --global-batch-size 16
