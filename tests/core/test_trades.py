@@ -303,7 +303,7 @@ def test_links_are_part_of_the_proof() -> None:
     with pytest.raises(ScheduleError, match=r"deadlocks; each pass below waits for the next"):
         verify(bad)
     lacking = replace(good, order=((*row, *first[::2], *second, *rest),))
-    with pytest.raises(ScheduleError, match=r"D0.0 on device 0 has no H0.0: what waits in host"):
+    with pytest.raises(ScheduleError, match=r"D0.0 on device 0 has no H0.0: of D, L, R, H"):
         verify(lacking)
 
 

@@ -22,12 +22,14 @@ from live_bytes import LiveAfterPasses, LiveBytes
 from megatron.core import parallel_state
 from megatron.training import get_tensorboard_writer
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.layout.vocabulary import Shards
 from megatron_vshape.mcore.step import forward_backward
 from megatron_vshape.mcore.step.stage import MegatronStage
+from megatron_vshape.runtime.host_memory import HostMemory
 
 try:
     import megatron.training.models.dist_utils as dist_utils
@@ -134,7 +136,11 @@ class Records:
 
     def count_live_bytes(self) -> None:
         """Keep what is live after each pass of the second step, and how many receives wait."""
-        records = self
+        records, grow = self, HostMemory._grow
+
+        def grow_unseen(host: HostMemory, count: int) -> bool:
+            with _disable_current_modes():  # it is no device's memory
+                return grow(host, count)
 
         class Counted(forward_backward.ProgramRun):
             def __init__(self, program: Any, device: int, *rest: Any) -> None:
@@ -155,6 +161,7 @@ class Records:
                 records.kept["most_posted"] = self._most_posted
 
         forward_backward.ProgramRun = Counted
+        HostMemory._grow = grow_unseen
 
     def fake_wandb(self) -> types.ModuleType:
         """Return what stands in for wandb, which would want a network or leave a daemon."""

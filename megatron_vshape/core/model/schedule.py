@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, sub
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 from megatron_vshape.core.model.files import check_keys, is_whole, parse_object, read_text
 from megatron_vshape.core.model.kinds import (
@@ -436,14 +434,15 @@ class Timeline:
 
         Else sums over a vocabulary, or stages without layers, would stretch all others.
         """
-        starts, ends = (np.fromiter(chain(*each), float) for each in (self.starts, self.ends))
-        lengths, lasts = ends - starts, ends > starts
-        simple = lasts & np.fromiter(
-            (work.kind in PARTS for work in chain(*self.schedule.order)), bool
+        starts, ends, order = map(
+            chain.from_iterable, (self.starts, self.ends, self.schedule.order)
         )
-        among = lengths[simple if simple.any() else lasts]
-        usual = np.partition(among, len(among) // 2)[len(among) // 2]
-        return float(lengths[lengths >= usual / MUCH_SHORTER].min())
+        lengths = list(map(sub, ends, starts))
+        known = [each for each in lengths if each > 0]
+        simple = [each for each, work in zip(lengths, order, strict=True) if work.kind in PARTS]
+        among = sorted(filter(None, simple)) or sorted(known)
+        usual = among[len(among) // 2]
+        return min(each for each in known if each >= usual / MUCH_SHORTER)
 
     def _draw_lane(
         self,
