@@ -434,15 +434,13 @@ class Timeline:
 
         Else sums over a vocabulary, or stages without layers, would stretch all others.
         """
-        starts, ends, order = map(
-            chain.from_iterable, (self.starts, self.ends, self.schedule.order)
-        )
-        lengths = list(map(sub, ends, starts))
-        known = [each for each in lengths if each > 0]
-        simple = [each for each, work in zip(lengths, order, strict=True) if work.kind in PARTS]
-        among = sorted(filter(None, simple)) or sorted(known)
+        flat = chain.from_iterable
+        lengths: list[float] = list(map(sub, flat(self.ends), flat(self.starts)))
+        works = zip(lengths, flat(self.schedule.order), strict=True)
+        simple = [length for length, work in works if work.kind in PARTS and length > 0]
+        among = sorted(simple or filter(None, lengths))
         usual = among[len(among) // 2]
-        return min(each for each in known if each >= usual / MUCH_SHORTER)
+        return min(length for length in lengths if length >= usual / MUCH_SHORTER)
 
     def _draw_lane(
         self,
