@@ -70,6 +70,17 @@ class StepState:
     # whose passes have begun.
     kept: list[dict[int, Any]] = field(default_factory=list)
 
+    @property
+    def running_slice(self) -> Slice:
+        """Return the slice that a pass runs of.
+
+        Raises:
+            RuntimeError: none does: a layer of slices runs outside the passes.
+        """
+        if self.slice is None:
+            raise RuntimeError("attention of slices ran, or its backward, outside any pass")
+        return self.slice
+
     @contextmanager
     def meanwhile(self, **values: object) -> Iterator[None]:
         """Have some of what is here set so, and None again at the end."""

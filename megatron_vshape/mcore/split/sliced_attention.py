@@ -73,8 +73,7 @@ class _UpToEnd(torch.autograd.Function):
     def forward(
         ctx: Any, state: StepState, kept: dict[int, KeysValues], *own: Tensor
     ) -> tuple[Tensor, ...]:
-        part = state.slice
-        assert part is not None
+        part = state.running_slice
         ctx.state, ctx.kept = state, kept
         if part.microbatch not in kept:
             kept[part.microbatch] = KeysValues(own, part.total)
@@ -86,8 +85,7 @@ class _UpToEnd(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Any, ...]:
         state: StepState = ctx.state  # type: ignore[attr-defined]
         kept: dict[int, KeysValues] = ctx.kept  # type: ignore[attr-defined]
-        part = state.slice
-        assert part is not None
+        part = state.running_slice
         own = kept[part.microbatch]
         made = own.add(part, gradients)
         if state.census is not None:

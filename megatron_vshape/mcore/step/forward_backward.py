@@ -339,16 +339,7 @@ class PipelineRunner:
         begin_step(config, not call.forward_only and self._profiler.order_is_last)
         groups = _default_groups() if call.pg_collection is None else call.pg_collection
         slices = 1 if call.forward_only else self._pipeline.choice.slices
-        with refusing():
-            check_sequence(slices, call.seq_length, config)
-        shape = schedules.get_tensor_shapes(
-            seq_length=call.seq_length // slices,
-            micro_batch_size=call.micro_batch_size,
-            decoder_seq_length=call.decoder_seq_length and call.decoder_seq_length // slices,
-            config=_of_one_length(config),
-            tp_group=groups.tp,
-            cp_group=groups.cp,
-        )[0]
+        shape = _message_shape(call, config, groups, slices)
         transport = self._ready_transport(config, shape, chunks[0], groups.pp)
         with refusing():
             check_vocabulary(self._pipeline.choice.shares, config)
@@ -561,6 +552,21 @@ class PipelineRunner:
         # Megatron takes the last rank's count for the pipeline's; only the loss rank has one.
         dist.all_reduce(step.num_tokens, group=groups.pp)
         finalize(begun.chunks, step.num_tokens, **options)
+
+
+def _message_shape(call: Call, config: Any, groups: Any, slices: int) -> Sequence[int]:
+    """Return the shape [s, b, h] of what a stage sends of a slice, or of a whole microbatch."""
+    with refusing():
+        check_sequence(slices, call.seq_length, config)
+    shape: Sequence[int] = schedules.get_tensor_shapes(
+        seq_length=call.seq_length // slices,
+        micro_batch_size=call.micro_batch_size,
+        decoder_seq_length=call.decoder_seq_length and call.decoder_seq_length // slices,
+        config=_of_one_length(config),
+        tp_group=groups.tp,
+        cp_group=groups.cp,
+    )[0]
+    return shape
 
 
 def _check_captured(captured: Program | None, program: Program) -> None:
