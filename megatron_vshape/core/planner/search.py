@@ -166,8 +166,7 @@ def plan(
     stages may compute them again, where the costs have prices of that: chosen by microbatch and by
     stage, and never worse than the order alone. Of a device at most `in_host` waits there at once,
     in the unit of the costs' memory. `begun` is called with what returns the best plan so far, from
-    any thread. The first run compiles the inner loops, which numba
-    keeps for later ones.
+    any thread. The first run compiles the inner loops, which numba keeps for later ones.
 
     >>> from megatron_vshape import Costs, plan
     >>> costs = Costs.uniform(4, 8, forward=1, backward=1.2, weight=0.8, send=0.05)
@@ -177,16 +176,14 @@ def plan(
 
     Raises:
         LimitError: nothing fits the limit; it says the least that does, on any placement.
-        ScheduleError: the counts, the costs and the placements do not match, or there is no such
-            objective.
+        ScheduleError: counts, costs and placements do not match, or there is no such objective.
     """
     say_if_slow()
-    allowed = list(placements) or default_placements(num_devices, costs.num_stages, trades)
     goal = Objective(objective)
     sizes = num_devices, num_microbatches, limit, goal
     owns = [
         (placement, regroup(costs, len(placement), f"a placement of {len(placement)} stages"))
-        for placement in allowed
+        for placement in placements or default_placements(num_devices, costs.num_stages, trades)
     ]
     searches = _searches(owns, sizes, whole, trades, in_host, seed)
     race = _Race(_worth_racing(searches) if trades else searches, trades)
