@@ -192,23 +192,39 @@ def _by_device(
 
 
 def held_curve(schedule: Schedule, costs: Costs, device: int) -> list[float]:
-    """Return what the device holds while each of its passes runs, in the unit of the costs."""
-    passes, costs = schedule.order[device], costs_of(schedule, costs)
-    return _held(passes, costs, {work.kind for work in passes})
+    """Return what the device holds while each of its passes runs, in the unit of the costs.
+
+    All that the costs know of: what microbatches hold, the pass itself while it runs, the state of
+    the device's stages. Of a joint pass the second of its passes has what both work with.
+    """
+    return _curve(schedule, costs_of(schedule, costs), device)
+
+
+def _curve(schedule: Schedule, costs: Costs, device: int) -> list[float]:
+    held = costs.fixed_bytes(schedule.placement, schedule.num_devices)[device]
+    changes = {kind: (costs.works(kind), *costs.changes(kind)) for kind in schedule.kinds}
+    curve, beside = [], 0.0
+    for work in schedule.order[device]:
+        works, at_start, at_end = (each[work.stage] for each in changes[work.kind])
+        held += at_start
+        curve.append(held + works + beside)
+        held += at_end
+        beside = works if work in schedule.joint else 0.0
+    return curve
 
 
 def peak_held(schedule: Schedule, costs: Costs | None = None) -> tuple[float, ...]:
     """Return the most that each device holds, in chunks or in the unit of the costs' memory.
 
-    A chunk is 1 / (2 * num_devices) of the model's activations of one microbatch.
+    A chunk is 1 / (2 * num_devices) of the model's activations of one microbatch. Where the costs
+    know of state and of what passes work with, that is all that a device needs.
 
     >>> from megatron_vshape import make, peak_held
     >>> peak_held(make("1f1b", 4, 8)), peak_held(make("v-half", 4, 8))
     ((8.0, 6.0, 4.0, 2.0), (6.0, 6.0, 6.0, 6.0))
     """
-    costs = costs_of(schedule, costs)
-    kinds = schedule.kinds
-    return tuple(max(_held(passes, costs, kinds), default=0.0) for passes in schedule.order)
+    costs, devices = costs_of(schedule, costs), range(schedule.num_devices)
+    return tuple(max(_curve(schedule, costs, each), default=0.0) for each in devices)
 
 
 def peak_shared(
@@ -266,17 +282,6 @@ def _peak_in_host(passes: Sequence[Pass], moved: Sequence[float]) -> float:
         elif Kind.B in work.kind.does:
             held.pop(work[1:], None)
     return peak
-
-
-def _held(passes: Sequence[Pass], costs: Costs, kinds: Iterable[Kind]) -> list[float]:
-    changes = {kind: costs.changes(kind) for kind in kinds}
-    held, curve = 0.0, []
-    for kind, stage, _ in passes:
-        at_start, at_end = changes[kind]
-        held += at_start[stage]
-        curve.append(held)
-        held += at_end[stage]
-    return curve
 
 
 def times_in(

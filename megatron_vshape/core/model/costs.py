@@ -2,10 +2,10 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from operator import add, mul
+from operator import add, mul, sub
 from pathlib import Path
 from statistics import median
 from typing import Any, Generic, Self, TypeVar, cast
@@ -26,7 +26,9 @@ from megatron_vshape.core.model.kinds import (
     PARTS,
     PROCESSOR,
     RELEASE,
+    STATE,
     TIMES,
+    WORKS,
     Kind,
     ScheduleError,
     amount_names,
@@ -57,6 +59,11 @@ class Piece:
     copy_out_us: float = 0.0  # to the host, of what may wait there
     offloaded_bytes: float = 0.0
     copy_back_us: float = 0.0
+    state_bytes: float = 0.0
+    forward_work_bytes: float = 0.0  # that F holds while it runs, beyond what is held then
+    backward_work_bytes: float = 0.0
+    weight_work_bytes: float = 0.0
+    whole_work_bytes: float = 0.0
 
     @property
     def time_us(self) -> float:
@@ -72,17 +79,21 @@ class Piece:
         return self.backward_us + self.backward_exchange_us + (both if kind is Kind.BW else 0.0)
 
     def times(self, factor: float) -> Self:
-        """Return `factor` of this piece."""
-        return type(self)(*(factor * value for value in self._values()))
+        """Return `factor` of this piece; layer by layer, many need no more to work than one."""
+        own = {name: getattr(self, name) if factor else 0.0 for name in WORKS}
+        return replace(type(self)(*(factor * value for value in self._values())), **own)
 
     def plus(self, other: "Piece") -> Self:
-        """Return both pieces together."""
-        return type(self)(*map(add, self._values(), other._values()))
+        """Return both pieces together, which work one after the other."""
+        most = {name: max(getattr(self, name), getattr(other, name)) for name in WORKS}
+        return replace(type(self)(*map(add, self._values(), other._values())), **most)
 
     def over(self, other: "Piece") -> Self:
-        """Return what this piece has beyond the other, at least nothing."""
-        pairs = zip(self._values(), other._values(), strict=True)
-        return type(self)(*(max(0.0, a - b) for a, b in pairs))
+        """Return what this piece has beyond the other, at least nothing; all of what works more."""
+        beyond = map(sub, self._values(), other._values())
+        made = type(self)(*(max(0.0, each) for each in beyond))
+        own = {name: getattr(self, name) if getattr(made, name) else 0.0 for name in WORKS}
+        return replace(made, **own)
 
     @classmethod
     def middle(cls, pieces: Iterable[Self]) -> Self:
@@ -128,6 +139,10 @@ class Costs:
     `held_after_backward_bytes` from the end of B, and nothing from the end of W on. `layers` says
     how many layers every stage had when that was measured, where it is known.
 
+    Where that is known, a stage has `state_bytes` all the time, a pass holds so much beyond all
+    that while it runs as its kind's `works` say, and a device has `device_bytes` besides: then what
+    a device holds is all that it needs.
+
     A pass takes what it computes, the exchanges with other ranks of its stage (tensor and expert
     parallel) that it waits for, and `host_us`, whatever its size: so twice the stages take twice as
     much of that. A BW computes for `whole_backward_us` and waits for `whole_exchange_us`, where
@@ -159,6 +174,7 @@ class Costs:
     hidden_share: float | None
     by_microbatch: tuple[tuple[str, Amounts], ...]  # by name of a time, the share of it
     more_send_us: Amounts  # than send_us, of a message over the boundary behind each stage
+    device_bytes: float  # of every device: workspaces, messages
 
     forward_us = _Named[Amounts]()
     backward_us = _Named[Amounts]()
@@ -189,6 +205,7 @@ class Costs:
         hidden_share: float | None = None,
         by_microbatch: tuple[tuple[str, Amounts], ...] = (),
         more_send_us: Amounts = (),
+        device_bytes: float = 0.0,
         **more: Amounts | None,
     ) -> None:
         """Take these amounts over those of `amounts`.
@@ -205,7 +222,7 @@ class Costs:
         known = ((name, own.get(name)) for name in names)
         in_turn = tuple((name, each) for name, each in known if each is not None)
         values = in_turn, send_us, layers, host_us, sources, recompute, half_duplex, joint
-        more_values = hidden_share, by_microbatch, more_send_us
+        more_values = hidden_share, by_microbatch, more_send_us, device_bytes
         for each, value in zip(fields(self), (*values, *more_values), strict=True):
             object.__setattr__(self, each.name, value)
         self._check()
@@ -266,8 +283,8 @@ class Costs:
             least = (max(stage.backward_us, stage.weight_us) for stage in stages)
             whole = (s.backward_us + s.weight_us - s.saved_us for s in stages)
             each["whole_backward_us"] = tuple(map(max, least, whole))
-        exchanges = given(*EXCHANGES[:2])
-        each |= {name: values for name, values in exchanges.items() if any(values)}
+        known = given(*EXCHANGES[:2], STATE, *WORKS)
+        each |= {name: values for name, values in known.items() if any(values)}
         if any(stage.hidden_exchange_us > 0 for stage in stages):
             left = (s.backward_exchange_us - s.hidden_exchange_us for s in stages)
             each["whole_exchange_us"] = tuple(max(0.0, exposed) for exposed in left)
@@ -307,9 +324,9 @@ class Costs:
         )
         hidden = (b - left for b, left in zip(backward, whole, strict=True))
         own = (getattr(self, name) for name in (*TIMES, *HELD))
-        nothing, others = (0.0,) * self.num_stages, dict(self.others)
-        copies = (others.get(name, nothing) for name in other_amounts(OFFLOAD))
-        return list(map(Piece, *own, saved, forward, backward, hidden, *copies))
+        nothing, known = (0.0,) * self.num_stages, self.lists()
+        rest = (known.get(name, nothing) for name in (*other_amounts(OFFLOAD), STATE, *WORKS))
+        return list(map(Piece, *own, saved, forward, backward, hidden, *rest))
 
     @property
     def others(self) -> tuple[tuple[str, Amounts], ...]:
@@ -419,7 +436,9 @@ class Costs:
             return tuple(value / slices for value in values)
 
         more: dict[str, Any] = {
-            "amounts": tuple((name, share(values)) for name, values in self.amounts),
+            "amounts": tuple(
+                (name, values if name == STATE else share(values)) for name, values in self.amounts
+            ),
             "joint": tuple((name, price / slices) for name, price in self.joint),
             "recompute": tuple((name, each.sliced(slices)) for name, each in self.recompute),
             "by_microbatch": tuple(
@@ -554,6 +573,36 @@ class Costs:
         )
         return takes, keeps, frees
 
+    def works(self, kind: Kind) -> Amounts:
+        """Return, by stage, what a pass holds while it runs beyond what is held then."""
+        known = self.lists().get(kind.works)
+        if known is not None:
+            return known
+        parts = [self.works(part) for part in kind.does if part is not kind]
+        return tuple(map(max, zip(*parts, strict=True))) if parts else (0.0,) * self.num_stages
+
+    @property
+    def knows_all(self) -> bool:
+        """Return whether what a device holds at these is all it needs, its state included."""
+        return STATE in self.lists()
+
+    def fixed_bytes(self, placement: Sequence[int], num_devices: int) -> tuple[float, ...]:
+        """Return what each device has all the time, whatever passes run."""
+        fixed = [self.device_bytes] * num_devices
+        for device, state in zip(placement, self.lists().get(STATE, ()), strict=False):
+            fixed[device] += state
+        return tuple(fixed)
+
+    def without_state(self) -> "Costs":
+        """Return the costs without what devices have all the time."""
+        made = self.having(**{STATE: None}) if self.knows_all else self
+        return replace(made, device_bytes=0.0) if made.device_bytes else made
+
+    def of_activations(self) -> "Costs":
+        """Return the costs of what a microbatch holds from pass to pass, and of nothing besides."""
+        there = {kind.works for kind in KINDS}.intersection(self.lists())
+        return self.without_state().having(**dict.fromkeys(there))
+
     def _named(self, name: str) -> tuple[float, ...] | None:
         """Return the amounts of this name, one per stage; None if they follow from others.
 
@@ -663,6 +712,7 @@ class Costs:
         for value in self.more_send_us:
             _check_value("more_send_us", "more_send_us", value, may_be_zero=True)
         _check_value("host_us", "host_us", self.host_us, may_be_zero=True)
+        _check_value("device_bytes", "device_bytes", self.device_bytes)
         times = [time for name in values_of if name.endswith("_us") for time in values_of[name]]
         times += [price for _, price in self.joint]
         longest = max(*times, self.send_us, self.host_us, *self.more_send_us)
@@ -781,14 +831,16 @@ def regroup(costs: Costs, num_stages: int, name: str) -> Costs:
 
     single = dict(costs.of_no_stage())
     amounts = (
-        (name, (single[name],) * num_stages if name in single else tuple(_sums(values, size)))
+        (name, (single[name],) * num_stages)
+        if name in single
+        else (name, tuple(_groups(values, size, max if name in WORKS else math.fsum)))
         for name, values in costs.amounts
     )
     settings = ((setting, regroup(each, num_stages, name)) for setting, each in costs.recompute)
     return replace(
         costs,
         amounts=tuple(amounts),
-        layers=None if costs.layers is None else tuple(map(int, _sums(costs.layers, size))),
+        layers=None if costs.layers is None else tuple(map(int, _groups(costs.layers, size, sum))),
         joint=tuple(_joint_sums(costs, num_stages)),
         recompute=tuple(settings),
         more_send_us=costs.more_send_us[size - 1 :: size],
@@ -811,6 +863,8 @@ def _joint_sums(costs: Costs, num_stages: int) -> Iterator[tuple[str, float]]:
             yield joint_name(forward, kind, backward), math.fsum(map(known.__getitem__, names))
 
 
-def _sums(values: Sequence[float], size: int) -> Iterator[float]:
+def _groups(
+    values: Sequence[float], size: int, of_all: Callable[[Sequence[float]], float]
+) -> Iterator[float]:
     for first in range(0, len(values), size):
-        yield math.fsum(values[first : first + size])
+        yield of_all(values[first : first + size])

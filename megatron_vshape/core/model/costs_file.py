@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from megatron_vshape.core.model.costs import Costs
 
 _FIELDS = (*TIMES, "send_us", *HELD)
-_ALONE = ("layers", "host_us", "sources", "recompute", "half_duplex", "joint", "hidden_share")
+_DEVICE = "device_bytes"
+_ALONE = "layers host_us sources recompute half_duplex joint hidden_share".split() + [_DEVICE]
 _UNLIKE, _MORE = "by_microbatch", "more_send_us"
 
 MEASURED, ASSUMED = "measured", "assumed"
@@ -32,6 +33,7 @@ def text_of(costs: "Costs") -> str:
     known = {name: lists[name] for name in _FIELDS}
     beside = {
         "host_us": costs.host_us or None,
+        _DEVICE: costs.device_bytes or None,
         "sources": dict(costs.sources) or None,
         "half_duplex": costs.half_duplex or None,
         "joint": dict(costs.joint) or None,
@@ -54,7 +56,8 @@ def read_costs(text: str) -> tuple[dict[str, Any], dict[str, Mapping[str, tuple[
     data = parse_object(text, "the costs file")
     layers = _whole_numbers("layers", data.pop("layers")) if "layers" in data else None
     made: dict[str, Any] = {"layers": layers}
-    made["host_us"] = _numbers("host_us", [data.pop("host_us", 0.0)])[0]
+    for name in ("host_us", _DEVICE):
+        (made[name],) = _numbers(name, [data.pop(name, 0.0)])
     made["sources"] = _sources(data.pop("sources", {}))
     recompute, half_duplex = data.pop("recompute", {}), data.pop("half_duplex", False)
     if not isinstance(half_duplex, bool):

@@ -66,7 +66,8 @@ class Kind(str):
     Amounts are named by what `Costs` call them, one value per stage: a pass computes for `time`, by
     default no time, or as long as what it `does`, and for `exchange` waits for other ranks of its
     stage; it holds `takes` from its start on and `keeps` from its end on, and lets go of `frees` at
-    its end.
+    its end. While it runs it holds `works` beyond all that; a kind that `does` others, where costs
+    do not say, the most of theirs.
     """
 
     F: ClassVar["Kind"]
@@ -92,6 +93,7 @@ class Kind(str):
     takes: str
     keeps: str
     frees: str
+    works: str
     colour: str  # of chunk 0, `#rrggbb`
     terminal: tuple[int, int]  # the like among a terminal's 256 colours, upper and lower case
 
@@ -130,6 +132,7 @@ def define(
     takes: str = "",
     keeps: str = "",
     frees: str = "",
+    works: str = "",
     colour: str = "#6b6b6b",
     terminal: tuple[int, int] = (241, 250),
 ) -> Kind:
@@ -148,9 +151,9 @@ def define(
     for other in (*(read.kind for read in kind.reads), *kind.before):
         if other != name and other not in _ROWS:
             raise ScheduleError(f"{name} names {other!r:.40}, which is no kind: {', '.join(_ROWS)}")
-    if resource != PROCESSOR and (takes or keeps or frees):
+    if resource != PROCESSOR and (held := takes or keeps or frees or works):
         raise ScheduleError(
-            f"{name} runs on {resource} and holds {takes or keeps or frees}; only a kind that runs "
+            f"{name} runs on {resource} and holds {held}; only a kind that runs "
             f"on the {PROCESSOR} may hold something or let go of it"
         )
     kind.label, kind.words, kind.method = label, words or f"the {label}", method
@@ -159,7 +162,7 @@ def define(
     kind.everywhere, kind.of, kind.joins, kind.resource = everywhere, of, joins, resource
     kind.descends = descends
     kind.time, kind.exchange = time, exchange
-    kind.takes, kind.keeps, kind.frees = takes, keeps, frees
+    kind.takes, kind.keeps, kind.frees, kind.works = takes, keeps, frees, works
     kind.colour, kind.terminal = colour, terminal
     _ROWS[name] = kind
     return kind
@@ -191,6 +194,7 @@ Kind.F = define(
     time="forward_us",
     exchange="forward_exchange_us",
     takes="held_after_forward_bytes",
+    works="forward_work_bytes",
     colour="#1f5fa8",
     terminal=(25, 111),
 )
@@ -206,6 +210,7 @@ Kind.B = define(
     exchange="backward_exchange_us",
     keeps="held_after_backward_bytes",
     frees="held_after_forward_bytes",
+    works="backward_work_bytes",
     colour="#c4540a",
     terminal=(166, 216),
 )
@@ -218,6 +223,7 @@ Kind.W = define(
     everywhere=True,
     time="weight_us",
     frees="held_after_backward_bytes",
+    works="weight_work_bytes",
     colour="#16806a",
     terminal=(29, 115),
 )
@@ -231,6 +237,7 @@ Kind.BW = define(
     time="whole_backward_us",
     exchange="whole_exchange_us",
     frees="held_after_forward_bytes",
+    works="whole_work_bytes",
 )
 
 # What waits in host memory (arXiv 2503.01328): a microbatch that does so has all four. The copies
@@ -315,6 +322,7 @@ LOOKUP = define(
     joins=True,
     of=DEVICE,
     time="lookup_us",
+    works="lookup_work_bytes",
     colour="#7a6a1f",
     terminal=(101, 186),
 )
@@ -339,6 +347,7 @@ LOGITS = define(
     of=DEVICE,
     time="logits_us",
     takes="logits_bytes",
+    works="logits_work_bytes",
     colour="#a02c5a",
     terminal=(125, 205),
 )
@@ -362,6 +371,7 @@ HEAD_WEIGHT = define(
     of=DEVICE,
     time="head_weight_us",
     frees="logits_bytes",
+    works="head_weight_work_bytes",
     colour="#3d7d2f",
     terminal=(64, 150),
 )
@@ -373,6 +383,7 @@ LOOKUP_WEIGHT = define(
     reads=[Read("B", at=FIRST), Read("J", later=-1)],
     of=DEVICE,
     time="lookup_weight_us",
+    works="lookup_weight_work_bytes",
     colour="#4a6b8a",
     terminal=(67, 110),
 )
@@ -399,13 +410,18 @@ PARTS = (Kind.F, Kind.B, Kind.W)
 TIMES = tuple(kind.time for kind in PARTS)
 HELD = (Kind.F.takes, Kind.B.keeps)
 EXCHANGES = tuple(kind.exchange for kind in (Kind.F, Kind.B, Kind.BW))
-KNOWN_ALONE = (Kind.BW.time, *EXCHANGES)
-"""Names of amounts: of those that all costs have, and of what F, B and BW take if it is known."""
+STATE = "state_bytes"
+WORKS = tuple(kind.works for kind in (*PARTS, Kind.BW))
+KNOWN_ALONE = (Kind.BW.time, *EXCHANGES, STATE, *WORKS)
+"""Names of amounts: of those that all costs have, and of those of F, B, W and BW that may be known.
+
+A stage has its state between steps: weights, gradients, the optimizer's.
+"""
 
 
 def amount_names(kinds: Iterable[Kind]) -> list[str]:
     """Return the names of what these kinds' passes take and hold, behind those of F, B, W, BW."""
-    rows = ((kind.time, kind.exchange, kind.takes, kind.keeps, kind.frees) for kind in kinds)
+    rows = ((k.time, k.exchange, k.takes, k.keeps, k.frees, k.works) for k in kinds)
     names = (*TIMES, *HELD, *KNOWN_ALONE, *chain.from_iterable(rows))
     return [name for name in dict.fromkeys(names) if name]
 

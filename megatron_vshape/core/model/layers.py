@@ -38,6 +38,7 @@ class Pieces:
     recompute: tuple[tuple[str, "Pieces"], ...] = ()  # with each setting, by name
     by_microbatch: tuple[tuple[str, tuple[float, ...]], ...] = ()  # as costs have it
     more_send_us: float | None = None  # of a boundary between stages
+    device_bytes: float = 0.0  # as costs have it
 
     @classmethod
     def of(cls, costs: Costs, layers: Sequence[float]) -> "Pieces":
@@ -77,6 +78,7 @@ class Pieces:
             tuple((setting, cls.of(each, layers)) for setting, each in costs.recompute),
             costs.by_microbatch,
             median(costs.more_send_us) if costs.more_send_us else None,
+            costs.device_bytes,
         )
 
     @classmethod
@@ -110,6 +112,7 @@ class Pieces:
         of_layers = layers, self.host_us, self.sources, self.half_duplex
         others: dict[str, Any] = {name: (each,) * len(stages) for name, each in self.others}
         others |= {"hidden_share": self.hidden_share, "by_microbatch": self.by_microbatch}
+        others["device_bytes"] = self.device_bytes
         if self.more_send_us is not None:
             others["more_send_us"] = (self.more_send_us,) * (len(stages) - 1)
         made = Costs.of(stages, self.send_us, *of_layers, **others)
@@ -202,15 +205,16 @@ def with_predicting(head: AnyPiece, layer: AnyPiece, count: int, merging: float)
     """Return what the last stage has beside its layers, if it predicts so many tokens further.
 
     For each a layer, the merging of two hidden states, which takes so many layers' time and holds
-    next to nothing, and the head once more, if it is the stage's.
+    next to nothing, and the head once more, if it is the stage's, with the same weights.
     """
+    heads = replace(head.times(1 + count), state_bytes=head.state_bytes)
     layers = layer.times(count)
     longer = replace(
         layers.times(1 + merging),
         held_after_forward_bytes=layers.held_after_forward_bytes,
         held_after_backward_bytes=layers.held_after_backward_bytes,
     )
-    return head.times(1 + count).plus(longer)
+    return heads.plus(longer)
 
 
 def with_ends(costs: Costs, first: Piece, last: Piece) -> Costs:
