@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import rehearsed_table
+import steps_table
 import yaml
 
 from megatron_vshape.core.ask import AUTO, Answer, Question, ask
@@ -395,7 +396,8 @@ def page() -> str:
     lines = [HEAD, *grid_search()]
     for which in read_sets():
         lines += ["", *section(which)]
-    return "\n".join([*lines, "", *rehearsed_table.table(), "", *trained_here()]).rstrip() + "\n"
+    more = [*rehearsed_table.table(), "", *steps_table.table()]
+    return "\n".join([*lines, "", *more, "", *trained_here()]).rstrip() + "\n"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from megatron_vshape.cli.files import (
 )
 from megatron_vshape.cli.progress import told
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal import report, sources
+from megatron_vshape.rehearsal import counted, report, sources
 from megatron_vshape.rehearsal.flags import (
     Command,
     Sizes,
@@ -32,7 +32,6 @@ from megatron_vshape.rehearsal.ranks import Found, Programs, rehearse_all
 from megatron_vshape.view.rank_trace import write_memory_trace
 
 SCHEDULE = "--pipeline-schedule"
-OURS = ("--pipeline-schedule", "--pipeline-memory-limit", "--pipeline-costs")
 PER_RANK = 4
 """Microbatches of a schedule of ours that are run, at most, per rank of the pipeline."""
 _PICTURES = (".svg", ".png", ".pdf")
@@ -52,6 +51,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the pipeline: all, or first, last and numbers with commas; default: all",
     )
     parser.add_argument(
+        "--alone", action="store_true", help="leave out the schedule to compare with"
+    )
+    parser.add_argument(
+        "--costs",
+        type=Path,
+        metavar="FILE.json",
+        help="count what every stage of a V takes and holds, and write it for plan, auto and sweep",
+    )
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="FILE",
+        help="write memory over time: a picture (.svg, .png, .pdf) or a trace (.json)",
+    )
+    add_program_arguments(parser)
+
+
+def add_program_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say which arguments tell what program is rehearsed, and with what."""
+    parser.add_argument(
         "--imbalance",
         type=float,
         default=1.0,
@@ -60,9 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--vocabulary", type=_positive, metavar="N", help="tokens that the tokenizer's files have"
-    )
-    parser.add_argument(
-        "--alone", action="store_true", help="leave out the schedule to compare with"
     )
     parser.add_argument("--jobs", type=_positive, metavar="N", help="ranks side by side")
     parser.add_argument("--megatron", type=Path, metavar="DIR", help="a checkout of Megatron-LM")
@@ -73,12 +89,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fetch-te", action="store_true", help="fetch Transformer Engine's Python by pip, once"
     )
     parser.add_argument("--json", type=Path, metavar="FILE.json", help="write all that was found")
-    parser.add_argument(
-        "--save",
-        type=Path,
-        metavar="FILE",
-        help="write memory over time: a picture (.svg, .png, .pdf) or a trace (.json)",
-    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -100,16 +110,18 @@ def run(options: argparse.Namespace) -> int:
     command = _checked(read_command(words))
     sizes = sizes_of(command, options.gpus)
     stages = ranks_asked_for(options.ranks, sizes.pipeline)
-    programs = _programs(options, command)
+    programs = programs_of(options, command)
     script = sources.find_script(command.script, programs.megatron)
     runs = _runs(command, options, sizes)
     jobs = [
-        _job(each, script, options, sizes, stage, name)
+        job_of(each, script, options, sizes, stage, name)
         for name, each in runs.items()
         for stage in stages
     ]
     with told(lambda us: f"{us:.0f} us"):
         found = _found(rehearse_all(programs, jobs))
+    if options.costs is not None:
+        return _write_costs(found, options)
     mine = found.pop("")
     if not found and _exceeds(mine, options) and sizes.pipeline > 1 and not options.alone:
         found = _instead(command, programs, script, options, sizes, mine)
@@ -119,8 +131,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    if options.json is not None:
-        check_target("--json", options.json, (".json",))
+    for flag, path in (("--json", options.json), ("--costs", options.costs)):
+        if path is not None:
+            check_target(flag, path, (".json",))
     if options.save is not None:
         check_target("--save", options.save, (*_PICTURES, ".json"))
         if options.save.suffix in _PICTURES:
@@ -144,7 +157,8 @@ def _checked(command: Command) -> Command:
     return command
 
 
-def _programs(options: argparse.Namespace, command: Command) -> Programs:
+def programs_of(options: argparse.Namespace, command: Command) -> Programs:
+    """Return what the command is rehearsed with."""
     megatron = sources.find_megatron(options.megatron, command.script)
     local = command.value("--transformer-impl") == "local"
     te = None
@@ -154,26 +168,28 @@ def _programs(options: argparse.Namespace, command: Command) -> Programs:
 
 
 def _runs(command: Command, options: argparse.Namespace, sizes: Sizes) -> dict[str, Command]:
-    """Return what is rehearsed: the command, and under a schedule of ours Megatron's own beside."""
+    """Return what is rehearsed: the command, and under a schedule of ours Megatron's own beside.
+
+    For a costs file, the schedules under which the stages are counted.
+    """
+    if options.costs is not None:
+        if sizes.pipeline < 2:
+            raise ScheduleError(
+                "--costs is of a pipeline's stages, and the command has one rank: give "
+                "--pipeline-model-parallel-size"
+            )
+        plain = command.of_megatron().without_chunks()
+        names = {"": counted.SPLIT, counted.WHOLE: counted.WHOLE}
+        return {
+            key: replace(plain, flags=(*plain.flags, SCHEDULE, name)) for key, name in names.items()
+        }
     runs = {"": command}
     if command.has(SCHEDULE) and not options.alone and sizes.pipeline > 1:
-        runs["Megatron's own schedule"] = _without_ours(command)
+        runs["Megatron's own schedule"] = command.of_megatron()
     return runs
 
 
-def _without_ours(command: Command) -> Command:
-    left: list[str] = []
-    keep = True
-    for word in command.flags:
-        if word.startswith("--"):
-            keep = not word.startswith("--pipeline-") or word.startswith("--pipeline-model")
-            keep = keep and not word.startswith("--optimizer-post-validation")
-        if keep:
-            left.append(word)
-    return replace(command, flags=tuple(left))
-
-
-def _job(
+def job_of(
     command: Command,
     script: Path,
     options: argparse.Namespace,
@@ -181,10 +197,12 @@ def _job(
     stage: int,
     name: str,
 ) -> dict[str, Any]:
+    """Return the rehearsal of a rank of the pipeline; `name` comes back with what it finds."""
     flags = without_files(command, options.vocabulary)
     ours = command.has(SCHEDULE)
     if ours:
-        flags += _fewer_microbatches(command, sizes)
+        many = counted.MICROBATCHES if options.costs else PER_RANK * sizes.pipeline
+        flags += _fewer_microbatches(command, sizes, many)
     return {
         "script": str(script),
         "flags": flags,
@@ -199,8 +217,8 @@ def _job(
     }
 
 
-def _fewer_microbatches(command: Command, sizes: Sizes) -> list[str]:
-    """Return flags for a smaller batch: a schedule's peak is that of its first microbatches.
+def _fewer_microbatches(command: Command, sizes: Sizes, many: int) -> list[str]:
+    """Return flags for a batch of at most so many: a schedule's peak is that of its first ones.
 
     A file's schedule is for so many as it says.
     """
@@ -208,8 +226,8 @@ def _fewer_microbatches(command: Command, sizes: Sizes) -> list[str]:
         return []
     each = command.number("--micro-batch-size", 1) * sizes.world
     each //= sizes.tensor * sizes.context * sizes.pipeline
-    batch = command.number("--global-batch-size", each * PER_RANK * sizes.pipeline)
-    return ["--global-batch-size", str(min(batch, each * PER_RANK * sizes.pipeline))]
+    batch = command.number("--global-batch-size", each * many)
+    return ["--global-batch-size", str(min(batch, each * many))]
 
 
 def _found(results: Any) -> dict[str, list[Found]]:
@@ -246,7 +264,7 @@ def _instead(
     limit = GPUS[options.gpu].memory_bytes
     other = replace(command, flags=(*command.flags, SCHEDULE, "v-half"))
     jobs = [
-        _job(other, script, options, sizes, each["stage"], "V-Half")
+        job_of(other, script, options, sizes, each["stage"], "V-Half")
         for each in mine
         if each["peak_bytes"] > limit
     ]
@@ -316,6 +334,14 @@ def _write(
     write_all(outputs)
     for each in outputs:
         print(f"wrote {each.path}")
+
+
+def _write_costs(found: Mapping[str, Sequence[Found]], options: argparse.Namespace) -> int:
+    costs = counted.counted_costs(found[""], found[counted.WHOLE], GPUS[options.gpu])
+    write_all([Output("--costs", options.costs, lambda path: _write_text(path, costs.to_json()))])
+    print("\n".join(costs.sources_told()))
+    print(f"wrote {options.costs}: {costs.num_stages} stages, for --costs of plan and schedule")
+    return 0
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch import Tensor
 
 from megatron_vshape.rehearsal.device import Current
 from megatron_vshape.rehearsal.ledger import tensors_in
@@ -97,18 +96,16 @@ def _exchange(name: str, place: int, key: str) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if Current.ledger is not None:
             given = args[place] if len(args) > place else kwargs.get(key)
-            _count(name, kwargs.get("group"), given)
+            sent = given if isinstance(given, list | tuple) else (given,)
+            size = sum(each.numel() * each.element_size() for each in tensors_in(sent))
+            count(name, kwargs.get("group"), size)
         return Done() if at_once or kwargs.get("async_op") else None
 
     return run
 
 
-def _count(name: str, group: Any, given: Any) -> None:
-    size = sum(
-        each.numel() * each.element_size()
-        for each in tensors_in(given if isinstance(given, list | tuple) else (given,))
-        if isinstance(each, Tensor)
-    )
+def count(name: str, group: Any, size: float) -> None:
+    """Count an exchange of this kind within the group, and the bytes of its larger side."""
     ranks, span = _of(group)
     described = getattr(group, "group_desc", None) or "world"
     work = Current.ledger.work if Current.ledger is not None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
 from pathlib import Path
@@ -59,6 +59,8 @@ VOCABULARIES = {
 }
 """Tokens of the files that such tokenizers usually read; --vocabulary says another number."""
 
+_CHUNKS = ("--num-layers-per-virtual", "--num-virtual", "--pipeline-model-parallel-layout")
+
 _OTHER_MODELS = {"bert": "BERT", "t5": "T5", "ict": "ICT", "vlm": "vision-language", "rl": "RL"}
 
 
@@ -97,6 +99,39 @@ class Command:
     def has(self, flag: str) -> bool:
         """Return whether a flag is given."""
         return any(each == flag or each.startswith(f"{flag}=") for each in self.flags)
+
+    def without(self, is_out: Callable[[str], bool]) -> Command:
+        """Return the command without the flags of such names, and what follows them."""
+        left: list[str] = []
+        keep = True
+        for word in self.flags:
+            if word.startswith("--"):
+                keep = not is_out(word.partition("=")[0])
+            if keep:
+                left.append(word)
+        return replace(self, flags=tuple(left))
+
+    def of_megatron(self) -> Command:
+        """Return the command without the flags of this package."""
+        return self.without(
+            lambda flag: (
+                flag.startswith(("--pipeline-", "--optimizer-post-validation"))
+                and not flag.startswith("--pipeline-model")
+            )
+        )
+
+    def without_chunks(self) -> Command:
+        """Return the command without how its layers are cut into several stages a rank."""
+        return self.without(lambda flag: flag.startswith(_CHUNKS))
+
+    def having(self, **values: object) -> Command:
+        """Return the command with these flags, underscores for dashes; True is a flag alone.
+
+        None takes one out.
+        """
+        names = {"--" + name.replace("_", "-") for name in values}
+        left = self.without(names.__contains__).flags
+        return replace(self, flags=(*left, *flags_of(values)))
 
 
 def read_command(words: Sequence[str]) -> Command:
@@ -245,13 +280,7 @@ def without_files(command: Command, vocabulary: int | None = None) -> list[str]:
     Raises:
         ScheduleError: nothing says how large the vocabulary is.
     """
-    left: list[str] = []
-    keep = True
-    for word in command.flags:
-        if re.match(r"--[a-zA-Z]", word):
-            keep = word.partition("=")[0] not in FILES
-        if keep:
-            left.append(word)
+    left = list(command.without(FILES.__contains__).flags)
     size = vocabulary or command.number("--vocab-size", 0) or _vocabulary(command)
     left += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(size)]
     left += ["--num-workers", "0", "--log-interval", "1", "--eval-iters", "0"]

@@ -18,6 +18,8 @@ class Gpu:
     memory_bytes: int  # as nvidia-smi shows it
     multiprocessors: int
     bf16_flops: float
+    flops_in_8_bits: float
+    flops_in_4_bits: float
     memory_rate: float
     near_rate: float  # bytes to neighbours of the node, one way
     far_rate: float  # bytes to other nodes, one way
@@ -34,26 +36,28 @@ class Gpu:
 
 
 def _gpu(
-    name: str, capability: str, memory_mib: int, units: int, tera: float, tb: float, *links: float
+    name: str, capability: str, memory_mib: int, units: int, tera: str, tb: float, *links: float
 ) -> Gpu:
     near_gb, far_gb, node = links
     major, minor = capability.split(".")
-    rates = (tera * 1e12, tb * 1e12, near_gb * 1e9, far_gb * 1e9)
+    wide, eight, four = (float(each) * 1e12 for each in tera.split("/"))
+    rates = (wide, eight, four, tb * 1e12, near_gb * 1e9, far_gb * 1e9)
     return Gpu(name, (int(major), int(minor)), memory_mib * MIB, units, *rates, int(node))
 
 
 GPUS = {
     each.name: each
     for each in (
-        _gpu("a100", "8.0", 81920, 108, 312, 2.0, 300, 25, 8),
-        _gpu("h100", "9.0", 81559, 132, 989, 3.35, 450, 50, 8),
-        _gpu("h800", "9.0", 81559, 132, 989, 3.35, 200, 50, 8),
-        _gpu("h200", "9.0", 143771, 132, 989, 4.8, 450, 50, 8),
-        _gpu("b200", "10.0", 183359, 148, 2250, 8.0, 900, 50, 8),
-        _gpu("b300", "10.3", 275040, 148, 2250, 8.0, 900, 100, 8),
-        _gpu("gb200", "10.0", 189471, 152, 2450, 8.0, 900, 50, 72),
-        _gpu("gb300", "10.3", 284208, 152, 2450, 8.0, 900, 100, 72),
+        _gpu("a100", "8.0", 81920, 108, "312/312/312", 2.0, 300, 25, 8),
+        _gpu("h100", "9.0", 81559, 132, "989/1979/1979", 3.35, 450, 50, 8),
+        _gpu("h800", "9.0", 81559, 132, "989/1979/1979", 3.35, 200, 50, 8),
+        _gpu("h200", "9.0", 143771, 132, "989/1979/1979", 4.8, 450, 50, 8),
+        _gpu("b200", "10.0", 183359, 148, "2250/4500/9000", 8.0, 900, 50, 8),
+        _gpu("b300", "10.3", 275040, 148, "2250/4500/13500", 8.0, 900, 100, 8),
+        _gpu("gb200", "10.0", 189471, 152, "2500/5000/10000", 8.0, 900, 50, 72),
+        _gpu("gb300", "10.3", 284208, 152, "2500/5000/15000", 8.0, 900, 100, 72),
     )
 }
-"""By the name that --gpu takes: compute capability, memory (MiB), multiprocessors, bf16 (TFLOP/s,
-dense), memory (TB/s), links within and between nodes (GB/s, one way), and GPUs of a node."""
+"""By the name that --gpu takes: compute capability, memory (MiB), multiprocessors, bf16, 8-bit and
+4-bit products (TFLOP/s, dense; a format that it lacks as the next wider), memory (TB/s), links
+within and between nodes (GB/s, one way), and GPUs that the fast links join."""

@@ -7,7 +7,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -48,28 +48,56 @@ class Record:
     code: str = ""
 
 
+@dataclass(slots=True)
+class Work:
+    """What kernels do, to be priced: counts of one step."""
+
+    products: dict[tuple[str, int, int, int, int], int] = field(default_factory=dict)
+    """By number format, rows, inner and columns, and how many run as one kernel: how often."""
+    attention_flops: dict[str, float] = field(default_factory=dict)  # by number format
+    bytes_moved: float = 0.0
+    optimizer_bytes: float = 0.0
+    kernels: int = 0
+    exchanges: dict[tuple[str, str, int, int], list[float]] = field(default_factory=dict)
+    """By kind, group, ranks and their reach: number, and bytes of the larger side."""
+
+    def copy(self) -> Work:
+        """Return the counts as they are now."""
+        exchanges = {key: list(each) for key, each in self.exchanges.items()}
+        products, attention = dict(self.products), dict(self.attention_flops)
+        return replace(self, products=products, attention_flops=attention, exchanges=exchanges)
+
+    def less(self, other: Work) -> Work:
+        """Return what was counted beyond an earlier copy."""
+        products = {key: n - other.products.get(key, 0) for key, n in self.products.items()}
+        attention = {
+            name: flops - other.attention_flops.get(name, 0.0)
+            for name, flops in self.attention_flops.items()
+        }
+        exchanges = {}
+        for key, (number, size) in self.exchanges.items():
+            before = other.exchanges.get(key, (0, 0))
+            exchanges[key] = [number - before[0], size - before[1]]
+        return Work(
+            {key: number for key, number in products.items() if number},
+            {name: flops for name, flops in attention.items() if flops},
+            self.bytes_moved - other.bytes_moved,
+            self.optimizer_bytes - other.optimizer_bytes,
+            self.kernels - other.kernels,
+            {key: each for key, each in exchanges.items() if each[0]},
+        )
+
+
 class Ran(NamedTuple):
     """A pass that ran: when, in seconds of this rank's work, and the bytes around it."""
 
     phase: str
     start: float
     end: float
+    did: Work
     before_bytes: int
     most_bytes: int
     after_bytes: int
-
-
-@dataclass(slots=True)
-class Work:
-    """What kernels do, to be priced: counts of one step."""
-
-    gemm_flops: dict[str, float] = field(default_factory=dict)  # by number format
-    attention_flops: float = 0.0
-    bytes_moved: float = 0.0
-    optimizer_bytes: float = 0.0
-    kernels: int = 0
-    exchanges: dict[tuple[str, str, int, int], list[float]] = field(default_factory=dict)
-    """By kind, group, ranks and their reach: number, and bytes of the larger side."""
 
 
 class Ledger(TorchDispatchMode):
@@ -216,14 +244,15 @@ class Ledger(TorchDispatchMode):
         """Note this as the phase of what is made inside, and the memory at both ends."""
         before, self.phase = self.phase, phase
         outer, self._local = self._local, self.now
-        begun, before_bytes = self.seconds(self.work), self.now
+        begun, earlier, before_bytes = self.seconds(self.work), self.work.copy(), self.now
         self.curve.append((begun, self.now))
         try:
             yield
         finally:
             ended = self.seconds(self.work)
             self.curve += [((begun + ended) / 2, self._local), (ended, self.now)]
-            self.passes.append(Ran(phase, begun, ended, before_bytes, self._local, self.now))
+            did, held = self.work.less(earlier), (before_bytes, self._local, self.now)
+            self.passes.append(Ran(phase, begun, ended, did, *held))
             self.phase, self._local = before, max(outer, self._local)
 
     def begin_step(self) -> None:
@@ -234,10 +263,16 @@ class Ledger(TorchDispatchMode):
 
     # ---- work ----
 
-    def product(self, flops: float, number_format: str) -> None:
-        """Count a matrix product, and the workspace of the first on each thread's handle."""
-        counts = self.work.gemm_flops
-        counts[number_format] = counts.get(number_format, 0.0) + flops
+    def product(self, number_format: str, rows: int, inner: int, columns: int, at: int = 1) -> None:
+        """Count a matrix product, or so many of a size that one kernel makes."""
+        key = (number_format, rows, inner, columns, at)
+        self.work.products[key] = self.work.products.get(key, 0) + 1
+        self.work.kernels += 1
+
+    def attention(self, flops: float, number_format: str) -> None:
+        """Count what scores and values take."""
+        known = self.work.attention_flops
+        known[number_format] = known.get(number_format, 0.0) + flops
         self.work.kernels += 1
 
     def cublas(self) -> None:
@@ -297,11 +332,11 @@ class Ledger(TorchDispatchMode):
         self.cublas()
         *_, left, right = (each for each in args if isinstance(each, Tensor))
         batch = left.shape[0] if left.dim() == 3 else 1
-        flops = 2.0 * batch * left.shape[-2] * left.shape[-1] * right.shape[-1]
+        rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
         if left.dim() == 3:
-            self.work.attention_flops += flops
+            self.attention(2.0 * batch * rows * inner * columns, str(left.dtype)[6:])
         else:
-            self.product(flops, str(left.dtype).removeprefix("torch."))
+            self.product(str(left.dtype).removeprefix("torch."), rows, inner, columns)
 
 
 _HOST, _GPU, _OUTSIDE = 1, 2, 3

@@ -110,14 +110,29 @@ class _Run:
     def __init__(self, job: Job, ledger: Ledger) -> None:
         self.job, self.ledger = job, ledger
         self.held: list[int] = []
+        self.held_parts: dict[str, int] = {}
         self.peaks: list[int] = []  # before each step
         self.after_setup = 0
         self.few = self.many = 0
         self.args: Any = None
         self.chunks: list[Any] = []
         self.passes = _Passes(ledger)
-        one = Scale(1, 1, 1, 1, job.schedule)
-        ledger.seconds = lambda work: step_time(work, GPUS[job.gpu], one)["step_s"]
+        ledger.seconds = self._seconds
+
+    def _seconds(self, work: Work) -> float:
+        return self.priced(work)["step_s"]
+
+    def priced(self, work: Work) -> dict[str, float]:
+        """Return the seconds of a part of the step, by what they are spent on."""
+        return step_time(work, GPUS[self.job.gpu], self.scale(1, 1, 1, 1))
+
+    def scale(self, microbatches: int, traced: int, ranks: int, chunks: int) -> Scale:
+        """Return how what was counted stands to a step, and how its kernels are started."""
+        given: Any = self.args or object()
+        graphs = getattr(given, "cuda_graph_impl", "none") == "full_iteration"
+        beside = bool(getattr(given, "overlap_moe_expert_parallel_comm", False))
+        experts = bool(getattr(given, "num_experts", None))
+        return Scale(microbatches, traced, ranks, chunks, graphs, experts and not graphs, beside)
 
     def install(self) -> None:
         """Replace what this run watches."""
@@ -194,6 +209,7 @@ class _Run:
         gc.collect()
         if self.ledger.phase == "step":
             self.held.append(self.ledger.now)
+            self.held_parts = _parts(self.ledger.held_at(self.ledger.clock), self.ledger.now)
         if len(self.held) == STEPS:
             raise _Enough
         self.ledger.phase = "step"
@@ -223,19 +239,15 @@ class _Run:
     def report(self) -> dict[str, Any]:
         """Return the figures."""
         ledger, args = self.ledger, self.args
-        scale = Scale(
-            self.many,
-            self.few,
-            args.pipeline_model_parallel_size,
-            max(len(self.chunks), 1),
-            self.job.schedule,
-        )
+        ranks = args.pipeline_model_parallel_size
+        scale = self.scale(self.many, self.few, ranks, max(len(self.chunks), 1))
         at_peak = ledger.held_at(ledger.peak_at)
         return {
             "rank": self.job.rank,
             "stage": self.job.stage,
             "peak_bytes": ledger.peak,
             "held_bytes": self.held[-1],
+            "held_parts": self.held_parts,
             "first_step_held_bytes": self.held[0],
             "after_setup_bytes": self.after_setup,
             "parts": _parts(at_peak, ledger.peak),
@@ -244,8 +256,11 @@ class _Run:
             "time": step_time(ledger.work, GPUS[self.job.gpu], scale),
             "microbatches": self.many,
             "traced_microbatches": self.few,
-            "parameters": sum(each.numel() for chunk in self.chunks for each in chunk.parameters()),
+            "parameters": sum(own := [_parameters(chunk) for chunk in self.chunks]),
+            "chunk_parameters": own,
+            "message_bytes": _message_bytes(args),
             "sizes": {
+                "world": self.job.world,
                 "dp": args.data_parallel_size,
                 "tp": args.tensor_model_parallel_size,
                 "pp": args.pipeline_model_parallel_size,
@@ -254,13 +269,50 @@ class _Run:
             "first_peak_bytes": self.peaks[-1],
             "curve": ledger.curve[:CURVE_POINTS],
             "passes": [each[:3] for each in ledger.passes[:CURVE_POINTS]],
-            "kinds": _by_kind(ledger.passes),
+            "kinds": self._by_kind(),
             "held_between_passes_bytes": _held_between(ledger.passes),
             "megatron": _megatron_version(),
             "transformer_engine": getattr(sys.modules.get("transformer_engine"), "__version__", ""),
             "operations": ledger.operations,
             "work": _plain(ledger.work),
         }
+
+    def _by_kind(self) -> list[dict[str, Any]]:
+        """Return what each kind of pass of each chunk adds and takes meanwhile, and what it did.
+
+        Bytes are medians; the work is that of the last, for the first one also casts weights.
+        """
+        found: dict[tuple[str, int], list[Ran]] = {}
+        for each in self.ledger.passes:
+            words = each.phase.split()
+            if len(words) == 3:
+                found.setdefault((words[0], int(words[1])), []).append(each)
+        made = []
+        for (kind, chunk), ran in sorted(found.items()):
+            parts = self.priced(ran[-1].did)
+            entry = {
+                "kind": kind,
+                "chunk": chunk,
+                "number": len(ran),
+                "adds_bytes": median(each.after_bytes - each.before_bytes for each in ran),
+                "meanwhile_bytes": median(each.most_bytes - each.before_bytes for each in ran),
+                "seconds": parts["step_s"],
+                "waited_seconds": parts["exchanges"],
+                "work": _plain(ran[-1].did),
+            }
+            made.append(entry)
+        return made
+
+
+def _parameters(chunk: Any) -> int:
+    return sum(each.numel() for each in chunk.parameters())
+
+
+def _message_bytes(args: Any) -> int:
+    """Return the size of what a stage sends to the next of a microbatch."""
+    shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    tokens = args.seq_length * args.micro_batch_size // (shards * args.context_parallel_size)
+    return int(tokens * args.hidden_size * args.params_dtype.itemsize)
 
 
 def _megatron_version() -> str:
@@ -271,31 +323,12 @@ def _megatron_version() -> str:
 
 def _plain(work: Work) -> dict[str, Any]:
     found = asdict(work)
+    found["products"] = [[*key, number] for key, number in work.products.items()]
     found["exchanges"] = [
         {"kind": kind, "group": group, "ranks": ranks, "span": span, "number": n, "bytes": size}
         for (kind, group, ranks, span), (n, size) in work.exchanges.items()
     ]
     return found
-
-
-def _by_kind(passes: list[Ran]) -> list[dict[str, Any]]:
-    """Return what each kind of pass adds of each chunk, and takes meanwhile: medians, bytes."""
-    found: dict[tuple[str, int], list[Ran]] = {}
-    for each in passes:
-        words = each.phase.split()
-        if len(words) == 3:
-            found.setdefault((words[0], int(words[1])), []).append(each)
-    return [
-        {
-            "kind": kind,
-            "chunk": chunk,
-            "number": len(ran),
-            "adds_bytes": median(each.after_bytes - each.before_bytes for each in ran),
-            "meanwhile_bytes": median(each.most_bytes - each.before_bytes for each in ran),
-            "seconds": median(each.end - each.start for each in ran),
-        }
-        for (kind, chunk), ran in sorted(found.items())
-    ]
 
 
 def _held_between(passes: list[Ran]) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_vshape.rehearsal import exchanges
 from megatron_vshape.rehearsal.device import Current
 from megatron_vshape.rehearsal.routing import Routing
 
@@ -49,8 +50,9 @@ def _module(name: str, **members: Any) -> None:
 def _accumulate(x: Tensor, dy: Tensor, out: Tensor) -> None:
     if Current.ledger is not None:
         Current.ledger.cublas()
-        flops = 2.0 * x.numel() * dy.shape[-1]
-        Current.ledger.product(flops, str(x.dtype).removeprefix("torch."))
+        wide = x.shape[-1]
+        name = str(x.dtype).removeprefix("torch.")
+        Current.ledger.product(name, dy.shape[-1], x.numel() // wide, wide)
 
 
 class _Norm(torch.autograd.Function):
@@ -103,8 +105,16 @@ class _Adam(torch.optim.Optimizer):
 class HybridBuffer:
     """DeepEP's buffer across nodes; what it holds itself is not torch's, and so not counted."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, group: Any = None, **options: Any) -> None:
         """Accept what the real one does."""
+        self._group = group
+
+    def _sent(self, tokens: int, like: Tensor) -> None:
+        """Count what goes out: a token once to every rank that has some of its experts."""
+        ranks = self._group.size()
+        reached = ranks * (1 - (1 - 1 / ranks) ** Routing.topk)
+        size = tokens * like.shape[1] * like.element_size() * reached
+        exchanges.count("all_to_all_single", self._group, size)
 
     def dispatch_with_permute(
         self,
@@ -122,7 +132,8 @@ class HybridBuffer:
             rows = int(tokens * Routing.topk * Routing.imbalance) // local * local
             table = torch.empty(tokens * Routing.topk * local, dtype=torch.int32, device="cuda")
             handle = (tokens, rows, local, table)
-        _, rows, local, _ = handle
+        tokens, rows, local, _ = handle
+        self._sent(tokens, hidden)
         moved = torch.empty(rows, hidden.shape[1], dtype=hidden.dtype, device="cuda")
         scores = None if probs is None else torch.empty(rows, dtype=torch.float32, device="cuda")
         return moved, scores, None, Routing.counts(rows, local), handle
@@ -132,6 +143,7 @@ class HybridBuffer:
     ) -> tuple[Any, ...]:
         """Return every token once."""
         tokens = handle[0]
+        self._sent(tokens, hidden)
         out = torch.empty(tokens, hidden.shape[1], dtype=hidden.dtype, device="cuda")
         if probs is None:
             return out, None

@@ -7,6 +7,7 @@ between them, it is found by what it is: the tensors of attention by their rank,
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megatron_vshape.rehearsal import te_quantized as quantized
 from megatron_vshape.rehearsal.device import Current
+from megatron_vshape.rehearsal.ledger import tensors_in
 
 _GATED = "glu geglu qgeglu reglu sreglu swiglu situglu".split()
 _PLAIN = "gelu qgelu relu srelu silu".split()
@@ -201,7 +203,7 @@ def generic_gemm(
 ) -> tuple[Any, ...]:
     """Return the product of column-major matrices, as cuBLAS has it, and the bias gradient."""
     rows, inner, columns = _product_sizes(a, transpose_a, b, transpose_b)
-    _count(2.0 * rows * inner * columns, a)
+    _count(a, rows, inner, columns)
     if out is None:
         shape = (rows,) if transpose_b else tuple(_shape(b)[:-1])
         out = _quantized(quantizer, _empty(*shape, columns, dtype=_out_dtype(out_dtype, b)))
@@ -225,9 +227,12 @@ def grouped_gemm(
     *unused: Any,
 ) -> Any:
     """Count a product per group; the outputs were made by the caller."""
-    for left, right in zip(a, b, strict=False):
-        rows, inner, columns = _product_sizes(left, transpose_a, right, transpose_b)
-        _count(2.0 * rows * inner * columns, left)
+    sizes = Counter(
+        _product_sizes(left, transpose_a, right, transpose_b)
+        for left, right in zip(a, b, strict=False)
+    )
+    for (rows, inner, columns), number in sizes.items():
+        _count(a[0], rows, inner, columns, number)
     return bias
 
 
@@ -249,9 +254,9 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
     return rows, shape[-1]
 
 
-def _count(flops: float, operand: Any) -> None:
+def _count(operand: Any, *sizes: int) -> None:
     if Current.ledger is not None:
-        Current.ledger.product(flops, quantized.format_of(operand))
+        Current.ledger.product(quantized.format_of(operand), *sizes)
 
 
 def _out_dtype(given: Any, operand: Any) -> torch.dtype:
@@ -317,18 +322,34 @@ def fused_attn_fwd(queries: int, keys: int, is_training: bool, *args: Any) -> li
     """Return the output, the softmax's statistics in fp32 and the generator's state."""
     q, k, v = _wide(args)[:3]
     batch, heads = _batch(args, q), q.shape[-2]
-    _count_attention(2.0 * batch * heads * queries * keys * (q.shape[-1] + v.shape[-1]) / 2)
+    seen = _keys_seen(args, keys)
+    _count_attention(q, 2.0 * batch * heads * queries * seen * (q.shape[-1] + v.shape[-1]))
     dtype = q.dtype if q.dtype.is_floating_point else torch.bfloat16
     out = _empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
-    return [out, _empty(batch, heads, queries, 1), _empty(2, dtype=torch.int64)]
+    statistics = _empty(batch, heads, queries, 1)
+    return [out, statistics, _empty(2, dtype=torch.int64), *_offsets_of(args, heads)]
 
 
 def fused_attn_bwd(queries: int, keys: int, *args: Any) -> list[Any]:
     """Return three gradients; cuDNN's workspace, dq added up in fp32, is there meanwhile."""
     q, k, v = _wide(args)[:3]
     batch, heads = _batch(args, q), q.shape[-2]
-    _count_attention(5.0 * batch * heads * queries * keys * (q.shape[-1] + v.shape[-1]) / 2)
-    return [_like(q), _like(k), _like(v), None, None]
+    seen, offset = _keys_seen(args, keys), _offsets_of(args, heads)
+    _count_attention(q, 5.0 * batch * heads * queries * seen * (q.shape[-1] + v.shape[-1]))
+    return [_like(q), _like(k), _like(v), None, _like(offset[0]) if offset else None]
+
+
+def _keys_seen(args: tuple[Any, ...], keys: int) -> float:
+    """Return how many keys a query sees: half of them, or those of its window."""
+    for each in args:
+        if isinstance(each, list | tuple) and len(each) == 2 and type(each[0]) is int:
+            return min(keys / 2, each[0] + 1) if each[0] >= 0 else keys / 2
+    return keys / 2
+
+
+def _offsets_of(args: tuple[Any, ...], heads: int) -> list[Tensor]:
+    """Return the learned offset of the softmax, if there is one."""
+    return [each for each in tensors_in(args) if tuple(each.shape) == (1, heads, 1, 1)]
 
 
 def _wide(args: tuple[Any, ...]) -> list[Any]:
@@ -342,10 +363,9 @@ def _batch(args: tuple[Any, ...], q: Tensor) -> int:
     return int(q.shape[1])
 
 
-def _count_attention(flops: float) -> None:
+def _count_attention(operand: Any, flops: float) -> None:
     if Current.ledger is not None:
-        Current.ledger.work.attention_flops += flops
-        Current.ledger.work.kernels += 1
+        Current.ledger.attention(flops, quantized.format_of(operand))
 
 
 def _half(x: Tensor, *unused: Any) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -32,6 +34,13 @@ def functions() -> dict[str, Callable[..., Any]]:
         ),
         "fp8_transpose": fp8_transpose,
     }
+
+
+def settle() -> None:
+    """Answer what would be read of values: signs of a random transform, which change no shape."""
+    with suppress(ImportError):  # before 2.8 there is no such format
+        module: Any = importlib.import_module("transformer_engine.pytorch.tensor.nvfp4_tensor")
+        module.get_sign_from_vector = lambda vector: 1
 
 
 def torch_dtype(given: Any) -> torch.dtype | None:

@@ -43,9 +43,10 @@ def prepare(megatron: str | None, te: str | None) -> None:
     exchanges.install()
     others.install()
     if te:
-        from megatron_vshape.rehearsal import te_extension, te_kernels
+        from megatron_vshape.rehearsal import te_extension, te_kernels, te_quantized
 
         te_extension.load(Path(te), te_kernels.functions())
+        te_quantized.settle()
         quantized = importlib.import_module("transformer_engine.pytorch.quantized_tensor")
         device.let_be_on_gpu(quantized.QuantizedTensor)
         _choose_attention()

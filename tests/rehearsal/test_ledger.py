@@ -85,7 +85,7 @@ CASES = {
         del out
         # w, x, w's gradient and a workspace for each of the two threads
         assert ledger.now == (4 * 3 + 2) * MIB, ledger.now / MIB
-        assert ledger.work.gemm_flops == {"float32": 2 * 2 * 1024**3}
+        assert ledger.work.products == {("float32", 1024, 1024, 1024, 1): 2}
     """,
     "the peak is told by what was there": """
         ledger.vocabulary, ledger.hidden = 1000, 64
@@ -106,7 +106,7 @@ CASES = {
         rest = (None, None, False, None, False, None, 0, False)
         out, bias_grad, gelu, more = product(w, True, x, False, None, None, None, None, *rest)
         assert out.shape == (8, 4, 128) and out.dtype == torch.bfloat16
-        assert ledger.work.gemm_flops == {"bfloat16": 2 * 32 * 64 * 128}
+        assert ledger.work.products == {("bfloat16", 32, 64, 128, 1): 1}
     """,
 }
 

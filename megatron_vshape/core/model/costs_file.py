@@ -23,7 +23,7 @@ _DEVICE = "device_bytes"
 _ALONE = "layers host_us sources recompute half_duplex joint hidden_share".split() + [_DEVICE]
 _UNLIKE, _MORE = "by_microbatch", "more_send_us"
 
-MEASURED, ASSUMED = "measured", "assumed"
+MEASURED, COUNTED, ASSUMED = "measured", "counted", "assumed"
 """How the source of a figure begins."""
 
 
@@ -96,9 +96,10 @@ def _sources(given: object) -> tuple[tuple[str, str], ...]:
     for name, text in given.items():
         if name not in known:
             raise ScheduleError(f"sources tells of {name!r:.40}, which no costs file has")
-        if not isinstance(text, str) or not text.startswith((MEASURED, ASSUMED)):
+        if not isinstance(text, str) or not text.startswith((MEASURED, COUNTED, ASSUMED)):
             raise ScheduleError(
-                f"the source of {name} is {text!r:.60}; it must begin with {MEASURED} or {ASSUMED}"
+                f"the source of {name} is {text!r:.60}; it must begin with "
+                f"{MEASURED}, {COUNTED} or {ASSUMED}"
             )
     return tuple(given.items())
 

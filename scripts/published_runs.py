@@ -1,0 +1,179 @@
+"""Runs that others have measured and published, in one form, and what is predicted of their steps.
+
+`docs/evidence/models.yaml` has their flags, `docs/evidence/counted.json` the work of one microbatch
+on a rank with one and with two layers, as `scripts/count_runs.py` counted it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.ledger import Work
+from megatron_vshape.rehearsal.step_time import Rates, Scale, step_time
+
+EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence"
+COUNTED, RUNS = EVIDENCE / "counted.json", EVIDENCE / "runs.csv"
+NUMBERS = "gpus tp pp vpp cp ep micro_batch global_batch sequence".split()
+COLUMNS = ["set", "model", "system", "gpu", "release", "precision", *NUMBERS, "step_s"]
+SIZES = "tp pp cp ep micro_batch sequence precision".split()
+LAYERS = (1, 2)
+"""Of a rank, in the two rehearsals."""
+
+Row = dict[str, Any]
+
+
+@cache
+def published() -> tuple[Row, ...]:
+    """Return the published runs."""
+    with RUNS.open() as stream:
+        return tuple(map(_typed, csv.DictReader(stream)))
+
+
+def _typed(given: Mapping[str, str]) -> Row:
+    numbers = {name: int(given[name]) for name in NUMBERS}
+    return {**given, **numbers, "step_s": float(given["step_s"])}
+
+
+@cache
+def models() -> Row:
+    """Return the flags of models and runs."""
+    found: Row = yaml.safe_load((EVIDENCE / "models.yaml").read_text())
+    return found
+
+
+def key_of(row: Row) -> str:
+    """Return the name of what is counted once: the model, its sizes, and the node's kind."""
+    kind = "wide" if row["gpu"].startswith("g") else row["gpu"]
+    sizes = " ".join(f"{name}={row[name]}" for name in SIZES)
+    return f"{row['model']} {sizes} gpus={row['gpus']} {kind}"
+
+
+def stages_of(pp: int) -> list[int]:
+    """Return the ranks of the pipeline that may be the busiest: a middle one and the last."""
+    return {1: [0], 2: [0, 1]}.get(pp, [pp // 2, pp - 1])
+
+
+def layers_of(row: Row) -> list[int]:
+    """Return how many layers the ranks have."""
+    given = models()
+    if row["model"] in given["layers"]:
+        return list(given["layers"][row["model"]][row["pp"]])
+    words = given["models"][row["model"]].split()
+    total = int(words[words.index("--num-layers") + 1])
+    ends = 2 if row["model"] in given["ends_are_layers"] and row["pp"] > 1 else 0
+    each, rest = divmod(total + ends, row["pp"])
+    made = [each + (rank < rest) for rank in range(row["pp"])]
+    made[0] -= ends // 2
+    made[-1] -= ends // 2
+    return made
+
+
+def _rules_of(row: Row) -> Iterator[Row]:
+    for rule in models()["runs"]:
+        if all(row.get(name) in rule[name] for name in rule if name not in ("flags", "how")):
+            yield rule
+
+
+def flags_of(row: Row, layers: int) -> list[str]:
+    """Return the run's flags with so many layers a rank, and without virtual stages."""
+    given = models()
+    text = f"{given['every']} {given['models'][row['model']]}"
+    for rule in _rules_of(row):
+        text += " " + rule.get("flags", "")
+    text = re.sub(r"--num-layers \d+", f"--num-layers {layers * row['pp']}", text)
+    many = {
+        "--seq-length": row["sequence"],
+        "--max-position-embeddings": row["sequence"],
+        "--micro-batch-size": row["micro_batch"],
+        "--global-batch-size": row["global_batch"],
+        "--tensor-model-parallel-size": row["tp"],
+        "--pipeline-model-parallel-size": row["pp"],
+        "--context-parallel-size": row["cp"],
+        "--expert-model-parallel-size": row["ep"],
+    }
+    words = shlex.split(text) + [str(each) for pair in many.items() for each in pair]
+    if "--num-experts" in text:
+        words += ["--expert-tensor-parallel-size", "1"]
+    return words + (["--sequence-parallel"] if row["tp"] > 1 else [])
+
+
+@cache
+def counted() -> Row:
+    """Return what was counted, by the rows' keys."""
+    found: Row = json.loads(COUNTED.read_text()) if COUNTED.is_file() else {}
+    return found
+
+
+def predicted(row: Row, rates: Rates | None = None) -> dict[str, float]:
+    """Return the parts of the predicted step of the rank that takes longest, and `step_s`."""
+    gpu = GPUS[row["gpu"]]
+    shards = row["tp"] * row["pp"] * (row["cp"])
+    microbatches = row["global_batch"] * shards // (row["gpus"] * row["micro_batch"])
+    how = {name: True for rule in _rules_of(row) for name in rule.get("how", ())}
+    if "--num-experts" in models()["models"][row["model"]] and "graphs" not in how:
+        how["host_waits"] = True
+    scale = Scale(microbatches, 1, row["pp"], row["vpp"], **how)
+    found = [step_time(work_of(row, stage), gpu, scale, rates) for stage in stages_of(row["pp"])]
+    return max(found, key=lambda parts: parts["step_s"])
+
+
+def is_counted(row: Row) -> bool:
+    """Return whether there is something to predict the row from."""
+    found = counted().get(key_of(row), {"": {"error": ""}})
+    return not any("error" in each for each in found.values())
+
+
+_works: dict[tuple[str, int, int], Work] = {}
+
+
+def work_of(row: Row, stage: int) -> Work:
+    """Return the work of a microbatch on a rank of the pipeline, with all its layers."""
+    layers = layers_of(row)[stage]
+    key = key_of(row), stage, layers
+    if key not in _works:
+        found = counted()[key[0]]
+        one, two = (_plain(found[f"{stage}/{number}"]) for number in LAYERS)
+        sums = {name: one.get(name, 0.0) for name in {*one, *two}}
+        for name in sums:
+            sums[name] += (layers - 1) * (two.get(name, 0.0) - one.get(name, 0.0))
+        _works[key] = _work(sums)
+    return _works[key]
+
+
+def _plain(work: Mapping[str, Any]) -> dict[Any, float]:
+    """Return every count by a name."""
+    made: dict[Any, float] = {
+        name: work[name] for name in ("bytes_moved", "optimizer_bytes", "kernels")
+    }
+    made |= {("attention", name): flops for name, flops in work["attention_flops"].items()}
+    made |= {("product", *each[:5]): each[5] for each in work["products"]}
+    for each in work["exchanges"]:
+        key = each["kind"], each["group"], each["ranks"], each["span"]
+        made["number", *key] = each["number"]
+        made["bytes", *key] = each["bytes"]
+    return made
+
+
+def _work(sums: Mapping[Any, float]) -> Work:
+    work = Work()
+    for name, value in sums.items():
+        if isinstance(name, str):
+            setattr(work, name, value)
+        elif name[0] == "attention":
+            work.attention_flops[name[1]] = value
+        elif name[0] == "product":
+            work.products[name[1:]] = value  # type: ignore[assignment]
+        else:
+            entry = work.exchanges.setdefault(name[1:], [0, 0])
+            entry[name[0] == "bytes"] = value
+    return work
