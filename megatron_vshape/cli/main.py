@@ -22,6 +22,7 @@ COMMANDS = {
     "schedule": "make a schedule, print its picture and numbers, draw, export or compare it",
     "plan": "find the fastest schedule for given costs within a memory limit",
     "profile": "measure what the stages of a model take on this device, for plan --costs",
+    "advise": "compare a training command with the best of stock Megatron and of this package",
     "rehearse": "tell what every rank of a training command would allocate, without a GPU",
     "sweep": "find the best way to train a model on a cluster",
     "playground": "see, compare and plan schedules on a page in the browser",

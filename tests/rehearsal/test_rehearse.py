@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_vshape import Costs, make, peak_held
+from megatron_vshape import Costs, load_schedule, make, peak_held
 
 pytest.importorskip("megatron.core")
 
@@ -116,3 +116,60 @@ def test_what_cannot_be_is_told_in_a_sentence(tmp_path: Path, flags: list[str], 
     (line,) = ran.stderr.splitlines()[-1:]
     assert wrong in line
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_costs_file_is_counted(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    command = [sys.executable, "-m", "megatron_vshape", "rehearse", "--costs", str(file)]
+    ran = run(tmp_path, [*command, "--", "pretrain_gpt.py", *TINY])
+    assert ran.returncode == 0, ran.stderr
+    costs = Costs.load(file)
+    assert costs.num_stages == 4
+    assert dict(costs.sources)["forward_us"].startswith("counted by a rehearsal")
+    # the head is the last stage's, its states those of the vocabulary beside a layer's
+    assert costs.forward_us[3] > costs.forward_us[1] == costs.forward_us[2]
+    state = costs.lists()["state_bytes"]
+    vocabulary = VOCABULARY * HIDDEN * (2 + 4 + 12)
+    assert state[3] - state[2] == pytest.approx(vocabulary, rel=0.02)
+    layer = 12 * HIDDEN**2 + 4 * HIDDEN
+    assert state[2] == pytest.approx(layer * LAYERS // 4 * (2 + 4 + 12), rel=0.02)
+    # what is planned with it is what a rehearsal of the plan's schedule peaks at
+    _, found = rehearse(tmp_path, [*TINY, "--pipeline-schedule", "v-half"], "--alone")
+    microbatches = found["ranks"][0]["microbatches"]
+    planned = peak_held(make("v-half", 2, microbatches), costs)
+    rehearsed = [rank["peak_bytes"] for rank in found["ranks"]]
+    assert planned == pytest.approx(rehearsed, rel=0.02)
+
+
+def test_advice_compares_todays_run_with_others(tmp_path: Path) -> None:
+    file, plan = tmp_path / "advice.json", tmp_path / "plan.json"
+    command = [sys.executable, "-m", "megatron_vshape", "advise", "--gpus", "4xH100"]
+    command += ["--json", str(file), "--export", str(plan), "--seconds", "1", "--keep", "tp"]
+    flags = [*TINY, "--recompute-granularity", "full", "--recompute-method", "uniform"]
+    ran = run(tmp_path, [*command, "--", "pretrain_gpt.py", *flags, "--recompute-num-layers", "1"])
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(file.read_text())
+    assert list(found) == ["today", "stock", "best", "same", "DON'T"]
+    today, stock, best = (found[what] for what in ("today", "stock", "best"))
+    assert today["schedule"] == "1f1b" and today["shape"]["recompute"] == "full"
+    # what is computed twice is worth dropping where memory is there for it
+    assert stock["shape"]["recompute"] == "none" and stock["step_s"] < today["step_s"]
+    assert max(stock["peak_bytes"]) > max(today["peak_bytes"])
+    assert best["step_s"] <= stock["step_s"] and best["step_s"] <= found["same"]["step_s"]
+    assert found["DON'T"]["step_s"] > today["step_s"]
+    assert load_schedule(plan).num_devices == best["shape"]["pipeline"]
+    assert "Predicted, not measured" in ran.stdout and "DON'T  v-half" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--gpus", "H100"], "is not a number, an x and a GPU, as in 128xH100"),
+        (["--gpus", "4xH100", "--keep", "all"], "known are tp, pp, recompute"),
+    ],
+)
+def test_what_is_no_question_is_refused(options: list[str], words: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_vshape", "advise", *options]
+    ran = run(tmp_path, [*command, "--", "pretrain_gpt.py", *TINY])
+    assert ran.returncode == 2 and words in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1

@@ -1,0 +1,456 @@
+"""megatron-vshape advise: today's run, the best of stock Megatron, and the best with a schedule."""
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_vshape.cli.files import Output, check_target, is_installed, write_all
+from megatron_vshape.cli.progress import told
+from megatron_vshape.cli.rehearse import add_program_arguments, job_of, programs_of
+from megatron_vshape.core.ask import AUTO, Question, best_order, known_as
+from megatron_vshape.core.check.bounds import LimitError
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.layers import even_layers
+from megatron_vshape.core.model.placement import looping
+from megatron_vshape.core.rivals import Known, judge
+from megatron_vshape.rehearsal import report, shapes, sources
+from megatron_vshape.rehearsal.flags import Command, Sizes, read_command, sizes_of
+from megatron_vshape.rehearsal.gpus import GIB, GPUS, Gpu
+from megatron_vshape.rehearsal.ranks import rehearse_all
+from megatron_vshape.rehearsal.shapes import Counted, Shape
+from megatron_vshape.rehearsal.step_time import ERRORS
+
+HEADROOM = 0.04
+"""Of a GPU's memory, left free for fragments."""
+
+BESIDE_GIB = 2.0
+"""What a rank has that torch does not hand out: CUDA's context, NCCL's buffers. An estimate."""
+
+MOST_SHAPES = 8
+PLANNED_SHAPES = 3
+"""Shapes that a plan is looked for in: the command's, and the best of the others."""
+
+KEEP = ("tp", "pp", "recompute")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A way to run: a schedule in a shape, and what it is predicted to take."""
+
+    name: str  # of the schedule
+    shape: Shape
+    known: Known
+    step_s: float
+    mfu: float
+    is_stock: bool
+
+    @property
+    def most(self) -> float:
+        """Return the bytes of the rank that needs most."""
+        return max(self.known.peak)
+
+    @property
+    def title(self) -> str:
+        """Return the schedule and the shape in words."""
+        return f"{self.name}, {self.shape.told()}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say which arguments the command takes."""
+    parser.usage = "megatron-vshape advise [OPTIONS] --gpus 128xH100 -- pretrain_gpt.py FLAGS..."
+    parser.add_argument(
+        "--gpus", required=True, metavar="NxGPU", help=f"as in 128xH100; {', '.join(GPUS)}"
+    )
+    parser.add_argument(
+        "--keep",
+        default="",
+        metavar="WHAT",
+        help=f"what the advice must not change: {', '.join(KEEP)}, with commas",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="of looking for orders; default: 20"
+    )
+    parser.add_argument(
+        "--export", type=Path, metavar="FILE.json", help="write the best schedule, to train with"
+    )
+    add_program_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Count the shapes, predict them, print the lines and what follows, and return 0."""
+    words = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not is_installed("torch"):
+        raise ScheduleError("advise runs Megatron itself: pip install 'megatron-vshape[megatron]'")
+    for flag, path in (("--export", options.export), ("--json", options.json)):
+        if path is not None:
+            check_target(flag, path, (".json",))
+    number, gpu = _gpus(options.gpus)
+    keep = _kept(options.keep)
+    command = read_command(words)
+    own = shapes.shape_of(command)
+    if own.pipeline < 2:
+        raise ScheduleError(
+            "the command has no pipeline, so there is no schedule to advise on: give "
+            "--pipeline-model-parallel-size, or see what it needs with rehearse"
+        )
+    layers = command.number("--num-layers", 0)
+    advice = _Advice(command, options, number, gpu, layers)
+    left_out: list[str] = []
+    wanted = [own]
+    for shape, why in shapes.shapes_beside(command, number, keep, layers):
+        if why:
+            left_out.append(f"{shape.told()}: {why}")
+        else:
+            wanted.append(shape)
+    with told(lambda us: f"{us * 1e-6:.1f} s"):
+        advice.count(wanted[:MOST_SHAPES], left_out)
+        if own not in advice.counted:
+            raise ScheduleError(f"the command could not be rehearsed: {left_out[0]}")
+        lines = advice.lines(own)
+    _print(advice, lines, left_out)
+    _write(lines, options)
+    return 0
+
+
+def _gpus(text: str) -> tuple[int, Gpu]:
+    number, _, name = text.lower().partition("x")
+    if not number.isdigit() or not int(number) or name not in GPUS:
+        raise ScheduleError(
+            f"--gpus {text!r:.40} is not a number, an x and a GPU, as in 128xH100; known are "
+            + ", ".join(GPUS)
+        )
+    return int(number), GPUS[name]
+
+
+def _kept(text: str) -> list[str]:
+    found = [part for part in text.split(",") if part]
+    for part in found:
+        if part not in KEEP:
+            raise ScheduleError(f"--keep {part!r:.40}: known are {', '.join(KEEP)}")
+    return found
+
+
+class _Advice:
+    """Predicts the shapes of a command."""
+
+    def __init__(
+        self,
+        command: Command,
+        options: argparse.Namespace,
+        number: int,
+        gpu: Gpu,
+        layers: int,
+    ) -> None:
+        self.command, self.options, self.gpu, self.layers = command, options, gpu, layers
+        self.sizes: dict[Shape, Sizes] = {}
+        self.counted: dict[Shape, Counted] = {}
+        self.number = number
+        self.limit = gpu.memory_bytes * (1 - HEADROOM) - BESIDE_GIB * GIB
+
+    def count(self, wanted: Sequence[Shape], left_out: list[str]) -> None:
+        """Rehearse every shape; what cannot be goes to `left_out`, with the reason."""
+        self.options.gpu, self.options.costs = self.gpu.name, True
+        programs = programs_of(self.options, self.command)
+        script = sources.find_script(self.command.script, programs.megatron)
+        jobs = []
+        for at, shape in enumerate(wanted):
+            for name, command, rank in shapes.jobs_of(self.command, shape):
+                sizes = sizes_of(command, self.number)
+                self.sizes[shape] = sizes
+                job = job_of(command, script, self.options, sizes, rank, f"{at} {name}")
+                jobs.append(job)
+        found: dict[int, dict[str, list[dict[str, Any]]]] = {}
+        errors: dict[int, str] = {}
+        for each in rehearse_all(programs, jobs):
+            at, name = int(each["name"].split()[0]), each["name"].split()[1]
+            if "error" in each:
+                errors[at] = each["error"]
+            else:
+                found.setdefault(at, {}).setdefault(name, []).append(each)
+        for at, shape in enumerate(wanted):
+            if at in errors:
+                left_out.append(f"{shape.told()}: {errors[at]}")
+                continue
+            for ranks in found[at].values():
+                ranks.sort(key=lambda each: int(each["stage"]))
+            self.counted[shape] = shapes.counted(found[at], self.gpu, self.microbatches(shape))
+
+    def microbatches(self, shape: Shape) -> int:
+        """Return how many of a step."""
+        sizes = self.sizes[shape]
+        each = self.command.number("--micro-batch-size", 1)
+        replicas = sizes.world // (sizes.tensor * sizes.context * sizes.pipeline)
+        return self.command.number("--global-batch-size", each * replicas) // (each * replicas)
+
+    def lines(self, own: Shape) -> dict[str, Line | None]:
+        """Return the lines that are told, by what they are."""
+        stock = [line for shape in self.counted for line in self._stock(shape)]
+        fitting = [line for line in stock if line.most <= self.limit]
+        found: dict[str, Line | None] = {"today": self._today(own)}
+        found["stock"] = min(fitting, key=_step, default=None)
+        others = [shape for shape in self.counted if shape != own]
+        seconds = self.options.seconds / PLANNED_SHAPES
+        mine = self._planned(own, seconds)
+        best = [line for line in (mine, found["stock"]) if line is not None]
+        planned = 0
+        for shape in sorted(others, key=self._least_s):
+            fastest = min(map(_step, best), default=math.inf)
+            if planned == PLANNED_SHAPES or self._least_s(shape) * 1e-6 > fastest:
+                break
+            line = self._planned(shape, seconds)
+            if line is not None:
+                best.append(line)
+                planned += 1
+        found["best"] = min(best, key=_step, default=None)
+        found["same"] = mine
+        if own.recompute == "full":
+            found["DON'T"] = self._named("v-half", own, stock=False)
+        return found
+
+    def _today(self, own: Shape) -> Line:
+        name = self.command.value("--pipeline-schedule") or self._megatrons()
+        line = self._named(name, own, stock=not self.command.has("--pipeline-schedule"))
+        if line is None:
+            raise ScheduleError(f"{name} is not known, or not of these sizes")
+        return line
+
+    def _megatrons(self) -> str:
+        """Return the name of the schedule that Megatron itself takes."""
+        command = self.command
+        chunks = command.number("--num-virtual-stages-per-pipeline-rank", 1)
+        each = command.number("--num-layers-per-virtual-pipeline-stage", 0)
+        if each:
+            pipeline = command.number("--pipeline-model-parallel-size", 1)
+            chunks = max(1, self.layers // (each * pipeline))
+        layout = command.value("--pipeline-model-parallel-layout")
+        if layout:
+            stages = len(_unfolded(layout).split("|"))
+            chunks = max(1, stages // command.number("--pipeline-model-parallel-size", 1))
+        return "1f1b" if chunks == 1 else f"interleaved-1f1b:{chunks}"
+
+    def _stock(self, shape: Shape) -> Iterator[Line]:
+        counts = [n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12) if n * shape.pipeline <= self.layers + 2]
+        many = self.counted[shape].microbatches
+        for chunks in counts:
+            stages = chunks * shape.pipeline
+            divides = 0 in (self.layers % stages, (self.layers + 2) % stages)
+            if not divides or (chunks > 1 and many % shape.pipeline):
+                continue
+            name = "1f1b" if chunks == 1 else f"interleaved-1f1b:{chunks}"
+            line = self._named(name, shape, stock=True)
+            if line is not None:
+                yield line
+
+    def _named(self, name: str, shape: Shape, stock: bool) -> Line | None:
+        counted = self.counted[shape]
+
+        def cut(stages: int, _: str) -> Costs:
+            placement = looping(shape.pipeline, stages // shape.pipeline)
+            each, rest = divmod(self.layers + 2, stages)
+            if self.layers % stages == 0:
+                layers = even_layers(self.layers, placement)
+            elif rest == 0:  # --account-for-embedding-in-pipeline-split, and for the loss
+                layers = (each - 1, *(each,) * (stages - 2), each - 1)
+            else:
+                layers = counted.pieces.balanced(self.layers, placement)
+            return counted.pieces.costs(layers)
+
+        question = Question(
+            name, shape.pipeline, counted.microbatches, cut(2 * shape.pipeline, name), cut
+        )
+        try:
+            known = known_as(name, question)
+        except ScheduleError:
+            return None
+        return self._line(name, shape, known, stock)
+
+    def _planned(self, shape: Shape, seconds: float) -> Line | None:
+        counted = self.counted[shape]
+        chunks = tuple(n for n in (1, 2) if n * shape.pipeline <= self.layers + 2)
+        question = Question(
+            AUTO,
+            shape.pipeline,
+            counted.microbatches,
+            limit=self.limit,
+            layers=(counted.pieces, self.layers),
+            costs=counted.pieces.costs(even_layers(2 * shape.pipeline, looping(shape.pipeline, 2))),
+            chunks=chunks,
+            seconds=seconds,
+        )
+        try:
+            answer = best_order(question)
+        except (LimitError, ScheduleError):
+            return None
+        known = judge(answer.schedule, answer.costs)
+        name = "planned order" if answer.is_known is None else str(answer.is_known)
+        return self._line(name, shape, known, answer.is_megatrons)
+
+    def _least_s(self, shape: Shape) -> float:
+        """Return the seconds of the shape's busiest rank, were it never idle."""
+        counted = self.counted[shape]
+        placement = looping(shape.pipeline, 1)
+        costs = counted.pieces.costs(counted.pieces.balanced(self.layers, placement))
+        return costs.busy_us(placement, shape.pipeline, counted.microbatches)
+
+    def _line(self, name: str, shape: Shape, known: Known, stock: bool) -> Line:
+        counted = self.counted[shape]
+        fixed = known.costs.fixed_bytes(known.schedule.placement, shape.pipeline)
+        state = max(fixed) - known.costs.device_bytes
+        step_s = known.timeline.makespan * 1e-6 + counted.once_s_per_byte * state
+        flops = 3 * (self.layers * counted.layer_flops + counted.ends_flops)
+        mfu = flops * counted.microbatches / (step_s * self.gpu.bf16_flops * shape.pipeline)
+        return Line(name, shape, known, step_s, mfu, stock)
+
+
+def _step(line: Line) -> float:
+    return line.step_s
+
+
+def _unfolded(layout: str) -> str:
+    """Return Megatron's layout with every group in brackets written out."""
+    import re
+
+    text = layout.replace(",", "")
+    text = re.sub(r"\(([^()]*)\)\*(\d+)", lambda found: found[1] * int(found[2]), text)
+    return re.sub(r"(.)\*(\d+)", lambda found: found[1] * int(found[2]), text)
+
+
+def _print(advice: _Advice, lines: Mapping[str, Line | None], left_out: Sequence[str]) -> None:
+    command = advice.command
+    runs, median, ninth, within = ERRORS
+    print(
+        report.wrapped(
+            f"{advice.layers} layers, {command.value('--seq-length') or '?'} tokens, batch "
+            f"{command.value('--global-batch-size') or '?'}, {advice.number} "
+            f"{advice.gpu.name.upper()}. Predicted, not measured: on {runs} published runs off by "
+            f"{median:g} % (median), nine in ten within {ninth:g} %; two runs of one model on one "
+            f"system are told apart to {within:g} %."
+        )
+    )
+    shown = [(what, line) for what, line in lines.items() if line is not None]
+    width = max(len(line.title) for _, line in shown)
+    print(f"{'':7}{'':{width}}  {'step':>7}  {'MFU':>6}  GiB by rank of the pipeline")
+    for what, line in shown:
+        peaks = " ".join(report.gib(each) for each in line.known.peak)
+        over = "" if line.most <= advice.limit else "   does not fit"
+        step = f"{line.step_s:7.2f} s {100 * line.mfu:5.1f} %"
+        print(f"{what:<7}{line.title:{width}} {step}  {peaks}{over}")
+    today = shown[0][1]
+    print(report.wrapped(_verdict(advice, today, lines["stock"], lines["best"])))
+    print(report.wrapped(_first_rank(today)))
+    if left_out:
+        print(report.wrapped("left out: " + "; ".join(left_out)))
+    print(
+        report.wrapped(
+            "Least certain: what B and W take beside a whole backward. On one GPU, "
+            "megatron-vshape profile measures it; every line can be had as megatron-vshape "
+            "rehearse with its flags."
+        )
+    )
+
+
+def _verdict(advice: _Advice, today: Line, stock: Line | None, best: Line | None) -> str:
+    """Return what to do, in a sentence; nothing that the prediction's own error makes a toss-up."""
+    within = ERRORS[3] / 100
+    if best is None:
+        return (
+            f"nothing that was looked at fits {report.gib(advice.limit)} GiB of a GPU "
+            f"({HEADROOM:.0%} and {BESIDE_GIB:g} GiB are kept free)"
+        )
+    fits = today.most <= advice.limit
+    gain = 1 - best.step_s / today.step_s
+    if fits and gain <= within:
+        return (
+            f"No gain: keep what you have. The best that was found is {100 * gain:.1f} % faster, "
+            f"and {100 * within:g} % is within the prediction's error."
+        )
+    chosen = best
+    if stock is not None and best.step_s > (1 - within) * stock.step_s:
+        chosen = stock
+    if chosen.is_stock:
+        return f"Needs no package: {_change(advice, today, chosen)}."
+    beyond = ""
+    if stock is not None:
+        beyond = f", {100 * (1 - chosen.step_s / stock.step_s):.0f} % below the best of stock"
+    return f"{_change(advice, today, chosen)}{beyond}."
+
+
+def _change(advice: _Advice, today: Line, line: Line) -> str:
+    """Return which flags to change."""
+    words = []
+    if line.shape.recompute != today.shape.recompute:
+        words.append("remove --recompute-*")
+    if line.shape.tensor != today.shape.tensor:
+        words.append(f"--tensor-model-parallel-size {line.shape.tensor}")
+    if line.shape.pipeline != today.shape.pipeline:
+        words.append(f"--pipeline-model-parallel-size {line.shape.pipeline}")
+    chunks = line.known.schedule.num_chunks
+    if line.is_stock:
+        words.append(
+            "1F1B without virtual stages"
+            if chunks == 1
+            else f"--num-virtual-stages-per-pipeline-rank {chunks}"
+        )
+    else:
+        target = advice.options.export or "plan.json (--export plan.json writes it)"
+        words.append(f"--pipeline-schedule {target}")
+        layers = ",".join(map(str, line.known.costs.layers or ()))
+        if len(set(line.known.costs.layers or ())) > 1:
+            words.append(f"--pipeline-layer-split {layers}")
+    gain = 100 * (1 - line.step_s / today.step_s)
+    how = f"{gain:.0f} % faster than today" if gain > 0 else "it fits"
+    return f"{', '.join(words)}: {how}"
+
+
+def _first_rank(line: Line) -> str:
+    """Return what the rank that needs most holds, in words."""
+    costs, schedule = line.known.costs, line.known.schedule
+    at = max(range(schedule.num_devices), key=line.known.peak.__getitem__)
+    fixed = costs.fixed_bytes(schedule.placement, schedule.num_devices)[at]
+    return (
+        f"Today's rank {at}, which needs most: weights, gradients and optimizer "
+        f"{report.gib(fixed - costs.device_bytes)}, workspaces and messages "
+        f"{report.gib(costs.device_bytes)}, activations and what passes work with "
+        f"{report.gib(line.known.peak[at] - fixed)} GiB."
+    )
+
+
+def _write(lines: Mapping[str, Line | None], options: argparse.Namespace) -> None:
+    outputs = []
+    best = lines["best"]
+    if options.export is not None and best is not None:
+        text = replace(best.known.schedule, name="advised").to_json()
+        outputs.append(Output("--export", options.export, lambda path: _text(path, text)))
+    if options.json is not None:
+        content = {what: _plain(line) for what, line in lines.items() if line is not None}
+        made = json.dumps(content, indent=1) + os.linesep
+        outputs.append(Output("--json", options.json, lambda path: _text(path, made)))
+    write_all(outputs)
+    for each in outputs:
+        print(f"wrote {each.path}")
+
+
+def _text(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def _plain(line: Line) -> dict[str, Any]:
+    return {
+        "schedule": line.name,
+        "shape": {
+            "tensor": line.shape.tensor,
+            "pipeline": line.shape.pipeline,
+            "recompute": line.shape.recompute,
+        },
+        "step_s": line.step_s,
+        "mfu": line.mfu,
+        "peak_bytes": list(line.known.peak),
+        "layers": list(line.known.costs.layers or ()),
+        "is_stock": line.is_stock,
+    }
