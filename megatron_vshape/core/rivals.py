@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_vshape.core.check.bounds import fits
+from megatron_vshape.core.check.bounds import fits, room_in
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -126,6 +126,7 @@ def may_fit(
         return True
     held = list(map(min, costs.held_after_forward_bytes, costs.held_after_backward_bytes))
     rows = zip(block.peaks(), stages_of(block.placement, block.num_devices), strict=True)
+    _, limits = room_in(costs, block.placement, limits)
     return fits([peak * min(held[stage] for stage in own) for peak, own in rows], limits)
 
 

@@ -2,16 +2,33 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from operator import sub
 from typing import Any
 
 import pytest
 
-from megatron_vshape import Costs, Schedule, make, peak_held, verify
+from megatron_vshape import Costs, Schedule, make, peak_held, plan, verify
+from megatron_vshape.core.ask import AUTO, Question, best_order
+from megatron_vshape.core.check.any_placement import bound_of_any_placement
+from megatron_vshape.core.check.bounds import (
+    LimitError,
+    bound_at,
+    each_limit,
+    fits,
+    least_memory,
+)
 from megatron_vshape.core.check.simulate import held_curve
 from megatron_vshape.core.model.costs import Piece, regroup
-from megatron_vshape.core.model.kinds import LOGITS, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import HEAD_WEIGHT, LOGITS, Kind, ScheduleError
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.placement import v_shape
+from megatron_vshape.core.model.schedule import Objective
+from megatron_vshape.core.planner.vocabulary import (
+    share_vocabulary,
+    shared_costs,
+    without_shared,
+)
 
 STAGES = 4
 STATE = (50.0, 10.0, 10.0, 30.0)
@@ -124,3 +141,121 @@ def test_a_limit_is_of_all_of_it() -> None:
     verify(made, peaks, costs())
     with pytest.raises(ScheduleError, match="device 0 holds"):
         verify(made, (peaks[0] - 0.01, *peaks[1:]), costs())
+
+
+def measured(num_stages: int, **more: Any) -> Costs:
+    """Return costs whose last stage works with more than its F keeps, as a loss does."""
+    ends = {
+        "state_bytes": (50.0, *(30.0,) * (num_stages - 2), 45.0),
+        "forward_work_bytes": (0.25,) * (num_stages - 1) + (5.0,),
+        "backward_work_bytes": (2.0,) * num_stages,
+        "weight_work_bytes": (0.5,) * num_stages,
+    }
+    held = (8.0,) * (num_stages - 1) + (12.0,)
+    times = (1.0,) * num_stages, (1.2,) * num_stages, (0.8,) * num_stages
+    own: dict[str, Any] = ends | {"device_bytes": 1.0} | more
+    return Costs(*times, 0.05, held, held, **own)
+
+
+LIMITS = {"equal": 141.0, "of each": (150.0, 120.0, 120.0, 122.0)}
+
+
+@pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
+def test_a_plan_never_needs_more_than_the_limit_by_replay(limit: Any) -> None:
+    told = measured(8)
+    made = plan(told, 4, 8, limit, placements=[v_shape(4)], steps=20_000)
+    limits = each_limit(limit, 4)
+    assert made.peak == peak_held(made.schedule, told)
+    assert fits(made.peak, limits)
+    assert fits(replayed(made.schedule, told), limits)
+    # what is blind to what passes work with would need more than that
+    blind = told.of_activations()
+    left = tuple(map(sub, limits, told.fixed_bytes(v_shape(4), 4)))
+    other = plan(blind, 4, 8, left, placements=[v_shape(4)], steps=20_000)
+    assert not fits(peak_held(other.schedule, told), limits)
+
+
+def replayed(schedule: Schedule, told: Costs) -> list[float]:
+    """Return the peaks of a schedule of F, B and W, counted pass by pass."""
+    lists, peaks = told.lists(), []
+    for device, passes in enumerate(schedule.order):
+        own = [stage for stage, at in enumerate(schedule.placement) if at == device]
+        held: dict[tuple[int, int], float] = {}
+        most = []
+        for kind, stage, microbatch in passes:
+            if kind is Kind.F:
+                held[stage, microbatch] = lists["held_after_forward_bytes"][stage]
+            works = {"F": "forward", "B": "backward", "W": "weight", "BW": "backward"}[kind]
+            most.append(sum(held.values()) + lists[f"{works}_work_bytes"][stage])
+            if kind is Kind.B:
+                held[stage, microbatch] = lists["held_after_backward_bytes"][stage]
+            elif kind is not Kind.F:
+                del held[stage, microbatch]
+        state = sum(lists["state_bytes"][stage] for stage in own)
+        peaks.append(told.device_bytes + state + max(most))
+    return peaks
+
+
+def test_a_bound_counts_on_no_more_memory_than_state_leaves() -> None:
+    told, placement, goal = measured(8), v_shape(4), Objective.MAKESPAN
+    limits = (140.0, 100.0, 100.0, 115.0)
+    left = tuple(map(sub, limits, told.fixed_bytes(placement, 4)))
+    bound = bound_at(told, placement, 32, limits, goal)
+    assert bound == bound_at(told.without_state(), placement, 32, left, goal)
+    assert bound > bound_at(told.without_state(), placement, 32, limits, goal)
+    anywhere = bound_of_any_placement(told, 32, limits)
+    assert anywhere == pytest.approx(
+        bound_of_any_placement(told.without_state(), 32, [sum(left) / 4] * 4)
+    )
+
+
+def test_what_fits_nowhere_is_told_with_all_that_a_device_needs() -> None:
+    told, placement = measured(8), v_shape(4)
+    need = least_memory(told, placement, 4)
+    assert need[0] == 50 + 45 + 1 + 8 + 12 + 5
+    assert need[1] == 60 + 1 + 16 + 2
+    with pytest.raises(LimitError) as refused:
+        plan(told, 4, 8, 120.0, placements=[placement], steps=1000)
+    assert (refused.value.device, refused.value.need) == (0, need[0])
+    one = plan(told, 4, 4, max(need), placements=[placement], steps=1000)
+    assert fits(one.peak, (max(need),) * 4)
+
+
+def test_the_default_limit_is_what_the_largest_device_needs_under_1f1b() -> None:
+    told = measured(8)
+    question = Question(AUTO, 4, 16, told, steps=20_000, placements=(v_shape(4),))
+    alone = peak_held(make("1f1b", 4, 16), regroup(told, 4, "1f1b"))
+    made = best_order(question)
+    assert made.limits == (max(alone),) * 4
+    assert fits(made.plan.peak, made.limits)
+
+
+def test_a_shared_vocabulary_is_planned_within_all_that_its_passes_work_with() -> None:
+    bare = measured(8, forward_work_bytes=(0.25,) * 8)
+    nothing, head = (
+        Piece(0, 0, 0, 0, 0, state_bytes=20),
+        Piece(2, 2, 2, 0, 0, state_bytes=20, forward_work_bytes=4, weight_work_bytes=8),
+    )
+    told = shared_costs(bare, nothing, head, 4, 0.1, 3.0)
+    assert told.device_bytes == 1 + (20 + 20) / 4
+    assert (max(told.works(LOGITS)), max(told.works(HEAD_WEIGHT))) == (1, 2)
+    schedule = share_vocabulary(make("v-half", 4, 12), told)
+    assert max(peak_held(schedule, told)) > max(peak_held(schedule, told.of_activations()))
+    limit = max(peak_held(schedule, told))
+    made = best_order(Question(AUTO, 4, 12, told, limit=limit, steps=5000))
+    assert max(peak_held(made.schedule, made.costs)) <= limit * (1 + 1e-9)
+    gone = without_shared(told).lists()
+    assert not any(name.startswith(("logits", "head_weight")) for name in gone)
+
+
+def test_a_proof_counts_what_passes_work_with() -> None:
+    pytest.importorskip("ortools")
+    from megatron_vshape.core.planner.exact import prove
+
+    told, limit, placement = measured(4), 128.0, v_shape(2)
+    made = plan(told, 2, 2, limit, placements=[placement], steps=5000)
+    proved = prove(made, told, limit, 20)
+    assert fits(replayed(proved.schedule, told), (limit,) * 2)
+    left = tuple(limit - each for each in told.fixed_bytes(placement, 2))
+    blind = plan(told.of_activations(), 2, 2, left, placements=[placement], steps=5000)
+    assert proved.lower_bound > blind.value

@@ -37,7 +37,7 @@ def bound_of_any_placement(
         + costs.held_after_backward_bytes[stage] * costs.weight_us[stage]
         for stage in stages
     )
-    memory = sum(limits)
+    memory = sum(limits) - sum(costs.fixed_bytes((0,) * costs.num_stages, devices))
     held = num_microbatches * area / memory if memory > 0 else 0.0
     shared += devices * num_microbatches * costs.device_us()
     bound = max(shared / devices, num_microbatches * max(work), held)

@@ -13,11 +13,12 @@ the least of theirs holds.
 """
 
 from collections.abc import Callable, Sequence
+from operator import sub
 
 from megatron_vshape.core.check.relax import split_no_slower
 from megatron_vshape.core.check.ways import Ways, ways_of
 from megatron_vshape.core.model.costs import Costs, held_text, regroup
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.kinds import PARTS, ScheduleError
 from megatron_vshape.core.model.placement import Placement, check_placement, stages_of
 from megatron_vshape.core.model.schedule import Objective
 
@@ -57,18 +58,31 @@ def each_limit(limits: float | Sequence[float], num_devices: int) -> tuple[float
     return tuple(limits)
 
 
+def room_in(
+    costs: Costs, placement: Placement, limits: Sequence[float]
+) -> tuple[Costs, tuple[float, ...]]:
+    """Return the costs without state, and what the limits leave each device beside its own."""
+    fixed = costs.fixed_bytes(placement, len(limits))
+    return costs.without_state(), tuple(map(sub, limits, fixed))
+
+
 def least_memory(costs: Costs, placement: Placement, num_devices: int) -> tuple[float, ...]:
     """Return what each device holds when microbatches run one after the other.
 
     No order of split backwards needs less: before the first B of a microbatch on a device, all its
-    F there have run.
+    F there have run. A W may come when nothing else is held.
     """
-    least = []
-    for stages in stages_of(placement, num_devices):
-        held = [costs.held_after_forward_bytes[stage] for stage in stages]
-        worst = sum(held)
-        for at, stage in enumerate(stages):
-            worst = max(worst, sum(held[:at]) + costs.held_after_backward_bytes[stage])
+    fixed = costs.fixed_bytes(placement, num_devices)
+    forward, backward, weight = map(costs.works, PARTS)
+    least: list[float] = []
+    for stages, worst in zip(stages_of(placement, num_devices), fixed, strict=True):
+        before = after = worst
+        for stage in stages:
+            kept = costs.held_after_backward_bytes[stage]
+            after += costs.held_after_forward_bytes[stage]
+            with_all = after + max(forward[stage], backward[stage])
+            worst = max(worst, with_all, before + kept, fixed[len(least)] + kept + weight[stage])
+            before = after
         least.append(worst)
     return tuple(least)
 
@@ -117,6 +131,7 @@ def bound_at(
     goal: Objective,
 ) -> float:
     """Return a value that no order of this placement is below, whatever the costs let it choose."""
+    costs, limits = room_in(costs, placement, limits)
     sizes, span = (placement, len(limits), num_microbatches), goal is Objective.SPAN
     if not costs.trades:
         return lower_bound(costs, *sizes, limits, span)
@@ -134,7 +149,7 @@ def lower_bound(
     limits: Sequence[float],
     span: bool = False,
 ) -> float:
-    """Return a value that no order within the limits is below.
+    """Return a value that no order within the limits is below, which are beside all state.
 
     For the span, each device's own first start is subtracted: when the first microbatch can be
     there, and no order that runs at once what it can starts later.

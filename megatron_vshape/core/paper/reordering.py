@@ -176,8 +176,8 @@ def make_sorts(
 ) -> Sorts:
     """Return the sorts of all stages, in lists; a sort is len(kinds) * stage + place in `kinds`.
 
-    `amounts` are, of a kind and a stage, the ticks of a pass, what it takes when it starts, and
-    what is held more when it has ended. Lane d is the processor of device d.
+    `amounts` are, of a kind and a stage, the ticks of a pass, what is held more while it runs, and
+    what is when it has ended. Lane d is the processor of device d.
     """
     table = NeedTable(len(placement), kinds)
     direct = table.direct_needs()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from megatron_vshape.core.check.bounds import each_limit
+from megatron_vshape.core.check.bounds import each_limit, room_in
 from megatron_vshape.core.check.relax import in_passes
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, held_text
@@ -66,7 +66,7 @@ def prove(
                 f"the plan holds {held_text(held)} on device {device}, not {held_text(most)} or "
                 "less"
             )
-    made = _make_model(cp_model.CpModel(), plan, costs, each)
+    made = _make_model(cp_model.CpModel(), plan, *room_in(costs, schedule.placement, each))
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers
@@ -134,6 +134,8 @@ def _add_devices(
                     model.new_fixed_size_interval_var(start[p], ticks[p], f"run {p}")
                     for p in (f, b, w)
                 ]
+                lives += runs[-len(PARTS) :]
+                amounts += [int(costs.works(kind)[stage] / unit) for kind in PARTS]
                 for first, last, held in (
                     (start[f], end[b], costs.held_after_forward_bytes[stage]),
                     (end[b], end[w], costs.held_after_backward_bytes[stage]),

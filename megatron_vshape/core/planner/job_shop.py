@@ -34,7 +34,8 @@ class Problem:
     placement: Placement
     num_devices: int
     num_microbatches: int
-    limits: tuple[float, ...]
+    limits: tuple[float, ...]  # beside what a device has all the time, as the costs are,
+    fixed: tuple[float, ...]  # and what that is
     objective: Objective
     kinds: tuple[Kind, ...]
     ticks_per_us: float
@@ -80,11 +81,16 @@ def make_problem(
             raise ScheduleError(f"a plan needs at least 1 of {what}, not {count}")
     limits = bounds.each_limit(limit, num_devices)
     bounds.check_limits(costs, placement, num_devices, proven_limits(kinds, limits))
+    fixed = costs.fixed_bytes(placement, num_devices)
+    costs, limits = bounds.room_in(costs, placement, limits)
     check_size(len(placement), num_microbatches)
     stages = range(len(placement))
     times = [costs.time_us(kind, stage) for kind in kinds for stage in stages]
     ticks_per_us = _time_scale(times, costs.longest_send_us, num_microbatches)
-    held = [value for kind in kinds for each in costs.held(kind)[:2] for value in each]
+    works = {kind: costs.works(kind) for kind in kinds}
+    held = [
+        value for kind in kinds for each in (*costs.held(kind)[:2], works[kind]) for value in each
+    ]
     units = scale_to(1e11, max(held) or 1.0)
     sorts = _arrays(costs, placement, kinds, ticks_per_us, units)
     room = np.zeros(len(sorts.of_lane.begin) - 1, np.int64)  # those of the processors come first
@@ -97,6 +103,7 @@ def make_problem(
         num_devices=num_devices,
         num_microbatches=num_microbatches,
         limits=limits,
+        fixed=fixed,
         objective=objective,
         kinds=kinds,
         ticks_per_us=ticks_per_us,
@@ -136,8 +143,9 @@ def _most_held(
     most = [max(pair) for pair in held]
     for takes, keeps, _ in (costs.held(kind) for kind in kinds if kind not in PARTS):
         most = [sum(each) for each in zip(most, takes, keeps, strict=True)]
+    works = [max(each) for each in zip(*map(costs.works, kinds), strict=True)]
     for own in stages_of(placement, num_devices):
-        yield sum(most[stage] for stage in own)
+        yield sum(most[stage] + works[stage] for stage in own)
 
 
 def _weight_of(kinds: tuple[Kind, ...], num_stages: int) -> np.ndarray:
@@ -151,12 +159,12 @@ def _arrays(
     costs: Costs, placement: Placement, kinds: Sequence[Kind], ticks_per_us: float, units: float
 ) -> Sorts:
     """Return the sorts for compiled functions."""
-    held = {kind: costs.held(kind) for kind in kinds}
+    held = {kind: (*costs.held(kind), costs.works(kind)) for kind in kinds}
 
     def amounts(kind: Kind, stage: int) -> tuple[int, int, int]:
-        takes, keeps, frees = (round(each[stage] * units) for each in held[kind])
+        takes, keeps, frees, works = (round(each[stage] * units) for each in held[kind])
         ticks = round(costs.time_us(kind, stage) * ticks_per_us)
-        return ticks, takes, takes + keeps - frees
+        return ticks, takes + works, takes + keeps - frees
 
     made: list[Any] = [
         Lists(*(np.array(part, np.int64) for part in each))

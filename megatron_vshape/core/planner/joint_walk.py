@@ -20,11 +20,12 @@ next block.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_vshape.core.check.bounds import LimitError, fits
+from megatron_vshape.core.check.bounds import LimitError, fits, room_in
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, Kind
@@ -83,14 +84,16 @@ def within(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Schedul
 
     A W waits for its own B alone, so what could run still can.
     """
-    changes = {kind: costs.changes(kind) for kind in PARTS}
+    alone, rooms = room_in(costs, schedule.placement, limits)
+    changes = {kind: alone.changes(kind) for kind in PARTS}
+    most = tuple(map(add, changes[Kind.F][0], alone.works(Kind.F)))
     rows = []
     for device, row in enumerate(schedule.order):
         left, made, held = list(row), list[Pass](), 0.0
         done: set[tuple[int, int]] = set()
         while left:
             at, (kind, stage, _) = 0, left[0]
-            if kind is Kind.F and held + changes[kind][0][stage] > limits[device] * (1 + _SAME):
+            if kind is Kind.F and held + most[stage] > rooms[device] * (1 + _SAME):
                 late = (w.kind is Kind.W and w[1:] in done for w in left)
                 at = next((place for place, is_late in enumerate(late) if is_late), 0)
             beside = left.pop(1) if left[at] in schedule.joint else None
@@ -188,7 +191,8 @@ class JointWalk:
         sort[forward] = len(shop.delta) + which.ravel()
         change = shop.delta[different[:, 1]]
         delta = shop.delta[different[:, 0]] + change
-        over = np.maximum(shop.over[different[:, 0]] - change, 0)
+        working = np.maximum(shop.over[different[:, 1]] + change, 0)  # the B, beyond what is held
+        over = np.maximum(shop.over[different[:, 0]] + working - change, 0)
         return {
             "sort": sort,
             "delta": np.append(shop.delta, delta),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -189,20 +190,24 @@ class PlacementSearch:
 
         if len(problem.placement) > 2 * devices:
             return [known]  # the loops' blocks are near the best; annealed orders take their turns
-        least = bounds.least_memory(problem.costs, problem.placement, devices)
+        costs = problem.costs.of_activations()
+        least = bounds.least_memory(costs, problem.placement, devices)
         stages = stages_of(problem.placement, devices)
+        # they know nothing of what passes work with: room for the most of it stays free
+        works = [max(each) for each in zip(*map(problem.costs.works, PARTS), strict=True)]
+        rooms = [
+            limit - max(works[stage] for stage in own)
+            for limit, own in zip(problem.limits, stages, strict=True)
+        ]
         # the zero-bubble V holds what 1F1B does; with more, only the ends can gain
         held = problem.costs.held_after_forward_bytes
         ample = [devices * sum(held[stage] for stage in own) for own in stages]
 
         def steady(share: float, steps: int) -> list[CyclicOrder]:
             limits = [
-                max(x, min(share * y, most))
-                for x, y, most in zip(least, problem.limits, ample, strict=True)
+                max(x, min(share * y, most)) for x, y, most in zip(least, rooms, ample, strict=True)
             ]
-            orders = find_steady_orders(
-                problem.costs, problem.placement, devices, limits, steps, self.seed
-            )
+            orders = find_steady_orders(costs, problem.placement, devices, limits, steps, self.seed)
             named = (f"steady-{at} at {share:.0%}" for at in range(len(orders)))
             return list(map(cyclic_order_of_steady, orders, named))
 
@@ -361,7 +366,7 @@ class PlacementSearch:
             value=value,  # simulated: ticks are rounded
             busy=busy,
             lower_bound=min(self.bound, value),
-            peak=peak_held(schedule, problem.costs),
+            peak=tuple(map(add, peak_held(schedule, problem.costs), problem.fixed)),
             source=source,
             steps=0,
         )

@@ -16,6 +16,7 @@ import math
 from bisect import insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import add
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
@@ -84,7 +85,9 @@ def shared_costs(
     all devices; `logits_bytes` what each holds of a microbatch from S to T.
     """
     amounts = _amounts(first, last, num_devices, sum_us, logits_bytes, min(costs.forward_us))
-    return costs.having(**{name: (value,) * costs.num_stages for name, value in amounts})
+    made = costs.having(**{name: (value,) * costs.num_stages for name, value in amounts})
+    ends = (first.state_bytes + last.state_bytes) / num_devices
+    return replace(made, device_bytes=costs.device_bytes + ends)
 
 
 def shared_pieces(
@@ -98,7 +101,9 @@ def shared_pieces(
     first, last = pieces.first.times(1 + predicting), pieces.last.times(1 + predicting)
     sums_us = sum_us * (1 + predicting)
     amounts = _amounts(first, last, num_devices, sums_us, logits_bytes, pieces.layer.forward_us)
-    return replace(without_ends(pieces), others=(*pieces.others, *amounts))
+    ends = (pieces.first.state_bytes + pieces.last.state_bytes) / num_devices
+    made = replace(without_ends(pieces), device_bytes=pieces.device_bytes + ends)
+    return replace(made, others=(*pieces.others, *amounts))
 
 
 def held_logits(pieces: Pieces, num_devices: int) -> float:
@@ -126,12 +131,17 @@ def _amounts(
     }
     least = LEAST * stage_us / num_devices
     amounts = [(name, max(least, value)) for name, value in times_us.items()]
-    return [*amounts, (LOGITS.takes, logits_bytes)]
+    works = {
+        LOGITS.works: max(last.forward_work_bytes, last.backward_work_bytes),
+        HEAD_WEIGHT.works: last.weight_work_bytes,
+    }
+    given = ((name, value / num_devices) for name, value in works.items() if value)
+    return [*amounts, (LOGITS.takes, logits_bytes), *given]
 
 
 def without_shared(costs: Costs) -> Costs:
     """Return the costs of F, B and W, by which orders are made before they share."""
-    there = _names().intersection(costs.lists())
+    there = (_names() | {kind.works for kind in VOCABULARY}).intersection(costs.lists())
     return costs.having(**dict.fromkeys(there)) if there else costs
 
 
@@ -168,8 +178,12 @@ def more_room(name: str, costs: Costs) -> float:
 
 
 def most_logits_bytes(costs: Costs, waiting: int = max(WAITING)) -> float:
-    """Return what a device holds of logits at most if so many microbatches' may wait for a T."""
-    return (waiting + 1) * max(dict(costs.others).get(LOGITS.takes, (0.0,)))
+    """Return what a device holds of logits at most if so many microbatches' may wait for a T.
+
+    With what passes work with that have to do with them.
+    """
+    works = max(max(costs.works(kind)) for kind in VOCABULARY)
+    return (waiting + 1) * max(dict(costs.others).get(LOGITS.takes, (0.0,))) + works
 
 
 def shared_if_told(schedule: Schedule, costs: Costs) -> Schedule:
@@ -247,10 +261,11 @@ def share_vocabulary(
             "can run: share that of a schedule without"
         )
     verify(schedule)
-    limits = [peak + more for peak in peak_held(schedule, costs)]
+    alone = costs.without_state()
+    limits = [peak + more for peak in peak_held(schedule, alone)]
     patience = PATIENCE if schedule.num_stages == schedule.num_devices else PATIENCE[:1]
     ways = itertools.product(waiting, LATE, patience)
-    made = [_Dealer(schedule, costs, limits, *way).deal() for way in ways]
+    made = [_Dealer(schedule, alone, limits, *way).deal() for way in ways]
     return min(made, key=lambda each: (simulate(each, costs).makespan, max(peak_held(each, costs))))
 
 
@@ -288,6 +303,10 @@ class _Dealer:
         self.waiting, self.late = waiting, late
         self.wait_us = {LOSS: patience * costs.time_us(Kind.F, schedule.num_stages - 1)}
         self.changes = {kind: costs.changes(kind) for kind in schedule.kinds}
+        self.most = {  # that a pass holds more while it runs
+            kind: tuple(map(add, takes, costs.works(kind)))
+            for kind, (takes, _) in self.changes.items()
+        }
         self.held = [0.0] * schedule.num_devices
         devices = schedule.num_devices
         self.homes = [stages[0] for stages in stages_of(schedule.placement, devices)]
@@ -345,8 +364,8 @@ class _Dealer:
             if kind in seen or kind not in (Kind.F, Kind.W):
                 continue
             seen.add(kind)
-            action, takes = self._action(work, device), self.changes[kind][0][stage]
-            if takes and self.held[device] + takes > self.limits[device] * (1 + _ROUNDING):
+            action, most = self._action(work, device), self.most[kind][stage]
+            if most and self.held[device] + most > self.limits[device] * (1 + _ROUNDING):
                 continue
             least_us = (1 - self.late) * self.costs.time_us(kind, stage)
             if action.start_us < math.inf and action.start_us + least_us <= given.start_us:
