@@ -74,6 +74,7 @@ from megatron_vshape.view.numbers import (
     idle_told,
     joint_told,
     labelled,
+    peaks_told,
     percent,
     prices_told,
     table,
@@ -106,7 +107,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-limit",
         metavar="CHUNKS|XGiB|NAME",
         help="most that a device may hold: chunks of 1 / (2 D) of a microbatch's activations in "
-        "the model (1F1B holds 2 D if all stages hold the same); with --costs, GiB as in 12.5GiB; "
+        "the model (1F1B holds 2 D if all stages hold the same); with --costs, GiB as in 12.5GiB, "
+        "everything included where the file has state_bytes; "
         "or the peak of a schedule, such as interleaved-1f1b:4 (default: 1f1b)",
     )
     parser.add_argument(
@@ -212,6 +214,8 @@ def run(options: argparse.Namespace) -> int:
     """Print what the arguments ask for, write the files, and return 0."""
     _check(options)
     measured = None if options.costs is None else _measured(options.costs, options.layers)
+    if measured is not None and _in_chunks(options):
+        measured = measured.of_activations()
     if options.hidden is not None and measured is not None:
         measured = _hiding(measured, options.hidden)
     costs = _costs(options, measured)
@@ -506,6 +510,12 @@ def _limit(options: argparse.Namespace, question: Question, in_bytes: bool) -> f
     return limit - headroom_of(options.headroom, limit, in_bytes)
 
 
+def _in_chunks(options: argparse.Namespace) -> bool:
+    """Return whether limits are chunks: of activations, whatever else the costs know of."""
+    limit = float_or_nan(options.memory_limit or "")
+    return options.frontier is not None or not math.isnan(limit)
+
+
 def _given_limit(text: str | None, question: Question, in_bytes: bool) -> float:
     name = (text or "1f1b").partition(":")[0]
     if text is None or name in EVERY_NAME or Path(name).suffix in SUFFIXES:
@@ -628,6 +638,7 @@ def _print(answer: Planned, limit: float, costs: Costs, in_bytes: bool) -> None:
         ("gap", _gap_text(answer)),
         ("placement", placement_text(made.schedule)),
         ("memory", f"{held(peaks[0])} at the peak, limit {held(peaks[1])}"),
+        *labelled("by device", peaks_told(made.schedule, answer.costs)),
         ("B and W apart", where_split(made.schedule)),
         *([("joint passes", joint_told(made.schedule))] if answer.costs.joins else []),
         *trades_told(timeline, answer.costs, held),
@@ -683,7 +694,9 @@ def _held_text(
 
     def text(held: float) -> str:
         chunks = f"{number(held / chunk)} chunks"
-        return f"{number(held / GIB)} GiB ({chunks})" if in_bytes else chunks
+        if not in_bytes:
+            return chunks
+        return f"{number(held / GIB)} GiB" + ("" if costs.knows_all else f" ({chunks})")
 
     return text
 

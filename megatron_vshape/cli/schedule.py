@@ -43,6 +43,7 @@ from megatron_vshape.view.numbers import (
     messages_per_microbatch,
     note,
     numbers_of,
+    peaks_told,
     percent,
     table,
     time_text,
@@ -269,16 +270,19 @@ def _lines(result: _Result) -> list[tuple[str, str]]:
     chunks = (
         f"{fixed(max(numbers.peak_chunks))} chunks of 1/{2 * result.schedule.num_devices} model"
     )
-    peak = [chunks]
+    peak, by_device = [chunks], [_by_device(numbers.peak_chunks)]
     if numbers.peak_bytes is not None:
         peak.insert(0, f"{fixed(max(numbers.peak_bytes) / GIB)} GiB")
+    if result.costs.knows_all:
+        peak[1:] = ["all that the largest device needs"]
+        by_device = peaks_told(result.schedule, result.costs)
     return [
         ("makespan", f"{time(timeline.makespan)}, the busiest device works {time(timeline.busy)}"),
         ("bubble", percent(timeline.bubble)),
         *labelled("idle", idle_told(timeline, result.costs)),
         ("span bubble", f"{percent(timeline.span_bubble)} (no barrier between steps)"),
         ("peak memory", f"{', '.join(peak)}: {percent(numbers.relative_peak)} of 1F1B's"),
-        ("by device", _by_device(numbers.peak_chunks)),
+        *labelled("by device", by_device),
         (
             "communication",
             f"{messages} messages a microbatch, {share:.3g} x 1F1B's",

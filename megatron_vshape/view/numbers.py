@@ -11,6 +11,8 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.planner.lighter import lighter_layers
+from megatron_vshape.core.planner.vocabulary import is_shared
 from megatron_vshape.view.names import plain
 
 GIB = 2.0**30
@@ -21,7 +23,10 @@ WORTH_TELLING = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What a timeline costs beside its times; a chunk is 1 / (2 * devices) of the model."""
+    """What a timeline costs beside its times; a chunk is 1 / (2 * devices) of the model.
+
+    Chunks are of activations alone, bytes of all that a device needs if the costs know it.
+    """
 
     timeline: Timeline
     peak_chunks: tuple[float, ...]
@@ -38,7 +43,8 @@ def numbers_of(timeline: Timeline, costs: Costs | None = None) -> Numbers:
     if costs is None:
         return Numbers(timeline, held, None, relative)
     chunk = chunk_of(costs, schedule.num_devices) or 1.0
-    return Numbers(timeline, tuple(each / chunk for each in held), held, relative)
+    alone = peak_held(schedule, costs.of_activations())
+    return Numbers(timeline, tuple(each / chunk for each in alone), held, relative)
 
 
 def base_peak(num_devices: int, costs: Costs | None = None) -> float:
@@ -53,6 +59,36 @@ def base_peak(num_devices: int, costs: Costs | None = None) -> float:
     if costs is None:
         return max(peak_held(schedule))
     return max(peak_held(schedule, regroup(costs, num_devices, "1F1B, for comparison,")))
+
+
+def peaks_told(schedule: Schedule, costs: Costs) -> list[str]:
+    """Return what each device needs at its peak, and what would help where that is too much.
+
+    Too much is more than the largest needs under 1F1B. Nothing of costs that do not know it all.
+    """
+    if not costs.knows_all:
+        return []
+    peaks, devices = peak_held(schedule, costs), schedule.num_devices
+    each, fixed_bytes = (
+        " ".join(fixed(value / GIB) for value in values)
+        for values in (peaks, costs.fixed_bytes(schedule.placement, devices))
+    )
+    lines = [f"{each} GiB, of which {fixed_bytes} are there between steps"]
+    base, most = base_peak(devices, costs), max(peaks)
+    if most <= base * (1 + WORTH_TELLING):
+        return lines
+    device = peaks.index(most)
+    ends = {schedule.placement[0], schedule.placement[-1]}
+    why = ", as it has both ends of the model" if ends == {device} and devices > 1 else ""
+    helps = [] if is_shared(schedule) else ["share the vocabulary out"]
+    layers, reached = lighter_layers(schedule, costs)
+    if reached < most:
+        helps.append(f"layers {','.join(map(str, layers))}, which need {fixed(reached / GIB)} GiB")
+    return [
+        *lines,
+        f"device {device} needs {percent(most / base - 1)} more than 1F1B's largest{why}"
+        + (f"; what helps: {', or '.join(helps)}" if helps else ""),
+    ]
 
 
 def messages_per_microbatch(schedule: Schedule) -> tuple[int, float]:

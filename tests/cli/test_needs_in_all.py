@@ -1,0 +1,111 @@
+"""What commands tell, and keep, where costs know all that a device needs."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_vshape import Costs, make, peak_held
+from megatron_vshape.cli.main import main
+from megatron_vshape.core.model.costs import regroup
+from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.planner.lighter import lighter_layers
+
+GIB = 2**30
+
+
+def costs(devices: int = 4) -> Costs:
+    """Return costs whose ends are heavy: 15 GiB of state, and a loss that works with 2 GiB."""
+    stages = 2 * devices
+    made = Costs(
+        *((1000.0,) * stages,) * 3,
+        50.0,
+        (4.0 * GIB,) * (stages - 1) + (8.0 * GIB,),
+        (4.0 * GIB,) * (stages - 1) + (6.0 * GIB,),
+        (4,) * stages,
+        device_bytes=0.5 * GIB,
+        state_bytes=(15.0 * GIB, *(9.0 * GIB,) * (stages - 2), 16.0 * GIB),
+        forward_work_bytes=(0.0,) * (stages - 1) + (2.0 * GIB,),
+        backward_work_bytes=(0.5 * GIB,) * stages,
+    )
+    return made
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "costs.json"
+    path.write_text(costs().to_json())
+    return str(path)
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main([*arguments, "--devices", "4", "--microbatches", "8"]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_schedule_tells_every_device_and_what_helps_the_largest(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = told(capsys, "schedule", "v-half", "--costs", file)
+    schedule = make("v-half", 4, 8)
+    peaks = peak_held(schedule, costs())
+    assert f"peak memory   {max(peaks) / GIB:g} GiB, all that the largest device needs: " in text
+    each = " ".join(f"{peak / GIB:g}" for peak in peaks)
+    assert f"by device     {each} GiB, of which 31.5 18.5 18.5 18.5 are there between" in text
+    base = max(peak_held(make("1f1b", 4, 4), regroup(costs(), 4, "1f1b")))
+    more = 100 * (max(peaks) / base - 1)
+    assert more > 2
+    heavy = f"device 0 needs {more:.1f} % more than 1F1B's largest, as it has both ends"
+    assert heavy in text
+    layers, reached = lighter_layers(schedule, costs())
+    assert f"or layers {','.join(map(str, layers))}, which need {reached / GIB:.4g} GiB" in text
+    assert "chunks" not in text.split("peak memory")[1]
+
+
+def test_a_schedule_that_needs_no_more_than_1f1b_says_nothing_of_that(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = told(capsys, "schedule", "v-min", "--costs", file)
+    assert "are there between steps" in text
+    assert "what helps" not in text
+
+
+def test_lighter_layers_need_what_is_told_and_no_move_of_one_needs_less() -> None:
+    schedule, own = make("v-half", 4, 8), costs()
+    layers, reached = lighter_layers(schedule, own)
+    pieces = Pieces.of(own, (4,) * 8)
+    assert sum(layers) == 32
+    assert reached == max(peak_held(schedule, pieces.costs(layers)))
+    assert reached < max(peak_held(schedule, own))
+    for giving in range(8):
+        for taking in range(8):
+            moved = list(layers)
+            moved[giving] -= 1
+            moved[taking] += 1
+            if min(moved[1:-1]) >= 1 and min(moved) >= 0:
+                assert max(peak_held(schedule, pieces.costs(moved))) >= reached
+    assert lighter_layers(schedule, replace(own, layers=None))[1] == max(peak_held(schedule, own))
+
+
+def test_a_limit_in_gib_is_of_all_and_one_in_chunks_of_activations(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ("--costs", file, "--proof-seconds", "0", "--chunks", "2")
+    text = told(capsys, "plan", *short, "--memory-limit", "56GiB")
+    peak = re.search(r"memory +([\d.]+) GiB at the peak, limit 56 GiB\n", text)
+    assert peak is not None
+    assert 31.5 < float(peak[1]) <= 56
+    assert re.search(r"by device +[\d. ]+ GiB, of which [\d. ]+ are there between steps", text)
+    alone = told(capsys, "plan", *short, "--memory-limit", "6")
+    assert re.search(r"memory +[\d.]+ GiB \([\d.]+ chunks\) at the peak, limit 27 GiB \(6 ch", alone)
+    assert "by device" not in alone
+
+
+def test_what_fits_nowhere_is_told_in_gib_of_all(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", "--devices", "4", "--microbatches", "8", "--costs", file]
+    assert main([*arguments, "--memory-limit", "30GiB"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"device \d may hold 30 GiB, but one microbatch alone needs [\d.]+ GiB", error)
