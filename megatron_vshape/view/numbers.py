@@ -74,20 +74,22 @@ def peaks_told(schedule: Schedule, costs: Costs) -> list[str]:
         for values in (peaks, costs.fixed_bytes(schedule.placement, devices))
     )
     lines = [f"{each} GiB, of which {fixed_bytes} are there between steps"]
+    if is_shared(schedule):  # 1F1B has the ends whole, of which these costs know nothing
+        return lines
     base, most = base_peak(devices, costs), max(peaks)
     if most <= base * (1 + WORTH_TELLING):
         return lines
     device = peaks.index(most)
     ends = {schedule.placement[0], schedule.placement[-1]}
     why = ", as it has both ends of the model" if ends == {device} and devices > 1 else ""
-    helps = [] if is_shared(schedule) else ["share the vocabulary out"]
+    helps = ["a vocabulary that all devices share"]
     layers, reached = lighter_layers(schedule, costs)
     if reached < most:
         helps.append(f"layers {','.join(map(str, layers))}, which need {fixed(reached / GIB)} GiB")
     return [
         *lines,
         f"device {device} needs {percent(most / base - 1)} more than 1F1B's largest{why}"
-        + (f"; what helps: {', or '.join(helps)}" if helps else ""),
+        + f"; what helps: {', or '.join(helps)}",
     ]
 
 

@@ -98,7 +98,9 @@ def test_a_limit_in_gib_is_of_all_and_one_in_chunks_of_activations(
     assert 31.5 < float(peak[1]) <= 56
     assert re.search(r"by device +[\d. ]+ GiB, of which [\d. ]+ are there between steps", text)
     alone = told(capsys, "plan", *short, "--memory-limit", "6")
-    assert re.search(r"memory +[\d.]+ GiB \([\d.]+ chunks\) at the peak, limit 27 GiB \(6 ch", alone)
+    assert re.search(
+        r"memory +[\d.]+ GiB \([\d.]+ chunks\) at the peak, limit 27 GiB \(6 ch", alone
+    )
     assert "by device" not in alone
 
 

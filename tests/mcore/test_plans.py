@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from mcore.other_trainer import DeferredConfig
 from posting import streams_of
 
 from megatron_vshape.core.ask import Question, ask, find
@@ -13,7 +14,9 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
-from megatron_vshape.mcore.setup.choice import Choice, choice_of
+from megatron_vshape.mcore.observe.report import opening_lines
+from megatron_vshape.mcore.setup.choice import GIB, Choice, choice_of
+from megatron_vshape.mcore.setup.library import options_from, prepare_config
 from megatron_vshape.mcore.setup.plans import Planner
 
 
@@ -80,3 +83,44 @@ def test_a_file_with_a_shared_vocabulary_shares_it(tmp_path: Path) -> None:
     assert choice_of(str(file), 2).shares
     file.write_text(plain.to_json())
     assert not choice_of(str(file), 2).shares
+
+
+def known_in_all() -> Costs:
+    """Return costs of 4 ranks that know of state, and of a loss that works with 2 GiB."""
+    return Costs(
+        *((1000.0,) * 8,) * 3,
+        50.0,
+        (4.0 * GIB,) * 8,
+        (4.0 * GIB,) * 8,
+        (1,) * 8,
+        state_bytes=(15.0 * GIB, *(9.0 * GIB,) * 6, 16.0 * GIB),
+        forward_work_bytes=(0.0,) * 7 + (2.0 * GIB,),
+    )
+
+
+def test_a_limit_leaves_the_runs_own_state_free_and_what_passes_work_with() -> None:
+    costs, limit, own = known_in_all(), 56 * GIB, (32.0 * GIB, *(18.5 * GIB,) * 3)
+    planner = Planner(Choice(4, "auto", costs=costs, limit_bytes=limit))
+    planner.reserve(own)
+    schedule = planner.training(8).schedule
+    within = peak_held(schedule, costs.without_state())
+    needed = [held + kept for held, kept in zip(within, own, strict=True)]
+    assert 48 * GIB < max(needed) <= limit
+    planner = Planner(Choice(4, "auto", costs=costs, limit_bytes=41 * GIB))
+    planner.reserve(own)
+    with pytest.raises(ScheduleError, match=r"at least 10\.000 GiB of them.*is 42\.000 GiB"):
+        planner.training(8)
+
+
+def test_the_log_begins_with_all_that_every_rank_needs(tmp_path: Path) -> None:
+    file, costs = tmp_path / "costs.json", known_in_all()
+    file.write_text(costs.to_json())
+    config = DeferredConfig(num_layers=8, hidden_size=32, num_attention_heads=4)
+    config.pipeline_model_parallel_size = 4
+    given = options_from({"schedule": "v-half", "costs_file": str(file)})
+    log = opening_lines(prepare_config(config, given), 8)
+    peaks = [peak / GIB for peak in peak_held(make("v-half", 4, 8), costs)]
+    each = " ".join(f"{peak:g}" for peak in reversed(peaks))  # a library's last rank has both ends
+    base = 15 + 9 + 4 * 8
+    assert f"the largest rank needs {100 * max(peaks) / base:.0f} % of 1F1B's; at their pea" in log
+    assert f"\n{each} GiB, of which 18 18 18 31 are there between steps" in log

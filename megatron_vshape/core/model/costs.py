@@ -254,7 +254,9 @@ class Costs:
 
         one = alike(1.0)
         times = alike(forward), alike(backward), alike(weight)
-        others: dict[str, Any] = dict.fromkeys(other_amounts(kinds), one)
+        works = {kind.works for kind in kinds}  # what passes work with is held for none of them
+        names = [name for name in other_amounts(kinds) if name not in works]
+        others: dict[str, Any] = dict.fromkeys(names, one)
         return cls(*times, send, one, one, host_us=host, **others)
 
     @classmethod

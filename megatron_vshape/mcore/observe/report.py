@@ -28,6 +28,7 @@ from megatron_vshape.runtime.held_bytes import Census
 from megatron_vshape.runtime.host_memory import free_host_bytes
 from megatron_vshape.runtime.hosts import told_ranks
 from megatron_vshape.runtime.offload import Offload
+from megatron_vshape.view.numbers import peaks_told
 
 CLOSE = 0.1
 """What a step may differ from its prediction by and still be called as planned."""
@@ -287,10 +288,18 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int, local_ranks: int | 
         f"pipeline schedule {schedule.name}, {schedule.num_devices} ranks, {num_microbatches} "
         f"microbatches{cut} (upper case: even chunks; one row per rank):\n"
         f"{plan.timeline.draw(COLUMNS)}\n"
-        f"{_at(pipeline)}: bubble {100 * plan.timeline.bubble:.1f} %, "
-        f"peak {plan.peak_chunks:.4g} chunks of 1/{2 * schedule.num_devices} of the model, "
-        f"{100 * plan.relative_peak:.0f} % of 1F1B's{whole}"
+        f"{_at(pipeline)}: bubble {100 * plan.timeline.bubble:.1f} %, {_peak_told(plan)}{whole}"
     )
+
+
+def _peak_told(plan: Plan) -> str:
+    """Return the peak over 1F1B's: of activations, or of all that ranks need where it is known."""
+    share = f"{100 * plan.relative_peak:.0f} % of 1F1B's"
+    ranks = peaks_told(plan.schedule, plan.costs) if plan.costs is not None else []
+    if not ranks:
+        chunk = f"1/{2 * plan.schedule.num_devices} of the model"
+        return f"peak {plan.peak_chunks:.4g} chunks of {chunk}, {share}"
+    return "\n".join([f"the largest rank needs {share}; at their peaks ranks need", *ranks])
 
 
 def _layers_told(pipeline: Pipeline) -> str:

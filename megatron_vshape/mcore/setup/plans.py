@@ -13,6 +13,7 @@ from megatron_vshape.core.check.simulate import peak_held, peak_shared, simulate
 from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import (
     OFFLOAD,
+    STATE,
     VOCABULARY,
     Kind,
     ScheduleError,
@@ -60,8 +61,10 @@ class Plan:
     @property
     def peak_chunks(self) -> float:
         """Return the most any device holds, in chunks of 1 / (2 * devices) of the model."""
-        peak = max(peak_held(self.schedule, self.costs))
-        return peak if self.costs is None else peak / chunk_of(self.costs, len(self.schedule.order))
+        if self.costs is None:
+            return max(peak_held(self.schedule))
+        peak = max(peak_held(self.schedule, self.costs.of_activations()))
+        return peak / chunk_of(self.costs, len(self.schedule.order))
 
     @property
     def relative_peak(self) -> float:
@@ -276,7 +279,10 @@ class Planner:
         if self.costs is None:
             return self._start(question)
         costs, layers = self._allowed(self.costs), self.choice.num_layers
-        left, limit = self._left_bytes(costs), self.choice.limit_of
+        limit = self.choice.limit_of
+        if self.choice.limit_bytes is not None:  # of which the run keeps its own state free
+            costs = costs.having(**{STATE: None}) if costs.knows_all else costs
+        left = self._left_bytes(costs)
         if left is not None:
             limit = tuple(left[rank] for rank in self.choice.ranks)
         placements = (self.choice.planned,)
