@@ -39,6 +39,7 @@ from megatron_vshape.core.paper.catalogue import (
     make_block,
     no_such_schedule,
 )
+from megatron_vshape.core.planner.lighter import fitting_layers
 from megatron_vshape.core.planner.vocabulary import (
     WAITING,
     most_logits_bytes,
@@ -136,7 +137,10 @@ class Question:
         num_stages = len(placement)
         if self.layers is not None:
             pieces, num_layers = self.layers
-            return pieces.costs(pieces.balanced(num_layers, placement))
+            layers = pieces.balanced(num_layers, placement)
+            if self.limit is not None and not isinstance(self.limit, str):
+                layers = fitting_layers(pieces, layers, placement, self.limit)
+            return pieces.costs(layers)
         if self.cut is not None:
             return self.cut(num_stages, name)
         if self.costs is None:
@@ -314,6 +318,7 @@ def best_order(question: Question, *known: Known) -> Planned:
         ScheduleError: the counts, the costs and the placements do not match.
     """
     limits, goal = limits_of(question), question.objective
+    question = replace(question, limit=limits)
     whole = question.whole()
     searched = question.placements or default_placements(
         question.num_devices, whole.num_stages, whole.trades

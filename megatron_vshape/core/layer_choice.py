@@ -18,6 +18,7 @@ from megatron_vshape.core.ask import Planned, Question, best_order
 from megatron_vshape.core.check.bounds import LimitError, bound_at
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.planner.lighter import lighter_layers
 
 TRIALS = 24
 """Splits that are planned for."""
@@ -59,7 +60,7 @@ def choose_layers(question: Question, answer: Planned) -> Layered:
         raise ScheduleError("to choose layers, the question must say what they cost")
     pieces, num_layers = question.layers
     placement, limits = answer.schedule.placement, answer.limits
-    first = pieces.balanced(num_layers, placement)
+    first = answer.costs.layers or pieces.balanced(num_layers, placement)
     asked = replace(
         question, layers=None, cut=None, placements=(placement,), limit=limits, chunks=()
     )
@@ -75,7 +76,10 @@ def choose_layers(question: Question, answer: Planned) -> Layered:
         except ScheduleError:  # nothing fits, or no order was found to
             return inf
 
-    value, layers, draw = value_of(first), first, random.Random(1)
+    lighter, _ = lighter_layers(answer.schedule, answer.costs)  # which leave an order more room
+    starts = dict.fromkeys((first, lighter or first))
+    value, layers = min((value_of(each), each) for each in starts)
+    draw = random.Random(1)
     trades = pieces.costs(first).trades
     for _ in range(TRIALS_OF_TRADES if trades else TRIALS):
         near = _near(draw, layers)

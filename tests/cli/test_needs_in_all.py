@@ -111,3 +111,21 @@ def test_what_fits_nowhere_is_told_in_gib_of_all(
     assert main([*arguments, "--memory-limit", "30GiB"]) == 2
     error = capsys.readouterr().err
     assert re.search(r"device \d may hold 30 GiB, but one microbatch alone needs [\d.]+ GiB", error)
+
+
+def test_layers_are_dealt_out_so_that_something_fits(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With as many in each, one microbatch alone needs 39.5 GiB of the largest device."""
+    own = ("plan", "--costs", file, "--proof-seconds", "0", "--chunks", "2", "--memory-limit")
+    assert main([*own, "37GiB", "--devices", "4", "--microbatches", "8"]) == 2
+    assert "no schedule fits: device" in capsys.readouterr().err
+    text = told(capsys, *own, "37GiB", "--layer-split", "auto")
+    split = re.search(r"--pipeline-layer-split ([\d,]+)", text)
+    assert split is not None
+    layers = tuple(map(int, split[1].split(",")))
+    assert sum(layers) == 32
+    assert layers[0] + layers[-1] < 8
+    peak = re.search(r"memory +([\d.]+) GiB at the peak, limit 37 GiB\n", text)
+    assert peak is not None
+    assert float(peak[1]) <= 37
