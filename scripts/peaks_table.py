@@ -22,6 +22,7 @@ from megatron_vshape.core.ask import AUTO, Question, best_order
 from megatron_vshape.core.model.costs import regroup
 from megatron_vshape.core.model.layers import Pieces, even_layers
 from megatron_vshape.core.model.placement import looping, v_shape
+from megatron_vshape.core.planner.lighter import lighter_layers
 from megatron_vshape.core.planner.vocabulary import (
     held_logits,
     share_vocabulary,
@@ -74,15 +75,13 @@ def interleaved(model: Model) -> Case:
 
 
 def split(model: Model) -> Case:
-    """Return V-Half with layers off the rank that has both ends."""
-    even = model.layers // (2 * model.devices)
-    inner = [even] * (2 * model.devices - 2)
-    inner[0] += even // 2
-    inner[-1] += even - even // 2
-    layers = (even // 2, *inner, even - even // 2)
-    flags = ["--pipeline-schedule", "v-half", "--pipeline-layer-split", ",".join(map(str, layers))]
+    """Return V-Half with the layers with which its largest rank needs least."""
     schedule = make("v-half", model.devices, model.microbatches)
-    return Case("v-half, layers " + flags[-1], flags, schedule, model.pieces.costs(layers))
+    even = model.pieces.costs(even_layers(model.layers, v_shape(model.devices)))
+    layers, _ = lighter_layers(schedule, even)
+    told = ",".join(map(str, layers))
+    flags = ["--pipeline-schedule", "v-half", "--pipeline-layer-split", told]
+    return Case(f"v-half, layers {told}", flags, schedule, model.pieces.costs(layers))
 
 
 def predicting(model: Model) -> Case:
@@ -162,6 +161,7 @@ def main() -> None:
     print(
         f"{'GiB, planned / rehearsed':34}" + "".join(f"{f'rank {at}':>16}" for at in range(devices))
     )
+    sys.stdout.flush()
     for key in options.cases:
         print_case(options, key, CASES[key](model))
 
@@ -175,7 +175,12 @@ def rehearse(options: argparse.Namespace, outputs: list[str], flags: list[str]) 
     """Run `rehearse` of the command with these flags."""
     own = ["--megatron", options.megatron, "--te", options.te, "--gpus", options.gpus]
     program = [sys.executable, "-m", "megatron_vshape", "rehearse", *own, "--alone", "--jobs", "1"]
-    subprocess.run([*program, *outputs, "--", *options.command, *flags], check=True)
+    subprocess.run(
+        [*program, *outputs, "--", *options.command, *flags],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 def print_case(options: argparse.Namespace, key: str, case: Case) -> None:

@@ -54,6 +54,19 @@ def shares(options: argparse.Namespace, measured: Costs | None) -> bool:
     return options.vocab_parallel is not None and not told
 
 
+def may_share(options: argparse.Namespace, measured: Costs | None) -> bool:
+    """Return whether the ends could be shared too, and the costs know what that takes off whom."""
+    if measured is None or not measured.knows_all or measured.trades or measured.joins:
+        return False
+    known = bool(measured.layers or options.layers) and options.mtp_layers is None
+    return known and options.vocab_parallel is None and not tells_shared(measured)
+
+
+def shared(options: argparse.Namespace) -> argparse.Namespace:
+    """Return the options of the same model whose ends all devices share."""
+    return argparse.Namespace(**{**vars(options), "vocab_parallel": math.nan})
+
+
 def unshared(options: argparse.Namespace) -> argparse.Namespace:
     """Return the options of the same model whose ends stay whole."""
     return argparse.Namespace(**{**vars(options), "vocab_parallel": None})

@@ -43,6 +43,7 @@ from megatron_vshape.cli.progress import Progress, told
 from megatron_vshape.cli.stopping import Budget
 from megatron_vshape.core.ask import (
     AUTO,
+    LESS_STEPS,
     SUFFIXES,
     Cut,
     Planned,
@@ -63,6 +64,7 @@ from megatron_vshape.core.model.layers import AUTO_SPLIT, Pieces
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Plan, check_size
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
+from megatron_vshape.core.planner.lighter import lighter_layers
 from megatron_vshape.core.planner.vocabulary import is_shared
 from megatron_vshape.view.names import placement_text, plain
 from megatron_vshape.view.numbers import (
@@ -300,7 +302,9 @@ def _searched(
     if heavy_ends.shares(options, measured) and not question.stopped():
         plain = _question(heavy_ends.unshared(options), None, measured)
         plain = replace(plain, progress=question.progress, stopped=question.stopped)
-        more += _unshared_told(replace(plain, limit=answer.limits), answer, held, time)
+        more += _told_of("not shared", replace(plain, limit=answer.limits), answer, held, time)
+    if heavy_ends.may_share(options, measured) and not question.stopped():
+        more += _ways_told(question, answer, options, measured, held, time)
     rows, others = comparison_rows(question, answer, held, time, options.all)
     compared = table(rows)
     if others:
@@ -365,19 +369,44 @@ def _question(options: argparse.Namespace, costs: Costs | None, measured: Costs 
     return replace(question, in_host=_in_host(options, question))
 
 
-def _unshared_told(
-    plain: Question, answer: Planned, held: Callable[[float], str], time: Callable[[float], str]
+def _told_of(
+    what: str,
+    question: Question,
+    answer: Planned,
+    held: Callable[[float], str],
+    time: Callable[[float], str],
 ) -> list[tuple[str, str]]:
-    """Return what the best plan takes within the same limits if the model's ends stay whole."""
+    """Return what the best plan of another question takes, beside the answer to this one."""
     try:
-        other = best_order(plain).plan
+        other = best_order(question).plan
     except LimitError:
-        return [("not shared", "nothing fits the limit")]
+        return [(what, "nothing fits the limit")]
     longer = percent(abs(other.value / answer.plan.value - 1))
     longer += " longer" if other.value >= answer.plan.value else " less"
-    return [
-        ("not shared", f"takes {time(other.value)}, {longer}, and holds {held(max(other.peak))}")
-    ]
+    return [(what, f"takes {time(other.value)}, {longer}, and holds {held(max(other.peak))}")]
+
+
+def _ways_told(
+    question: Question,
+    answer: Planned,
+    options: argparse.Namespace,
+    measured: Costs | None,
+    held: Callable[[float], str],
+    time: Callable[[float], str],
+) -> list[tuple[str, str]]:
+    """Return what takes the model's ends off the device that needs most, within the same limits."""
+    asked = replace(question, limit=answer.limits, seconds=None, steps=LESS_STEPS, holds_less=False)
+    other = _question(heavy_ends.shared(options), None, measured)
+    ways = [("ends shared", replace(asked, costs=other.costs, cut=other.cut))]
+    layers, _ = lighter_layers(answer.schedule, answer.costs)
+    if question.layers is None and layers != (answer.costs.layers or ()):
+        costs = Pieces.of(answer.costs, answer.costs.layers or ()).costs(layers)
+        placements = (answer.schedule.placement,)
+        even = replace(asked, costs=costs, cut=None, placements=placements)
+        ways.append(("other layers", even))
+    told = [each for way in ways for each in _told_of(*way, answer, held, time)]
+    flags = "--pipeline-vocab-parallel", f"--pipeline-layer-split {','.join(map(str, layers))}"
+    return [(what, f"{line}: {flag}") for (what, line), flag in zip(told, flags, strict=False)]
 
 
 def _cut(options: argparse.Namespace, measured: Costs | None) -> Cut:
