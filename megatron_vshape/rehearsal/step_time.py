@@ -41,7 +41,7 @@ class Rates:
 RATES = {
     (8, 0): Rates(wide=0.80, attention=0.50, memory=0.7),
     (9, 0): Rates(
-        wide=0.543, eight=0.600, attention=0.662, memory=0.492, wire=0.742, kernel_us=2.26,
+        wide=0.543, eight=0.600, attention=0.662, memory=0.507, wire=0.742, kernel_us=2.28,
         launch_us=14.1, exchange_us=15.1, shards_exposed=0.745, experts_exposed=0.91,
         experts_left=0.342, replicas_exposed=0.339,
     ),

@@ -151,14 +151,18 @@ def test_advice_compares_todays_run_with_others(tmp_path: Path) -> None:
     found = json.loads(file.read_text())
     assert list(found) == ["today", "stock", "best", "same", "DON'T"]
     today, stock, best = (found[what] for what in ("today", "stock", "best"))
-    assert today["schedule"] == "1f1b" and today["shape"]["recompute"] == "full"
+    assert today["schedule"] == "1f1b"
+    assert today["shape"]["recompute"] == "full"
     # what is computed twice is worth dropping where memory is there for it
-    assert stock["shape"]["recompute"] == "none" and stock["step_s"] < today["step_s"]
+    assert stock["shape"]["recompute"] == "none"
+    assert stock["step_s"] < today["step_s"]
     assert max(stock["peak_bytes"]) > max(today["peak_bytes"])
-    assert best["step_s"] <= stock["step_s"] and best["step_s"] <= found["same"]["step_s"]
+    assert best["step_s"] <= stock["step_s"]
+    assert best["step_s"] <= found["same"]["step_s"]
     assert found["DON'T"]["step_s"] > today["step_s"]
     assert load_schedule(plan).num_devices == best["shape"]["pipeline"]
-    assert "Predicted, not measured" in ran.stdout and "DON'T  v-half" in ran.stdout
+    assert "Predicted, not measured" in ran.stdout
+    assert "DON'T  v-half" in ran.stdout
 
 
 @pytest.mark.parametrize(
@@ -171,5 +175,6 @@ def test_advice_compares_todays_run_with_others(tmp_path: Path) -> None:
 def test_what_is_no_question_is_refused(options: list[str], words: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_vshape", "advise", *options]
     ran = run(tmp_path, [*command, "--", "pretrain_gpt.py", *TINY])
-    assert ran.returncode == 2 and words in ran.stderr
+    assert ran.returncode == 2
+    assert words in ran.stderr
     assert len(ran.stderr.splitlines()) == 1
