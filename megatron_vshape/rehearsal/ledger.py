@@ -31,6 +31,9 @@ _NO_KERNEL = (
 )
 
 WORKSPACES = "workspaces"
+OUTPUT_LAYER = "output_layer"
+"""The module, of whatever model of Megatron's, whose product is logits."""
+
 NEVER = sys.maxsize
 
 
@@ -114,7 +117,7 @@ class Ledger(TorchDispatchMode):
         self.work = Work()
         self.phase = self.place = ""
         self.operations = 0
-        self.vocabulary = self.hidden = 0  # sizes by which logits and weights are told apart
+        self._has_logits = False
         self._live: dict[int, tuple[Any, Record | None]] = {}
         self._inside = self._device = self._local = 0
         self._handles: set[bool] = set()
@@ -136,8 +139,6 @@ class Ledger(TorchDispatchMode):
 
     def _record(self, size: int, shape: tuple[int, ...]) -> Record:
         record = Record(size, self.clock, NEVER, self.phase, self.place, shape)
-        if self.vocabulary in shape and self.hidden not in shape:
-            record.what = "logits"
         if size >= LARGE:
             record.code = _code()
         self.records.append(record)
@@ -309,6 +310,7 @@ class Ledger(TorchDispatchMode):
             on_host = self._lands_on_host(args, kwargs)
             for each in made:
                 self.add(each, on_host)
+            self._tell_logits(func in GEMMS, made, args)
         if self._inside or on_host:
             return out
         if func in GEMMS:
@@ -327,6 +329,23 @@ class Ledger(TorchDispatchMode):
             return self._device == _HOST
         given = list(tensors_in((*args, *(kwargs or {}).values())))
         return bool(given) and all(map(self.is_on_host, given))
+
+    def _tell_logits(self, product: bool, made: list[Tensor], args: Any) -> None:
+        """Say which are logits: the output layer's product, and what comes of logits, as large."""
+        at_output = self.place.endswith(OUTPUT_LAYER) or self.phase.startswith("S ")
+        if not (product and at_output or self._has_logits):
+            return
+        sizes = {each.numel() for each in tensors_in(args) if self._is_logits(each)}
+        for each in made:
+            if (at_output and not sizes) if product else each.numel() in sizes:
+                self.name(each, "logits")
+                self._has_logits = True
+
+    def _is_logits(self, tensor: Tensor) -> bool:
+        if not self._has_logits or not isinstance(tensor, FakeTensor):
+            return False
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        return found is not None and found[1] is not None and found[1].what == "logits"
 
     def _gemm(self, args: Any) -> None:
         self.cublas()

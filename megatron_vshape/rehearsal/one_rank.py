@@ -169,9 +169,6 @@ class _Run:
             model, optimizer, scheduler = call(*args, **kwargs)
         self.chunks = list(model)
         self._name(optimizer)
-        shards = self.args.tensor_model_parallel_size
-        self.ledger.vocabulary = int(self.args.padded_vocab_size) // shards
-        self.ledger.hidden = int(self.args.hidden_size)
         self.passes.know(self.chunks)
         gc.collect()
         self.after_setup = self.ledger.now

@@ -88,14 +88,19 @@ CASES = {
         assert ledger.work.products == {("float32", 1024, 1024, 1024, 1): 2}
     """,
     "the peak is told by what was there": """
-        ledger.vocabulary, ledger.hidden = 1000, 64
         with ledger.during("F 0 3"):
-            kept = gpu(512, 64)
-            logits = gpu(512, 1000)
+            kept, weight = gpu(512, 64), gpu(64, 1000)
+            ledger.place = "mlp"
+            wide = kept @ weight  # as wide as the vocabulary, and no logits
+            ledger.place = "output_layer"
+            logits = kept @ weight
+            ledger.place = ""
+            softmax = logits.float().view(-1).exp()
+            narrow, back = softmax.view(512, 1000).sum(1), logits @ weight.t()
             del logits
-        held = ledger.held_at(ledger.peak_at)
-        assert sum(each.size for each in held) == ledger.peak
-        assert [each.what for each in held] == ["", "logits"]
+        held = [each for each in ledger.held_at(ledger.peak_at) if each.what != "workspaces"]
+        assert sum(each.size for each in held) == ledger.peak - MIB
+        assert [each.what for each in held] == ["", "", "", "logits", "logits", "", ""], held
         assert ledger.peak_phase == "F 0 3"
         (ran,) = ledger.passes
         assert (ran.before_bytes, ran.most_bytes, ran.after_bytes) == (0, ledger.peak, ledger.now)

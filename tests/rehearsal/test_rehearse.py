@@ -23,8 +23,8 @@ TINY = f"""
     --pipeline-model-parallel-size 2 --bf16 --transformer-impl local --no-persist-layer-norm
     --untie-embeddings-and-output-weights --position-embedding-type rope --disable-bias-linear
     --vocab-size {VOCABULARY} --data-path not there --tokenizer-type NotThere --attention-dropout 0
-    --hidden-dropout 0 --no-rope-fusion
-""".split()
+    --hidden-dropout 0 --no-rope-fusion --ffn-hidden-size {VOCABULARY}
+""".split()  # an MLP as wide as the vocabulary, which is not taken for logits
 
 
 def rehearse(folder: Path, flags: list[str], *options: str) -> tuple[str, dict[str, Any]]:
@@ -45,7 +45,7 @@ def test_a_tiny_run_holds_what_its_sizes_say(tmp_path: Path) -> None:
     printed, found = rehearse(tmp_path, TINY)
     first, last = found["ranks"]
     assert [first["rank"], last["rank"]] == [0, 1]
-    attention, mlp, norms = 4 * HIDDEN**2, 8 * HIDDEN**2, 4 * HIDDEN
+    attention, mlp, norms = 4 * HIDDEN**2, 2 * HIDDEN * VOCABULARY, 4 * HIDDEN
     of_layers = LAYERS // 2 * (attention + mlp + norms)
     ends = VOCABULARY * HIDDEN  # and the last rank's norm
     for rank, parameters in ((first, of_layers + ends), (last, of_layers + ends + 2 * HIDDEN)):
