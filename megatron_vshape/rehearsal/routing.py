@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_vshape.rehearsal.adjustments import wrap
 from megatron_vshape.rehearsal.device import on_host
 from megatron_vshape.rehearsal.values import Counts, known
 
@@ -41,6 +43,7 @@ def install(args: Any, imbalance: float) -> None:
         return tokens, Routing.counts(tokens.shape[0], self.num_local_experts), probs
 
     dispatchers.MoEAllGatherTokenDispatcher.dispatch_postprocess = gathered
+    wrap(dispatchers, "permute", _permuted)
     tensor: Any = Tensor
     tensor.masked_select = _routed
 
@@ -67,7 +70,19 @@ def _exchanged(self: Any, point: Any, tokens_per_expert: Any = None) -> Tensor:
     return Routing.counts(total, local)
 
 
+def _permuted(call: Callable[..., Any], tokens: Tensor, routing_map: Tensor, **options: Any) -> Any:
+    """Permute as many rows as routing says where they were summed up from values of the GPU."""
+    if not options.get("num_out_tokens", 1):
+        options["num_out_tokens"] = _rows_of(routing_map, routing_map.shape[1])
+    return call(tokens, routing_map, **options)
+
+
 def _routed(self: Tensor, mask: Tensor) -> Tensor:
     """Return what a routing map of [experts, tokens] selects: each token as often as it goes."""
-    rows = mask.numel() * Routing.topk // Routing.experts
-    return self.reshape(-1)[:rows].clone()
+    return self.reshape(-1)[: _rows_of(mask, mask.shape[0])].clone()
+
+
+def _rows_of(routing_map: Tensor, experts: int) -> int:
+    """Return the rows that go to so many experts, all of them or this rank's."""
+    rows = routing_map.numel() * Routing.topk // Routing.experts
+    return rows if experts == Routing.experts else int(rows * Routing.imbalance)

@@ -1,10 +1,12 @@
 """What a fake tensor answers where Megatron asks for its values on the host.
 
-Zero is "no overflow", "no clipping", "not NaN". Where a list was put into a tensor, it comes back.
+Zero is "no overflow", "no clipping", "not NaN"; of all values everything is true.
+Where a list was put into a tensor, it comes back.
 """
 
 from __future__ import annotations
 
+import functools
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Counts(list[Any]):
-    """A list of known numbers that answers as an array would."""
+    """A list of known numbers that answers as an array would; of more dimensions all are equal."""
+
+    @property
+    def T(self) -> Counts:
+        return self
 
     def tolist(self) -> list[Any]:
         return list(self)
@@ -28,13 +34,15 @@ def install() -> None:
     """Have fake tensors answer."""
     kind: Any = FakeTensor
     kind.item = _or_zero(Tensor.item)
-    kind.__bool__ = lambda self: False
+    kind.__bool__ = lambda self: bool(kind.item(self))
     kind.__float__ = lambda self: 0.0
     kind.__int__ = kind.__index__ = lambda self: 0
     kind.tolist = _to_list
     kind.numpy = lambda self, *_, **__: _to_array(self)
     kind.__format__ = lambda self, spec: format(0.0, spec) if spec else "fake"
     kind.__repr__ = lambda self, **_: f"Fake{tuple(self.shape)}"
+    owner: Any = torch
+    owner.all = _yes(torch.all)
     kind.get_data_tensors = lambda self: ()  # Transformer Engine's offloading would ask for it
 
 
@@ -43,6 +51,19 @@ def known(values: list[Any]) -> Tensor:
     made = torch.tensor(values)
     made.known_values = values  # type: ignore[attr-defined]
     return made
+
+
+def _yes(ask: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Have what asks of all values, whether they are finite or equal, hear that they are."""
+
+    @functools.wraps(ask)
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        made = ask(*args, **kwargs)
+        if not made.dim():
+            made.known_values = [True]  # type: ignore[attr-defined]
+        return made
+
+    return run
 
 
 def _or_zero(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ PROGRAM = """
 import json, sys, traceback
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from megatron_vshape.rehearsal import device, te_kernels, values
+from megatron_vshape.rehearsal import device, routing, te_kernels, values
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.ledger import Ledger, fused
 device.install()
@@ -104,6 +104,22 @@ CASES = {
         assert ledger.peak_phase == "F 0 3"
         (ran,) = ledger.passes
         assert (ran.before_bytes, ran.most_bytes, ran.after_bytes) == (0, ledger.peak, ledger.now)
+    """,
+    "of all values everything is true, of one nothing": """
+        x = gpu(4)
+        assert torch.all(x == x) and not x[0] and not torch.any(x)
+    """,
+    "experts get the rows that routing sends to them": """
+        routing.Routing.topk, routing.Routing.experts = 2, 8
+        tokens, mine = gpu(64, 16), gpu(64, 4, dtype=torch.bool)
+        rows = []
+        def permute(tokens, routing_map, num_out_tokens):
+            rows.append(num_out_tokens)
+        routing._permuted(permute, tokens, mine, num_out_tokens=mine.sum().item())
+        routing._permuted(permute, tokens, mine, num_out_tokens=24)
+        assert rows == [64, 24]
+        assert routing._routed(gpu(4, 64), mine.t()).shape == (64,)
+        assert values.Counts([8, 8]).T.ravel().tolist() == [8, 8]
     """,
     "a transformer engine product returns its shape": """
         product = te_kernels.functions()["generic_gemm"]
