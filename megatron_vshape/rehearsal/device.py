@@ -162,6 +162,7 @@ def _tensors() -> Iterator[tuple[Any, str, Any]]:
     yield Tensor, "cuda", lambda self, *_, **__: to_gpu(self)
     yield Tensor, "cpu", lambda self, *_, **__: to_host(self)
     yield Tensor, "pin_memory", lambda self, *_: to_host(self)
+    yield Tensor, "set_", _alias(Tensor.set_)
     yield Tensor, "is_cuda", property(lambda self: not _lies_on_host(self))
     yield FakeTensor, "__torch_dispatch__", classmethod(_dispatched(FakeTensor.__torch_dispatch__))
     yield FakeTensor, "device", property(_device_of)
@@ -237,6 +238,26 @@ def to_host(tensor: Tensor) -> Tensor:
         return tensor
     with on_host():
         return _knowing(torch.empty_like(tensor, device="cpu"), (tensor,))
+
+
+def _alias(set_: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Have a tensor that is made of a storage hold it, and count nothing.
+
+    torch's own leaves a reference to a fake storage behind, which then is never let go.
+    """
+
+    @functools.wraps(set_)
+    def run(self: Tensor, source: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+        ledger = Current.ledger
+        if ledger is None or args or kwargs or not isinstance(source, torch.UntypedStorage):
+            return set_(self, source, *args, **kwargs)
+        with ledger.outside():
+            size = source.nbytes() // self.element_size()
+            self.data = torch.empty(size, dtype=self.dtype, device="cuda")
+        self.alias_of = source  # type: ignore[attr-defined]
+        return self
+
+    return run
 
 
 def _is_gpu(device: object) -> bool:

@@ -1,4 +1,4 @@
-"""Stand-ins for the other compiled packages that NVIDIA's images have: Apex and DeepEP."""
+"""Stand-ins for the other compiled packages that NVIDIA's images have: Apex, DeepEP, mamba-ssm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vshape.rehearsal import exchanges
+from megatron_vshape.rehearsal import exchanges, mamba
 from megatron_vshape.rehearsal.device import Current
 from megatron_vshape.rehearsal.routing import Routing
 
@@ -37,6 +37,8 @@ def install() -> None:
         )
     _module("deep_ep", HybridEPBuffer=HybridBuffer, Buffer=None)
     _module("deep_ep.utils", EventHandle=None, EventOverlap=None)
+    for name, members in mamba.modules().items():
+        _module(name, **members)
 
 
 def _module(name: str, **members: Any) -> None:

@@ -15,7 +15,7 @@ PROGRAM = """
 import json, sys, traceback
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from megatron_vshape.rehearsal import device, routing, te_kernels, values
+from megatron_vshape.rehearsal import device, mamba, routing, te_kernels, values
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.ledger import Ledger, fused
 device.install()
@@ -57,6 +57,15 @@ CASES = {
         assert ledger.now == 4096
         x.untyped_storage().resize_(0)
         assert ledger.now == 0
+    """,
+    "a storage lives as long as what was made of it": """
+        x = gpu(1024, 1024)
+        flat = torch.empty(0, device="cuda").set_(x[:, :512].detach().untyped_storage())
+        assert flat.shape == (MIB,) and ledger.now == 4 * MIB
+        del x
+        assert ledger.now == 4 * MIB
+        del flat
+        assert ledger.now == 0, ledger.now
     """,
     "host memory does not count until it is copied": """
         x = torch.empty(MIB)  # no device is the host
@@ -120,6 +129,31 @@ CASES = {
         assert rows == [64, 24]
         assert routing._routed(gpu(4, 64), mine.t()).shape == (64,)
         assert values.Counts([8, 8]).T.ravel().tolist() == [8, 8]
+    """,
+    "a mamba layer keeps its input and the scans output": """
+        batch, tokens, heads, head, groups, state = 2, 512, 8, 64, 2, 16
+        inner, convolved = heads * head, heads * head + 2 * groups * state
+        bf16 = {"dtype": torch.bfloat16}
+        mixed = gpu(batch, tokens, inner + convolved + heads, **bf16).requires_grad_()
+        weights = gpu(convolved, 4, **bf16), gpu(convolved, **bf16), gpu(heads), gpu(heads)
+        before = ledger.now
+        out = mamba.mamba_split_conv1d_scan_combined(
+            mixed, *weights, gpu(heads), chunk_size=128, headdim=head, ngroups=groups
+        )
+        assert out.shape == (batch, tokens, inner) and out.dtype == torch.bfloat16
+        kept, tail = 2 * 2 * batch * tokens * inner, 512  # gated: the output before it, too
+        assert ledger.now - before == kept + tail, ledger.now - before
+        wide = 4 * batch * (tokens // 128) * heads * head * state  # states between chunks, fp32
+        assert ledger.peak - before > kept + wide
+        grad = gpu(batch, tokens, inner, **bf16)
+        before = ledger.now
+        out.backward(grad)
+        assert mixed.grad.shape == mixed.shape
+        assert ledger.now - before == mixed.grad.numel() * 2 - kept // 2 - tail, ledger.now
+        norm = mamba.GatedNorm(inner, group_size=inner // groups, device="cuda", **bf16)
+        normed = norm(out.detach().requires_grad_(), mixed[..., :inner])
+        normed.sum().backward()
+        assert norm.weight.grad.shape == (inner,)
     """,
     "a transformer engine product returns its shape": """
         product = te_kernels.functions()["generic_gemm"]

@@ -1,0 +1,296 @@
+"""Stand-ins for mamba-ssm and causal-conv1d: what their functions keep, and hold meanwhile.
+
+The sizes are those of mamba_ssm/ops/triton/ssd_combined.py and the files beside it (2.3.2), and of
+causal_conv1d/cpp_functions.py (1.6): each array is made and let go where it is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_vshape.rehearsal.device import Current
+
+_TILE = 32  # the least rows of a kernel's tile, by which its sums of parts are laid out
+_STATE_TILE = 64
+
+
+def modules() -> dict[str, dict[str, Any]]:
+    """Return the stand-ins' modules by name, and what each of them has."""
+    return {
+        "causal_conv1d": {
+            "__version__": "1.6.0",
+            "causal_conv1d_fn": causal_conv1d_fn,
+            "causal_conv1d_update": None,
+        },
+        "mamba_ssm": {"__version__": "2.3.2"},
+        "mamba_ssm.ops": {},
+        "mamba_ssm.ops.triton": {},
+        "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": GatedNorm},
+        "mamba_ssm.ops.triton.ssd_combined": {
+            "mamba_chunk_scan_combined": mamba_chunk_scan_combined,
+            "mamba_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
+        },
+    }
+
+
+def _wide(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    """The sizes of a scan over chunks of tokens."""
+
+    batch: int
+    tokens: int
+    heads: int
+    head: int  # channels of a head
+    groups: int
+    state: int  # of a channel
+    chunk: int
+
+    @property
+    def chunks(self) -> int:
+        return ceil(self.tokens / self.chunk)
+
+    @property
+    def splits(self) -> int:
+        """Return the parts in which a group's heads are summed: a GPU's worth of programs."""
+        units = torch.cuda.get_device_properties(0).multi_processor_count
+        heads = self.heads // self.groups
+        each = max(min(ceil(self.batch * self.chunks * self.heads / units), heads), 1)
+        return ceil(heads / each)
+
+    def steps(self, *more: int) -> Tensor:
+        return _wide(self.batch, self.heads, self.chunks, *more, self.chunk)
+
+    def states(self, dtype: torch.dtype) -> Tensor:
+        shape = (self.batch, self.chunks, self.heads, self.head, self.state)
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    def squares(self, *more: int) -> Tensor:
+        return _wide(self.batch, self.chunks, *more, self.groups, self.chunk, self.chunk)
+
+    def forward(self, x: Tensor, gated: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the output and what the backward keeps of it, which differs where it is gated."""
+        self.count(1.0, x)
+        steps = self.steps(), self.steps()
+        wide = self.states(torch.float32)
+        states = self.states(dtype)
+        last = _wide(self.batch, self.heads, self.head, self.state)
+        del wide
+        squares = self.squares()
+        shape = (self.batch, self.tokens, self.heads, self.head)
+        out = torch.empty(shape, dtype=x.dtype, device="cuda")
+        kept = torch.empty_like(out) if gated else out
+        del steps, states, last, squares
+        return out, kept
+
+    def backward(self, x: Tensor, gated: bool, dtype: torch.dtype) -> None:
+        """Hold for a moment what the backward does beside the gradients that it is given."""
+        self.count(2.5, x)
+        steps = self.steps(), self.steps()
+        squares = self.squares()
+        wide = self.states(torch.float32)
+        states, last = self.states(torch.float32), _wide(self.batch, self.heads, self.head)
+        del wide, last
+        shape = (self.batch, self.tokens, self.heads, self.head)
+        ungated = torch.empty(shape, dtype=x.dtype, device="cuda") if gated else None
+        d_states = self.states(torch.float32)
+        narrow = self.states(dtype), self.states(dtype)
+        parts = _wide(self.batch, self.heads, self.chunks, ceil(self.head * self.state / 64))
+        del states, d_states, parts
+        d_steps = self.steps()
+        by_group = self._sum_of_splits(), self.steps()
+        by_group_too = self._sum_of_splits(), self.steps()
+        d_squares = self.squares(self.splits)
+        d_squares = self.squares()
+        per_tile = self.steps(ceil(self.chunk / _TILE))
+        summed = self.steps()
+        del steps, squares, ungated, narrow, d_steps, by_group, by_group_too, d_squares, per_tile
+        del summed
+
+    def _sum_of_splits(self) -> Tensor:
+        _wide(self.batch, self.tokens, self.splits, self.groups, self.state)
+        return _wide(self.batch, self.tokens, self.groups, self.state)
+
+    def count(self, times: float, x: Tensor) -> None:
+        """Count the products within chunks and between them, causal ones half."""
+        ledger = Current.ledger
+        if ledger is not None:
+            rows = self.batch * self.tokens
+            within = self.chunk * (self.groups * self.state + self.heads * self.head)
+            between = 4.0 * self.heads * self.head * self.state
+            ledger.work.attention_flops += times * rows * (within + between)
+            ledger.moved((x,), (x,))
+
+
+class _SplitScan(torch.autograd.Function):
+    """The convolution and the scan of a layer: keeps its input and the scan's output."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, weight: Tensor, *given: Any) -> Tensor:
+        bias, d_bias, a, d, scan, dtype = given
+        out, kept = scan.forward(_convolved(mixed, weight), True, dtype)
+        ctx.scan, ctx.dtype = scan, dtype
+        ctx.save_for_backward(mixed, weight, bias, kept, a, d, d_bias)
+        flat: Tensor = out.view(*out.shape[:2], -1)
+        return flat
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        mixed, weight, bias, kept, a, d, d_bias = ctx.saved_tensors
+        convolved = _convolved(mixed, weight)
+        d_mixed = torch.empty_like(mixed)
+        d_convolved = torch.empty_like(convolved)
+        ctx.scan.backward(grad, True, ctx.dtype)
+        del convolved, d_convolved
+        grads = [torch.empty_like(each, dtype=torch.float32) for each in (weight, bias)]
+        small = [torch.empty_like(each) for each in (d_bias, a, d)]
+        return d_mixed, *grads, *small, None, None
+
+
+def _convolved(mixed: Tensor, weight: Tensor) -> Tensor:
+    """Return what the convolution makes of its channels, which it wants aligned."""
+    shape = (*mixed.shape[:2], weight.shape[0])
+    copy = torch.empty(shape, dtype=mixed.dtype, device="cuda") if mixed.shape[-1] % 8 else None
+    out = torch.empty(shape, dtype=mixed.dtype, device="cuda")
+    del copy
+    if Current.ledger is not None:
+        Current.ledger.moved((out,), (out,))
+    return out
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    state_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Tensor:
+    """Return [batch, tokens, channels], gated by the first channels of the input."""
+    heads, head = D.shape[0], headdim or D.shape[-1]
+    state = (conv1d_weight.shape[0] - heads * head) // ngroups // 2
+    batch, tokens, _ = zxbcdt.shape
+    scan = _Scan(batch, tokens, heads, head, ngroups, state, chunk_size)
+    dtype = state_dtype or zxbcdt.dtype
+    small = (conv1d_bias, dt_bias, A, D)
+    made: Tensor = _SplitScan.apply(zxbcdt, conv1d_weight, *small, scan, dtype)
+    return made
+
+
+class _ChunkScan(torch.autograd.Function):
+    """The scan alone: keeps what goes in and comes out, and the steps in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, scan: _Scan, dtype: torch.dtype, *given: Tensor | None) -> Tensor:
+        x: Any = given[0]
+        out, kept = scan.forward(x, given[-1] is not None, dtype)
+        ctx.scan, ctx.dtype = scan, dtype
+        ctx.save_for_backward(kept, scan.steps(), *given)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        _, _, *given = ctx.saved_tensors
+        grads = [None if each is None else torch.empty_like(each) for each in given]
+        ctx.scan.backward(grad, given[-1] is not None, ctx.dtype)
+        return None, None, *grads
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    state_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Tensor:
+    """Return [batch, tokens, heads, channels of a head]."""
+    batch, tokens, heads, head = x.shape
+    scan = _Scan(batch, tokens, heads, head, B.shape[2], B.shape[3], chunk_size)
+    given = (x, dt, A, B, C, D, dt_bias, z)
+    made: Tensor = _ChunkScan.apply(scan, state_dtype or C.dtype, *given)
+    return made
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight, bias = ctx.saved_tensors
+        wide = [each if each is None else _wide(*each.shape) for each in (weight, bias)]
+        return torch.empty_like(x), *wide
+
+
+def causal_conv1d_fn(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *unused: Any, **options: Any
+) -> Tensor:
+    """Return as many channels and tokens as go in."""
+    made: Tensor = _Convolution.apply(x, weight, bias)
+    return made
+
+
+class _GatedNorm(torch.autograd.Function):
+    """Keeps what goes in and the statistics of each group of a row, in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, z: Tensor | None, groups: int) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(flat, weight, z, _wide(groups * flat.shape[0]))
+        ctx.groups, ctx.shape = groups, x.shape
+        return torch.empty_like(flat).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight, z, _ = ctx.saved_tensors
+        dx = torch.empty_like(x).view(ctx.shape)
+        dz = None if z is None else torch.empty_like(z)
+        warps = min(max((weight.numel() // ctx.groups) // 256, 1), 8)
+        units = torch.cuda.get_device_properties(0).multi_processor_count
+        _wide(ceil(units * ceil(4 / warps) / ctx.groups), weight.numel())
+        return dx, torch.empty_like(weight), dz, None
+
+
+class GatedNorm(torch.nn.Module):
+    """mamba-ssm's RMSNorm, by groups of a row, and gated where it is given what to gate by."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        """Return a tensor like `x`."""
+        groups = x.shape[-1] // (self.group_size or x.shape[-1])
+        made: Tensor = _GatedNorm.apply(x, self.weight, z, groups)
+        return made
