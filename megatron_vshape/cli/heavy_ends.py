@@ -118,8 +118,10 @@ def pieces_of(
                 "--vocab-parallel needs --head, which says what the output layer takes, or --costs"
             )
         first, last = ends_of(options, options.layers)
-        pieces = Pieces.estimated(0.0, layers / chunks, options.cost or UNIT_COST)
-        pieces = replace(pieces, first=first, last=last)
+        times = options.cost or UNIT_COST
+        pieces = Pieces.estimated(0.0, layers / chunks, times.split)
+        layer = replace(pieces.layer, saved_us=times.saved * chunks / layers)
+        pieces = replace(pieces, layer=layer, first=first, last=last)
         if options.offload is not None:
             pieces = pieces.with_copies(options.offload.forwards, options.offload.half_duplex)
     else:

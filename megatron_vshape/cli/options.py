@@ -6,18 +6,42 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_vshape.core.ask import PLUS_NAMES, Cut, Question, find, with_chunks
+from megatron_vshape.core.ask import PLUS_NAMES, Cut, Question, find
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers, recut, with_ends
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, MOST_STAGES_A_DEVICE, OPTIONS
-from megatron_vshape.core.rivals import Rival
 from megatron_vshape.view.names import plain
-from megatron_vshape.view.numbers import GIB
+from megatron_vshape.view.numbers import GIB, argument
 
-UNIT_COST = (1.0, 1.0, 1.0, 0.0)
+
+class Times(NamedTuple):
+    """What passes of 1 / (2 D) of the model take, and a message; a whole backward, if not B + W."""
+
+    forward: float
+    backward: float
+    weight: float
+    send: float
+    whole: float | None = None
+
+    @property
+    def split(self) -> tuple[float, float, float, float]:
+        """Return the times of F, B and W and of a message."""
+        return self[:4]
+
+    @property
+    def saved(self) -> float:
+        """Return what a whole backward takes less than B and W."""
+        return 0.0 if self.whole is None else self.backward + self.weight - self.whole
+
+    def __str__(self) -> str:
+        whole = [] if self.whole is None else [f"BW={argument(self.whole)}"]
+        return ",".join([*map(argument, self.split), *whole])
+
+
+UNIT_COST = Times(1.0, 1.0, 1.0, 0.0)
 _COST_NAMES = ("F", "B", "W", "COMM")
 NOTHING = Piece(0.0, 0.0, 0.0, 0.0, 0.0)
 UNITS = {"gib": GIB, "mib": 2.0**20}
@@ -35,8 +59,9 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--cost",
         type=cost,
-        metavar="F,B,W,COMM",
-        help="time of the passes of 1 / (2 D) of the model, and of a message (default 1,1,1,0)",
+        metavar="F,B,W,COMM[,BW=X]|F,BW",
+        help="time of the passes of 1 / (2 D) of the model, and of a message (default 1,1,1,0); "
+        "X: of a whole backward, if not B + W; F,BW, as in 1,2: B and W are halves of BW",
     )
     group.add_argument(
         "--costs", type=Path, metavar="FILE", help="costs of every stage, in us and bytes (JSON)"
@@ -101,15 +126,21 @@ def chunks(text: str) -> int:
     return number
 
 
-def cost(text: str) -> tuple[float, float, float, float]:
+def cost(text: str) -> Times:
     """Return the times that --cost names."""
-    parts = text.split(",")
+    parts, whole = text.split(","), None
+    if parts[-1].lower().startswith("bw="):
+        whole = _time(parts.pop()[3:], "BW")
+    if len(parts) == 2 and whole is None:
+        forward, both = map(_time, parts, ("F", "BW"))
+        return Times(forward, both / 2, both / 2, 0.0)
     if len(parts) != len(_COST_NAMES):
         raise argparse.ArgumentTypeError(
-            f"{text!r} has {len(parts)} values; it needs four, F,B,W,COMM, as in 1,1.15,0.85,0.05"
+            f"{text!r:.60} has {len(parts)} values; it needs four, F,B,W,COMM, as in "
+            "1,1.15,0.85,0.05, which BW=1.9 may follow; or two, F,BW, as in 1,2"
         )
     forward, backward, weight, send = map(_time, parts, _COST_NAMES)
-    return forward, backward, weight, send
+    return Times(forward, backward, weight, send, whole)
 
 
 def end(text: str) -> tuple[float, ...]:
@@ -129,8 +160,8 @@ def ends_of(options: argparse.Namespace, num_layers: int | None = None) -> tuple
         ScheduleError: there is a costs file, which says that itself, or a number stands for layers
             and nobody says how many there are.
     """
-    forward, backward, weight, _ = options.cost or UNIT_COST
-    chunk, ends = Piece(forward, backward, weight, 0.0, 0.0), []
+    times, ends = options.cost or UNIT_COST, []
+    chunk = Piece(times.forward, times.backward, times.weight, 0.0, 0.0, times.saved)
     for name in ("embedding", "head"):
         values = getattr(options, name)
         if values is not None and options.costs is not None:
@@ -205,11 +236,7 @@ def questions_of(
     Raises:
         ScheduleError: there is no such schedule, or a size is missing or not a file's.
     """
-    own_chunks = {name: with_chunks(name) for name in names}
-    found = {
-        name: find(name, (*EVERY_NAME, *PLUS_NAMES)) if own is None else own.name
-        for name, own in own_chunks.items()
-    }
+    found = {name: find(name, (*EVERY_NAME, *PLUS_NAMES)) for name in names}
     sizes = {"--devices": options.devices, "--microbatches": options.microbatches}
     for name, each in found.items():
         if isinstance(each, Schedule):
@@ -231,25 +258,22 @@ def questions_of(
             microbatches,
             measured,
             cut,
-            choices=_chosen(name, own_chunks[name], choices),
+            choices=_chosen(name, choices),
             slices=1 if isinstance(each, Schedule) else slices,
         )
         for name, each in found.items()
     ]
 
 
-def _chosen(
-    name: str, own: Rival | None, choices: Mapping[str, int]
-) -> tuple[tuple[str, int], ...]:
-    """Return what `make` takes of these besides the sizes; the number in a name goes first."""
-    if own is not None and own.chunks is not None:
-        name, choices = own.name, {**choices, "num_chunks": own.chunks}
-    return tuple((key, choices[key]) for key in choices if key in OPTIONS.get(name, ()))
+def _chosen(name: str, choices: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """Return what `make` takes of these besides the sizes; a number in the name goes first."""
+    takes = OPTIONS.get(name.partition(":")[0], ())
+    return tuple((key, choices[key]) for key in choices if key in takes)
 
 
 def cut_of(
     devices: int,
-    cost: tuple[float, float, float, float] | None,
+    cost: Times | None,
     measured: Costs | None,
     num_layers: int | None = None,
     ends: tuple[Piece, Piece] = (NOTHING, NOTHING),
@@ -268,7 +292,11 @@ def cut_of(
             return recut(measured, num_stages, devices, plain(name), num_layers)
         if num_layers is not None:
             even_layers(num_layers, looping(devices, num_stages // devices))
-        costs = Costs.uniform(devices, num_stages, *(cost or UNIT_COST))
+        times = cost or UNIT_COST
+        costs = Costs.uniform(devices, num_stages, *times.split)
+        if times.whole is not None:
+            whole = times.whole * 2 * devices / num_stages
+            costs = costs.having(whole_backward_us=(whole,) * num_stages)
         costs = costs if ends == (NOTHING, NOTHING) else with_ends(costs, *ends)
         return (
             costs if offload is None else costs.with_copies(offload.forwards, offload.half_duplex)

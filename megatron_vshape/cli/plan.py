@@ -626,7 +626,7 @@ def _recipe(options: argparse.Namespace) -> str:
     """Return the arguments that make this plan, without those that say where to write it."""
     words = ["plan", "--devices", options.devices, "--microbatches", options.microbatches]
     if options.cost is not None:
-        words += ["--cost", ",".join(map(argument, options.cost))]
+        words += ["--cost", options.cost]
     if options.objective is not Objective.MAKESPAN:
         words += ["--objective", options.objective]
     if options.proof_seconds != PROOF_SECONDS:

@@ -23,7 +23,7 @@ from megatron_vshape.cli.options import (
     questions_of,
 )
 from megatron_vshape.cli.progress import told
-from megatron_vshape.core.ask import SCHEDULE_NAMES, SUFFIXES, Question, ask, with_chunks
+from megatron_vshape.core.ask import SCHEDULE_NAMES, SUFFIXES, Question, ask
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -127,10 +127,7 @@ def run(options: argparse.Namespace) -> int:
     time = partial(time_text, in_us=measured is not None)
     with told(time) as progress:
         questions = questions_of(names, options, measured, _choices(options), options.slices)
-        results = [
-            _result(replace(each, progress=progress.search), name)
-            for name, each in zip(names, questions, strict=True)
-        ]
+        results = [_result(replace(each, progress=progress.search)) for each in questions]
     write_all(_outputs(options, results))
     if options.compare:
         print(table(comparison_rows([each.numbers for each in results])))
@@ -159,12 +156,9 @@ def _check(options: argparse.Namespace) -> None:
         check_can_draw("--figure")
 
 
-def _result(question: Question, name: str) -> _Result:
+def _result(question: Question) -> _Result:
     answer, measured = ask(question), question.costs
-    schedule = answer.schedule
-    if with_chunks(name) is not None:  # so that several of them are told apart
-        schedule = replace(schedule, name=name)
-    timeline = simulate(schedule, answer.costs)
+    timeline = simulate(answer.schedule, answer.costs)
     numbers = numbers_of(timeline, None if measured is None else answer.costs)
     return _Result(answer.block, timeline, answer.costs, numbers, measured)
 

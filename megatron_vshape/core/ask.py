@@ -105,7 +105,8 @@ class Question:
     Without costs a pass of one of 2 * devices stages takes one unit and such a stage holds one.
     """
 
-    name: str | Schedule  # of the catalogue, with a plus, AUTO or a file; or what a file holds
+    # Of the catalogue, with a plus or stages a device, AUTO or a file; or what a file holds.
+    name: str | Schedule
     num_devices: int
     num_microbatches: int
     costs: Costs | None = None  # of as many stages as a plan may have
@@ -216,8 +217,12 @@ def ask(question: Question) -> Answer:
     if isinstance(name, str):
         sizes = question.num_devices, question.num_microbatches
         choices = dict(question.choices, slices=question.slices)
-        block = make_block(name, *sizes, **choices)
-        name = make(name, *sizes, **choices)
+        own = with_chunks(name) or Rival(name)
+        choices |= {} if own.chunks is None else {"num_chunks": own.chunks}
+        block = make_block(own.name, *sizes, **choices)
+        made = make(own.name, *sizes, **choices)
+        # so that several of one name are told apart
+        name = made if own.chunks is None else replace(made, name=name)
     costs = question.costs_of(name.placement, name.name)
     if block is not None and not (question.joint or costs.joins):
         name = name.parted()
@@ -227,10 +232,13 @@ def ask(question: Question) -> Answer:
 def find(name: str, names: Sequence[str] = (*SCHEDULE_NAMES, AUTO)) -> str | Schedule:
     """Return the name if it is one of `names`, else the schedule in the file at that path, proved.
 
+    A colon and the stages a device may follow a name, as `with_chunks` has it.
+
     Raises:
         ScheduleError: there is neither, or the file cannot be read or its schedule not run.
     """
-    if name in names:
+    own = with_chunks(name)
+    if (name if own is None else own.name) in names:
         return name
     path = Path(name)
     if path.suffix not in SUFFIXES and not path.exists():
@@ -254,12 +262,9 @@ def known_as(text: str, question: Question) -> Known:
         ScheduleError: it names none, or none of this size, or the costs are of other stages.
     """
     sizes = question.num_devices, question.num_microbatches
-    rival = with_chunks(text)
-    if rival is not None:
-        return judge_rival(rival, *sizes, question.costs_of)
     found = find(text, EVERY_NAME)
     if isinstance(found, str):
-        return judge_rival(Rival(found), *sizes, question.costs_of)
+        return judge_rival(with_chunks(found) or Rival(found), *sizes, question.costs_of)
     own = found.num_devices, found.num_microbatches // found.slices
     if own != sizes:
         raise ScheduleError(
@@ -278,7 +283,7 @@ def with_chunks(text: str) -> Rival | None:
     name, colon, chunks = text.partition(":")
     if not colon or name not in EVERY_NAME:
         return None
-    if name not in OPTIONS or not (chunks.isdecimal() and len(chunks) < 4):
+    if name not in OPTIONS or not (chunks.isdecimal() and 0 < len(chunks.lstrip("0")) < 4):
         takers = " or ".join(f"{each}:4" for each in OPTIONS)
         raise ScheduleError(
             f"{text!r:.60} names no schedule: a whole number of stages a device may stand "

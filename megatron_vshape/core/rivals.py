@@ -28,6 +28,11 @@ SAME = 1e-9
 """Values this close are one, so that rounding alone prefers nothing."""
 
 
+def is_megatrons_own(name: str | None) -> bool:
+    """Return whether Megatron's own functions run what is named, of however many stages."""
+    return name is not None and name.partition(":")[0] in MEGATRONS_OWN
+
+
 class Rival(NamedTuple):
     """A schedule of the catalogue, and how many stages a device holds where that is a choice."""
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from pydantic import dataclasses as checked
 
+from megatron_vshape.core.ask import Question, ask, with_chunks
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces, Widths, without_ends
 from megatron_vshape.core.model.placement import Placement
@@ -125,8 +126,12 @@ def expand(loaded: Loaded) -> Expanded:
     sweep, model, cluster = loaded.sweep, loaded.model, loaded.cluster
     known = (*catalogue.NAMES, ADAPTIVE)
     for name in (*sweep.grid.schedule, *(each.schedule for each in sweep.also)):
-        if name not in known:
-            raise SweepError(f"{loaded.path}: {catalogue.no_such_schedule(name, known)}")
+        try:
+            own = with_chunks(name)
+            if (name if own is None else own.name) not in known:
+                raise catalogue.no_such_schedule(name, known)
+        except ScheduleError as error:
+            raise SweepError(f"{loaded.path}: {error}") from None
     _check_size(sweep.grid, len(sweep.workloads), loaded)
     possible: dict[Combination, None] = {}
     dropped: list[Dropped] = []
@@ -284,7 +289,7 @@ def count_stages(schedule: str, num_devices: int) -> int:
     """
     if schedule == ADAPTIVE:
         return 2 * num_devices
-    return len(catalogue.make(schedule, num_devices, 1).placement)
+    return ask(Question(schedule, num_devices, 1)).schedule.num_stages
 
 
 def layers_of_stages(

@@ -11,11 +11,12 @@ _LONGEST = 60
 
 def display_name(name: str) -> str:
     """Return the paper's spelling of a catalogue name; another name as it is, made plain."""
-    if name.rstrip("+") not in EVERY_NAME:
+    own, colon, chunks = name.partition(":")
+    bare = own.rstrip("+")
+    if bare not in EVERY_NAME:
         return plain(name)
-    plus = "+" if name.endswith("+") else ""
-    words = name.rstrip("+").split("-")
-    return "-".join(_WORDS.get(word, word.capitalize()) for word in words) + plus
+    words = "-".join(_WORDS.get(word, word.capitalize()) for word in bare.split("-"))
+    return words + plain(own[len(bare) :] + colon + chunks)
 
 
 def plain(name: str) -> str:

@@ -449,3 +449,26 @@ def test_slices_are_drawn_and_kept_in_the_file(tmp_path, capsys):
     assert capsys.readouterr().out == first
     assert main(["schedule", str(file), "--compare", "1f1b"]) == 0
     assert "1f1b" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("cost", "makespan"),
+    [
+        # 8 microbatches and a warm-up of 3, through stages twice as long as those of --cost
+        ("1,2", 2 * (8 + 3) * (1 + 2)),
+        ("1,2,2,0,BW=3", 2 * (8 + 3) * (1 + 3)),
+    ],
+)
+def test_whole_backwards_have_their_time_on_the_command_line(capsys, cost, makespan):
+    assert f"makespan      {makespan}, the" in printed(capsys, "1f1b", *SIZE, "--cost", cost)
+
+
+@pytest.mark.parametrize(
+    ("cost", "text"),
+    [
+        ("1,1,1", "has 3 values; it needs four, F,B,W,COMM, as in 1,1.15,0.85,0.05, which BW="),
+        ("1,1,1,0,BW=0", "BW is '0'; it must be a finite number above 0"),
+    ],
+)
+def test_a_cost_that_is_none_is_refused(capsys, cost, text):
+    assert text in refused(capsys, "1f1b", *SIZE, "--cost", cost)

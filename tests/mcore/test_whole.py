@@ -24,7 +24,7 @@ from megatron_vshape.mcore.refusals import (
 )
 from megatron_vshape.mcore.setup.arguments import add_arguments, options_of
 from megatron_vshape.mcore.setup.choice import Choice
-from megatron_vshape.mcore.setup.configure import prepare
+from megatron_vshape.mcore.setup.configure import megatrons_own, prepare
 from megatron_vshape.mcore.setup.pipeline import recomputed_inputs
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.split import unsplit
@@ -212,3 +212,14 @@ def test_a_timeout_that_comes_too_late_is_told(caplog: pytest.LogCaptureFixture)
         "--pipeline-timeout 600 is not below --distributed-timeout-minutes 10: Megatron's own "
         "watchdogs may end a stalled run first, and say less"
     ]
+
+
+def test_virtual_stages_may_stand_in_the_schedules_name() -> None:
+    args = add_arguments(ArgumentParser()).parse_args(["--pipeline-schedule", "interleaved-1f1b:3"])
+    args.pipeline_model_parallel_size, args.distributed_timeout_minutes = 2, 30
+    args.num_virtual_stages_per_pipeline_rank = args.num_layers_per_virtual_pipeline_stage = None
+    assert prepare(args) is None
+    assert args.num_virtual_stages_per_pipeline_rank == 3
+    assert megatrons_own(args) == "interleaved-1f1b:3"
+    with pytest.raises(UnsupportedError, match="says how many virtual stages a rank has"):
+        prepare(args)  # as one who gives Megatron's own option too

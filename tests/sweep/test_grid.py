@@ -9,6 +9,8 @@ from sweep.samples import MODEL, SWEEP, load_sample
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.sweep.files import Layout, SweepError
 from megatron_vshape.sweep.grid import count_stages, expand, layers_of_stages
+from megatron_vshape.sweep.machine import Machine
+from megatron_vshape.sweep.predict import Predictor
 from megatron_vshape.sweep.trainer_flags import trainer_command
 
 
@@ -59,6 +61,21 @@ def test_layers_add_up(tmp_path: Path) -> None:
 def test_stages_of_a_schedule() -> None:
     found = [count_stages(name, 4) for name in ("1f1b", "v-half", "interleaved-1f1b", "adaptive")]
     assert found == [4, 8, 8, 8]
+    assert count_stages("interleaved-1f1b:4", 4) == 16
+
+
+def test_stages_a_device_stand_in_a_name_of_a_sweep(tmp_path: Path) -> None:
+    names = ["interleaved-1f1b:2", "interleaved-1f1b:4"]
+    loaded = load_sample(tmp_path, sweep={"grid": {**SWEEP["grid"], "schedule": names}})
+    found = {each.schedule: each for each in expand(loaded).possible}
+    predictor = Predictor(loaded.model, Machine.of(loaded.cluster))
+    two, four = (predictor(found[name]) for name in names)
+    assert four.bubble < two.bubble
+    command = trainer_command(loaded, found[names[1]])
+    assert command[command.index("--pipeline-schedule") + 1] == "interleaved-1f1b:4"
+    loaded = load_sample(tmp_path, sweep={"grid": {**SWEEP["grid"], "schedule": ["v-half:4"]}})
+    with pytest.raises(SweepError, match="'v-half:4' names no schedule: a whole number of stages"):
+        expand(loaded)
 
 
 BALANCED = {**SWEEP["grid"], "schedule": ["v-half"], "layout": ["balanced"]}

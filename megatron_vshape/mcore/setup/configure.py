@@ -11,9 +11,9 @@ from dataclasses import replace
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron_vshape.core.ask import AUTO, Question
+from megatron_vshape.core.ask import AUTO, Question, with_chunks
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.core.rivals import MEGATRONS_OWN, Rival
+from megatron_vshape.core.rivals import Rival, is_megatrons_own
 from megatron_vshape.mcore.layout import hybrid, multi_token, stages, vocabulary
 from megatron_vshape.mcore.layout.layer_split import Split, split_layers
 from megatron_vshape.mcore.layout.stage_map import check_tied_embeddings
@@ -78,7 +78,7 @@ def prepare(
     if rival is not None:
         _run_megatrons(args, rival)
         return None
-    if name is None or (name in MEGATRONS_OWN and options.slices == 1):
+    if name is None or (is_megatrons_own(name) and options.slices == 1):
         if options.post_validates and ranks > 1:
             raise UnsupportedError(
                 "--optimizer-post-validation needs a schedule of this package: add "
@@ -195,7 +195,7 @@ def _tell_what_does_nothing(options: PipelineOptions) -> None:
 def megatrons_own(args: Namespace) -> str | None:
     """Return the schedule of Megatron's own that the flags name for a pipeline, if they do."""
     options, ranks = options_of(args), args.pipeline_model_parallel_size
-    is_theirs = options.schedule in MEGATRONS_OWN and options.slices == 1 and ranks > 1
+    is_theirs = is_megatrons_own(options.schedule) and options.slices == 1 and ranks > 1
     return options.schedule if is_theirs else None
 
 
@@ -209,9 +209,16 @@ def _prepare_megatrons_own(args: Namespace, name: str | None) -> None:
             "--pipeline-schedule 1f1b has one chunk per rank: leave Megatron's option for virtual "
             "stages out, or ask for interleaved-1f1b"
         )
+    own = with_chunks(name or "")
+    if own is not None and has_chunks:
+        raise UnsupportedError(
+            f"--pipeline-schedule {name} says how many virtual stages a rank has: leave Megatron's "
+            "option for them out, or the number"
+        )
     alone = args.pipeline_model_parallel_size == 1
-    if name == "interleaved-1f1b" and not has_chunks and not alone:
-        args.num_virtual_stages_per_pipeline_rank = INTERLEAVED_CHUNKS
+    if (name == "interleaved-1f1b" or own is not None) and not has_chunks and not alone:
+        chunks = INTERLEAVED_CHUNKS if own is None else own.chunks
+        args.num_virtual_stages_per_pipeline_rank = chunks
 
 
 def _split(args: Namespace, choice: Choice, options: PipelineOptions, once: OnePlanner) -> Split:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vshape.core.rivals import MEGATRONS_OWN
+from megatron_vshape.core.rivals import is_megatrons_own
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.layer_split import Split, split_layers
 from megatron_vshape.mcore.layout.stage_map import StageMap
@@ -50,7 +50,7 @@ def options_from(given: dict[str, Any]) -> PipelineOptions:
             f"{', '.join(sorted(known - {'post_validates'}))}"
         )
     options = PipelineOptions(**given)
-    if options.schedule is None or (options.schedule in MEGATRONS_OWN and options.slices == 1):
+    if options.schedule is None or (is_megatrons_own(options.schedule) and options.slices == 1):
         raise UnsupportedError(
             f"schedule is {options.schedule!r}: give one of this package, such as 'v-half'; "
             "Megatron's own run without it"

@@ -19,7 +19,7 @@ from megatron_vshape.core.ask import AUTO
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement
-from megatron_vshape.core.rivals import MEGATRONS_OWN
+from megatron_vshape.core.rivals import is_megatrons_own
 from megatron_vshape.mcore.layout import given_layout, hybrid, multi_token
 from megatron_vshape.mcore.layout.layer_split import given_layers
 from megatron_vshape.mcore.layout.stage_map import HASH_LAYERS, StageMap, check_tied_embeddings
@@ -113,7 +113,7 @@ def own_options(options: Mapping[str, Any], schedule: str | None) -> PipelineOpt
         own = replace(own, schedule=schedule)
         if schedule == AUTO and own.costs_file is None and own.profile_steps is None:
             own = replace(own, profile_steps=TRACE_STEPS)  # it is to be measured
-    if own.schedule in MEGATRONS_OWN:
+    if is_megatrons_own(own.schedule):
         raise ScheduleError(
             f"{own.schedule} is Megatron's own schedule, which runs as without this package: name "
             "one of this package's, such as v-half"
