@@ -9,4 +9,5 @@ if [[ -z ${PYTHON-} && -x .venv/bin/python ]]; then
     python=.venv/bin/python
 fi
 exec "$python" -m megatron_vshape.cli.main sweep configs/sweeps/grid_98b_a100.yaml \
-    --predict-only --compare configs/sweeps/grid_98b_a100_published.csv "$@"
+    --predict-only --compare configs/sweeps/grid_98b_a100_published.csv \
+    --headroom 0 "$@"

@@ -35,6 +35,9 @@ _TARGETS = {"csv": (".csv",), "figure": FIGURE_SUFFIXES}
 NARROWEST = 132
 """Columns of a table where no terminal says how many there are."""
 
+HEADROOM = "4%"
+"""Of a device's memory: what allocators round up, and libraries take, that nothing here counts."""
+
 NONE_ENDED_WELL = 1
 """The status where runs were made, and none of them has been measured."""
 
@@ -77,7 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--headroom",
         metavar="SHARE|XGiB",
-        help="what to keep free of every device's memory, as in 5%%, 0.05, 4GiB (default: nothing)",
+        help="what to keep free of every device's memory, as in 5%%, 0.05, 4GiB (default: "
+        f"{HEADROOM}%)",
     )
     parser.add_argument("--verbose", action="store_true", help="name every dropped combination")
 
@@ -161,7 +165,7 @@ def _expand(loaded: "Loaded", headroom: str | None) -> "tuple[Predictor, Expande
     from megatron_vshape.sweep.predict import Predictor
 
     machine, measured = Machine.of(loaded.cluster), load_measured(loaded)
-    kept = headroom_of(headroom, loaded.cluster.device.memory_gib * GIB, in_bytes=True)
+    kept = headroom_of(headroom or HEADROOM, loaded.cluster.device.memory_gib * GIB, in_bytes=True)
     predictor = Predictor(loaded.model, machine, loaded.sweep.post_validation, measured, kept)
     expanded = expand(loaded)
     if expanded.note:
@@ -173,6 +177,10 @@ def _predict(
     loaded: "Loaded", console: "Console", options: argparse.Namespace
 ) -> "tuple[Predictor, list[Prediction]]":
     predictor, expanded = _expand(loaded, options.headroom)
+    if options.headroom is None:
+        _say(
+            console, f"{HEADROOM} of every device's memory is kept free; --headroom says otherwise"
+        )
     _print_dropped(console, expanded.dropped, "impossible", options.verbose)
     predictions: list[Prediction] = []
     with _quiet(), told(str) as progress:

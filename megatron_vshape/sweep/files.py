@@ -330,7 +330,7 @@ def load(path: Path, kind: type[Kind]) -> Kind:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise SweepError(f"{path}: {_first_of(error, kind)}") from None
+        raise SweepError(f"{path}: {_looks_like(data, kind)}{_first_of(error, kind)}") from None
 
 
 class _NotReadError(Exception):
@@ -372,13 +372,18 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
 def _first_of(error: ValidationError, kind: type[BaseModel]) -> str:
     """Return the first fault as one sentence with the key's path and the value."""
-    faults = error.errors(include_url=False)
+    # A key that is missing may be one that is misspelt.
+    faults = sorted(error.errors(include_url=False), key=lambda each: each["type"] != _UNKNOWN)
     fault = faults[0]
+    above = fault["loc"][:-1]
+    beside = [each for each in faults if (each["type"], each["loc"][:-1]) == (_UNKNOWN, above)]
+    others = len(faults) - max(1, len(beside))
     key = ".".join(str(part) for part in fault["loc"]) or "the file"
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    if fault["type"] == "extra_forbidden":
-        known = ", ".join(_keys_at(kind, fault["loc"]))
-        return f"unknown key {key}; known there: {known}{more}"
+    more = f" (and {others} more)" if others else ""
+    if fault["type"] == _UNKNOWN:
+        names = [".".join(map(str, each["loc"])) for each in beside]
+        keys = f"{_short_list(names)}; known there: {', '.join(_keys_at(kind, fault['loc']))}"
+        return f"unknown {'key' if len(names) == 1 else 'keys'} {keys}{more}"
     if fault["type"] == "missing":
         return f"the key {key} is missing{more}"
     if fault["type"] == "too_short":
@@ -388,6 +393,33 @@ def _first_of(error: ValidationError, kind: type[BaseModel]) -> str:
     if fault["type"] == "value_error":
         return f"{key}: {message}{more}"
     return f"{key} is {_short(fault['input'])}: {message}{more}"
+
+
+_UNKNOWN = "extra_forbidden"
+
+_KEYS = {
+    "model": frozenset(Model.model_fields),
+    "cluster": frozenset(Cluster.model_fields),
+    "sweep": frozenset(Sweep.model_fields),
+    "costs": frozenset({"forward_us", "backward_us", "weight_us"}),
+    "schedule": frozenset({"order", "placement"}),
+}
+"""By which each kind of file is known; a name alone tells nothing."""
+
+
+def _looks_like(data: dict[Any, Any], kind: type[BaseModel]) -> str:
+    """Return what kind of file the data is of, where that is not the kind wanted."""
+    wanted = kind.__name__.lower()
+    found = {name: len(keys & data.keys() - {"name"}) for name, keys in _KEYS.items()}
+    best = max(found, key=lambda name: (found[name], name == wanted))
+    if best == wanted or wanted not in found:
+        return ""
+    return f"it looks like a {best} file, and this must be a {wanted} file: "
+
+
+def _short_list(names: list[str], most: int = 5) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(name[:60] for name in names[:most]) + rest
 
 
 def _keys_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:

@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
@@ -135,37 +134,41 @@ def expand(loaded: Loaded) -> Expanded:
     _check_size(sweep.grid, len(sweep.workloads), loaded)
     possible: dict[Combination, None] = {}
     dropped: list[Dropped] = []
+    dealt_out: dict[Combination, None] = {}
     for workload in sweep.workloads:
         every = itertools.chain(
-            _of_grid(sweep.grid, workload, cluster),
-            (Combination(**workload.model_dump(), **each.model_dump()) for each in sweep.also),
+            ((sweep.grid, each) for each in _of_grid(sweep.grid, workload, cluster)),
+            ((one, Combination(**dict(workload), **dict(one))) for one in sweep.also),
         )
-        for combination in every:
+        for said, combination in every:
+            if "layout" not in said.model_fields_set and _halves_layers(combination, model):
+                combination = replace(combination, layout=Layout.AUTO)
+                dealt_out[combination] = None
             fault = next(_faults(combination, model, cluster, sweep.post_validation), None)
             if fault is None:
                 possible[combination] = None
             else:
                 dropped.append(Dropped(combination, *fault))
-    if not possible and "layout" not in sweep.grid.model_fields_set:
-        with suppress(SweepError):
-            return _with_auto(loaded)
     if not possible:
         first = {each.kind: each.reason for each in reversed(dropped)}
         raise SweepError(
             f"{loaded.path}: no combination of the grid can run: " + "; ".join(first.values())
         )
-    return Expanded(tuple(possible), tuple(dropped))
-
-
-def _with_auto(loaded: Loaded) -> Expanded:
-    """Return the grid with layers dealt out where the usual layout's do not divide."""
-    grid = loaded.sweep.grid.model_copy(update={"layout": [Layout.AUTO]})
-    sweep = loaded.sweep.model_copy(update={"grid": grid})
+    cut = possible.keys() & dealt_out.keys()
     note = (
-        f"{loaded.model.layers} layers and both ends divide among the stages of no combination: "
-        f"layout {Layout.AUTO} instead of {Layout.BALANCED}"
+        f"{model.layers} layers and both ends do not divide among the stages of {len(cut)} "
+        f"combinations: layout {Layout.AUTO} instead of {Layout.BALANCED}"
     )
-    return replace(expand(loaded.model_copy(update={"sweep": sweep})), note=note)
+    return Expanded(tuple(possible), tuple(dropped), note if cut else "")
+
+
+def _halves_layers(it: Combination, model: Model) -> bool:
+    """Return whether the usual layout would cut layers in two, and auto deals them out."""
+    try:
+        stages = count_stages(it.schedule, it.pipeline_parallel)
+    except ScheduleError:  # which is told of it
+        return False
+    return it.layout is Layout.BALANCED and (model.layers + 2) % stages != 0
 
 
 def _check_size(grid: Grid, num_workloads: int, loaded: Loaded) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sweep.samples import ROOT, SWEEP, load_sample, write_sweep
+from sweep.samples import CLUSTER, ROOT, SWEEP, load_sample, write_sweep
 
 from megatron_vshape.cli import sweep
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -119,6 +119,23 @@ def test_cluster_that_nothing_fits(tmp_path: Path) -> None:
         ScheduleError, match=r"none of the 4 combinations fits; the closest is .* which needs 2\.\d"
     ):
         call(path, "--predict-only")
+
+
+def test_a_share_of_the_memory_is_kept_free_unless_said_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "all.csv"
+    needed = write_sweep(tmp_path, sweep={"grid": ONE_GRID})
+    assert call(needed, "--predict-only", "--csv", table) == 0
+    (row,) = csv.DictReader(table.read_text().splitlines())
+    brim = {**CLUSTER["device"], "memory_gib": float(row["predicted_peak_gib"]) * 1.03}
+    path = write_sweep(tmp_path, sweep={"grid": ONE_GRID}, cluster={"device": brim})
+    capsys.readouterr()
+    assert call(path, "--predict-only", "--headroom", "0") == 0
+    assert "kept free" not in capsys.readouterr().out
+    with pytest.raises(ScheduleError, match="none of the 1 combinations fits"):
+        call(path, "--predict-only")
+    assert "4% of every device's memory is kept free" in capsys.readouterr().out
 
 
 def test_published_file_with_other_columns(

@@ -1,14 +1,25 @@
 """Files: what is wrong is one sentence with the file, the key and the value."""
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from sweep.samples import CLUSTER, ROOT, SWEEP, load_sample, write_sweep
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.sweep.assumptions import assumptions_for
-from megatron_vshape.sweep.files import SweepError, load_sweep
+from megatron_vshape.sweep.files import (
+    Cluster,
+    Model,
+    Sweep,
+    SweepError,
+    _model_in,
+    load,
+    load_sweep,
+)
 from megatron_vshape.sweep.grid import expand
 
 
@@ -31,6 +42,25 @@ def test_shipped_models_have_the_size_in_their_name(
     layer = 4 * model.hidden_size**2 + 2 * model.hidden_size * model.ffn
     parameters = model.layers * layer + model.hidden_size * model.vocabulary_size
     assert parameters / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", [Model, Cluster, Sweep])
+def test_an_example_says_what_every_key_is(kind: type[BaseModel]) -> None:
+    path = ROOT / "configs" / f"{kind.__name__.lower()}s" / "every_key.yaml"
+    load(path, kind)
+    lines = path.read_text().splitlines()
+    for key in keys_of(kind):
+        (line, *_) = [each for each in lines if re.search(rf"(^|[ {{#]){key}:", each)]
+        assert "#" in line, f"{path.name}: {key} has no comment"
+
+
+def keys_of(kind: type[BaseModel]) -> Iterator[str]:
+    """Yield every key that a file of this kind may have."""
+    for name, field in kind.model_fields.items():
+        yield name
+        inner = _model_in(field.annotation)
+        if inner is not None:
+            yield from keys_of(inner)
 
 
 def grid(**over: Any) -> dict[str, Any]:
@@ -90,6 +120,16 @@ def test_wrong_sweep(tmp_path: Path, over: dict[str, Any], text: str) -> None:
         ("name: x\nmodel: y\nname: z", "sweep.yaml: the key name stands twice, in lines 1 and 3"),
         ("grid: {a: 1, a: 1}", "the key a stands twice, in lines 1 and 1"),
         ("name: x", "the key model is missing \\(and 3 more\\)"),
+        # What is missing may be what is misspelt.
+        ("nmae: x\nmodle: y", "unknown keys nmae, modle; known there: also, .* \\(and 5 more\\)"),
+        (
+            "name: x\nlayers: 8\nvocabulary_size: 9",
+            "it looks like a model file, and this must be a",
+        ),
+        (
+            "forward_us: [1]\nbackward_us: [1]",
+            "it looks like a costs file, and this must be a sweep",
+        ),
     ],
 )
 def test_file_that_is_no_sweep(tmp_path: Path, text: str, message: str) -> None:

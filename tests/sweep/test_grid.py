@@ -119,15 +119,18 @@ def test_multi_token_prediction_is_the_trainers_too(tmp_path: Path, shared: bool
     assert ("--pipeline-vocab-parallel" in words) == shared
 
 
-def test_the_usual_layout_that_never_divides_gives_way_to_auto(tmp_path: Path) -> None:
+def test_where_the_usual_layout_does_not_divide_auto_deals_layers_out(tmp_path: Path) -> None:
+    """80 layers, as Llama 70B has, and both ends: 2 stages have equally many, 4 have not."""
     grid = {name: value for name, value in SWEEP["grid"].items() if name != "layout"}
-    model = {**MODEL, "layers": 9}
+    model = {**MODEL, "layers": 80}
     found = expand(load_sample(tmp_path, model=model, sweep={"grid": grid}))
-    assert {each.layout for each in found.possible} == {Layout.AUTO}
+    layouts = {(each.schedule, each.layout) for each in found.possible}
+    assert layouts == {("1f1b", Layout.BALANCED), ("v-half", Layout.AUTO)}
     assert found.note == (
-        "9 layers and both ends divide among the stages of no combination: layout auto instead of "
-        "balanced"
+        "80 layers and both ends do not divide among the stages of 2 combinations: layout auto "
+        "instead of balanced"
     )
     asked = {**grid, "layout": ["balanced"]}
-    with pytest.raises(SweepError, match="9 layers and both ends do not divide among"):
-        expand(load_sample(tmp_path, model=model, sweep={"grid": asked}))
+    found = expand(load_sample(tmp_path, model=model, sweep={"grid": asked}))
+    assert {each.schedule for each in found.possible} == {"1f1b"}
+    assert found.dropped[0].reason == "80 layers and both ends do not divide among 4 stages"
