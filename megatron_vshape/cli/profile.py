@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from megatron_vshape.cli.files import Output, check_target, is_installed, write_all
 from megatron_vshape.cli.options import count, float_or_nan
+from megatron_vshape.cli.what_fits import check_memory
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.costs_file import ASSUMED, MEASURED
 from megatron_vshape.core.model.kinds import (
@@ -198,7 +199,8 @@ def run(options: argparse.Namespace) -> int:
     from megatron_vshape.sweep.files import load
 
     sizes = load(options.model, ModelFile)
-    layers = stage_layers(options.layers or sizes.layers, options.devices, options.layer_split)
+    num_layers = options.layers or sizes.layers
+    layers = stage_layers(num_layers, options.devices, options.layer_split)
     import torch
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -206,6 +208,7 @@ def run(options: argparse.Namespace) -> int:
     link = _host_link(options)
     model.alone()  # says what does not divide, before anything is made
     if device == "cpu":
+        check_memory(model, layers, options.devices, partial(stage_layers, num_layers, split=None))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as torchrun has it
     from megatron_vshape.mcore.on_ranks import check_ranks
     from megatron_vshape.mcore.one_device import prepare

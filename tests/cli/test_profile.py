@@ -376,6 +376,30 @@ def test_what_cannot_be_measured_is_refused(
     assert said in capsys.readouterr().err
 
 
+def test_what_cannot_fit_is_told_before_the_system_ends_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of experts as large as those of a model in use, and of a sequence that nobody has."""
+    pytest.importorskip("megatron.core")
+    from megatron_vshape.runtime import host_memory
+
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 12 * 2**30)
+    large = tmp_path / "large.yaml"
+    text = MODEL.replace("hidden_size: 32", "hidden_size: 2048").replace("layers: 6", "layers: 8")
+    large.write_text(text + "experts: {count: 128, per_token: 8, ffn_hidden_size: 1024}\n")
+    output = ["--device", "cpu", "--output", str(tmp_path / "costs.json")]
+    few = ["--model", str(large), "--devices", "1", "--seq-length", "512", *output]
+    assert main(["profile", *few]) == 2
+    # 4 layers of 128 experts with two matrices of 2048 x 1024, 8 bytes a parameter
+    assert (
+        "a stage of 4 layers takes 16.9 GiB at least, and 12.0 GiB are free here for a rank: "
+        "what may fit is --devices 2 or --expert-parallel 2"
+    ) in capsys.readouterr().err
+    long = ["--model", str(model), "--devices", "1", "--seq-length", "99999999999", *output]
+    assert main(["profile", *long]) == 2
+    assert "what may fit is --seq-length 8192" in capsys.readouterr().err
+
+
 def test_copies_on_a_link_that_others_share_take_longer() -> None:
     pytest.importorskip("pydantic")
     from megatron_vshape.sweep.files import HostLink
