@@ -5,6 +5,7 @@ import gc
 import importlib
 import io
 import os
+import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -40,7 +41,8 @@ YOUNG_OBJECTS = 100_000
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ScheduleError(message)
+        # An argument may be of any length, and it is the sentence around it that helps.
+        raise ScheduleError(re.sub(r"\S{100,}", lambda found: f"{found[0][:60]}...", message))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _status(arguments: Sequence[str]) -> int:
     _ready_output()
     try:
+        _check_folder()
         return _run(arguments)
     except ScheduleError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
@@ -81,6 +84,16 @@ def _ready_output() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def _check_folder() -> None:
+    """Raise ScheduleError where the working directory is gone, which torch does not survive."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ScheduleError(
+            "the directory that this was started in has been deleted: change to one that exists"
+        ) from None
 
 
 def _drop_output() -> None:

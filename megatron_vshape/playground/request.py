@@ -166,7 +166,7 @@ def parse_request(data: object, files: Files) -> Request:
     if want not in (Want.FRONTIER, Want.MEASURED):
         schedule = _schedule(body.get("schedule"), files)
         if not isinstance(schedule, FileChoice):
-            _check_passes(devices, schedule.chunks or 2, microbatches)
+            _check_passes(devices, _chunks_of(schedule), microbatches)
     elif want == Want.MEASURED:
         trace = _file(body.get("trace"), files, "trace")
     plans = _flag(body, "plans", "plans")
@@ -197,6 +197,13 @@ def _schedule(data: object, files: Files) -> ScheduleChoice:
     if "group_size" in takes and body.get("group_size") is not None:
         group = _whole(body["group_size"], "group_size", MAX_MICROBATCHES)
     return NamedChoice(name, chunks, group)
+
+
+def _chunks_of(choice: NamedChoice | PlanChoice) -> int:
+    """Return how many stages a device has, or may have."""
+    if isinstance(choice, PlanChoice):
+        return choice.chunks
+    return choice.chunks or catalogue.usual_chunks(choice.name.rstrip("+"))
 
 
 def _plan(body: dict[str, object]) -> PlanChoice:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
-from megatron_vshape.core.model.files import read_text
+from megatron_vshape.core.model.files import fault_of, read_text
 from megatron_vshape.core.model.kinds import ScheduleError
 
 MAX_FILE_BYTES = 2**16
@@ -324,7 +324,7 @@ def load(path: Path, kind: type[Kind]) -> Kind:
         raise SweepError(f"{path}: {error}") from None
     # Dates and numbers that are none make PyYAML fail with these.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise SweepError(f"{path} is not YAML: {' '.join(str(error).split()):.500}") from None
+        raise SweepError(f"{path} is not YAML: {fault_of(error)}") from None
     if not isinstance(data, dict):
         raise SweepError(f"{path} must hold keys with values, not {_short(data)}")
     try:

@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_vshape.core.model.files import read_text
-from megatron_vshape.core.paper.catalogue import NAMES
+from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.sweep.files import MAX_FILE_BYTES, Recompute, SweepError
 from megatron_vshape.sweep.grid import Combination
 from megatron_vshape.sweep.predict import Prediction, Predictor, Verdict
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 COLOURS = "#4477aa #ee6677 #228833 #aa8800 #33aadd #aa3377 #994400 #000000".split()
 SHAPES = "o s".split()
-"""Colours told apart by people who see red and green alike, and two shapes of each: the catalogue's
-order decides, and after all its names comes whatever it does not name."""
+"""Colours told apart by people who see red and green alike; two schedules of a picture share one,
+in another shape, where there are more of them than colours."""
 
 NAMED = 12
 """So many points of the front have their configuration beside them at most, those of most MFU."""
@@ -332,11 +332,13 @@ def draw_pareto(rows: Sequence[Row], path: Path, title: str) -> None:
     workloads = list(dict.fromkeys(row.combination.workload for row in shown))
     if not shown:
         raise SweepError(f"no combination fits, so there is nothing to draw in {path}")
+    looks = _looks([row.combination.schedule for row in shown])
     figure = Figure(figsize=(4.2 * len(workloads) + 2.2, 3.6), layout="constrained")
     panels = figure.subplots(1, len(workloads), squeeze=False)[0]
     fronts = []
     for axes, workload in zip(panels, workloads, strict=True):
-        fronts.append(_panel(axes, [row for row in shown if row.combination.workload == workload]))
+        own = [row for row in shown if row.combination.workload == workload]
+        fronts.append(_panel(axes, own, looks))
         length, batch = workload
         axes.set_title(f"sequence length {length}, global batch {batch}", fontsize=9)
     figure.suptitle(title, fontsize=10)
@@ -347,7 +349,7 @@ def draw_pareto(rows: Sequence[Row], path: Path, title: str) -> None:
         loc="outside right upper",
         fontsize=7,
         frameon=False,
-        title="on the front: DP TP PP CP mbs",
+        title="on the front: schedule, DP TP PP CP mbs",
         title_fontsize=7,
     )
     for axes, (marks, others) in zip(panels, fronts, strict=True):  # as the legend takes room
@@ -361,7 +363,9 @@ def _legend_of(axes: "Axes") -> "tuple[list[Artist], list[str]]":
     return list(marks), list(texts)
 
 
-def _panel(axes: "Axes", rows: Sequence[Row]) -> "tuple[list[Mark], list[tuple[float, float]]]":
+def _panel(
+    axes: "Axes", rows: Sequence[Row], looks: Mapping[str, tuple[str, str]]
+) -> "tuple[list[Mark], list[tuple[float, float]]]":
     """Draw the rows of one workload; return the points to name, and those not to."""
     from megatron_vshape.view.labels import Mark
 
@@ -377,7 +381,7 @@ def _panel(axes: "Axes", rows: Sequence[Row]) -> "tuple[list[Mark], list[tuple[f
                 if row.combination.schedule == schedule and (row.mfu is not None) == measured
             ]
             if mine:
-                colour, shape = _look(schedule)
+                colour, shape = looks[schedule]
                 memory, throughput = zip(*mine, strict=True)
                 axes.scatter(
                     memory,
@@ -391,12 +395,18 @@ def _panel(axes: "Axes", rows: Sequence[Row]) -> "tuple[list[Mark], list[tuple[f
                 )
     axes.set_xlabel("peak memory of a device, GiB", fontsize=8)
     axes.set_ylabel("MFU, %", fontsize=8)
-    texts = {(y, x): parallel(row.combination) for (x, y), row in zip(points, rows, strict=True)}
+    texts = {(y, x): _named(row.combination) for (x, y), row in zip(points, rows, strict=True)}
     others = [(x, y) for x, y in points if (y, x) not in named]
     return [Mark(x, y, texts[y, x]) for y, x in named], others
 
 
-def _look(schedule: str) -> tuple[str, str]:
-    """Return a schedule's colour and shape."""
-    at = NAMES.index(schedule) if schedule in NAMES else len(NAMES)
-    return COLOURS[at % len(COLOURS)], SHAPES[at // len(COLOURS) % len(SHAPES)]
+def _named(it: Combination) -> str:
+    return f"{display_name(it.schedule)} {parallel(it)}"
+
+
+def _looks(schedules: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return the colour and the shape of each schedule, in the order of the catalogue."""
+    place = {name: at for at, name in enumerate(EVERY_NAME)}
+    names = sorted(set(schedules), key=lambda name: (place.get(name.partition(":")[0], 99), name))
+    looks = [(colour, shape) for shape in SHAPES for colour in COLOURS]
+    return {name: looks[at % len(looks)] for at, name in enumerate(names)}

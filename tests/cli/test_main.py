@@ -64,3 +64,18 @@ def test_a_name_that_the_terminal_cannot_write(tmp_path):
     done = in_shell(f"$RUN schedule {tmp_path / 'a.json'}", **ascii_alone)
     assert (done.returncode, done.stderr) == (0, "")
     assert "gr\\xf6\\xdfe" in done.stdout
+
+
+def test_a_directory_that_is_gone():
+    done = in_shell("cd $(mktemp -d) && rmdir $PWD && $RUN doctor")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "megatron-vshape: the directory that this was started in has been deleted: change to one "
+        "that exists\n"
+    )
+
+
+@pytest.mark.parametrize("option", ["--devices", "--cost", "--chunks"])
+def test_a_number_of_any_length_is_a_short_sentence(capsys, option):
+    assert main(["schedule", "1f1b", option, "9" * 5000]) == 2
+    assert len(capsys.readouterr().err) < 300

@@ -12,7 +12,7 @@ from strategies import costs_of, made
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, load_schedule
-from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.paper.catalogue import make, make_block
 
 GOOD = {
     "format": 1,
@@ -69,7 +69,7 @@ BAD_TEXTS = {
     "3": "the schedule file holds a JSON number; it must hold an object",
     "NaN": "NaN is not a number that JSON allows; write a finite one",
     '{"format": 1, "format": 1}': "the key 'format' stands twice in one JSON object",
-    "9" * 5000: "the schedule file is not valid JSON: Exceeds the limit (4300 digits)",
+    "9" * 5000: "the schedule file is not valid JSON: it has a number of more than 4300 digits",
     "{}": "the format is None; this version reads 1",
 }
 
@@ -296,3 +296,16 @@ def test_infinite_costs_are_refused() -> None:
             Costs.uniform(2, 4, forward=bad)
     with pytest.raises(ScheduleError, match="send_us is nan; it must be finite and not below 0"):
         Costs.uniform(2, 4, send=float("nan"))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    path = tmp_path / "schedule.json"
+    path.write_text(make("v-half", 2, 2).to_json(), encoding="utf-8-sig")
+    assert load_schedule(path).order == make("v-half", 2, 2).order
+
+
+def test_a_name_of_one_stage_a_device_may_have_as_many_devices_as_passes_fit():
+    """1F1B has a half of the passes of a V, whose stages are twice as many."""
+    make_block("1f1b", 256, 20_000)
+    with pytest.raises(ScheduleError, match="512 stages and 20000 microbatches are more than"):
+        make_block("v-half", 256, 20_000)

@@ -128,9 +128,9 @@ def test_given_layers() -> None:
 @pytest.mark.parametrize(
     ("num_layers", "advice"),
     [
-        (4, "such as 8"),
-        (6, "such as 8, or add --layer-split auto (to training: --pipeline-layer-split)"),
-        (12, "such as 8 or 16, or add --layer-split auto (to training: --pipeline-layer-split)"),
+        (4, ""),
+        (6, ", or add --layer-split auto (to training: --pipeline-layer-split)"),
+        (12, ", such as 8 or 16, or add --layer-split auto (to training: --pipeline-layer-split)"),
     ],
 )
 def test_layers_that_do_not_divide_are_told_what_would_do(num_layers: int, advice: str) -> None:
@@ -138,7 +138,7 @@ def test_layers_that_do_not_divide_are_told_what_would_do(num_layers: int, advic
         even_layers(num_layers, v_shape(4))
     assert str(error.value) == (
         f"{num_layers} layers do not divide among 8 stages (4 devices with 2 each): give "
-        f"a multiple of 8, {advice}"
+        f"a multiple of 8{advice}"
     )
     if "auto" in advice:
         assert sum(PIECES.balanced(num_layers, v_shape(4))) == num_layers

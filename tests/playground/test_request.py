@@ -87,6 +87,14 @@ def test_what_is_wrong_names_its_field(change, field, text):
     assert text in str(caught.value)
 
 
+def test_a_schedule_is_drawn_up_to_the_passes_that_it_has():
+    """1,100 microbatches on 256 devices: one stage of 1F1B each, and two of a V."""
+    sizes = {"devices": 256, "microbatches": 1_100}
+    assert parse_request(request(**sizes, schedule={"source": "name", "name": "1f1b"}), {})
+    with pytest.raises(FieldError, match="1,689,600 passes"):
+        parse_request(request(**sizes, schedule={"source": "name", "name": "v-half+"}), {})
+
+
 def test_the_frontier_without_plans_is_of_two_stages_a_device():
     assert parse_request(request("frontier", devices=256, microbatches=600), {}).plans is False
 

@@ -14,7 +14,7 @@ from megatron_vshape.sweep.machine import Machine
 from megatron_vshape.sweep.predict import Prediction, Predictor, Verdict
 from megatron_vshape.sweep.prune import prune
 from megatron_vshape.sweep.report import (
-    _look,
+    _looks,
     best_rows,
     comparison_table,
     draw_pareto,
@@ -24,6 +24,7 @@ from megatron_vshape.sweep.report import (
     rows_of,
 )
 from megatron_vshape.sweep.results import Outcome, Result, Status
+from megatron_vshape.view.names import display_name
 
 TWO_BATCHES = [{"sequence_length": 64, "global_batch_size": size} for size in (8, 64)]
 
@@ -105,17 +106,19 @@ def test_the_front_names_configurations_and_tells_schedules_apart(
     two_batches: list[Prediction], tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
-    looks = [_look(name) for name in (*NAMES, "adaptive")]
+    looks = _looks([*NAMES, "adaptive"]).values()
     assert len(set(looks)) == len(looks)
     dark = [colour for colour, _ in looks if int(colour[1:], 16) and max(rgb(colour)) < 0x60]
     assert not dark  # but for black itself, which stands once
     assert [colour for colour, _ in looks].count("#000000") == 1
+    few = ["adaptive", "v-half", "interleaved-1f1b:4", "interleaved-1f1b:2", "v-zb", "v-half"]
+    assert len({colour for colour, _ in _looks(few).values()}) == 5  # one a schedule
     path = tmp_path / "pareto.svg"
     draw_pareto(rows_of(two_batches), path, "title")
     text = path.read_text()
-    assert "on the front: DP TP PP CP mbs<" in text
+    assert "on the front: schedule, DP TP PP CP mbs<" in text
     best = max(two_batches, key=lambda each: each.mfu or 0.0)
-    assert f">{parallel(best.combination)}<" in text
+    assert f">{display_name(best.combination.schedule)} {parallel(best.combination)}<" in text
 
 
 def rgb(colour: str) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ def read_text(path: str | Path, what: str, max_bytes: int = MAX_FILE_BYTES) -> s
             raise ScheduleError(
                 f"{what} {path} is larger than the {max_bytes / 2**20:g} MiB that are read"
             )
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")  # some editors begin a file with a mark
     except UnicodeDecodeError as error:
         raise ScheduleError(
             f"{what} {path} is not UTF-8 text: byte {error.start} cannot be decoded"
@@ -62,10 +62,17 @@ def parse_object(text: str, what: str) -> dict[str, object]:
     except ScheduleError:
         raise
     except ValueError as error:
-        raise ScheduleError(f"{what} is not valid JSON: {error}") from None
+        raise ScheduleError(f"{what} is not valid JSON: {fault_of(error)}") from None
     if not isinstance(data, dict):
         raise ScheduleError(f"{what} holds a JSON {_name_of(data)}; it must hold an object")
     return data
+
+
+def fault_of(error: Exception) -> str:
+    """Return what a parser says is wrong, in one line; of a long number what that means."""
+    text = " ".join(str(error).split())
+    long = text.startswith("Exceeds the limit")
+    return "it has a number of more than 4300 digits" if long else f"{text:.500}"
 
 
 def check_keys(data: dict[str, object], keys: tuple[str, ...], what: str) -> None:

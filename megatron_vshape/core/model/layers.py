@@ -254,13 +254,13 @@ def even_layers(num_layers: int, placement: Placement) -> tuple[int, ...]:
     stages, devices = len(placement), max(placement) + 1
     below, rest = divmod(num_layers, stages)
     if rest:
-        near = " or ".join(str(count * stages) for count in (below, below + 1) if count)
+        near = f", such as {below * stages} or {(below + 1) * stages}" if below else ""
         split = ""
         if num_layers >= stages - 2:
             split = f", or add --layer-split {AUTO_SPLIT} (to training: --pipeline-layer-split)"
         raise ScheduleError(
             f"{num_layers} layers do not divide among {stages} stages ({devices} devices "
-            f"with {stages // devices} each): give a multiple of {stages}, such as {near}{split}"
+            f"with {stages // devices} each): give a multiple of {stages}{near}{split}"
         )
     return (below,) * stages
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import lru_cache
 from inspect import signature
 
 from megatron_vshape.core.check.simulate import simulate
@@ -82,6 +83,14 @@ def no_such_schedule(name: str, names: Sequence[str], more: str = "") -> Schedul
     )
 
 
+@lru_cache
+def usual_chunks(name: str) -> int:
+    """Return how many stages a device has in the schedule called `name`, if nobody says."""
+    sizes = {"num_devices": 2, "num_microbatches": 4, "num_chunks": 2, "group_size": 2}
+    block = _BLOCKS[name](**{each: sizes[each] for each in signature(_BLOCKS[name]).parameters})
+    return len(block.placement) // block.num_devices
+
+
 def make_block(
     name: str,
     num_devices: int,
@@ -135,7 +144,7 @@ def make_block(
         "num_chunks": num_chunks or 2,
         "group_size": min(group_size or num_devices, numbers),
     }
-    check_size(sizes["num_chunks"] * num_devices, numbers)
+    check_size((num_chunks or usual_chunks(name)) * num_devices, numbers)
     block = _BLOCKS[name](**{each: sizes[each] for each in signature(_BLOCKS[name]).parameters})
     return blocks.sliced(block, slices)
 
