@@ -6,7 +6,9 @@ from dataclasses import replace
 from functools import cache
 from operator import add
 
+from megatron_vshape.core.check import wavefront
 from megatron_vshape.core.check.deadlock import explain_deadlock
+from megatron_vshape.core.check.wavefront import Rows
 from megatron_vshape.core.model.costs import Costs, joint_name
 from megatron_vshape.core.model.kinds import COPY_OUT, KINDS, RELOAD, Kind, ScheduleError
 from megatron_vshape.core.model.passes import NeedTable, Pass
@@ -123,6 +125,16 @@ class _Simulation:
         ]
 
     def run(self) -> Timeline:
+        times = None
+        if wavefront.pays(self.schedule, self.table) and not self.costs.by_microbatch:
+            asked = self.schedule, self.table, self.time_us, self.costs.message_us
+            times = wavefront.run(*asked)
+        starts, ends = times or self._run_lanes()
+        send_us, whole_us = self.costs.longest_send_us, self.costs.whole_us
+        return Timeline(self.schedule, starts, ends, send_us, whole_us)
+
+    def _run_lanes(self) -> tuple[Rows, Rows]:
+        """Run every lane; raises ScheduleError with the circle of waits if the order deadlocks."""
         awake = list(range(len(self.lanes)))
         while awake:
             self._advance(awake.pop(), awake)
@@ -135,8 +147,7 @@ class _Simulation:
             beside = self.schedule.beside()
             raise ScheduleError(explain_deadlock(self.lanes, self.table, stuck, beside))
         starts, ends = (_by_device(self.schedule, self.lanes, x) for x in (self.starts, self.ends))
-        send_us, whole_us = self.costs.longest_send_us, self.costs.whole_us
-        return Timeline(self.schedule, starts, ends, send_us, whole_us)
+        return starts, ends
 
     def _advance(self, at: int, awake: list[int]) -> None:
         """Run the lane's passes up to the first whose inputs are not there yet."""
@@ -178,9 +189,7 @@ class _Simulation:
                 awake.extend(self.waiting.pop((part, work.stage, work.microbatch), ()))
 
 
-def _by_device(
-    schedule: Schedule, lanes: Sequence[Lane], times: Iterable[Sequence[float]]
-) -> tuple[tuple[float, ...], ...]:
+def _by_device(schedule: Schedule, lanes: Sequence[Lane], times: Iterable[Sequence[float]]) -> Rows:
     """Return the times of all lanes in the order of the devices' passes."""
     if len(lanes) == len(schedule.order):  # every device has its processor's alone
         return tuple(map(tuple, times))

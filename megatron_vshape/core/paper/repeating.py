@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from megatron_vshape.core.model.passes import Pass
@@ -39,7 +40,8 @@ def _row(
     ends: list[list[float]] = []
     for (kind, stage, within), start, length in passes:
         microbatches = range(within, num_microbatches, block.num_microbatches)
-        copies.append([Pass(kind, stage, microbatch) for microbatch in microbatches])
+        works = zip(itertools.repeat(kind), itertools.repeat(stage), microbatches, strict=False)
+        copies.append(list(map(partial(tuple.__new__, Pass), works)))  # no call of Python's each
         begin, interval = float(start), float(block.interval)
         starts.append([begin + copy * interval for copy in range(len(microbatches))])
         ends.append([each + length for each in starts[-1]])
