@@ -230,11 +230,13 @@ def _report_predictions(
     published: "Sequence[Published] | None",
     options: argparse.Namespace,
 ) -> int:
-    from megatron_vshape.sweep.report import best_rows, comparison_table, rows_of
+    from megatron_vshape.sweep.report import best_rows, comparison_table, memory_lines, rows_of
 
     rows = rows_of(predictions)
     title = f"{loaded.model.name} on {loaded.cluster.name}: the best predicted of each schedule"
     _print_tables(console, title, best_rows(rows))
+    for line in memory_lines(rows):
+        _say(console, line)
     _write_files(rows, loaded, options.csv, options.figure)
     if published is not None:
         table, same = comparison_table(best_rows(rows), published)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
+from typing import NamedTuple
 
 from megatron_vshape.core.ask import AUTO, Question, ask, best_order
 from megatron_vshape.core.check.bounds import LimitError
@@ -34,6 +35,19 @@ class Verdict(StrEnum):
     NOT_PLANNED = "not planned"
 
 
+class RankPeak(NamedTuple):
+    """What a pipeline rank needs at its peak, in bytes."""
+
+    states: float  # parameters, gradients, and the optimizer's
+    activations: float  # at their peak, with what fragments of memory take
+    rest: float  # the context, messages and working buffers
+
+    @property
+    def total(self) -> float:
+        """Return all of it."""
+        return sum(self)
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """What a combination is predicted to take; times are None where it does not fit."""
@@ -46,6 +60,7 @@ class Prediction:
     bubble: float | None = None  # fraction of the pipeline's time in which the busiest device idles
     reason: str = ""
     planned: Schedule | None = field(default=None, compare=False, repr=False)  # by `adaptive`
+    ranks: tuple[RankPeak, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def fits(self) -> bool:
@@ -136,12 +151,14 @@ class Predictor:
         limit = self.limit_bytes
         schedule = shared_if_told(schedule, stages.costs)
         held = peak_held(schedule, stages.costs)
-        needed = [
-            fixed + (1 + self.machine.assume.fragmentation) * dynamic
-            for fixed, dynamic in zip(stages.fixed_bytes(), held, strict=True)
-        ]
+        rest, fragments = stages.rest_bytes(), 1 + self.machine.assume.fragmentation
+        ranks = tuple(
+            RankPeak(states, fragments * dynamic, rest)
+            for states, dynamic in zip(stages.states_bytes(), held, strict=True)
+        )
+        needed = [each.total for each in ranks]
         peak = max(needed)
-        found = Prediction(combination, Verdict.RUNS, peak)
+        found = Prediction(combination, Verdict.RUNS, peak, ranks=ranks)
         if peak > limit:
             gib = f"{peak / GIB:.1f} of {limit / GIB:.1f} GiB on device {needed.index(peak)}"
             return replace(found, verdict=Verdict.OUT_OF_MEMORY, reason=f"needs {gib}")
@@ -290,13 +307,22 @@ class _Stages:
 
     def fixed_bytes(self) -> list[float]:
         """Return what each device holds beside activations."""
-        model, it, assume = self.layers.model, self.combination, self.layers.machine.assume
+        rest = self.rest_bytes()
+        return [rest + states for states in self.states_bytes()]
+
+    def rest_bytes(self) -> float:
+        """Return what each device holds beside activations, parameters and their states."""
+        it, assume = self.combination, self.layers.machine.assume
         streams = 2 * len(self.parts) // it.pipeline_parallel
         messages = streams * (assume.receive_window + 1) * self.layers.message_bytes()
-        rest = assume.context_gib * GIB + messages + self.layers.working_bytes()
+        return assume.context_gib * GIB + messages + self.layers.working_bytes()
+
+    def states_bytes(self) -> list[float]:
+        """Return what each device holds of parameters, gradients and the optimizer's states."""
+        model, it, assume = self.layers.model, self.combination, self.layers.machine.assume
         state = assume.parameter_state_bytes / (it.data_parallel * it.context_parallel)
         each = model.parameter_bytes + model.gradient_bytes + state
-        return [rest + parameters * each for parameters in self._parameters()]
+        return [parameters * each for parameters in self._parameters()]
 
     def after_us(self) -> float:
         """Return the time after the passes: gradient reduction, optimizer, parameter gathering."""

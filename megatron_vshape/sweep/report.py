@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,6 +51,11 @@ class Row:
     bubble: float | None = None
     peak_gib: float | None = None
     note: str = ""
+    # Of the pipeline's ranks in turn, GiB with spaces between: all, and what that consists of.
+    predicted_ranks: str = ""
+    predicted_states: str = ""
+    predicted_activations: str = ""
+    predicted_rest: str = ""
 
     @property
     def ran(self) -> bool:
@@ -86,6 +91,8 @@ def _row(prediction: Prediction, result: Result | None) -> Row:
     outcome = result.outcome if result else Outcome(Status.OK)
     verdict = f"predicted {prediction.verdict}" if result is None else outcome.status.value
     lines = outcome.log_tail.splitlines()
+    ranks = prediction.ranks
+    by_rank = [[each.total, *each] for each in ranks]
     return Row(
         prediction.combination,
         verdict,
@@ -98,7 +105,22 @@ def _row(prediction: Prediction, result: Result | None) -> Row:
         outcome.bubble,
         outcome.peak_bytes / GIB if outcome.peak_bytes else None,
         lines[-1] if lines else prediction.reason,
+        *(" ".join(f"{value / GIB:.2f}" for value in each) for each in zip(*by_rank, strict=True)),
     )
+
+
+def memory_lines(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield what every rank of the best row of each workload needs, and what that consists of."""
+    best: dict[tuple[int, int], Row] = {}
+    for row in sorted(rows, key=lambda row: row.best_mfu):
+        if row.predicted_ranks:
+            best[row.combination.workload] = row
+    for row in best.values():
+        yield f"predicted memory of {row.combination}, GiB by pipeline rank:"
+        yield f"    all                  {row.predicted_ranks}"
+        yield f"    parameters, states   {row.predicted_states}"
+        yield f"    activations          {row.predicted_activations}"
+        yield f"    context, buffers     {row.predicted_rest}"
 
 
 def best_rows(rows: Iterable[Row]) -> list[Row]:
