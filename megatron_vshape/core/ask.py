@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import sub
+from itertools import product
+from operator import attrgetter, sub
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,7 +121,7 @@ class Question:
     joint: bool = False  # whether a name has its joint passes though costs say nothing of them
     holds_less: bool = True  # of orders of equal time, AUTO looks for the one that holds least
     choices: tuple[tuple[str, int], ...] = ()  # what `make` takes of this name besides the sizes
-    slices: int = 1  # of every microbatch, of a name of the catalogue
+    slices: int | tuple[int, ...] = 1  # of every microbatch; AUTO chooses from several
     steps: int | None = None  # the budget of planning; None: that of `search.plan`
     seconds: float | None = None  # search so long instead
     progress: Callable[[int, float, float], None] | None = None  # steps, best value, lower bound
@@ -147,6 +148,31 @@ class Question:
         if self.costs is None:
             return Costs.uniform(self.num_devices, num_stages)
         return regroup(self.costs, num_stages, name)
+
+    def slice_counts(self) -> tuple[int, ...]:
+        """Return in how many slices every microbatch may be cut.
+
+        Raises:
+            ScheduleError: in several alone, and these costs are of what has none yet.
+        """
+        counts = (self.slices,) if isinstance(self.slices, int) else self.slices
+        if max(counts) == 1:
+            return (1,)
+        whole = self.whole()
+        unsliced = {
+            "joint passes": whole.joins,
+            "copies to the host": whole.copies,
+            "a shared vocabulary": tells_shared(whole),
+        }
+        for what, there in unsliced.items():
+            if there and 1 in counts:
+                return (1,)
+            if there:
+                raise ScheduleError(
+                    f"the costs tell of {what}, with which no plan has slices yet: leave slices "
+                    "out, or take that out of the costs"
+                )
+        return counts
 
     def chunk_counts(self) -> tuple[int, ...]:
         """Return how many stages a device may hold."""
@@ -204,19 +230,20 @@ def ask(question: Question) -> Answer:
     name = question.name
     if isinstance(name, str):
         name = find(name)
-    if question.slices > 1 and (name == AUTO or name in PLUS_NAMES):
-        raise ScheduleError(
-            f"{name} is planned, and no plan has slices yet: leave slices out, or name a schedule "
-            "of the catalogue"
-        )
     if name == AUTO:
         return best_order(question)
+    slices = question.slices
+    if not isinstance(slices, int):
+        raise ScheduleError(
+            f"{AUTO} chooses from several numbers of slices, and {name} takes one, not "
+            f"{', '.join(map(str, slices))}"
+        )
     if name in PLUS_NAMES:
-        return _at_memory_of(str(name).removesuffix(PLUS), question)
+        return _at_memory_of(Rival(str(name).removesuffix(PLUS), slices=slices), question)
     block = None
     if isinstance(name, str):
         sizes = question.num_devices, question.num_microbatches
-        choices = dict(question.choices, slices=question.slices)
+        choices = dict(question.choices, slices=slices)
         own = with_chunks(name) or Rival(name)
         choices |= {} if own.chunks is None else {"num_chunks": own.chunks}
         block = make_block(own.name, *sizes, **choices)
@@ -302,13 +329,14 @@ def limits_of(question: Question) -> tuple[float, ...]:
     return each_limit(limit, question.num_devices)
 
 
-def _at_memory_of(name: str, question: Question) -> Answer:
+def _at_memory_of(rival: Rival, question: Question) -> Answer:
     """Return the best order in the memory of a schedule; that one, if nothing is better."""
-    known = known_as(name, question)
+    sizes = question.num_devices, question.num_microbatches
+    known = judge_rival(rival, *sizes, question.costs_of)
     limit, placements = known.peak, (known.schedule.placement,)
     asked = replace(question, costs=known.costs, limit=limit, placements=placements)
     answer = best_order(asked, known)
-    return replace(answer, schedule=replace(answer.schedule, name=name + PLUS))
+    return replace(answer, schedule=replace(answer.schedule, name=rival.name + PLUS))
 
 
 def best_order(question: Question, *known: Known) -> Planned:
@@ -362,7 +390,8 @@ def best_order(question: Question, *known: Known) -> Planned:
     verify(best.schedule, limits, best.costs)
     bounds = [_bound(question, placement, limits) for placement in searched]
     anywhere = [
-        _bound_anywhere(each, question.num_microbatches, limits, goal) for each in _cuts(question)
+        _bound_anywhere(each.sliced(slices), slices * question.num_microbatches, limits, goal)
+        for each, slices in product(_cuts(question), question.slice_counts())
     ]
     top = best.plan.value
     return replace(
@@ -383,6 +412,7 @@ def with_more(question: Question, answer: Planned, more: float) -> float:
         question,
         costs=answer.costs,
         placements=(answer.schedule.placement,),
+        slices=answer.schedule.slices,
         layers=None,
         cut=None,
         seconds=None,
@@ -424,7 +454,8 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
     paired = _joint(question, limits)
     if paired is not None and paired.plan.value <= _bound_of_simple(question, limits):
         return paired
-    chooses, trades = saves(costs) >= WORTH, costs.trades
+    slices, trades = question.slice_counts(), costs.trades
+    chooses = max(saves(costs.sliced(each)) for each in slices) >= WORTH
     planned = partial(
         plan,
         costs,
@@ -433,6 +464,7 @@ def _planned(question: Question, limits: tuple[float, ...]) -> Planned:
         limits,
         goal,
         placements=question.placements,
+        slices=slices,
         steps=question.steps,
         seconds=None if question.seconds is None else question.seconds / (1 + chooses),
         progress=question.progress,
@@ -526,10 +558,8 @@ def _split(
     if chooses:
         starts = [made.schedule, found[0].schedule]
         whole = whole_backwards(planned(whole=True).schedule)
-        alike = (whole.placement, whole.recompute) == (
-            made.schedule.placement,
-            made.schedule.recompute,
-        )
+        sizes = attrgetter("placement", "recompute", "slices")
+        alike = sizes(whole) == sizes(made.schedule)
         for each in [[*starts, whole]] if alike else [starts, [whole]]:
             own = question.costs_of(each[0].placement, "the plan")
             chosen = split_where_it_pays(each, own, limits, goal, made.steps // 2)
@@ -578,8 +608,11 @@ def _bound_of_simple(question: Question, limits: Sequence[float]) -> float:
 
 
 def _bound(question: Question, placement: Placement, limits: Sequence[float]) -> float:
-    costs = question.costs_of(placement, "a plan")
-    return bound_at(costs, placement, question.num_microbatches, limits, question.objective)
+    costs, goal = question.costs_of(placement, "a plan"), question.objective
+    return min(
+        bound_at(costs, placement, question.num_microbatches, limits, goal, slices)
+        for slices in question.slice_counts()
+    )
 
 
 def _bound_anywhere(
@@ -627,16 +660,19 @@ class Possible(NamedTuple):
 def _possible(question: Question, limits: Sequence[float]) -> Iterator[Possible]:
     """Yield the known schedules of these sizes that there are costs for."""
     sizes = question.num_devices, question.num_microbatches
-    for rival, block in rivals_of(*sizes, question.chunk_counts()):
+    counts = question.chunk_counts(), question.slice_counts()
+    for rival, block in rivals_of(*sizes, *counts):
         try:
             costs = question.costs_of(block.placement, str(rival))
         except ScheduleError:  # of stages that the costs do not tell apart
             continue
         if rival.name in JOINT_NAMES and not costs.joins:
             continue
-        possible = may_fit(block, costs, question.num_microbatches, limits)
-        alone, placement = costs.in_order_alone(), block.placement
-        least = bound_at(alone, placement, question.num_microbatches, limits, question.objective)
+        slices, placement = rival.slices, block.placement
+        numbers = slices * question.num_microbatches
+        possible = may_fit(block, costs.sliced(slices), numbers, limits)
+        alone, whole = costs.in_order_alone(), question.num_microbatches
+        least = bound_at(alone, placement, whole, limits, question.objective, slices)
         yield Possible(rival, block.placement, possible, least)
 
 
@@ -712,8 +748,8 @@ def _plan_of(
 ) -> Plan:
     """Return a schedule as a plan."""
     schedule, costs, timeline, peak, _ = known
-    sizes = schedule.placement, schedule.num_microbatches
-    bound = bound_at(costs, *sizes, limits, objective)
+    sizes = schedule.placement, schedule.num_microbatches // schedule.slices
+    bound = bound_at(costs, *sizes, limits, objective, schedule.slices)
     value = objective.of(timeline)
     named = replace(schedule, name="plan")
     bound = min(bound, value)
@@ -731,13 +767,15 @@ def _holding_less(question: Question, best: Planned) -> Planned:
     schedule, costs, limits = best.schedule, best.costs, best.limits
     most = max(best.plan.peak)
     limits = tuple(min(limit, most) for limit in limits)
-    held = min(each for each in costs.held_after_forward_bytes if each > 0)
+    least = min(each for each in costs.held_after_forward_bytes if each > 0)
+    held = least / schedule.slices
     free = min(limit - peak for limit, peak in zip(limits, best.plan.peak, strict=True))
     unit = max(held, (most - free) / 2**LESS_TRIES)
     asked = replace(
         question,
         costs=costs,
         placements=(schedule.placement,),
+        slices=schedule.slices,
         steps=min(question.steps or LESS_STEPS, LESS_STEPS),
         seconds=None,
         progress=_stopping(question),
@@ -776,14 +814,15 @@ def _most_freed(
     asked: Question, value: float, less: Callable[[int], tuple[float, ...]], most: int
 ) -> int:
     """Return how many units may be left free, for all that bounds say, at this value."""
-    (placement,) = asked.placements
+    (placement,), (slices,) = asked.placements, asked.slice_counts()
     low, high = 0, most
     while low < high:
         tried = (low + high + 1) // 2
         limits = less(tried)
         try:
             room = tuple(limit - most_logits_bytes(asked.whole(), min(WAITING)) for limit in limits)
-            check_limits(asked.whole(), placement, asked.num_devices, room)
+            costs = asked.whole().sliced(slices)
+            check_limits(costs, placement, asked.num_devices, room, slices)
             possible = _bound(asked, placement, limits) <= value * (1 + SAME)
         except ScheduleError:
             possible = False

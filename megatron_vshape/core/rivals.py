@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from megatron_vshape.core.check.bounds import fits, room_in
@@ -34,18 +35,24 @@ def is_megatrons_own(name: str | None) -> bool:
 
 
 class Rival(NamedTuple):
-    """A schedule of the catalogue, and how many stages a device holds where that is a choice."""
+    """A schedule of the catalogue, and how many stages a device holds where that is a choice.
+
+    And in how many slices every microbatch is cut.
+    """
 
     name: str
     chunks: int | None = None
+    slices: int = 1
 
     def __str__(self) -> str:
-        return self.name if self.chunks is None else f"{self.name}:{self.chunks}"
+        named = self.name if self.chunks is None else f"{self.name}:{self.chunks}"
+        return named if self.slices == 1 else f"{named} in {self.slices} slices"
 
     def is_megatrons(self, num_devices: int, num_microbatches: int) -> bool:
         """Return whether a function of Megatron's runs it; interleaved 1F1B in whole groups."""
         whole = self.name == "1f1b" or num_microbatches % num_devices == 0
-        return self.name.removeprefix(OVERLAPPED) in MEGATRONS_OWN and whole
+        own = self.name.removeprefix(OVERLAPPED) in MEGATRONS_OWN
+        return own and whole and self.slices == 1
 
 
 class Known(NamedTuple):
@@ -67,27 +74,34 @@ class Known(NamedTuple):
 
 
 def rivals_of(
-    num_devices: int, num_microbatches: int, chunk_counts: Iterable[int]
+    num_devices: int,
+    num_microbatches: int,
+    chunk_counts: Iterable[int],
+    slice_counts: Iterable[int] = (1,),
 ) -> Iterator[tuple[Rival, BuildingBlock]]:
     """Yield what the catalogue has for so many stages a device, with the blocks they are made from.
 
     Those with a choice of the stages a device once for each number; those that would be larger than
-    `MOST_COMPARED` not at all.
+    `MOST_COMPARED` not at all. In several slices those of Megatron's, which others have sliced;
+    from all else that is published planning begins, sliced.
     """
     allowed = sorted(set(chunk_counts))
-    for name in EVERY_NAME:
+    for slices, name in product(slice_counts, EVERY_NAME):
+        if slices > 1 and name not in MEGATRONS_OWN:
+            continue
         more = [chunks for chunks in allowed if chunks > 1]
         for chunks in more if name in OPTIONS else (None,):
-            sizes = num_devices, num_microbatches
-            if 3 * (chunks or 1) * num_devices * num_microbatches > MOST_COMPARED:
+            passes = 3 * num_devices * num_microbatches * slices
+            if (chunks or 1) * passes > MOST_COMPARED:
                 continue  # its block alone takes long to make
             try:
-                block = make_block(name, *sizes, **_choices(chunks))
+                rival = Rival(name, chunks, slices)
+                block = make_block(name, num_devices, num_microbatches, **_choices(rival))
             except ScheduleError:  # not for these sizes
                 continue
-            stages = len(block.placement)
-            if stages // num_devices in allowed and 3 * stages * num_microbatches <= MOST_COMPARED:
-                yield Rival(name, chunks), block
+            held = len(block.placement) // num_devices
+            if held in allowed and held * passes <= MOST_COMPARED:
+                yield rival, block
 
 
 def judge(schedule: Schedule, costs: Costs) -> Known:
@@ -116,11 +130,12 @@ def judge_rival(
 
 @lru_cache(maxsize=64)  # a frontier asks for the same ones at every limit
 def _made(rival: Rival, num_devices: int, num_microbatches: int) -> Schedule:
-    return make(rival.name, num_devices, num_microbatches, **_choices(rival.chunks))
+    return make(rival.name, num_devices, num_microbatches, **_choices(rival))
 
 
-def _choices(chunks: int | None) -> dict[str, int]:
-    return {} if chunks is None else {"num_chunks": chunks}
+def _choices(rival: Rival) -> dict[str, int]:
+    chunks = {} if rival.chunks is None else {"num_chunks": rival.chunks}
+    return {"slices": rival.slices, **chunks}
 
 
 def may_fit(

@@ -29,7 +29,7 @@ from megatron_vshape.core.check.bounds import LimitError, fits
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import OFFLOAD, PARTS, Kind
-from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.passes import Pass, turned
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.planner import improve
 from megatron_vshape.core.planner.job_shop import make_problem, make_shop
@@ -198,9 +198,10 @@ class _Search:
         self.like = like
         self.microbatches = like.num_microbatches
         sizes = like.num_devices, self.microbatches
-        problem = make_problem(costs, *sizes, limits, objective, like.placement)
+        costs, slices = costs.sliced(like.slices), like.slices
+        problem = make_problem(costs, *sizes, limits, objective, like.placement, slices=slices)
         self.shop = make_shop(problem, self.microbatches)
-        self.codec = Codec(self.microbatches)
+        self.codec = Codec(self.microbatches, slices=slices)
         _, backward, weight = self._by_kind(self.shop.ticks)
         bw = [costs.time_us(Kind.BW, stage) for stage in range(costs.num_stages)]
         ticks = np.array([[round(each * problem.ticks_per_us)] for each in bw], np.int64)
@@ -228,7 +229,7 @@ class _Search:
         """Return the schedule in numbers; None if it does not run."""
         whole = np.zeros(self.whole_ticks.shape, bool)
         for kind, stage, microbatch in chain.from_iterable(schedule.order):
-            whole[stage, microbatch] |= kind is Kind.BW
+            whole[stage, turned(microbatch, schedule.slices)] |= kind is Kind.BW
         return self._order(self._gathered(self.codec.rows(schedule.order), whole), whole)
 
     def _order(self, row: np.ndarray, whole: np.ndarray) -> _Order | None:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_vshape.core.ask import AUTO, Question, ask
 from megatron_vshape.core.check.simulate import peak_held, peak_shared, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
@@ -191,12 +190,6 @@ def test_costs_are_of_whole_microbatches() -> None:
 def test_joint_passes_and_slices_do_not_go_together(name: str) -> None:
     with pytest.raises(ScheduleError, match=f"{name} runs passes beside each other"):
         make(name, 2, 4, slices=2)
-
-
-@pytest.mark.parametrize("name", [AUTO, "v-half+"])
-def test_no_plan_has_slices_yet(name: str) -> None:
-    with pytest.raises(ScheduleError, match="is planned, and no plan has slices yet"):
-        ask(Question(name, 2, 4, slices=2))
 
 
 def test_what_slices_share_is_there_from_the_first_f_to_the_last_b() -> None:

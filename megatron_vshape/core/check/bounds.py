@@ -66,11 +66,14 @@ def room_in(
     return costs.without_state(), tuple(map(sub, limits, fixed))
 
 
-def least_memory(costs: Costs, placement: Placement, num_devices: int) -> tuple[float, ...]:
+def least_memory(
+    costs: Costs, placement: Placement, num_devices: int, slices: int = 1
+) -> tuple[float, ...]:
     """Return what each device holds when microbatches run one after the other.
 
     No order of split backwards needs less: before the first B of a microbatch on a device, all its
-    F there have run. A W may come when nothing else is held.
+    F there have run, of all of its `slices`, of each of which `costs` are. A W may come when
+    nothing else is held.
     """
     fixed = costs.fixed_bytes(placement, num_devices)
     forward, backward, weight = map(costs.works, PARTS)
@@ -78,19 +81,29 @@ def least_memory(costs: Costs, placement: Placement, num_devices: int) -> tuple[
     for stages, worst in zip(stages_of(placement, num_devices), fixed, strict=True):
         before = after = worst
         for stage in stages:
-            kept = costs.held_after_backward_bytes[stage]
-            after += costs.held_after_forward_bytes[stage]
+            kept, held = (
+                costs.held_after_backward_bytes[stage],
+                costs.held_after_forward_bytes[stage],
+            )
+            after += slices * held
             with_all = after + max(forward[stage], backward[stage])
-            worst = max(worst, with_all, before + kept, fixed[len(least)] + kept + weight[stage])
+            others = before + (slices - 1) * held + kept
+            worst = max(worst, with_all, others, fixed[len(least)] + kept + weight[stage])
             before = after
         least.append(worst)
     return tuple(least)
 
 
 def check_limits(
-    costs: Costs, placement: Placement, num_devices: int, limits: Sequence[float]
+    costs: Costs,
+    placement: Placement,
+    num_devices: int,
+    limits: Sequence[float],
+    slices: int = 1,
 ) -> None:
     """Raise LimitError unless every device may hold what one microbatch alone needs there.
+
+    That has so many `slices`, of each of which `costs` are.
 
     Raises:
         ScheduleError: the placement is none for so many devices, or the costs for other stages.
@@ -100,7 +113,7 @@ def check_limits(
         raise ScheduleError(
             f"the costs are for {costs.num_stages} stages, the placement has {len(placement)}"
         )
-    needs = least_memory(costs, placement, num_devices)
+    needs = least_memory(costs, placement, num_devices, slices)
     for device, (need, limit) in enumerate(zip(needs, limits, strict=True)):
         if not need <= limit * (1 + _ROUNDING):  # so, as nan fits nothing
             raise LimitError(device, limit, need, max(needs))
@@ -129,12 +142,17 @@ def bound_at(
     num_microbatches: int,
     limits: Sequence[float],
     goal: Objective,
+    slices: int = 1,
 ) -> float:
-    """Return a value that no order of this placement is below, whatever the costs let it choose."""
+    """Return a value that no order of this placement is below, whatever the costs let it choose.
+
+    `costs` are those of whole microbatches, each of which is cut in so many `slices`.
+    """
     costs, limits = room_in(costs, placement, limits)
-    sizes, span = (placement, len(limits), num_microbatches), goal is Objective.SPAN
+    costs, span = costs.sliced(slices), goal is Objective.SPAN
+    sizes = placement, len(limits), num_microbatches * slices
     if not costs.trades:
-        return lower_bound(costs, *sizes, limits, span)
+        return lower_bound(costs, *sizes, limits, span, slices)
     from megatron_vshape.core.check.choices import bound_of_choices  # which begins from this
 
     settings = [costs, *(each for _, each in costs.recompute)]
@@ -148,25 +166,31 @@ def lower_bound(
     num_microbatches: int,
     limits: Sequence[float],
     span: bool = False,
+    slices: int = 1,
 ) -> float:
     """Return a value that no order within the limits is below, which are beside all state.
 
     For the span, each device's own first start is subtracted: when the first microbatch can be
     there, and no order that runs at once what it can starts later.
+
+    With `slices`, of each of which `costs` are and which `num_microbatches` counts, the n-th B of a
+    stage is behind its n-th F: so all that holds of as many microbatches holds of them. But more
+    does, for the first B of a microbatch waits for its last F (`_apart`).
     """
     # With numpy, which the names of schedules do not need.
     from megatron_vshape.core.check.ends import end_with_idle
 
     costs = split_no_slower(costs)
     paths = ways_of(costs, placement)
-    best, own_us = paths.round_trip[0] + costs.weight_us[0], costs.device_us()
+    apart = _apart(costs, slices)
+    best, own_us = paths.round_trip[0] + apart[0] + costs.weight_us[0], costs.device_us()
     own_ends = []
     for device, stages in enumerate(stages_of(placement, num_devices)):
         start = paths.forward[stages[0]]
         work = num_microbatches * (sum(_work_us(costs, stage) for stage in stages) + own_us)
         ends = [
             start + work,
-            start + _over_time(costs, paths, stages, num_microbatches, limits[device]),
+            start + _over_time(costs, paths, stages, num_microbatches, limits[device], apart),
         ]
         own_ends.append(max(ends))
         best = max(best, *(end - (start if span else 0.0) for end in ends))
@@ -183,14 +207,31 @@ def _work_us(costs: Costs, stage: int) -> float:
     return costs.forward_us[stage] + costs.backward_us[stage] + costs.weight_us[stage]
 
 
+def _apart(costs: Costs, slices: int) -> list[float]:
+    """Return how much longer, from each stage, a microbatch's first slice is on its way than alone.
+
+    From its F to its B: a stage behind runs the F of all other slices in between, and one their B,
+    which descend. Of all slices the mean is half of that.
+    """
+    return [
+        (slices - 1) * (max(costs.forward_us[stage:]) + max(costs.backward_us[stage:]))
+        for stage in range(costs.num_stages)
+    ]
+
+
 def _over_time(
-    costs: Costs, paths: Ways, stages: Sequence[int], num_microbatches: int, limit: float
+    costs: Costs,
+    paths: Ways,
+    stages: Sequence[int],
+    num_microbatches: int,
+    limit: float,
+    apart: Sequence[float],
 ) -> float:
     """Return how long the device's memory is needed, all of it all the time."""
     if limit <= 0:
         return 0.0
     area = sum(
-        costs.held_after_forward_bytes[stage] * paths.round_trip[stage]
+        costs.held_after_forward_bytes[stage] * (paths.round_trip[stage] + apart[stage] / 2)
         + costs.held_after_backward_bytes[stage] * costs.weight_us[stage]
         for stage in stages
     )

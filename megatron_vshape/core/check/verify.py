@@ -21,7 +21,7 @@ from megatron_vshape.core.model.kinds import (
     ScheduleError,
     find_kind,
 )
-from megatron_vshape.core.model.passes import Pass, can_join
+from megatron_vshape.core.model.passes import Pass, can_join, turned
 from megatron_vshape.core.model.placement import check_placement
 from megatron_vshape.core.model.schedule import Schedule, check_slices
 
@@ -254,7 +254,7 @@ def _check_rows(schedule: Schedule) -> None:
         }
         for at, (kind, stage, microbatch) in enumerate(row):
             for there, later, slices in laws[kind, stage]:
-                other = _turned(_turned(microbatch, slices) + later, slices)
+                other = turned(turned(microbatch, slices) + later, slices)
                 if other in microbatches and there[other] > at:
                     raise ScheduleError(
                         f"{row[at]} stands before {row[there[other]]} on device {device}, and a "
@@ -296,11 +296,6 @@ def _stands_behind(
         if any(map(lt, *pairs)):
             return False
     return True
-
-
-def _turned(number: int, slices: int) -> int:
-    """Return which one of all slices comes in the place of this, where a microbatch's descend."""
-    return number + slices - 1 - 2 * (number % slices)
 
 
 def _part_of(kind: Kind, stage: int) -> tuple[Kind, int]:

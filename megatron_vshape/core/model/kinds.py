@@ -102,6 +102,14 @@ class Kind(str):
         return find_kind, (str(self),)
 
     @property
+    def by_rank(self) -> bool:
+        """Return whether a microbatch's last slice comes first: of what descends or reads that."""
+        return any(
+            each.descends or any(find_kind(read.kind).descends for read in each.reads)
+            for each in self.does
+        )
+
+    @property
     def sends(self) -> bool:
         """Return whether a pass of another stage reads the result."""
         return any(read.kind in self.does and read.step for kind in KINDS for read in kind.reads)

@@ -63,6 +63,11 @@ class Pass(NamedTuple):
                 yield Pass(find_kind(read.kind), stage, self.microbatch)
 
 
+def turned(number: int, slices: int) -> int:
+    """Return which one of all slices comes in the place of this, where a microbatch's descend."""
+    return number + slices - 1 - 2 * (number % slices)
+
+
 def parse_step(text: str) -> tuple[Pass, ...]:
     """Return the pass that `text` names, or both of a joint pass, such as `F0.3&B7.1`.
 

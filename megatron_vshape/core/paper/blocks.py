@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
-from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.passes import Pass, turned
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
 from megatron_vshape.core.paper.building_block import BlockPass, BuildingBlock
 
@@ -57,7 +57,7 @@ def _with_slices(block: BuildingBlock, slices: int, late: int, slots: int = 0) -
         behind, later = (0, 0) if kind is Kind.F else (late, slots)
         for rank in range((first - behind) % within, within * slices, within):
             begin = start + later + (rank + behind) // within * block.interval
-            own = rank if kind is Kind.F else rank - 2 * (rank % slices) + slices - 1
+            own = turned(rank, slices) if kind.by_rank else rank
             passes.append(BlockPass(Pass(kind, stage, own), begin, length))
     return replace(
         block,

@@ -86,6 +86,7 @@ def _order_of(schedule: Schedule, max_held: int) -> "Order":
         limit=[max_held] * schedule.num_devices,
         lag=0,
         num_microbatches=schedule.num_microbatches,
+        slices=1,  # these numbers are those of the slices, which do not change their turns
         strict=False,
     )
 
@@ -127,6 +128,7 @@ class Sorts(NamedTuple):
     ticks: Numbers
     needs: Lists  # sorts that it reads, but what another of them waits for
     away: Numbers  # of a need: whether its result comes from another device
+    turns: Numbers  # of a need: whether slices of a microbatch are in turn there, and not here
     wakes: Lists  # other lanes that may go on when it has run
     most: Numbers  # what a lane holds more at most while such a pass runs
     change: Numbers  # and when it has run
@@ -147,6 +149,7 @@ class Order(NamedTuple):
     limit: Numbers  # of a lane
     lag: int  # ticks that a result takes to another device
     num_microbatches: int
+    slices: int  # of a microbatch; of what has the last first, the number is that of its turn
     strict: bool  # whether even what takes no memory moves up only where all it passes still fits
 
 
@@ -201,11 +204,13 @@ def make_sorts(
     ]
     ticks, takes, change = map(list, zip(*(amounts(*sort) for sort in sorts), strict=True))
     device = [placement[stage] for _, stage in sorts]
+    ranked = [kind.by_rank for kind, _ in sorts]
     return Sorts(
         lane=lane,
         ticks=ticks,
         needs=lists_of(needs),
         away=[device[need] != device[sort] for sort, own in enumerate(needs) for need in own],
+        turns=[ranked[need] != ranked[sort] for sort, own in enumerate(needs) for need in own],
         wakes=lists_of(map(sorted, wakes)),
         most=list(map(max, takes, change)),
         change=change,
@@ -290,7 +295,10 @@ def ready(order: Order, run: Run, place: int, start: int) -> int:
     """Return when the pass can start, from `start` on; LATE while what it reads has not run."""
     needs, sort, microbatch = order.sorts.needs, order.sort[place], order.microbatch[place]
     for at in range(needs.begin[sort], needs.begin[sort + 1]):
-        need = order.place_of[needs.of[at] * order.num_microbatches + microbatch]
+        own = microbatch
+        if order.sorts.turns[at]:
+            own += order.slices - 1 - 2 * (microbatch % order.slices)
+        need = order.place_of[needs.of[at] * order.num_microbatches + own]
         if need == WITHOUT:
             continue
         if need == NONE or run.end[need] == LATE:

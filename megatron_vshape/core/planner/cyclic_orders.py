@@ -7,10 +7,12 @@ in there, so that only the two ends have to be searched.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import gcd
 
 import numpy as np
 
-from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.kinds import PARTS, Kind
+from megatron_vshape.core.model.passes import turned
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.planner.modulo import SteadyOrder
@@ -79,16 +81,23 @@ class CyclicOrder:
 
 
 def cyclic_order_of_block(block: BuildingBlock) -> CyclicOrder:
-    """Return the steady order of a building block; a whole backward becomes B, then W."""
+    """Return the steady order of a building block; a whole backward becomes B, then W.
+
+    Of one of slices the least period that has whole microbatches.
+    """
     rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(block.num_devices)]
+    share = gcd(block.num_microbatches // block.slices, block.slices)
+    numbers, interval = block.num_microbatches // share, block.interval // share
     for (kind, stage, within), start, _ in block.passes:
-        period, slot = divmod(start, block.interval)
+        period, slot = divmod(start, interval)
         parts = (Kind.B, Kind.W) if kind is Kind.BW else (kind,)
         for at, part in enumerate(parts):
             sort = _sort(part, stage)
-            entry = (slot, at, sort, within - period * block.num_microbatches)
-            rows[block.placement[stage]].append(entry)
-    return _cyclic_order(block.name, block.num_microbatches, rows)
+            own = turned(within, block.slices) if part.by_rank else within
+            if own < numbers:
+                entry = (slot, at, sort, own - period * numbers)
+                rows[block.placement[stage]].append(entry)
+    return _cyclic_order(block.name, numbers, rows)
 
 
 def _cyclic_order(
@@ -102,14 +111,19 @@ def _cyclic_order(
     return CyclicOrder(name, k, tuple(arrays))
 
 
-def sequential(placement: Placement, num_devices: int) -> CyclicOrder:
+def sequential(placement: Placement, num_devices: int, slices: int = 1) -> CyclicOrder:
     """Return one microbatch after the other: the least memory that anything can run in."""
     rows: list[list[tuple[int, int, int, int]]] = []
     for stages in stages_of(placement, num_devices):
-        sorts = [(0, _sort(Kind.F, stage)) for stage in stages]
-        sorts += [(1, _sort(kind, s)) for s in reversed(stages) for kind in Kind.BW.does]
-        rows.append([(slot, at, sort, 0) for at, (slot, sort) in enumerate(sorts)])
-    return _cyclic_order("sequential", 1, rows)
+        passes = [(0, _sort(Kind.F, s), own) for s in stages for own in range(slices)]
+        passes += [
+            (1, _sort(kind, s), own)
+            for s in reversed(stages)
+            for own in range(slices)
+            for kind in Kind.BW.does
+        ]
+        rows.append([(slot, at, sort, own) for at, (slot, sort, own) in enumerate(passes)])
+    return _cyclic_order("sequential", slices, rows)
 
 
 def cyclic_order_of_steady(order: SteadyOrder, name: str) -> CyclicOrder:
@@ -119,6 +133,22 @@ def cyclic_order_of_steady(order: SteadyOrder, name: str) -> CyclicOrder:
         sorts = np.array([_sort(kind, stage) for kind, stage, _ in row])
         rows.append((sorts, np.array([offset for _, _, offset in row])))
     return CyclicOrder(name, order.microbatches, tuple(rows))
+
+
+def of_slices(order: CyclicOrder, slices: int) -> CyclicOrder:
+    """Return an order of microbatches as one of slices, each of which runs like one of these.
+
+    B and W begin `slices` - 1 numbers later, when all F of their microbatch have run, and a period
+    is one of whole microbatches.
+    """
+    times = slices // gcd(order.microbatches, slices)
+    rows = []
+    for sorts, offsets in order.rows:
+        ranked = np.array([PARTS[sort % len(PARTS)].by_rank for sort in sorts])
+        own = offsets - (slices - 1) * ranked
+        each = np.arange(times)[:, None] * order.microbatches
+        rows.append((np.tile(sorts, times), (own + each).ravel()))
+    return CyclicOrder(order.name, times * order.microbatches, tuple(rows))
 
 
 def is_period(

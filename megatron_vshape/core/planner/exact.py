@@ -20,6 +20,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Timeline
 from megatron_vshape.core.planner.job_shop import scale_to
+from megatron_vshape.core.planner.rows import Codec
 
 TICKS = 10_000
 """The mean pass takes at least so many ticks; times are rounded down to them for the bound."""
@@ -82,10 +83,11 @@ def prove(
 def _make_model(model: Any, plan: Plan, costs: Costs, limits: Sequence[float]) -> _Model:
     schedule = plan.schedule
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
-    costs = in_passes(costs)
+    codec, whole = Codec(microbatches, slices=schedule.slices), costs
+    costs = in_passes(costs.sliced(schedule.slices))
     times = (*costs.forward_us, *costs.backward_us, *costs.weight_us)
     per_us = scale_to(TICKS, fmean(times))
-    timeline = simulate(schedule, costs)
+    timeline = simulate(schedule, whole)
     spans = plan.objective is Objective.SPAN  # of the device that starts last, too
     latest = max(row[0] for row in timeline.starts) if spans else 0.0
     horizon = int((plan.value + latest) * per_us) + TICKS
@@ -102,9 +104,10 @@ def _make_model(model: Any, plan: Plan, costs: Costs, limits: Sequence[float]) -
             away = schedule.placement[need.stage] != schedule.placement[work.stage]
             lag = int(costs.send_us * per_us + 1e-6) if away else 0
             model.add(start[work] >= end[need] + lag)
-        if work.microbatch:
-            # all microbatches are alike, so each sort may keep their order
-            model.add(start[work] >= end[work._replace(microbatch=work.microbatch - 1)])
+        before = codec.number(work) - 1
+        if before >= 0 and codec.work(before)[:2] == work[:2]:
+            # all microbatches are alike, and their slices, so each sort may keep their order
+            model.add(start[work] >= end[codec.work(before)])
     _add_devices(model, schedule, costs, limits, start, end, ticks)
     value = model.new_int_var(0, horizon, "value")
     _add_objective(model, plan, timeline, value, end, per_us)

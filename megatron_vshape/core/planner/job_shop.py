@@ -17,6 +17,7 @@ from megatron_vshape.core.model.kinds import (
     ScheduleError,
 )
 from megatron_vshape.core.model.numbering import Lists
+from megatron_vshape.core.model.passes import turned
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Objective, check_size
 from megatron_vshape.core.paper.reordering import Sorts, make_sorts
@@ -30,10 +31,11 @@ MOST_TICKS = 1e18
 class Problem:
     """What is asked, in whole ticks and whole units of memory."""
 
-    costs: Costs
+    costs: Costs  # of a slice, where microbatches have several
     placement: Placement
     num_devices: int
-    num_microbatches: int
+    num_microbatches: int  # every slice counted
+    slices: int  # of a microbatch
     limits: tuple[float, ...]  # beside what a device has all the time, as the costs are,
     fixed: tuple[float, ...]  # and what that is
     objective: Objective
@@ -65,8 +67,12 @@ def make_problem(
     placement: Placement,
     kinds: tuple[Kind, ...] = PARTS,
     in_host: float = math.inf,
+    slices: int = 1,
 ) -> Problem:
     """Return what is asked of one placement; `limit` is one value or one per device.
+
+    Every microbatch is cut in so many `slices`, of each of which `costs` are and which
+    `num_microbatches` counts.
 
     A stage and microbatch may have a pass of each of `kinds`, which are in the table's order. Of a
     device at most `in_host` may wait in host memory at once.
@@ -80,7 +86,7 @@ def make_problem(
         if count < 1:
             raise ScheduleError(f"a plan needs at least 1 of {what}, not {count}")
     limits = bounds.each_limit(limit, num_devices)
-    bounds.check_limits(costs, placement, num_devices, proven_limits(kinds, limits))
+    bounds.check_limits(costs, placement, num_devices, proven_limits(kinds, limits), slices)
     fixed = costs.fixed_bytes(placement, num_devices)
     costs, limits = bounds.room_in(costs, placement, limits)
     check_size(len(placement), num_microbatches)
@@ -102,6 +108,7 @@ def make_problem(
         placement=placement,
         num_devices=num_devices,
         num_microbatches=num_microbatches,
+        slices=slices,
         limits=limits,
         fixed=fixed,
         objective=objective,
@@ -199,13 +206,14 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.Shop:
     sorts, m = problem.sorts, num_microbatches
     lane, change, most = (np.asarray(each) for each in (sorts.lane, sorts.change, sorts.most))
     count = len(lane)
-    before, after, behind = (_Ways(count) for _ in range(3))
+    before, after, behind = (_Ways(count, problem.slices) for _ in range(3))
     for sort in range(count):
         for at in range(sorts.needs.begin[sort], sorts.needs.begin[sort + 1]):
             need, each = sorts.needs.of[at], len(problem.kinds)
             lag = sorts.away[at] * problem.message(sort // each, need // each)
-            before.add(sort, need, lag)
-            (after if lane[need] != lane[sort] else behind).add(need, sort, lag)
+            turns = sorts.turns[at]
+            before.add(sort, need, lag, turns)
+            (after if lane[need] != lane[sort] else behind).add(need, sort, lag, turns)
     return improve.Shop(
         *before.of_passes(m),
         *after.of_passes(m),
@@ -295,19 +303,22 @@ def choose(shop: improve.Shop, row: np.ndarray) -> Chosen:
 class _Ways:
     """The sorts that are read by each sort, or that read it, and what the result takes to come."""
 
-    def __init__(self, num_sorts: int) -> None:
-        self.ways: list[list[tuple[int, int]]] = [[] for _ in range(num_sorts)]
+    def __init__(self, num_sorts: int, slices: int) -> None:
+        self.ways: list[list[tuple[int, int, bool]]] = [[] for _ in range(num_sorts)]
+        self.slices = slices
 
-    def add(self, sort: int, other: int, lag: int) -> None:
-        self.ways[sort].append((other, lag))
+    def add(self, sort: int, other: int, lag: int, turns: bool) -> None:
+        self.ways[sort].append((other, lag, turns))
 
     def of_passes(self, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the passes and the lags as [pass, way]; NONE where there are fewer."""
         width = max(1, *map(len, self.ways))
-        none = [(improve.NONE, 0)]
+        none = [(improve.NONE, 0, False)]
         table = np.array([own + none * (width - len(own)) for own in self.ways])
-        sorts, lags = (np.repeat(table[:, :, at], num_microbatches, axis=0) for at in (0, 1))
+        each = np.repeat(table, num_microbatches, axis=0)
+        sorts, lags, turns = (each[:, :, at] for at in range(3))
         microbatch = np.tile(np.arange(num_microbatches), len(self.ways))[:, None]
+        microbatch = np.where(turns, turned(microbatch, self.slices), microbatch)
         passes = np.where(sorts >= 0, sorts * num_microbatches + microbatch, improve.NONE)
         return passes.astype(np.int32), np.ascontiguousarray(lags)
 

@@ -22,6 +22,7 @@ from megatron_vshape.core.planner.cyclic_orders import (
     cyclic_order_of_block,
     cyclic_order_of_steady,
     is_period,
+    of_slices,
     sequential,
     splice,
 )
@@ -146,6 +147,7 @@ class PlacementSearch:
             problem.num_microbatches,
             proven_limits(problem.kinds, problem.limits),
             span=problem.objective is Objective.SPAN,
+            slices=problem.slices,
         )
 
     def begin(self, budget: int, run: Run) -> list[Candidate]:
@@ -182,11 +184,12 @@ class PlacementSearch:
     def _makers(self, budget: int) -> list[Callable[[], list[CyclicOrder]]]:
         """Return what makes cyclic orders, each by itself."""
         problem = self.problem
-        devices = problem.num_devices
+        devices, slices = problem.num_devices, problem.slices
 
         def known() -> list[CyclicOrder]:
-            made = map(cyclic_order_of_block, published_blocks(problem.placement, devices))
-            return [sequential(problem.placement, devices), *made]
+            found = published_blocks(problem.placement, devices)
+            made = (cyclic_order_of_block(blocks.sliced(block, slices)) for block in found)
+            return [sequential(problem.placement, devices, slices), *made]
 
         if len(problem.placement) > 2 * devices:
             return [known]  # the loops' blocks are near the best; annealed orders take their turns
@@ -201,15 +204,18 @@ class PlacementSearch:
         ]
         # the zero-bubble V holds what 1F1B does; with more, only the ends can gain
         held = problem.costs.held_after_forward_bytes
-        ample = [devices * sum(held[stage] for stage in own) for own in stages]
+        each = [sum(held[stage] for stage in own) for own in stages]
+        ample = [devices * one for one in each]
+        room = [y - (slices - 1) * one for y, one in zip(rooms, each, strict=True)]
 
         def steady(share: float, steps: int) -> list[CyclicOrder]:
             limits = [
-                max(x, min(share * y, most)) for x, y, most in zip(least, rooms, ample, strict=True)
+                max(x, min(share * y, most)) for x, y, most in zip(least, room, ample, strict=True)
             ]
             orders = find_steady_orders(costs, problem.placement, devices, limits, steps, self.seed)
             named = (f"steady-{at} at {share:.0%}" for at in range(len(orders)))
-            return list(map(cyclic_order_of_steady, orders, named))
+            made = map(cyclic_order_of_steady, orders, named)
+            return [of_slices(order, slices) for order in made]
 
         return [known, *(partial(steady, share, budget // part) for share, part in EFFORTS)]
 
@@ -225,7 +231,7 @@ class PlacementSearch:
         """
         problem, m, k = self.problem, self.problem.num_microbatches, cyclic.microbatches
         least, most = cyclic.reach()
-        full = max(8, problem.num_devices // k)
+        full = max(-(-8 // problem.slices), problem.num_devices // k, 2)
         short = most - least + (full + 1) * k
         short += (m - short) % k
         window = cyclic.window(short) if short < m else None
@@ -353,7 +359,8 @@ class PlacementSearch:
         problem = self.problem
         _, row, source = self._found()
         schedule = self._schedule(row)
-        timeline = simulate(schedule, problem.costs)
+        counted = replace(schedule, slices=1)  # the problem's costs are those of a slice
+        timeline = simulate(counted, problem.costs)
         value = problem.objective.of(timeline)
         sizes = problem.placement, problem.num_devices, problem.num_microbatches
         busy = problem.costs.busy_us(*sizes)
@@ -366,7 +373,7 @@ class PlacementSearch:
             value=value,  # simulated: ticks are rounded
             busy=busy,
             lower_bound=min(self.bound, value),
-            peak=tuple(map(add, peak_held(schedule, problem.costs), problem.fixed)),
+            peak=tuple(map(add, peak_held(counted, problem.costs), problem.fixed)),
             source=source,
             steps=0,
         )
@@ -379,10 +386,10 @@ class PlacementSearch:
         """
         problem, m = self.problem, self.problem.num_microbatches
         rows = row if self.parts is problem else padded(self._in_one_row(row))
-        order = Codec(m, problem.kinds).order(rows)
+        order = Codec(m, problem.kinds, problem.slices).order(rows)
         one_way = problem.costs.half_duplex and self.parts is not problem
         sizes = problem.num_devices, m, problem.placement
-        return Schedule("plan", *sizes, order, self.way.settings, one_way)
+        return Schedule("plan", *sizes, order, self.way.settings, one_way, slices=problem.slices)
 
     def _in_one_row(self, row: np.ndarray) -> list[list[int]]:
         """Return, of every device, the passes of all its lanes."""

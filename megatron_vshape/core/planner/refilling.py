@@ -85,6 +85,7 @@ def _order_of(problem: Problem, row: np.ndarray, num_microbatches: int) -> tuple
         limit=problem.room,
         lag=problem.send,
         num_microbatches=m,
+        slices=problem.slices,
         strict=True,
     )
     return order, flat

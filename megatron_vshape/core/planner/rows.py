@@ -10,17 +10,22 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_vshape.core.model.kinds import PARTS, Kind
-from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.passes import Pass, turned
 from megatron_vshape.core.planner.improve import NONE
 
 Order = tuple[tuple[Pass, ...], ...]
 
 
 class Codec(NamedTuple):
-    """Passes of simple kinds by number, and back."""
+    """Passes of simple kinds by number, and back.
+
+    Of `slices` of a microbatch B and W descend. Passes of a sort keep their order, so theirs have
+    the number of their turn, as if all ascended.
+    """
 
     num_microbatches: int
     kinds: tuple[Kind, ...] = PARTS
+    slices: int = 1
 
     def sort(self, kind: Kind, stage: int) -> int:
         """Return the sort of such passes."""
@@ -28,13 +33,18 @@ class Codec(NamedTuple):
 
     def number(self, work: Pass) -> int:
         """Return the number of a pass."""
-        return self.sort(work.kind, work.stage) * self.num_microbatches + work.microbatch
+        own = self._turned(work.kind, work.microbatch)
+        return self.sort(work.kind, work.stage) * self.num_microbatches + own
+
+    def _turned(self, kind: Kind, number: int) -> int:
+        return turned(number, self.slices) if self.slices > 1 and kind.by_rank else number
 
     def work(self, number: int) -> Pass:
         """Return the pass of a number."""
         sort, microbatch = divmod(number, self.num_microbatches)
         stage, place = divmod(sort, len(self.kinds))
-        return Pass(self.kinds[place], stage, microbatch)
+        kind = self.kinds[place]
+        return Pass(kind, stage, self._turned(kind, microbatch))
 
     def rows(self, order: Iterable[Sequence[Pass]]) -> np.ndarray:
         """Return an order in numbers; a pass that does others as these, one behind the other."""

@@ -77,7 +77,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
 from math import inf
 
 from megatron_vshape.core.check.bounds import LimitError, bound_at, each_limit
@@ -144,6 +144,7 @@ def plan(
     objective: Objective | str = Objective.MAKESPAN,
     *,
     placements: Sequence[Placement] = (),
+    slices: int | Sequence[int] = 1,
     whole: bool = False,
     trades: bool = False,
     in_host: float = inf,
@@ -160,8 +161,9 @@ def plan(
     plan everywhere, on any number of cores; with `seconds` the search goes on until they are over,
     and Ctrl-C ends it with the best so far.
     `placements` are those allowed, by default `default_placements`; costs of more stages than a
-    placement has are added up. With `whole` every B stands for a BW and takes its time, and no W
-    counts: the order is meant to run without.
+    placement has are added up. Every microbatch is cut in so many `slices` along its sequence, of
+    several numbers in the best; `costs` are those of whole ones. With `whole` every B stands for a
+    BW and takes its time, and no W counts: the order is meant to run without.
     With `trades` activations may wait in host memory, where the costs say what copies take, and
     stages may compute them again, where the costs have prices of that: chosen by microbatch and by
     stage, and never worse than the order alone. Of a device at most `in_host` waits there at once,
@@ -181,12 +183,14 @@ def plan(
     say_if_slow()
     goal = Objective(objective)
     sizes = num_devices, num_microbatches, limit, goal
+    counts = (slices,) if isinstance(slices, int) else tuple(slices)
     owns = [
         (placement, regroup(costs, len(placement), f"a placement of {len(placement)} stages"))
         for placement in placements or default_placements(num_devices, costs.num_stages, trades)
     ]
-    searches = _searches(owns, sizes, whole, trades, in_host, seed)
-    race = _Race(_worth_racing(searches) if trades else searches, trades)
+    searches = _searches(owns, sizes, counts, whole, trades, in_host, seed)
+    many = trades or len(counts) > 1
+    race = _Race(_worth_racing(searches) if many else searches, trades)
     if begun is not None:
         begun(race.plan)
     race.run(steps, seconds, progress)
@@ -194,33 +198,40 @@ def plan(
     if not trades:
         return made
     own, limits = made.schedule.placement, each_limit(limit, num_devices)
-    bound = bound_at(dict(owns)[own], own, num_microbatches, limits, goal)
+    bound = bound_at(dict(owns)[own], own, num_microbatches, limits, goal, made.schedule.slices)
     return replace(made, lower_bound=min(bound, made.value))
 
 
 def _searches(
     owns: Sequence[tuple[Placement, Costs]],
     sizes: tuple[int, int, float | Sequence[float], Objective],
+    slices: Sequence[int],
     whole: bool,
     trades: bool,
     in_host: float,
     seed: int,
 ) -> list[PlacementSearch]:
-    """Return a search for every placement, and for every way to save memory on it, that fits.
+    """Return a search for every placement, number of slices and way to save memory that fits.
+
+    What is copied to the host is of whole microbatches.
 
     Raises:
-        LimitError: none does.
+        LimitError: none fits.
     """
     begun: list[PlacementSearch] = []
     refused: list[LimitError] = []
     bases: Bases = {}
-    for placement, own in owns:
+    devices, microbatches, limit, goal = sizes
+    for (placement, own), cut in product(owns, slices):
         for way in ways_to_save(own, placement) if trades else [ORDER_ALONE]:
-            priced = own.at(way.settings)
+            if way.copies and cut > 1:
+                continue
+            priced = own.at(way.settings).sliced(cut)
             priced = never_split(priced) if whole else priced
             every = (*PARTS, *OFFLOAD) if way.copies else PARTS
             try:
-                problem = make_problem(priced, *sizes, placement, every, in_host)
+                asked = microbatches * cut, limit, goal, placement, every, in_host, cut
+                problem = make_problem(priced, devices, *asked)
             except LimitError as error:
                 refused.append(error)
                 continue

@@ -1,0 +1,235 @@
+"""Plans of slices: ranks, bounds, the reference's figures, and the choice of how many."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from megatron_vshape.core.ask import AUTO, Planned, Question, ask
+from megatron_vshape.core.check.bounds import LimitError, least_memory, lower_bound
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
+from megatron_vshape.core.model.schedule import Objective
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.planner.rows import Codec
+from megatron_vshape.core.planner.search import plan
+from megatron_vshape.core.program.lowering import lower
+
+
+def real_costs(devices: int, stages: int, slices: int, *parts: float, added: float) -> Costs:
+    """Return costs with messages, of which a slice's pass takes so much beside its share."""
+    scale = 2 * devices / stages
+    host = added * scale * (1 - 1 / slices)
+    return Costs.uniform(devices, stages, *parts, send=0.05 + 0.005 * slices, host=host)
+
+
+def over(costs: Costs, placement: Placement, microbatches: int, value: float) -> float:
+    """Return how much longer a step is than the work of whole microbatches, in per cent."""
+    bare, devices = replace(costs, host_us=0.0), max(placement) + 1
+    return 100 * (value / bare.busy_us(placement, devices, microbatches) - 1)
+
+
+def test_numbers_of_what_descends_are_their_turns() -> None:
+    codec = Codec(8, slices=4)
+    for kind, number in ((Kind.F, 5), (Kind.B, 6), (Kind.W, 6)):
+        work = Pass(kind, 1, 5)
+        assert codec.number(work) % 8 == number
+        assert codec.work(codec.number(work)) == work
+    schedule = make("v-zb", 2, 2, slices=4)
+    rows = codec.rows(schedule.order)
+    assert codec.order(rows) == schedule.order
+    for row in rows:  # passes of a sort stand in the order of their numbers
+        for sort in set(row // 8):
+            own = row[row // 8 == sort]
+            assert sorted(own) == list(own)
+
+
+@pytest.mark.parametrize("objective", list(Objective))
+@pytest.mark.parametrize(
+    ("placement", "microbatches", "slices", "limit"),
+    [
+        (v_shape(3), 3, 2, 3.0),
+        (v_shape(4), 2, 4, 2.0),
+        (looping(3, 2), 3, 3, 4.0),
+        (linear(2), 2, 3, 4.0),
+        (looping(2, 4), 4, 2, 2.5),
+    ],
+)
+def test_plans_of_slices_run_and_fit(
+    replay,
+    placement: Placement,
+    microbatches: int,
+    slices: int,
+    limit: float,
+    objective: Objective,
+) -> None:
+    devices = max(placement) + 1
+    costs = Costs.uniform(devices, len(placement), 1, 1.3, 0.7, 0.05)
+    sizes = devices, microbatches, limit, objective
+    made = plan(costs, *sizes, placements=[placement], slices=slices, steps=3000)
+    schedule = made.schedule
+    assert (schedule.slices, schedule.num_microbatches) == (slices, microbatches * slices)
+    verify(schedule, [limit] * devices, costs)
+    found = replay(schedule, costs.sliced(slices))
+    assert found[objective.value] == pytest.approx(made.value)
+    assert max(made.peak) == pytest.approx(found["peak"])
+    assert max(made.peak) <= limit + 1e-9
+    assert made.lower_bound <= made.value
+    ran = lower(schedule, simulate(schedule, costs), kernels=True).schedule
+    verify(ran, [limit] * devices, costs)
+
+
+def test_the_least_that_fits_is_a_whole_microbatch() -> None:
+    costs = Costs.uniform(4, 8)
+    assert least_memory(costs.sliced(4), v_shape(4), 4, 4) == (2.0,) * 4
+    made = plan(costs, 4, 3, 2.0, placements=[v_shape(4)], slices=4, steps=100)
+    assert max(made.peak) == 2.0
+    with pytest.raises(LimitError) as error:
+        plan(costs, 4, 3, 1.9, placements=[v_shape(4)], slices=4, steps=100)
+    assert error.value.least == pytest.approx(2.0)
+    more = replace(costs.sliced(2)).having(held_after_backward_bytes=(0.7,) * 8)
+    assert least_memory(more, v_shape(4), 4, 2) == pytest.approx((2.2,) * 4)
+
+
+@pytest.mark.parametrize("span", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "v-min", "v-half", "v-zb"])
+def test_no_schedule_of_slices_is_below_its_bound(name: str, span: bool) -> None:
+    for devices, microbatches, slices in ((2, 2, 4), (4, 4, 2), (4, 8, 4), (3, 1, 8)):
+        schedule = make(name, devices, microbatches, slices=slices)
+        costs = Costs.uniform(devices, schedule.num_stages, 1, 1.4, 0.6, 0.05, host=0.02)
+        timeline = simulate(schedule, costs)
+        sizes = devices, microbatches * slices, peak_held(schedule, costs)
+        bound = lower_bound(costs.sliced(slices), schedule.placement, *sizes, span, slices)
+        assert bound <= (timeline.span if span else timeline.makespan) * (1 + 1e-9)
+
+
+def test_a_bound_counts_how_long_all_slices_are_held() -> None:
+    """They queue up at a stage on their way, and on their way back, and all are held meanwhile."""
+    costs, tight = Costs.uniform(8, 8, 1, 2, 1), (8, 4 * 8, (2.0,) * 8)
+    bound = lower_bound(costs.sliced(4), linear(8), *tight, slices=4)
+    assert bound > 1.1 * lower_bound(costs.sliced(4), linear(8), *tight)
+    made = plan(costs, 8, 8, 2.0, placements=[linear(8)], slices=4, steps=10_000)
+    assert bound <= made.value
+
+
+@pytest.mark.parametrize(
+    ("placement", "microbatches", "slices", "limit", "cost"),
+    [
+        (linear(2), 2, 2, 4.0, (1, 1, 1, 0.0)),
+        (linear(2), 1, 3, 4.0, (1, 2, 1, 0.1)),
+        (v_shape(2), 1, 3, 2.0, (1, 1, 1, 0.0)),
+        (v_shape(2), 2, 2, 2.0, (1, 1.15, 0.85, 0.05)),
+        (v_shape(2), 2, 2, 3.0, (1, 1, 1, 0.0)),
+        (linear(3), 2, 2, 2.0, (1, 1, 1, 0.0)),
+    ],
+)
+def test_bounds_and_plans_against_the_optimum(
+    placement: Placement,
+    microbatches: int,
+    slices: int,
+    limit: float,
+    cost: tuple[float, float, float, float],
+) -> None:
+    pytest.importorskip("ortools")
+    from megatron_vshape.core.planner.exact import prove
+
+    devices = max(placement) + 1
+    costs = Costs.uniform(devices, len(placement), *cost)
+    made = plan(costs, devices, microbatches, limit, placements=[placement], slices=slices)
+    best = prove(replace(made, lower_bound=0.0), costs, limit, seconds=60)
+    assert best.lower_bound == pytest.approx(best.value, rel=1e-4)  # solved
+    assert made.lower_bound <= best.value * (1 + 1e-9)
+    assert made.value == pytest.approx(best.value, rel=1e-4)
+    verify(best.schedule, limit, costs)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "slices", "share", "cost", "most"),
+    [
+        (8, 8, 0.2344, (1, 1, 1), 1.83),
+        (4, 8, 0.2344, (1, 1.15, 0.85), 9.5),
+        pytest.param(8, 8, 0.1875, (1, 1, 1), 4.9, marks=pytest.mark.slow),
+        pytest.param(8, 8, 0.125, (1, 1, 1), 31, marks=pytest.mark.slow),
+        pytest.param(4, 4, 0.352, (1, 1.7, 0.3), 23.4, marks=pytest.mark.slow),
+    ],
+)
+def test_plans_are_as_good_as_the_figures_of_the_reference(
+    microbatches: int, slices: int, share: float, cost: tuple[float, float, float], most: float
+) -> None:
+    """Of a V on 8 devices, in shares of 1F1B's memory and per cent; `slices_table.py` has all."""
+    even = cost == (1, 1, 1)
+    costs = real_costs(8, 16, slices, *cost, added=0.0 if even else 0.005)
+    costs = replace(costs, send_us=0.0) if even else costs
+    made = plan(costs, 8, microbatches, 16 * share, placements=[v_shape(8)], slices=slices)
+    assert over(costs, v_shape(8), microbatches, made.value) < most
+
+
+def question(slices: int | tuple[int, ...], host: float, limit: float | None = None) -> Question:
+    costs = Costs.uniform(4, 8, 1, 1.15, 0.85, 0.05, host)
+    return Question(AUTO, 4, 4, costs, limit=limit, slices=slices, steps=3000, holds_less=False)
+
+
+@pytest.mark.parametrize(("host", "chosen"), [(0.0, 4), (1.0, 1)])
+def test_auto_chooses_by_what_a_pass_takes_beside_its_share(host: float, chosen: int) -> None:
+    answer = ask(question((1, 2, 4), host))
+    assert isinstance(answer, Planned)
+    assert answer.schedule.slices == chosen
+    for slices in (1, 2, 4):
+        alone = ask(question(slices, host))
+        assert isinstance(alone, Planned)
+        assert answer.plan.value <= alone.plan.value * (1 + 1e-9)
+        assert alone.plan.lower_bound <= alone.plan.value
+    assert answer.any_bound <= answer.searched_bound <= answer.plan.value
+    for known in answer.known:
+        if max(known.peak) <= max(answer.limits):
+            assert known.timeline.makespan >= answer.plan.value * (1 - 1e-9)
+
+
+def test_slices_go_where_nothing_else_fits() -> None:
+    with pytest.raises(ScheduleError, match="no order was found|no schedule fits"):
+        ask(question(1, 0.02, limit=1.9))
+    answer = ask(question((1, 4), 0.5, limit=2.0))
+    assert max(answer.plan.peak) <= 2.0
+
+
+def test_a_name_takes_one_number_of_slices() -> None:
+    asked = replace(question((1, 2), 0.0), name="v-half")
+    with pytest.raises(ScheduleError, match="v-half takes one, not 1, 2"):
+        ask(asked)
+
+
+def test_in_the_memory_of_a_name_of_slices() -> None:
+    asked = replace(question(2, 0.0), name="v-half+", limit=None)
+    answer, known = ask(asked), make("v-half", 4, 4, slices=2)
+    assert answer.schedule.slices == 2
+    mine, theirs = (simulate(each, asked.costs).makespan for each in (answer.schedule, known))
+    assert mine <= theirs
+
+
+def test_what_has_no_slices_yet_is_told() -> None:
+    costs = Costs.uniform(2, 4, 1, 1, 1).with_copies(1.0)
+    asked = Question(AUTO, 2, 2, costs, limit=4.0, steps=200, slices=2)
+    with pytest.raises(ScheduleError, match="copies to the host, with which no plan has slices"):
+        ask(asked)
+    assert ask(replace(asked, slices=(1, 2))).schedule.slices == 1
+
+
+def test_recompute_and_slices_are_chosen_together() -> None:
+    """Below what slices alone need, stages that compute again still fit."""
+    bare = Costs.uniform(2, 4, 1, 1, 1)
+    dear = replace(bare).having(
+        backward_us=(2.0,) * 4,
+        held_after_forward_bytes=(0.25,) * 4,
+        held_after_backward_bytes=(1.0,) * 4,
+    )
+    costs = replace(bare, recompute=(("full", dear),))
+    asked = Question(AUTO, 2, 2, costs, limit=1.8, steps=500, slices=(1, 2))
+    answer = ask(asked)
+    assert answer.schedule.slices == 2
+    assert "full" in answer.schedule.recompute
+    verify(answer.schedule, answer.limits, answer.costs)
+    assert not math.isinf(answer.plan.value)
