@@ -137,7 +137,10 @@ def recommended(answer: Planned) -> str:
         return f"recommended: Megatron's own {own}{stages}{flag}; no plan is faster in this memory"
     if known is not None:
         return f"recommended: {known}, as it is published; no plan is faster in this memory"
-    return f"recommended: the plan, with {chunks} {'stage' if chunks == 1 else 'stages'} a device"
+    slices = answer.schedule.slices
+    cut = f" and {slices} slices a microbatch" if slices > 1 else ""
+    stages = "stage" if chunks == 1 else "stages"
+    return f"recommended: the plan, with {chunks} {stages} a device{cut}"
 
 
 def changes(against: Known, answer: Planned, held: Text, time: Text) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_vshape.core.ask import PLUS_NAMES, Cut, Question, find
+from megatron_vshape.core.ask import AUTO, PLUS_NAMES, SLICES, Cut, Question, find
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers, recut, with_ends
@@ -45,6 +45,14 @@ UNIT_COST = Times(1.0, 1.0, 1.0, 0.0)
 _COST_NAMES = ("F", "B", "W", "COMM")
 NOTHING = Piece(0.0, 0.0, 0.0, 0.0, 0.0)
 UNITS = {"gib": GIB, "mib": 2.0**20}
+
+
+def slice_counts(text: str) -> int | tuple[int, ...]:
+    """Return in how many slices every microbatch is cut, or those to choose from."""
+    if text == AUTO:
+        return SLICES
+    found = tuple(dict.fromkeys(map(count, text.split(","))))
+    return found[0] if len(found) == 1 else found
 
 
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:

@@ -38,12 +38,14 @@ from megatron_vshape.cli.options import (
     float_or_nan,
     headroom_of,
     link,
+    slice_counts,
 )
 from megatron_vshape.cli.progress import Progress, told
 from megatron_vshape.cli.stopping import Budget
 from megatron_vshape.core.ask import (
     AUTO,
     LESS_STEPS,
+    SLICES,
     SUFFIXES,
     Cut,
     Planned,
@@ -179,6 +181,20 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         metavar="CHUNKS|XGiB",
         help="most of a device that may wait in host memory at once, as --memory-limit has it "
         "(default: any)",
+    )
+    parser.add_argument(
+        "--slices",
+        type=slice_counts,
+        metavar="K|K,K,...|auto",
+        help="cut every microbatch in K slices along its sequence, in the best of several; auto: "
+        f"of {', '.join(map(str, SLICES))} (default 1)",
+    )
+    parser.add_argument(
+        "--host",
+        type=float_or_nan,
+        metavar="X",
+        help="what every pass takes besides, whatever its size, in the unit of --cost: the price "
+        "of slices (default 0; a costs file says it as host_us)",
     )
     parser.add_argument(
         "--hidden",
@@ -363,6 +379,7 @@ def _question(options: argparse.Namespace, costs: Costs | None, measured: Costs 
         _cut(options, measured),
         chunks=tuple(range(1, (options.chunks or MOST_CHUNKS) + 1)),
         objective=options.objective,
+        slices=options.slices or 1,
         seconds=None if options.seconds is None else options.seconds * FIRST_SHARE,
         layers=_pieces(options, measured),
     )
@@ -413,7 +430,10 @@ def _cut(options: argparse.Namespace, measured: Costs | None) -> Cut:
     if heavy_ends.changed(options):
         return heavy_ends.cut_of(options, measured)
     ends = ends_of(options, options.layers)
-    return cut_of(options.devices, options.cost, measured, options.layers, ends, options.offload)
+    cut = cut_of(options.devices, options.cost, measured, options.layers, ends, options.offload)
+    if options.host is None:
+        return cut
+    return lambda stages, name: replace(cut(stages, name), host_us=options.host)
 
 
 def _answered(question: Question) -> tuple[Planned, list[str]]:
@@ -456,6 +476,11 @@ def _check(options: argparse.Namespace) -> None:
     if options.offload is not None and heavy_ends.changed(options):
         raise ScheduleError(
             "--offload cannot stand beside --vocab-parallel or --mtp-layers: leave one of them out"
+        )
+    if options.host is not None and (options.costs or not 0 <= options.host < math.inf):
+        raise ScheduleError(
+            f"--host {options.host:g} is for --cost, and finite and at least 0; --costs FILE says "
+            "it itself"
         )
     if options.hidden is not None and options.costs is None:
         raise ScheduleError("--hidden needs --costs FILE, which says what passes wait for")
@@ -634,7 +659,7 @@ def _recipe(options: argparse.Namespace) -> str:
     if options.offload is not None:
         words += ["--offload", options.offload.text]
     known = ("costs", "embedding", "memory_limit", "headroom", "layers", "layer_split", "head")
-    ends = ("vocab_parallel", "mtp_layers")
+    ends = ("vocab_parallel", "mtp_layers", "slices", "host")
     for name in (*known, *ends, "host_memory_limit", "hidden", "chunks", "seconds"):
         value = getattr(options, name)
         if value is not None:
@@ -648,7 +673,7 @@ def _recipe(options: argparse.Namespace) -> str:
 def _print(answer: Planned, limit: float, costs: Costs, in_bytes: bool) -> None:
     from megatron_vshape.core.splitting import where_split  # brings numba along, as planning does
 
-    made = answer.plan
+    made, slices = answer.plan, answer.schedule.slices
     timeline = simulate(made.schedule, answer.costs)
     if made.schedule.num_devices * made.schedule.num_microbatches <= 256:
         print(picture(timeline, columns(), wants_colour(sys.stdout)) + "\n")
@@ -666,6 +691,7 @@ def _print(answer: Planned, limit: float, costs: Costs, in_bytes: bool) -> None:
         ),
         ("gap", _gap_text(answer)),
         ("placement", placement_text(made.schedule)),
+        *([("slices", f"{slices} of every microbatch")] if slices > 1 else []),
         ("memory", f"{held(peaks[0])} at the peak, limit {held(peaks[1])}"),
         *labelled("by device", peaks_told(made.schedule, answer.costs)),
         ("B and W apart", where_split(made.schedule)),

@@ -73,6 +73,9 @@ PLUS_NAMES = tuple(name + PLUS for name in MEMORY_NAMES)
 SCHEDULE_NAMES = (*EVERY_NAME, *PLUS_NAMES)
 """What a schedule may be called wherever one is named; `SUFFIXES` are of files in its place."""
 
+SLICES = (1, 2, 4, 8)
+"""Of every microbatch: those that AUTO chooses from where a sequence allows them."""
+
 SUFFIXES = (".json", ".csv")
 """Of schedule files."""
 

@@ -97,7 +97,7 @@ def published(question: Question) -> Iterator[Point]:
     """Yield the catalogue's schedules as points, at the costs that the question has for each."""
     for name in EVERY_NAME:
         try:
-            answer = ask(replace(question, name=name))
+            answer = ask(replace(question, name=name, slices=1))
         except ScheduleError:  # not for this size, or these costs do not tell its stages
             continue
         if name in JOINT_NAMES and not answer.costs.joins:

@@ -61,9 +61,8 @@ def choose_layers(question: Question, answer: Planned) -> Layered:
     pieces, num_layers = question.layers
     placement, limits = answer.schedule.placement, answer.limits
     first = answer.costs.layers or pieces.balanced(num_layers, placement)
-    asked = replace(
-        question, layers=None, cut=None, placements=(placement,), limit=limits, chunks=()
-    )
+    asked = replace(question, layers=None, cut=None, chunks=(), slices=answer.schedule.slices)
+    asked = replace(asked, placements=(placement,), limit=limits)
     steps = min(question.steps or TRIAL_STEPS, TRIAL_STEPS)
     trial = replace(asked, steps=steps, seconds=None, progress=None, holds_less=False)
 
@@ -117,8 +116,9 @@ def _promises(asked: Question, pieces: Pieces, layers: tuple[int, ...], value: f
     (placement,), limits = asked.placements, asked.limit
     assert isinstance(limits, tuple)
     costs, sizes = pieces.costs(layers), (asked.num_microbatches, limits)
+    (slices,) = asked.slice_counts()
     try:
-        least = bound_at(costs, placement, *sizes, asked.objective)
+        least = bound_at(costs, placement, *sizes, asked.objective, slices)
     except LimitError:
         return False
     return least < value * _LESS

@@ -48,6 +48,45 @@ def test_chunks_bound_the_stages_of_a_device(capsys: pytest.CaptureFixture[str])
     assert "placement       2 stages a device" in capsys.readouterr().out
 
 
+def test_slices_are_planned_and_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    arguments = ["plan", "--devices", "2", "--microbatches", "2", *COST, "--chunks", "2", *NO_PROOF]
+    within = ["--memory-limit", "2.5", "--slices", "1,4", "--host", ".01"]
+    assert main([*arguments, *within, "--export", str(path)]) == 0
+    shown = capsys.readouterr().out
+    schedule, costs = load_schedule(path), Costs.uniform(2, 4, 1, 1.15, 0.85, 0.05, host=0.01)
+    assert (schedule.slices, schedule.num_microbatches) == (4, 8)
+    assert "slices          4 of every microbatch" in shown
+    assert "and 4 slices a microbatch" in shown
+    assert f"makespan        {simulate(schedule, costs).makespan:.6g} in" in shown
+    assert re.search(r"^1f1b in 4 slices ", shown, re.M)
+    # At a price of a pass that nothing regains there is one slice.
+    assert main([*arguments, "--slices", "auto", "--host", "2"]) == 0
+    assert "slices a microbatch" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--slices", "0"], "--slices: "),
+        (["--slices", "2,x"], "--slices: "),
+        (["--slices", "2", "--offload", "1"], "copies to the host, with which no plan has slices"),
+        (["--host", "-1"], "--host -1 is for --cost, and finite and at least 0"),
+    ],
+)
+def test_what_slices_are_not(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(["plan", *SMALL, *given])
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert said in capsys.readouterr().err
+
+
 def test_layers_are_dealt_out_with_the_order(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--devices", "2", "--microbatches", "4", "--chunks", "2", *COST, *NO_PROOF]
     split = ["--layers", "9", "--layer-split", "auto", "--head", "2"]
