@@ -9,7 +9,7 @@ is not imported by that: the schedule is registered as soon as the program has i
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -18,10 +18,10 @@ from typing import Any
 VARIABLE = "MEGATRON_VSHAPE"
 MEGATRON = "megatron.core"
 
-_NUMBERS: dict[str, type[int | float]] = {
+_NUMBERS: dict[str, Callable[[str], float | str]] = {
     "timeout_seconds": float,
     "host_memory_limit_gib": float,
-    "slices": int,
+    "slices": lambda text: text if text == "auto" else int(text),
 }
 _LIMIT = "memory_limit_gib"
 _STEPS = "profile_steps"

@@ -545,10 +545,13 @@ SLICE_REFUSALS = (
 """Every option of Megatron that microbatches in slices do not go with."""
 
 
-def check_slices(slices: int, options: Any, others: Mapping[str, object]) -> None:
+def check_slices(
+    slices: int, options: Any, others: Mapping[str, object], alike: bool = True
+) -> None:
     """Raise UnsupportedError for the first option of arguments or a config that slices cannot have.
 
-    `others` are options of this package, by what they are called, that do not go with them.
+    `others` are options of this package, by what they are called, that do not go with them. With
+    `alike` the sequence must be cut in so many evenly.
     """
     if slices == 1:
         return
@@ -556,14 +559,26 @@ def check_slices(slices: int, options: Any, others: Mapping[str, object]) -> Non
     for option, value in others.items():
         if value:
             raise UnsupportedError(f"--pipeline-slices does not work with {option}: {_UNTRIED}")
-    check_sequence(slices, getattr(options, "seq_length", None), options)
+    if alike:
+        check_sequence(slices, getattr(options, "seq_length", None), options)
+
+
+def even_slices(counts: Iterable[int], length: int | None, options: Any) -> tuple[int, ...]:
+    """Return in how many of these slices a sequence of so many tokens can be cut alike."""
+    unit = _least_tokens(options)
+    return tuple(each for each in counts if each == 1 or not (length or 0) % (each * unit))
+
+
+def _least_tokens(options: Any) -> int:
+    """Return the tokens that a slice has a multiple of."""
+    parts: int = getattr(options, "tensor_model_parallel_size", 1)
+    return parts if getattr(options, "sequence_parallel", False) else 1
 
 
 def check_sequence(slices: int, length: int | None, options: Any) -> None:
     """Raise UnsupportedError unless a sequence of so many tokens can be cut in slices alike."""
-    parts = getattr(options, "tensor_model_parallel_size", 1)
-    unit = parts if getattr(options, "sequence_parallel", False) else 1
-    if slices == 1 or length is None or not length % (slices * unit):
+    unit = _least_tokens(options)
+    if length is None or even_slices([slices], length, options):
         return
     fine = [each for each in range(1, length // unit + 1) if not length % (each * unit)]
     nearest = min(fine, key=lambda each: abs(each - slices)) if fine else 1

@@ -16,11 +16,13 @@ from mcore.farm import Ended, Farm
 from mcore.test_memory import FLAGS, figures
 from mcore.test_training import FOUR, assert_equal_training
 
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.from_environment import options_in
 from megatron_vshape.mcore.refusals import UnsupportedError, check_slices
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
+from megatron_vshape.mcore.setup.checks import with_slices
 from megatron_vshape.mcore.setup.choice import choice_for
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step.slices import Slices
@@ -158,6 +160,19 @@ def test_training_equals_megatrons_1f1b(train: Callable[..., Ended], options: st
     assert_equal_training(ours, theirs)
 
 
+@pytest.mark.slow
+def test_a_planned_order_of_slices_trains_like_1f1b(
+    train: Callable[..., Ended], tmp_path: Path
+) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(Costs.uniform(4, 8, 100, 120, 90, 5, host=1.0).to_json())
+    theirs = train(4, "--pipeline-schedule", "1f1b", *FOUR, UNTIED)
+    planned = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file))
+    ours = train(4, *planned, "--pipeline-slices", "auto", *FOUR, UNTIED)
+    assert_equal_training(ours, theirs)
+    assert any(" microbatches of 4 slices" in text for text in ours.output)
+
+
 GIVEN = {
     "optimizer_post_validation": True,
     "context_parallel_size": 2,
@@ -224,7 +239,7 @@ def test_a_file_says_its_slices(tmp_path: Path) -> None:
     ("given", "told"),
     [
         ({"slices": 0}, "--pipeline-slices 0 is not a whole number of at least 1"),
-        ({"schedule": "v-half+"}, "does not work with --pipeline-schedule v-half+: no plan has "),
+        ({"slices": "auto"}, "auto chooses with --pipeline-schedule auto, and v-zb has as many as"),
     ],
 )
 def test_numbers_of_slices_that_are_none(given: dict[str, Any], told: str) -> None:
@@ -235,6 +250,46 @@ def test_numbers_of_slices_that_are_none(given: dict[str, Any], told: str) -> No
 
 def test_the_environment_gives_slices() -> None:
     assert options_in("schedule=v-zb,slices=4") == {"schedule": "v-zb", "slices": 4}
+
+
+def auto(tmp_path: Path, host: float, **given: Any) -> PipelineOptions:
+    """Return the options of a planned run whose passes take so much beside their share."""
+    file = tmp_path / "costs.json"
+    file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5, host=host).to_json())
+    return options(**{"schedule": "auto", "slices": "auto", "costs_file": str(file)} | given)
+
+
+@pytest.mark.parametrize(("host", "chosen"), [(1.0, 8), (60.0, 1)])
+def test_auto_chooses_slices_for_a_run(tmp_path: Path, host: float, chosen: int) -> None:
+    given = auto(tmp_path, host)
+    choice = with_slices(Namespace(seq_length=48), choice_for(given, 2), given)
+    assert choice.slices == (1, 2, 4, 8)
+    schedule = Planner(choice).training(2).schedule
+    assert (schedule.slices, schedule.num_microbatches) == (chosen, 2 * chosen)
+
+
+def test_auto_has_what_the_sequence_and_the_model_allow(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = auto(tmp_path, 1.0)
+    choice = choice_for(given, 2)
+    parts = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
+    assert with_slices(Namespace(seq_length=24, **parts), choice, given).slices == (1, 2, 4)
+    planner = Planner(with_slices(Namespace(), choice, given))
+    planner.choose_slices((1, 2))
+    assert planner.training(2).schedule.slices == 2
+    caplog.set_level("INFO")
+    assert with_slices(Namespace(context_parallel_size=2), choice, given).slices == 1
+    assert "microbatches stay whole: --pipeline-slices does not work with" in caplog.text
+
+
+def test_a_planned_run_takes_one_number(tmp_path: Path) -> None:
+    given = auto(tmp_path, 1.0, slices=4)
+    assert Planner(choice_for(given, 2)).training(2).schedule.slices == 4
+    file = tmp_path / "mine.json"
+    file.write_text(make("v-zb", 2, 3, slices=4).to_json())
+    assert choice_for(options(schedule=str(file), slices="auto"), 2).slices == 4
+    assert options_in("schedule=auto,slices=auto") == {"schedule": "auto", "slices": "auto"}
 
 
 def test_a_script_must_return_what_the_model_does() -> None:

@@ -296,7 +296,7 @@ def ready(order: Order, run: Run, place: int, start: int) -> int:
     needs, sort, microbatch = order.sorts.needs, order.sort[place], order.microbatch[place]
     for at in range(needs.begin[sort], needs.begin[sort + 1]):
         own = microbatch
-        if order.sorts.turns[at]:
+        if order.slices > 1 and order.sorts.turns[at]:
             own += order.slices - 1 - 2 * (microbatch % order.slices)
         need = order.place_of[needs.of[at] * order.num_microbatches + own]
         if need == WITHOUT:

@@ -136,7 +136,7 @@ class Session:
                     f"{self.pipeline.choice.name} has {chunks}: register before the model's config "
                     "is made"
                 )
-            configure.prepare_layers(self.step, model, self.pipeline.choice.slices)
+            configure.prepare_layers(self.step, model, self.pipeline.choice.most_slices)
             if not self.has_opened:
                 tokens = call["seq_length"] * call["micro_batch_size"]
                 text = self.opening(self.pipeline, model, tokens, call["num_microbatches"])

@@ -13,6 +13,7 @@ from megatron_vshape.core.model.layers import recut
 from megatron_vshape.core.planner.vocabulary import without_shared
 from megatron_vshape.core.rivals import Known, Rival, judge_rival
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
+from megatron_vshape.mcore.setup.checks import with_slices
 from megatron_vshape.mcore.setup.choice import choice_for
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 
@@ -33,13 +34,13 @@ def megatrons_if_best(args: Namespace, options: PipelineOptions, once: OnePlanne
     ranks, costs = args.pipeline_model_parallel_size, options.costs_file
     limit = options.memory_limit_gib
     mine = options.profile_steps or options.post_validates or options.layer_split is not None
-    mine = mine or options.vocab_parallel
+    mine = mine or options.vocab_parallel or options.slices not in (1, AUTO)
     if options.schedule != AUTO or ranks == 1 or costs is None or isinstance(limit, float):
         return None
     microbatches = None if mine or _lies_its_own_way(args) else num_microbatches(args)
     if microbatches is None:
         return None
-    choice = choice_for(options, ranks)
+    choice = with_slices(args, choice_for(options, ranks), options)
     assert choice.costs is not None
     measured, layers = without_shared(choice.costs), args.num_layers
 
@@ -55,6 +56,7 @@ def megatrons_if_best(args: Namespace, options: PipelineOptions, once: OnePlanne
         choice.limit_of,
         choice.in_host_bytes,
         placements=(choice.placement,),
+        slices=choice.slices,
         holds_less=False,
     )
     overlaps = getattr(args, "overlap_p2p_comm", False)

@@ -39,7 +39,7 @@ class PipelineOptions:
     layer_split: str | None = None  # auto, or the layers of every stage with commas
     vocab_parallel: bool = False  # all ranks share the embedding and the output layer
     post_validates: bool = False  # step before the gradient norm is known, and undo if it has to be
-    slices: int = 1  # in which every microbatch is cut along its sequence
+    slices: int | str = 1  # in which every microbatch is cut along its sequence; or auto
 
     @property
     def checked_steps(self) -> tuple[int, int]:
@@ -124,10 +124,10 @@ def add_arguments(parser: ArgumentParser, hear: Callable[[str], str] = str) -> A
     )
     add(
         "--pipeline-slices",
-        metavar="K",
-        type=int,
+        metavar="K|auto",
+        type=_slices,
         help="cut every microbatch in K slices along its sequence: less is held, and less idle, "
-        "where sequences are long and microbatches few. Default: 1.",
+        "where sequences are long and microbatches few; auto chooses K with the order. Default: 1.",
     )
     add(
         "--pipeline-trace",
@@ -151,6 +151,10 @@ def memory_limit(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text
+
+
+def _slices(text: str) -> int | str:
+    return text if text == AUTO else int(text)
 
 
 def _step_range(text: str) -> tuple[int, int]:

@@ -5,7 +5,9 @@ Nothing here needs torch or Megatron, so that `doctor` asks the same where they 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megatron_vshape.core.ask import AUTO
@@ -26,11 +28,14 @@ from megatron_vshape.mcore.refusals import (
     check_post_validation,
     check_slices,
     check_vocabulary,
+    even_slices,
 )
 from megatron_vshape.mcore.setup.arguments import PipelineOptions
 from megatron_vshape.mcore.setup.choice import Choice, not_sliced
 from megatron_vshape.mcore.setup.recompute_checks import check_copies, check_recompute
 from megatron_vshape.mcore.setup.translate import Translated, translate
+
+logger = logging.getLogger(__name__)
 
 Check = Callable[[Any, str, Placement], None]
 """Refuses options of arguments, or of a config, under a schedule of this name and placement."""
@@ -53,8 +58,25 @@ def take_options(model: Any, choice: Choice, options: PipelineOptions, check: Ch
     check_recompute(choice.recompute, model, choice.name)
     may_copy = translated.may_offload and choice.name == AUTO
     check_copies(choice.copies or may_copy, model, choice.name)
-    check_slices(choice.slices, model, not_sliced(choice, options, translated.may_offload))
+    if isinstance(choice.slices, int):
+        check_slices(choice.slices, model, not_sliced(choice, options, translated.may_offload))
     return translated
+
+
+def with_slices(
+    model: Any, choice: Choice, options: PipelineOptions, may_offload: bool = False
+) -> Choice:
+    """Return the choice with the numbers of slices that auto may choose from for this model."""
+    if isinstance(choice.slices, int):
+        return choice
+    try:
+        others = not_sliced(choice, options, may_offload)
+        check_slices(max(choice.slices), model, others, alike=False)
+    except UnsupportedError as error:
+        logger.info("microbatches stay whole: %s", error)
+        return replace(choice, slices=1)
+    length = getattr(model, "seq_length", None)
+    return replace(choice, slices=even_slices(choice.slices, length, model))
 
 
 def check_stages(

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 
-from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, find, known_as
+from megatron_vshape.core.ask import AUTO, PLUS_NAMES, SLICES, Question, ask, find, known_as
 from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import filled, peak_in_host
 from megatron_vshape.core.model.costs import Costs
@@ -44,9 +44,14 @@ class Choice:
     shares: bool = False  # all devices share the vocabulary
     kernels: bool = False  # messages are kernels, as on NCCL
     may_offload: bool = False  # what copies to the host take is measured with the rest
-    slices: int = 1  # of every microbatch
+    slices: int | tuple[int, ...] = 1  # of every microbatch; auto chooses from several
     may_join: bool = False  # an F may run beside a backward, as Megatron's layer plans let it
     loss_last: bool = False  # ranks are numbered so that the last one makes the loss
+
+    @property
+    def most_slices(self) -> int:
+        """Return in how many slices a microbatch is cut, or may be."""
+        return self.slices if isinstance(self.slices, int) else max(self.slices)
 
     @property
     def plans_by_costs(self) -> bool:
@@ -165,24 +170,29 @@ def not_sliced(choice: Choice, options: PipelineOptions, may_offload: bool) -> d
     }
 
 
-def _slices(options: PipelineOptions, choice: Choice) -> int:
+def _slices(options: PipelineOptions, choice: Choice) -> int | tuple[int, ...]:
     """Return in how many slices microbatches are cut: as a schedule file says, or the option.
 
     Raises:
-        ScheduleError: the option is no number, or says other than the file; or an order is planned.
+        ScheduleError: the option is no number, or says other than the file; or auto is to choose
+            with an order that has its own.
     """
     given, own = options.slices, 1 if choice.from_file is None else choice.from_file.slices
+    if given == AUTO and choice.name == AUTO:
+        return SLICES
+    if given == AUTO and choice.from_file is not None:
+        return own
+    if given == AUTO:
+        raise ScheduleError(
+            f"--pipeline-slices auto chooses with --pipeline-schedule auto, and {choice.name} has "
+            "as many as it is given: say how many"
+        )
     if not is_whole(given) or given < 1:
         raise ScheduleError(f"--pipeline-slices {given!r:.40} is not a whole number of at least 1")
     if choice.from_file is not None and given not in (1, own):
         raise ScheduleError(
             f"the schedule file {choice.name} has {own} slices a microbatch, not the {given} of "
             "--pipeline-slices: leave the option out, or make a file with it"
-        )
-    if choice.plans_by_costs and given > 1:
-        raise ScheduleError(
-            f"--pipeline-slices {given} does not work with --pipeline-schedule {choice.name}: no "
-            "plan has slices yet, so name a schedule of the catalogue, such as v-zb"
         )
     return max(given, own)
 

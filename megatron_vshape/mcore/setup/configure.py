@@ -29,7 +29,7 @@ from megatron_vshape.mcore.setup.arguments import (
     options_of,
     watchdog_seconds,
 )
-from megatron_vshape.mcore.setup.checks import check_batch_size, take_options
+from megatron_vshape.mcore.setup.checks import check_batch_size, take_options, with_slices
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
@@ -93,6 +93,7 @@ def prepare(
         _tell_what_does_nothing(options)
         return None
     translated = take_options(args, choice, options, check_arguments)
+    choice = with_slices(args, choice, options, translated.may_offload)
     if choice.shares:
         vocabulary.pad(args, ranks)
     tell(translated)
@@ -178,7 +179,7 @@ def _given_for_ours(options: PipelineOptions) -> list[str]:
         ),
         "--pipeline-costs": options.costs_file is not None,
         "--pipeline-vocab-parallel": options.vocab_parallel,
-        "--pipeline-slices": options.slices > 1,
+        "--pipeline-slices": options.slices != 1,
     }
     return [flag for flag, is_given in given.items() if is_given]
 
@@ -245,7 +246,9 @@ def _question(args: Namespace, choice: Choice, options: PipelineOptions) -> Ques
     if choice.name != AUTO or later or microbatches is None:
         return None
     sizes, placements = (choice.num_devices, microbatches), (choice.placement,)
-    asked = Question(AUTO, *sizes, limit=choice.limit_of, placements=placements)
+    asked = Question(
+        AUTO, *sizes, limit=choice.limit_of, placements=placements, slices=choice.slices
+    )
     return replace(asked, in_host=choice.in_host_bytes)
 
 

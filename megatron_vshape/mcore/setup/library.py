@@ -26,7 +26,7 @@ from megatron_vshape.mcore.setup.arguments import (
     PipelineOptions,
     check_timeout,
 )
-from megatron_vshape.mcore.setup.checks import take_options
+from megatron_vshape.mcore.setup.checks import take_options, with_slices
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
@@ -87,6 +87,7 @@ def prepare_config(config: Any, options: PipelineOptions) -> Pipeline:
     """
     choice = choice_of_library(options, config.pipeline_model_parallel_size)
     translated = take_options(config, choice, options, check_library)
+    choice = with_slices(config, choice, options, translated.may_offload)
     tell(translated)
     pipeline = pipeline_of(
         config,

@@ -139,6 +139,12 @@ class Planner:
         """Return what is kept free on every device: what is there, and room for messages."""
         return tuple(each + self._messages * self._message_bytes for each in self.static_bytes)
 
+    def choose_slices(self, counts: tuple[int, ...]) -> None:
+        """Choose from these numbers of slices from now on."""
+        if counts != self.choice.slices:
+            self.choice = replace(self.choice, slices=counts)
+            self._training.clear()
+
     def expect_any_length(self) -> None:
         """Make programs from now on for messages whose length is known only when they are there."""
         if not self._takes:

@@ -33,6 +33,7 @@ from megatron_vshape.mcore.refusals import (
     check_script,
     check_sequence,
     check_vocabulary,
+    even_slices,
     refusing,
 )
 from megatron_vshape.mcore.setup.pipeline import Pipeline
@@ -256,7 +257,7 @@ class PipelineRunner:
         sync = begun.step.gradient_sync
         with (
             self.report.training_step(
-                begun.chunks, call.num_microbatches, tokens, self._pipeline.choice.slices
+                begun.chunks, call.num_microbatches, tokens, begun.program.schedule.slices
             ),
             sync.session(),
             self._state.meanwhile(gradient_sync=sync if sync.overlaps else None),
@@ -338,7 +339,7 @@ class PipelineRunner:
         config = get_model_config(chunks[0])
         begin_step(config, not call.forward_only and self._profiler.order_is_last)
         groups = _default_groups() if call.pg_collection is None else call.pg_collection
-        slices = 1 if call.forward_only else self._pipeline.choice.slices
+        slices = self._slices(call, config)
         shape = _message_shape(call, config, groups, slices)
         transport = self._ready_transport(config, shape, chunks[0], groups.pp)
         with refusing():
@@ -455,6 +456,16 @@ class PipelineRunner:
             self._agreement.check(plan.program, plan.beside)
         # When a bad step is repeated, every pass is looked at by itself.
         return plan.program, plan.beside if hides and not repeats_a_bad_step() else {}
+
+    def _slices(self, call: Call, config: Any) -> int:
+        """Return in how many slices the step's microbatches are cut; evaluation runs them whole."""
+        planner = self._pipeline.planner
+        if call.forward_only:
+            return 1
+        if isinstance(planner.choice.slices, int):
+            return planner.choice.slices
+        planner.choose_slices(even_slices(planner.choice.slices, call.seq_length, config))
+        return planner.training(call.num_microbatches).schedule.slices
 
     def _begun_early(self, program: Program) -> tuple[Program, Cut]:
         """Return `begun_early(program)`; most steps run the program of the step before."""
