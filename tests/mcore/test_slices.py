@@ -259,7 +259,7 @@ def auto(tmp_path: Path, host: float, **given: Any) -> PipelineOptions:
     return options(**{"schedule": "auto", "slices": "auto", "costs_file": str(file)} | given)
 
 
-@pytest.mark.parametrize(("host", "chosen"), [(1.0, 8), (60.0, 1)])
+@pytest.mark.parametrize(("host", "chosen"), [(1.0, 4), (60.0, 1)])
 def test_auto_chooses_slices_for_a_run(tmp_path: Path, host: float, chosen: int) -> None:
     given = auto(tmp_path, host)
     choice = with_slices(Namespace(seq_length=48), choice_for(given, 2), given)
