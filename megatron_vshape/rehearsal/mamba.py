@@ -126,7 +126,7 @@ class _Scan:
             rows = self.batch * self.tokens
             within = self.chunk * (self.groups * self.state + self.heads * self.head)
             between = 4.0 * self.heads * self.head * self.state
-            ledger.work.attention_flops += times * rows * (within + between)
+            ledger.attention(times * rows * (within + between), "bfloat16")
             ledger.moved((x,), (x,))
 
 
