@@ -207,7 +207,7 @@ def test_the_picture(name: str) -> None:
         (
             ("1f1b", 1000, 1000000),
             {},
-            "2000 stages and 1000000 microbatches are more than the 20000000 passes",
+            "1000 stages and 1000000 microbatches are more than the 20000000 passes",
         ),
     ],
 )

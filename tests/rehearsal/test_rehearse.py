@@ -144,7 +144,7 @@ def test_a_costs_file_is_counted(tmp_path: Path) -> None:
 def test_advice_compares_todays_run_with_others(tmp_path: Path) -> None:
     file, plan = tmp_path / "advice.json", tmp_path / "plan.json"
     command = [sys.executable, "-m", "megatron_vshape", "advise", "--gpus", "4xH100"]
-    command += ["--json", str(file), "--export", str(plan), "--seconds", "1", "--keep", "tp"]
+    command += ["--json", str(file), "--export", str(plan), "--seconds", "1", "--keep", "tp,pp"]
     flags = [*TINY, "--recompute-granularity", "full", "--recompute-method", "uniform"]
     ran = run(tmp_path, [*command, "--", "pretrain_gpt.py", *flags, "--recompute-num-layers", "1"])
     assert ran.returncode == 0, ran.stderr
