@@ -142,6 +142,7 @@ def _sections(examined: "Examined", known: Collection[str]) -> dict[str, list[st
             for outcome in ("translated", "set aside")
         },
         "supported": [", ".join(examined.supported)],
+        "slower": list(examined.warnings),
         "refused": [each.why for each in examined.refused],
         "unknown": unknown,
     }

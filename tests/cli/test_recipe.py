@@ -192,3 +192,18 @@ def test_an_installed_package_takes_files_only(
     assert (
         "known in a checkout of megatron-vshape only: give a JSON file" in capsys.readouterr().err
     )
+
+
+def test_what_is_known_to_lose_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"pipeline_model_parallel_size": 4, "num_layers": 16, "transformer_impl": "local"}
+    given |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    for granularity, schedule, is_told in (
+        ("full", "v-half", True),
+        ("full", "1f1b-v", False),
+        (None, "v-half", False),
+    ):
+        file = written(tmp_path, given | {"recompute_granularity": granularity})
+        assert doctor(file, "--schedule", schedule) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert ("takes longer than interleaved-1f1b" in told) == is_told
+        assert ("megatron-vshape advise compares them" in told) == is_told

@@ -6,13 +6,14 @@ Nothing here needs torch or Megatron, so that `doctor` asks the same where they 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from megatron_vshape.core.ask import AUTO
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.stage_map import (
     HASH_LAYERS,
@@ -60,7 +61,18 @@ def take_options(model: Any, choice: Choice, options: PipelineOptions, check: Ch
     check_copies(choice.copies or may_copy, model, choice.name)
     if isinstance(choice.slices, int):
         check_slices(choice.slices, model, not_sliced(choice, options, translated.may_offload))
-    return translated
+    return replace(translated, warnings=tuple(known_to_lose(model, choice)))
+
+
+def known_to_lose(model: Any, choice: Choice) -> Iterator[str]:
+    """Yield a sentence for what starts and is slower than Megatron's own schedule."""
+    whole = getattr(model, "recompute_granularity", None) == "full"
+    if whole and choice.name in NAMES and make(choice.name, 2, 2).splits_backward:
+        yield (
+            f"schedule {choice.name} is made for backwards that are split, and "
+            "--recompute-granularity full keeps them whole: it takes longer than interleaved-1f1b "
+            "and may need no recompute; megatron-vshape advise compares them"
+        )
 
 
 def with_slices(

@@ -38,7 +38,12 @@ from megatron_vshape.mcore.setup.arguments import (
     add_arguments,
     options_of,
 )
-from megatron_vshape.mcore.setup.checks import check_batch_size, check_stages, take_options
+from megatron_vshape.mcore.setup.checks import (
+    check_batch_size,
+    check_stages,
+    known_to_lose,
+    take_options,
+)
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.translate import (
     TRANSLATIONS,
@@ -89,6 +94,7 @@ class Examined:
     unknown: tuple[str, ...] = ()  # names of no option
     counts_layers: bool = True  # whether the number of layers is known, on which stages depend
     layer_split: str | None = None
+    warnings: tuple[str, ...] = ()  # of what starts and is known to lose
 
     @property
     def starts(self) -> bool:
@@ -164,6 +170,7 @@ def examine(
         unknown,
         not found.uncounted and _layers_known(left, translated.layer_split),
         translated.layer_split,
+        tuple(known_to_lose(left, choice)),
     )
 
 

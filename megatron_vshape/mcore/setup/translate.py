@@ -314,6 +314,7 @@ class Translated:
 
     layer_split: str | None  # as --pipeline-layer-split takes it; None: equally many
     notices: tuple[Notice, ...]
+    warnings: tuple[str, ...] = ()  # of what is known to lose
 
     @property
     def may_offload(self) -> bool:
@@ -413,7 +414,9 @@ def check_splits_nothing_else(args: Namespace, schedule: str) -> None:
 
 
 def tell(translated: Translated) -> None:
-    """Log a line for every option, on the first rank."""
+    """Log a line for every option and every warning, on the first rank."""
     if os.environ.get("RANK", "0") == "0":
         for notice in translated.notices:
             logger.info("%s", in_words(notice))
+        for warning in translated.warnings:
+            logger.warning("%s", warning)
