@@ -1,0 +1,196 @@
+"""Ask `advise` about published recipes, once per model and system; makes docs/recipes.md.
+
+    python scripts/replan_recipes.py [RECIPES.json --megatron CHECKOUT --te DIRECTORY]
+
+RECIPES.json holds {"rows": [{"recipe", "options"}]}, of NVIDIA-NeMo/Megatron-Bridge. Without it the
+page is printed from docs/evidence/replanned.json, which holds what was answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from published_runs import EVIDENCE, models
+
+from megatron_vshape.rehearsal.flags import flags_of as flag_words
+
+OUT = EVIDENCE / "replanned.json"
+MODELS = {
+    "llama3_70b": "LLAMA3_70B",
+    "llama31_405b": "LLAMA3.1_405B",
+    "qwen3_30b_a3b": "Qwen3_30B_a3B",
+    "qwen3_235b_a22b": "Qwen3_235B_a22B",
+    "deepseek_v3": "DeepSeekV3",
+    "kimi_k2": "Kimi_K2",
+    "gpt_oss_120b": "GPT OSS 120B",
+}
+NAME = re.compile(r"_pretrain_(\d+)gpu_(h100|b200|b300|gb200|gb300)_(bf16|fp8cs|fp8mx|nvfp4)_")
+PREFERRED = ("fp8mx", "fp8cs", "bf16")
+FORMATS = {
+    "bf16": "",
+    "fp8cs": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "fp8mx": "--fp8-format e4m3 --fp8-recipe mxfp8",
+}
+TAKEN = """
+    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
+    expert_model_parallel_size expert_tensor_parallel_size sequence_parallel global_batch_size
+    micro_batch_size seq_length recompute_granularity recompute_method recompute_num_layers
+    recompute_modules moe_token_dispatcher_type moe_flex_dispatcher_backend mtp_num_layers
+""".split()
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Ask about every recipe that is not answered yet, or print the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipes", type=Path, nargs="?")
+    parser.add_argument("--megatron", type=Path)
+    parser.add_argument("--te", type=Path)
+    options = parser.parse_args()
+    if options.recipes is None:
+        print(page(), end="")
+        return
+    answered = json.loads(OUT.read_text()) if OUT.is_file() else {}
+    for name, row in chosen(json.loads(options.recipes.read_text())["rows"]).items():
+        if name in answered:
+            continue
+        answered[name] = {"recipe": row["recipe"], **ask(row, options.megatron, options.te)}
+        print(name, answered[name].get("error", "answered"), flush=True)
+        OUT.write_text(json.dumps(answered, indent=1) + "\n")
+
+
+def chosen(rows: list[Row]) -> dict[str, Row]:
+    """Return one recipe for each model and system: of the narrowest format, and most GPUs."""
+    found: dict[str, tuple[tuple[int, int], Row]] = {}
+    for row in rows:
+        match = NAME.search(row["recipe"] + "_")
+        model = next((each for each in MODELS if row["recipe"].startswith(each + "_")), None)
+        if match is None or model is None or match[3] not in PREFERRED:
+            continue
+        if "large_scale" in row["recipe"] or "dev" in row["recipe"]:
+            continue
+        rank = -PREFERRED.index(match[3]), int(match[1])
+        name = f"{MODELS[model]} {match[2]}"
+        if name not in found or rank > found[name][0]:
+            found[name] = rank, row
+    return {name: row for name, (_, row) in sorted(found.items())}
+
+
+def flags_of(row: Row) -> tuple[str, list[str]]:
+    """Return the GPUs and the flags of a recipe."""
+    match = NAME.search(row["recipe"] + "_")
+    model = next(each for each in MODELS if row["recipe"].startswith(each + "_"))
+    if match is None:
+        raise ValueError(f"{row['recipe']} does not name its GPUs")
+    given = models()
+    text = f"{given['every']} {given['models'][MODELS[model]]} {FORMATS[match[3]]}"
+    words = [*shlex.split(text), "--cross-entropy-fusion-impl", "native", "--grad-reduce-in-bf16"]
+    own = {"seq_length": 4096} | row["options"]
+    if own.get("recompute_granularity") == "selective" and not own.get("recompute_modules"):
+        del own["recompute_granularity"]
+    own["moe_flex_dispatcher_backend"] = (
+        "hybridep" if own.get("moe_token_dispatcher_type") == "flex" else None
+    )
+    chunks = own.get("virtual_pipeline_model_parallel_size") or 1
+    taken = {
+        name: own.get(name) or None
+        for name in TAKEN
+        if "num-experts" in text or not name.startswith("moe_")
+    }
+    taken["max_position_embeddings"] = own["seq_length"]
+    taken["num_virtual_stages_per_pipeline_rank"] = chunks if chunks > 1 else None
+    return f"{match[1]}x{match[2]}", [*words, *flag_words(taken)]
+
+
+def ask(row: Row, megatron: Path, te: Path) -> Row:
+    """Return the answer's lines at the recipe's own parallelism, or why there is none."""
+    gpus, words = flags_of(row)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "advice.json"
+        command = [sys.executable, "-m", "megatron_vshape", "advise", "--gpus", gpus]
+        command += ["--keep", "tp,pp", "--seconds", "12", "--json", str(file)]
+        command += ["--megatron", str(megatron), "--te", str(te), "--", "pretrain_gpt.py", *words]
+        ran = subprocess.run(command, capture_output=True, text=True)
+        if ran.returncode:
+            return {"error": (ran.stderr.strip().splitlines() or ["no reason given"])[-1]}
+        found = json.loads(file.read_text())
+    for line in found.values():
+        line["peak_gib"] = round(max(line.pop("peak_bytes")) / 2**30, 1)
+        line["step_s"] = float(f"{line['step_s']:.4g}")
+        line.pop("layers")
+    return {"gpus": gpus, "lines": found}
+
+
+HEAD = """\
+# Published recipes, planned anew
+
+Recipes of NVIDIA-NeMo/Megatron-Bridge (067f987d) with a pipeline, one for each model and system:
+what `megatron-vshape advise` predicts of today's schedule, of the best that stock Megatron has with
+the same parallelism, and of the best with this package, there too. Predicted, not measured; what is
+within {within:g} % of each other is a toss-up. TP, PP, CP, EP and the microbatch are the recipe's
+own; graphs of a whole step and experts' exchanges behind another microbatch, which some recipes
+have, are in none of the lines, and DeepEP is counted as HybridEP. `python
+scripts/replan_recipes.py RECIPES.json --megatron DIR --te DIR` asks, and without arguments prints
+this page.
+"""
+
+
+def page() -> str:
+    """Return docs/recipes.md."""
+    from megatron_vshape.rehearsal.step_time import ERRORS
+
+    answered = json.loads(OUT.read_text())
+    lines = [HEAD.format(within=ERRORS[3])]
+    there = {name: each["lines"] for name, each in answered.items() if "lines" in each}
+    lines += [*_counts(there, ERRORS[3] / 100), ""]
+    lines.append("| model, GPUs | today | stock | with this package | gain over stock |")
+    lines.append("|---|---|---|---|---:|")
+    for name, each in answered.items():
+        if "lines" in each:
+            lines.append(_line(name.rsplit(" ", 1)[0], each["gpus"], each["lines"]))
+    left = [f"* {name}: {each['error']}" for name, each in answered.items() if "error" in each]
+    if left:
+        lines += ["", "Without an answer:", "", *left]
+    return "\n".join(lines) + "\n"
+
+
+def _counts(there: dict[str, Row], within: float) -> Iterator[str]:
+    over_today = [1 - each["best"]["step_s"] / each["today"]["step_s"] for each in there.values()]
+    over_stock = [
+        1 - each["best"]["step_s"] / each["stock"]["step_s"]
+        for each in there.values()
+        if "stock" in each
+    ]
+    yield (
+        f"Of {len(there)} recipes, {sum(gain > within for gain in over_today)} gain more than "
+        f"{100 * within:g} % over today's schedule, {sum(gain > 0.1 for gain in over_today)} more "
+        f"than 10 %; over the best of stock {sum(gain > within for gain in over_stock)} and "
+        f"{sum(gain > 0.1 for gain in over_stock)}."
+    )
+
+
+def _line(model: str, gpus: str, lines: Row) -> str:
+    def told(line: Row | None) -> str:
+        if line is None:
+            return "nothing fits"
+        recompute = line["shape"]["recompute"]
+        how = "" if recompute == "none" else f", {recompute} recompute"
+        return f"{line['step_s']:.3g} s, {line['peak_gib']:.0f} GiB: {line['schedule']}{how}"
+
+    today, stock, best = (lines.get(what) for what in ("today", "stock", "best"))
+    gain = "" if stock is None else f"{100 * (1 - best['step_s'] / stock['step_s']):.0f} %"
+    return f"| {model}, {gpus} | {told(today)} | {told(stock)} | {told(best)} | {gain} |"
+
+
+if __name__ == "__main__":
+    main()
