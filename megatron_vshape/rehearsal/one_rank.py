@@ -347,7 +347,7 @@ def _part_of(record: Record) -> str:
     return "activations" if record.phase[:1] in _KINDS else "rest"
 
 
-_KINDS = frozenset("FBWISTJEC")
+_KINDS = frozenset("FBWISTJECLR")
 
 
 def _parts(records: list[Record], peak: int) -> dict[str, int]:

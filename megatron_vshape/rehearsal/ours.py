@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensor
+
 PASSES = {
     "forward": "F",
     "backward_inputs": "B",
@@ -18,6 +20,8 @@ PASSES = {
     "join": "join",
     "sum_embeddings": "E",
     "sum_vocabulary": "C",
+    "release": "L",
+    "make_room": "R",
 }
 """The methods of a stage that run passes, and how the passes are written."""
 
@@ -30,9 +34,11 @@ def install(watch: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> N
     from megatron_vshape.mcore.setup import library
     from megatron_vshape.mcore.step import loss_reporting
     from megatron_vshape.mcore.step.stage import MegatronStage
-    from megatron_vshape.runtime import p2p, program_runner, together
+    from megatron_vshape.runtime import offload, p2p, program_runner, together
 
-    replaced: Any = p2p.Transport
+    replaced: Any = offload
+    replaced.Tensor = FakeTensor  # what it may copy, in place of plain tensors
+    replaced = p2p.Transport
     replaced._warm_up = lambda self, edges: None  # it checks what it receives
     replaced = library
     replaced._messages_are_kernels = lambda: True  # NCCL's programs, whatever the backend says

@@ -1,0 +1,65 @@
+"""What ranks are planned to hold between passes, and a plan with copies to hold them to."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_vshape import Costs, Schedule, peak_held
+from megatron_vshape.core.model.kinds import OFFLOAD
+from megatron_vshape.core.model.schedule import Pass
+
+_OF_A_STAGE = {"held_after_forward_bytes": ("F",), "held_after_backward_bytes": ("F", "B")}
+
+
+def off_the_plan(schedule: Schedule, ranks: Sequence[dict[str, Any]]) -> dict[int, float]:
+    """Return by how much what each rank held between passes is off what the plan says it holds.
+
+    The plan's bytes are those that the passes themselves added: a stage's in F, in B, what L lets
+    go of, and a rank's logits in S. Messages are not in the plan. Ranks may be left out.
+    """
+    names = (*_OF_A_STAGE, "offloaded_bytes", "logits_bytes")
+    amounts = {name: [1.0] * schedule.num_stages for name in names}
+    for rank in ranks:
+        adds = {(each["kind"], each["chunk"]): each["adds_bytes"] for each in rank["kinds"]}
+        own = [at for at, device in enumerate(schedule.placement) if device == rank["rank"]]
+        for chunk, stage in enumerate(own):
+            for name, kinds in _OF_A_STAGE.items():
+                amounts[name][stage] = sum(adds.get((kind, chunk), 0.0) for kind in kinds)
+            amounts["offloaded_bytes"][stage] = -adds.get(("L", chunk), 0.0)
+            amounts["logits_bytes"][stage] = sum(adds.get(("S", at), 0.0) for at in range(len(own)))
+    unused = {
+        name
+        for name, kind in (("offloaded_bytes", "L"), ("logits_bytes", "S"))
+        if not any(each.kind == kind for row in schedule.order for each in row)
+    }
+    ones = (1.0,) * schedule.num_stages
+    given = {name: tuple(each) for name, each in amounts.items() if name not in unused}
+    planned = peak_held(schedule, Costs(ones, ones, ones, 0.0, **given))
+    return {
+        rank["rank"]: rank["held_between_passes_bytes"] / planned[rank["rank"]] - 1
+        for rank in ranks
+    }
+
+
+def with_copies(schedule: Schedule) -> Schedule:
+    """Return a V, every second microbatch of whose ranks' first stages waits in host memory."""
+    rows = [_copied(row, stage) for stage, row in enumerate(schedule.order)]
+    return replace(schedule, name=f"{schedule.name} with copies", order=tuple(rows))
+
+
+def _copied(row: tuple[Pass, ...], stage: int) -> tuple[Pass, ...]:
+    """Return a row whose copies begin right behind F, end a pass later, and return before B."""
+    out: list[Pass] = []
+    left: list[Pass] = []
+    for work in row:
+        copies = [Pass(kind, work.stage, work.microbatch) for kind in OFFLOAD]
+        away = work.stage == stage and work.microbatch % 2 == 0
+        if away and work.kind == "B":
+            out += copies[2:]
+        out.append(work)
+        out += left
+        left = []
+        if away and work.kind == "F":
+            out.append(copies[0])
+            left = [copies[1]]
+    return tuple(out)

@@ -1,0 +1,89 @@
+"""What schedules are planned to hold is what ranks of a 70B and a 235B hold, to two in a hundred.
+
+A rank of real size takes a minute or two; what tests/rehearsal/test_rehearse.py runs of it in
+seconds is a V of a tiny model.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rehearsal.planned import off_the_plan, with_copies
+
+import megatron_vshape
+from megatron_vshape import Costs, Schedule, make
+from megatron_vshape.core.model.costs import Piece
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.planner.vocabulary import share_vocabulary, shared_costs
+from megatron_vshape.rehearsal.sources import find_te
+
+pytest.importorskip("megatron.core")
+
+RANKS, MICROBATCHES = 8, 16
+ROOT = Path(__file__).parents[2]
+COMMON = f"""
+    --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1
+    --global-batch-size {MICROBATCHES} --pipeline-model-parallel-size {RANKS} --sequence-parallel
+    --bf16 --swiglu --normalization RMSNorm --disable-bias-linear --hidden-dropout 0
+    --untie-embeddings-and-output-weights --position-embedding-type rope --attention-dropout 0
+    --transformer-impl transformer_engine --use-distributed-optimizer --group-query-attention
+    --no-create-attention-mask-in-dataloader
+""".split()
+MODELS = {
+    "70B": """--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64
+        --num-query-groups 8 --vocab-size 128256 --tensor-model-parallel-size 8""",
+    # of 94 layers, which do not divide among 16 stages
+    "235B": """--num-layers 96 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64
+        --num-query-groups 4 --kv-channels 128 --vocab-size 151936 --tensor-model-parallel-size 4
+        --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 1536 --moe-grouped-gemm
+        --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --moe-permute-fusion
+        --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss
+        --moe-aux-loss-coeff 1e-3 --qk-layernorm""",
+}
+
+
+def shared() -> Schedule:
+    """Return V-Half with a vocabulary that all ranks share."""
+    uniform = Costs.uniform(RANKS, 2 * RANKS)
+    costs = shared_costs(uniform, Piece(0, 0, 0, 0, 0), Piece(2, 2, 2, 0, 0), RANKS, 0.1)
+    return share_vocabulary(make("v-half", RANKS, MICROBATCHES), costs)
+
+
+SCHEDULES: dict[str, Callable[[], Schedule]] = {
+    "v-half": lambda: make("v-half", RANKS, MICROBATCHES),
+    "v-zb": lambda: make("v-zb", RANKS, MICROBATCHES),
+    "v-min": lambda: make("v-min", RANKS, MICROBATCHES),
+    "copies": lambda: with_copies(make("v-half", RANKS, MICROBATCHES)),
+    "vocabulary": shared,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_ranks_hold_what_is_planned(tmp_path: Path, name: str, model: str) -> None:
+    try:
+        te = find_te(None)
+    except ScheduleError as error:
+        pytest.skip(str(error))
+    schedule = SCHEDULES[name]()
+    megatron_vshape.verify(schedule)
+    plan, found = tmp_path / "schedule.json", tmp_path / "found.json"
+    plan.write_text(schedule.to_json())
+    command = [sys.executable, "-m", "megatron_vshape", "rehearse", "--alone", "--json", str(found)]
+    command += ["--te", str(te), "--ranks", os.environ.get("REAL_SIZE_RANKS", "all"), "--"]
+    flags = [*COMMON, *MODELS[model].split(), "--pipeline-schedule", str(plan)]
+    ran = subprocess.run(
+        [*command, "pretrain_gpt.py", *flags],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    off = off_the_plan(schedule, json.loads(found.read_text())["ranks"])
+    assert max(map(abs, off.values())) < 0.02, off
