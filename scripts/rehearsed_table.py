@@ -98,8 +98,8 @@ def _rows(ran: Sequence[Row]) -> Iterator[str]:
     for row in ran:
         cells = [row["case"], row["platform"], row["gpus"] + marks[row["gpus_from"]]]
         for what in ("peak", "held"):
-            both = (int(row[f"{by}_{what}"]) / GIB for by in ("measured", "rehearsed"))
-            cells += [*(f"{size:.3f}" for size in both), f"{_off(row, what):+.2%}"]
+            sizes = (int(row[f"{by}_{what}"]) / GIB for by in ("measured", "rehearsed"))
+            cells += [*(f"{size:.3f}" for size in sizes), f"{_off(row, what):+.2%}"]
         yield f"| {' | '.join(cells)} |"
 
 
