@@ -104,13 +104,9 @@ def shared(model: Model) -> Case:
 
 
 def copied(model: Model) -> Case:
-    """Return a plan with copies, in half the activations that 1F1B's largest rank has room for."""
-    costs = model.costs.with_copies(1.0)
-    base = peak_held(
-        make("1f1b", model.devices, model.microbatches), regroup(costs, model.devices, "")
-    )
-    fixed = max(model.costs.fixed_bytes(v_shape(model.devices), model.devices))
-    limit = fixed + 0.5 * (max(base) - fixed)
+    """Return a plan with copies, within less than V-Half needs: halfway to V-Min."""
+    costs, sizes = model.costs.with_copies(1.0), (model.devices, model.microbatches)
+    limit = sum(max(peak_held(make(name, *sizes), costs)) for name in ("v-half", "v-min")) / 2
     question = Question(
         AUTO,
         model.devices,

@@ -128,9 +128,10 @@ class Logits(NamedTuple):
     ) -> None:
         """Add dW of the own rows, for the gradient g [n] of the losses."""
         wide = gradient.unsqueeze(-1) * self.hidden
-        share = whole.share(self.statistics).unsqueeze(-1)
-        accumulate_weight_grad(weight, self.softmax, (share * wide).to(weight.dtype), kernel)
-        add_rows(weight, self.labels, -wide)
+        scaled = _scaled(wide, whole.share(self.statistics), weight.dtype)
+        accumulate_weight_grad(weight, self.softmax, scaled, kernel)
+        del scaled  # before the rows, in fp32 too
+        add_rows(weight, self.labels, wide.neg_())
 
 
 def _soften(logits: Tensor, row: Tensor, first: int, asks_best: bool) -> Statistics:
@@ -145,3 +146,13 @@ def _soften(logits: Tensor, row: Tensor, first: int, asks_best: bool) -> Statist
     total = wide.sub_(most.unsqueeze(-1)).exp_().sum(-1)
     logits.copy_(wide.div_(total.unsqueeze(-1)))
     return Statistics(most, total, label, best)
+
+
+def _scaled(wide: Tensor, share: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [n, h] times each token's share, in this dtype, made a block of tokens at a time."""
+    made = torch.empty_like(wide, dtype=dtype)
+    at_once = max(1, WIDE_NUMBERS // 8 // wide.shape[1])  # h is less than the own rows
+    blocks = (each.split(at_once) for each in (made, share.unsqueeze(-1), wide))
+    for into, of_token, values in zip(*blocks, strict=True):
+        into.copy_(of_token * values)
+    return made

@@ -108,6 +108,24 @@ def test_logits_are_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept + wide <= live.max_memory_allocated() <= kept + wide + per_token
 
 
+def test_the_weight_gradient_works_with_its_input_in_fp32_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside what S has kept: scaled by the gradient, and for the labels' rows alone."""
+    tokens, rows, size = 512, 64, 256
+    monkeypatch.setattr(vocabulary, "WIDE_NUMBERS", 8 * 64 * size)
+    hidden = torch.randn(tokens, size, dtype=torch.bfloat16)
+    weight = torch.nn.Parameter(torch.randn(rows, size, dtype=torch.bfloat16))
+    weight.main_grad = torch.zeros(rows, size)
+    labels = torch.randint(rows, (tokens,))
+    made = Logits.of(weight.detach(), hidden, labels, 0)
+    with LivePeak() as live:
+        kernel = WeightGradKernel.MATMUL_ADD
+        made.add_weight_gradient(weight, made.statistics, torch.randn(tokens), kernel)
+    twice, products, per_token = 2 * 4 * tokens * size, 4 * rows * size, 64 * tokens
+    assert live.max_memory_allocated() <= twice + products + per_token
+
+
 @pytest.mark.parametrize("parts", [1, 2, 8])
 def test_the_best_row_is_the_first_of_equals(parts: int) -> None:
     hidden, weight, labels, _ = inputs(torch.bfloat16)
