@@ -87,6 +87,7 @@ def split(model: Model) -> Case:
 def predicting(model: Model) -> Case:
     """Return V-Half with a layer of multi-token prediction in the last stage."""
     flags = ["--pipeline-schedule", "v-half", "--mtp-num-layers", "1"]
+    flags += ["--position-embedding-type", "rope"]  # Megatron refuses learned positions
     layers = even_layers(model.layers, v_shape(model.devices))
     schedule = make("v-half", model.devices, model.microbatches)
     return Case("v-half, MTP", flags, schedule, model.pieces.predicting(1).costs(layers))
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--te", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--gpus", required=True)
+    parser.add_argument("--ranks", default="all", help="as rehearse has it")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
@@ -154,10 +156,7 @@ def main() -> None:
     replicas = int(options.gpus) // devices // int(found.get("--tensor-model-parallel-size", 1))
     per_step = int(found["--global-batch-size"]) // int(found["--micro-batch-size"])
     model = Model(devices, per_step // replicas, int(found["--num-layers"]), costs)
-    print(
-        f"{'GiB, planned / rehearsed':34}" + "".join(f"{f'rank {at}':>16}" for at in range(devices))
-    )
-    sys.stdout.flush()
+    print("GiB of every rank, planned / rehearsed, and the worst difference", flush=True)
     for key in options.cases:
         print_case(options, key, CASES[key](model))
 
@@ -171,6 +170,7 @@ def rehearse(options: argparse.Namespace, outputs: list[str], flags: list[str]) 
     """Run `rehearse` of the command with these flags."""
     own = ["--megatron", options.megatron, "--te", options.te, "--gpus", options.gpus]
     program = [sys.executable, "-m", "megatron_vshape", "rehearse", *own, "--alone", "--jobs", "1"]
+    program += ["--ranks", options.ranks] if "--costs" not in outputs else []
     subprocess.run(
         [*program, *outputs, "--", *options.command, *flags],
         check=True,
@@ -190,10 +190,13 @@ def print_case(options: argparse.Namespace, key: str, case: Case) -> None:
         rehearse(options, ["--json", str(made)], flags)
     ranks = json.loads(made.read_text())["ranks"]
     planned = peak_held(case.schedule, case.costs)
-    pairs = [(plan, rank["peak_bytes"]) for plan, rank in zip(planned, ranks, strict=True)]
-    cells = [f"{plan / GIB:.2f} / {there / GIB:.2f}" for plan, there in pairs]
+    pairs = [(planned[rank["rank"]], rank["peak_bytes"]) for rank in ranks]
+    cells = [
+        f"  {rank['rank']}: {plan / GIB:.2f} / {there / GIB:.2f}"
+        for rank, (plan, there) in zip(ranks, pairs, strict=True)
+    ]
     worst = max((plan / there - 1 for plan, there in pairs), key=abs)
-    print(f"{case.name:34}" + "".join(f"{cell:>16}" for cell in cells) + f"  {100 * worst:+.1f} %")
+    print(f"{case.name:30}{''.join(cells)}  {100 * worst:+.1f} %", flush=True)
 
 
 if __name__ == "__main__":
