@@ -203,10 +203,11 @@ def test_a_bound_counts_on_no_more_memory_than_state_leaves() -> None:
     bound = bound_at(told, placement, 32, limits, goal)
     assert bound == bound_at(told.without_state(), placement, 32, left, goal)
     assert bound > bound_at(told.without_state(), placement, 32, limits, goal)
-    anywhere = bound_of_any_placement(told, 32, limits)
-    assert anywhere == pytest.approx(
-        bound_of_any_placement(told.without_state(), 32, [sum(left) / 4] * 4)
-    )
+    tight = [fixed + 15 for fixed in told.fixed_bytes(placement, 4)]
+    anywhere = bound_of_any_placement(told, 32, tight)
+    bare = told.without_state()
+    assert anywhere == pytest.approx(bound_of_any_placement(bare, 32, [15] * 4))
+    assert anywhere > 1.5 * bound_of_any_placement(bare, 32, tight)
 
 
 def test_what_fits_nowhere_is_told_with_all_that_a_device_needs() -> None:
