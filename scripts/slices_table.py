@@ -108,8 +108,9 @@ def main() -> None:
     parser.add_argument("--planned", action="store_true", help="of planned orders")
     options = parser.parse_args()
     if options.planned:
-        heading = ["F, B, W", "slices", "limit", "microbatches", "known", "planned", ""]
-        print(table([heading, *planned_rows()]))
+        print("F, B, W          slices  limit  microbatches  known  planned")
+        for cells in planned_rows():  # one by one: they take a while
+            print("{:16} {:>6}  {}  {:>12}  {:>5}  {:>7}  {}".format(*cells), flush=True)
         return
     heading = ["schedule", "slices", "peak", "F = B = W", "1, 1.15, .85"]
     rows = [

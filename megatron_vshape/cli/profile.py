@@ -119,6 +119,14 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         "which microbatches wait there",
     )
     parser.add_argument(
+        "--slices",
+        type=_several,
+        nargs="+",
+        metavar="K",
+        help="measure what a pass of one of K slices of a microbatch takes beside its share, and "
+        "have host_us say it: plan --slices then weighs it",
+    )
+    parser.add_argument(
         "--vocab-parallel",
         action="store_true",
         help="costs of a run whose devices share embedding and output layer: stages without them, "
@@ -323,7 +331,12 @@ def _measure_all(
         _shared(_measure(replace(model, recompute=setting), layers, options), link)
         for setting in (NO_RECOMPUTE, *settings)
     )
-    return price_list(own, dict(zip(settings, others, strict=True)))
+    costs = price_list(own, dict(zip(settings, others, strict=True)))
+    if options.slices is None:
+        return costs
+    from megatron_vshape.mcore.price_of_slices import with_price
+
+    return with_price(costs, model, layers, options.slices, options.repeats, print)
 
 
 def _settings(options: argparse.Namespace) -> list[str]:
@@ -489,6 +502,13 @@ def _check_installed(transformer_engine: bool) -> None:
                 f"profile needs {name}, which is not installed: "
                 f"pip install 'megatron-vshape[{extra}]'"
             )
+
+
+def _several(text: str) -> int:
+    value = count(text)
+    if value == 1:
+        raise argparse.ArgumentTypeError("1 slice is the whole: give 2 and more")
+    return value
 
 
 def _time(text: str) -> float:

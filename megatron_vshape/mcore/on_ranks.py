@@ -107,10 +107,10 @@ def measure(
     found: dict[str, Piece] = {}
     for name, piece in together.items():
         own = with_exchanges(alone[name], piece) if model.ranks > 1 else piece
-        found[name] = Piece.middle(_of_all(own))
+        found[name] = Piece.middle(of_all(own))
         if dist.get_rank() == 0:
             tell(name, found[name])
-    host_us = median(_of_all(host_us_of(model, repeats)))
+    host_us = median(of_all(host_us_of(model, repeats)))
     send_us, between = _send_us(model)
     stages = [found[name] for name in one_device.names_of(layers)]
     where = f"on {dist.get_world_size()} ranks, {_shared(model)}"
@@ -121,7 +121,7 @@ def measure(
         costs = costs.having(**{name: costs.lists().get(name, nothing) for name in EXCHANGES})
     if model.joint:
         own_us = one_device.profile_pairs(model, layers, repeats)
-        prices = _of_all(own_us)
+        prices = of_all(own_us)
         joint = ((name, median(each[name] for each in prices)) for name in sorted(own_us))
         costs = replace(costs, joint=tuple(joint)).with_source(f"{MEASURED} {where}", "joint")
     return costs.with_source(f"{MEASURED} {where}")
@@ -172,7 +172,7 @@ def with_shared_ends(costs: Costs, model: Model, devices: int, heads: int, repea
 
     A sum lasts as long as on the rank that waits longest.
     """
-    everyones = _of_all(shared_ends.measure(model, devices, heads, repeats))
+    everyones = of_all(shared_ends.measure(model, devices, heads, repeats))
     found = {name: median(each[name] for each in everyones) for name in everyones[0]}
     for name in {LOOKED_UP.time, LOSS.time} & found.keys():
         found[name] = max(each[name] for each in everyones)
@@ -187,7 +187,7 @@ def with_copies(costs: Costs, model: Model, layers: Sequence[int], repeats: int)
     alone = num_ranks() == 1
     own = model.alone() if alone else model
     found = {
-        name: Copies(*map(median, zip(*_of_all(tuple(each)), strict=True)))
+        name: Copies(*map(median, zip(*of_all(tuple(each)), strict=True)))
         for name, each in one_device.profile_copies(own, layers, repeats).items()
     }
     stages = [found[name] for name in one_device.names_of(layers)]
@@ -252,10 +252,10 @@ def _send_us(model: Model) -> tuple[float, str]:
     transport.prepare(program)
     own = measure_send_us(program, transport.device, transport, transport.blank())
     transport.close()
-    return fmean(each for each in _of_all(own) if each is not None), between
+    return fmean(each for each in of_all(own) if each is not None), between
 
 
-def _of_all(own: Any) -> list[Any]:
+def of_all(own: Any) -> list[Any]:
     """Return what every rank has."""
     found = [own] * dist.get_world_size()
     dist.all_gather_object(found, own)

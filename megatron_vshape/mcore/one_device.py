@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from megatron_vshape import environment
 from megatron_vshape.core.model.costs import Piece, joint_name
@@ -238,15 +239,22 @@ def split_state() -> Any:
 class SdpaAttention(nn.Module):
     """Megatron's core attention by torch's kernel, which does not keep the s x s scores."""
 
+    takes_slices = True
+
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         super().__init__()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
-        """Return causal attention of [s, b, heads, size], as [s, b, heads * size]."""
+        """Return causal attention of [s, b, heads, size], as [s, b, heads * size].
+
+        Of fewer queries than keys the last ones are at the end, as a slice's are.
+        """
         query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         grouped = query.shape[1] != key.shape[1]
+        queries, keys = query.shape[2], key.shape[2]
+        mask = causal_lower_right(queries, keys) if queries < keys else None
         mixed = nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=grouped
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
         )
         return mixed.permute(2, 0, 1, 3).flatten(2)
 

@@ -135,7 +135,8 @@ def _check(attention: nn.Module, core: nn.Module) -> None:
 
 def _is_known(core: nn.Module) -> bool:
     names = (each.__name__ for each in type(core).__mro__)
-    return isinstance(core, DotProductAttention) or FUSED in names
+    own = getattr(core, "takes_slices", False)
+    return own or isinstance(core, DotProductAttention) or FUSED in names
 
 
 def _sliced(state: StepState, core: Any, kept: dict[int, KeysValues]) -> Callable[..., Any]:
