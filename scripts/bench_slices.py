@@ -8,8 +8,8 @@ the medians of Megatron's own times of an iteration, their ratios to that of the
 ratios that the simulator predicts from what F, B and W of the unsliced V have taken, with the price
 of a pass from the sliced one.
 
-Every pass computes and then sleeps until `DILATION` times its processor time has gone, the median of
-the first `CALIBRATION` of its kind, chunk and slice: so the ranks' passes fit on few processors
+Every pass computes and then sleeps until `DILATION` times its processor time has gone, the median
+of the first `CALIBRATION` of its kind, chunk and slice: so the ranks' passes fit on few processors
 beside each other. What else a rank does is as it is.
 """
 

@@ -21,13 +21,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.runtime.gathering_job import plain_tensors
 
 
 class Census:
     """Follows the storages of saved tensors through one step, and what each pass adds to them."""
 
     def __init__(self, not_counted: Iterable[Tensor]) -> None:
-        self._excluded = {tensor.untyped_storage()._cdata for tensor in not_counted}
+        given = plain_tensors(list(not_counted))
+        self._excluded = {tensor.untyped_storage()._cdata for tensor in given}
         self._known: dict[int, StorageWeakRef] = {}
         self._held = 0
         self._added: dict[tuple[Kind, int], list[int]] = {}
@@ -35,11 +37,12 @@ class Census:
         self.shared: dict[int, tuple[int, int]] = {}  # by chunk: what `shares` has told
 
     def add(self, tensor: Tensor) -> None:
-        """Count the tensor's storage as long as it lives."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._excluded and key not in self._known and storage.nbytes():
-            self._known[key] = StorageWeakRef(storage)
+        """Count the tensor's storage as long as it lives; of a quantized one, those of its parts."""
+        for each in plain_tensors(tensor):
+            storage = each.untyped_storage()
+            key = storage._cdata
+            if key not in self._excluded and key not in self._known and storage.nbytes():
+                self._known[key] = StorageWeakRef(storage)
 
     def add_graph(self, output: Tensor) -> None:
         """Count all that the graph behind `output` saves."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from runtime.ranks import run_ranks
 
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.hiding import Beside
@@ -23,6 +23,7 @@ from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step.same_plan import Agreement
 from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.runtime.held_bytes import Census
 
 
 def compare_programs(rank: int, names: tuple[str, ...]) -> list[str]:
@@ -100,6 +101,15 @@ def test_quantized_parameters_count_as_what_they_hold() -> None:
     optimizer = SimpleNamespace(param_groups=[{"params": [torch.zeros(15)]}])
     found = static_memory([chunk], optimizer)  # type: ignore[list-item]
     assert (found.parameters, found.optimizer) == (30, 15 * 4 + 2 * 15 * 4)
+
+
+def test_quantized_activations_count_as_what_they_hold() -> None:
+    saved, weight = (Quantized(torch.zeros(size, dtype=torch.uint8)) for size in (30, 50))
+    census = Census([weight])
+    census.add(saved)
+    census.add(weight)
+    census.ends(Pass(Kind.F, 0, 0))
+    assert census.peak_bytes == 30
 
 
 def test_what_passes_allocate_and_free_is_kept_free(monkeypatch: pytest.MonkeyPatch) -> None:
