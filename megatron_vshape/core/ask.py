@@ -386,8 +386,7 @@ def best_order(question: Question, *known: Known) -> Planned:
         if question.stopped():
             break
         with suppress(LimitError):  # as above
-            value = min((each.plan.value for each in found), default=math.inf)
-            found.append(_later(_on(question, placement, 1 / LATER), limits, value))
+            found.append(_later(_on(question, placement, 1 / LATER), limits, found))
             question.found(partial(found.__getitem__, len(found) - 1))
             searched = (*searched, placement)
     plans = [judge(each.schedule, each.costs) for each in found]
@@ -432,8 +431,9 @@ def with_more(question: Question, answer: Planned, more: float) -> float:
     return min(answer.plan.value, found.plan.value)
 
 
-def _later(question: Question, limits: tuple[float, ...], value: float) -> Planned:
-    """Return a plan on a further placement, searched to the end where it comes near the value."""
+def _later(question: Question, limits: tuple[float, ...], found: Sequence[Planned]) -> Planned:
+    """Return a plan on a further placement, searched to the end where it comes near the best."""
+    value = min((each.plan.value for each in found), default=math.inf)
     if question.steps is None and question.seconds is None and not question.whole().trades:
         first = _planned(replace(question, steps=GLANCE_STEPS), limits)
         if first.plan.value > value * (1 + GLANCED) or question.stopped():

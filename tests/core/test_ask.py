@@ -127,5 +127,6 @@ def test_a_further_placement_is_searched_to_the_end_where_it_comes_near(
         return replace(best, plan=replace(best.plan, value=2.0))
 
     monkeypatch.setattr(ask_module, "_planned", planned)
-    _later(Question(AUTO, 2, 4), best.limits, value)
+    found = [replace(best, plan=replace(best.plan, value=value))]
+    _later(Question(AUTO, 2, 4), best.limits, found)
     assert asked == searches
