@@ -37,7 +37,7 @@ class Census:
         self.shared: dict[int, tuple[int, int]] = {}  # by chunk: what `shares` has told
 
     def add(self, tensor: Tensor) -> None:
-        """Count the tensor's storage as long as it lives; of a quantized one, those of its parts."""
+        """Count the storage as long as it lives; of a quantized tensor, those of its parts."""
         for each in plain_tensors(tensor):
             storage = each.untyped_storage()
             key = storage._cdata
