@@ -20,6 +20,7 @@ from megatron_vshape.core.model.layers import even_layers
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.rivals import Known, judge
 from megatron_vshape.rehearsal import report, shapes, sources
+from megatron_vshape.rehearsal.counted import MICROBATCHES
 from megatron_vshape.rehearsal.flags import Command, Sizes, read_command, sizes_of
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, Gpu
 from megatron_vshape.rehearsal.ranks import rehearse_all
@@ -155,7 +156,7 @@ class _Advice:
 
     def count(self, wanted: Sequence[Shape], left_out: list[str]) -> None:
         """Rehearse every shape; what cannot be goes to `left_out`, with the reason."""
-        self.options.gpu, self.options.costs = self.gpu.name, True
+        self.options.gpu = self.gpu.name
         programs = programs_of(self.options, self.command)
         script = sources.find_script(self.command.script, programs.megatron)
         jobs = []
@@ -163,8 +164,8 @@ class _Advice:
             for name, command, rank in shapes.jobs_of(self.command, shape):
                 sizes = sizes_of(command, self.number)
                 self.sizes[shape] = sizes
-                job = job_of(command, script, self.options, sizes, rank, f"{at} {name}")
-                jobs.append(job)
+                asked = script, self.options, sizes, rank, f"{at} {name}", MICROBATCHES
+                jobs.append(job_of(command, *asked))
         found: dict[int, dict[str, list[dict[str, Any]]]] = {}
         errors: dict[int, str] = {}
         for each in rehearse_all(programs, jobs):

@@ -113,8 +113,9 @@ def run(options: argparse.Namespace) -> int:
     programs = programs_of(options, command)
     script = sources.find_script(command.script, programs.megatron)
     runs = _runs(command, options, sizes)
+    many = counted.MICROBATCHES if options.costs else None
     jobs = [
-        job_of(each, script, options, sizes, stage, name)
+        job_of(each, script, options, sizes, stage, name, many)
         for name, each in runs.items()
         for stage in stages
     ]
@@ -196,12 +197,16 @@ def job_of(
     sizes: Sizes,
     stage: int,
     name: str,
+    microbatches: int | None = None,
 ) -> dict[str, Any]:
-    """Return the rehearsal of a rank of the pipeline; `name` comes back with what it finds."""
+    """Return the rehearsal of a rank of the pipeline; `name` comes back with what it finds.
+
+    A schedule of ours runs at most so many `microbatches`, by default `PER_RANK` a rank.
+    """
     flags = without_files(command, options.vocabulary)
     ours = command.has(SCHEDULE)
     if ours:
-        many = counted.MICROBATCHES if options.costs else PER_RANK * sizes.pipeline
+        many = microbatches or PER_RANK * sizes.pipeline
         flags += _fewer_microbatches(command, sizes, many)
     return {
         "script": str(script),
