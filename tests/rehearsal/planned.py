@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_vshape import Costs, Schedule, peak_held
 from megatron_vshape.core.model.kinds import OFFLOAD
-from megatron_vshape.core.model.schedule import Pass
+from megatron_vshape.core.model.passes import Pass
 
 _OF_A_STAGE = {"held_after_forward_bytes": ("F",), "held_after_backward_bytes": ("F", "B")}
 
