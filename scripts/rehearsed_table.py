@@ -172,8 +172,8 @@ def _kwai() -> Iterator[str]:
     yield ""
     yield (
         f"It falls by {falls[0]:.1f} GiB per whole share, measured, by {falls[1]:.1f}, rehearsed "
-        f"({falls[1] / falls[0] - 1:+.1%}). Asked for were 5 % and 3 %. A layer of a microbatch keeps "
-        "514 MiB here, and a device holds 94 of them at most; the measured fall over as many is "
-        f"{falls[0] * 1024 / 94:.0f} MiB, which one hidden state (32 MiB) more in the older code "
-        "would explain; that has not been looked up there."
+        f"({falls[1] / falls[0] - 1:+.1%}). Asked for were 5 % and 3 %. A layer keeps of a "
+        "microbatch 514 MiB here, and a device holds 94 of them at most; the measured fall over "
+        f"as many is {falls[0] * 1024 / 94:.0f} MiB, which one hidden state (32 MiB) more in the "
+        "older code would explain; that has not been looked up there."
     )
