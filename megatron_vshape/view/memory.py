@@ -37,9 +37,9 @@ def held_steps(timeline: Timeline, costs: Costs, device: int) -> list[tuple[floa
         if at + 1 == len(slots):
             step(slot.end, 0.0)
             break
-        # until the next pass starts, all that it will hold is there but its own new activations
+        # until the next pass starts, all that it will hold is there but what is its own
         work = slots[at + 1].work
-        new = costs.changes(work.kind)[0][work.stage]
+        new = costs.changes(work.kind)[0][work.stage] + costs.works(work.kind)[work.stage]
         step(slot.end, during[at + 1] - new)
     return steps
 

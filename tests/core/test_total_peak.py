@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_vshape import Costs, Schedule, make, peak_held, plan, verify
+from megatron_vshape import Costs, Schedule, make, peak_held, plan, simulate, verify
 from megatron_vshape.core.ask import AUTO, Question, best_order
 from megatron_vshape.core.check.any_placement import bound_of_any_placement
 from megatron_vshape.core.check.bounds import (
@@ -29,6 +29,7 @@ from megatron_vshape.core.planner.vocabulary import (
     shared_costs,
     without_shared,
 )
+from megatron_vshape.view.memory import held_steps
 
 STAGES = 4
 STATE = (50.0, 10.0, 10.0, 30.0)
@@ -58,6 +59,14 @@ def test_a_device_holds_its_state_what_passes_keep_and_what_the_running_one_work
     above = [8.25, 16.25, 24.25, 36, 34, 31.5, 26, 25, 15.5, 10]
     assert held_curve(one, costs(), 0) == [fixed + each for each in above]
     assert peak_held(one, costs()) == (fixed + 36,)
+
+
+def test_a_picture_shows_what_a_pass_works_with_while_it_runs_alone() -> None:
+    steps = held_steps(simulate(make("1f1b", STAGES, 4), costs()), costs(), 0)
+    fixed = STATE[0] + 3
+    assert steps[3] == (3.0, fixed + 32.25)  # the fourth F
+    assert steps[4] == (4.0, fixed + 32)  # waiting for its B
+    assert steps[5] == (10.0, fixed + 34)
 
 
 def test_a_whole_backward_may_work_with_less_than_its_parts() -> None:
