@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure steps of a sliced V beside Megatron's 1F1B and interleaved, and the same V unsliced.
 
-    python scripts/bench_slices.py [--ranks 4] [--microbatches 4] [--slices 4] [--seq-length 1024]
+    python scripts/bench_slices.py [--ranks 4] [--microbatches 4] [--slices 4] [--seq-length 512]
 
 Trains a small GPT over gloo with long sequences and no more microbatches than ranks. Printed are
 the medians of Megatron's own times of an iteration, their ratios to that of the sliced V, and the
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 AS_RANK = "--as-rank"  # first argument of this script where it is one rank of a run
 DILATION, CALIBRATION, STEPS, COUNTED = 6, 6, 8, 4
 MODEL = (
-    "--transformer-impl local --mock-data --tokenizer-type NullTokenizer --hidden-size 64 "
+    "--transformer-impl local --mock-data --tokenizer-type NullTokenizer --hidden-size 128 "
     "--num-attention-heads 4 --num-workers 0 --vocab-size 255 --position-embedding-type rope "
     "--no-rope-fusion --attention-dropout 0 --hidden-dropout 0 --log-interval 1 --lr 1e-3 "
     "--untie-embeddings-and-output-weights --no-gradient-accumulation-fusion --eval-iters 0 "
@@ -70,7 +70,7 @@ def measure(flags: tuple[str, ...], options: argparse.Namespace) -> Run:
     ]
     run = subprocess.run(command, capture_output=True, text=True, env=os.environ | ours)
     steps = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", run.stdout)
-    told = re.findall(r"rank (\d+) passes (\{.*?\})$", run.stdout, re.M)
+    told = re.findall(r"rank (\d+) passes (\{.*?\})", run.stdout)
     if run.returncode or len(steps) < STEPS or len(told) < options.ranks:
         raise SystemExit(f"a run failed:\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}")
     median = statistics.median(map(float, steps[-COUNTED:]))
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--slices", type=int, default=4)
-    parser.add_argument("--seq-length", type=int, default=1024)
+    parser.add_argument("--seq-length", type=int, default=512)
     options = parser.parse_args()
     sliced = f"v-zb, {options.slices} slices"
     runs = {}

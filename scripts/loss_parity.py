@@ -14,6 +14,7 @@ its TensorBoard files. `auto` measures its costs in steps 10 to 13 and goes on w
 | bf16 | `--bf16`: weights and activations in bfloat16, gradients added up in float32 |
 | fp32-unclipped | `--clip-grad 0`, a tenth of the steps: the gradient norm reaches no weight |
 | bf16-unclipped | both |
+| bf16-sliced | bf16, at most 300 steps, beside V-ZB with microbatches in 4 slices |
 
 It writes docs/figures/loss-parity-SETTINGS.svg and docs/evidence/loss_parity.csv, which
 scripts/evidence.py shows. `--keep` takes over the runs that have ended; the folder then has to be
@@ -29,7 +30,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
@@ -51,7 +52,12 @@ SCHEDULES: Mapping[str, str] = {
     "V-ZB": "--pipeline-schedule v-zb",
     "auto": "--pipeline-schedule auto --pipeline-profile-iterations 10:13",
 }
+SLICED: Mapping[str, str] = {
+    BASELINE: "",
+    "V-ZB in slices": "--pipeline-schedule v-zb --pipeline-slices 4",
+}
 LOSS, NORM = "lm loss", "grad-norm"  # as the trainer names them in TensorBoard
+MOST_OF_SLICES = 300
 RANKS = 4
 VOCABULARY = 512
 # One layer for each of the eight stages of a V, and as many microbatches as ranks: the smallest
@@ -77,6 +83,7 @@ class Settings:
     name: str
     flags: tuple[str, ...]
     steps: int
+    schedules: Mapping[str, str] = field(default_factory=lambda: SCHEDULES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,7 @@ def train(settings: Settings, schedule: str, folder: Path, *flags: str) -> None:
     data = ("--data-path", str(text), "--tokenizer-model", f"{text}.model")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(RANKS), str(ROOT / "scripts" / "pretrain_gpt.py"), *FLAGS]
-    command += [*data, *settings.flags, *SCHEDULES[schedule].split(), *flags]
+    command += [*data, *settings.flags, *settings.schedules[schedule].split(), *flags]
     command += ["--tensorboard-dir", str(folder)]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
@@ -132,7 +139,7 @@ def compare(settings: Settings, folder: Path, keep: bool) -> dict[str, Logged]:
         saving = ("--train-iters", "1", "--save", str(weights / "saved"), "--save-interval", "1")
         train(settings, BASELINE, weights, *saving)
     found: dict[str, Logged] = {}
-    for schedule in SCHEDULES:
+    for schedule in settings.schedules:
         run = folder / f"{settings.name}-{schedule.rpartition(' ')[2].lower()}"
         if not keep or len(logged(run).loss) != settings.steps:
             print(f"{settings.name}: {schedule}, {settings.steps} steps", file=sys.stderr)
@@ -216,6 +223,18 @@ def kept_lines(table: Path) -> list[list[str]]:
         return list(csv.reader(stream))[1:]
 
 
+def settings(steps: int) -> tuple[Settings, ...]:
+    """Return what is compared in so many steps, or fewer."""
+    few = max(steps // 10, 1)
+    return (
+        Settings("fp32-unclipped", ("--clip-grad", "0"), few),
+        Settings("fp32", (), steps),
+        Settings("bf16-unclipped", ("--bf16", "--clip-grad", "0"), few),
+        Settings("bf16", ("--bf16",), steps),
+        Settings("bf16-sliced", ("--bf16",), min(steps, MOST_OF_SLICES), SLICED),
+    )
+
+
 def main() -> int:
     """Train, compare, write the figure and the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -232,29 +251,21 @@ def main() -> int:
     )
     options = parser.parse_args()
     folder = options.folder.resolve()
-    few = max(options.steps // 10, 1)
-    chosen = (
-        Settings("fp32-unclipped", ("--clip-grad", "0"), few),
-        Settings("fp32", (), options.steps),
-        Settings("bf16-unclipped", ("--bf16", "--clip-grad", "0"), few),
-        Settings("bf16", ("--bf16",), options.steps),
-    )
+    chosen = settings(options.steps)
     lines: dict[str, list[list[str]]] = {each.name: [] for each in chosen}
     for line in kept_lines(options.table):
         lines[line[0]].append(line)
-    for settings in chosen:
-        if options.settings and settings.name not in options.settings:
+    for each in chosen:
+        if options.settings and each.name not in options.settings:
             continue
-        found = compare(settings, folder, options.keep)
-        lines[settings.name] = rows(settings, found)
+        found = compare(each, folder, options.keep)
+        lines[each.name] = rows(each, found)
         # After each, so that whoever is interrupted has what has ended.
         options.table.parent.mkdir(parents=True, exist_ok=True)
         with options.table.open("w", newline="") as stream:
             csv.writer(stream, lineterminator="\n").writerows([HEAD, *chain(*lines.values())])
-        if settings.steps == options.steps:
-            save(
-                picture(settings.name, found), options.figures / f"loss-parity-{settings.name}.svg"
-            )
+        if each.steps == options.steps and each.schedules == SCHEDULES:
+            save(picture(each.name, found), options.figures / f"loss-parity-{each.name}.svg")
     print(table([HEAD, *chain(*lines.values())]))
     return 0
 
