@@ -191,9 +191,11 @@ class _Advice:
 
     def lines(self, own: Shape) -> dict[str, Line | None]:
         """Return the lines that are told, by what they are."""
+        today = self._today(own)
         stock = [line for shape in self.counted for line in self._stock(shape)]
+        stock += [today] if today.is_stock else []
         fitting = [line for line in stock if line.most <= self.limit]
-        found: dict[str, Line | None] = {"today": self._today(own)}
+        found: dict[str, Line | None] = {"today": today}
         found["stock"] = min(fitting, key=_step, default=None)
         others = [shape for shape in self.counted if shape != own]
         seconds = self.options.seconds / PLANNED_SHAPES
@@ -236,17 +238,25 @@ class _Advice:
         return "1f1b" if chunks == 1 else f"interleaved-1f1b:{chunks}"
 
     def _stock(self, shape: Shape) -> Iterator[Line]:
-        counts = [n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12) if n * shape.pipeline <= self.layers + 2]
+        """Yield Megatron's own schedules, where the layers divide; where they never do, all.
+
+        Then a --pipeline-model-parallel-layout deals them out.
+        """
+        most = (self.layers + 2) // shape.pipeline
+        counts = [n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12) if n <= most]
+        dividing = [n for n in counts if self.divides(n * shape.pipeline)]
         many = self.counted[shape].microbatches
-        for chunks in counts:
-            stages = chunks * shape.pipeline
-            divides = 0 in (self.layers % stages, (self.layers + 2) % stages)
-            if not divides or (chunks > 1 and many % shape.pipeline):
+        for chunks in dividing or counts:
+            if chunks > 1 and many % shape.pipeline:
                 continue
             name = "1f1b" if chunks == 1 else f"interleaved-1f1b:{chunks}"
             line = self._named(name, shape, stock=True)
             if line is not None:
                 yield line
+
+    def divides(self, stages: int) -> bool:
+        """Return whether layers, or layers and both ends, are equally many of every stage."""
+        return 0 in (self.layers % stages, (self.layers + 2) % stages)
 
     def _named(self, name: str, shape: Shape, stock: bool) -> Line | None:
         counted = self.counted[shape]
@@ -398,6 +408,8 @@ def _change(advice: _Advice, today: Line, line: Line) -> str:
             if chunks == 1
             else f"--num-virtual-stages-per-pipeline-rank {chunks}"
         )
+        if not advice.divides(line.known.schedule.num_stages):
+            words.append("a --pipeline-model-parallel-layout with even work")
     else:
         target = advice.options.export or "plan.json (--export plan.json writes it)"
         words.append(f"--pipeline-schedule {target}")
