@@ -126,7 +126,7 @@ def run_rank(arguments: list[str]) -> None:
         print(f"rank {dist.get_rank()} passes {json.dumps(took)}", flush=True)
         return result
 
-    training.train = tell  # type: ignore[assignment]
+    training.train = tell
     exec(source, {"__name__": "__main__", "__file__": script})
 
 
@@ -150,8 +150,8 @@ def predicted(whole: Run, cut: Run, options: argparse.Namespace) -> tuple[dict[s
     more = [b - a for x, y in zip(alone, parts, strict=True) for a, b in zip(x, y, strict=True)]
     price = max(0.0, statistics.fmean(more) / (slices - 1))
     stages, one = 2 * ranks, (1.0,) * (2 * ranks)
-    own = [tuple(max(each - price, each / 10) for each in row) for row in alone]
-    costs = Costs(*own, 0.0, one, one, host_us=price)
+    f, b, w = (tuple(max(each - price, each / 10) for each in row) for row in alone)
+    costs = Costs(f, b, w, 0.0, one, one, host_us=price)
     names = {"1f1b": 1, "interleaved-1f1b": 1, "v-zb": 1, f"v-zb, {slices} slices": slices}
     found = {}
     for name, count in names.items():
@@ -172,7 +172,7 @@ def main() -> None:
     sliced = f"v-zb, {options.slices} slices"
     runs = {}
     for name in ("1f1b", "interleaved-1f1b", "v-zb", sliced):
-        flags = ("--pipeline-schedule", name.partition(",")[0])
+        flags: tuple[str, ...] = ("--pipeline-schedule", name.partition(",")[0])
         if name == sliced:
             flags += ("--pipeline-slices", str(options.slices))
         runs[name] = measure(flags, options)

@@ -398,10 +398,7 @@ def best_order(question: Question, *known: Known) -> Planned:
         best = _holding_less(question, best)
     verify(best.schedule, limits, best.costs)
     bounds = [_bound(question, placement, limits) for placement in searched]
-    anywhere = [
-        _bound_anywhere(each.sliced(slices), slices * question.num_microbatches, limits, goal)
-        for each, slices in product(_cuts(question), question.slice_counts())
-    ]
+    anywhere = _bounds_anywhere(question, limits)
     top = best.plan.value
     return replace(
         best,
@@ -632,6 +629,16 @@ def _bound(question: Question, placement: Placement, limits: Sequence[float]) ->
         bound_at(costs, placement, question.num_microbatches, limits, goal, slices)
         for slices in question.slice_counts()
     )
+
+
+def _bounds_anywhere(question: Question, limits: Sequence[float]) -> list[float]:
+    """Return the bounds on any placement, of every number of stages a device and of slices."""
+    return [
+        _bound_anywhere(
+            costs.sliced(slices), slices * question.num_microbatches, limits, question.objective
+        )
+        for costs, slices in product(_cuts(question), question.slice_counts())
+    ]
 
 
 def _bound_anywhere(

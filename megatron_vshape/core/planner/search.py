@@ -158,17 +158,15 @@ def plan(
 
     `limit` is in the unit of the costs' memory, one value or one per device; infinity is none.
     With `steps` (by default what takes a few seconds at 8 devices) the same call gives the same
-    plan everywhere, on any number of cores; with `seconds` the search goes on until they are over,
-    and Ctrl-C ends it with the best so far.
+    plan on any number of cores; with `seconds` it ends then, or at Ctrl-C, with the best so far.
     `placements` are those allowed, by default `default_placements`; costs of more stages than a
     placement has are added up. Every microbatch is cut in so many `slices` along its sequence, of
     several numbers in the best; `costs` are those of whole ones. With `whole` every B stands for a
     BW and takes its time, and no W counts: the order is meant to run without.
     With `trades` activations may wait in host memory, where the costs say what copies take, and
     stages may compute them again, where the costs have prices of that: chosen by microbatch and by
-    stage, and never worse than the order alone. Of a device at most `in_host` waits there at once,
-    in the unit of the costs' memory. `begun` is called with what returns the best plan so far, from
-    any thread. The first run compiles the inner loops, which numba keeps for later ones.
+    stage, and never worse than the order alone. Of a device at most `in_host` waits there at once.
+    `begun` is called with what returns the best plan so far, from any thread.
 
     >>> from megatron_vshape import Costs, plan
     >>> costs = Costs.uniform(4, 8, forward=1, backward=1.2, weight=0.8, send=0.05)
@@ -181,16 +179,14 @@ def plan(
         ScheduleError: counts, costs and placements do not match, or there is no such objective.
     """
     say_if_slow()
-    goal = Objective(objective)
-    sizes = num_devices, num_microbatches, limit, goal
+    sizes = num_devices, num_microbatches, limit, (goal := Objective(objective))
     counts = (slices,) if isinstance(slices, int) else tuple(slices)
     owns = [
         (placement, regroup(costs, len(placement), f"a placement of {len(placement)} stages"))
         for placement in placements or default_placements(num_devices, costs.num_stages, trades)
     ]
     searches = _searches(owns, sizes, counts, whole, trades, in_host, seed)
-    many = trades or len(counts) > 1
-    race = _Race(_worth_racing(searches) if many else searches, trades)
+    race = _Race(_worth_racing(searches) if trades or counts[1:] else searches, trades)
     if begun is not None:
         begun(race.plan)
     race.run(steps, seconds, progress)
