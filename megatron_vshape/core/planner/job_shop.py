@@ -211,7 +211,7 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.Shop:
         for at in range(sorts.needs.begin[sort], sorts.needs.begin[sort + 1]):
             need, each = sorts.needs.of[at], len(problem.kinds)
             lag = sorts.away[at] * problem.message(sort // each, need // each)
-            turns = sorts.turns[at]
+            turns = bool(sorts.turns[at])
             before.add(sort, need, lag, turns)
             (after if lane[need] != lane[sort] else behind).add(need, sort, lag, turns)
     return improve.Shop(
@@ -318,7 +318,8 @@ class _Ways:
         each = np.repeat(table, num_microbatches, axis=0)
         sorts, lags, turns = (each[:, :, at] for at in range(3))
         microbatch = np.tile(np.arange(num_microbatches), len(self.ways))[:, None]
-        microbatch = np.where(turns, turned(microbatch, self.slices), microbatch)
+        ranks = np.array([turned(each, self.slices) for each in range(num_microbatches)])
+        microbatch = np.where(turns, ranks[microbatch], microbatch)
         passes = np.where(sorts >= 0, sorts * num_microbatches + microbatch, improve.NONE)
         return passes.astype(np.int32), np.ascontiguousarray(lags)
 
