@@ -42,14 +42,18 @@ def counted_costs(
         for kind in (Kind.F, Kind.B, Kind.W)
     }
     passes[Kind.BW] = [_pass(whole_found[rank], Kind.BW, chunk) for rank, chunk in stages]
+    beside, first = min(map(_beside, whole_found)), whole_found[0]
     held = [float(each["adds_bytes"]) for each in passes[Kind.F]]
     left = [a + float(each["adds_bytes"]) for a, each in zip(held, passes[Kind.B], strict=True)]
     least = max(held) * 1e-6
     amounts: dict[str, Any] = {
         "held_after_forward_bytes": tuple(max(each, least) for each in held),
         "held_after_backward_bytes": tuple(max(each, 0.0) for each in left),
-        "state_bytes": tuple(_state(found[rank], chunk) for rank, chunk in stages),
+        "state_bytes": tuple(_state(whole_found[rank], chunk) for rank, chunk in stages[:-1]),
     }
+    # Beside states the rank of the last stage has Transformer Engine's dummy gradient of the output
+    # layer, which a whole backward leaves there.
+    amounts["state_bytes"] += (_state(first, 1) + _beside(first) - beside,)
     for kind, ran in passes.items():
         amounts[kind.time] = tuple(_computes_us(each) for each in ran)
         amounts[kind.works] = tuple(_works(kind, each) for each in ran)
@@ -60,7 +64,8 @@ def counted_costs(
     made = Costs(
         **amounts,
         send_us=send_us(float(split[0]["message_bytes"]), gpu, apart),
-        device_bytes=float(min(_beside(each) for each in found)),
+        layers=tuple(int(found[rank]["chunk_layers"][chunk]) for rank, chunk in stages),
+        device_bytes=beside,
     )
     text = f"{COUNTED} by a rehearsal, priced by what such kernels reach on {gpu.name.upper()}"
     missing = devices - len(split)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import re
 import runpy
 import sys
 import time
@@ -255,6 +256,7 @@ class _Run:
             "traced_microbatches": self.few,
             "parameters": sum(own := [_parameters(chunk) for chunk in self.chunks]),
             "chunk_parameters": own,
+            "chunk_layers": [_layers(chunk) for chunk in self.chunks],
             "message_bytes": _message_bytes(args),
             "sizes": {
                 "world": self.job.world,
@@ -303,6 +305,12 @@ class _Run:
 
 def _parameters(chunk: Any) -> int:
     return sum(each.numel() for each in chunk.parameters())
+
+
+def _layers(chunk: Any) -> int:
+    """Return how many layers a chunk has, those of multi-token prediction apart."""
+    names = (name for name, _ in chunk.named_modules())
+    return sum(re.search(r"decoder\.layers\.\d+$", name) is not None for name in names)
 
 
 def _message_bytes(args: Any) -> int:

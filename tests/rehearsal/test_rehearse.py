@@ -118,6 +118,7 @@ def test_a_costs_file_is_counted(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     costs = Costs.load(file)
     assert costs.num_stages == 4
+    assert costs.layers == (1, 1, 1, 1)
     assert dict(costs.sources)["forward_us"].startswith("counted by a rehearsal")
     # the head is the last stage's, its states those of the vocabulary beside a layer's
     assert costs.forward_us[3] > costs.forward_us[1] == costs.forward_us[2]
