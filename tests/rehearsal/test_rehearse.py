@@ -125,7 +125,7 @@ def test_a_costs_file_is_counted(tmp_path: Path) -> None:
     state = costs.lists()["state_bytes"]
     vocabulary = VOCABULARY * HIDDEN * (2 + 4 + 12)
     assert state[3] - state[2] == pytest.approx(vocabulary, rel=0.02)
-    layer = 12 * HIDDEN**2 + 4 * HIDDEN
+    layer = 4 * HIDDEN**2 + 2 * HIDDEN * VOCABULARY + 4 * HIDDEN
     assert state[2] == pytest.approx(layer * LAYERS // 4 * (2 + 4 + 12), rel=0.02)
     # what is planned with it is what a rehearsal of the plan's schedule peaks at
     _, found = rehearse(tmp_path, [*TINY, "--pipeline-schedule", "v-half"], "--alone")
