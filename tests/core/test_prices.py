@@ -138,7 +138,7 @@ def test_a_link_that_copies_one_way_at_a_time() -> None:
         ('"sources": {"x": "measured"}', "sources tells of 'x', which no costs file has"),
         (
             '"sources": {"send_us": "guessed"}',
-            "the source of send_us is 'guessed'; it must begin with measured or assumed",
+            "the source of send_us is 'guessed'; it must begin with measured, counted or assumed",
         ),
     ],
 )
