@@ -112,8 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CHUNKS|XGiB|NAME",
         help="most that a device may hold: chunks of 1 / (2 D) of a microbatch's activations in "
         "the model (1F1B holds 2 D if all stages hold the same); with --costs, GiB as in 12.5GiB, "
-        "everything included where the file has state_bytes; "
-        "or the peak of a schedule, such as interleaved-1f1b:4 (default: 1f1b)",
+        "all included where the file has state_bytes; or a schedule's peak (default: 1f1b)",
     )
     parser.add_argument(
         "--headroom",

@@ -28,7 +28,7 @@ from megatron_vshape.rehearsal import adjustments, exchanges, ours, routing
 from megatron_vshape.rehearsal.adjustments import wrap
 from megatron_vshape.rehearsal.device import Current, on_host
 from megatron_vshape.rehearsal.gpus import GPUS
-from megatron_vshape.rehearsal.ledger import WORKSPACES, Ledger, Ran, Record, Work
+from megatron_vshape.rehearsal.ledger import WORKSPACES, Ledger, Ran, Record, Work, tensors_in
 from megatron_vshape.rehearsal.step_time import Scale, step_time
 from megatron_vshape.runtime.gathering_job import plain_tensors
 
@@ -441,25 +441,17 @@ class _Passes:
         self._count[f"F{chunk}"] = at + 1
         with self._ledger.during(f"F {chunk} {at}"):
             made = call(*args, **kwargs)
-        for each in _first_tensors(made):
+        for each in tensors_in((made,)):
             self._made[id(each)] = f"{chunk} {at}"
         return made
 
     def _backward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = kwargs.get("output_tensor", args[1] if len(args) > 1 else None)
-        at = next((self._made[id(e)] for e in _first_tensors(output) if id(e) in self._made), None)
+        at = next((self._made[id(e)] for e in tensors_in((output,)) if id(e) in self._made), None)
         number = self._count.get("B", 0)
         self._count["B"] = number + 1
         with self._ledger.during(f"B {at or f'0 {number}'}"):
             return call(*args, **kwargs)
-
-
-def _first_tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for each in values:
-            yield from _first_tensors(each)
 
 
 def _main_grads(parameters: Iterable[Any]) -> Iterator[Tensor]:

@@ -90,14 +90,10 @@ def make_problem(
     fixed = costs.fixed_bytes(placement, num_devices)
     costs, limits = bounds.room_in(costs, placement, limits)
     check_size(len(placement), num_microbatches)
-    stages = range(len(placement))
-    times = [costs.time_us(kind, stage) for kind in kinds for stage in stages]
+    times = [costs.time_us(kind, stage) for kind in kinds for stage in range(len(placement))]
     ticks_per_us = _time_scale(times, costs.longest_send_us, num_microbatches)
-    works = {kind: costs.works(kind) for kind in kinds}
-    held = [
-        value for kind in kinds for each in (*costs.held(kind)[:2], works[kind]) for value in each
-    ]
-    units = scale_to(1e11, max(held) or 1.0)
+    held = (each for kind in kinds for each in (*costs.held(kind)[:2], costs.works(kind)))
+    units = scale_to(1e11, max(map(max, held)) or 1.0)
     sorts = _arrays(costs, placement, kinds, ticks_per_us, units)
     room = np.zeros(len(sorts.of_lane.begin) - 1, np.int64)  # those of the processors come first
     most = _most_held(costs, placement, num_devices, kinds)
