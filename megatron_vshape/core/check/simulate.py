@@ -206,20 +206,25 @@ def held_curve(schedule: Schedule, costs: Costs, device: int) -> list[float]:
     All that the costs know of: what microbatches hold, the pass itself while it runs, the state of
     the device's stages. Of a joint pass the second of its passes has what both work with.
     """
-    return _curve(schedule, costs_of(schedule, costs), device)
+    return next(_curves(schedule, costs_of(schedule, costs), [device]))
 
 
-def _curve(schedule: Schedule, costs: Costs, device: int) -> list[float]:
-    held = costs.fixed_bytes(schedule.placement, schedule.num_devices)[device]
-    changes = {kind: (costs.works(kind), *costs.changes(kind)) for kind in schedule.kinds}
-    curve, beside = [], 0.0
-    for work in schedule.order[device]:
-        works, at_start, at_end = (each[work.stage] for each in changes[work.kind])
-        held += at_start
-        curve.append(held + works + beside)
-        held += at_end
-        beside = works if work in schedule.joint else 0.0
-    return curve
+def _curves(schedule: Schedule, costs: Costs, devices: Iterable[int]) -> Iterator[list[float]]:
+    fixed = costs.fixed_bytes(schedule.placement, schedule.num_devices)
+    amounts = {
+        kind: list(zip(costs.works(kind), *costs.changes(kind), strict=True))
+        for kind in schedule.kinds
+    }
+    for device in devices:
+        held, beside, joint = fixed[device], 0.0, schedule.joint
+        curve = list[float]()
+        for work in schedule.order[device]:
+            works, at_start, at_end = amounts[work.kind][work.stage]
+            held += at_start
+            curve.append(held + works + beside)
+            held += at_end
+            beside = works if joint and work in joint else 0.0
+        yield curve
 
 
 def peak_held(schedule: Schedule, costs: Costs | None = None) -> tuple[float, ...]:
@@ -233,7 +238,7 @@ def peak_held(schedule: Schedule, costs: Costs | None = None) -> tuple[float, ..
     ((8.0, 6.0, 4.0, 2.0), (6.0, 6.0, 6.0, 6.0))
     """
     costs, devices = costs_of(schedule, costs), range(schedule.num_devices)
-    return tuple(max(_curve(schedule, costs, each), default=0.0) for each in devices)
+    return tuple(max(each, default=0.0) for each in _curves(schedule, costs, devices))
 
 
 def peak_shared(
