@@ -27,7 +27,8 @@ def _of_any_size(original: Callable[..., None]) -> Callable[..., None]:
 def _attend(self: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any):
     """Return causal attention of [s, b, n, h] tensors, as [s, b, n * the values' h]."""
     scores = torch.einsum("qbnh,kbnh->bnqk", query, key) / math.sqrt(query.shape[-1])
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    queries, keys = scores.shape[-2:]  # the queries of a slice are the last of as many as keys
+    future = torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries)
     weights = scores.masked_fill(future, -math.inf).softmax(-1)
     return torch.einsum("bnqk,kbnh->qbnh", weights, value).flatten(2)
 

@@ -31,6 +31,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from other_trainer import fill, names_of, unwrapped
@@ -38,7 +39,7 @@ from sharded_sequence import _marked_norm as marked_norm
 from torch import Tensor, nn
 
 import megatron_vshape
-from megatron_vshape.mcore.split import sliced_attention
+from megatron_vshape.mcore.split import sliced_attention, sliced_router
 from megatron_vshape.mcore.step.slices import Slices
 from megatron_vshape.mcore.step_state import Slice
 
@@ -83,13 +84,18 @@ def out_of_turn(slices: Slices, number: int) -> Slice:
     return Slice(part.microbatch, part.total - part.end, part.total - part.end + own, part.total)
 
 
+def apart_again(state: Any, chunks: Any) -> None:
+    """Have every slice's experts be balanced by themselves."""
+
+
 PUT, ADD = sliced_attention.KeysValues.put, sliced_attention.KeysValues.add
 PART = Slices.part
-MUTANTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "stale": (sliced_attention.KeysValues, "put", stale),
     "lost": (sliced_attention.KeysValues, "add", lost),
     "early": (sliced_attention.KeysValues, "add", early),
     "out of turn": (Slices, "part", out_of_turn),
+    "balanced apart": (sliced_router, "install", apart_again),
 }
 
 
@@ -133,7 +139,7 @@ def build(case: dict[str, Any], config: Any) -> list[nn.Module]:
         }
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            get_gpt_layer_local_spec(num_experts=config.num_moe_experts),
             VOCABULARY,
             LENGTH,
             position_embedding_type=case.get("position", "rope"),
@@ -148,6 +154,9 @@ def build(case: dict[str, Any], config: Any) -> list[nn.Module]:
 def step(case: dict[str, Any], ranks: int, ours: bool) -> dict[str, Any]:
     """Return the losses and the gradients of a step, and what slices have left."""
     slices = Forced(1) if case["slices"] == 1 else case["slices"]
+    if ours and "mutant" in case:
+        owner, name, stand_in = MUTANTS[case["mutant"]]
+        setattr(owner, name, stand_in)
     if ours:
         megatron_vshape.register(schedule=case["schedule"], slices=slices)
     tensor = case.get("tensor", 1)
@@ -175,15 +184,13 @@ def step(case: dict[str, Any], ranks: int, ours: bool) -> dict[str, Any]:
         calculate_per_token_loss=case.get("per_token", False),
         use_cpu_initialization=True,
         **case.get("recompute", {}),
+        **case.get("experts", {}),
     )
     chunks = config.virtual_pipeline_model_parallel_size
     mpu.initialize_model_parallel(tensor, ranks // tensor, chunks)
     model_parallel_cuda_manual_seed(1)
     model = build(case, config)
     config.finalize_model_grads_func = finalize_model_grads
-    if ours and "mutant" in case:
-        owner, name, stand_in = MUTANTS[case["mutant"]]
-        setattr(owner, name, stand_in)
     for chunk in model:
         chunk.zero_grad_buffer()
     reports = get_forward_backward_func()(
@@ -200,15 +207,26 @@ def step(case: dict[str, Any], ranks: int, ours: bool) -> dict[str, Any]:
     return {
         "gradients": {(name, rank): each.main_grad.clone() for name, each in names},
         "losses": [each["loss"].item() for each in reports],
+        "balance": balance(),
         "kept": left(model) if ours else 0,
     }
+
+
+def balance() -> dict[str, Tensor]:
+    """Return what this rank has of the losses of balance that are told, by layer."""
+    return {name: each.values for name, each in get_moe_metrics_tracker()._metrics.items()}
 
 
 def left(model: list[nn.Module]) -> int:
     """Return how many buffers of keys and values the layers have left."""
     cores = [each for chunk in model for each in chunk.modules() if hasattr(each, "core_attention")]
     cells = [cell for each in cores for cell in each.core_attention.forward.__closure__]
-    return sum(len(each.cell_contents) for each in cells if isinstance(each.cell_contents, dict))
+    kept = [each.cell_contents for each in cells if isinstance(each.cell_contents, dict)]
+    routers = [each for chunk in model for each in chunk.modules() if hasattr(each, "routing")]
+    for each in routers:
+        own = (cell.cell_contents for cell in each._apply_aux_loss.__closure__ or ())
+        kept += [cell.kept for cell in own if isinstance(cell, sliced_router._Router)]
+    return sum(map(len, kept))
 
 
 def run(case: dict[str, Any], ranks: int, ours: bool) -> list[dict[str, Any]]:
@@ -260,8 +278,20 @@ def apart(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str,
     return {
         "gradients": max(pairs)[0] / most,
         "losses": max(abs(a - b) / abs(b) for a, b in zip(*losses, strict=True)),
+        "balance": balance_apart(ours, theirs),
         "kept": sum(each["kept"] for each in ours),
     }
+
+
+def balance_apart(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
+    """Return by how much the losses of balance differ that are told, as a share of each."""
+    told: list[dict[str, Tensor]] = [{}, {}]
+    for own, run in zip(told, (ours, theirs), strict=True):
+        for each in run:
+            for name, values in each["balance"].items():
+                own[name] = own.get(name, 0) + values
+    assert told[0].keys() == told[1].keys()
+    return max((float((told[0][k] / told[1][k] - 1).abs().max()) for k in told[0]), default=0.0)
 
 
 def main(cases: dict[str, dict[str, Any]]) -> None:

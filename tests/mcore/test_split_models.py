@@ -39,15 +39,18 @@ LATENT = (
 
 
 @pytest.mark.slow
-def test_multi_latent_attention(farm: Farm) -> None:
+@pytest.mark.parametrize("schedule", ["v-half", "v-zb --pipeline-slices 4"])
+@pytest.mark.parametrize("rope", ["rope", "yarn"])
+def test_multi_latent_attention(farm: Farm, schedule: str, rope: str) -> None:
     plugin = Path(__file__).with_name("latent_attention.py")
-    flags = (*LATENT.split(), UNTIED, "--clip-grad", "0", "--train-iters", "2")
+    flags = (*LATENT.split(), UNTIED, "--clip-grad", "0", "--train-iters", "2", "--rope-type", rope)
     theirs = farm.run(4, "--pipeline-schedule", "1f1b", *flags, plugin=plugin).check()
-    ours = farm.run(4, "--pipeline-schedule", "v-half", *flags, plugin=plugin).check()
+    ours = farm.run(4, "--pipeline-schedule", *schedule.split(), *flags, plugin=plugin).check()
     expected, found = theirs.merged("gradients"), ours.merged("gradients")
     assert any("linear_kv_up_proj" in name for name in expected)
     assert expected.keys() == found.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
-    assert ours.record["losses"] == theirs.record["losses"]
+    if "slices" not in schedule:  # which add up in another order
+        assert ours.record["losses"] == theirs.record["losses"]
     assert "stay in B, because" not in ours.output[0]  # all its products are put off

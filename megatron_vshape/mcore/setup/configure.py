@@ -34,7 +34,7 @@ from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
 from megatron_vshape.mcore.setup.translate import check_splits_nothing_else, tell
-from megatron_vshape.mcore.split import graphs, sliced_attention, te_layers, unsplit
+from megatron_vshape.mcore.split import graphs, sliced_attention, sliced_router, te_layers, unsplit
 from megatron_vshape.mcore.split.local_layers import mark_gathered
 from megatron_vshape.mcore.step_state import StepState, unwrapped
 from megatron_vshape.runtime.labels import name_weights
@@ -312,7 +312,7 @@ def _num_microbatches(args: Namespace) -> int:
 def prepare_layers(state: StepState, chunks: Sequence[nn.Module], slices: int = 1) -> None:
     """Have the chunks' linear layers put their weight gradients off, and name them in traces.
 
-    And their attention take slices, if there are several of a microbatch.
+    And their attention and routers take slices, if there are several of a microbatch.
 
     Raises:
         StoreError: Transformer Engine's layers are not as this package knows them.
@@ -321,6 +321,7 @@ def prepare_layers(state: StepState, chunks: Sequence[nn.Module], slices: int = 
     chunks = [unwrapped(chunk) for chunk in chunks]  # whose names are the model's own
     if slices > 1:
         sliced_attention.install(state, chunks)
+        sliced_router.install(state, chunks)
     whole = graphs.covered(chunks)
     te_layers.install(state, chunks, whole)
     for chunk in chunks:

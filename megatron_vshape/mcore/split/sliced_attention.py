@@ -9,6 +9,7 @@ and nothing of the schedule sees any of it. The buffers go with the B of the fir
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
@@ -123,13 +125,14 @@ def install(state: StepState, chunks: Sequence[nn.Module]) -> None:
 
 def _check(attention: nn.Module, core: nn.Module) -> None:
     """Raise UnsupportedError unless a layer's queries look at what is before them in one way."""
-    plain = type(attention) is SelfAttention and _is_known(core)
+    plain = type(attention) in (SelfAttention, MLASelfAttention) and _is_known(core)
     mask = getattr(attention, "attn_mask_type", None)
     if not plain or mask not in (AttnMaskType.causal, AttnMaskType.causal_bottom_right):
         raise UnsupportedError(
             f"--pipeline-slices does not work with {type(attention).__name__} by "
             f"{type(core).__name__} with the mask {getattr(mask, 'name', mask)}: it does with "
-            f"causal SelfAttention by DotProductAttention or {FUSED}; leave slices out"
+            f"causal SelfAttention or MLASelfAttention by DotProductAttention or {FUSED}; leave "
+            "slices out"
         )
 
 
@@ -187,4 +190,10 @@ def _begin_at_slice(state: StepState, rotary: Any) -> None:
             return made[0][part.begin : part.end], *made[1:]
         return made[part.begin : part.end]
 
+    def rows(tables: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        made, part = tables(*args, **options), state.slice
+        return made if part is None else tuple(each[part.begin : part.end] for each in made)
+
     rotary.get_rotary_seq_len, rotary.forward = get_rotary_seq_len, forward
+    if hasattr(rotary, "get_cached_cos_sin"):  # a latent attention's fused kernel reads these
+        rotary.get_cached_cos_sin = partial(rows, rotary.get_cached_cos_sin)

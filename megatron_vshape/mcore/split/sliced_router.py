@@ -1,0 +1,208 @@
+"""Losses of balance of a microbatch's experts, from routers that see one slice of it at a time.
+
+Megatron's are sums over experts of how many tokens go there, n, times how likely tokens were to, p,
+each over the whole microbatch: E * coefficient / (topk * T * T) * sum(n * p). A token's gradient
+knows only n of the others, and every F of a microbatch has run before its first B. So each slice's
+F adds what it has, and its B takes n of all: gradients are those of the whole microbatch. Of the
+loss that is told each F tells by how much it has made it grow, so that they add up to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.transformer.moe import router as routers
+from torch import Tensor, nn
+
+from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.step_state import Slice, StepState, unwrapped
+
+LOSSES = ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss")
+"""The methods of Megatron's router that make a loss of balance each; of the last n is a mean over
+the calls of a step, not a sum over those of a microbatch."""
+
+
+class _Load:
+    """What has come of a microbatch so far, by expert: tokens, [e], and their likelihood, [e]."""
+
+    def __init__(self) -> None:
+        self.tokens: Tensor | None = None
+        self.likely: Tensor | None = None
+        self.told: Tensor | None = None  # the loss by now
+
+
+class _Router(NamedTuple):
+    """A router's loads by microbatch and loss."""
+
+    kept: dict[int, dict[str, _Load]]
+    loss: str  # that is being made
+
+
+class _OfMicrobatch(torch.autograd.Function):
+    """The loss of a slice's likelihoods, [tokens, e], whose gradient is the microbatch's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        likely: Tensor,
+        tokens: Tensor,
+        router: _Router,
+        state: StepState,
+        weight: float,
+        counts: int,
+    ) -> Tensor:
+        part = state.running_slice
+        load = router.kept.setdefault(part.microbatch, {}).setdefault(router.loss, _Load())
+        is_mean = router.loss == LOSSES[-1]
+        own, sums = tokens.to(likely.dtype), likely.sum(dim=0)
+        if load.tokens is None or load.likely is None or load.told is None:
+            load.tokens, load.likely, load.told = own, sums, torch.zeros_like(sums[0])
+        else:
+            load.tokens, load.likely = load.tokens + own, load.likely + sums
+        if is_mean:  # over calls, of slices: of as many tokens as a microbatch has
+            load.tokens = own * slices_of(part)
+        loss = weight * torch.sum(load.likely * load.tokens)
+        grown, load.told = loss - load.told, loss
+        ctx.router, ctx.state, ctx.weight, ctx.like = router, state, weight * counts, likely.shape
+        return grown
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        (gradient,) = gradients
+        part, kept, loss = ctx.state.running_slice, ctx.router.kept, ctx.router.loss
+        of_one = gradient * ctx.weight * kept[part.microbatch][loss].tokens
+        if part.begin == 0:
+            del kept[part.microbatch][loss]
+            if not kept[part.microbatch]:
+                del kept[part.microbatch]
+        return of_one.expand(ctx.like), None, None, None, None, None
+
+
+class _Share(torch.autograd.Function):
+    """A mean over a slice's tokens as what it is of the microbatch's mean."""
+
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, told: float, back: float) -> Tensor:
+        ctx.back = back
+        return mean * told
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return gradients[0] * ctx.back, None, None
+
+
+def slices_of(part: Slice) -> int:
+    """Return in how many slices a slice's microbatch is cut."""
+    return part.total // (part.end - part.begin)
+
+
+class _Making:
+    """Which router makes a loss of which kind now; of the process, as Megatron's functions are."""
+
+    def __init__(self) -> None:
+        self.state: StepState | None = None
+        self.running: _Router | None = None
+        self.per_token = False
+
+    @contextmanager
+    def by(self, router: _Router | None, per_token: bool) -> Iterator[None]:
+        """Have losses be made for this one meanwhile."""
+        before = self.running, self.per_token
+        self.running, self.per_token = router, per_token
+        try:
+            yield
+        finally:
+            self.running, self.per_token = before
+
+
+_MAKING = _Making()
+
+
+def install(state: StepState, chunks: Sequence[nn.Module]) -> None:
+    """Have the routers of the chunks balance microbatches; what runs without a slice is as before.
+
+    Raises:
+        UnsupportedError: a router's loss cannot be that of a microbatch.
+    """
+    found = [
+        module
+        for chunk in chunks
+        for module in unwrapped(chunk).modules()
+        if hasattr(module, LOSSES[0])
+    ]
+    if not found:
+        return
+    if _MAKING.state is None:
+        routers.switch_load_balancing_loss_func = partial(
+            _balance, routers.switch_load_balancing_loss_func
+        )
+        routers.z_loss_func = partial(_z_loss, routers.z_loss_func)
+    _MAKING.state = state
+    for router in found:
+        _check(router)
+        kept: dict[int, dict[str, _Load]] = {}
+        state.kept.append(kept)
+        for name in LOSSES:
+            setattr(router, name, _told(router, getattr(router, name), _Router(kept, name)))
+        router.apply_z_loss = _told(router, router.apply_z_loss, None)
+
+
+def _told(router: Any, inner: Callable[..., Any], own: _Router | None) -> Callable[..., Any]:
+    per_token = bool(router.calculate_per_token_loss)
+
+    def made(*args: Any, **options: Any) -> Any:
+        with _MAKING.by(own, per_token):
+            return inner(*args, **options)
+
+    return made
+
+
+def _balance(inner: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    """Take the place of Megatron's loss of balance, of the arguments that it has by name."""
+    state, router = _MAKING.state, _MAKING.running
+    if state is None or state.slice is None or router is None:
+        return inner(*args, **options)
+    slices = slices_of(state.slice)
+    if options.get("padding_mask") is not None:
+        raise UnsupportedError(
+            "--pipeline-slices does not work with a padding mask of a mixture of experts: a slice "
+            "does not know how many tokens the others have; leave slices out"
+        )
+    total = options["total_num_tokens"] * slices
+    weight = options["num_experts"] * options["moe_aux_loss_coeff"]
+    weight /= options["topk"] * total * total
+    # Per token, Megatron multiplies by the tokens of the call, which are a slice's.
+    counts = slices if _MAKING.per_token else 1
+    likely, tokens = options["probs"], options["tokens_per_expert"]
+    grown: Tensor = _OfMicrobatch.apply(likely, tokens, router, state, weight, counts)
+    return grown
+
+
+def _z_loss(inner: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    """Take the place of Megatron's z-loss, a mean over tokens."""
+    state, mean = _MAKING.state, inner(*args, **options)
+    if state is None or state.slice is None:
+        return mean
+    slices = slices_of(state.slice)
+    # Per token, Megatron multiplies by the tokens of the call: by then it is their sum.
+    shared: Tensor = _Share.apply(mean, 1 / slices, 1.0 if _MAKING.per_token else 1 / slices)
+    return shared
+
+
+def _check(router: Any) -> None:
+    """Raise UnsupportedError for a loss that is made where its microbatch is not yet whole."""
+    config = router.config
+    again = config.recompute_granularity == "full" or (
+        config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
+    )
+    if again and router.is_aux_loss_enabled():
+        raise UnsupportedError(
+            "--pipeline-slices does not work with a loss of balance and "
+            f"--recompute-granularity {config.recompute_granularity}, which makes it in the "
+            "backward, of one slice: set --moe-aux-loss-coeff 0, or recompute parts of layers "
+            "without the router"
+        )
