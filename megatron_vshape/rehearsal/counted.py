@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.costs_file import COUNTED
-from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.step_time import send_us
 
@@ -43,12 +43,11 @@ def counted_costs(
     }
     passes[Kind.BW] = [_pass(whole_found[rank], Kind.BW, chunk) for rank, chunk in stages]
     beside, first = min(map(_beside, whole_found)), whole_found[0]
-    held = [float(each["adds_bytes"]) for each in passes[Kind.F]]
-    left = [a + float(each["adds_bytes"]) for a, each in zip(held, passes[Kind.B], strict=True)]
+    held, left = zip(*map(_held, *(passes[kind] for kind in PARTS)), strict=True)
     least = max(held) * 1e-6
     amounts: dict[str, Any] = {
         "held_after_forward_bytes": tuple(max(each, least) for each in held),
-        "held_after_backward_bytes": tuple(max(each, 0.0) for each in left),
+        "held_after_backward_bytes": left,
         "state_bytes": tuple(_state(whole_found[rank], chunk) for rank, chunk in stages[:-1]),
     }
     # Beside states the rank of the last stage has Transformer Engine's dummy gradient of the output
@@ -56,7 +55,8 @@ def counted_costs(
     amounts["state_bytes"] += (_state(first, 1) + _beside(first) - beside,)
     for kind, ran in passes.items():
         amounts[kind.time] = tuple(_computes_us(each) for each in ran)
-        amounts[kind.works] = tuple(_works(kind, each) for each in ran)
+        takes = held if kind is Kind.F else (0.0,) * len(ran)
+        amounts[kind.works] = tuple(map(_works, ran, takes))
         if kind.exchange and any(each["waited_seconds"] for each in ran):
             amounts[kind.exchange] = tuple(1e6 * each["waited_seconds"] for each in ran)
     sizes = split[0]["sizes"]
@@ -107,10 +107,19 @@ def _computes_us(ran: Pass) -> float:
     return max(1.0, 1e6 * float(ran["seconds"] - ran["waited_seconds"]))
 
 
-def _works(kind: Kind, ran: Pass) -> float:
+def _held(forward: Pass, backward: Pass, weight: Pass) -> tuple[float, float]:
+    """Return what a stage holds after F, and after B.
+
+    What F has made and no backward frees has been let go of between passes: what it sent.
+    """
+    adds, freed, last = (float(each["adds_bytes"]) for each in (forward, backward, weight))
+    held = max(0.0, min(adds, -freed - last)) if freed + last < 0 else adds
+    return held, min(held, max(0.0, -last if last else adds + freed))
+
+
+def _works(ran: Pass, takes: float) -> float:
     """Return what is there only meanwhile, beside what the pass takes at its start."""
-    takes = max(0.0, ran["adds_bytes"]) if kind is Kind.F else 0.0
-    return max(0.0, float(ran["meanwhile_bytes"]) - takes)
+    return max(0.0, float(ran["meanwhile_bytes"]) - max(0.0, takes))
 
 
 def _state(rank: Mapping[str, Any], chunk: int) -> float:
