@@ -86,7 +86,7 @@ from megatron_vshape.mcore.one_device import (
     unwrap,
     zero_gradients,
 )
-from megatron_vshape.mcore.setup.arguments import PLUS_NAMES
+from megatron_vshape.mcore.options import PLUS_NAMES
 from megatron_vshape.runtime.copies import measure_copies
 from megatron_vshape.runtime.measure import PassTimer
 from megatron_vshape.runtime.offload import Offload

@@ -12,16 +12,8 @@ from typing import Any, NamedTuple
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.mcore.options import UnsupportedError as UnsupportedError
 from megatron_vshape.mcore.words import in_words
-
-
-class UnsupportedError(ValueError):
-    """An option does not go with the schedule; the text names it and says what to change."""
-
-    def __init__(self, text: str, *options: str) -> None:
-        """Take the text, and the names of the options without which it would not be said."""
-        super().__init__(text)
-        self.options = options
 
 
 class MissingError(UnsupportedError):

@@ -10,29 +10,18 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 
+from megatron_vshape.mcore.options import OPTIONS, VARIABLE
+
 
 class Way(StrEnum):
     """How a run has asked for its schedule."""
 
     FLAGS = "flags of Megatron's parser"
     KEYWORDS = "register"
-    VARIABLE = "the variable MEGATRON_VSHAPE"
+    VARIABLE = f"the variable {VARIABLE}"
 
 
-OPTIONS = {
-    "pipeline-schedule": "schedule",
-    "pipeline-timeout": "timeout_seconds",
-    "pipeline-costs": "costs_file",
-    "pipeline-memory-limit": "memory_limit_gib",
-    "pipeline-host-memory-limit": "host_memory_limit_gib",
-    "pipeline-profile-iterations": "profile_steps",
-    "pipeline-layer-split": "layer_split",
-    "pipeline-vocab-parallel": "vocab_parallel",
-    "pipeline-slices": "slices",
-    "pipeline-trace": "trace_folder",
-    "optimizer-post-validation": "post_validates",
-}
-"""The option of `register`, and of the variable, by flag."""
+_KEYWORDS = {option.flag[2:]: name for name, option in OPTIONS.items()}
 
 _FLAG = re.compile(r"--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 _VALUE = re.compile(r" (?=[A-Z]+\b|A:B|N,N|-?[.\d]|auto\b|v-|zb-|[\w-]*1f1b|gpipe\b|dualpipev\b)")
@@ -58,7 +47,7 @@ def in_words(text: object) -> str:
         return str(text)
     parts, at, plain = [], 0, str(text)
     for found in _FLAG.finditer(plain):
-        name = OPTIONS.get(found[1])
+        name = _KEYWORDS.get(found[1])
         parts += [plain[at : found.start()], name or found[1].replace("-", "_")]
         at = found.end()
         value = _VALUE.match(plain, at) if name else None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vshape.from_environment import options_in
+from megatron_vshape.mcore.options import options_in
 
 PROGRAM = """
 import sys

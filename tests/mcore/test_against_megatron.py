@@ -8,8 +8,8 @@ import pytest
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.rivals import Rival
+from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.setup.against_megatron import megatrons_if_best
-from megatron_vshape.mcore.setup.arguments import PipelineOptions
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 
 RANKS, MICROBATCHES = 4, 4
@@ -22,7 +22,7 @@ def asked(tmp_path: Path, whole: float, **changed: object) -> Rival | None:
     path = tmp_path / "costs.json"
     path.write_text(costs.to_json())
     given = {"schedule": "auto", "timeout_seconds": 60.0, "costs_file": str(path)}
-    options = PipelineOptions(**(given | {"memory_limit_gib": "interleaved-1f1b:2"} | changed))
+    options = Options(**(given | {"memory_limit_gib": "interleaved-1f1b:2"} | changed))
     args = Namespace(
         pipeline_model_parallel_size=RANKS,
         tensor_model_parallel_size=1,

@@ -14,8 +14,8 @@ pytest.importorskip("megatron.training")
 
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.mcore.hooks.training import _refuse_what_was_not_seen
+from megatron_vshape.mcore.options import add_arguments
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
-from megatron_vshape.mcore.setup.arguments import add_arguments
 from megatron_vshape.mcore.setup.configure import prepare
 
 V_HALF = "--pipeline-schedule v-half"
@@ -217,7 +217,7 @@ def test_1f1b_with_chunks(farm: Farm) -> None:
 
 def test_a_timeout_of_nothing(farm: Farm) -> None:
     text = refused(farm, *V_HALF.split(), "--pipeline-timeout", "0")
-    assert text == "--pipeline-timeout 0.0 is not a number of seconds above 0"
+    assert text == "--pipeline-timeout 0 is not a number of seconds above 0"
 
 
 @pytest.mark.skipif(

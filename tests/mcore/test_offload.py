@@ -15,10 +15,9 @@ from offloaded import every, every_third, offloaded
 
 from megatron_vshape.core.check.simulate import HOST_BLOCKS, peak_in_host
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.mcore.setup.arguments import MEGATRONS_OWN, PipelineOptions
+from megatron_vshape.mcore.options import MEGATRONS_OWN, Options
 from megatron_vshape.mcore.setup.choice import GIB, choice_for, choice_of
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.runtime.copies import Copies, priced
@@ -185,7 +184,7 @@ def test_a_file_whose_copies_cannot_run_is_refused(tmp_path: Path) -> None:
     ):
         assert old in schedule.to_csv()
         file.write_text(schedule.to_csv().replace(old, new))
-        with pytest.raises(ScheduleError, match=said):
+        with pytest.raises(ValueError, match=said):
             choice_of(str(file), 2)
 
 
@@ -208,7 +207,7 @@ def test_auto_keeps_the_limit_of_host_memory(tmp_path: Path) -> None:
     costs, peaks = Costs.load(file), []
     for chunks in (3.0, 1e6):
         limit = chunks * LARGE * (1 + 1 / HOST_BLOCKS) / GIB
-        options = PipelineOptions("auto", 60.0, str(file), "v-min", limit)
+        options = Options("auto", 60.0, str(file), "v-min", limit)
         schedule = Planner(choice_for(options, 2)).training(16).schedule
         peaks.append(max(peak_in_host(schedule, costs)))
     assert 0 < peaks[0] <= 3 * LARGE * (1 + 1e-9) < peaks[1]
@@ -248,6 +247,6 @@ def test_limits_of_host_memory_that_cannot_be(
     if name == "file":
         name = str(tmp_path / "schedule.json")
         Path(name).write_text(offloaded(make("v-half", 2, 8)).to_json())
-    options = PipelineOptions(name, 60.0, str(costs_of_copies(tmp_path)), None, limit_gib)
-    with pytest.raises(ScheduleError, match=said):
+    options = Options(name, 60.0, str(costs_of_copies(tmp_path)), None, limit_gib)
+    with pytest.raises(ValueError, match=said):
         choice_for(options, 2)

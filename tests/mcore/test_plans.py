@@ -15,8 +15,9 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
 from megatron_vshape.mcore.observe.report import opening_lines
+from megatron_vshape.mcore.options import options_from
 from megatron_vshape.mcore.setup.choice import GIB, Choice, choice_of
-from megatron_vshape.mcore.setup.library import options_from, prepare_config
+from megatron_vshape.mcore.setup.library import prepare_config
 from megatron_vshape.mcore.setup.plans import Planner
 
 

@@ -17,10 +17,10 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore import refusals
+from megatron_vshape.mcore.options import add_arguments, options_from
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup import configure, recompute_checks
-from megatron_vshape.mcore.setup.arguments import add_arguments
-from megatron_vshape.mcore.setup.library import options_from, prepare_config
+from megatron_vshape.mcore.setup.library import prepare_config
 from megatron_vshape.mcore.setup.recipes import (
     DEFAULTS,
     Examined,

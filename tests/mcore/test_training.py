@@ -13,7 +13,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, looping, stages_of
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.mcore.setup.arguments import MEGATRONS_OWN
+from megatron_vshape.mcore.options import MEGATRONS_OWN
 
 Train = Callable[..., Ended]
 

@@ -15,6 +15,7 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.lowering import whole_backwards
+from megatron_vshape.mcore.options import add_arguments, options_of
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     check_arguments,
@@ -22,7 +23,6 @@ from megatron_vshape.mcore.refusals import (
     check_derived,
     check_post_validation,
 )
-from megatron_vshape.mcore.setup.arguments import add_arguments, options_of
 from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.configure import megatrons_own, prepare
 from megatron_vshape.mcore.setup.pipeline import recomputed_inputs

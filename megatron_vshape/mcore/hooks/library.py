@@ -18,16 +18,16 @@ from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import multi_token, stages, vocabulary
 from megatron_vshape.mcore.layout.stage_map import check_tied_embeddings
 from megatron_vshape.mcore.layout.stages import StageLayout
+from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import library
-from megatron_vshape.mcore.setup.arguments import PipelineOptions
 from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.ready import complete_environment, leave_allocator
 from megatron_vshape.mcore.setup.translate import tell, translate
 
 
-def options_of(session: Session) -> PipelineOptions | None:
+def options_of(session: Session) -> Options | None:
     """Return what a library's run is to have; None where flags say so, or nothing is asked for."""
     return session.library if session.is_librarys else None
 
@@ -88,7 +88,7 @@ def provide_hybrid(
         session.provided_chunk = None
 
 
-def _choose(session: Session, options: PipelineOptions, config: Any) -> None:
+def _choose(session: Session, options: Options, config: Any) -> None:
     """Let the config have the pipeline's stages; the first one decides what they are.
 
     Raises:

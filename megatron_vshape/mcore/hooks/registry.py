@@ -14,8 +14,8 @@ from megatron import core  # an attribute of its package only once it has been i
 from megatron_vshape.mcore.hooks import library, replacements
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import hybrid
+from megatron_vshape.mcore.options import options_from
 from megatron_vshape.mcore.replaced import ABSENT, Replaced
-from megatron_vshape.mcore.setup.library import options_from
 from megatron_vshape.mcore.words import Way, speak
 
 

@@ -16,10 +16,10 @@ from torch import nn
 
 from megatron_vshape.mcore.observe import report, static_memory
 from megatron_vshape.mcore.observe.megatrons_own import MeteredSchedule
+from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import configure
-from megatron_vshape.mcore.setup.arguments import PipelineOptions
 from megatron_vshape.mcore.setup.library import with_messages_of_this_run
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline
@@ -51,7 +51,7 @@ class Session:
     step: StepState = field(default_factory=StepState)
     tries_again: bool = False  # in this process, where a run fails (--inprocess-restart)
     # Where a library has its own configuration and trainer:
-    library: PipelineOptions | None = None  # what `register` was given
+    library: Options | None = None  # what `register` was given
     chosen_by_flags: bool = False  # Megatron's parser was asked all the same
     once: OnePlanner | None = None  # where ranks met to plan, which some may be about to leave
     is_named: bool = False  # the flags have named a schedule, whatever becomes of it

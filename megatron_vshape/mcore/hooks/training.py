@@ -30,9 +30,10 @@ from megatron_vshape.mcore.hooks.replacements import Function, replaces, replace
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.observe.iteration_log import IterationLog, why_no_mfu
+from megatron_vshape.mcore.options import add_arguments, options_of
 from megatron_vshape.mcore.refusals import RefusedError, check_one_module, refusing
 from megatron_vshape.mcore.replaced import Replaced
-from megatron_vshape.mcore.setup import arguments, configure
+from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.ready import complete_environment
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
@@ -52,7 +53,7 @@ def add_megatron_arguments(
         session.is_named = True
         return name
 
-    return arguments.add_arguments(original(parser), hear)
+    return add_arguments(original(parser), hear)
 
 
 @replaces_always
@@ -60,7 +61,7 @@ def validate_args(
     session: Session, original: Function, args: Namespace, *rest: Any, **options: Any
 ) -> Any:
     """Set the pipeline up before Megatron's checks, and check what only they make known."""
-    if arguments.options_of(args).schedule is not None:
+    if options_of(args).schedule is not None:
         speak(Way.FLAGS)
     with refusing():
         session.once = configure.one_planner(args)

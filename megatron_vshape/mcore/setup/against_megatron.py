@@ -12,7 +12,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import recut
 from megatron_vshape.core.planner.vocabulary import without_shared
 from megatron_vshape.core.rivals import Known, Rival, judge_rival
-from megatron_vshape.mcore.setup.arguments import PipelineOptions
+from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.setup.checks import with_slices
 from megatron_vshape.mcore.setup.choice import choice_for
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
@@ -21,7 +21,7 @@ MOST_CHUNKS = 12
 """Virtual stages of a rank that are tried."""
 
 
-def megatrons_if_best(args: Namespace, options: PipelineOptions, once: OnePlanner) -> Rival | None:
+def megatrons_if_best(args: Namespace, options: Options, once: OnePlanner) -> Rival | None:
     """Return the schedule of Megatron's own that no plan for the model is faster than, if any.
 
     A model is built for one placement, so this is asked before: where there are costs by then, and

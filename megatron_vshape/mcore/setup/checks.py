@@ -21,6 +21,7 @@ from megatron_vshape.mcore.layout.stage_map import (
     check_ends,
     check_hash_layers,
 )
+from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
     BESIDE,
     UnsupportedError,
@@ -31,7 +32,6 @@ from megatron_vshape.mcore.refusals import (
     check_vocabulary,
     even_slices,
 )
-from megatron_vshape.mcore.setup.arguments import PipelineOptions
 from megatron_vshape.mcore.setup.choice import Choice, not_sliced
 from megatron_vshape.mcore.setup.recompute_checks import check_copies, check_recompute
 from megatron_vshape.mcore.setup.translate import Translated, translate
@@ -42,7 +42,7 @@ Check = Callable[[Any, str, Placement], None]
 """Refuses options of arguments, or of a config, under a schedule of this name and placement."""
 
 
-def take_options(model: Any, choice: Choice, options: PipelineOptions, check: Check) -> Translated:
+def take_options(model: Any, choice: Choice, options: Options, check: Check) -> Translated:
     """Translate what is made for Megatron's own schedules, and refuse what ours cannot have.
 
     `model` are Megatron's arguments or a library's config, each with a `check` of its own.
@@ -75,9 +75,7 @@ def known_to_lose(model: Any, choice: Choice) -> Iterator[str]:
         )
 
 
-def with_slices(
-    model: Any, choice: Choice, options: PipelineOptions, may_offload: bool = False
-) -> Choice:
+def with_slices(model: Any, choice: Choice, options: Options, may_offload: bool = False) -> Choice:
     """Return the choice with the numbers of slices that auto may choose from for this model."""
     if isinstance(choice.slices, int):
         return choice

@@ -10,13 +10,12 @@ from megatron_vshape.core.ask import AUTO, PLUS_NAMES, SLICES, Question, ask, fi
 from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import filled, peak_in_host
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.files import is_whole
 from megatron_vshape.core.model.kinds import OFFLOAD, ScheduleError
 from megatron_vshape.core.model.placement import Placement, looping, v_shape, with_loss_last
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
 from megatron_vshape.core.planner.vocabulary import is_shared
-from megatron_vshape.mcore.setup.arguments import PipelineOptions, schedule_names
+from megatron_vshape.mcore.options import Options, schedule_names
 
 GIB = 2.0**30
 
@@ -145,8 +144,9 @@ def choice_of(
     return Choice(num_devices, name, found, costs, shares=is_shared(found))
 
 
-def choice_for(options: PipelineOptions, num_devices: int) -> Choice:
-    """Return the schedule that a run's options ask for; raises as `choice_of`."""
+def choice_for(options: Options, num_devices: int) -> Choice:
+    """Return the schedule that a run's options ask for; raises as `choice_of`, or of a value."""
+    options.check()
     choice = choice_of(
         str(options.schedule),
         num_devices,
@@ -160,7 +160,7 @@ def choice_for(options: PipelineOptions, num_devices: int) -> Choice:
     return replace(choice, shares=shares, host_limit_bytes=limit_bytes, slices=slices)
 
 
-def not_sliced(choice: Choice, options: PipelineOptions, may_offload: bool) -> dict[str, object]:
+def not_sliced(choice: Choice, options: Options, may_offload: bool) -> dict[str, object]:
     """Return what of this package's slices do not go with, by what it is called."""
     return {
         "a shared vocabulary": choice.shares,
@@ -170,25 +170,23 @@ def not_sliced(choice: Choice, options: PipelineOptions, may_offload: bool) -> d
     }
 
 
-def _slices(options: PipelineOptions, choice: Choice) -> int | tuple[int, ...]:
+def _slices(options: Options, choice: Choice) -> int | tuple[int, ...]:
     """Return in how many slices microbatches are cut: as a schedule file says, or the option.
 
     Raises:
-        ScheduleError: the option is no number, or says other than the file; or auto is to choose
-            with an order that has its own.
+        ScheduleError: the option says other than the file; or auto is to choose with an order
+            that has its own.
     """
     given, own = options.slices, 1 if choice.from_file is None else choice.from_file.slices
     if given == AUTO and choice.name == AUTO:
         return SLICES
     if given == AUTO and choice.from_file is not None:
         return own
-    if given == AUTO:
+    if isinstance(given, str):
         raise ScheduleError(
             f"--pipeline-slices auto chooses with --pipeline-schedule auto, and {choice.name} has "
             "as many as it is given: say how many"
         )
-    if not is_whole(given) or given < 1:
-        raise ScheduleError(f"--pipeline-slices {given!r:.40} is not a whole number of at least 1")
     if choice.from_file is not None and given not in (1, own):
         raise ScheduleError(
             f"the schedule file {choice.name} has {own} slices a microbatch, not the {given} of "
@@ -201,13 +199,11 @@ def _host_limit_bytes(limit_gib: float | None, choice: Choice) -> float:
     """Return the limit of what waits in host memory of a device.
 
     Raises:
-        ScheduleError: it is none, nothing waits there, or by the costs more does than that.
+        ScheduleError: nothing waits there, or by the costs more does than that.
     """
     option, file, costs = "--pipeline-host-memory-limit", choice.from_file, choice.costs
     if limit_gib is None:
         return math.inf
-    if not 0 < limit_gib < math.inf:
-        raise ScheduleError(f"{option} {limit_gib:g} is not a number of GiB above 0")
     if file is None and choice.name != AUTO:
         raise ScheduleError(
             f"{option} is for --pipeline-schedule auto, or a schedule file with copies to host "
@@ -246,8 +242,6 @@ def _check_adaptive(
             raise ScheduleError(
                 f"--pipeline-memory-limit is a number of GiB or a schedule: {error}"
             ) from None
-    elif limit_gib is not None and not 0 < limit_gib < float("inf"):
-        raise ScheduleError(f"--pipeline-memory-limit {limit_gib:g} is not a number of GiB above 0")
     if name == AUTO and costs is None and not measures:
         raise ScheduleError(
             "--pipeline-schedule auto needs costs: give --pipeline-costs FILE, or "

@@ -13,22 +13,21 @@ from torch import nn
 
 from megatron_vshape.core.ask import AUTO, Question, with_chunks
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.core.rivals import Rival, is_megatrons_own
+from megatron_vshape.core.rivals import Rival
 from megatron_vshape.mcore.layout import hybrid, multi_token, stages, vocabulary
 from megatron_vshape.mcore.layout.layer_split import Split, split_layers
 from megatron_vshape.mcore.layout.stage_map import check_tied_embeddings
+from megatron_vshape.mcore.options import (
+    Options,
+    options_of,
+    watchdog_seconds,
+)
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     check_arguments,
     check_derived,
 )
 from megatron_vshape.mcore.setup.against_megatron import megatrons_if_best, num_microbatches
-from megatron_vshape.mcore.setup.arguments import (
-    PipelineOptions,
-    check_timeout,
-    options_of,
-    watchdog_seconds,
-)
 from megatron_vshape.mcore.setup.checks import check_batch_size, take_options, with_slices
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
@@ -55,7 +54,7 @@ def one_planner(args: Namespace) -> OnePlanner:
 
 
 def prepare(
-    args: Namespace, registered: PipelineOptions | None = None, once: OnePlanner | None = None
+    args: Namespace, registered: Options | None = None, once: OnePlanner | None = None
 ) -> Pipeline | None:
     """Return the pipeline the flags ask for, or None where Megatron runs its own schedule.
 
@@ -71,14 +70,14 @@ def prepare(
     if options.schedule is None and registered is not None:
         options = registered
     if options.schedule is not None or "pipeline_timeout" in args:
-        _check_timeout(args, options)
+        _check_values(args, options)
     name, ranks = options.schedule, args.pipeline_model_parallel_size
     once = once or one_planner(args)
     rival = megatrons_if_best(args, options, once)
     if rival is not None:
         _run_megatrons(args, rival)
         return None
-    if name is None or (is_megatrons_own(name) and options.slices == 1):
+    if name is None or options.asks_for_megatrons_own:
         if options.post_validates and ranks > 1:
             raise UnsupportedError(
                 "--optimizer-post-validation needs a schedule of this package: add "
@@ -102,7 +101,7 @@ def prepare(
 
 
 def _pipeline(
-    args: Namespace, choice: Choice, options: PipelineOptions, once: OnePlanner, may_offload: bool
+    args: Namespace, choice: Choice, options: Options, once: OnePlanner, may_offload: bool
 ) -> Pipeline:
     """Return the pipeline with its stages and all that it is planned by; tell Megatron of them."""
     ties = not args.untie_embeddings_and_output_weights
@@ -143,9 +142,9 @@ def _run_megatrons(args: Namespace, rival: Rival) -> None:
         )
 
 
-def _check_timeout(args: Namespace, options: PipelineOptions) -> None:
-    """Raise UnsupportedError for a timeout that is none, and tell of one that comes too late."""
-    check_timeout("--pipeline-timeout", options.timeout_seconds)
+def _check_values(args: Namespace, options: Options) -> None:
+    """Raise UnsupportedError for a value that is none, and tell of a timeout that is too late."""
+    options.check()
     if options.timeout_seconds >= watchdog_seconds(args):
         logger.warning(
             "--pipeline-timeout %g is not below --distributed-timeout-minutes %g: Megatron's own "
@@ -155,10 +154,10 @@ def _check_timeout(args: Namespace, options: PipelineOptions) -> None:
         )
 
 
-def _refuse_what_only_ours_have(options: PipelineOptions, ranks: int) -> None:
+def _refuse_what_only_ours_have(options: Options, ranks: int) -> None:
     """Raise UnsupportedError for the first flag that would do nothing, if there is a pipeline."""
     splits = options.layer_split is not None
-    for flag in _given_for_ours(options):
+    for flag in options.flags_for_ours():
         if ranks > 1 and not (flag == "--pipeline-costs" and splits):
             what = "Megatron's own schedule" if options.schedule is None else options.schedule
             raise UnsupportedError(
@@ -167,26 +166,9 @@ def _refuse_what_only_ours_have(options: PipelineOptions, ranks: int) -> None:
             )
 
 
-def _given_for_ours(options: PipelineOptions) -> list[str]:
-    """Return the flags given that only a schedule of this package uses."""
-    given = {
-        "--pipeline-memory-limit": options.memory_limit_gib is not None,
-        "--pipeline-host-memory-limit": options.host_memory_limit_gib is not None,
-        "--pipeline-trace": options.trace_folder is not None,
-        # a trace asks for some by itself
-        "--pipeline-profile-iterations": (
-            options.profile_steps is not None and options.trace_folder is None
-        ),
-        "--pipeline-costs": options.costs_file is not None,
-        "--pipeline-vocab-parallel": options.vocab_parallel,
-        "--pipeline-slices": options.slices != 1,
-    }
-    return [flag for flag, is_given in given.items() if is_given]
-
-
-def _tell_what_does_nothing(options: PipelineOptions) -> None:
+def _tell_what_does_nothing(options: Options) -> None:
     """Say which flags have no effect where the pipeline has one rank."""
-    flags = _given_for_ours(options)
+    flags = options.flags_for_ours()
     if options.post_validates:
         flags.append("--optimizer-post-validation")
     if flags and int(os.environ.get("RANK", "0")) == 0:
@@ -196,8 +178,7 @@ def _tell_what_does_nothing(options: PipelineOptions) -> None:
 def megatrons_own(args: Namespace) -> str | None:
     """Return the schedule of Megatron's own that the flags name for a pipeline, if they do."""
     options, ranks = options_of(args), args.pipeline_model_parallel_size
-    is_theirs = is_megatrons_own(options.schedule) and options.slices == 1 and ranks > 1
-    return options.schedule if is_theirs else None
+    return options.schedule if options.asks_for_megatrons_own and ranks > 1 else None
 
 
 def _prepare_megatrons_own(args: Namespace, name: str | None) -> None:
@@ -222,7 +203,7 @@ def _prepare_megatrons_own(args: Namespace, name: str | None) -> None:
         args.num_virtual_stages_per_pipeline_rank = chunks
 
 
-def _split(args: Namespace, choice: Choice, options: PipelineOptions, once: OnePlanner) -> Split:
+def _split(args: Namespace, choice: Choice, options: Options, once: OnePlanner) -> Split:
     """Return the layers of every stage, and what such stages cost."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is None:
@@ -235,7 +216,7 @@ def _split(args: Namespace, choice: Choice, options: PipelineOptions, once: OneP
     return Split(layers, choice.costs)
 
 
-def _question(args: Namespace, choice: Choice, options: PipelineOptions) -> Question | None:
+def _question(args: Namespace, choice: Choice, options: Options) -> Question | None:
     """Return what auto will ask, where that is known before a model is built.
 
     It is not where costs are measured anew, and with a limit in GiB: what that leaves for
@@ -252,7 +233,7 @@ def _question(args: Namespace, choice: Choice, options: PipelineOptions) -> Ques
     return replace(asked, in_host=choice.in_host_bytes)
 
 
-def _split_megatrons_own(args: Namespace, options: PipelineOptions) -> None:
+def _split_megatrons_own(args: Namespace, options: Options) -> None:
     """Hand a split on to Megatron in its own form."""
     text, ranks = options.layer_split, args.pipeline_model_parallel_size
     if ranks > 1 and options.schedule and getattr(args, "hybrid_layer_pattern", None) is not None:

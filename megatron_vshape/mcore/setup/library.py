@@ -7,25 +7,18 @@ given to `register`, and what Megatron's arguments say of the model stands in it
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_vshape.core.rivals import is_megatrons_own
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.layer_split import Split, split_layers
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.layout.stages import StageLayout
-from megatron_vshape.mcore.refusals import UnsupportedError, check_library
-from megatron_vshape.mcore.setup.arguments import (
-    MEGATRONS_TIMEOUT_MINUTES,
-    TIMEOUT_SHARE,
-    TRACE_STEPS,
-    PipelineOptions,
-    check_timeout,
-)
+from megatron_vshape.mcore.options import Options
+from megatron_vshape.mcore.refusals import check_library
 from megatron_vshape.mcore.setup.checks import take_options, with_slices
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
@@ -34,39 +27,7 @@ from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.translate import tell
 
 
-def options_from(given: dict[str, Any]) -> PipelineOptions:
-    """Return what `register` was given, as the flags would say it.
-
-    Raises:
-        UnsupportedError: there is no such option, or it does not work without Megatron's trainer.
-    """
-    usual = {"schedule": None, "timeout_seconds": TIMEOUT_SHARE * 60 * MEGATRONS_TIMEOUT_MINUTES}
-    given = usual | given
-    known = {each.name for each in fields(PipelineOptions)}  # `post_validates` is told of below
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise UnsupportedError(
-            f"register knows no option {unknown[0]!r:.60}; its options are "
-            f"{', '.join(sorted(known - {'post_validates'}))}"
-        )
-    options = PipelineOptions(**given)
-    if options.schedule is None or (is_megatrons_own(options.schedule) and options.slices == 1):
-        raise UnsupportedError(
-            f"schedule is {options.schedule!r}: give one of this package, such as 'v-half'; "
-            "Megatron's own run without it"
-        )
-    if options.post_validates:
-        raise UnsupportedError(
-            "post_validates is for Megatron-LM's own trainer, whose steps it takes apart: leave it "
-            "out"
-        )
-    check_timeout("timeout_seconds", options.timeout_seconds)
-    if options.profile_steps is None and options.trace_folder is not None:
-        options = replace(options, profile_steps=TRACE_STEPS)
-    return options
-
-
-def choice_of_library(options: PipelineOptions, num_ranks: int) -> Choice:
+def choice_of_library(options: Options, num_ranks: int) -> Choice:
     """Return the schedule that a library's run asks for; raises as `choice_for`.
 
     The last pipeline rank makes the loss, for there libraries look for all that comes of it: by
@@ -76,7 +37,7 @@ def choice_of_library(options: PipelineOptions, num_ranks: int) -> Choice:
     return replace(choice_for(options, num_ranks), loss_last=True)
 
 
-def prepare_config(config: Any, options: PipelineOptions) -> Pipeline:
+def prepare_config(config: Any, options: Options) -> Pipeline:
     """Return the pipeline for the model that this TransformerConfig describes, and tell it so.
 
     Called before the config checks itself.

@@ -11,8 +11,8 @@ from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.layer_split import Split
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.layout.stages import StageLayout
+from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import BESIDE, captures_graphs
-from megatron_vshape.mcore.setup.arguments import PipelineOptions
 from megatron_vshape.mcore.setup.checks import check_stages
 from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
@@ -24,7 +24,7 @@ from megatron_vshape.mcore.split import graphs
 class Pipeline:
     """A schedule that this package runs: what is known once its options have been checked."""
 
-    options: PipelineOptions
+    options: Options
     planner: Planner
     stage_map: StageMap
     layout: StageLayout
@@ -45,7 +45,7 @@ class Pipeline:
 
 def pipeline_of(
     model: Any,
-    options: PipelineOptions,
+    options: Options,
     choice: Choice,
     split: Split,
     *,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, fields, replace
@@ -23,6 +23,7 @@ from megatron_vshape.core.rivals import is_megatrons_own
 from megatron_vshape.mcore.layout import given_layout, hybrid, multi_token
 from megatron_vshape.mcore.layout.layer_split import given_layers
 from megatron_vshape.mcore.layout.stage_map import HASH_LAYERS, StageMap, check_tied_embeddings
+from megatron_vshape.mcore.options import OPTIONS, TRACE_STEPS, Options
 from megatron_vshape.mcore.refusals import (
     BESIDE,
     ENGINE,
@@ -31,12 +32,6 @@ from megatron_vshape.mcore.refusals import (
     check_arguments,
     check_derived,
     conflicts,
-)
-from megatron_vshape.mcore.setup.arguments import (
-    TRACE_STEPS,
-    PipelineOptions,
-    add_arguments,
-    options_of,
 )
 from megatron_vshape.mcore.setup.checks import (
     check_batch_size,
@@ -102,19 +97,19 @@ class Examined:
         return self.counts_layers and not (self.refused or self.missing or self.unknown)
 
 
-def own_options(options: Mapping[str, Any], schedule: str | None) -> PipelineOptions:
+def own_options(options: Mapping[str, Any], schedule: str | None) -> Options:
     """Return what a configuration, or else the caller's `schedule`, asks of this package.
 
     Raises:
-        ScheduleError: the schedule is one of Megatron's own.
+        ScheduleError: the schedule is one of Megatron's own, or an option's text says no value.
     """
-    parser = add_arguments(ArgumentParser())
-    args = parser.parse_args([])
-    for action in parser._actions:
-        value, read = options.get(action.dest), action.type
-        if value is not None:
-            setattr(args, action.dest, read(value) if callable(read) and _is_text(value) else value)
-    own = options_of(args)
+    given = {name: options.get(option.argument) for name, option in OPTIONS.items()}
+    try:
+        for name, value in given.items():
+            given[name] = OPTIONS[name].values.of_text(value) if isinstance(value, str) else value
+    except ArgumentTypeError as error:
+        raise ScheduleError(f"{OPTIONS[name].argument} {error}") from None
+    own = Options.given(given)
     if schedule is not None:
         own = replace(own, schedule=schedule)
         if schedule == AUTO and own.costs_file is None and own.profile_steps is None:
@@ -137,7 +132,7 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def examine(
     options: Mapping[str, Any],
-    own: PipelineOptions,
+    own: Options,
     defaults: Mapping[str, Any] = DEFAULTS,
     known: Collection[str] | None = None,
 ) -> Examined:
@@ -180,7 +175,7 @@ class _Found(NamedTuple):
     uncounted: list[Notice]  # of options that need the number of layers
 
 
-def _is_settled(left: SimpleNamespace, choice: Choice, own: PipelineOptions, found: _Found) -> bool:
+def _is_settled(left: SimpleNamespace, choice: Choice, own: Options, found: _Found) -> bool:
     """Ask the checks of a run once, and take out of `left` what they refuse.
 
     Return whether nothing is left that they could say more about.
@@ -220,7 +215,7 @@ def _reasons(
     return several if str(error) in several else [str(error)]
 
 
-def _check(given: Any, choice: Choice, own: PipelineOptions) -> None:
+def _check(given: Any, choice: Choice, own: Options) -> None:
     """Raise what a run with these options would end with before a model is built."""
     translated = take_options(given, choice, own, check_arguments)
     check_derived(given, choice.name)
@@ -279,10 +274,6 @@ def _installed_release() -> str:
         return ""
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _is_on(value: Any) -> bool:
     return value not in (None, False, "none")
 
@@ -300,9 +291,10 @@ def known_names() -> frozenset[str]:
     configs = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
     names = {each.name for config in configs for each in fields(config)}
     names |= {each for rule in TRANSLATIONS for each in rule.names} | {PRECISION, HASH_LAYERS}
-    parser = add_arguments(ArgumentParser(allow_abbrev=False))
+    names |= {option.argument for option in OPTIONS.values()}
     with contextlib.suppress(ImportError):  # megatron.core alone has no arguments
         from megatron.training.arguments import add_megatron_arguments
 
-        parser = add_megatron_arguments(parser)
-    return frozenset(names | {action.dest for action in parser._actions})
+        parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+        names |= {action.dest for action in parser._actions}
+    return frozenset(names)

@@ -1,0 +1,343 @@
+"""What a run may ask of this package: every option stands here once.
+
+A field of `Options` is the keyword of `register` and the key of the variable MEGATRON_VSHAPE; what
+is told with it makes the flag of Megatron's parser, reads its text, checks its value, and is the
+row of the table in docs/ways-in.md.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from megatron_vshape.core.ask import AUTO, PLUS_NAMES
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.files import is_whole
+from megatron_vshape.core.paper import catalogue
+from megatron_vshape.core.rivals import MEGATRONS_OWN, is_megatrons_own
+
+VARIABLE = "MEGATRON_VSHAPE"
+
+MEGATRONS_TIMEOUT_MINUTES = 10
+"""What --distributed-timeout-minutes is unless it is given."""
+
+TIMEOUT_SHARE = 0.9
+"""Of --distributed-timeout-minutes: how long a rank waits for a message unless it is told."""
+
+TRACE_STEPS = (4, 6)
+"""Profiled where only a trace is asked for; the first steps still set caches up."""
+
+
+class UnsupportedError(ValueError):
+    """An option does not go with the schedule; the text names it and says what to change."""
+
+    def __init__(self, text: str, *options: str) -> None:
+        """Take the text, and the names of the options without which it would not be said."""
+        super().__init__(text)
+        self.options = options
+
+
+class Values(NamedTuple):
+    """What values an option may have."""
+
+    wants: str  # in a sentence
+    fits: Callable[[Any], bool]
+    read: Callable[[str], Any] = str  # of a text
+
+    def of_text(self, text: str) -> Any:
+        """Return the value in a text, to be checked later; raises ArgumentTypeError."""
+        try:
+            return self.read(text)
+        except ValueError:
+            raise ArgumentTypeError(f"{text!r:.40} is not {self.wants}") from None
+
+    def check(self, value: Any, named: str) -> None:
+        """Raise UnsupportedError, which calls the option so, unless it may have this value."""
+        if not self.fits(value):
+            shown = f"{value:g}" if isinstance(value, float) else f"{value!r:.40}"
+            raise UnsupportedError(f"{named} {shown} is not {self.wants}")
+
+
+class Option(NamedTuple):
+    """What is known of an option beside its keyword and its default."""
+
+    flag: str
+    metavar: str  # empty: a switch
+    help: str
+    values: Values
+    for_ours: bool  # only a schedule of this package uses it
+
+    @property
+    def argument(self) -> str:
+        """Return the attribute that it is of Megatron's arguments."""
+        return self.flag[2:].replace("-", "_")
+
+
+def _is_above_0(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
+
+
+def _are_steps(value: Any) -> bool:
+    are_two = isinstance(value, tuple | list) and len(value) == 2 and all(map(is_whole, value))
+    return are_two and bool(2 <= value[0] <= value[1])
+
+
+def _limit(text: str) -> float | str:
+    """Return the GiB that a text says, or the schedule that it names; the name is checked later."""
+    try:
+        return float(text)
+    except ValueError:
+        if not text:
+            raise
+        return text
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, last = map(int, text.split(":"))
+    return first, last
+
+
+def _switch(text: str) -> bool:
+    return bool(["false", "0", "true", "1"].index(text.lower()) // 2)
+
+
+_TEXT = Values("a text", lambda value: isinstance(value, str))
+_PATH = Values("a path", lambda value: isinstance(value, str | os.PathLike))
+_SWITCH = Values("true or false", lambda value: isinstance(value, bool), _switch)
+_GIB = Values("a number of GiB above 0", _is_above_0, float)
+
+
+def schedule_names() -> tuple[str, ...]:
+    """Return every name that `--pipeline-schedule` knows."""
+    own = (name for name in catalogue.EVERY_NAME if name not in MEGATRONS_OWN)
+    return (*MEGATRONS_OWN, *own, *PLUS_NAMES, AUTO)
+
+
+def _option(
+    flag: str, values: Values, told: str, default: Any = None, for_ours: bool = True
+) -> Any:
+    """Return the field of an option, whose flag is written with its value, if it takes one."""
+    name, _, metavar = flag.partition(" ")
+    return field(
+        default=default, metadata={"option": Option(name, metavar, told, values, for_ours)}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a run asks for."""
+
+    schedule: str | None = _option(
+        "--pipeline-schedule NAME|FILE",
+        _TEXT,
+        f"order of the passes: {', '.join(schedule_names())}, or a schedule file (JSON). "
+        "Default: as Megatron decides.",
+        for_ours=False,
+    )
+    timeout_seconds: float = _option(
+        "--pipeline-timeout SECONDS",
+        Values("a number of seconds above 0", _is_above_0, float),
+        "how long a pipeline rank waits for a message before the run ends with an error. "
+        f"Default: {TIMEOUT_SHARE:g} of --distributed-timeout-minutes, whose end says less.",
+        default=TIMEOUT_SHARE * 60 * MEGATRONS_TIMEOUT_MINUTES,
+        for_ours=False,
+    )
+    costs_file: str | None = _option(
+        "--pipeline-costs FILE",
+        _PATH,
+        "costs of every stage (JSON), for auto and for the times that the log predicts",
+    )
+    memory_limit_gib: float | str | None = _option(
+        "--pipeline-memory-limit GIB|NAME",
+        Values(_GIB.wants, lambda value: isinstance(value, str) or _is_above_0(value), _limit),
+        "device memory for all of a rank's tensors, for auto; or a schedule, as in "
+        "interleaved-1f1b:4, whose activations are the limit for activations. Default: 1f1b.",
+    )
+    host_memory_limit_gib: float | None = _option(
+        "--pipeline-host-memory-limit GIB",
+        _GIB,
+        "host memory in which a rank's activations may wait: auto plans within it, and what a "
+        "schedule file has wait beyond it stays on the device. Default: what is free.",
+    )
+    profile_steps: tuple[int, int] | None = _option(
+        "--pipeline-profile-iterations A:B",
+        Values(
+            "A:B with whole numbers 2 <= A <= B; the first step counts memory", _are_steps, _steps
+        ),
+        "measure the passes of this process's training steps A to B; auto then plans anew",
+    )
+    trace_folder: str | None = _option(
+        "--pipeline-trace DIR",
+        _PATH,
+        "write the planned and the measured timeline of the last profiled step to DIR. "
+        f"Default steps: {TRACE_STEPS[0]}:{TRACE_STEPS[1]}.",
+    )
+    layer_split: str | None = _option(
+        "--pipeline-layer-split auto|N,N,...",
+        _TEXT,
+        "how many layers every stage has, in the model's order; auto gives fewer to the first "
+        "and the last, by the costs or by the sizes of the model. Default: equally many.",
+        for_ours=False,
+    )
+    vocab_parallel: bool = _option(
+        "--pipeline-vocab-parallel",
+        _SWITCH,
+        "share the input embedding and the output layer out to all pipeline ranks, beside "
+        "tensor parallelism's",
+        default=False,
+    )
+    post_validates: bool = _option(
+        "--optimizer-post-validation",
+        _SWITCH,
+        "step before the global gradient norm and inf check are known, begin the next "
+        "iteration, and undo both where they would have clipped or skipped: the same numbers, "
+        "without a barrier between iterations. Takes one more copy of parameters and moments.",
+        default=False,
+        for_ours=False,
+    )
+    slices: int | str = _option(
+        "--pipeline-slices K|auto",
+        Values(
+            "a whole number of at least 1, or auto",
+            lambda value: value == AUTO or (is_whole(value) and value >= 1),
+            lambda text: text if text == AUTO else int(text),
+        ),
+        "cut every microbatch in K slices along its sequence: less is held, and less idle, "
+        "where sequences are long and microbatches few; auto chooses K with the order. "
+        "Default: 1.",
+        default=1,
+    )
+
+    @classmethod
+    def given(cls, values: Mapping[str, Any]) -> Options:
+        """Return these options; a trace has some steps profiled by itself."""
+        steps = {"profile_steps": TRACE_STEPS} if values.get("trace_folder") is not None else {}
+        return cls(**steps | {name: value for name, value in values.items() if value is not None})
+
+    def check(self) -> None:
+        """Raise UnsupportedError for a value that an option cannot have."""
+        for name in self._given():
+            OPTIONS[name].values.check(getattr(self, name), OPTIONS[name].flag)
+
+    def flags_for_ours(self) -> list[str]:
+        """Return the flags given that only a schedule of this package uses.
+
+        A trace asks for some steps to be profiled by itself.
+        """
+        own = None if self.trace_folder is None else "profile_steps"
+        return [OPTIONS[at].flag for at in self._given() if OPTIONS[at].for_ours and at != own]
+
+    def _given(self) -> list[str]:
+        return [each.name for each in fields(self) if getattr(self, each.name) != each.default]
+
+    @property
+    def asks_for_megatrons_own(self) -> bool:
+        """Return whether the schedule is one that Megatron itself runs."""
+        return is_megatrons_own(self.schedule) and self.slices == 1
+
+    @property
+    def checked_steps(self) -> tuple[int, int]:
+        """Return the steps that are held against what the profiled ones predict.
+
+        The step in between counts the new order's memory, and pays for what it needs first.
+        """
+        first, last = self.profile_steps or (0, -1)
+        return last + 2, last + 2 + (last - first)
+
+    def costs(self) -> Costs | None:
+        """Return the costs in the file, if one is given."""
+        return None if self.costs_file is None else Costs.load(self.costs_file)
+
+
+OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(Options)}
+"""Every option by its keyword."""
+
+
+def add_arguments(parser: ArgumentParser, hear: Callable[[str], str] = str) -> ArgumentParser:
+    """Add the flags to `parser` and return it; `hear` is given the schedule that is named."""
+    group = parser.add_argument_group("pipeline schedules (megatron-vshape)")
+    for name, option in OPTIONS.items():
+        how: dict[str, Any] = {"action": "store_true"}
+        if option.metavar:
+            read = hear if name == "schedule" else option.values.of_text
+            how = {"metavar": option.metavar, "type": read}
+        # What is not given leaves no trace.
+        group.add_argument(option.flag, default=SUPPRESS, help=option.help, **how)
+    return parser
+
+
+def options_of(args: Namespace) -> Options:
+    """Return the flags' values in parsed arguments.
+
+    Unless it is told, a pipeline rank gives up before Megatron's own watchdogs do, those of whose
+    other groups count from when the host has asked for a collective.
+    """
+    given = {name: getattr(args, option.argument, None) for name, option in OPTIONS.items()}
+    if given["timeout_seconds"] is None:
+        given["timeout_seconds"] = TIMEOUT_SHARE * watchdog_seconds(args)
+    return Options.given(given)
+
+
+def watchdog_seconds(args: Namespace) -> float:
+    """Return after how long Megatron's own watchdogs end a run."""
+    return 60.0 * getattr(args, "distributed_timeout_minutes", MEGATRONS_TIMEOUT_MINUTES)
+
+
+def options_from(given: Mapping[str, Any]) -> Options:
+    """Return what `register` was given, as the flags would say it.
+
+    Raises:
+        UnsupportedError: there is no such option, it cannot have this value, or it does not work
+            without Megatron's trainer.
+    """
+    unknown = sorted(given.keys() - OPTIONS.keys())
+    if unknown:
+        known = sorted(OPTIONS.keys() - {"post_validates"})  # of which is told below
+        raise UnsupportedError(
+            f"register knows no option {unknown[0]!r:.60}; its options are {', '.join(known)}"
+        )
+    for name, value in given.items():
+        if value is not None:
+            OPTIONS[name].values.check(value, name)
+    options = Options.given(given)
+    if options.schedule is None or options.asks_for_megatrons_own:
+        raise UnsupportedError(
+            f"schedule is {options.schedule!r}: give one of this package, such as 'v-half'; "
+            "Megatron's own run without it"
+        )
+    if options.post_validates:
+        raise UnsupportedError(
+            "post_validates is for Megatron-LM's own trainer, whose steps it takes apart: leave it "
+            "out"
+        )
+    return options
+
+
+def options_in(text: str) -> dict[str, Any]:
+    """Return the options that the variable's text gives, `name=value` with commas between.
+
+    Raises:
+        ValueError: a part has no `=`, or a value is none of its option's.
+    """
+    options: dict[str, Any] = {}
+    last = None
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, given, value = part.partition("=")
+        if given:
+            options[name.strip()], last = value.strip(), name.strip()
+        elif last == "layer_split":  # whose own commas stand between layers
+            options[last] += f",{part}"
+        else:
+            raise ValueError(
+                f"{VARIABLE}={text!r:.80}: {part!r:.40} is no name=value, as in schedule=v-half"
+            )
+    for name in options.keys() & OPTIONS.keys():
+        try:
+            options[name] = OPTIONS[name].values.of_text(options[name])
+        except ArgumentTypeError as error:
+            raise ValueError(f"{VARIABLE}={text!r:.80}: {name} {error}") from None
+    return options

@@ -1,0 +1,113 @@
+"""Every option of a run stands once, and flag, keyword, variable, words and table come of that."""
+
+import re
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megatron_vshape
+from megatron_vshape.mcore.options import (
+    OPTIONS,
+    TRACE_STEPS,
+    Option,
+    Options,
+    UnsupportedError,
+    add_arguments,
+    options_from,
+    options_in,
+    options_of,
+)
+from megatron_vshape.mcore.words import Way, in_words, speak
+
+WAYS_IN = Path(__file__).parents[2] / "docs" / "ways-in.md"
+GIVEN: dict[str, tuple[str, Any]] = {
+    "schedule": ("v-zb", "v-zb"),
+    "timeout_seconds": ("90", 90.0),
+    "costs_file": ("costs.json", "costs.json"),
+    "memory_limit_gib": ("60", 60.0),
+    "host_memory_limit_gib": ("100", 100.0),
+    "profile_steps": ("10:14", (10, 14)),
+    "trace_folder": ("traces", "traces"),
+    "layer_split": ("3,4,4,3", "3,4,4,3"),
+    "vocab_parallel": ("true", True),
+    "post_validates": ("true", True),
+    "slices": ("4", 4),
+}
+"""By option a text, and the value that it says."""
+
+NONE: dict[str, list[Any]] = {
+    "schedule": [3],
+    "timeout_seconds": [0, "120", float("nan")],
+    "costs_file": [1],
+    "memory_limit_gib": [-1.0, [60]],
+    "host_memory_limit_gib": [0.0],
+    "profile_steps": [(1, 4), (5, 4), 5, (4.0, 5)],
+    "trace_folder": [True],
+    "layer_split": [[3, 4]],
+    "vocab_parallel": ["yes", 1],
+    "post_validates": [1],
+    "slices": [0, 2.5, "many"],
+}
+
+
+def row(name: str, option: Option) -> str:
+    """Return an option's row of the table."""
+    flag = f"{option.flag} {option.metavar}".strip().replace("|", r"\|")
+    return f"| `{flag}` | `{name}` | {option.help} |"
+
+
+def test_the_table_in_the_documents_is_that_of_the_options() -> None:
+    written = [line for line in WAYS_IN.read_text().splitlines() if line.startswith("| `--")]
+    assert written == [row(*each) for each in OPTIONS.items()]
+
+
+def test_register_tells_of_every_keyword() -> None:
+    told = set(re.findall(r"`(\w+)`", str(megatron_vshape.register.__doc__)))
+    assert told >= OPTIONS.keys() - {"post_validates"}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_ways_to_give_an_option_agree(name: str) -> None:
+    (text, value), option = GIVEN[name], OPTIONS[name]
+    words = [option.flag] if not option.metavar else [option.flag, text]
+    parsed = options_of(add_arguments(ArgumentParser()).parse_args(words))
+    assert getattr(parsed, name) == value
+    assert options_in(f"schedule=v-half,{name}={text}")[name] == value
+    if name != "post_validates":
+        assert getattr(options_from({"schedule": "v-half", name: value}), name) == value
+    parsed.check()
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, each) for name in NONE for each in NONE[name]])
+def test_a_value_that_is_none_is_refused_alike(name: str, value: Any) -> None:
+    said = f" is not {OPTIONS[name].values.wants}"
+    with pytest.raises(UnsupportedError, match=f"^{OPTIONS[name].flag} .*{re.escape(said)}$"):
+        Options(**{"schedule": "v-zb"} | {name: value}).check()
+    with pytest.raises(UnsupportedError, match=f"^{name} .*{re.escape(said)}$"):
+        options_from({"schedule": "v-zb"} | {name: value})
+
+
+@pytest.mark.parametrize("name", ["timeout_seconds", "profile_steps", "vocab_parallel", "slices"])
+def test_a_text_that_says_no_value_is_refused_alike(name: str) -> None:
+    said = re.escape(f"'x' is not {OPTIONS[name].values.wants}")
+    with pytest.raises(ArgumentTypeError, match=said):
+        OPTIONS[name].values.of_text("x")
+    with pytest.raises(ValueError, match=f"{name} {said}"):
+        options_in(f"{name}=x")
+
+
+def test_messages_name_every_option_as_it_was_given() -> None:
+    speak(Way.KEYWORDS)
+    try:
+        for name, option in OPTIONS.items():
+            assert in_words(f"leave {option.flag} out") == f"leave {name} out"
+    finally:
+        speak(Way.FLAGS)
+
+
+def test_a_trace_has_steps_profiled_and_asks_for_no_more() -> None:
+    options = options_of(Namespace(pipeline_schedule="v-half", pipeline_trace="traces"))
+    assert options.profile_steps == TRACE_STEPS
+    assert options.flags_for_ours() == ["--pipeline-trace"]
