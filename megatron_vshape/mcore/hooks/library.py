@@ -22,7 +22,7 @@ from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import library
-from megatron_vshape.mcore.setup.choice import Choice
+from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.ready import complete_environment, leave_allocator
 from megatron_vshape.mcore.setup.translate import tell, translate
 
@@ -138,7 +138,7 @@ def _choice(session: Session, ranks: int) -> Choice | None:
     pipeline, options = session.pipeline, options_of(session)
     if pipeline is not None and pipeline.stage_map.num_ranks == ranks:
         return pipeline.choice
-    return None if options is None or ranks == 1 else library.choice_of_library(options, ranks)
+    return None if options is None or ranks == 1 else choice_for(options, ranks, loss_last=True)
 
 
 def model_init(session: Session, original: Function) -> Function:

@@ -222,7 +222,7 @@ def _is_end(
     """Return the answer to "is this the first (or last) stage?", about a chunk where one is meant.
 
     Asked without a chunk, it is about the one that runs, and where none runs Megatron's own, about
-    the rank's place in the pipeline: the last one has what comes of the loss (`choice_of_library`).
+    the rank's place in the pipeline: the last one has what comes of the loss (`pipeline_of`).
     """
     pipeline = session.pipeline
     chunk = session.step.running_chunk if ignore_virtual else vp_stage

@@ -8,6 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT, check_layers, even_layers, parse_layers
@@ -22,6 +23,16 @@ PLACES = (
     ("megatron.core.ssm.mamba_hybrid_layer_allocation", (0, 0), (0, 19)),  # from 0.18 on a copy
 )
 """Where Megatron decides which part of the pattern a stage has, and from which release to which."""
+
+
+def pattern_of(model: Any) -> str | None:
+    """Return the pattern of arguments or a config; None where all layers are alike.
+
+    Where only the model's constructor is told the pattern, any one of so many layers does.
+    """
+    pattern: str | None = getattr(model, "hybrid_layer_pattern", None)
+    count, is_hybrid = getattr(model, "num_layers", None), getattr(model, "is_hybrid_model", False)
+    return "*" * count if not pattern and count and is_hybrid else pattern
 
 
 def layers_of_stages(pattern: str, placement: Placement, split: str | None) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from megatron_vshape.mcore.layout.stage_map import (
     StageMap,
     check_ends,
     check_hash_layers,
+    check_tied_embeddings,
 )
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
@@ -42,10 +43,13 @@ Check = Callable[[Any, str, Placement], None]
 """Refuses options of arguments, or of a config, under a schedule of this name and placement."""
 
 
-def take_options(model: Any, choice: Choice, options: Options, check: Check) -> Translated:
+def take_options(
+    model: Any, choice: Choice, options: Options, check: Check
+) -> tuple[Choice, Translated]:
     """Translate what is made for Megatron's own schedules, and refuse what ours cannot have.
 
-    `model` are Megatron's arguments or a library's config, each with a `check` of its own.
+    Returns the choice with the numbers of slices that this model can have. `model` are Megatron's
+    arguments or a library's config, each with a `check` of its own.
 
     Raises:
         ScheduleError: what an option says does not fit the model.
@@ -61,7 +65,8 @@ def take_options(model: Any, choice: Choice, options: Options, check: Check) -> 
     check_copies(choice.copies or may_copy, model, choice.name)
     if isinstance(choice.slices, int):
         check_slices(choice.slices, model, not_sliced(choice, options, translated.may_offload))
-    return replace(translated, warnings=tuple(known_to_lose(model, choice)))
+    choice = with_slices(model, choice, options, translated.may_offload)
+    return choice, replace(translated, warnings=tuple(known_to_lose(model, choice)))
 
 
 def known_to_lose(model: Any, choice: Choice) -> Iterator[str]:
@@ -90,7 +95,12 @@ def with_slices(model: Any, choice: Choice, options: Options, may_offload: bool 
 
 
 def check_stages(
-    model: Any, choice: Choice, stage_map: StageMap, may_offload: bool, release: str
+    model: Any,
+    choice: Choice,
+    stage_map: StageMap,
+    may_offload: bool,
+    release: str,
+    ties_ends: bool,
 ) -> None:
     """Check the stages, and what depends on the placement, of Megatron's `release`.
 
@@ -117,6 +127,8 @@ def check_stages(
             "that has not been built, so leave one of the two out"
         )
     check_hash_layers(stage_map, getattr(model, HASH_LAYERS, None) or 0)
+    if ties_ends:
+        check_tied_embeddings(stage_map)
 
 
 def check_batch_size(choice: Choice, args: Any) -> None:

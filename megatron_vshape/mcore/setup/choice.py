@@ -144,7 +144,7 @@ def choice_of(
     return Choice(num_devices, name, found, costs, shares=is_shared(found))
 
 
-def choice_for(options: Options, num_devices: int) -> Choice:
+def choice_for(options: Options, num_devices: int, loss_last: bool = False) -> Choice:
     """Return the schedule that a run's options ask for; raises as `choice_of`, or of a value."""
     options.check()
     choice = choice_of(
@@ -154,10 +154,13 @@ def choice_for(options: Options, num_devices: int) -> Choice:
         options.memory_limit_gib,
         options.profile_steps is not None,
     )
-    limit_bytes = _host_limit_bytes(options.host_memory_limit_gib, choice)
-    shares = choice.shares or options.vocab_parallel
-    slices = _slices(options, choice)
-    return replace(choice, shares=shares, host_limit_bytes=limit_bytes, slices=slices)
+    return replace(
+        choice,
+        shares=choice.shares or options.vocab_parallel,
+        host_limit_bytes=_host_limit_bytes(options.host_memory_limit_gib, choice),
+        slices=_slices(options, choice),
+        loss_last=loss_last,
+    )
 
 
 def not_sliced(choice: Choice, options: Options, may_offload: bool) -> dict[str, object]:

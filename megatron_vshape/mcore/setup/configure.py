@@ -6,17 +6,15 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron_vshape.core.ask import AUTO, Question, with_chunks
+from megatron_vshape.core.ask import AUTO, with_chunks
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.rivals import Rival
 from megatron_vshape.mcore.layout import hybrid, multi_token, stages, vocabulary
-from megatron_vshape.mcore.layout.layer_split import Split, split_layers
-from megatron_vshape.mcore.layout.stage_map import check_tied_embeddings
+from megatron_vshape.mcore.layout.layer_split import split_layers
 from megatron_vshape.mcore.options import (
     Options,
     options_of,
@@ -28,11 +26,11 @@ from megatron_vshape.mcore.refusals import (
     check_derived,
 )
 from megatron_vshape.mcore.setup.against_megatron import megatrons_if_best, num_microbatches
-from megatron_vshape.mcore.setup.checks import check_batch_size, take_options, with_slices
-from megatron_vshape.mcore.setup.choice import Choice, choice_for
+from megatron_vshape.mcore.setup.checks import check_batch_size
+from megatron_vshape.mcore.setup.choice import choice_for
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
-from megatron_vshape.mcore.setup.translate import check_splits_nothing_else, tell
+from megatron_vshape.mcore.setup.translate import check_splits_nothing_else
 from megatron_vshape.mcore.split import graphs, sliced_attention, sliced_router, te_layers, unsplit
 from megatron_vshape.mcore.split.local_layers import mark_gathered
 from megatron_vshape.mcore.step_state import StepState, unwrapped
@@ -87,45 +85,38 @@ def prepare(
         _prepare_megatrons_own(args, name)
         _split_megatrons_own(args, options)
         return None
-    choice = choice_for(options, ranks)
     if ranks == 1:  # one device has nothing to schedule
+        choice_for(options, ranks)
         _tell_what_does_nothing(options)
         return None
-    translated = take_options(args, choice, options, check_arguments)
-    choice = with_slices(args, choice, options, translated.may_offload)
-    if choice.shares:
-        vocabulary.pad(args, ranks)
-    tell(translated)
-    options = replace(options, layer_split=translated.layer_split)
-    return _pipeline(args, choice, options, once, translated.may_offload)
-
-
-def _pipeline(
-    args: Namespace, choice: Choice, options: Options, once: OnePlanner, may_offload: bool
-) -> Pipeline:
-    """Return the pipeline with its stages and all that it is planned by; tell Megatron of them."""
-    ties = not args.untie_embeddings_and_output_weights
     pipeline = pipeline_of(
         args,
         options,
-        choice,
-        _split(args, choice, options, once),
-        ties_ends=ties,
+        once,
+        sizes=args,
+        check=check_arguments,
+        ties_ends=not args.untie_embeddings_and_output_weights,
         kernels=args.distributed_backend == "nccl",
-        once=once,
-        overlaps_grad_reduce=args.overlap_grad_reduce,
-        may_offload=may_offload,
+        microbatches=num_microbatches(args),
     )
+    _tell_megatron(args, pipeline)
+    return pipeline
+
+
+def _tell_megatron(args: Namespace, pipeline: Pipeline) -> None:
+    """Have Megatron build these stages."""
     stage_map = pipeline.stage_map
-    if ties:
-        check_tied_embeddings(stage_map)
-    if getattr(args, "hybrid_layer_pattern", None) is None:
+    if pipeline.choice.shares:
+        vocabulary.pad(args, stage_map.num_ranks)
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern is None:
         # Even of one chunk: Megatron then leaves the number of layers to the layout.
         args.num_virtual_stages_per_pipeline_rank = stage_map.num_chunks
+    else:  # by which Megatron counts the layers and the chunks of a rank
+        args.hybrid_layer_pattern = hybrid.cut(pattern, stage_map.layers)
     if stage_map.num_chunks > 1:
         # Megatron allows chunks on two ranks only with this; the messages are ours either way.
         args.overlap_p2p_comm = True
-    return pipeline
 
 
 def _run_megatrons(args: Namespace, rival: Rival) -> None:
@@ -201,36 +192,6 @@ def _prepare_megatrons_own(args: Namespace, name: str | None) -> None:
     if (name == "interleaved-1f1b" or own is not None) and not has_chunks and not alone:
         chunks = INTERLEAVED_CHUNKS if own is None else own.chunks
         args.num_virtual_stages_per_pipeline_rank = chunks
-
-
-def _split(args: Namespace, choice: Choice, options: Options, once: OnePlanner) -> Split:
-    """Return the layers of every stage, and what such stages cost."""
-    pattern = getattr(args, "hybrid_layer_pattern", None)
-    if pattern is None:
-        asked = _question(args, choice, options)
-        given = options.layer_split, choice.costs, asked, choice.shares, once
-        return split_layers(args, choice.placement, *given)
-    layers = hybrid.layers_of_stages(pattern, choice.placement, options.layer_split)
-    # Megatron counts the layers and the chunks of a rank by the pattern.
-    args.hybrid_layer_pattern = hybrid.cut(pattern, layers)
-    return Split(layers, choice.costs)
-
-
-def _question(args: Namespace, choice: Choice, options: Options) -> Question | None:
-    """Return what auto will ask, where that is known before a model is built.
-
-    It is not where costs are measured anew, and with a limit in GiB: what that leaves for
-    activations depends on what the layers themselves take.
-    """
-    microbatches = num_microbatches(args)
-    later = options.profile_steps is not None or choice.limit_bytes is not None
-    if choice.name != AUTO or later or microbatches is None:
-        return None
-    sizes, placements = (choice.num_devices, microbatches), (choice.placement,)
-    asked = Question(
-        AUTO, *sizes, limit=choice.limit_of, placements=placements, slices=choice.slices
-    )
-    return replace(asked, in_host=choice.in_host_bytes)
 
 
 def _split_megatrons_own(args: Namespace, options: Options) -> None:

@@ -13,66 +13,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vshape.mcore.layout import hybrid
-from megatron_vshape.mcore.layout.layer_split import Split, split_layers
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.layout.stages import StageLayout
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import check_library
-from megatron_vshape.mcore.setup.checks import take_options, with_slices
-from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.setup.translate import tell
-
-
-def choice_of_library(options: Options, num_ranks: int) -> Choice:
-    """Return the schedule that a library's run asks for; raises as `choice_for`.
-
-    The last pipeline rank makes the loss, for there libraries look for all that comes of it: by
-    number, by `is_pipeline_last_stage`, by `get_pipeline_model_parallel_last_rank` and in what
-    their own functions have collected, each as it likes.
-    """
-    return replace(choice_for(options, num_ranks), loss_last=True)
 
 
 def prepare_config(config: Any, options: Options) -> Pipeline:
     """Return the pipeline for the model that this TransformerConfig describes, and tell it so.
 
-    Called before the config checks itself.
-
-    Raises:
-        ScheduleError: there is no such schedule, or it does not fit this model.
-        UnsupportedError: an option of the model does not go with it.
+    Called before the config checks itself. Raises as `pipeline_of`.
     """
-    choice = choice_of_library(options, config.pipeline_model_parallel_size)
-    translated = take_options(config, choice, options, check_library)
-    choice = with_slices(config, choice, options, translated.may_offload)
-    tell(translated)
     pipeline = pipeline_of(
         config,
-        replace(options, layer_split=translated.layer_split),
-        choice,
-        _split(config, choice, translated.layer_split),
-        # Where only the model that is built from it knows, they may be tied.
-        ties_ends=getattr(config, "share_embeddings_and_output_weights", True),
+        options,
+        OnePlanner(str(options.schedule), options.timeout_seconds),
+        sizes=_as_arguments(config),
+        check=check_library,
+        ties_ends=getattr(config, "share_embeddings_and_output_weights", None),
         kernels=_messages_are_kernels(),
-        once=OnePlanner(str(options.schedule), options.timeout_seconds),
-        may_offload=translated.may_offload,
+        loss_last=True,
     )
     tell_config(config, pipeline.stage_map)
     return pipeline
-
-
-def _split(config: Any, choice: Choice, text: str | None) -> Split:
-    """Return the layers of every stage, and what such stages cost."""
-    if not getattr(config, "is_hybrid_model", False):
-        given = text, choice.costs, None, choice.shares
-        return split_layers(_as_arguments(config), choice.placement, *given)
-    # Where only the model's constructor is told the pattern, any one of so many layers does.
-    pattern = getattr(config, "hybrid_layer_pattern", None) or "*" * config.num_layers
-    return Split(hybrid.layers_of_stages(pattern, choice.placement, text), choice.costs)
 
 
 def tell_config(config: Any, stage_map: StageMap) -> None:

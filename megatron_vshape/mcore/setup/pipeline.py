@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron import core
 
-from megatron_vshape.mcore.layout import multi_token
-from megatron_vshape.mcore.layout.layer_split import Split
+from megatron_vshape.core.ask import AUTO, Question
+from megatron_vshape.mcore.layout import hybrid, multi_token
+from megatron_vshape.mcore.layout.layer_split import Split, split_layers
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.layout.stages import StageLayout
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import BESIDE, captures_graphs
-from megatron_vshape.mcore.setup.checks import check_stages
-from megatron_vshape.mcore.setup.choice import Choice
+from megatron_vshape.mcore.setup.checks import Check, check_stages, take_options
+from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.translate import tell
 from megatron_vshape.mcore.split import graphs
 
 
@@ -46,24 +49,40 @@ class Pipeline:
 def pipeline_of(
     model: Any,
     options: Options,
-    choice: Choice,
-    split: Split,
-    *,
-    ties_ends: bool,
-    kernels: bool,
     once: OnePlanner,
-    overlaps_grad_reduce: bool = False,
-    may_offload: bool = False,
+    *,
+    sizes: Namespace,
+    check: Check,
+    ties_ends: bool | None,
+    kernels: bool,
+    microbatches: int | None = None,
+    loss_last: bool = False,
 ) -> Pipeline:
-    """Return the pipeline for a model with its layers split so; `once` plans for all ranks.
+    """Return the pipeline that a run asks for, once all has been checked that can be by now.
 
-    `model` are Megatron's arguments or a library's config, which name alike what is read here.
+    `model` are Megatron's arguments or a library's config, each with a `check` of its own, which
+    name alike what is read here; what an option becomes is told, and cleared in them. `sizes` are
+    the model's as Megatron's arguments name them. `ties_ends` is None where only the built model
+    knows whether its embeddings are tied. `microbatches` of a step, where they are known, let auto
+    choose the layers with the order. `once` plans for all ranks.
 
-    Raises as `check_stages` does.
+    The last pipeline rank makes the loss with `loss_last`, which libraries need: there they look
+    for all that comes of it, by number, by `is_pipeline_last_stage`, by
+    `get_pipeline_model_parallel_last_rank` and in what their own functions have collected.
+
+    Raises:
+        ScheduleError: there is no such schedule, or it does not fit this model.
+        UnsupportedError: an option does not go with it.
     """
-    by_layers = bool(getattr(model, BESIDE, False))
+    choice = choice_for(options, model.pipeline_model_parallel_size, loss_last)
+    choice, translated = take_options(model, choice, options, check)
+    tell(translated)
+    options = replace(options, layer_split=translated.layer_split)
+    may_offload = translated.may_offload
+    split = _split(model, sizes, choice, options, microbatches, once)
     stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))
-    check_stages(model, choice, stage_map, may_offload, core.__version__)
+    check_stages(model, choice, stage_map, may_offload, core.__version__, ties_ends is True)
+    by_layers = bool(getattr(model, BESIDE, False))
     choice = replace(
         choice,
         costs=split.costs,
@@ -74,7 +93,7 @@ def pipeline_of(
         # Where costs make the order they say how short those W are, and `lower` joins the rest.
         whole_stages=frozenset() if choice.plans_by_costs else _whole_stages(model, stage_map),
         hides=model.tensor_model_parallel_size > 1 and _is_local(model),
-        ties_ends=ties_ends,
+        ties_ends=ties_ends is not False,
         kernels=kernels,
         may_offload=may_offload,
         may_join=by_layers,
@@ -86,9 +105,45 @@ def pipeline_of(
         Planner(choice, once),
         stage_map,
         StageLayout(stage_map),
-        overlaps_grad_reduce,
+        bool(getattr(model, "overlap_grad_reduce", False)),
         by_layers,
         recomputed_inputs(model),
+    )
+
+
+def _split(
+    model: Any,
+    sizes: Namespace,
+    choice: Choice,
+    options: Options,
+    microbatches: int | None,
+    once: OnePlanner,
+) -> Split:
+    """Return the layers of every stage, and what such stages cost."""
+    pattern, text = hybrid.pattern_of(model), options.layer_split
+    if pattern is not None:
+        return Split(hybrid.layers_of_stages(pattern, choice.placement, text), choice.costs)
+    asked = _question(choice, options, microbatches)
+    return split_layers(sizes, choice.placement, text, choice.costs, asked, choice.shares, once)
+
+
+def _question(choice: Choice, options: Options, microbatches: int | None) -> Question | None:
+    """Return what auto will ask, where that is known before a model is built.
+
+    It is not where costs are measured anew, and with a limit in GiB: what that leaves for
+    activations depends on what the layers themselves take.
+    """
+    later = options.profile_steps is not None or choice.limit_bytes is not None
+    if choice.name != AUTO or later or microbatches is None:
+        return None
+    return Question(
+        AUTO,
+        choice.num_devices,
+        microbatches,
+        limit=choice.limit_of,
+        in_host=choice.in_host_bytes,
+        placements=(choice.placement,),
+        slices=choice.slices,
     )
 
 

@@ -22,7 +22,7 @@ from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.rivals import is_megatrons_own
 from megatron_vshape.mcore.layout import given_layout, hybrid, multi_token
 from megatron_vshape.mcore.layout.layer_split import given_layers
-from megatron_vshape.mcore.layout.stage_map import HASH_LAYERS, StageMap, check_tied_embeddings
+from megatron_vshape.mcore.layout.stage_map import HASH_LAYERS, StageMap
 from megatron_vshape.mcore.options import OPTIONS, TRACE_STEPS, Options
 from megatron_vshape.mcore.refusals import (
     BESIDE,
@@ -217,15 +217,13 @@ def _reasons(
 
 def _check(given: Any, choice: Choice, own: Options) -> None:
     """Raise what a run with these options would end with before a model is built."""
-    translated = take_options(given, choice, own, check_arguments)
+    choice, translated = take_options(given, choice, own, check_arguments)
     check_derived(given, choice.name)
     layers = _layers(given, choice.placement, translated.layer_split, own.costs())
     stage_map = StageMap(choice.placement, layers, multi_token.num_predicting(given))
-    release = _installed_release()
-    check_stages(given, choice, stage_map, translated.may_offload, release)
     ties = not getattr(given, "untie_embeddings_and_output_weights", True)
-    if getattr(given, "share_embeddings_and_output_weights", ties):
-        check_tied_embeddings(stage_map)
+    ties = getattr(given, "share_embeddings_and_output_weights", ties)
+    check_stages(given, choice, stage_map, translated.may_offload, _installed_release(), ties)
     check_batch_size(choice, given)
 
 
@@ -234,9 +232,7 @@ def _layers(
 ) -> tuple[int, ...]:
     """Return the layers of every stage, as even as can be where they are to be balanced."""
     count = getattr(given, LAYERS, None)
-    pattern = getattr(given, "hybrid_layer_pattern", None)
-    if pattern is None and getattr(given, "is_hybrid_model", False) and count is not None:
-        pattern = "*" * count
+    pattern = hybrid.pattern_of(given)
     if pattern is not None:
         return hybrid.layers_of_stages(pattern, placement, text)
     if not _layers_known(given, text):  # enough for every check
