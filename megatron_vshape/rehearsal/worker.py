@@ -8,6 +8,7 @@ returned, or {"error": sentence, "log": the end of what the program printed}.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -27,6 +28,12 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 """Read when torch is imported; no GPU is asked, and nothing is fetched."""
+
+_IMPORTED_ONCE = (
+    "megatron.training.training",
+    "megatron_vshape.rehearsal.one_rank",
+    "megatron_vshape.mcore.hooks.registry",
+)
 
 
 def prepare(megatron: str | None, te: str | None) -> None:
@@ -50,8 +57,10 @@ def prepare(megatron: str | None, te: str | None) -> None:
         quantized = importlib.import_module("transformer_engine.pytorch.quantized_tensor")
         device.let_be_on_gpu(quantized.QuantizedTensor)
         _choose_attention()
-    for name in ("megatron.training.training", "megatron_vshape.rehearsal.one_rank"):
+    for name in _IMPORTED_ONCE:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # each rank collects several times: what is there by now stays in any case
 
 
 def _choose_attention() -> None:
