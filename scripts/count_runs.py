@@ -32,7 +32,7 @@ from published_runs import (
 )
 
 from megatron_vshape.rehearsal.ranks import Programs, rehearse_all
-from megatron_vshape.rehearsal.step_time import is_once
+from megatron_vshape.rehearsal.work import is_once
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 
 from megatron_vshape.rehearsal.gpus import GPUS
-from megatron_vshape.rehearsal.ledger import Work
 from megatron_vshape.rehearsal.step_time import Rates, Scale, step_time
+from megatron_vshape.rehearsal.work import Work
 
 EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence"
 COUNTED, RUNS = EVIDENCE / "counted.json", EVIDENCE / "runs.csv"

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_vshape.cli.files import Output, check_target, is_installed, write_all
 from megatron_vshape.cli.progress import told
-from megatron_vshape.cli.rehearse import add_program_arguments, job_of, programs_of
+from megatron_vshape.cli.rehearse import add_program_arguments, rehearsed
 from megatron_vshape.core.ask import AUTO, Question, best_order, known_as
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.costs import Costs
@@ -19,11 +19,10 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.rivals import Known, judge
-from megatron_vshape.rehearsal import report, shapes, sources
-from megatron_vshape.rehearsal.counted import MICROBATCHES
+from megatron_vshape.rehearsal import report, shapes
+from megatron_vshape.rehearsal.counting import count_all
 from megatron_vshape.rehearsal.flags import Command, Sizes, read_command, sizes_of
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, Gpu
-from megatron_vshape.rehearsal.ranks import rehearse_all
 from megatron_vshape.rehearsal.shapes import Counted, Shape
 from megatron_vshape.rehearsal.step_time import ERRORS
 
@@ -37,7 +36,7 @@ MOST_SHAPES = 8
 PLANNED_SHAPES = 3
 """Shapes that a plan is looked for in: the command's, and the best of the others."""
 
-KEEP = ("tp", "pp", "recompute")
+KEEP = ("recompute", *shapes.KEPT.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,39 +154,23 @@ class _Advice:
         self.limit = gpu.memory_bytes * (1 - HEADROOM) - BESIDE_GIB * GIB
 
     def count(self, wanted: Sequence[Shape], left_out: list[str]) -> None:
-        """Rehearse every shape; what cannot be goes to `left_out`, with the reason."""
-        self.options.gpu = self.gpu.name
-        programs = programs_of(self.options, self.command)
-        script = sources.find_script(self.command.script, programs.megatron)
-        jobs = []
-        for at, shape in enumerate(wanted):
-            for name, command, rank in shapes.jobs_of(self.command, shape):
-                sizes = sizes_of(command, self.number)
-                self.sizes[shape] = sizes
-                asked = script, self.options, sizes, rank, f"{at} {name}", MICROBATCHES
-                jobs.append(job_of(command, *asked))
-        found: dict[int, dict[str, list[dict[str, Any]]]] = {}
-        errors: dict[int, str] = {}
-        for each in rehearse_all(programs, jobs):
-            at, name = int(each["name"].split()[0]), each["name"].split()[1]
-            if "error" in each:
-                errors[at] = each["error"]
-            else:
-                found.setdefault(at, {}).setdefault(name, []).append(each)
-        for at, shape in enumerate(wanted):
-            if at in errors:
-                left_out.append(f"{shape.told()}: {errors[at]}")
+        """Count every shape; what cannot be goes to `left_out`, with the reason."""
+        asked = rehearsed(self.options, self.command, self.gpu.name)
+        commands = [shape.command(self.command) for shape in wanted]
+        every = count_all(asked, commands, lambda *_: None)
+        for shape, command, found in zip(wanted, commands, every, strict=True):
+            if isinstance(found, str):
+                left_out.append(f"{shape.told()}: {found}")
                 continue
-            for ranks in found[at].values():
-                ranks.sort(key=lambda each: int(each["stage"]))
-            self.counted[shape] = shapes.counted(found[at], self.gpu, self.microbatches(shape))
+            sizes = sizes_of(command, self.number)
+            self.sizes[shape] = sizes
+            given = found, self.gpu, sizes.world, sizes.pipeline, None
+            self.counted[shape] = shapes.counted(*given)
 
     def microbatches(self, shape: Shape) -> int:
         """Return how many of a step."""
-        sizes = self.sizes[shape]
-        each = self.command.number("--micro-batch-size", 1)
-        replicas = sizes.world // (sizes.tensor * sizes.context * sizes.pipeline)
-        return self.command.number("--global-batch-size", each * replicas) // (each * replicas)
+        each = shape.microbatch * self.sizes[shape].replicas
+        return self.command.number("--global-batch-size", each) // each
 
     def lines(self, own: Shape) -> dict[str, Line | None]:
         """Return the lines that are told, by what they are."""
@@ -245,7 +228,7 @@ class _Advice:
         most = (self.layers + 2) // shape.pipeline
         counts = [n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12) if n <= most]
         dividing = [n for n in counts if self.divides(n * shape.pipeline)]
-        many = self.counted[shape].microbatches
+        many = self.microbatches(shape)
         for chunks in dividing or counts:
             if chunks > 1 and many % shape.pipeline:
                 continue
@@ -273,7 +256,7 @@ class _Advice:
             return counted.pieces.costs(layers)
 
         question = Question(
-            name, shape.pipeline, counted.microbatches, cut(2 * shape.pipeline, name), cut
+            name, shape.pipeline, self.microbatches(shape), cut(2 * shape.pipeline, name), cut
         )
         try:
             known = known_as(name, question)
@@ -287,7 +270,7 @@ class _Advice:
         question = Question(
             AUTO,
             shape.pipeline,
-            counted.microbatches,
+            self.microbatches(shape),
             limit=self.limit,
             layers=(counted.pieces, self.layers),
             costs=counted.pieces.costs(even_layers(2 * shape.pipeline, looping(shape.pipeline, 2))),
@@ -307,7 +290,7 @@ class _Advice:
         counted = self.counted[shape]
         placement = looping(shape.pipeline, 1)
         costs = counted.pieces.costs(counted.pieces.balanced(self.layers, placement))
-        return costs.busy_us(placement, shape.pipeline, counted.microbatches)
+        return costs.busy_us(placement, shape.pipeline, self.microbatches(shape))
 
     def _line(self, name: str, shape: Shape, known: Known, stock: bool) -> Line:
         counted = self.counted[shape]
@@ -315,7 +298,7 @@ class _Advice:
         state = max(fixed) - known.costs.device_bytes
         step_s = known.timeline.makespan * 1e-6 + counted.once_s_per_byte * state
         flops = 3 * (self.layers * counted.layer_flops + counted.ends_flops)
-        mfu = flops * counted.microbatches / (step_s * self.gpu.bf16_flops * shape.pipeline)
+        mfu = flops * self.microbatches(shape) / (step_s * self.gpu.bf16_flops * shape.pipeline)
         return Line(name, shape, known, step_s, mfu, stock)
 
 

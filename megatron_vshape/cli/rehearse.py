@@ -2,9 +2,7 @@
 
 import argparse
 import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +15,18 @@ from megatron_vshape.cli.files import (
 )
 from megatron_vshape.cli.progress import told
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal import counted, report, sources
+from megatron_vshape.rehearsal import counted, report, shapes, sources
 from megatron_vshape.rehearsal.flags import (
     Command,
     Sizes,
-    environment_of,
     ranks_asked_for,
     read_command,
     sizes_of,
-    without_files,
 )
 from megatron_vshape.rehearsal.gpus import GPUS
-from megatron_vshape.rehearsal.ranks import Found, Programs, rehearse_all
+from megatron_vshape.rehearsal.ranks import SCHEDULE, Found, Rehearsed, rehearse_all
 from megatron_vshape.view.rank_trace import write_memory_trace
 
-SCHEDULE = "--pipeline-schedule"
-PER_RANK = 4
-"""Microbatches of a schedule of ours that are run, at most, per rank of the pipeline."""
 _PICTURES = (".svg", ".png", ".pdf")
 
 
@@ -110,22 +103,16 @@ def run(options: argparse.Namespace) -> int:
     command = _checked(read_command(words))
     sizes = sizes_of(command, options.gpus)
     stages = ranks_asked_for(options.ranks, sizes.pipeline)
-    programs = programs_of(options, command)
-    script = sources.find_script(command.script, programs.megatron)
-    runs = _runs(command, options, sizes)
-    many = counted.MICROBATCHES if options.costs else None
-    jobs = [
-        job_of(each, script, options, sizes, stage, name, many)
-        for name, each in runs.items()
-        for stage in stages
-    ]
-    with told(lambda us: f"{us:.0f} us"):
-        found = _found(rehearse_all(programs, jobs))
+    asked = rehearsed(options, command, options.gpu)
     if options.costs is not None:
-        return _write_costs(found, options)
+        return _write_costs(command, asked, sizes, stages, options)
+    runs = _runs(command, options, sizes)
+    jobs = [asked.job(each, sizes, at, name) for name, each in runs.items() for at in stages]
+    with told(lambda us: f"{us:.0f} us"):
+        found = _found(rehearse_all(asked.programs, jobs))
     mine = found.pop("")
     if not found and _exceeds(mine, options) and sizes.pipeline > 1 and not options.alone:
-        found = _instead(command, programs, script, options, sizes, mine)
+        found = _instead(command, asked, sizes, mine)
     _print(mine, found, command, options, sizes)
     _write(mine, found, command, options)
     return 0
@@ -158,81 +145,24 @@ def _checked(command: Command) -> Command:
     return command
 
 
-def programs_of(options: argparse.Namespace, command: Command) -> Programs:
-    """Return what the command is rehearsed with."""
-    megatron = sources.find_megatron(options.megatron, command.script)
-    local = command.value("--transformer-impl") == "local"
-    te = None
-    if not local or options.te is not None:
-        te = sources.find_te(options.te)
-    return Programs(megatron, te, options.jobs or os.cpu_count() or 1)
+def rehearsed(options: argparse.Namespace, command: Command, gpu: str) -> Rehearsed:
+    """Return what the command is rehearsed with, and on what.
+
+    Raises:
+        ScheduleError: Megatron, Transformer Engine or the script cannot be found.
+    """
+    return Rehearsed.of(
+        command, gpu, options.megatron, options.te, options.jobs, options.vocabulary,
+        options.imbalance,
+    )  # fmt: skip
 
 
 def _runs(command: Command, options: argparse.Namespace, sizes: Sizes) -> dict[str, Command]:
-    """Return what is rehearsed: the command, and under a schedule of ours Megatron's own beside.
-
-    For a costs file, the schedules under which the stages are counted.
-    """
-    if options.costs is not None:
-        if sizes.pipeline < 2:
-            raise ScheduleError(
-                "--costs is of a pipeline's stages, and the command has one rank: give "
-                "--pipeline-model-parallel-size"
-            )
-        plain = command.of_megatron().without_chunks()
-        names = {"": counted.SPLIT, counted.WHOLE: counted.WHOLE}
-        return {
-            key: replace(plain, flags=(*plain.flags, SCHEDULE, name)) for key, name in names.items()
-        }
+    """Return what is rehearsed: the command, and under a schedule of ours Megatron's own beside."""
     runs = {"": command}
     if command.has(SCHEDULE) and not options.alone and sizes.pipeline > 1:
         runs["Megatron's own schedule"] = command.of_megatron()
     return runs
-
-
-def job_of(
-    command: Command,
-    script: Path,
-    options: argparse.Namespace,
-    sizes: Sizes,
-    stage: int,
-    name: str,
-    microbatches: int | None = None,
-) -> dict[str, Any]:
-    """Return the rehearsal of a rank of the pipeline; `name` comes back with what it finds.
-
-    A schedule of ours runs at most so many `microbatches`, by default `PER_RANK` a rank.
-    """
-    flags = without_files(command, options.vocabulary)
-    ours = command.has(SCHEDULE)
-    if ours:
-        many = microbatches or PER_RANK * sizes.pipeline
-        flags += _fewer_microbatches(command, sizes, many)
-    return {
-        "script": str(script),
-        "flags": flags,
-        "gpu": options.gpu,
-        "world": sizes.world,
-        "rank": sizes.last_rank(stage),
-        "imbalance": options.imbalance,
-        "environment": environment_of(command),
-        "schedule": ours,
-        "stage": stage,
-        "name": name,
-    }
-
-
-def _fewer_microbatches(command: Command, sizes: Sizes, many: int) -> list[str]:
-    """Return flags for a batch of at most so many: a schedule's peak is that of its first ones.
-
-    A file's schedule is for so many as it says.
-    """
-    if (command.value(SCHEDULE) or "").endswith((".json", ".csv")):
-        return []
-    each = command.number("--micro-batch-size", 1) * sizes.world
-    each //= sizes.tensor * sizes.context * sizes.pipeline
-    batch = command.number("--global-batch-size", each * many)
-    return ["--global-batch-size", str(min(batch, each * many))]
 
 
 def _found(results: Any) -> dict[str, list[Found]]:
@@ -258,22 +188,17 @@ def _exceeds(found: Sequence[Found], options: argparse.Namespace) -> bool:
 
 
 def _instead(
-    command: Command,
-    programs: Programs,
-    script: Path,
-    options: argparse.Namespace,
-    sizes: Sizes,
-    mine: Sequence[Found],
+    command: Command, asked: Rehearsed, sizes: Sizes, mine: Sequence[Found]
 ) -> dict[str, list[Found]]:
     """Return what V-Half takes on the ranks that need too much, nothing where it cannot run."""
-    limit = GPUS[options.gpu].memory_bytes
-    other = replace(command, flags=(*command.flags, SCHEDULE, "v-half"))
+    limit = GPUS[asked.gpu].memory_bytes
+    other = command.having(pipeline_schedule="v-half")
     jobs = [
-        job_of(other, script, options, sizes, each["stage"], "V-Half")
+        asked.job(other, sizes, each["stage"], "V-Half")
         for each in mine
         if each["peak_bytes"] > limit
     ]
-    results = [each for each in rehearse_all(programs, jobs) if "error" not in each]
+    results = [each for each in rehearse_all(asked.programs, jobs) if "error" not in each]
     return {"V-Half": results} if results else {}
 
 
@@ -341,8 +266,25 @@ def _write(
         print(f"wrote {each.path}")
 
 
-def _write_costs(found: Mapping[str, Sequence[Found]], options: argparse.Namespace) -> int:
-    costs = counted.counted_costs(found[""], found[counted.WHOLE], GPUS[options.gpu])
+def _write_costs(
+    command: Command,
+    asked: Rehearsed,
+    sizes: Sizes,
+    stages: Sequence[int],
+    options: argparse.Namespace,
+) -> int:
+    """Count the stages of a V with its backward split and whole, and write what they cost."""
+    if sizes.pipeline < 2:
+        raise ScheduleError(
+            "--costs is of a pipeline's stages, and the command has one rank: give "
+            "--pipeline-model-parallel-size"
+        )
+    plain = command.of_megatron().without_chunks()
+    with told(lambda us: f"{us:.0f} us"), shapes.counting(sizes.pipeline) as put:
+        jobs = [asked.job(put(plain, sizes), sizes, stage, "") for stage in stages]
+        found = _found(rehearse_all(asked.programs, jobs))[""]
+    apart = sizes.world // sizes.pipeline
+    costs = counted.counted_costs(found, GPUS[options.gpu], sizes.pipeline, apart)
     write_all([Output("--costs", options.costs, lambda path: _write_text(path, costs.to_json()))])
     print("\n".join(costs.sources_told()))
     print(f"wrote {options.costs}: {costs.num_stages} stages, for --costs of plan and schedule")

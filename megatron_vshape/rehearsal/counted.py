@@ -1,8 +1,8 @@
 """A costs file from rehearsals: what every stage's passes take by counted work, and hold.
 
-A V with two stages a rank is rehearsed twice, with its backward split and whole, so that every
-stage's F, B, W and BW have run. Ranks that were left out stand for their neighbour towards the
-first, which is said.
+A V with two stages a rank is rehearsed, some microbatches with their backward split and some whole,
+so that every stage's F, B, W and BW have run. Ranks that were left out stand for their neighbour
+towards the first, which is said.
 """
 
 from __future__ import annotations
@@ -13,42 +13,54 @@ from typing import Any
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.costs_file import COUNTED
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.rehearsal.gpus import Gpu
-from megatron_vshape.rehearsal.step_time import send_us
-
-SPLIT, WHOLE = "v-zb", "1f1b-v"
-"""The schedules under which the stages are counted."""
+from megatron_vshape.rehearsal.step_time import Rates, Scale, send_us, step_time
+from megatron_vshape.rehearsal.work import Work
 
 MICROBATCHES = 3
-"""Of a counted step: the middle one of each pass is taken."""
+"""Of a counted step with either backward: of bytes the middle one is taken, of work the last."""
 
 Pass = Mapping[str, Any]
 
 
+def both_backwards(num_devices: int) -> Schedule:
+    """Return a V that runs its first microbatches' backwards split, and those of others whole."""
+    split, whole = (make(name, num_devices, MICROBATCHES) for name in ("v-zb", "1f1b-v"))
+    later = ([each._replace(microbatch=each.microbatch + MICROBATCHES) for each in row]
+             for row in whole.order)  # fmt: skip
+    order = tuple((*first, *then) for first, then in zip(split.order, later, strict=True))
+    return Schedule("both backwards", num_devices, 2 * MICROBATCHES, split.placement, order)
+
+
 def counted_costs(
-    split: Sequence[Mapping[str, Any]], whole: Sequence[Mapping[str, Any]], gpu: Gpu
+    ranks: Sequence[Mapping[str, Any]],
+    gpu: Gpu,
+    devices: int,
+    apart: int,
+    rates: Rates | None = None,
 ) -> Costs:
-    """Return the costs of the stages, from rehearsed ranks under `SPLIT` and under `WHOLE`.
+    """Return the costs of the stages, from ranks rehearsed under `both_backwards`.
+
+    Neighbours of the pipeline stand so many ranks `apart`.
 
     Raises:
         ScheduleError: a stage lacks a pass.
     """
-    devices = int(split[0]["sizes"]["pp"])
     stages = [_where(stage, devices) for stage in range(2 * devices)]
-    found = _every_rank(split, devices)
-    whole_found = _every_rank(whole, devices)
+    found = _every_rank(ranks, devices)
     passes = {
-        kind: [_pass(found[rank], kind, chunk) for rank, chunk in stages]
-        for kind in (Kind.F, Kind.B, Kind.W)
+        kind: [_pass(found[rank], kind, chunk, gpu, rates) for rank, chunk in stages]
+        for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)
     }
-    passes[Kind.BW] = [_pass(whole_found[rank], Kind.BW, chunk) for rank, chunk in stages]
-    beside, first = min(map(_beside, whole_found)), whole_found[0]
+    beside, first = min(map(_beside, found)), found[0]
     held, left = zip(*map(_held, *(passes[kind] for kind in PARTS)), strict=True)
     least = max(held) * 1e-6
     amounts: dict[str, Any] = {
         "held_after_forward_bytes": tuple(max(each, least) for each in held),
         "held_after_backward_bytes": left,
-        "state_bytes": tuple(_state(whole_found[rank], chunk) for rank, chunk in stages[:-1]),
+        "state_bytes": tuple(_state(found[rank], chunk) for rank, chunk in stages[:-1]),
     }
     # Beside states the rank of the last stage has Transformer Engine's dummy gradient of the output
     # layer, which a whole backward leaves there.
@@ -59,16 +71,14 @@ def counted_costs(
         amounts[kind.works] = tuple(map(_works, ran, takes))
         if kind.exchange and any(each["waited_seconds"] for each in ran):
             amounts[kind.exchange] = tuple(1e6 * each["waited_seconds"] for each in ran)
-    sizes = split[0]["sizes"]
-    apart = int(sizes["world"]) // devices
     made = Costs(
         **amounts,
-        send_us=send_us(float(split[0]["message_bytes"]), gpu, apart),
+        send_us=send_us(float(first["message_bytes"]), gpu, apart, rates),
         layers=tuple(int(found[rank]["chunk_layers"][chunk]) for rank, chunk in stages),
         device_bytes=beside,
     )
     text = f"{COUNTED} by a rehearsal, priced by what such kernels reach on {gpu.name.upper()}"
-    missing = devices - len(split)
+    missing = devices - len(ranks)
     if missing:
         text += f"; {missing} of {devices} ranks like their neighbours"
     return made.with_source(text)
@@ -90,17 +100,25 @@ def _every_rank(found: Sequence[Mapping[str, Any]], devices: int) -> list[Mappin
 _NOTHING = {"adds_bytes": 0.0, "meanwhile_bytes": 0.0, "seconds": 0.0, "waited_seconds": 0.0}
 
 
-def _pass(rank: Mapping[str, Any], kind: Kind, chunk: int) -> Pass:
+def _pass(rank: Mapping[str, Any], kind: Kind, chunk: int, gpu: Gpu, rates: Rates | None) -> Pass:
     """Return what a pass was found to do; a backward that recomputes all runs whole, as its B."""
     ran = {each["kind"]: each for each in rank["kinds"] if each["chunk"] == chunk}
-    if kind in ran:
-        return dict(ran[kind])
-    if kind in (Kind.B, Kind.W) and Kind.BW in ran:
-        return dict(ran[Kind.BW]) if kind is Kind.B else _NOTHING
-    raise ScheduleError(
-        f"rank {rank['stage']} ran no {kind} of its chunk {chunk}: the schedule that was rehearsed "
-        f"is not {SPLIT} or {WHOLE} on two stages a rank"
-    )
+    if kind in (Kind.B, Kind.W) and kind not in ran and Kind.BW in ran:
+        if kind is Kind.W:
+            return _NOTHING
+        kind = Kind.BW
+    if kind not in ran:
+        raise ScheduleError(
+            f"rank {rank['stage']} ran no {kind} of its chunk {chunk}: what was rehearsed is not a "
+            "V with backwards of both sorts"
+        )
+    parts = step_time(Work.of(ran[kind]["work"]), gpu, Scale(1, 1, 1, 1, **rank["scale"]), rates)
+    # The last pass of a step may have begun what a step has once.
+    took = {
+        "seconds": parts["step_s"] - parts["data parallel"],
+        "waited_seconds": parts["exchanges"],
+    }
+    return {**ran[kind], **took}
 
 
 def _computes_us(ran: Pass) -> float:

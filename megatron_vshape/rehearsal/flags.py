@@ -313,12 +313,16 @@ class Sizes:
     pipeline: int
     stage_before_data: bool  # ranks in the order tp-cp-ep-pp-dp: neighbours are stages
 
+    @property
+    def replicas(self) -> int:
+        """Return how many pipelines train on data of their own."""
+        return self.world // (self.tensor * self.context * self.pipeline)
+
     def last_rank(self, stage: int) -> int:
         """Return the last rank of a stage of the pipeline."""
         inner = self.tensor * self.context
         if self.stage_before_data:
-            replicas = self.world // (inner * self.pipeline)
-            return ((replicas - 1) * self.pipeline + stage) * inner + inner - 1
+            return ((self.replicas - 1) * self.pipeline + stage) * inner + inner - 1
         return (stage + 1) * (self.world // self.pipeline) - 1
 
 

@@ -7,13 +7,15 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_vshape.rehearsal.work import Work
 
 UNIT = 512
 """Bytes that torch's allocator rounds up to."""
@@ -49,46 +51,6 @@ class Record:
     shape: tuple[int, ...]
     what: str = ""  # weights, gradients, optimizer, logits; else an activation
     code: str = ""
-
-
-@dataclass(slots=True)
-class Work:
-    """What kernels do, to be priced: counts of one step."""
-
-    products: dict[tuple[str, int, int, int, int], int] = field(default_factory=dict)
-    """By number format, rows, inner and columns, and how many run as one kernel: how often."""
-    attention_flops: dict[str, float] = field(default_factory=dict)  # by number format
-    bytes_moved: float = 0.0
-    optimizer_bytes: float = 0.0
-    kernels: int = 0
-    exchanges: dict[tuple[str, str, int, int], list[float]] = field(default_factory=dict)
-    """By kind, group, ranks and their reach: number, and bytes of the larger side."""
-
-    def copy(self) -> Work:
-        """Return the counts as they are now."""
-        exchanges = {key: list(each) for key, each in self.exchanges.items()}
-        products, attention = dict(self.products), dict(self.attention_flops)
-        return replace(self, products=products, attention_flops=attention, exchanges=exchanges)
-
-    def less(self, other: Work) -> Work:
-        """Return what was counted beyond an earlier copy."""
-        products = {key: n - other.products.get(key, 0) for key, n in self.products.items()}
-        attention = {
-            name: flops - other.attention_flops.get(name, 0.0)
-            for name, flops in self.attention_flops.items()
-        }
-        exchanges = {}
-        for key, (number, size) in self.exchanges.items():
-            before = other.exchanges.get(key, (0, 0))
-            exchanges[key] = [number - before[0], size - before[1]]
-        return Work(
-            {key: number for key, number in products.items() if number},
-            {name: flops for name, flops in attention.items() if flops},
-            self.bytes_moved - other.bytes_moved,
-            self.optimizer_bytes - other.optimizer_bytes,
-            self.kernels - other.kernels,
-            {key: each for key, each in exchanges.items() if each[0]},
-        )
 
 
 class Ran(NamedTuple):

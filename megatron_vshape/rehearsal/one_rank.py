@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,8 +28,9 @@ from megatron_vshape.rehearsal import adjustments, exchanges, ours, routing
 from megatron_vshape.rehearsal.adjustments import wrap
 from megatron_vshape.rehearsal.device import Current, on_host
 from megatron_vshape.rehearsal.gpus import GPUS
-from megatron_vshape.rehearsal.ledger import WORKSPACES, Ledger, Ran, Record, Work, tensors_in
+from megatron_vshape.rehearsal.ledger import WORKSPACES, Ledger, Ran, Record, tensors_in
 from megatron_vshape.rehearsal.step_time import Scale, step_time
+from megatron_vshape.rehearsal.work import Work
 from megatron_vshape.runtime.gathering_job import plain_tensors
 
 STEPS = 2
@@ -258,6 +259,10 @@ class _Run:
             "chunk_parameters": own,
             "chunk_layers": [_layers(chunk) for chunk in self.chunks],
             "message_bytes": _message_bytes(args),
+            "shards_optimizer": bool(args.use_distributed_optimizer),
+            "scale": {
+                name: getattr(scale, name) for name in ("graphs", "host_waits", "experts_hidden")
+            },
             "sizes": {
                 "world": self.job.world,
                 "dp": args.data_parallel_size,
@@ -273,7 +278,7 @@ class _Run:
             "megatron": _megatron_version(),
             "transformer_engine": getattr(sys.modules.get("transformer_engine"), "__version__", ""),
             "operations": ledger.operations,
-            "work": _plain(ledger.work),
+            "work": ledger.work.plain(),
         }
 
     def _by_kind(self) -> list[dict[str, Any]]:
@@ -297,7 +302,7 @@ class _Run:
                 "meanwhile_bytes": median(each.most_bytes - each.before_bytes for each in ran),
                 "seconds": parts["step_s"],
                 "waited_seconds": parts["exchanges"],
-                "work": _plain(ran[-1].did),
+                "work": ran[-1].did.plain(),
             }
             made.append(entry)
         return made
@@ -324,16 +329,6 @@ def _megatron_version() -> str:
     from megatron.core.package_info import __version__
 
     return str(__version__)
-
-
-def _plain(work: Work) -> dict[str, Any]:
-    found = asdict(work)
-    found["products"] = [[*key, number] for key, number in work.products.items()]
-    found["exchanges"] = [
-        {"kind": kind, "group": group, "ranks": ranks, "span": span, "number": n, "bytes": size}
-        for (kind, group, ranks, span), (n, size) in work.exchanges.items()
-    ]
-    return found
 
 
 def _held_between(passes: list[Ran]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal import sources
+from megatron_vshape.rehearsal.flags import Command, Sizes, environment_of, without_files
+
+SCHEDULE = "--pipeline-schedule"
+PER_RANK = 4
+"""Microbatches of a schedule of ours that are run, at most, per rank of the pipeline."""
 
 Found = dict[str, Any]
 """What `one_rank.rehearse` returned, or an error."""
@@ -24,6 +31,72 @@ class Programs:
     megatron: Path | None
     te: Path | None
     jobs: int  # ranks side by side
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """With what ranks of a command are rehearsed, and on what."""
+
+    programs: Programs
+    script: Path
+    gpu: str
+    vocabulary: int | None = None  # tokens that the tokenizer's files have
+    imbalance: float = 1.0  # tokens that a rank's experts get, over the mean
+
+    @classmethod
+    def of(
+        cls,
+        command: Command,
+        gpu: str,
+        megatron: Path | None = None,
+        te: Path | None = None,
+        jobs: int | None = None,
+        vocabulary: int | None = None,
+        imbalance: float = 1.0,
+    ) -> Rehearsed:
+        """Return what the command is rehearsed with.
+
+        Raises:
+            ScheduleError: Megatron, Transformer Engine or the script cannot be found.
+        """
+        megatron = sources.find_megatron(megatron, command.script)
+        if command.value("--transformer-impl") != "local" or te is not None:
+            te = sources.find_te(te)
+        programs = Programs(megatron, te, jobs or os.cpu_count() or 1)
+        script = sources.find_script(command.script, megatron)
+        return cls(programs, script, gpu, vocabulary, imbalance)
+
+    def job(self, command: Command, sizes: Sizes, stage: int, name: str) -> dict[str, Any]:
+        """Return the rehearsal of a rank of the pipeline; `name` comes back with what it finds."""
+        flags = without_files(command, self.vocabulary)
+        ours = command.has(SCHEDULE)
+        if ours:
+            flags += _fewer_microbatches(command, sizes)
+        return {
+            "script": str(self.script),
+            "flags": flags,
+            "gpu": self.gpu,
+            "world": sizes.world,
+            "rank": sizes.last_rank(stage),
+            "imbalance": self.imbalance,
+            "environment": environment_of(command),
+            "schedule": ours,
+            "stage": stage,
+            "name": name,
+        }
+
+
+def _fewer_microbatches(command: Command, sizes: Sizes) -> list[str]:
+    """Return flags for a batch of at most so many: a schedule's peak is that of its first ones.
+
+    A file's schedule is for so many as it says.
+    """
+    if (command.value(SCHEDULE) or "").endswith((".json", ".csv")):
+        return []
+    each = command.number("--micro-batch-size", 1) * sizes.replicas
+    most = each * PER_RANK * sizes.pipeline
+    batch = command.number("--global-batch-size", most)
+    return ["--global-batch-size", str(min(batch, most))]
 
 
 def rehearse_all(programs: Programs, jobs: Iterable[Mapping[str, Any]]) -> Iterator[Found]:

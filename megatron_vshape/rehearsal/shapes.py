@@ -1,23 +1,31 @@
-"""Ways to share a model out: TP, PP and recompute beside those of a command, and what each costs.
+"""Ways to share a model out: sizes and recompute beside those of a command, and what each costs.
 
-A shape is counted with one layer a stage of a V, on the first rank, which has both of the model's
-ends, and on the second, whose stages are layers alone; a stage of more layers costs that much more.
+A shape is counted with one layer a stage of a V on two ranks: the first has both of the
+model's ends, the second layers alone. A stage of more layers costs that much more. Neither the
+length of the pipeline nor the number of replicas is counted: what a step has once follows from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces
-from megatron_vshape.rehearsal.counted import SPLIT, WHOLE, counted_costs
-from megatron_vshape.rehearsal.flags import Command, sizes_of
+from megatron_vshape.rehearsal.counted import both_backwards, counted_costs
+from megatron_vshape.rehearsal.flags import Command, Sizes, sizes_of
 from megatron_vshape.rehearsal.gpus import Gpu
+from megatron_vshape.rehearsal.step_time import Rates, Scale, step_time
+from megatron_vshape.rehearsal.work import Work
 
-TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 RECOMPUTE = ("granularity", "method", "num_layers", "modules")
+PIPELINE, RANKS = 4, 2
+"""The pipeline in which a shape is counted, and its first ranks that are: in a shorter one the second
+would be where the V turns, and hand activations to itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +35,27 @@ class Shape:
     tensor: int
     pipeline: int
     recompute: str  # as the command has it: full, selective, or none
+    context: int = 1
+    experts: int = 1
+    microbatch: int = 1
 
     def told(self) -> str:
         """Return the words for it."""
         words = f"TP {self.tensor} PP {self.pipeline}"
+        more = {"CP": self.context, "EP": self.experts, "microbatch": self.microbatch}
+        words += "".join(f" {name} {size}" for name, size in more.items() if size > 1)
         return words if self.recompute == "none" else f"{words}, {self.recompute} recompute"
 
     def command(self, command: Command) -> Command:
         """Return the command in this shape."""
-        sizes: dict[str, Any] = {TENSOR: self.tensor, PIPELINE: self.pipeline}
+        sizes: dict[str, Any] = {
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "context_parallel_size": self.context,
+            "micro_batch_size": self.microbatch,
+        }
+        if command.has("--num-experts"):
+            sizes["expert_model_parallel_size"] = self.experts
         if self.recompute == "none":
             sizes |= {f"recompute_{name}": None for name in RECOMPUTE}
             sizes["recompute_activations"] = None
@@ -49,7 +69,32 @@ def shape_of(command: Command) -> Shape:
     sizes = sizes_of(command, None)
     given = command.value("--recompute-granularity")
     selective = "selective" if command.has("--recompute-activations") else "none"
-    return Shape(sizes.tensor, sizes.pipeline, given or selective)
+    experts = command.number("--expert-model-parallel-size", 1)
+    microbatch = command.number("--micro-batch-size", 1)
+    recompute = given or selective
+    return Shape(sizes.tensor, sizes.pipeline, recompute, sizes.context, experts, microbatch)
+
+
+_MOVES: tuple[dict[str, float], ...] = (
+    {"tensor": 0.5},
+    {"tensor": 2},
+    {"pipeline": 2},
+    {"pipeline": 0.5},
+    {"tensor": 0.5, "pipeline": 2},
+    {"tensor": 2, "pipeline": 0.5},
+    {"microbatch": 2},
+    {"microbatch": 0.5},
+    {"experts": 2},
+    {"experts": 0.5},
+    {"context": 2},
+    {"context": 0.5},
+    {"tensor": 0.5, "context": 2},
+)
+"""Of one size, or of two, against the command's own."""
+
+KEPT = {"tensor": "tp", "pipeline": "pp", "microbatch": "microbatch", "experts": "ep",
+        "context": "cp"}  # fmt: skip
+"""What the user calls each of them."""
 
 
 def shapes_beside(
@@ -60,27 +105,29 @@ def shapes_beside(
     Recompute is looked at in the command's own sizes, and dropped in all others where it may be.
     """
     own = shape_of(command)
-    recomputes = [own.recompute]
+    without = own
     if "recompute" not in keep and own.recompute != "none":
-        recomputes.append("none")
-    sizes = [(own.tensor, own.pipeline)]
-    for tensor, pipeline in ((0.5, 1), (2, 1), (1, 2), (1, 0.5), (0.5, 2), (2, 0.5)):
-        changed = int(own.tensor * tensor), int(own.pipeline * pipeline)
-        if "tp" in keep and tensor != 1 or "pp" in keep and pipeline != 1:
+        without = replace(own, recompute="none")
+        yield without, _why_not(without, command, gpus, layers)
+    for move in _MOVES:
+        sizes = {name: int(getattr(own, name) * by) for name, by in move.items()}
+        least = {"pipeline": 2}
+        if any(size < least.get(name, 1) or KEPT[name] in keep for name, size in sizes.items()):
             continue
-        if changed[0] >= 1 and changed[1] >= 2:
-            sizes.append(changed)
-    wanted = [Shape(*sizes[0], each) for each in recomputes]
-    wanted += [Shape(*each, recomputes[-1]) for each in sizes[1:]]
-    for shape in wanted[1:]:
+        if "experts" in sizes and not command.has("--num-experts"):
+            continue
+        shape = replace(without, **sizes)  # type: ignore[arg-type]
         yield shape, _why_not(shape, command, gpus, layers)
 
 
 def _why_not(shape: Shape, command: Command, gpus: int, layers: int) -> str:
     heads = command.number("--num-attention-heads", 1)
     groups = command.number("--num-query-groups", heads)
+    experts = command.number("--num-experts", shape.experts)
     if heads % shape.tensor or groups % shape.tensor:
         return f"{groups} heads do not divide by {shape.tensor}"
+    if experts % shape.experts:
+        return f"{experts} experts do not divide by {shape.experts}"
     if layers < 2 * shape.pipeline - 2:
         return f"{layers} layers are too few for {2 * shape.pipeline} stages"
     try:
@@ -90,20 +137,47 @@ def _why_not(shape: Shape, command: Command, gpus: int, layers: int) -> str:
     return ""
 
 
-def jobs_of(command: Command, shape: Shape) -> Iterator[tuple[str, Command, int]]:
-    """Yield what is rehearsed for a shape: a name, the command and the rank of the pipeline."""
-    plain = shape.command(command).of_megatron().without_chunks()
-    few = plain.having(
-        num_layers=2 * shape.pipeline,
-        account_for_embedding_in_pipeline_split=None,
-        account_for_loss_in_pipeline_split=None,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
-        moe_layer_freq=1 if plain.has("--moe-layer-freq") else None,
+def least_of(command: Command) -> tuple[Command, Sizes]:
+    """Return a command with a layer in each stage of a V, on the fewest GPUs that all share.
+
+    What is shared out among replicas is, between two at least.
+
+    Raises:
+        ScheduleError: its sizes do not divide.
+    """
+    few = (
+        command.of_megatron()
+        .without_chunks()
+        .having(
+            num_layers=2 * PIPELINE,
+            pipeline_model_parallel_size=PIPELINE,
+            global_batch_size=None,
+            rampup_batch_size=None,
+            train_samples=None,
+            account_for_embedding_in_pipeline_split=None,
+            account_for_loss_in_pipeline_split=None,
+            decoder_first_pipeline_num_layers=None,
+            decoder_last_pipeline_num_layers=None,
+            moe_layer_freq=1 if command.has("--moe-layer-freq") else None,
+        )
     )
-    for name in (SPLIT, WHOLE):
-        for rank in (0, 1):
-            yield name, few.having(pipeline_schedule=name), rank
+    return few, sizes_of(few, 2 * sizes_of(few, None).world)
+
+
+@contextmanager
+def counting(num_devices: int) -> Iterator[Callable[[Command, Sizes], Command]]:
+    """Give what puts a command under the schedule that counts, whose file is there meanwhile."""
+    schedule = both_backwards(num_devices)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "counted.json")
+        file.write_text(schedule.to_json())
+
+        def put(command: Command, sizes: Sizes) -> Command:
+            each = command.number("--micro-batch-size", 1) * sizes.replicas
+            batch = each * schedule.num_microbatches
+            return command.having(pipeline_schedule=file, global_batch_size=batch)
+
+        yield put
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,23 +188,37 @@ class Counted:
     once_s_per_byte: float  # optimizer and data parallel exchanges, for a byte of a device's state
     layer_flops: float  # of a microbatch's forward pass in a layer, on every rank that shares it
     ends_flops: float
-    microbatches: int
 
 
-def counted(found: Mapping[str, Sequence[Mapping[str, Any]]], gpu: Gpu, many: int) -> Counted:
-    """Return a shape's costs from what its ranks found, by the schedule they ran.
+def counted(
+    ranks: Sequence[Mapping[str, Any]], gpu: Gpu, world: int, pipeline: int, rates: Rates | None
+) -> Counted:
+    """Return what `least_of` a command costs in a pipeline of so many ranks in such a world.
 
     Raises:
         ScheduleError: a rank lacks a pass.
     """
-    costs = counted_costs(found[SPLIT], found[WHOLE], gpu)
-    first, second = found[WHOLE]
-    once = second["time"]["optimizer"] + second["time"]["data parallel"]
+    apart = world // pipeline
+    ratio = apart * PIPELINE / ranks[0]["sizes"]["world"]
+    first, second = (_spread(each, ratio) for each in ranks)
+    costs = counted_costs((first, second), gpu, PIPELINE, apart, rates)
+    step = Work.of(second["work"]).spread(ratio, second["shards_optimizer"])
+    parts = step_time(step, gpu, Scale(1, 1, 1, 1), rates)
     state = sum(second["held_parts"][part] for part in ("weights", "gradients", "optimizer"))
     of_layer = _forward_flops(second, 0)
     ends = _forward_flops(first, 0) + _forward_flops(first, 1) - 2 * of_layer
     pieces = Pieces.of(replace(costs, layers=None), (1,) * costs.num_stages)
-    return Counted(pieces, once / state, of_layer, ends, many)
+    return Counted(pieces, (parts["optimizer"] + parts["data parallel"]) / state, of_layer, ends)
+
+
+def _spread(rank: Mapping[str, Any], ratio: float) -> dict[str, Any]:
+    """Return what a rank holds where so many times as many replicas share the optimizer's state."""
+    parts = dict(rank["held_parts"])
+    before = parts["optimizer"]
+    if rank["shards_optimizer"]:
+        parts["optimizer"] = before / ratio
+    held = rank["held_bytes"] - before + parts["optimizer"]
+    return {**rank, "held_parts": parts, "held_bytes": held}
 
 
 def _forward_flops(rank: Mapping[str, Any], chunk: int) -> float:

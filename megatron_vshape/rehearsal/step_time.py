@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from megatron_vshape.rehearsal.gpus import Gpu
-
-if TYPE_CHECKING:
-    from megatron_vshape.rehearsal.ledger import Work
+from megatron_vshape.rehearsal.work import Work, is_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +108,9 @@ def step_time(work: Work, gpu: Gpu, scale: Scale, rates: Rates | None = None) ->
     return {"step_s": sum(parts.values()), **parts}
 
 
-def send_us(size: float, gpu: Gpu, apart: int) -> float:
+def send_us(size: float, gpu: Gpu, apart: int, rates: Rates | None = None) -> float:
     """Return the time of a message of so many bytes to a rank so many GPUs away."""
-    reached = rates_of(gpu)
+    reached = rates or rates_of(gpu)
     rate = (gpu.near_rate if apart < gpu.node else gpu.far_rate) * reached.wire
     return size / rate * 1e6 + reached.exchange_us
 
@@ -166,11 +163,6 @@ def _exchange_s(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float]:
         else:
             within += took * _exposed(group, rates)
     return within, data
-
-
-def is_once(group: str) -> bool:
-    """Return whether a step has the group's exchanges once, not every microbatch."""
-    return "DATA" in group or "INTRA_DIST" in group or group == "world"
 
 
 def _exposed(group: str, rates: Rates) -> float:

@@ -163,7 +163,7 @@ def test_advice_compares_todays_run_with_others(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--gpus", "H100"], "is not a number, an x and a GPU, as in 128xH100"),
-        (["--gpus", "4xH100", "--keep", "all"], "known are tp, pp, recompute"),
+        (["--gpus", "4xH100", "--keep", "all"], "known are recompute, tp, pp"),
     ],
 )
 def test_what_is_no_question_is_refused(options: list[str], words: str, tmp_path: Path) -> None:

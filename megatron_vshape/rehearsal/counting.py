@@ -1,0 +1,139 @@
+"""Counts shapes side by side, each once; what was counted before lies in the user's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal import sources
+from megatron_vshape.rehearsal.flags import Command, environment_of, without_files
+from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.ranks import Found, Rehearsed, rehearse_all
+from megatron_vshape.rehearsal.shapes import PIPELINE, RANKS, counting, least_of
+
+KEPT = """
+    stage sizes kinds held_bytes held_parts chunk_parameters chunk_layers message_bytes work scale
+    shards_optimizer
+""".split()
+"""Of what a rehearsal finds."""
+
+_OURS = "core/**/*.py", "mcore/**/*.py", "rehearsal/*.py", "runtime/*.py"
+_THEIRS = "megatron/core/**/*.py", "megatron/training/**/*.py", "transformer_engine/pytorch/**/*.py"
+
+Ranks = Sequence[Mapping[str, Any]]
+
+
+def count_all(
+    asked: Rehearsed, commands: Iterable[Command], tell: Callable[[int, int], None]
+) -> list[Ranks | str]:
+    """Return of each command what the ranks of its least form do and hold, or why they cannot.
+
+    `tell` hears how many of how many rehearsals have ended; none where all was counted before.
+
+    Raises:
+        ScheduleError: nothing can be rehearsed here.
+    """
+    stamp, keys = _stamp(asked), []
+    found: dict[str, Ranks | str] = {}
+    wanted: dict[str, Command] = {}
+    for command in commands:
+        try:
+            key = _key(command, asked, stamp)
+        except ScheduleError as error:
+            key = str(error)
+            found[key] = key
+        keys.append(key)
+        known = _cached(key) if key not in found else None
+        if known is not None:
+            found[key] = known
+        elif key not in found:
+            wanted[key] = command
+    if wanted:
+        found |= _counted(asked, wanted, tell)
+    return [found[key] for key in keys]
+
+
+def _counted(
+    asked: Rehearsed, wanted: Mapping[str, Command], tell: Callable[[int, int], None]
+) -> dict[str, Ranks | str]:
+    least = {key: least_of(command) for key, command in wanted.items()}
+    ranks: dict[str, list[Found]] = {key: [] for key in wanted}
+    with counting(PIPELINE) as put:
+        jobs = [
+            asked.job(put(few, sizes), sizes, stage, key)
+            for key, (few, sizes) in least.items()
+            for stage in range(RANKS)
+        ]
+        for done, each in enumerate(rehearse_all(asked.programs, jobs), start=1):
+            tell(done, len(jobs))
+            ranks[each["name"]].append(each)
+    made: dict[str, Ranks | str] = {}
+    for key, own in ranks.items():
+        errors = [each["error"] for each in own if "error" in each]
+        if errors:
+            made[key] = errors[0]
+            continue
+        own.sort(key=lambda each: int(each["stage"]))
+        kept = [{name: each[name] for name in KEPT} for each in own]
+        made[key] = kept
+        _keep(key, kept)
+    return made
+
+
+def _key(command: Command, asked: Rehearsed, stamp: str) -> str:
+    """Return what a count is kept by: all that it depends on."""
+    few, sizes = least_of(command)
+    what = (
+        stamp,
+        without_files(few, asked.vocabulary),
+        sizes.world,
+        GPUS[asked.gpu].capability,
+        asked.imbalance,
+        environment_of(command),
+        str(asked.script),
+    )
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+def _stamp(asked: Rehearsed) -> str:
+    """Return what changes with the programs: this package's, Megatron's, Transformer Engine's."""
+    folders = [Path(__file__).parents[1], asked.programs.megatron, asked.programs.te]
+    if asked.programs.megatron is None:
+        spec = importlib.util.find_spec("megatron.core")
+        folders.append(Path(spec.origin).parents[2] if spec and spec.origin else None)
+    told = hashlib.sha256(sys.version.encode())
+    for folder, patterns in zip(folders, (_OURS, *[_THEIRS] * 3), strict=False):
+        for pattern in patterns if folder is not None else ():
+            for path in sorted(folder.glob(pattern)) if folder is not None else ():
+                stat = path.stat()
+                told.update(f"{path} {stat.st_size} {stat.st_mtime_ns}".encode())
+    return told.hexdigest()
+
+
+def _folder() -> Path:
+    return sources.cache().parent / "counted"
+
+
+def _cached(key: str) -> Ranks | None:
+    try:
+        found: Ranks = json.loads((_folder() / f"{key}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def _keep(key: str, ranks: Ranks) -> None:
+    """Write a count in one step; a cache that cannot be written is none."""
+    with contextlib.suppress(OSError):
+        _folder().mkdir(parents=True, exist_ok=True)
+        draft = _folder() / f"{key}.{os.getpid()}"
+        draft.write_text(json.dumps(ranks))
+        draft.replace(_folder() / f"{key}.json")

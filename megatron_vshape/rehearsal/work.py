@@ -1,0 +1,93 @@
+"""What kernels do, in counts that no GPU's rates are in; `step_time` prices it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+
+@dataclass(slots=True)
+class Work:
+    """What kernels do, to be priced: counts of one step."""
+
+    products: dict[tuple[str, int, int, int, int], int] = field(default_factory=dict)
+    """By number format, rows, inner and columns, and how many run as one kernel: how often."""
+    attention_flops: dict[str, float] = field(default_factory=dict)  # by number format
+    bytes_moved: float = 0.0
+    optimizer_bytes: float = 0.0
+    kernels: int = 0
+    exchanges: dict[tuple[str, str, int, int], list[float]] = field(default_factory=dict)
+    """By kind, group, ranks and their reach: number, and bytes of the larger side."""
+
+    def copy(self) -> Work:
+        """Return the counts as they are now."""
+        exchanges = {key: list(each) for key, each in self.exchanges.items()}
+        products, attention = dict(self.products), dict(self.attention_flops)
+        return replace(self, products=products, attention_flops=attention, exchanges=exchanges)
+
+    def less(self, other: Work) -> Work:
+        """Return what was counted beyond an earlier copy."""
+        products = {key: n - other.products.get(key, 0) for key, n in self.products.items()}
+        attention = {
+            name: flops - other.attention_flops.get(name, 0.0)
+            for name, flops in self.attention_flops.items()
+        }
+        exchanges = {}
+        for key, (number, size) in self.exchanges.items():
+            before = other.exchanges.get(key, (0, 0))
+            exchanges[key] = [number - before[0], size - before[1]]
+        return Work(
+            {key: number for key, number in products.items() if number},
+            {name: flops for name, flops in attention.items() if flops},
+            self.bytes_moved - other.bytes_moved,
+            self.optimizer_bytes - other.optimizer_bytes,
+            self.kernels - other.kernels,
+            {key: each for key, each in exchanges.items() if each[0]},
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """Return the counts as plain values for JSON."""
+        found = asdict(self)
+        found["products"] = [[*key, number] for key, number in self.products.items()]
+        found["exchanges"] = [
+            {"kind": kind, "group": group, "ranks": ranks, "span": span, "number": n, "bytes": size}
+            for (kind, group, ranks, span), (n, size) in self.exchanges.items()
+        ]
+        return found
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Work:
+        """Return the counts that `plain` has written."""
+        products: dict[Any, int] = {}
+        for *key, number in plain["products"]:
+            products[tuple(key)] = products.get(tuple(key), 0) + number
+        exchanges: dict[Any, list[float]] = {}
+        for each in plain["exchanges"]:
+            key = each["kind"], each["group"], each["ranks"], each["span"]
+            exchanges[key] = [each["number"], each["bytes"]]
+        sums = {name: plain[name] for name in ("bytes_moved", "optimizer_bytes", "kernels")}
+        attention = dict(plain["attention_flops"])
+        return cls(products, attention, exchanges=exchanges, **sums)
+
+    def spread(self, ratio: float, is_sharded: bool) -> Work:
+        """Return the work of a step that so many times as many replicas share.
+
+        What a step has once alone depends on them: its exchanges, and the optimizer's bytes where
+        `is_sharded`.
+        """
+        exchanges = {}
+        for (kind, group, ranks, span), sent in self.exchanges.items():
+            key = kind, group, ranks, span
+            if is_once(group):
+                more = max(1, round(ranks * ratio))
+                apart = (span - 1) / max(ranks - 1, 1)
+                key = kind, group, more, round((more - 1) * apart) + 1
+            exchanges[key] = sent
+        less = self.optimizer_bytes / (ratio if is_sharded else 1.0)
+        return replace(self, exchanges=exchanges, optimizer_bytes=less)
+
+
+def is_once(group: str) -> bool:
+    """Return whether a step has the group's exchanges once, not every microbatch."""
+    return "DATA" in group or "INTRA_DIST" in group or group == "world"
