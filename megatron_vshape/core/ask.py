@@ -578,7 +578,8 @@ def _split(
         alike = sizes(whole) == sizes(made.schedule)
         for each in [[*starts, whole]] if alike else [starts, [whole]]:
             own = question.costs_of(each[0].placement, "the plan")
-            chosen = split_where_it_pays(each, own, limits, goal, made.steps // 2)
+            asked = own, limits, goal, made.steps // 2, question.in_host
+            chosen = split_where_it_pays(each, *asked)
             found.append(judge(chosen, own))
     best = min(found, key=lambda each: goal.of(each.timeline))
     taken = _plan_of(best, limits, goal, made.source, made.steps)

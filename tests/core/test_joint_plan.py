@@ -18,9 +18,9 @@ from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES, NAMES, make, make_block
 from megatron_vshape.core.paper.joint import dualpipev
-from megatron_vshape.core.planner.job_shop import make_problem
 from megatron_vshape.core.planner.joint_orders import joint_orders
-from megatron_vshape.core.planner.joint_walk import JointWalk, best_joint, within
+from megatron_vshape.core.planner.joint_walk import best_joint, within
+from megatron_vshape.core.planner.steps import StepSearch
 from megatron_vshape.core.program.lowering import whole_backwards
 
 
@@ -134,9 +134,11 @@ def test_blocks_take_no_longer_than_the_reference(limit: int, values: tuple[floa
 
 def test_a_walk_keeps_pairs_memory_and_turns_and_is_no_slower() -> None:
     costs = replace(exchanging(4, 0.35), send_us=0.05)
-    problem = make_problem(costs, 4, 10, 9.0, Objective.MAKESPAN, v_shape(4))
     for schedule in joint_orders(4, 10):
-        walked = JointWalk(problem).improved(schedule, 4000, 1)
+        search = StepSearch(schedule, costs, (9.0,) * 4, Objective.MAKESPAN)
+        order = search.read(schedule)
+        assert order is not None
+        walked = search.schedule(search.walked(order, 4000, 1))
         verify(walked)
         assert walked.joint == schedule.joint
         assert walked.beside() == schedule.beside()

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron_vshape.core.ask import AUTO, Planned, Question, ask
@@ -40,8 +41,8 @@ def test_numbers_of_what_descends_are_their_turns() -> None:
         assert codec.number(work) % 8 == number
         assert codec.work(codec.number(work)) == work
     schedule = make("v-zb", 2, 2, slices=4)
-    rows = codec.rows(schedule.order)
-    assert codec.order(rows) == schedule.order
+    rows = [np.array([first for (first,) in row]) for row in codec.steps(schedule)]
+    assert codec.order(map(np.ndarray.tolist, rows)) == (schedule.order, frozenset())
     for row in rows:  # passes of a sort stand in the order of their numbers
         for sort in set(row // 8):
             own = row[row // 8 == sort]

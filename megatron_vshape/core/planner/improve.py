@@ -557,13 +557,16 @@ def walk(
 
 @compiled
 def measure(shop: Shop, row: np.ndarray) -> int:
-    """Return the objective of an order that fits the memory; NONE if it deadlocks."""
-    place = np.empty(len(shop.sort), np.int32)
-    head = np.empty(len(shop.sort), np.int64)
+    """Return the objective of an order that fits the memory; NONE if it deadlocks.
+
+    Nobody waits for passes that it lacks.
+    """
+    place = np.full(len(shop.sort), NONE, np.int32)
+    head = np.zeros(len(shop.sort), np.int64)
     for lane in range(len(row)):
         for at in range(shop.length[lane]):
             place[row[lane, at]] = at
-    if len(run_rows(shop, row, place, head)) < len(shop.sort):
+    if len(run_rows(shop, row, place, head)) < shop.length.sum():
         return NONE
     return _last_end(shop, row, head)
 

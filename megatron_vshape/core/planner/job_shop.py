@@ -162,12 +162,10 @@ def _arrays(
     costs: Costs, placement: Placement, kinds: Sequence[Kind], ticks_per_us: float, units: float
 ) -> Sorts:
     """Return the sorts for compiled functions."""
-    held = {kind: (*costs.held(kind), costs.works(kind)) for kind in kinds}
 
     def amounts(kind: Kind, stage: int) -> tuple[int, int, int]:
-        takes, keeps, frees, works = (round(each[stage] * units) for each in held[kind])
         ticks = round(costs.time_us(kind, stage) * ticks_per_us)
-        return ticks, takes + works, takes + keeps - frees
+        return (ticks, *held_by(costs, kind, stage, units))
 
     made: list[Any] = [
         Lists(*(np.array(part, np.int64) for part in each))
@@ -176,6 +174,13 @@ def _arrays(
         for each in make_sorts(kinds, placement, amounts, costs.half_duplex)
     ]
     return Sorts(*made)
+
+
+def held_by(costs: Costs, kind: Kind, stage: int, units: float) -> tuple[int, int]:
+    """Return how many units more a pass holds while it runs, and when it has."""
+    held = (*costs.held(kind), costs.works(kind))
+    takes, keeps, frees, works = (round(each[stage] * units) for each in held)
+    return takes + works, takes + keeps - frees
 
 
 def scale_to(at_least: float, value: float) -> float:
@@ -294,6 +299,35 @@ def choose(shop: improve.Shop, row: np.ndarray) -> Chosen:
         stay=padded[shop.stay[there]],
     )
     return Chosen(left, np.flatnonzero(there), number, lanes)
+
+
+def in_one_row(problem: Problem, shop: improve.Shop, row: np.ndarray) -> list[list[int]]:
+    """Return, of every device, the passes of all its lanes.
+
+    Those of the processor stand in their order, and one of another resource behind the last that
+    it reads.
+    """
+    if len(row) == problem.num_devices:
+        return [own[own != improve.NONE].tolist() for own in row]
+    chosen = choose(shop, row)
+    shop, row = chosen.shop, chosen.row(row)
+    state = improve.new_state(row, 1)
+    improve.settle(shop, state)
+    ran = improve.run_rows(shop, row, state.place, state.head).tolist()
+    anchor: dict[int, int] = {}  # the place in the processor's order behind which a pass stands
+    last = [0] * len(row)  # of a lane
+    each = problem.num_microbatches * len(problem.kinds)
+    device_of = [problem.placement[work // each] for work in chosen.passes.tolist()]
+    rows: list[list[tuple[int, int, int]]] = [[] for _ in range(problem.num_devices)]
+    for at, work in enumerate(ran):
+        lane, device = shop.lane[work], device_of[work]
+        own = [need for need in shop.before[work] if need >= 0 and device_of[need] == device]
+        if lane == device:
+            anchor[work] = int(state.place[work])
+        else:
+            anchor[work] = last[lane] = max([last[lane], *(anchor[need] for need in own)])
+        rows[device].append((anchor[work], at, work))
+    return [[int(chosen.passes[work]) for *_, work in sorted(each)] for each in rows]
 
 
 class _Ways:

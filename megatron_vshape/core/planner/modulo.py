@@ -77,6 +77,7 @@ from megatron_vshape.core.planner.modulo_v import (
     make_chain,
     set_orders,
 )
+from megatron_vshape.core.planner.race import race
 
 UNITS = 1 << 30
 """The work of the busiest device per period, in the whole numbers the search counts in."""
@@ -298,20 +299,21 @@ def _search(problem: _Problem, steps: int, seed: int, starts: list[Orders]) -> l
     scratch = make_scratch(graph, seed)
     if not starts:
         starts = _draw_starts(problem, scratch, max(1, steps // 10))
-    share = steps // len(starts).bit_length()
     found: list[_Found] = []
-    while starts:
+
+    def advance(live: list[Orders], effort: int, _: int) -> list[Orders]:
         made = []
-        for index, orders in enumerate(starts):
+        for index, orders in enumerate(live):
             best = empty_orders(graph)
-            effort = share // len(starts)
             heat = problem.busy // HEATS[graph.classes - 1][index % 2]
             period = int(anneal(graph, orders, scratch, problem.busy, effort, heat, best))
             made.append(_found(problem, best, scratch, period))
         made.sort(key=_Found.rank)
         half = len(made) // 2 if made[0].period > problem.busy else 0
-        starts = [each.orders for each in made[:half]]
-        found += made[half:]
+        found.extend(made[half:])
+        return [each.orders for each in made[:half]]
+
+    race(starts, steps, len(starts).bit_length(), advance)
     return sorted(found, key=_Found.rank)
 
 

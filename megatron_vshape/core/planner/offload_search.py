@@ -21,11 +21,12 @@ from megatron_vshape.core.planner.orders import (
     DELAYS,
     MANY_PASSES,
     STARTS,
+    VALUE,
     Candidate,
     PlacementSearch,
     Run,
-    best_of,
 )
+from megatron_vshape.core.planner.race import best_of
 from megatron_vshape.core.planner.refilling import refill
 
 LEVELS = ((1.0, 3), (0.75, 2), (0.5, 2), (0.25, 2))
@@ -79,7 +80,7 @@ class OffloadSearch(PlacementSearch):
         found = [each for made in run(self._with_copies, self.bases[own]) for each in made]
         for each in found:
             self.keep(each)
-        return best_of(found, STARTS)
+        return best_of(found, STARTS, VALUE)
 
     def _bases(self, level: float, count: int, budget: int, run: Run) -> Iterator[_Base]:
         """Yield orders planned for more memory than there is."""
@@ -96,7 +97,7 @@ class OffloadSearch(PlacementSearch):
         ]
         sizes = devices, problem.num_microbatches, limits, problem.objective, problem.placement
         search = PlacementSearch(make_problem(problem.costs, *sizes, PARTS), self.seed)
-        for each in best_of(search.begin(budget if is_scarce else 0, run), count):
+        for each in best_of(search.begin(budget if is_scarce else 0, run), count, VALUE):
             yield _Base(f"{each.name} at {level:.0%}", search.whole_row(each))
 
     def _with_copies(self, base: _Base) -> list[Candidate]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import add
+from operator import add, attrgetter
 from typing import Any
 
 import numpy as np
@@ -30,13 +30,15 @@ from megatron_vshape.core.planner.job_shop import (
     Chosen,
     Problem,
     choose,
+    in_one_row,
     make_shop,
     proven_limits,
     with_parts_alone,
 )
 from megatron_vshape.core.planner.modulo import find_steady_orders
+from megatron_vshape.core.planner.race import best_of
 from megatron_vshape.core.planner.refilling import fill, refill
-from megatron_vshape.core.planner.rows import Codec, padded
+from megatron_vshape.core.planner.rows import Codec
 
 Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 """Applies a function to each of several things, in threads or not; as `map` does."""
@@ -114,14 +116,11 @@ class Candidate:
     value: int = 0
 
 
+VALUE = attrgetter("value")
+
+
 def _call(make: Callable[[], list[CyclicOrder]]) -> list[CyclicOrder]:
     return make()
-
-
-def best_of(candidates: list[Candidate], count: int) -> list[Candidate]:
-    """Return the candidates of least value; of equal ones, which are mostly the same, one."""
-    different = {each.value: each for each in reversed(candidates)}
-    return sorted(different.values(), key=lambda each: each.value)[:count]
 
 
 class PlacementSearch:
@@ -161,11 +160,11 @@ class PlacementSearch:
         found = [each for made in run(self._candidates, cyclic) for each in made]
         for each in found:
             self.keep(each)
-        for made in run(self._all_dealt, best_of(found, 2 * starts)):
+        for made in run(self._all_dealt, best_of(found, 2 * starts, VALUE)):
             for each in made:
                 self.keep(each)
                 found.append(each)
-        return best_of(found, starts)
+        return best_of(found, starts, VALUE)
 
     def value(self) -> float:
         """Return the least value so far, in whole ticks, in the costs' unit of time.
@@ -379,35 +378,10 @@ class PlacementSearch:
         )
 
     def _schedule(self, row: np.ndarray) -> Schedule:
-        """Return the order as a schedule, a device's lanes in one row.
-
-        The processor's passes stand in their order, and a pass of another resource behind the last
-        that it reads.
-        """
+        """Return the order as a schedule, a device's lanes in one row."""
         problem, m = self.problem, self.problem.num_microbatches
-        rows = row if self.parts is problem else padded(self._in_one_row(row))
-        order = Codec(m, problem.kinds, problem.slices).order(rows)
+        rows = in_one_row(problem, self._shop(m), row)
+        order, _ = Codec(m, problem.kinds, problem.slices).order(rows)
         one_way = problem.costs.half_duplex and self.parts is not problem
         sizes = problem.num_devices, m, problem.placement
         return Schedule("plan", *sizes, order, self.way.settings, one_way, slices=problem.slices)
-
-    def _in_one_row(self, row: np.ndarray) -> list[list[int]]:
-        """Return, of every device, the passes of all its lanes."""
-        chosen = choose(self._shop(self.problem.num_microbatches), row)
-        shop, row = chosen.shop, chosen.row(row)
-        state = improve.new_state(row, 1)
-        improve.settle(shop, state)
-        ran = improve.run_rows(shop, row, state.place, state.head).tolist()
-        anchor: dict[int, int] = {}  # the place in the processor's order behind which a pass stands
-        last = [0] * len(row)  # of a lane
-        device_of = [self.problem.placement[sort // len(self.problem.kinds)] for sort in shop.sort]
-        rows: list[list[tuple[int, int, int]]] = [[] for _ in range(self.problem.num_devices)]
-        for at, work in enumerate(ran):
-            lane, device = shop.lane[work], device_of[work]
-            own = [need for need in shop.before[work] if need >= 0 and device_of[need] == device]
-            if lane == device:
-                anchor[work] = int(state.place[work])
-            else:
-                anchor[work] = last[lane] = max([last[lane], *(anchor[need] for need in own)])
-            rows[device].append((anchor[work], at, work))
-        return [[int(chosen.passes[work]) for *_, work in sorted(each)] for each in rows]

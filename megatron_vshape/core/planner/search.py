@@ -91,11 +91,12 @@ from megatron_vshape.core.planner.choosing import ways_to_save
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
 from megatron_vshape.core.planner.offload_search import Bases, OffloadSearch
 from megatron_vshape.core.planner.orders import FEW, MOST_AT_ONCE, Candidate, PlacementSearch
+from megatron_vshape.core.planner.race import better_half, race
 
 __all__ = ["Objective", "Plan", "plan"]
 
-ROUNDS = 3
-"""The budget is spent in about so many rounds, each with half as many orders."""
+ROUNDS, LEAST = 3, 1000
+"""The budget is spent in about so many rounds, each with half as many orders and so many steps."""
 
 WALKS, WALKS_OF_FEW = 2, 6
 """So many orders are walked side by side at least, those of the same start in different ways.
@@ -320,11 +321,13 @@ class _Race:
 
         After each round half of them stay. Where that leaves few, the best go on in several ways.
         """
-        live = self._open(live)
-        left = budget
-        while live and left > 0:
-            share = min(max(budget // (ROUNDS * len(live)), 1000), -(-left // len(live)))
-            left -= share * len(live)
+
+        def is_over() -> bool:
+            return self._closed() or (ends is not None and time.monotonic() >= ends)
+
+        def advance(live: list[_Runner], share: int, number: int) -> list[_Runner]:
+            if number and is_over():
+                return live
             for steps in _pieces(share):
                 jobs = [(*pair, steps) for pair in live]
                 for at in range(0, len(jobs), CORES):
@@ -337,17 +340,9 @@ class _Race:
                         return live
                 if self._closed():
                     return live
-            live = self._open(live)
-            few = all(_passes_of(search.problem) < FEW for search, _ in live)
-            walks, least = (WALKS_OF_FEW, WALKS_OF_FEW) if few else (WALKS, 1)
-            live = _best_pairs(live, max(-(-len(live) // 2), least))
-            copies = [
-                (search, search.again(each, number))
-                for number in range(1, walks)
-                for search, each in live
-            ]
-            live = (live + copies)[: max(walks, len(live))]
-        return live
+            return _going_on(self._open(live))
+
+        return race(self._open(live), budget, ROUNDS, advance, LEAST)
 
     def _open(self, live: list[_Runner]) -> list[_Runner]:
         """Return those whose placement can still have a better order."""
@@ -386,12 +381,20 @@ def _improve(job: tuple[PlacementSearch, Candidate, int]) -> tuple[PlacementSear
     return job
 
 
-def _best_pairs(live: list[_Runner], count: int) -> list[_Runner]:
-    """Return the orders of least value; of equal ones, which are mostly the same, one."""
-    different = {
-        each.value / search.problem.ticks_per_us: (search, each) for search, each in reversed(live)
-    }
-    return [different[value] for value in sorted(different)][:count]
+def _going_on(live: list[_Runner]) -> list[_Runner]:
+    """Return the better half, and where that is few, these again on ways of their own."""
+    few = all(_passes_of(search.problem) < FEW for search, _ in live)
+    walks = WALKS_OF_FEW if few else WALKS
+    live = better_half(live, _value_of, WALKS_OF_FEW if few else 1)
+    copies = [
+        (search, search.again(each, number)) for number in range(1, walks) for search, each in live
+    ]
+    return (live + copies)[: max(walks, len(live))]
+
+
+def _value_of(runner: _Runner) -> float:
+    search, candidate = runner
+    return candidate.value / search.problem.ticks_per_us
 
 
 def _passes_of(problem: Problem) -> int:
