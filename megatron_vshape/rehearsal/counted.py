@@ -60,11 +60,8 @@ def counted_costs(
     amounts: dict[str, Any] = {
         "held_after_forward_bytes": tuple(max(each, least) for each in held),
         "held_after_backward_bytes": left,
-        "state_bytes": tuple(_state(found[rank], chunk) for rank, chunk in stages[:-1]),
+        "state_bytes": tuple(_state(found[rank], chunk) for rank, chunk in stages),
     }
-    # Beside states the rank of the last stage has Transformer Engine's dummy gradient of the output
-    # layer, which a whole backward leaves there.
-    amounts["state_bytes"] += (_state(first, 1) + _beside(first) - beside,)
     for kind, ran in passes.items():
         amounts[kind.time] = tuple(_computes_us(each) for each in ran)
         takes = held if kind is Kind.F else (0.0,) * len(ran)

@@ -24,8 +24,10 @@ from megatron_vshape.rehearsal.work import Work
 
 RECOMPUTE = ("granularity", "method", "num_layers", "modules")
 PIPELINE, RANKS = 4, 2
-"""The pipeline in which a shape is counted, and its first ranks that are: in a shorter one the second
-would be where the V turns, and hand activations to itself."""
+"""The pipeline in which a shape is counted, and its first ranks that are.
+
+In a shorter one the second would be where the V turns, and hand activations to itself.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -384,3 +384,40 @@ def test_the_same_kernel_adds_whichever_backward_runs() -> None:
     ((called, (whole, split)),) = run_ranks(1, kernels_called)
     assert called == ["apex", "apex"]
     assert split == whole
+
+
+def whole_in_a_pass(rank: int, runs: bool, fused: bool) -> tuple[bool, bool, float]:
+    """Return whether a whole backward leaves a gradient, the mark that DDP reads, and the sum."""
+    from megatron_vshape.mcore import cpu
+
+    cpu.install()
+    from megatron.core.tensor_parallel import layers
+
+    from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_split_linear
+    from megatron_vshape.mcore.step_state import StepState
+
+    layers.fused_weight_gradient_mlp_cuda = TorchFusedKernels
+    upstream = layers.LinearWithGradAccumulationAndAsyncCommunication
+    state = StepState(splits_backward=True, running_chunk=0 if runs else None)
+    weight: Any = torch.nn.Parameter(torch.ones(SIZE, SIZE))
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(SIZE, SIZE), False
+    given = {"gradient_accumulation_fusion": fused, "tp_group": torch.distributed.group.WORLD}
+    x = torch.ones(TOKENS, 1, SIZE, requires_grad=True)
+    function: Any = make_split_linear(state, layers, upstream)
+    function.apply(x, weight, *options_for(upstream, **given)).sum().backward()
+    return weight.grad is not None, weight.grad_added_to_main_grad, weight.main_grad.sum().item()
+
+
+@pytest.mark.parametrize(
+    ("runs", "fused", "found"),
+    [
+        (True, True, (False, True, TOKENS * SIZE * SIZE)),
+        (False, True, (True, True, TOKENS * SIZE * SIZE)),
+        (True, False, (True, False, 0.0)),  # which DDP adds to the sum
+    ],
+)
+def test_a_whole_backward_of_a_pass_leaves_no_dummy_gradient(
+    runs: bool, fused: bool, found: tuple[bool, bool, float]
+) -> None:
+    """Of an output layer's size Transformer Engine would keep it for good; the sum is the same."""
+    assert run_ranks(1, whole_in_a_pass, runs, fused) == [found]

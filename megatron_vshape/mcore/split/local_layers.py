@@ -7,6 +7,8 @@ leaves a job there; everywhere else it is upstream's code that runs, forward and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -51,9 +53,32 @@ def make_split_linear(state: StepState, layers: ModuleType, upstream: Any) -> ty
                 # As upstream's: in the dtype of its autocast, where forward ran in one.
                 inputs = layers.custom_bwd(partial(_backward_inputs, state=state, layers=layers))
                 return inputs(ctx, grad_output)
-            return upstream.backward(ctx, grad_output)
+            adds = ctx.gradient_accumulation_fusion and state.running_chunk is not None
+            with _no_dummy(ctx.parameter) if adds else nullcontext():
+                return upstream.backward(ctx, grad_output)
 
     return SplitLinear
+
+
+_ADDED = "grad_added_to_main_grad"
+
+
+@contextmanager
+def _no_dummy(parameter: Tensor) -> Iterator[None]:
+    """Have upstream's backward leave no gradient of a weight that it has added to its sum already.
+
+    Outside a pass it leaves one as large as the weight, for which DDP's overlap waits; in a step of
+    passes DDP waits for none (`step.gradient_sync`). Of an output layer it is 1 GiB and more, kept
+    for good.
+    """
+    has = hasattr(parameter, _ADDED) and not hasattr(parameter, "__fsdp_param__")
+    if has:
+        delattr(parameter, _ADDED)
+    try:
+        yield
+    finally:
+        if has:
+            setattr(parameter, _ADDED, True)
 
 
 GATHERED = "vshape_gathered_over"
