@@ -26,6 +26,7 @@ def off_the_plan(schedule: Schedule, ranks: Sequence[dict[str, Any]]) -> dict[in
             for name, kinds in _OF_A_STAGE.items():
                 amounts[name][stage] = sum(adds.get((kind, chunk), 0.0) for kind in kinds)
             amounts["offloaded_bytes"][stage] = -adds.get(("L", chunk), 0.0)
+            assert adds.get(("L", chunk), -1.0) < 0, f"nothing of stage {stage} waits on the host"
             amounts["logits_bytes"][stage] = sum(adds.get(("S", at), 0.0) for at in range(len(own)))
     unused = {
         name
