@@ -7,7 +7,7 @@ CUDA stream on a GPU), which are read when the step is over.
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock, get_ident
 
@@ -143,8 +143,69 @@ def merge(
     return Timeline(replace(schedule, order=order), starts, ends)
 
 
-def measured_costs(timelines: Sequence[Timeline], send_us: float, held: Held) -> Costs:
+DISTURBED = 1.1
+"""How many times the usual a device's passes take in a step that something else has disturbed."""
+
+
+def slowdowns(
+    timelines: Sequence[Timeline], usual: Mapping[tuple[Kind, int], float]
+) -> list[tuple[float, ...]]:
+    """Return of every step, by device, how many times the `usual` of its passes these took.
+
+    Joint passes do not count, nor what has no usual time.
+    """
+    found = []
+    for each in timelines:
+        took, due = [[0.0] * each.schedule.num_devices for _ in range(2)]
+        times, _ = times_in([each])
+        for key, values in times.items():
+            if key in usual and not key[0].of:
+                device = each.schedule.placement[key[1]]
+                took[device] += sum(values)
+                due[device] += usual[key] * len(values)
+        found.append(tuple(a / b if b else 1.0 for a, b in zip(took, due, strict=True)))
+    return found
+
+
+def undisturbed(
+    timelines: Sequence[Timeline],
+) -> tuple[Sequence[Timeline], list[tuple[int, int, float]]]:
+    """Return the steps to take costs from, and those left out: number, device, how many times.
+
+    A step is left out where a device's passes took longer than in the median step by more than
+    `DISTURBED`; half of the steps are kept whatever they took.
+    """
+    by_step = [
+        {key: statistics.median(values) for key, values in times_in([each])[0].items()}
+        for each in timelines
+    ]
+    keys = set().union(*by_step)
+    usual = {key: statistics.median([e[key] for e in by_step if key in e]) for key in keys}
+    worst = [
+        (max(row), row.index(max(row)), step)
+        for step, row in enumerate(slowdowns(timelines, usual))
+    ]
+    left_out = sorted((each for each in worst if each[0] > DISTURBED), reverse=True)
+    del left_out[len(timelines) // 2 :]
+    numbers = {step for _, _, step in left_out}
+    kept = [each for step, each in enumerate(timelines) if step not in numbers]
+    return kept, sorted((step, device, factor) for factor, device, step in left_out)
+
+
+def upper_quartile(values: Sequence[float]) -> float:
+    """Return what three of four values do not exceed."""
+    return statistics.quantiles(values, n=4)[2] if len(values) > 1 else values[0]
+
+
+def measured_costs(
+    timelines: Sequence[Timeline],
+    send_us: float,
+    held: Held,
+    middle_of: Callable[[Sequence[float]], float] = statistics.median,
+) -> Costs:
     """Return each stage's median pass times over measured steps, with its bytes.
+
+    Or what `middle_of` makes of them.
 
     A stage that ran whole backwards beside split ones has a price for either. Where it ran none
     split, a whole one is divided as those of all stages together are; where there are none at
@@ -160,7 +221,7 @@ def measured_costs(timelines: Sequence[Timeline], send_us: float, held: Held) ->
                 slot for slot in timeline.slots(device) if slot.work.kind.resource == PROCESSOR
             )
             gaps += [each.start - before.end for before, each in pairs if each.work.kind is Kind.W]
-    middle = {key: statistics.median(values) for key, values in times.items()}
+    middle = {key: middle_of(values) for key, values in times.items()}
     middle |= {
         (kind, at): statistics.median(alone)
         for kind, at in {key for each in timelines for key in _in_joint_passes(each)} - set(middle)
@@ -176,7 +237,7 @@ def measured_costs(timelines: Sequence[Timeline], send_us: float, held: Held) ->
         send_us,
         host_us=max(0.0, statistics.median(gaps)) if gaps else 0.0,
     )
-    prices = {name: statistics.median(values) for name, values in joint.items()}
+    prices = {name: middle_of(values) for name, values in joint.items()}
     joint_prices = _joint_prices(timelines[0].schedule, costs, prices)
     return replace(costs, joint=joint_prices).having(**dict(_shared_times(times, stages)))
 

@@ -19,6 +19,7 @@ from megatron_vshape.mcore.observe.static_memory import (
     most_of_replicas,
     static_memory,
 )
+from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step.same_plan import Agreement
@@ -121,7 +122,7 @@ def test_what_passes_allocate_and_free_is_kept_free(monkeypatch: pytest.MonkeyPa
     assert report.within_passes_bytes == 4000
     planner = Planner(Choice(2, "auto", limit_bytes=1e6))
     planner.reserve((10, 20))
-    pipeline: Any = SimpleNamespace(planner=planner)
+    pipeline: Any = SimpleNamespace(planner=planner, options=Options("auto", 1.0))
     module = "megatron_vshape.mcore.observe.profiling"
     monkeypatch.setattr(f"{module}.most_of_replicas", lambda own, group, size: [own, 2 * own])
     monkeypatch.setattr(f"{module}.dist.get_rank", lambda: 0)

@@ -28,6 +28,8 @@ from megatron_vshape.runtime.measure import (
     measure_send_us,
     measured_costs,
     merge,
+    undisturbed,
+    upper_quartile,
 )
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import run_program
@@ -286,3 +288,27 @@ def test_whole_backwards_alone_are_divided_in_half() -> None:
     costs = measured_costs([_timeline_of({Kind.F: 10.0, Kind.BW: 20.0})], 0.0, HELD)
     assert costs.backward_us == (10.0, 10.0)
     assert costs.weight_us == (10.0, 10.0)
+
+
+def _stretched(timeline, device: int, times: float):
+    """Return the timeline with the passes of a device so many times as long, one after another."""
+    starts, ends = list(map(list, timeline.starts)), list(map(list, timeline.ends))
+    for at, (start, end) in enumerate(zip(starts[device], ends[device], strict=True)):
+        ends[device][at] = start + times * (end - start)
+    return replace(timeline, starts=tuple(map(tuple, starts)), ends=tuple(map(tuple, ends)))
+
+
+def test_disturbed_steps_are_left_out_of_costs() -> None:
+    calm = simulate(make("v-half", 2, 6))
+    steps = [calm, _stretched(calm, 1, 1.5), calm, _stretched(calm, 0, 1.05)]
+    kept, left_out = undisturbed(steps)
+    assert left_out == [(1, 1, pytest.approx(1.5))]
+    assert kept == [steps[0], steps[2], steps[3]]
+    # No more than half of the steps: where all differ, none is the usual one.
+    kept, left_out = undisturbed([_stretched(calm, 0, 2.0**at) for at in range(4)])
+    assert [step for step, *_ in left_out] == [2, 3]
+    assert len(kept) == 2
+    held = dict.fromkeys(range(4), (1.0, 1.0))
+    by_quartile = measured_costs(steps, 0.0, held, upper_quartile)
+    assert by_quartile.forward_us[0] == pytest.approx(1.0375)
+    assert measured_costs(steps, 0.0, held).forward_us[0] == pytest.approx(1.0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from itertools import pairwise
 from operator import add
 from pathlib import Path
@@ -20,6 +22,9 @@ from megatron_vshape.core.model.costs_file import MEASURED
 from megatron_vshape.core.model.kinds import LOGITS, NO_RECOMPUTE
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.program.instructions import Program
+from megatron_vshape.mcore.observe.contest import Contest
+from megatron_vshape.mcore.observe.drift import Drift
+from megatron_vshape.mcore.observe.lateness import slow_among_replicas, where_told
 from megatron_vshape.mcore.observe.report import Checked, Prediction, RunReport, shares_processors
 from megatron_vshape.mcore.observe.static_memory import most_of_replicas
 from megatron_vshape.mcore.refusals import refusing
@@ -34,6 +39,8 @@ from megatron_vshape.runtime.measure import (
     measure_send_us,
     measured_costs,
     merge,
+    undisturbed,
+    upper_quartile,
 )
 from megatron_vshape.runtime.p2p import Transport
 
@@ -46,17 +53,31 @@ class Profiler:
 
     All ranks of the world call it for the same steps; each then computes the same costs, from
     which one plans for all. As many steps again are timed then, one step later, to
-    be held against the prediction: none of its numbers comes from them.
+    be held against the prediction: none of its numbers comes from them. Under auto that plan is
+    then tried beside others, and if one of these is faster, it is held against its prediction too.
     """
 
     pipeline: Pipeline
     report: RunReport
     _steps: int = 0
+    _profiled: tuple[int, int] = field(init=False)
+    _checked: tuple[int, int] = field(init=False)
+    _rest_us: float = 0.0
+    _ran: Schedule | None = None  # while the costs were measured
+    _cautious: Costs | None = None  # the upper quartiles
+    _contest: Contest | None = None  # while plans are tried
+    _is_tried: bool = False
+    _drift: Drift | None = None  # once the order is the last, where that is watched
     _rows: list[tuple[Program, list[Slot]]] = field(default_factory=list)
     # the same, in processor time
     _spent: list[tuple[Program, list[Slot]]] = field(default_factory=list)
     _prediction: Prediction | None = None
     _costs: Costs | None = None
+
+    def __post_init__(self) -> None:
+        options = self.pipeline.options
+        self._profiled = options.profile_steps or (0, -1)
+        self._checked = options.checked_steps
 
     @property
     def profiles_next(self) -> bool:
@@ -66,8 +87,11 @@ class Profiler:
     @property
     def order_is_last(self) -> bool:
         """Return whether no plan is to follow from what is measured, from this step on."""
-        plans = self.pipeline.choice.plans_by_costs and self.pipeline.options.profile_steps
-        return not plans or self._steps > self.pipeline.options.checked_steps[1]
+        options = self.pipeline.options
+        plans = self.pipeline.choice.plans_by_costs and options.profile_steps
+        if plans and self.pipeline.tries and (options.drift or not self._is_tried):
+            return False
+        return not plans or self._steps > self._checked[1]
 
     def begin_step(self, torch_device: torch.device) -> PassTimer | None:
         """Count a training step and return what is to observe it, if it is profiled."""
@@ -75,11 +99,7 @@ class Profiler:
         return PassTimer(torch_device) if self._times(self._steps) else None
 
     def _times(self, step: int) -> bool:
-        ranges = self._profiled(), self.pipeline.options.checked_steps
-        return any(first <= step <= last for first, last in ranges)
-
-    def _profiled(self) -> tuple[int, int]:
-        return self.pipeline.options.profile_steps or (0, -1)
+        return any(first <= step <= last for first, last in (self._profiled, self._checked))
 
     def end_step(
         self,
@@ -91,11 +111,12 @@ class Profiler:
         group: dist.ProcessGroup,
     ) -> None:
         """Keep the step's times; after the last one, work out the costs and use them."""
+        self._go_on(program.schedule)
         if timer is None:
             return
         self._rows.append((program, timer.slots()))
         self._spent.append((program, timer.processor_slots()))
-        if self._steps not in (self._profiled()[1], self.pipeline.options.checked_steps[1]):
+        if self._steps not in (self._profiled[1], self._checked[1]):
             return
         gathered = [(each, gather_slots(row, group)) for each, row in self._rows]
         spent = [(each, gather_slots(row, group)) for each, row in self._spent]
@@ -105,18 +126,19 @@ class Profiler:
         timelines = [merge(each.schedule, rows, ahead_us) for each, rows in gathered]
         if self._prediction is None:
             send_us = measure_send_us(program, group.rank(), transport, message)
-            measured = self._agreed_costs(timelines, send_us, held, group)
+            costs = self._agreed_costs(timelines, send_us, held, group)
             if self.report.moved:
-                measured = with_copies(measured, self.report.moved, message.device)
-            self._costs = with_settings(
-                measured, self.pipeline.choice.costs, program.schedule.recompute
-            )
-            rest_us = _rest_us([rows for _, rows in gathered], timelines)
+                moved = self.report.moved
+                costs = [with_copies(each, moved, message.device) for each in costs]
+            known, ran = self.pipeline.choice.costs, program.schedule.recompute
+            self._costs, self._cautious = (with_settings(each, known, ran) for each in costs)
+            self._rest_us = _rest_us([rows for _, rows in gathered], timelines)
             self._keep_free(group)
-            self._prediction = self._predict(program, self._costs, rest_us)
+            self._prediction = self._predict(program, self._costs, self._rest_us)
         else:
             alone = [merge(each.schedule, rows) for each, rows in spent]
             self._compare(self._prediction, timelines, alone)
+            self._try_others(program.schedule)
         self._write_trace(timelines[-1])
 
     def _keep_free(self, group: dist.ProcessGroup) -> None:
@@ -134,6 +156,7 @@ class Profiler:
         """Take the costs for the steps to come, plan anew if that is asked for, and say so."""
         planner = self.pipeline.planner
         now = prediction_of(program.schedule, costs, rest_us)
+        self._ran = planner.training(program.schedule.num_microbatches).schedule
         planner.adopt(costs)
         if not planner.choice.plans_by_costs:
             self._tell("measured costs: %s", told(now))
@@ -144,6 +167,63 @@ class Profiler:
         after = prediction_of(plan.program.schedule, costs, rest_us)
         self._tell("measured costs: %s -> %s, from the next step on", told(now), told(after))
         return after
+
+    def _try_others(self, ran: Schedule) -> None:
+        """Begin a trial of the plan beside others, where none has been."""
+        planner, costs = self.pipeline.planner, self._costs
+        if self._is_tried or not self.pipeline.tries or self._ran is None or costs is None:
+            return
+        self._is_tried = True
+        with refusing():
+            plan = planner.training(ran.num_microbatches)
+            others = planner.others(plan, self._ran, self._cautious, self.report.step_s)
+        plans = [plan, *others]
+        predicted = [prediction_of(each.program.schedule, costs, self._rest_us) for each in plans]
+        contest = Contest(planner, plans, predicted)
+        if len(contest.names) > 1:
+            self._contest = contest
+            self._tell("orders that get steps in turn: %s", ", ".join(contest.names))
+        else:
+            self._watch()
+
+    def _go_on(self, ran: Schedule) -> None:
+        """Count a step that has run: of a trial, or of a run whose drift is watched."""
+        if self._contest is not None:
+            winner = self._contest.ends_step(self.report.last_step_s, ran.num_microbatches)
+            if winner is None:
+                return
+            won, self._contest = self._contest.predicted[winner], None
+            self._keep(ran.num_microbatches)
+            if winner:  # which nothing has been held against yet
+                self._prediction = won
+                length = self._profiled[1] - self._profiled[0]
+                self._checked = self._steps + 2, self._steps + 2 + length
+            self.report.remeasure()
+            self._watch()
+        elif self._drift is not None and self._drift.ends_step(self.report.last_step_s):
+            self._measure_anew()
+
+    def _keep(self, num_microbatches: int) -> None:
+        """Write the order that has won beside the costs, for whoever starts again."""
+        folder = self.pipeline.options.trace_folder
+        if folder is None or dist.get_rank() != 0:
+            return
+        schedule = self.pipeline.planner.training(num_microbatches).schedule
+        try:
+            (Path(folder) / "schedule.json").write_text(schedule.to_json(), encoding="utf-8")
+        except OSError as error:
+            logger.warning("--pipeline-trace %s: %s", folder, error)
+
+    def _watch(self) -> None:
+        if self.pipeline.options.drift:
+            self._drift = Drift(self.pipeline.options.drift, self.pipeline.planner.once)
+
+    def _measure_anew(self) -> None:
+        """Have the next steps profiled like the first ones."""
+        first, last = self._steps + 1, self._steps + 1 + self._profiled[1] - self._profiled[0]
+        self._profiled, self._checked = (first, last), (last + 2, 2 * last + 2 - first)
+        self._drift = self._prediction = None
+        self._is_tried = False
 
     def _compare(
         self, prediction: Prediction, timelines: Sequence[Timeline], alone: Sequence[Timeline]
@@ -158,9 +238,14 @@ class Profiler:
         bubble = median(each.bubble for each in timelines)
         checked = Checked(prediction, makespan_us, bubble)
         if shares_processors() and self._costs is not None:
-            checked = checked._replace(processor_bubble=_processor_bubble(alone, self._costs))
+            # if a pass took no more than its processor time
+            own = simulate(alone[0].schedule, _costs_of(alone, self._costs))
+            checked = checked._replace(processor_bubble=own.bubble)
         self.report.compare(checked)
         self._tell("%s, in %d steps", comparison(checked), len(timelines))
+        if self._costs is not None:
+            for line in where_told(timelines, self._costs, _costs_of(timelines, self._costs)):
+                self._tell("%s", line)
 
     @staticmethod
     def _tell(text: str, *values: object) -> None:
@@ -180,32 +265,65 @@ class Profiler:
         send_us: float | None,
         held: Held,
         group: dist.ProcessGroup,
-    ) -> Costs:
-        """Return the costs that all pipelines of the world measured, their medians."""
+    ) -> list[Costs]:
+        """Return the costs that all pipelines of the world measured, their medians.
+
+        And the medians of the upper quartiles.
+        """
         mine = (send_us, dict(held), self.report.logits_bytes)
         everyones: list[Any] = [mine] * group.size()
         dist.all_gather_object(everyones, mine, group=group)
         sends = [each for each, _, _ in everyones if each is not None]
         all_held = {stage: pair for _, one, _ in everyones for stage, pair in one.items()}
-        own = measured_costs(timelines, fmean(sends) if sends else 0.0, all_held)
+        kept, left_out = undisturbed(timelines)
+        for step, device, factor in left_out:
+            number = self._profiled[0] + step
+            self._tell(
+                "step %d is left out of the costs: passes of pipeline rank %d took %.2f times what "
+                "they take in the median step",
+                *(number, device, factor),
+            )
+        send_us = fmean(sends) if sends else 0.0
+        made = [measured_costs(kept, send_us, all_held, of) for of in (median, upper_quartile)]
         if self.pipeline.choice.shares:
             most = max(each for _, _, each in everyones)
-            own = own.having(**{LOGITS.takes: (most,) * own.num_stages})
-        world: list[Costs] = [own] * dist.get_world_size()
+            made = [each.having(**{LOGITS.takes: (most,) * each.num_stages}) for each in made]
+        own = tuple(dist.get_process_group_ranks(group)), made
+        world = [own] * dist.get_world_size()
         dist.all_gather_object(world, own)
-        middle = replace(middle_of(world), layers=self.pipeline.stage_map.layers)
-        return middle.with_source(f"{MEASURED} in training on {len(world)} ranks")
+        self._tell_slow({ranks: costs for ranks, (costs, _) in world})
+        source = _source(f"{MEASURED} in training on {len(world)} ranks", self.report, kept[0])
+        layers = self.pipeline.stage_map.layers
+        return [
+            replace(middle_of(each), layers=layers).with_source(source)
+            for each in zip(*(costs for _, costs in world), strict=True)
+        ]
+
+    def _tell_slow(self, pipelines: Mapping[tuple[int, ...], Costs]) -> None:
+        layers, placement = self.pipeline.stage_map.layers, self.pipeline.choice.placement
+        known = [(ranks, replace(costs, layers=layers)) for ranks, costs in pipelines.items()]
+        for line in slow_among_replicas(known, placement):
+            self._tell("%s", line)
 
 
-def _processor_bubble(timelines: Sequence[Timeline], measured: Costs) -> float:
-    """Return the bubble of the order that ran if a pass took no more than its processor time."""
+def _source(text: str, report: RunReport, step: Timeline) -> str:
+    """Return where costs are from: when, on what machine, and of which sizes."""
+    machine = platform.processor() or platform.machine()
+    if torch.cuda.is_available():
+        machine = torch.cuda.get_device_name()
+    today = datetime.now().astimezone().date().isoformat()
+    count = step.schedule.num_microbatches
+    return f"{text}, {today}, {machine}, {count} microbatches, {report.tokens} tokens a step"
+
+
+def _costs_of(timelines: Sequence[Timeline], measured: Costs) -> Costs:
+    """Return what passes took in these steps; all else is as it was measured before."""
     held = {
         stage: (piece.held_after_forward_bytes, piece.held_after_backward_bytes)
         for stage, piece in enumerate(measured.stages())
     }
     costs = measured_costs(timelines, measured.send_us, held)
-    costs = replace(costs, half_duplex=measured.half_duplex).having(**dict(measured.others))
-    return simulate(timelines[0].schedule, costs).bubble
+    return replace(costs, half_duplex=measured.half_duplex).having(**dict(measured.others))
 
 
 def _clocks_ahead_us(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -14,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_vshape.core.ask import AUTO
 from megatron_vshape.core.check.simulate import peak_in_host
 from megatron_vshape.core.compiling import processors
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import COPY_OUT, LOGITS, RELEASE
+from megatron_vshape.core.model.kinds import COPY_OUT, LOGITS, RELEASE, ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.figures import tell
 from megatron_vshape.mcore.setup.choice import GIB
@@ -94,10 +96,11 @@ class RunReport:
     stages: Sequence[int]  # of this rank
     plan_of: PlanOf | None  # predicts the memory of a number of microbatches
     offload: Offload | None = None  # once a step may need it
-    _num_microbatches: int = 0
+    _plan: Plan | None = None  # of the step in which memory was measured
     _memory: Memory | None = None
     _started_s: float | None = None
     _step_s: list[float] = field(default_factory=list)
+    last_step_s: float | None = None  # of the step before the one that runs, if it can be told
     _tokens: int = 0
     _checked: Checked | None = None  # where costs were measured in this run
 
@@ -120,6 +123,16 @@ class RunReport:
     def within_passes_bytes(self) -> int:
         """Return what this rank's passes allocate and free again, which no plan knows of."""
         return 0 if self._memory is None else self._memory.within_passes
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of this rank's last step."""
+        return self._tokens
+
+    @property
+    def step_s(self) -> float:
+        """Return the median step's time; 0 where none is known."""
+        return median(self._step_s) if self._step_s else 0.0
 
     @property
     def measures_next(self) -> bool:
@@ -145,8 +158,10 @@ class RunReport:
     ) -> Iterator[None]:
         """Run a training step of this rank's pipeline inside, with `tokens` tokens."""
         now = time.perf_counter()
+        self.last_step_s = None
         if self._started_s is not None and tokens == self._tokens:
-            self._step_s.append(now - self._started_s)
+            self.last_step_s = now - self._started_s
+            self._step_s.append(self.last_step_s)
         self._started_s, self._tokens = now, tokens
         if self._memory is not None:
             yield
@@ -154,7 +169,7 @@ class RunReport:
         census, before = Census(persistent(model)), torch.cuda.memory_allocated()
         with self.state.meanwhile(census=census):
             yield
-        self._num_microbatches = num_microbatches
+        self._plan = None if self.plan_of is None else self.plan_of(num_microbatches)
         held = {stage: census.held_bytes(stage, slices) for stage in self.stages}
         # Before the first step the optimizer has no state yet; a peak while the model was built
         # that is higher still makes this too much rather than too little.
@@ -183,13 +198,13 @@ class RunReport:
         dist.all_gather_object(everyones, own, group=pipeline_group)
         speed = "speed unknown (too few steps)"
         if self._step_s:
-            speed = f"{self._tokens * copies / median(self._step_s):,.0f} tokens/s"
+            speed = f"{self._tokens * copies / self.step_s:,.0f} tokens/s"
         line = (
             f"{self.name}: {speed}; peak activation memory per rank in MiB: "
             f"measured {_in_mib([each.peak_bytes for each in everyones])}"
         )
-        if self.plan_of is not None:
-            plan = self.plan_of(self._num_microbatches)
+        if self._plan is not None:
+            plan = self._plan
             shared = {stage: both for each in everyones for stage, both in each.shared.items()}
             line += f", predicted {_in_mib(plan.peak_bytes(byte_costs(everyones), shared))}"
         in_host = [each.host_bytes for each in everyones]
@@ -202,7 +217,7 @@ class RunReport:
                 tell(allocated_bytes=allocated)
         if self._checked is not None and self._step_s:
             peaks = [each.peak_bytes for each in everyones]
-            line += "\n" + closing_table(self._checked, median(self._step_s) * 1e6, peaks)
+            line += "\n" + closing_table(self._checked, self.step_s * 1e6, peaks)
         return line
 
 
@@ -275,6 +290,7 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int, local_ranks: int | 
         )
     if pipeline.by_layers:
         whole += f"\n{_layers_told(pipeline)}"
+    whole += _learned_told(pipeline)
     whole += _recompute_told(pipeline, schedule) + _copies_told(
         plan, pipeline.planner.costs, local_ranks
     )
@@ -308,6 +324,22 @@ def _layers_told(pipeline: Pipeline) -> str:
     if pipeline.choice.kernels and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         told += "; not with CUDA_DEVICE_MAX_CONNECTIONS=1, set it to 32"
     return told
+
+
+def _learned_told(pipeline: Pipeline) -> str:
+    """Return what an earlier run left in the folder of traces, with which one could begin."""
+    options, choice = pipeline.options, pipeline.choice
+    path = Path(options.trace_folder or "") / "costs.json"
+    if choice.name != AUTO or choice.costs is not None or not path.is_file():
+        return ""
+    try:
+        costs = Costs.load(path)
+    except ScheduleError:
+        return ""
+    if costs.num_stages != pipeline.stage_map.last_stage + 1:
+        return ""
+    source = dict(costs.sources).get("forward_us", "earlier")
+    return f"\n{path} was {source}: --pipeline-costs {path} begins with it"
 
 
 def _recompute_told(pipeline: Pipeline, schedule: Schedule) -> str:

@@ -33,6 +33,7 @@ class Pipeline:
     layout: StageLayout
     overlaps_grad_reduce: bool
     by_layers: bool = False  # training passes run by Megatron's layer plans, some beside others
+    tries: bool = False  # its plan beside others, for some steps each, once costs are measured
     recomputed_inputs: tuple[str, ...] = ()  # modules that B computes anew and W holds on to
 
     @property
@@ -107,6 +108,7 @@ def pipeline_of(
         StageLayout(stage_map),
         bool(getattr(model, "overlap_grad_reduce", False)),
         by_layers,
+        choice.name == AUTO and options.profile_steps is not None and not captures_graphs(model),
         recomputed_inputs(model),
     )
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, limits_of
-from megatron_vshape.core.check.bounds import least_memory
+from megatron_vshape.core.check.bounds import fits, least_memory
 from megatron_vshape.core.check.simulate import peak_held, peak_shared, simulate
 from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import (
@@ -34,6 +35,7 @@ from megatron_vshape.core.planner.vocabulary import (
 from megatron_vshape.core.program.hiding import Beside, weights_beside
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import forward_wave, lower, whole_backwards
+from megatron_vshape.core.rivals import judge_rival, rivals_of
 from megatron_vshape.mcore.setup.choice import GIB, Choice
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 
@@ -65,6 +67,11 @@ class Plan:
             return max(peak_held(self.schedule))
         peak = max(peak_held(self.schedule, self.costs.of_activations()))
         return peak / chunk_of(self.costs, len(self.schedule.order))
+
+    @property
+    def most_messages(self) -> int:
+        """Return the most messages for which any device needs memory at once."""
+        return max(map(self.program.most_messages, range(self.schedule.num_devices)))
 
     @property
     def relative_peak(self) -> float:
@@ -114,6 +121,7 @@ class Planner:
         self._training: dict[int, Plan] = {}
         self._evaluation: dict[int, Program] = {}
         self._bubbles: dict[tuple[int, Costs], float] = {}
+        self._planned_in_s = 0.0  # that the last search took, of this process
 
     def adopt(self, costs: Costs) -> None:
         """Plan and predict with these costs from now on.
@@ -160,7 +168,7 @@ class Planner:
         """
         if num_microbatches not in self._training:
             plan = self._plan(num_microbatches)
-            most = max(map(plan.program.most_messages, range(self.choice.num_devices)))
+            most = plan.most_messages
             if self.choice.limit_bytes is not None and most > self._messages:
                 self._messages = most  # this plan has promised memory that its messages take
                 return self.training(num_microbatches)
@@ -177,9 +185,10 @@ class Planner:
 
     def _plan(self, num_microbatches: int) -> Plan:
         if self.once is not None and self.choice.plans_by_costs:
-            schedule = self.once(lambda: self._schedule(num_microbatches))
-        else:
-            schedule = self._schedule(num_microbatches)
+            return self._made(self.once(lambda: self._schedule(num_microbatches)))
+        return self._made(self._schedule(num_microbatches))
+
+    def _made(self, schedule: Schedule) -> Plan:
         if self.choice.keeps_backward_whole and not schedule.recompute:
             schedule = whole_backwards(schedule)
         elif self.choice.whole_stages:
@@ -189,6 +198,54 @@ class Planner:
         timeline = simulate(schedule, costs)
         program = lower(schedule, timeline, kernels=self.choice.kernels, takes=self._takes)
         return Plan(schedule, timeline, program, costs, self._beside(program, costs))
+
+    def run(self, plan: Plan) -> None:
+        """Have steps of as many microbatches run this plan from now on, as all ranks do."""
+        self._training[plan.schedule.num_microbatches] = plan
+
+    def others(
+        self, plan: Plan, ran: Schedule, cautious: Costs | None, spare_s: float
+    ) -> list[Plan]:
+        """Return what may be tried beside a plan within its limit, all ranks the same.
+
+        That are the order that `ran` before, the published ones on its placement, and a plan for
+        `cautious` costs, if planning takes no more than `spare_s`.
+        """
+
+        def schedules() -> list[Schedule]:
+            found = list(self._known(plan.schedule.num_microbatches))
+            if cautious is not None and self._planned_in_s <= spare_s:
+                own, self.costs = self.costs, cautious
+                made = self._schedule(plan.schedule.num_microbatches)
+                self.costs = own
+                found.append(replace(made, name=f"{AUTO} for the upper quartile"))
+            return found
+
+        found = schedules() if self.once is None else self.once(schedules)
+        return list(self._within(plan, map(self._made, [ran, *found])))
+
+    def _known(self, num_microbatches: int) -> Iterator[Schedule]:
+        """Yield the published orders on the placement that the model is built for."""
+        choice, costs = self.choice, self._allowed(self._known_costs)
+        chunks = (len(choice.planned) // choice.num_devices,)
+        for rival, block in rivals_of(choice.num_devices, num_microbatches, chunks):
+            if block.placement == choice.planned and costs.num_stages == len(block.placement):
+                sizes = choice.num_devices, num_microbatches
+                known = judge_rival(rival, *sizes, lambda *_: costs)
+                yield replace(known.schedule, name=rival.name).renumbered(choice.ranks)
+
+    def _within(self, plan: Plan, others: Iterable[Plan]) -> Iterator[Plan]:
+        """Yield those that hold no more than the plan may, and differ from it and each other."""
+        choice, seen = self.choice, [plan.program.schedule.order]
+        asked = self._asked(Question(AUTO, choice.num_devices, plan.schedule.num_microbatches))
+        limits = sorted(zip(choice.ranks, limits_of(asked), strict=True))
+        for each in others:
+            order, most = each.program.schedule.order, each.most_messages
+            has_room = choice.limit_bytes is None or most <= self._messages
+            if order not in seen and has_room and each.costs is not None:
+                if fits(peak_held(each.schedule, each.costs), [limit for _, limit in limits]):
+                    seen.append(order)
+                    yield each
 
     def predicted_bubble(self, num_microbatches: int) -> float:
         """Return the bubble of a training step at the costs that are known by now."""
@@ -217,6 +274,12 @@ class Planner:
         least = one_microbatch(self.choice.placement, self.choice.num_devices)
         costs = self._costs_of(least)
         return lower(least if costs is None else shared_if_told(least, costs))
+
+    @property
+    def _known_costs(self) -> Costs:
+        if self.costs is None:
+            raise RuntimeError("an order is to be planned by costs, and none are known yet")
+        return self.costs
 
     def _beside(self, program: Program, costs: Costs | None) -> Mapping[Pass, Beside]:
         if not self.choice.hides:
@@ -284,7 +347,14 @@ class Planner:
         """Return the best order within the limit; while nothing is measured, a known one."""
         if self.costs is None:
             return self._start(question)
-        costs, layers = self._allowed(self.costs), self.choice.num_layers
+        began_s = time.perf_counter()
+        schedule = ask(self._asked(question)).schedule
+        self._planned_in_s = time.perf_counter() - began_s
+        return replace(schedule, name=AUTO)
+
+    def _asked(self, question: Question) -> Question:
+        """Return the question of the best order at the costs that are known, within the limit."""
+        costs, layers = self._allowed(self._known_costs), self.choice.num_layers
         limit = self.choice.limit_of
         if self.choice.limit_bytes is not None:  # of which the run keeps its own state free
             costs = costs.having(**{STATE: None}) if costs.knows_all else costs
@@ -297,8 +367,7 @@ class Planner:
             return recut(costs, num_stages, question.num_devices, name, layers)
 
         within = replace(question, limit=limit, in_host=self.choice.in_host_bytes)
-        asked = replace(within, costs=costs, cut=cut, placements=placements)
-        return replace(ask(asked).schedule, name=AUTO)
+        return replace(within, costs=costs, cut=cut, placements=placements)
 
     def _start(self, question: Question) -> Schedule:
         """Return a known order until something is measured: where passes may join, some do.

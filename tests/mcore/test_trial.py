@@ -1,0 +1,122 @@
+"""Which order is the fastest in the run itself: `auto` tries its plan beside others."""
+
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mcore.farm import Ended, Farm
+from mcore.test_training import UNTIED, losses
+
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.schedule import load_schedule
+from megatron_vshape.mcore.observe.drift import WINDOW, Drift
+from megatron_vshape.mcore.observe.trial import OF_STEPS, SHARE, TURN, Trial, worth_trying
+
+Train = Callable[..., Ended]
+
+
+def tried(real_s: list[float], noise: float, seed: int = 0) -> tuple[Trial, int, int]:
+    """Run a trial of candidates that really take so long; return it, who won, after what steps."""
+    rng, trial, before = (
+        random.Random(seed),
+        Trial([f"order {i}" for i in range(9)][: len(real_s)], real_s),
+        None,
+    )
+    for step in range(2 * OF_STEPS):
+        running = trial.running
+        if trial.ran(before):
+            decided = trial.judged()
+            trial.go_on(decided)
+            if decided.table:
+                return trial, decided.left[0], step + 1
+        before = real_s[running] * (1 + abs(rng.gauss(0, noise)))
+    raise AssertionError("the trial does not end")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_faster_order_wins_within_a_hundredth_of_the_steps(seed: int) -> None:
+    real = [1.04, 1.0, 1.07]
+    trial, winner, steps = tried(real, 0.01, seed)
+    assert winner == 1
+    assert steps < OF_STEPS
+    cost = sum(real[at] - 1.0 for at, taken in enumerate(trial.taken_s) for _ in taken)
+    assert cost <= SHARE * OF_STEPS
+
+
+def test_orders_that_take_the_same_are_tried_as_long_as_a_trial_may_last() -> None:
+    _, winner, steps = tried([1.0, 1.0], 0.01)
+    assert winner in (0, 1)
+    assert OF_STEPS - 2 * 2 * TURN <= steps <= OF_STEPS
+
+
+def test_a_few_disturbed_steps_decide_nothing() -> None:
+    trial = Trial(["plan", "v-zb"], [1.0, 1.0])
+    before, step = None, 0
+    while True:
+        running = trial.running
+        if trial.ran(before):
+            decided = trial.judged()
+            trial.go_on(decided)
+            if decided.table:
+                break
+        step += 1
+        before = (1.0 if running == 0 else 1.03) * (1 + 0.001 * (step % 5))
+        if running == 0 and step % 7 == 0:
+            before *= 3  # something else ran
+    assert decided.left == (0,)
+    assert decided.table.splitlines()[1].endswith("stays")
+
+
+def test_what_is_predicted_to_be_much_slower_is_not_tried() -> None:
+    assert worth_trying([1.0, 1.2, 1.05, 1.01, 0.99]) == [0, 4, 3, 2]
+    assert worth_trying([1.0, 1.09, 1.09, 1.09, 1.09]) == [0, 1, 2]
+
+
+def test_steps_drift() -> None:
+    drift = Drift(0.05, None)
+    assert not any(drift.ends_step(1.0 + at % 2 / 100) for at in range(10 * WINDOW))
+    assert not any(drift.ends_step(1.0 if at % 3 else 9.0) for at in range(WINDOW))
+    found = [drift.ends_step(1.07) for _ in range(WINDOW)]
+    assert found[-1]
+    assert sum(found) == 1
+
+
+@pytest.mark.parametrize(
+    "drift", [pytest.param((), marks=pytest.mark.slow), ("--pipeline-replan", "drift:1%")]
+)
+def test_a_run_tries_its_plan_beside_others(
+    train: Train, farm: Farm, tmp_path: Path, drift: tuple[str, ...]
+) -> None:
+    """Every order gives the same numbers: losses are 1F1B's to the bit, whatever ran which step.
+
+    But for sums that have no order: tied ends' gradients, and the norm over ranks.
+    """
+    many = ("--train-iters", "70" if drift else "40", "--clip-grad", "0", UNTIED)
+    theirs = train(2, "--pipeline-schedule", "1f1b", *many)
+    limit = ("--pipeline-memory-limit", ".05", "--pipeline-trace", str(tmp_path))
+    flags = ("--pipeline-profile-iterations", "2:3", *limit, *drift, *many)
+    plugin = Path(__file__).parent / "last_wins.py"
+    ours = farm.run(2, "--pipeline-schedule", "auto", *flags, plugin=plugin).check()
+    assert losses(ours) == losses(theirs)
+    text = ours.output[0]
+    turns = re.search(r"orders that get steps in turn: auto, (.*)", text)
+    assert turns is not None, text[-3000:]
+    names = ["auto", *turns[1].split(", ")]
+    table = text.partition("orders tried in turn:\n")[2].splitlines()[: len(names) + 1]
+    assert table[0].split() == ["order", "predicted", "step,", "ms", "+-", "steps"]
+    assert [line[:34].rstrip() for line in table[1:]] == names
+    assert table[-1].endswith("stays")  # as the plugin has it
+    # The winner's memory and time are then held against its own prediction.
+    assert f"predicted for {names[-1]}, and measured later: passes " in text
+    assert ("measured anew" in text) == bool(drift)
+    assert text.count("measured costs: ") == (2 if drift else 1)
+    # What was learned is kept, and offered to who starts again.
+    assert load_schedule(tmp_path / "schedule.json").name == names[-1]
+    costs = Costs.load(tmp_path / "costs.json")
+    assert re.search(
+        r"\d{4}-\d\d-\d\d, .*, 8 microbatches, 256 tokens", dict(costs.sources)["forward_us"]
+    )
+    again = farm.run(2, "--pipeline-schedule", "auto", *limit, *many[2:]).check()
+    assert f"{tmp_path}/costs.json was measured in training on 2 ranks" in again.output[0]
