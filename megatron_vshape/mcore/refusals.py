@@ -467,11 +467,6 @@ VOCABULARY_REFUSALS = (
     Refusal("optimizer_post_validation", _UNTRIED, in_config=False),
     Refusal(BESIDE, _UNTRIED),
     Refusal(
-        "variable_seq_lengths",
-        "a rank would have to know how long a microbatch is before it is there",
-        flag="variable_seq_lengths (microbatches of unlike length)",
-    ),
-    Refusal(
         "cuda_graph_impl",
         "graphs are captured of F, B and W alone: leave it out",
         flag="--cuda-graph-impl (CUDA graphs)",

@@ -65,6 +65,9 @@ class StepState:
     gradient_sync: Reducer | None = None  # while a step runs whose gradients are reduced in W
     # While one runs whose vocabulary all ranks share: its `step.vocabulary.SharedVocabulary`.
     shared_vocabulary: Any = None
+    # While the trainer's own loss is made on every rank, of its rows of the logits: this rank is
+    # all stages then, as far as the trainer can ask.
+    has_logits: bool | None = None
     slice: Slice | None = None  # while a pass of one runs
     # Where microbatches are cut in slices, by layer: `split.sliced_attention.KeysValues` of those
     # whose passes have begun.

@@ -21,6 +21,7 @@ SCHEDULES = {
     "v-half": "schedule=v-half",
     "v-zb": "schedule=v-zb",
     "auto": "schedule=auto,profile_steps=1:2",
+    "v-half, shared": "schedule=v-half,vocab_parallel=true",
 }
 """What a user of the library sets MEGATRON_VSHAPE to; stock is without it."""
 

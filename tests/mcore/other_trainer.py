@@ -44,6 +44,7 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_first_stage,
     is_vp_last_stage,
 )
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -53,6 +54,8 @@ import megatron_vshape
 from megatron_vshape.mcore.layout.vocabulary import Shards
 
 LAYERS, HIDDEN, VOCABULARY, LONGEST = 8, 32, 64, 24
+
+SHARED = "embedding.word_embeddings", "output_layer"
 
 EXPERTS = {
     "num_moe_experts": 4,
@@ -118,7 +121,10 @@ def make_config(shape: str, ranks: int, given: dict[str, Any]) -> Any:
     if "beside" in given:
         sizes |= EXPERTS | {"overlap_moe_expert_parallel_comm": given["beside"]}
     if shape != "bridge":
-        return TransformerConfig(pipeline_model_parallel_size=ranks, **sizes)
+        tensor = given.get("tensor", 1)
+        return TransformerConfig(
+            pipeline_model_parallel_size=ranks, tensor_model_parallel_size=tensor, **sizes
+        )
     config = DeferredConfig(**sizes)
     if "pattern" in given:
         config = HybridProvider(**sizes, pattern=given["pattern"])
@@ -219,12 +225,16 @@ def names_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield ".".join(parts) + first, parameter
 
 
-def shards_of(model: nn.Module) -> dict[nn.Parameter, Shards]:
-    """Return the parameters whose rows pipeline ranks share, and how."""
+def shards_of(model: nn.Module) -> dict[nn.Parameter, Any]:
+    """Return the parameters whose rows pipeline or tensor ranks share, and how."""
     return {
         module.weight: module.tp_group
-        for module in model.modules()
-        if isinstance(getattr(module, "tp_group", None), Shards) and module.weight is not None
+        for name, module in model.named_modules()
+        if getattr(module, "weight", None) is not None
+        and (
+            isinstance(getattr(module, "tp_group", None), Shards)
+            or (name in SHARED and module.tp_group.size() > 1)
+        )
     }
 
 
@@ -263,6 +273,7 @@ def forward(
     data: Any,
     model: nn.Module,
     return_schedule_plan: bool = False,
+    reads_logits: str | None = None,
 ) -> tuple[Any, Any]:
     """Run a microbatch, or return its plan; only an end of the model is given what it reads."""
     batch = next(data)
@@ -277,6 +288,8 @@ def forward(
     labels = batch["labels"] if ends[1] else None
     reads = ends[0] or (ends[1] and getattr(unwrapped(model), "mtp_process", False))
     call = model.build_schedule_plan if return_schedule_plan else model
+    if reads_logits is not None:
+        return read_logits(reads_logits, collected, model, (tokens, positions, mask))
     output = call(tokens if reads else None, positions, mask, labels=labels)
 
     def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -285,6 +298,66 @@ def forward(
         return loss, {"loss": loss.detach()}
 
     return output, loss_of
+
+
+def of_answers(logits: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+    """Return log-probabilities of the next tokens and the entropy, [b, s], as RL libraries do.
+
+    The logits are the rows of a tensor-parallel rank.
+    """
+    group = mpu.get_tensor_model_parallel_group()
+    logits.div_(0.8)  # a temperature, in place as verl's
+    probable = -vocab_parallel_cross_entropy(logits.clone(), tokens.roll(-1, 1))
+    return {"log_probs": probable, "entropy": Entropy.apply(logits, group)}
+
+
+class Entropy(torch.autograd.Function):
+    """The entropy of rows that a group shares, with a gradient of the own rows as verl's has."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+        most = logits.amax(-1, keepdim=True)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group)
+        powers = (logits - most).exp()
+        total = powers.sum(-1, keepdim=True)
+        dist.all_reduce(total, group=group)
+        softmax = powers / total
+        mean = (softmax * logits).sum(-1, keepdim=True)
+        dist.all_reduce(mean, group=group)
+        ctx.save_for_backward(softmax, logits - mean)
+        return (most + total.log() - mean).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        softmax, distance = ctx.saved_tensors
+        return -softmax * distance * gradients[0].unsqueeze(-1), None
+
+
+def policy_loss(tokens: Tensor, collected: list[float], made: dict[str, Tensor]) -> Any:
+    """Return a loss of log-probabilities and entropy, and what is to be known of both."""
+    worth = torch.linspace(-1, 2, tokens.shape[1])
+    before = -4.0 + 0.1 * tokens
+    ratio = (0.1 * (made["log_probs"] - before)).exp()
+    loss = -torch.min(ratio * worth, ratio.clamp(0.8, 1.3) * worth).mean()
+    loss = loss - 0.1 * made["entropy"].mean()
+    collected.append(loss.item())
+    return loss, {"loss": loss.detach(), **{name: each.detach() for name, each in made.items()}}
+
+
+def read_logits(
+    where: str, collected: list[float], model: nn.Module, call: tuple[Tensor, ...]
+) -> tuple[Any, Any]:
+    """Call the model without labels, and make what is wanted of its logits.
+
+    `where` is "call", beside the model's, as verl does, or "loss", in the function that is returned
+    as slime does.
+    """
+    tokens, output = call[0], model(*call)
+    has_logits = unwrapped(model).post_process and mpu.is_pipeline_last_stage()
+    if where == "call":
+        made = of_answers(output, tokens) if has_logits else output
+        return made, partial(policy_loss, tokens, collected)
+    return output, lambda logits: policy_loss(tokens, collected, of_answers(logits, tokens))
 
 
 def losses_of(shape: str, returned: list[Any], collected: list[float]) -> list[float]:
@@ -393,7 +466,7 @@ def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]
         experts = {"expert_model_parallel_size": config.expert_model_parallel_size}
         mpu.initialize_model_parallel(1, ranks, chunks, **experts)
     else:
-        mpu.initialize_model_parallel(1, ranks)
+        mpu.initialize_model_parallel(given.get("tensor", 1), ranks)
         config = make_config(shape, ranks, given)
     model_parallel_cuda_manual_seed(1)
     model = make_model(shape, config, given)
@@ -415,6 +488,7 @@ def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]
     replica = mpu.get_data_parallel_rank()
     losses: list[list[float]] = []
     norms: list[float] = []
+    made: list[Any] = []
     read: dict[str, list[list[float] | None]] = {each.__name__: [] for each in READERS}
     for step, count in enumerate((8, 4, 8) if shape == "verl" else (8, 8, 8)):
         lengths = [LONGEST, 7, 16] if shape == "verl" else [LONGEST]
@@ -423,7 +497,9 @@ def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]
         optimizer.zero_grad()
         collected: list[float] = []
         returned = get_forward_backward_func()(
-            forward_step_func=partial(forward, shape, collected),
+            forward_step_func=partial(
+                forward, shape, collected, reads_logits=given.get("reads_logits")
+            ),
             data_iterator=iterators(given, model, step + 10 * replica, count, lengths),
             model=model,
             num_microbatches=count,
@@ -432,6 +508,7 @@ def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]
             forward_only=step == 1,
         )
         losses.append(losses_of(shape, returned, collected))
+        made.append([{**each} for each in returned if "log_probs" in each])
         if step == 1 and given.get("fails") == dist.get_rank():
             raise KeyError("metrics")  # as a library does that finds no results
         read_all_ways(shape, read, returned, collected)
@@ -445,6 +522,7 @@ def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]
     return {
         "losses": losses,
         "read": read,
+        "made": made,
         "norms": norms,
         "gradients": {name: each.main_grad.clone() for name, each in whole},
         "parameters": {name: each.detach().clone() for name, each in named},

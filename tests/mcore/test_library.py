@@ -47,6 +47,7 @@ class Learnt(NamedTuple):
     chunks: int
     first: dict[str, Any]  # all that the first rank has kept
     read: list[dict[str, Any]]  # of every rank: of every step, what it reads in each known way
+    made: list[Any]  # what the last rank has made of logits, of every step
 
 
 def learnt(folder: Path, ranks: int = RANKS) -> Learnt:
@@ -63,6 +64,7 @@ def learnt(folder: Path, ranks: int = RANKS) -> Learnt:
         chunks=kept[0]["chunks"],
         first=kept[0],
         read=[each.get("read", {}) for each in kept],
+        made=kept[-1].get("made", []),
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -238,3 +239,34 @@ def test_a_library(farm: Farm, tmp_path: Path, shape: str) -> None:
         ours = run_library(farm, tmp_path, shape, schedule, options={"vocab_parallel": True})
         assert "embedding.word_embeddings.weight@0016" in ours.parameters
         same(joined(ours), plain)
+
+
+OF_LOGITS = {
+    "where it is called": {"reads_logits": "call"},
+    "in the loss": {"reads_logits": "loss"},
+    "tensor parallel": {"reads_logits": "call", "tensor": 2, "pipeline": 2},
+    "two replicas": {"reads_logits": "loss", "pipeline": 2},
+}
+"""Where a library makes log-probabilities of logits, and on which ranks."""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(given, id=name, marks=[pytest.mark.slow] * bool(number))
+        for number, (name, given) in enumerate(OF_LOGITS.items())
+    ],
+)
+def test_a_librarys_own_loss_of_logits(farm: Farm, tmp_path: Path, given: dict[str, Any]) -> None:
+    """Log-probabilities, entropy and a policy's loss of them, of microbatches of unlike length."""
+    plain = run_library(farm, tmp_path, "verl", None, **given)
+    for schedule in ("v-half", "zb-h1"):
+        ours = run_library(
+            farm, tmp_path, "verl", schedule, options={"vocab_parallel": True}, **given
+        )
+        assert "output_layer.weight" not in ours.parameters  # each rank has rows of it
+        same(joined(ours), joined(plain))
+        assert list(map(len, ours.made)) == [8, 4, 8]
+        for own, theirs in zip(sum(ours.made, []), sum(plain.made, []), strict=True):
+            for name in ("log_probs", "entropy"):
+                torch.testing.assert_close(own[name], theirs[name], rtol=1e-6, atol=2e-6)

@@ -204,6 +204,8 @@ def setup_embeddings(session: Session, original: Function, model: Any) -> None:
 def _asked(session: Session, end: int, fallback: bool) -> bool:
     """Return whether the stage that runs is the first, or the last; outside a pass, `fallback`."""
     pipeline, chunk = session.pipeline, session.step.running_chunk
+    if session.step.has_logits:
+        return True
     if pipeline is None or chunk is None:
         return fallback
     return pipeline.ends(parallel_state.get_pipeline_model_parallel_rank(), chunk)[end]

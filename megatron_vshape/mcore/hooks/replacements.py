@@ -225,6 +225,8 @@ def _is_end(
     the rank's place in the pipeline: the last one has what comes of the loss (`pipeline_of`).
     """
     pipeline = session.pipeline
+    if session.step.has_logits:
+        return True
     chunk = session.step.running_chunk if ignore_virtual else vp_stage
     if pipeline is not None and not ignore_virtual and pipeline.stage_map.num_chunks == 1:
         chunk = 0
@@ -251,8 +253,8 @@ def float16_module_forward(
     if first:
         inputs = transformer_module.fp32_to_float16(inputs, module.float16_convertor)
     outputs = module.module(*inputs, **options)
-    # With a shared vocabulary the last stage ends where logits would begin.
-    makes_loss = last and not pipeline.choice.shares
+    # With a shared vocabulary the last stage ends where logits would begin, or all ranks have some.
+    makes_loss = session.step.has_logits or (last and not pipeline.choice.shares)
     return transformer_module.float16_to_fp32(outputs) if makes_loss and fp32_output else outputs
 
 

@@ -44,7 +44,7 @@ from megatron_vshape.mcore.step.finite import InspectedStage, repeats_a_bad_step
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.late_checks import checked_late
 from megatron_vshape.mcore.step.loss_reporting import Courier
-from megatron_vshape.mcore.step.microbatches import given_iterators, shared_out
+from megatron_vshape.mcore.step.microbatches import given_iterators, read_again, shared_out
 from megatron_vshape.mcore.step.paged_stash import begin_step
 from megatron_vshape.mcore.step.run_ahead import RandomState, Replay
 from megatron_vshape.mcore.step.same_plan import Agreement
@@ -336,14 +336,14 @@ class PipelineRunner:
         chunks = _as_list(call.model)
         with refusing():
             iterators = given_iterators(call.data_iterator, len(chunks))
-        config = get_model_config(chunks[0])
+        config, shares = get_model_config(chunks[0]), self._pipeline.choice.shares
         begin_step(config, not call.forward_only and self._profiler.order_is_last)
         groups = _default_groups() if call.pg_collection is None else call.pg_collection
         slices = self._slices(call, config)
         shape = _message_shape(call, config, groups, slices)
         transport = self._ready_transport(config, shape, chunks[0], groups.pp)
         with refusing():
-            check_vocabulary(self._pipeline.choice.shares, config)
+            check_vocabulary(shares, config)
             sync = GradientSync(
                 config,
                 chunks,
@@ -355,7 +355,7 @@ class PipelineRunner:
         if not call.forward_only:
             sync.gather_parameters()
             iterators = self._replayed(iterators)
-        iterators = shared_out(iterators)
+        iterators, again = read_again(iterators) if shares else (shared_out(iterators), None)
         program, beside = self._program(call, hides)
         if not call.forward_only:
             self._set_recompute(program.schedule.recompute, chunks, groups.pp.rank())
@@ -377,8 +377,9 @@ class PipelineRunner:
             offload=offload,
             by_layers=self._pipeline.by_layers and not call.forward_only,
         )
-        if self._pipeline.choice.shares:
+        if shares:
             step.vocabulary = self._vocabulary(step, chunks, iterators, groups, transport, shape)
+            step.vocabulary.again = again
         if slices > 1:
             step.slices = Slices(slices, call.seq_length, call.forward_step_func)
             step.slices.lose = loss_maker(step, chunks[-1], self._pipeline.stage_map.num_chunks)
@@ -398,6 +399,7 @@ class PipelineRunner:
         """Return this rank's part in what all ranks do of a shared vocabulary in this step."""
         stage_map = self._pipeline.stage_map
         whole = groups.tp.size() if step.config.sequence_parallel else 1
+        any_length = step.config.variable_seq_lengths
         assert transport.together is not None
         vocabulary = SharedVocabulary(
             self._state,
@@ -409,14 +411,14 @@ class PipelineRunner:
             iterator=iterators[0],
             forward_step_func=step.forward_step_func,
             num_microbatches=step.num_microbatches,
-            tokens_shape=(shape[1], shape[0] * whole),
-            hidden_shape=tuple(shape),
+            tokens_shape=None if any_length else (shape[1], shape[0] * whole),
             learns=not step.forward_only,
             gradient_sync=step.gradient_sync,
             tensor_group=groups.tp,
             context_group=groups.cp,
         )
-        vocabulary.lose = loss_maker(step, chunks[-1], stage_map.num_chunks)
+        reports = groups.pp.rank() == stage_map.loss_rank
+        vocabulary.lose = loss_maker(step, chunks[-1], stage_map.num_chunks, reports)
         return vocabulary
 
     def _own_stages(self, rank: int) -> tuple[int, ...]:

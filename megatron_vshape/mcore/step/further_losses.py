@@ -10,7 +10,7 @@ counted once they are known.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,7 +58,7 @@ class FurtherLosses:
     """Those of a step's microbatches, on the rank that makes the loss."""
 
     layers: int
-    tokens_shape: tuple[int, int]  # [b, s] of a microbatch on this rank
+    shapes: Mapping[int, tuple[int, int]]  # [b, s] of the microbatches on this rank
     _made: dict[int, list[_Layer]] = field(default_factory=dict)
     _hidden_gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
@@ -91,7 +91,7 @@ class FurtherLosses:
         if len(made) == self.layers:
             return None
         take = partial(self._hidden_gradients.pop, (microbatch, len(made)))
-        losses: Tensor = _LaterLosses.apply(hidden, (*self.tokens_shape[::-1], 1), take)
+        losses: Tensor = _LaterLosses.apply(hidden, (*self.shapes[microbatch][::-1], 1), take)
         made.append(_Layer(hidden.detach(), losses))
         return losses
 

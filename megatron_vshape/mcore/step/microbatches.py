@@ -28,27 +28,37 @@ class _Shared:
         while self._given <= number:
             self._waiting[self._given] = next(self.source), self.readers
             self._given += 1
-        item, left = self._waiting.pop(number)
-        if left == 1:
-            return item
-        self._waiting[number] = item, left - 1
-        return copy.copy(item)
+        item, left = self._waiting[number]
+        self.leave(number)
+        return item if left == 1 else copy.copy(item)
+
+    def leave(self, number: int) -> None:
+        """Keep a microbatch for one reader less, if it is there."""
+        if number in self._waiting:
+            item, left = self._waiting.pop(number)
+            if left > 1:
+                self._waiting[number] = item, left - 1
 
 
 @dataclass(eq=False)
-class _Reader:
+class Reader:
     """What one chunk reads of it in one step; everything but `next` is passed on."""
 
     shared: _Shared
     _number: int = 0
 
-    def __iter__(self) -> _Reader:
+    def __iter__(self) -> Reader:
         return self
 
     def __next__(self) -> Any:
         item = self.shared.read(self._number)
         self._number += 1
         return item
+
+    def pass_over(self) -> None:
+        """Do not read the next microbatch."""
+        self.shared.leave(self._number)
+        self._number += 1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.shared.source, name)
@@ -85,9 +95,21 @@ def shared_out(iterators: Sequence[Any]) -> list[Any]:
     """
     shared = {key: _Shared(each, readers) for key, (each, readers) in _readers(iterators).items()}
     return [
-        each if each is None or shared[id(each)].readers == 1 else _Reader(shared[id(each)])
+        each if each is None or shared[id(each)].readers == 1 else Reader(shared[id(each)])
         for each in iterators
     ]
+
+
+def read_again(iterators: Sequence[Any]) -> tuple[list[Any], Any]:
+    """Return what every chunk reads in one step, and what reads the last chunk's microbatches anew.
+
+    An iterator that is read otherwise than by `next` is copied for that, as it stands.
+    """
+    last = iterators[-1]
+    if last is not None and not hasattr(last, "__next__"):
+        return shared_out(iterators), copy.copy(last)
+    *shared, again = shared_out([*iterators, last])
+    return shared, again
 
 
 def _readers(iterators: Sequence[Any]) -> dict[int, tuple[Any, int]]:

@@ -349,16 +349,19 @@ class MegatronStage:
 
 
 def loss_maker(
-    step: Step, model: nn.Module, num_chunks: int
-) -> Callable[[Tensor, Any], Tensor | None]:
-    """Return what makes a microbatch's loss of its losses [b, s], by the function that F returned.
+    step: Step, model: nn.Module, num_chunks: int, reports: bool = True
+) -> Callable[..., Tensor | None]:
+    """Return what makes a microbatch's loss, by the function that F returned.
 
-    It returns their gradient where they are to learn from it: Megatron's own averages and scales,
-    masks and loss scale are in that.
+    It takes the losses [b, s], and returns their gradient where they are to learn from it:
+    Megatron's own averages and scales, masks and loss scale are in that. Or it takes what the
+    trainer has made of logits, with their graph (`is_leaf` false), and nothing is returned. What is
+    reported of the loss and how many tokens it counts is kept where `reports`.
     """
+    store: list[Any] = step.loss_store if reports else []
 
-    def lose(losses: Tensor, function: Any) -> Tensor | None:
-        if not step.forward_only:
+    def lose(losses: Any, function: Any, is_leaf: bool = True) -> Tensor | None:
+        if is_leaf and not step.forward_only:
             losses.requires_grad_()
         if step.config.timers is not None:  # what makes the loss stops it
             step.config.timers("forward-compute", log_level=2).start()
@@ -370,14 +373,18 @@ def loss_maker(
             num_chunks - 1 if num_chunks > 1 else None,
             step.collect_non_loss_data,
             step.num_microbatches,
-            step.loss_store,
+            store,
             step.context_parallel_size,
             True,
         )
-        step.num_tokens += num_tokens
+        if reports:
+            step.num_tokens += num_tokens
+        else:
+            store.clear()
         if step.forward_only:
             return None
-        gradient: Tensor = schedules.backward_step(losses, loss, None, step.config)
+        leaf = losses if is_leaf else None
+        gradient: Tensor | None = schedules.backward_step(leaf, loss, None, step.config)
         return gradient
 
     return lose

@@ -10,6 +10,9 @@ Only that of a step's last microbatch goes by itself, and the loss rank waits fo
 that S; it never does within others. The trainer's function may communicate, so it runs where
 passes run, in their order, and not beside them.
 
+A trainer that calls the model without labels makes its loss of logits in S, on every rank of that
+rank's rows (`loss_of_logits`).
+
 Each layer of multi-token prediction has tokens and logits of its own for every token. They are
 further sequences of the same microbatch in all these passes (`further_losses`).
 """
@@ -35,10 +38,16 @@ from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.step.further_losses import FurtherLosses
 from megatron_vshape.mcore.step.gradient_sync import GradientSync
+from megatron_vshape.mcore.step.loss_of_logits import LossOfLogits, called_up_to_logits
+from megatron_vshape.mcore.step.microbatches import Reader
 from megatron_vshape.mcore.step_state import StepState, unwrapped
 from megatron_vshape.runtime.together import Pending, Together
 from megatron_vshape.runtime.vocabulary import Logits, Rows, Statistics, add_rows, look_up
-from megatron_vshape.runtime.weight_jobs import WeightGradKernel, fused_kernel
+from megatron_vshape.runtime.weight_jobs import (
+    WeightGradKernel,
+    accumulate_weight_grad,
+    fused_kernel,
+)
 
 FIELDS = len(Statistics._fields)
 
@@ -56,14 +65,15 @@ class SharedVocabulary:
     iterator: Any  # of the first chunk's data
     forward_step_func: Callable[..., Any]
     num_microbatches: int
-    tokens_shape: tuple[int, int]  # [b, s] of a microbatch on this rank
-    hidden_shape: tuple[int, ...]  # of what leaves the last stage: a message's
+    # [b, s] of a microbatch on this rank; None where they have unlike ones, which the first tells.
+    tokens_shape: tuple[int, int] | None
     learns: bool
     gradient_sync: GradientSync
     tensor_group: dist.ProcessGroup
     context_group: dist.ProcessGroup
     # Makes the loss of a microbatch by its losses, [b, s], and the function that F has returned.
-    lose: Callable[[Tensor, Any], Tensor | None] = field(init=False)
+    lose: Callable[..., Tensor | None] = field(init=False)
+    again: Any = None  # reads the last chunk's data once more
     running: int = -1  # the microbatch whose F runs
     _calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Any]] = field(default_factory=dict)
     _tokens: dict[int, Tensor] = field(default_factory=dict)
@@ -72,6 +82,7 @@ class SharedVocabulary:
     _embedded: dict[int, list[Tensor]] = field(default_factory=dict)  # and what it has
     _embedded_gradients: dict[int, list[Tensor]] = field(default_factory=dict)
     _read: dict[int, Tensor] = field(default_factory=dict)  # what this rank reads in a meeting
+    _last_hidden: dict[int, Tensor] = field(default_factory=dict)  # of the F that runs
     _labels: dict[int, Tensor] = field(default_factory=dict)
     _loss_functions: dict[int, Any] = field(default_factory=dict)
     _logits: dict[int, Logits] = field(default_factory=dict)
@@ -80,6 +91,9 @@ class SharedVocabulary:
     _parts: dict[int, Tensor] = field(default_factory=dict)  # dX / g, on the loss rank
     _gradients: dict[int, Tensor] = field(default_factory=dict)  # g, [heads x b, s]
     _last_gradient: Pending[Tensor] | None = None
+    _shapes: dict[int, tuple[int, int]] = field(default_factory=dict)  # [b, s] of microbatches
+    _wants_logits: bool | None = None  # whether the trainer makes its loss of them: in the first S
+    _of_logits: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # gradient, hidden
 
     def __post_init__(self) -> None:
         """Find this rank's rows, and tell what reduces gradients when theirs are complete."""
@@ -94,12 +108,9 @@ class SharedVocabulary:
         self._tensor_ranks = self.tensor_group.size()
         self._scatters = self.config.sequence_parallel and self._tensor_ranks > 1
         # Who looks up the tokens, and then those of each layer of multi-token prediction.
-        predicting, (batch, sequence) = self.stage_map.predicting, self.tokens_shape
+        predicting = self.stage_map.predicting
         self._readers = self._first_device, *(self._loss_device,) * predicting
-        self._further = FurtherLosses(predicting, self.tokens_shape)
-        self._lookup_shape = (1 + predicting) * batch, sequence
-        # Only training wants what their logits are for.
-        self._logits_shape = (1 + predicting * self.learns) * batch, sequence
+        self._further = FurtherLosses(predicting, self._shapes)
         for _ in range(self.num_microbatches if self.learns else 0):
             self.gradient_sync.deferred([self._table])
             self.gradient_sync.deferred([self._head])
@@ -117,8 +128,8 @@ class SharedVocabulary:
 
     def look_up(self, microbatch: int) -> None:
         """Run I."""
-        tokens = self._tokens[microbatch] if self.learns else self._tokens.pop(microbatch)
-        table, each = self._table.detach(), tokens.split(self.tokens_shape[0])
+        tokens = self._tokens[microbatch]
+        table, each = self._table.detach(), tokens.split(self._shapes[microbatch][0])
         parts = [look_up(table, own, self._first_row) for own in each]
 
         def add_up() -> tuple[Tensor, ...]:
@@ -163,13 +174,17 @@ class SharedVocabulary:
 
         def forward(iterator: Any, model: Any) -> Any:
             with self._further.forward(microbatch):
-                output, self._loss_functions[microbatch] = self.forward_step_func(iterator, model)
-            if microbatch not in self._labels:
+                made = called_up_to_logits(self.forward_step_func, iterator, model, self._labels)
+            hidden = self._last_hidden.pop(microbatch)
+            if made is not None:
+                output, self._loss_functions[microbatch] = made
+                return output, None
+            if self.stage_map.predicting:
                 raise UnsupportedError(
-                    "a shared vocabulary makes losses and no logits, and the model was called "
-                    "without labels: give it labels, or leave --pipeline-vocab-parallel out"
+                    "multi-token prediction learns from labels, and the model was called without: "
+                    "give it labels, or leave --pipeline-vocab-parallel out"
                 )
-            return output, None
+            return hidden, None
 
         return forward
 
@@ -179,6 +194,7 @@ class SharedVocabulary:
         if further is not None:
             return further
         whole: Tensor = make_viewless_tensor(hidden, hidden.requires_grad, keep_graph=True)
+        self._last_hidden[self.running] = whole
         return whole
 
     def keep_labels(self, labels: Tensor, logits: Tensor) -> Tensor:
@@ -191,7 +207,7 @@ class SharedVocabulary:
 
     def keep_hidden(self, microbatch: int, hidden: Tensor) -> None:
         """Take the last stage's output, [s, b, h] or a part of the sequence, with its graph."""
-        if self.learns:
+        if self.learns and microbatch in self._labels:
             made = self._further.end(microbatch, hidden, self._labels[microbatch])
             self._read[microbatch], self._labels[microbatch] = made
         else:
@@ -200,11 +216,18 @@ class SharedVocabulary:
 
     def own_logits(self, microbatch: int) -> None:
         """Run S, and begin the sums."""
-        hidden, labels = self._read.pop(microbatch), self._labels.pop(microbatch)
+        hidden = self._read.pop(microbatch)
         if self._scatters:
             hidden = self._gathered(hidden)
+        tokens = self._tokens[microbatch] if self.learns else self._tokens.pop(microbatch)
+        if self._wants_logits:
+            self._lose_of_logits(microbatch, hidden, tokens)
+            return
+        if isinstance(self.again, Reader):
+            self.again.pass_over()
+        labels = self._labels.pop(microbatch)
         flat, weight = labels.t().flatten(), self._head.detach()
-        asks_best = len(labels) > self.tokens_shape[0]
+        asks_best = len(labels) > self._shapes[microbatch][0]
         made = Logits.of(weight, hidden.flatten(0, 1), flat, self._first_row, asks_best)
         product = made.softmax @ weight if self.learns else None
         part = torch.stack(made.statistics)
@@ -229,6 +252,32 @@ class SharedVocabulary:
         if microbatch == self.num_microbatches - 1 or not self.learns:
             self._tell_last_gradient(microbatch)
 
+    def _lose_of_logits(self, microbatch: int, hidden: Tensor, tokens: Tensor) -> None:
+        weight = self._head.detach()
+        makes = LossOfLogits(
+            self.state,
+            self.last,
+            self.again,
+            self.forward_step_func,
+            self._modules[0].tp_group,
+            self.lose,
+        )
+        gradient = makes.of(hidden, weight, tokens)
+        if not self.learns:
+            return
+        if gradient is None:  # the loss does not depend on the logits
+            gradient = hidden.new_zeros((*hidden.shape[:2], len(weight)))
+        flat = gradient.flatten(0, 1)
+        product, device = flat @ weight, self._loss_device
+
+        def add_up() -> tuple[Tensor, ...]:
+            self.together.sum_to(device, product, f"the gradients of S.{microbatch}")
+            return (product,)
+
+        self._sums[microbatch] = self.together.begin(add_up, [product])
+        self._of_logits[microbatch] = flat, hidden.flatten(0, 1)
+        self._count(*self._of_logits[microbatch])
+
     def wait_for_sums(self, microbatch: int) -> None:
         """Run C, beside the passes."""
         pending = self._sums.get(microbatch)
@@ -237,22 +286,26 @@ class SharedVocabulary:
 
     def hidden_gradient(self, microbatch: int) -> Tensor:
         """Return the gradient of the last stage's output, for its B."""
+        batch = self._shapes[microbatch][0]
+        if self._wants_logits:
+            (part,) = self._sums.pop(microbatch).result()
+            return self._over_tensor_ranks(part.view(-1, batch, part.shape[-1]))
         gradient = self._gradient(microbatch).t()
-        part = self._parts.pop(microbatch).view(*gradient.shape, -1)
+        part = self._over_tensor_ranks(self._parts.pop(microbatch).view(*gradient.shape, -1))
         if self._scatters:
-            part = self._reduce_scattered(part)
             gradient = gradient.chunk(self._tensor_ranks)[self.tensor_group.rank()]
-        elif self._tensor_ranks > 1:
-            dist.all_reduce(part, group=self.tensor_group)
         whole = (gradient.unsqueeze(-1) * part).to(part.dtype)
-        parts: list[Tensor] = [
-            each.contiguous() for each in whole.split(self.tokens_shape[0], dim=1)
-        ]
+        parts: list[Tensor] = [each.contiguous() for each in whole.split(batch, dim=1)]
         self._further.keep_gradients(microbatch, parts[1:])
         return parts[0]
 
     def own_head_weights(self, microbatch: int) -> None:
         """Run T."""
+        if self._wants_logits:
+            gradient, hidden = self._of_logits.pop(microbatch)
+            accumulate_weight_grad(self._head, gradient, hidden, self._kernel())
+            self.gradient_sync.added([self._head])
+            return
         whole, gradient = self._sum(microbatch), self._gradient(microbatch)
         made = self._logits.pop(microbatch)
         made.add_weight_gradient(self._head, whole, gradient.t().flatten(), self._kernel())
@@ -268,9 +321,22 @@ class SharedVocabulary:
     def _read_tokens(self, microbatch: int) -> None:
         if self._device == self._first_device:
             tokens = self._next_tokens(microbatch)
+            self._shapes[microbatch] = self._tell_shape(tokens.shape)
         else:
-            tokens = self._empty(self._lookup_shape, torch.int64)
+            self._shapes[microbatch] = self._tell_shape((0, 0))
+            batch, sequence = self._shapes[microbatch]
+            shape = (1 + self.stage_map.predicting) * batch, sequence
+            tokens = self._empty(shape, torch.int64)
         self._tokens[microbatch] = self.together.from_one(self._first_device, tokens, "tokens")
+
+    def _tell_shape(self, lookups: Sequence[int]) -> tuple[int, int]:
+        """Return the [b, s] of a microbatch; the first device tells it by those of its lookups."""
+        if self.tokens_shape is not None:
+            return self.tokens_shape
+        shape = torch.tensor(tuple(lookups), device=self._table.device)
+        shape = self.together.from_one(self._first_device, shape, "the shape of tokens")
+        batches, sequence = shape.tolist()
+        return batches // (1 + self.stage_map.predicting), sequence
 
     def _next_tokens(self, microbatch: int) -> Tensor:
         """Have the trainer's function read a microbatch, and keep its call of the model for F."""
@@ -289,11 +355,16 @@ class SharedVocabulary:
         model = unwrapped(self.first)
         bound = inspect.signature(type(model).forward).bind(model, *call[0], **call[1])
         tokens: Tensor | None = bound.arguments.get("input_ids")
-        if tokens is None or tuple(tokens.shape) != self.tokens_shape:
+        if (
+            tokens is None
+            or tokens.dim() != 2
+            or tuple(tokens.shape) != (self.tokens_shape or tuple(tokens.shape))
+        ):
             found = "none" if tokens is None else list(tokens.shape)
             raise UnsupportedError(
-                f"a shared vocabulary looks up microbatches of {list(self.tokens_shape)} tokens, "
-                f"and the model was called with {found}: leave --pipeline-vocab-parallel out"
+                f"a shared vocabulary looks up microbatches of {list(self.tokens_shape or 'bs')} "
+                f"tokens, and the model was called with {found}: leave --pipeline-vocab-parallel "
+                "out"
             )
         sequences, packed = [tokens], bound.arguments.get("packed_seq_params")
         for _ in range(self.stage_map.predicting):
@@ -303,22 +374,45 @@ class SharedVocabulary:
 
     def _read_hidden(self, microbatch: int) -> None:
         """Read the last stage's output and labels, and g of the microbatch before."""
-        before = microbatch - 1 if self.learns else -1
-        notes = self._empty((2, *self._logits_shape), torch.float64)
+        what = f"the output of the last stage's F of microbatch {microbatch}"
+        self._tell_what_is_wanted(microbatch, what)
+        shape = self._logits_shape(microbatch)
         if self._device == self._loss_device:
             hidden = self._read[microbatch].contiguous()
+        else:
+            length = shape[1] // (self._tensor_ranks if self._scatters else 1)
+            width = self._table.shape[1]
+            hidden = self._empty((length, shape[0], width), self.config.pipeline_dtype)
+        self._read[microbatch] = self.together.from_one(self._loss_device, hidden, what)
+        if self._wants_logits:
+            return
+        before = microbatch - 1 if self.learns else -1
+        notes = self._empty((2, *shape), torch.float64)
+        if self._device == self._loss_device:
             notes[0] = self._labels[microbatch]
             notes[1] = 0 if before < 0 else self._gradient(before)
-        else:
-            length, _, width = self.hidden_shape
-            shape = (length, self._logits_shape[0], width)
-            hidden = self._empty(shape, self.config.pipeline_dtype)
-        what = f"the output of the last stage's F of microbatch {microbatch}"
-        self._read[microbatch] = self.together.from_one(self._loss_device, hidden, what)
         notes = self.together.from_one(self._loss_device, notes, what)
         self._labels[microbatch] = notes[0].long()
         if before >= 0:
             self._gradients.setdefault(before, notes[1].float())
+
+    def _logits_shape(self, microbatch: int) -> tuple[int, int]:
+        """Return [b, s] with the sequences of further layers: only training wants their logits."""
+        batch, sequence = self._shapes[microbatch]
+        return (1 + self.stage_map.predicting * self.learns) * batch, sequence
+
+    def _tell_what_is_wanted(self, microbatch: int, what: str) -> None:
+        """Have all ranks know whether the trainer makes its loss of logits, in all of a step."""
+        has_labels = microbatch in self._labels
+        if self._wants_logits is None:
+            wanted = torch.tensor([not has_labels], device=self._table.device)
+            self._wants_logits = bool(self.together.from_one(self._loss_device, wanted, what))
+        if self._device == self._loss_device and has_labels == self._wants_logits:
+            raise UnsupportedError(
+                "the model was called with labels in one microbatch of a step and without in "
+                "another, which a shared vocabulary does not serve: leave "
+                "--pipeline-vocab-parallel out"
+            )
 
     def _read_embedding_gradient(self, microbatch: int) -> None:
         what = f"the embeddings' gradient of microbatch {microbatch}"
@@ -331,7 +425,7 @@ class SharedVocabulary:
                     gradient = self._gathered(gradient).transpose(0, 1)
                 gradient = gradient.contiguous()
             else:
-                shape = (*self.tokens_shape, self.hidden_shape[-1])
+                shape = (*self._shapes[microbatch], self._table.shape[1])
                 gradient = self._empty(shape, self._table.dtype)
             made.append(self.together.from_one(device, gradient, what))
         self._embedded_gradients[microbatch] = made
@@ -357,18 +451,18 @@ class SharedVocabulary:
         return self._gradients[microbatch]
 
     def _make_loss(self, microbatch: int) -> None:
-        whole, batches = self._sum(microbatch), self.tokens_shape[0]
-        losses = self._by_sequence(whole.losses)
+        whole, batches = self._sum(microbatch), self._shapes[microbatch][0]
+        losses = self._by_sequence(microbatch, whole.losses)
         gradient = self.lose(losses[:batches].contiguous(), self._loss_functions.pop(microbatch))
         if gradient is not None:
             _, *further = losses.split(batches)
-            _, *best = self._by_sequence(whole.best).split(batches)
+            _, *best = self._by_sequence(microbatch, whole.best).split(batches)
             gradients = self._further.learn(microbatch, further, best)
             self._gradients[microbatch] = torch.cat([gradient, *gradients])
 
-    def _by_sequence(self, flat: Tensor) -> Tensor:
+    def _by_sequence(self, microbatch: int, flat: Tensor) -> Tensor:
         """Return numbers of all tokens as [heads x b, s]."""
-        return flat.view(*self._logits_shape[::-1]).t()
+        return flat.view(*self._logits_shape(microbatch)[::-1]).t()
 
     def _tell_last_gradient(self, microbatch: int) -> None:
         """Make the loss that no S follows, and tell all ranks its gradient."""
@@ -381,7 +475,7 @@ class SharedVocabulary:
         if self._device == self._loss_device:
             gradient = self._gradients[microbatch]
         else:
-            gradient = self._empty(self._logits_shape, torch.float32)
+            gradient = self._empty(self._logits_shape(microbatch), torch.float32)
         tell = partial(self.together.tell_all, self._loss_device, gradient, "the loss's gradient")
         self._last_gradient = self.together.begin(tell, [gradient])
 
@@ -396,6 +490,14 @@ class SharedVocabulary:
     def _gathered(self, part: Tensor) -> Tensor:
         """Return a sequence whose parts, [s/t, ...], the tensor-parallel ranks have."""
         return self._of_tensor_ranks(part.contiguous()).flatten(0, 1)
+
+    def _over_tensor_ranks(self, part: Tensor) -> Tensor:
+        """Return the sum [s, b, h] of these ranks' parts, or where they cut it this one's of it."""
+        if self._scatters:
+            return self._reduce_scattered(part)
+        if self._tensor_ranks > 1:
+            dist.all_reduce(part, group=self.tensor_group)
+        return part
 
     def _reduce_scattered(self, whole: Tensor) -> Tensor:
         """Return this rank's part of the sequence, [s/t, ...], of the sum over these ranks."""

@@ -1,0 +1,152 @@
+"""A trainer's own loss of logits, where all pipeline ranks share the vocabulary.
+
+Libraries for reinforcement learning call the model without labels, and make log-probabilities and
+entropy of its logits: within the function that calls the model (verl), or in the one that this
+returns (slime). Theirs is code for the rows of a tensor-parallel rank, which sums over Megatron's
+tensor-parallel group. So in F of the last stage their function is ended where it would go on with
+logits; and in S every rank calls it anew, with a call of the model that returns this rank's rows of
+the logits, and the ranks of pipeline and tensor parallelism together for that group. All make the
+same loss, and of its gradient each has that of its own rows. The last stage's rank reports it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.replaced import Replaced
+from megatron_vshape.mcore.step_state import StepState, unwrapped
+
+_LEAVE_OUT = "leave --pipeline-vocab-parallel out"
+
+
+class _WantsLogits(BaseException):
+    """Ends a trainer's function that called the model without labels, before it sees logits."""
+
+
+class _OwnLogits(torch.autograd.Function):
+    """Logits [b, s, rows] of a hidden state [s, b, h]; `keep` takes their gradient [s, b, rows]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, hidden: Tensor, weight: Tensor, keep: Callable[[Tensor], None]
+    ) -> Tensor:
+        ctx.keep = keep
+        # No view: the trainer may divide it by a temperature in place.
+        return hidden.transpose(0, 1).contiguous() @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.keep(gradients[0].transpose(0, 1).contiguous())
+        return None, None, None, None
+
+
+def called_up_to_logits(
+    forward_step_func: Callable[..., Any], iterator: Any, model: nn.Module, labels: dict[int, Any]
+) -> Any:
+    """Call the trainer's function in F of the last stage; return what it does.
+
+    None where it calls the model without labels, which `labels` would have one more of: it is ended
+    there.
+    """
+    inner, known = unwrapped(model), len(labels)
+    run = inner.forward
+
+    def stop_at_logits(*args: Any, **options: Any) -> Any:
+        output = run(*args, **options)
+        if len(labels) == known:
+            raise _WantsLogits
+        return output
+
+    with Replaced() as replaced:
+        replaced.put(inner, "forward", stop_at_logits)
+        try:
+            return forward_step_func(iterator, model)
+        except _WantsLogits:
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class LossOfLogits:
+    """Makes such losses, of one step, on this rank."""
+
+    state: StepState
+    model: nn.Module  # the last chunk, as the trainer has it
+    iterator: Any  # of its data, anew
+    forward_step_func: Callable[..., Any]
+    shards: Any  # which part of the rows is this rank's: `layout.vocabulary.Shards`
+    lose: Callable[..., Any]  # `stage.loss_maker`
+
+    def of(self, hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor | None:
+        """Make the loss of a microbatch; return the gradient of this rank's logits [s, b, rows].
+
+        None where there is none. `hidden` is the last stage's output, [s, b, h], `weight` this
+        rank's rows, and `tokens` are the microbatch's, [b, s], as the first stage has read them.
+
+        Raises:
+            UnsupportedError: this rank has no data, other data, or a model that gathers logits.
+        """
+        self._check()
+        inner, gradients = unwrapped(self.model), []
+        signature = inspect.signature(type(inner).forward)
+        anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
+
+        with Replaced() as replaced, self.state.meanwhile(has_logits=True):
+
+            def call(*args: Any, **options: Any) -> Tensor:
+                read = signature.bind(inner, *args, **options).arguments.get("input_ids")
+                self._check_tokens(read, tokens)
+                self._take_all_for_tensor_parallel(replaced)
+                made: Tensor = _OwnLogits.apply(anchor, hidden, weight, gradients.append)
+                return made
+
+            for name, value in ("forward", call), ("pre_process", True), ("post_process", True):
+                replaced.put(inner, name, value)
+            output, function = self.forward_step_func(self.iterator, self.model)
+            self.lose(output, function, is_leaf=False)
+        return gradients[0] if gradients else None
+
+    def _check(self) -> None:
+        if self.iterator is None:
+            raise UnsupportedError(
+                f"rank {dist.get_rank()} has no data iterator, and with a shared vocabulary every "
+                f"rank makes the loss of its rows of the logits: give it the data, or {_LEAVE_OUT}"
+            )
+        if not getattr(unwrapped(self.model), "parallel_output", True):
+            raise UnsupportedError(
+                "the model gathers the logits of all rows (parallel_output=False), and with a "
+                f"shared vocabulary every rank has its own: have it not gather, or {_LEAVE_OUT}"
+            )
+
+    def _check_tokens(self, read: Tensor | None, tokens: Tensor) -> None:
+        if read is None or read.shape != tokens.shape or not torch.equal(read, tokens):
+            raise UnsupportedError(
+                f"rank {dist.get_rank()} has read another microbatch than the first stage, and "
+                "with a shared vocabulary every rank makes the loss of its rows of the logits: "
+                f"give all ranks of a pipeline the same microbatches, or {_LEAVE_OUT}"
+            )
+
+    def _take_all_for_tensor_parallel(self, replaced: Replaced) -> None:
+        """Have the ranks that share the vocabulary be Megatron's tensor-parallel group."""
+        group = parallel_state.get_model_parallel_group()
+        if (group.rank(), group.size()) != (self.shards.rank(), self.shards.size()):
+            raise UnsupportedError(
+                f"this rank has part {self.shards.rank()} of {self.shards.size()} of the "
+                f"vocabulary, and is number {group.rank()} of {group.size()} in Megatron's group "
+                f"of pipeline and tensor parallelism: {_LEAVE_OUT}"
+            )
+        for name, value in (
+            ("_TENSOR_MODEL_PARALLEL_GROUP", group),
+            ("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", dist.get_process_group_ranks(group)),
+            ("_MPU_TENSOR_MODEL_PARALLEL_RANK", None),
+            ("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", None),
+        ):
+            replaced.put(parallel_state, name, value)
