@@ -129,7 +129,7 @@ def _held(forward: Pass, backward: Pass, weight: Pass) -> tuple[float, float]:
     """
     adds, freed, last = (float(each["adds_bytes"]) for each in (forward, backward, weight))
     held = max(0.0, min(adds, -freed - last)) if freed + last < 0 else adds
-    return held, min(held, max(0.0, -last if last else adds + freed))
+    return held, max(0.0, -last if last else adds + freed)
 
 
 def _works(ran: Pass, takes: float) -> float:

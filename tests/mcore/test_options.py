@@ -34,6 +34,7 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "vocab_parallel": ("true", True),
     "post_validates": ("true", True),
     "slices": ("4", 4),
+    "replan": ("drift:5%", "drift:5%"),
 }
 """By option a text, and the value that it says."""
 
@@ -49,6 +50,7 @@ NONE: dict[str, list[Any]] = {
     "vocab_parallel": ["yes", 1],
     "post_validates": [1],
     "slices": [0, 2.5, "many"],
+    "replan": ["drift:5", "drift:0%", "5%", 5],
 }
 
 

@@ -95,7 +95,7 @@ class LossOfLogits:
             UnsupportedError: this rank has no data, other data, or a model that gathers logits.
         """
         self._check()
-        inner, gradients = unwrapped(self.model), []
+        inner, gradients = unwrapped(self.model), list[Tensor]()
         signature = inspect.signature(type(inner).forward)
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
 
