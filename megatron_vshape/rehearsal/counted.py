@@ -26,12 +26,19 @@ Pass = Mapping[str, Any]
 
 
 def both_backwards(num_devices: int) -> Schedule:
-    """Return a V that runs its first microbatches' backwards split, and those of others whole."""
+    """Return a V that runs its first microbatches' backwards split, and those of others whole.
+
+    Every W of the first stands behind all else of theirs: right behind its B they would be one.
+    """
     split, whole = (make(name, num_devices, MICROBATCHES) for name in ("v-zb", "1f1b-v"))
-    later = ([each._replace(microbatch=each.microbatch + MICROBATCHES) for each in row]
-             for row in whole.order)  # fmt: skip
-    order = tuple((*first, *then) for first, then in zip(split.order, later, strict=True))
-    return Schedule("both backwards", num_devices, 2 * MICROBATCHES, split.placement, order)
+    rows = []
+    for first, then in zip(split.order, whole.order, strict=True):
+        late = sorted((each for each in first if each.kind is Kind.W), key=lambda w: w.microbatch)
+        early = [each for each in first if each.kind is not Kind.W]
+        later = (each._replace(microbatch=each.microbatch + MICROBATCHES) for each in then)
+        rows.append((*early, *late, *later))
+    sizes = num_devices, 2 * MICROBATCHES, split.placement
+    return Schedule("both backwards", *sizes, tuple(rows))
 
 
 def counted_costs(

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from rehearsal.planned import off_the_plan, with_copies
 
-from megatron_vshape import Costs, load_schedule, make, peak_held
+from megatron_vshape import Costs, load_schedule, make, peak_held, verify
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.program.lowering import fuse
+from megatron_vshape.rehearsal.counted import MICROBATCHES, both_backwards
 
 pytest.importorskip("megatron.core")
 
@@ -172,3 +175,13 @@ def test_what_is_no_question_is_refused(options: list[str], words: str, tmp_path
     assert ran.returncode == 2
     assert words in ran.stderr
     assert len(ran.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8, 16])
+def test_no_backward_that_is_counted_split_runs_whole(devices: int) -> None:
+    """As a W right behind its B would, of stages that drain in a long pipeline."""
+    schedule = both_backwards(devices)
+    verify(schedule)
+    for row in fuse(simulate(schedule)).order:
+        assert {kind for kind, _, at in row if at < MICROBATCHES} == {"F", "B", "W"}
+        assert {kind for kind, _, at in row if at >= MICROBATCHES} == {"F", "BW"}
