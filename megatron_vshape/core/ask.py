@@ -25,6 +25,7 @@ from megatron_vshape.core.check.bounds import (
     fits,
 )
 from megatron_vshape.core.check.relax import least_of
+from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, regroup
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -47,6 +48,7 @@ from megatron_vshape.core.planner.vocabulary import (
     share_vocabulary,
     shared_if_told,
     tells_shared,
+    without_passes,
     without_shared,
 )
 from megatron_vshape.core.program.lowering import lower, whole_backwards
@@ -506,35 +508,63 @@ def _in_order_alone(made: Plan, question: Question, limits: tuple[float, ...]) -
 def _shared(question: Question, limits: tuple[float, ...]) -> Planned:
     """Return the best order in which all devices share the vocabulary, which the costs tell of.
 
-    On every placement, with room for the logits of few microbatches where those of many are large.
+    On every placement, with room for the logits of few microbatches where those of many are large,
+    and with less than the costs let a plan do: what is best without a vocabulary may not be.
     """
     whole, goal = question.whole(), question.objective
-    if whole.trades or whole.joins:
-        what = "joint passes" if whole.joins else "recompute or copies to the host"
-        raise ScheduleError(
-            f"the costs tell of a shared vocabulary and of {what}, and one plan cannot have both: "
-            "take one out of the costs"
-        )
     found: list[tuple[Known, Plan]] = []
     refused = ScheduleError("nothing fits")
     large = most_logits_bytes(whole) > max(whole.held_after_forward_bytes)
-    placements = question.placements or default_placements(len(limits), whole.num_stages)
-    for placement in placements:
+    placements = question.placements or default_placements(
+        len(limits), whole.num_stages, whole.trades
+    )
+    asked = [_on(question, each, 1 / len(placements)) for each in placements]
+    if whole.trades or whole.joins:
+        asked += [replace(each, costs=_plain(each.whole()), cut=None) for each in asked]
+    for each in asked:
         fitting: list[tuple[Known, Plan]] = []
         for waiting in sorted(WAITING, reverse=True):
             if fitting and not large:
                 break
             try:
-                asked = _on(question, placement, 1 / len(placements))
-                fitting.append(_shared_with(asked, limits, waiting))
+                fitting.append(_shared_with(each, limits, waiting))
             except LimitError as error:
                 refused = error
         found += fitting
     if not found:
         raise refused
     best, made = min(found, key=lambda each: goal.of(each[0].timeline))
-    plan = _plan_of(best, limits, goal, made.source, made.steps)
-    return Planned(plan.schedule, best.costs, plan=plan, limits=limits, known=())
+    walked = _dealt_anew(best, question, limits, made.steps)
+    best = min([best, *walked], key=lambda each: goal.of(each.timeline))
+    costs = question.costs_of(best.schedule.placement, "the plan")
+    plan = _plan_of(best._replace(costs=costs), limits, goal, made.source, made.steps)
+    return Planned(plan.schedule, costs, plan=plan, limits=limits, known=())
+
+
+def _plain(costs: Costs) -> Costs:
+    return costs.in_order_alone().never_joined()
+
+
+def _dealt_anew(
+    shared: Known, question: Question, limits: tuple[float, ...], steps: int
+) -> Iterator[Known]:
+    """Yield what a walk over a shared order leads to, its vocabulary then dealt out anew.
+
+    For the walk knows nothing of devices that wait for each other in what they join.
+    """
+    from megatron_vshape.core.planner.steps import best_steps  # which brings numba along
+
+    asked = shared.costs, limits, question.objective, steps // 2, question.in_host
+    made = best_steps([shared.schedule], *asked)
+    if made is None:
+        return
+    bare = without_passes(made)
+    left = min(map(sub, limits, peak_held(bare, shared.costs)))
+    for waiting in WAITING:
+        spare = max(left - most_logits_bytes(shared.costs, waiting), 0.0)
+        known = judge(share_vocabulary(bare, shared.costs, spare, [waiting]), shared.costs)
+        if fits(known.peak, limits):
+            yield known
 
 
 def _shared_with(question: Question, limits: tuple[float, ...], waiting: int) -> tuple[Known, Plan]:

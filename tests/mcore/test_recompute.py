@@ -42,6 +42,13 @@ def test_settings_by_stage_change_no_bit(
     assert sum(measured) < sum(figures(theirs)[0])
 
 
+def test_settings_beside_a_shared_vocabulary(train: Train, farm: Farm, tmp_path: Path) -> None:
+    flags = (*STEPS, *NO_BIAS, "--pipeline-vocab-parallel")
+    theirs = train(2, "--pipeline-schedule", "v-half", *flags)
+    schedule = replace(make("v-half", 2, 8), recompute=("mlp", "full", "none", "core_attn"))
+    assert_same_bits(trained(farm, tmp_path, schedule, *flags, ranks=2), theirs)
+
+
 @pytest.mark.slow
 def test_settings_beside_experts_and_copies(train: Train, farm: Farm, tmp_path: Path) -> None:
     flags = (*STEPS, "--pipeline-model-parallel-size", "2", *EXPERT_PARALLEL.split())

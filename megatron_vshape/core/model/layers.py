@@ -193,7 +193,7 @@ def recut(
 def without_ends(pieces: Pieces) -> Pieces:
     """Return the pieces of a model whose embedding and head are no stage's.
 
-    Without copies and recompute: no plan has these beside a shared vocabulary.
+    Without copies and recompute, which beside a shared vocabulary costs files alone tell of.
     """
     nothing = pieces.layer.times(0.0)
     layer = replace(pieces.layer, copy_out_us=0.0, copy_back_us=0.0, offloaded_bytes=0.0)

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import PARTS, simple_kinds
+from megatron_vshape.core.model.kinds import PARTS, find_kind, simple_kinds
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.planner import improve
@@ -43,11 +43,14 @@ MOST_TRIED = 2_000_000
 """Passes, of all orders that are timed in one turn to see where a backward is better whole."""
 
 
-def stepped(problem: Problem, shop: improve.Shop, then: np.ndarray) -> improve.Shop:
+def stepped(
+    problem: Problem, shop: improve.Shop, then: np.ndarray, kept: np.ndarray | None = None
+) -> improve.Shop:
     """Return the shop in which every step has the number of its first pass, and no other pass is.
 
-    `then` is of every pass the one behind it in its step, NONE of the last. Passes of a sort whose
-    order is a law keep it, whatever steps they are in; within steps of one sort the walk does.
+    `then` is of every pass the one behind it in its step, NONE of the last; [pass, way] of `kept`
+    passes of its lane that stay before it. Passes of a sort whose order is a law keep it, whatever
+    steps they are in; within steps of one sort the walk does.
     """
     number, absent = np.arange(len(then)), np.append(then, NONE)
     leads = np.ones(len(then), bool)
@@ -58,7 +61,10 @@ def stepped(problem: Problem, shop: improve.Shop, then: np.ndarray) -> improve.S
         first[behind[behind != NONE]] = number[behind != NONE]
         members.append(behind)
     sorts = _sorts_of_steps(problem, shop, np.stack(members, axis=1))
-    sooner, later = _in_turn(problem, sorts["sort"][first[:-1]])
+    sooner = _in_turn(problem, sorts["sort"][first[:-1]])
+    sooner = sooner if kept is None else np.concatenate([sooner, kept], axis=1)
+    later, (work, way) = np.full(sooner.shape, NONE), np.nonzero(sooner != NONE)
+    later[sooner[work, way], way] = work
 
     def of_all(*values: np.ndarray) -> np.ndarray:
         """Return, by step, what any of its passes has: passes by number, but those of its own."""
@@ -71,7 +77,7 @@ def stepped(problem: Problem, shop: improve.Shop, then: np.ndarray) -> improve.S
         own = np.pad(values, ((0, 0), (0, more)))
         return np.concatenate([own[each] for each in members], axis=1)
 
-    before, lag = _packed(of_all(shop.before, sooner), lags(shop.lag, 1))
+    before, lag = _packed(of_all(shop.before, sooner), lags(shop.lag, sooner.shape[1]))
     after, after_lag = _packed(of_all(shop.after), lags(shop.after_lag))
     behind = of_all(shop.behind, later)
     return shop._replace(
@@ -93,8 +99,8 @@ def _packed(passes: np.ndarray, lags: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return packed, np.ascontiguousarray(np.take_along_axis(lags, order, axis=1))
 
 
-def _in_turn(problem: Problem, sort: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return, by pass, its like of the microbatches before and behind, if in steps of other sorts.
+def _in_turn(problem: Problem, sort: np.ndarray) -> np.ndarray:
+    """Return, by pass, its like of the microbatch before, if that is in a step of another sort.
 
     Of kinds of which a stage must run one microbatch after the other.
     """
@@ -103,11 +109,7 @@ def _in_turn(problem: Problem, sort: np.ndarray) -> tuple[np.ndarray, np.ndarray
     lawful = [any(read.kind == kind for read in kind.follows) for kind in kinds]
     is_one = np.array(lawful)[number // m % len(kinds)]
     sooner = is_one & (number % m > 0) & (sort != np.roll(sort, 1))
-    later = is_one & (number % m < m - 1) & (sort != np.roll(sort, -1))
-    return (
-        np.where(sooner, number - 1, NONE)[:, None],
-        np.where(later, number + 1, NONE)[:, None],
-    )
+    return np.where(sooner, number - 1, NONE)[:, None]
 
 
 def _sorts_of_steps(problem: Problem, shop: improve.Shop, members: np.ndarray) -> dict[str, Any]:
@@ -255,8 +257,8 @@ class StepSearch:
 
     def walked(self, order: Steps, steps: int, seed: int) -> Steps:
         """Return the order after so many steps, no slower; as it is where it does not fit."""
-        shop = stepped(self.problem, self.shop, self._then(order.whole))
-        chosen = choose(shop, order.row)
+        kept = self._kept(order.row)
+        chosen = choose(stepped(self.problem, self.shop, self._then(order.whole), kept), order.row)
         shop = chosen.shop
         ways = max(shop.before.shape[1], shop.after.shape[1])
         state = improve.new_state(chosen.row(order.row), seed, ways)
@@ -265,6 +267,31 @@ class StepSearch:
         value = int(improve.walk(shop, state, shop.length, shop.length, steps))
         row = chosen.whole(state.row, len(order.row)).astype(np.int32)
         return Steps(row, order.whole, value)
+
+    def _kept(self, row: np.ndarray) -> np.ndarray:
+        """Return [pass, way] what stays before a pass though it does not wait for it.
+
+        What a kind's row says of other microbatches, and what all devices join in one order.
+        """
+        m, kinds = self.problem.num_microbatches, self.problem.kinds
+        number = np.arange(len(self.then))
+        kind_of = number // m % len(kinds)
+        columns = []
+        for at, kind in enumerate(kinds):
+            for read in kind.follows:
+                if read.kind in kinds and read.kind != kind and not (read.at or read.step):
+                    other = number + (kinds.index(find_kind(read.kind)) - at) * m + read.later
+                    late = number % m + read.later
+                    there = (kind_of == at) & (late >= 0) & (late < m)
+                    columns.append(np.where(there, other, NONE))
+        joins = np.isin(kind_of, [at for at, kind in enumerate(kinds) if kind.joins])
+        if joins.any():
+            columns.append(np.full(len(number), NONE))
+            for own in row:
+                meet = own[own != NONE]
+                meet = meet[joins[meet]]
+                columns[-1][meet[1:]] = meet[:-1]
+        return np.array(columns, np.int64).reshape(len(columns), len(number)).T
 
     def flipped(self, order: Steps, tries: int) -> Steps:
         """Return the order with groups of backwards joined or parted while that makes it shorter.

@@ -28,9 +28,11 @@ from megatron_vshape.core.model.kinds import (
     LOOKUP,
     LOOKUP_WEIGHT,
     LOSS,
+    PROCESSOR,
     VOCABULARY,
     Kind,
     ScheduleError,
+    resource_of,
 )
 from megatron_vshape.core.model.layers import LEAST, Pieces, without_ends
 from megatron_vshape.core.model.passes import NeedTable, Pass
@@ -145,6 +147,12 @@ def without_shared(costs: Costs) -> Costs:
     return costs.having(**dict.fromkeys(there)) if there else costs
 
 
+def without_passes(schedule: Schedule) -> Schedule:
+    """Return a shared order without what all devices share."""
+    rows = (tuple(work for work in row if not work.kind.of) for row in schedule.order)
+    return replace(schedule, order=tuple(rows))
+
+
 def in_proportion(costs: Costs, like: Costs) -> Costs:
     """Return the costs with what `like` has of a shared vocabulary, where they lack it.
 
@@ -250,18 +258,12 @@ def share_vocabulary(
     95.2
 
     Raises:
-        ScheduleError: the schedule has such passes already, or joint ones, is not complete, or
-            deadlocks.
+        ScheduleError: the schedule has such passes already, is not complete, or deadlocks.
     """
     if any(kind.of for kind in schedule.kinds):
         raise ScheduleError(f"{schedule.name} has passes of a shared vocabulary already")
-    if schedule.joint:
-        raise ScheduleError(
-            f"{schedule.name} has joint passes, between whose parts nothing of a shared vocabulary "
-            "can run: share that of a schedule without"
-        )
     verify(schedule)
-    alone = costs.without_state()
+    alone = costs.at(schedule.recompute).without_state()
     limits = [peak + more for peak in peak_held(schedule, alone)]
     patience = PATIENCE if schedule.num_stages == schedule.num_devices else PATIENCE[:1]
     ways = itertools.product(waiting, LATE, patience)
@@ -284,7 +286,7 @@ class _Action:
     """What a device does next."""
 
     start_us: float
-    work: Pass
+    step: tuple[Pass, ...]
 
 
 class _Dealer:
@@ -313,7 +315,9 @@ class _Dealer:
         self.ends = schedule.placement[0], schedule.placement[-1]
         self.last = schedule.num_stages - 1
         self.table = NeedTable(schedule.num_stages, (*schedule.kinds, *VOCABULARY))
-        self.left = [list(row) for row in schedule.order]
+        self.left = [list(schedule.steps(device)) for device in range(devices)]
+        self.optional = {w for row in schedule.order for w in row if not w.kind.everywhere}
+        self.links_us: dict[tuple[int, str], float] = {}  # until when resources are taken
         self.joins = [0] * devices  # of `joined`
         self.logits = [0] * devices  # so many S have run,
         self.weights = [0] * devices  # and T
@@ -328,7 +332,7 @@ class _Dealer:
         ]
 
     def deal(self) -> Schedule:
-        left = sum(map(len, self.schedule.order))
+        left = sum(map(len, self.left))
         left += 4 * self.schedule.num_devices * self.schedule.num_microbatches
         for _ in range(left):
             actions = [(self._next(device), device) for device in range(len(self.made))]
@@ -342,8 +346,8 @@ class _Dealer:
         if self.joins[device] < len(self.joined):
             item = self.joined[self.joins[device]]
             start = max(now, self._arrives(item.made_us, item.device, device))
-            options.append(_Action(start, Pass(item.kind, self.homes[device], item.microbatch)))
-        given = _Action(math.inf, Pass(HEAD_WEIGHT, self.homes[device], -1))
+            options.append(_Action(start, (Pass(item.kind, self.homes[device], item.microbatch),)))
+        given = _Action(math.inf, (Pass(HEAD_WEIGHT, self.homes[device], -1),))
         if self.left[device]:
             given = self._action(self.left[device][0], device)
         filler = self._filler(device, now)
@@ -353,18 +357,22 @@ class _Dealer:
             options += self._later(given, device)
         return min((*options, given), key=lambda each: each.start_us)
 
-    def _action(self, work: Pass, device: int) -> _Action:
-        return _Action(max(self.clock_us[device], self._ready_us(work, device)), work)
+    def _action(self, step: tuple[Pass, ...], device: int) -> _Action:
+        """Return the step as it comes; what runs beside the processor holds it up in nothing."""
+        ready_us = max(self._ready_us(work, device) for work in step)
+        if step[0].kind.resource != PROCESSOR and ready_us < math.inf:
+            return _Action(self.clock_us[device], step)
+        return _Action(max(self.clock_us[device], ready_us), step)
 
     def _later(self, given: _Action, device: int) -> Iterator[_Action]:
         """Yield a W and an F that come later, and would not hold up the given pass by much."""
         seen = set()
-        for work in self.left[device][:FURTHER]:
-            kind, stage, _ = work
-            if kind in seen or kind not in (Kind.F, Kind.W):
+        for step in self.left[device][:FURTHER]:
+            kind, stage, _ = step[0]
+            if kind in seen or kind not in (Kind.F, Kind.W) or len(step) > 1:
                 continue
             seen.add(kind)
-            action, most = self._action(work, device), self.most[kind][stage]
+            action, most = self._action(step, device), self.most[kind][stage]
             if most and self.held[device] + most > self.limits[device] * (1 + _ROUNDING):
                 continue
             least_us = (1 - self.late) * self.costs.time_us(kind, stage)
@@ -386,14 +394,18 @@ class _Dealer:
         if done is None:
             return None
         start = max(now, self._arrives(done, self.ends[1], device))
-        return _Action(start, Pass(HEAD_WEIGHT, self.homes[device], microbatch))
+        return _Action(start, (Pass(HEAD_WEIGHT, self.homes[device], microbatch),))
 
     def _arrives(self, made_us: float, source: int, device: int) -> float:
         return made_us + (self.costs.send_us if source != device else 0.0)
 
     def _ready_us(self, work: Pass, device: int) -> float:
         """Return when the pass has all that it reads; infinity where that is not known."""
-        needs = self.table.needs_of(work)
+        needs = (
+            need
+            for need in self.table.needs_of(work)
+            if need.kind.everywhere or need.kind.of or need in self.optional
+        )
         return max((self._arrived(*need, device) for need in needs), default=0.0)
 
     def _arrived(self, kind: Kind, stage: int, microbatch: int, device: int) -> float:
@@ -401,12 +413,30 @@ class _Dealer:
         return self._arrives(done, self.schedule.placement[stage], device)
 
     def _run(self, action: _Action, device: int) -> None:
-        kind, stage, microbatch = work = action.work
-        end = action.start_us + self.costs.time_us(kind, stage)
-        self.made[device].append(work)
-        self.clock_us[device] = end
-        for part in work.parts():
-            self.done_us[part, stage, microbatch] = end
+        step, first = action.step, action.step[0]
+        end = action.start_us + self._length_us(step)
+        if first.kind.resource == PROCESSOR:
+            self.clock_us[device] = end
+        else:
+            link = device, resource_of(first.kind, self.costs.half_duplex)
+            start = max(self._ready_us(first, device), self.links_us.get(link, 0.0))
+            self.links_us[link] = end = start + self._length_us(step)
+        for work in step:
+            self.made[device].append(work)
+            for part in work.parts():
+                self.done_us[part, work.stage, work.microbatch] = end
+            self._done(work, end, device)
+        if not first.kind.of:
+            self.left[device].remove(step)
+
+    def _length_us(self, step: tuple[Pass, ...]) -> float:
+        kind, stage, _ = step[0]
+        if len(step) == 1:
+            return self.costs.time_us(kind, stage)
+        return self.costs.joint_us(stage, step[1].kind, step[1].stage)
+
+    def _done(self, work: Pass, end: float, device: int) -> None:
+        kind, stage, microbatch = work
         if kind.joins:
             self.joins[device] += 1
         if kind is LOGITS:
@@ -419,7 +449,6 @@ class _Dealer:
         else:
             self._call(work, end, device)
         if not kind.of:
-            self.left[device].remove(work)
             self.held[device] += sum(change[stage] for change in self.changes[kind])
 
     def _call(self, work: Pass, end: float, device: int) -> None:
