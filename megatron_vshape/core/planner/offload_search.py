@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_vshape.core.check.bounds import bound_at, least_memory
-from megatron_vshape.core.model.kinds import PARTS, ScheduleError
+from megatron_vshape.core.model.kinds import OFFLOAD, PARTS, ScheduleError
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Way
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
@@ -60,6 +60,8 @@ Bases = dict[Placement, list[_Base]]
 
 class OffloadSearch(PlacementSearch):
     """As `PlacementSearch`, but that the activations of some microbatches are copied."""
+
+    kinds = (*PARTS, *OFFLOAD)
 
     def __init__(self, problem: Problem, seed: int, way: Way, bases: Bases | None = None) -> None:
         super().__init__(problem, seed, way)

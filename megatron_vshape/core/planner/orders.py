@@ -11,7 +11,7 @@ import numpy as np
 from megatron_vshape.core.check import bounds
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.kinds import PARTS, ScheduleError
+from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import ORDER_ALONE, Objective, Plan, Schedule, Way
 from megatron_vshape.core.paper import blocks
@@ -125,6 +125,8 @@ def _call(make: Callable[[], list[CyclicOrder]]) -> list[CyclicOrder]:
 
 class PlacementSearch:
     """The search for orders of one placement: makes them, improves them, holds the best so far."""
+
+    kinds: tuple[Kind, ...] = PARTS
 
     def __init__(self, problem: Problem, seed: int, way: Way = ORDER_ALONE) -> None:
         self.problem = problem

@@ -84,7 +84,6 @@ from megatron_vshape.core.check.bounds import LimitError, bound_at, each_limit
 from megatron_vshape.core.check.relax import never_split
 from megatron_vshape.core.compiling import CORES, say_if_slow
 from megatron_vshape.core.model.costs import Costs, regroup
-from megatron_vshape.core.model.kinds import OFFLOAD, PARTS
 from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import ORDER_ALONE, Objective, Plan, Tried
 from megatron_vshape.core.planner.choosing import ways_to_save
@@ -225,9 +224,9 @@ def _searches(
                 continue
             priced = own.at(way.settings).sliced(cut)
             priced = never_split(priced) if whole else priced
-            every = (*PARTS, *OFFLOAD) if way.copies else PARTS
+            kinds = (OffloadSearch if way.copies else PlacementSearch).kinds
             try:
-                asked = microbatches * cut, limit, goal, placement, every, in_host, cut
+                asked = microbatches * cut, limit, goal, placement, kinds, in_host, cut
                 problem = make_problem(priced, devices, *asked)
             except LimitError as error:
                 refused.append(error)

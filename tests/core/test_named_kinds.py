@@ -1,0 +1,73 @@
+"""A capability's kinds are named by the table, its start in the planner and its handler alone.
+
+All else reads the table. What still names them beyond that stands below, so that the list gets
+shorter and never longer.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import megatron_vshape
+from megatron_vshape.core.model import kinds
+from megatron_vshape.core.model.kinds import ALL_OR_NONE, Kind
+
+PACKAGE = Path(megatron_vshape.__file__).parent
+
+HOMES = {
+    "core/model/kinds.py",
+    "core/planner/offload_search.py",
+    "core/planner/offloading.py",
+    "core/planner/vocabulary.py",
+    "runtime/copies.py",
+    "runtime/offload.py",
+    "mcore/shared_ends.py",
+    "mcore/step/vocabulary.py",
+}
+
+BEYOND = {
+    "cli/profile.py",
+    "core/check/choices.py",
+    "core/check/simulate.py",
+    "core/model/costs.py",
+    "core/planner/job_shop.py",
+    "mcore/observe/profiling.py",
+    "mcore/observe/report.py",
+    "mcore/on_ranks.py",
+    "mcore/one_device.py",
+    "mcore/setup/choice.py",
+    "mcore/setup/plans.py",
+    "mcore/step/stage.py",
+    "runtime/measure.py",
+    "view/frontier.py",
+    "view/trades.py",
+}
+
+
+def names_of_capabilities() -> set[str]:
+    """Return what the table's module calls the kinds of what a plan may have, and their groups."""
+    own = {kind for group in ALL_OR_NONE for kind in group}
+    return {
+        name
+        for name, value in vars(kinds).items()
+        if (isinstance(value, Kind) and value in own)
+        or any(value is group for group in ALL_OR_NONE)
+    }
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield from (each.name for each in node.names)
+
+
+def test_nothing_else_names_them() -> None:
+    names = names_of_capabilities()
+    assert {"COPY_OUT", "OFFLOAD", "LOGITS", "VOCABULARY"} <= names
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if not names.isdisjoint(imported(path))
+    }
+    assert found - HOMES <= BEYOND, "read the table of kinds in place of naming them"
+    assert found >= BEYOND, "these name them no longer: take them out of the list"
