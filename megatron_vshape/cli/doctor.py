@@ -18,9 +18,16 @@ from megatron_vshape.core.model.kinds import ScheduleError
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.hooks.registry import Finding
-    from megatron_vshape.mcore.refusals import Refusal
 
 DISTRIBUTION = "megatron-vshape"
+REFUSED = {
+    "a schedule of this package": ("SCHEDULE", "CHUNKS"),
+    "--optimizer-post-validation too": ("POST_VALIDATION",),
+    "--overlap-moe-expert-parallel-comm too": ("LAYER_PLANS",),
+    "--pipeline-vocab-parallel too": ("VOCABULARY",),
+    "--pipeline-slices too": ("SLICES",),
+}
+"""What refuses options of Megatron, and the tables of it in `mcore.refusals`."""
 MISSING = "not installed"
 DOES_NOT_FIT = 1
 WIDTH = 100
@@ -62,10 +69,8 @@ def run(options: argparse.Namespace) -> int:
     print(_section("versions", _two_columns([*_versions(), *_extras()])))
     faults = _print_hooks()
     print(_section("translated or set aside with a schedule of this package", _translated()))
-    print(_section("refused with a schedule of this package", _refused()))
-    print(_section("refused with --optimizer-post-validation too", _refused_ahead()))
-    print(_section("refused with --overlap-moe-expert-parallel-comm too", _refused_beside()))
-    print(_section("refused with --pipeline-vocab-parallel too", _refused_shared()))
+    for title, by in REFUSED.items():
+        print(_section(f"refused with {title}", _refused(*by)))
     if is_installed("torch"):
         print(_section("weight gradients are added up by", _two_columns(list(_kernels()))))
     if faults:
@@ -225,48 +230,19 @@ def _translated() -> str:
     return _told(options)
 
 
-def _refused() -> str:
-    """Return the options that no schedule goes with, by what is to be done about them."""
-    from megatron_vshape.mcore.refusals import CHUNK_REFUSALS, REFUSALS, has_transformer_engine
-
-    options = _by_reason((*REFUSALS, *CHUNK_REFUSALS))
-    if not has_transformer_engine():
-        options["it is not installed here"] = ["--transformer-impl transformer_engine"]
-    return _told(options)
-
-
-def _refused_ahead() -> str:
-    """Return the options that post-validation does not go with."""
-    from megatron_vshape.mcore.refusals import POST_VALIDATION_REFUSALS
-
-    return _told(_by_reason(POST_VALIDATION_REFUSALS))
-
-
-def _refused_beside() -> str:
-    """Return what Megatron's layer plans do not go with."""
-    from megatron_vshape.mcore.refusals import CONFLICTS
+def _refused(*by: str) -> str:
+    """Return what is refused by these of `refusals.By`, by what is to be done about it."""
+    from megatron_vshape.mcore.refusals import REFUSALS, By, has_transformer_engine
 
     options: dict[str, list[str]] = {}
-    for each in CONFLICTS:
-        options.setdefault(each.why, []).append(each.option)
-    return _told(options)
-
-
-def _refused_shared() -> str:
-    """Return the options that a shared vocabulary does not go with."""
-    from megatron_vshape.mcore.refusals import VOCABULARY_REFUSALS
-
-    return _told(_by_reason(VOCABULARY_REFUSALS))
-
-
-def _by_reason(refusals: "Iterable[Refusal]") -> dict[str, list[str]]:
-    options: dict[str, list[str]] = {}
-    for each in refusals:
+    for each in (each for name in by for each in REFUSALS[By[name]]):
         name = f"{each.option} (others)" if each.shows_value else each.option
         names = options.setdefault(each.why, [])
         if name not in names:  # of which releases of Megatron make attributes of unlike names
             names.append(name)
-    return options
+    if "SCHEDULE" in by and not has_transformer_engine():
+        options["it is not installed here"] = ["--transformer-impl transformer_engine"]
+    return _told(options)
 
 
 def _told(options: Mapping[str, Iterable[str]]) -> str:

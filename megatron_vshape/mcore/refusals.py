@@ -8,6 +8,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -38,8 +39,22 @@ def refusing() -> Iterator[None]:
         raise RefusedError(error) from None
 
 
+class By(StrEnum):
+    """What refuses options."""
+
+    SCHEDULE = "every schedule"
+    LATE = "every schedule, of a config"  # what is turned off where it is seen in time
+    CHUNKS = "schedules with several chunks a rank, or none in the order of the ranks"
+    RECORDING = "CUDA graphs and the paged stash"
+    LOCAL_GRAPHS = "the CUDA graphs that Megatron captures itself"
+    LAYER_PLANS = "Megatron's layer plans, under a schedule"  # or Megatron itself beside them
+    POST_VALIDATION = "post-validation"
+    VOCABULARY = "a shared vocabulary"
+    SLICES = "microbatches in slices"
+
+
 class Refusal(NamedTuple):
-    """An option that is refused while `is_set(value)`."""
+    """An option that is refused while `is_set(value)`, or while `holds`, where that is given."""
 
     name: str  # of the attribute of Megatron's arguments or config
     why: str
@@ -48,11 +63,26 @@ class Refusal(NamedTuple):
     in_config: bool = True  # a script may set it in the TransformerConfig alone, by the same name
     shows_value: bool = False  # only some of the option's values are refused
     is_derived: bool = False  # known once Megatron has validated its arguments, not before
+    holds: Callable[[Any], bool] | None = None  # of all options together
 
     @property
     def option(self) -> str:
         """Return the option as the user knows it."""
         return self.flag or f"--{self.name.replace('_', '-')}"
+
+    def said_of(self, options: Any) -> str | None:
+        """Return how arguments or a config give the option, if they do; what they lack is not."""
+        if self.holds is not None:
+            return self.option if self.holds(options) else None
+        value = getattr(options, self.name, None)
+        if not hasattr(options, self.name) or not self.is_set(value):
+            return None
+        return f"{self.option} {value}" if self.shows_value and value is not None else self.option
+
+
+def _each(why: str, *names: str, **alike: Any) -> tuple[Refusal, ...]:
+    """Return refusals for one reason, which are alike but for their names."""
+    return tuple(Refusal(name, why, **alike) for name in names)
 
 
 def _other_than(*fine: object) -> Callable[[Any], bool]:
@@ -60,6 +90,10 @@ def _other_than(*fine: object) -> Callable[[Any], bool]:
 
 
 _is_given = _other_than(None)
+
+
+def _is_one_of(*refused: object) -> Callable[[Any], bool]:
+    return lambda value: value in refused
 
 
 def _above_one(value: Any) -> bool:
@@ -74,167 +108,6 @@ def parts_of(scope: Any) -> set[str]:
     """Return the names in a list of parts of a layer, however it is given."""
     parts = scope if isinstance(scope, list | tuple) else str(scope or "").split(",")
     return {str(getattr(each, "name", each)).strip() for each in parts} - {""}
-
-
-GRAPH_SCOPES = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
-"""How releases of Megatron name what of a layer CUDA graphs cover; the last is the parser's."""
-
-
-def _is_one_of(*refused: object) -> Callable[[Any], bool]:
-    return lambda value: value in refused
-
-
-_LOOKS_AT_DEVICE = (
-    "the host looks at the device within a step, where losses are checked and brought to the last "
-    "rank, and where sent messages are let go of: use --cuda-graph-impl transformer_engine"
-)
-_OWN_ORDER = "it assumes the order of Megatron's own schedules: leave it out"
-_UNSPLIT = "its weight gradients cannot be put off yet: leave it out"
-_SECOND_MODEL = (
-    "a second model for inference would get the stages of the schedule: leave it out, and the "
-    "model that trains generates"
-)
-
-REFUSALS = (
-    Refusal(
-        "cuda_graph_impl",
-        _LOOKS_AT_DEVICE,
-        is_set=_is_one_of("full_iteration"),
-        shows_value=True,
-    ),
-    *(
-        Refusal(name, _LOOKS_AT_DEVICE, "--cuda-graph-scope full_iteration", _has("full_iteration"))
-        for name in GRAPH_SCOPES
-    ),
-    Refusal("use_megatron_fsdp", "use DDP, with or without --use-distributed-optimizer"),
-    Refusal("use_torch_fsdp2", "use DDP, with or without --use-distributed-optimizer"),
-    Refusal(
-        "num_microbatches_with_partial_activation_checkpoints",
-        _OWN_ORDER,
-        flag="num_microbatches_with_partial_activation_checkpoints",
-        is_set=_is_given,
-    ),
-    Refusal("hybrid_context_parallel", _OWN_ORDER),
-    Refusal(
-        "gtp_weight_remat_size",
-        _UNSPLIT,
-        flag="--tensor-parallel-num-weight-shards above --tensor-model-parallel-size",
-        is_set=_above_one,
-        is_derived=True,
-    ),
-    Refusal(
-        "expert_gtp_weight_remat_size",
-        _UNSPLIT,
-        flag="--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size",
-        is_set=_above_one,
-        is_derived=True,
-    ),
-    Refusal(
-        "pipeline_model_parallel_comm_backend",
-        "messages go over --distributed-backend: leave it out, or make it nccl",
-        is_set=_other_than(None, "nccl"),
-        shows_value=True,
-    ),
-    *(
-        Refusal(f"rl_inference_{what}_model_parallel_size", _SECOND_MODEL, is_set=_is_given)
-        for what in ("tensor", "pipeline", "expert", "expert_tensor")
-    ),
-    Refusal(
-        "transformer_impl",
-        "use local or transformer_engine",
-        is_set=_other_than(None, "local", "transformer_engine"),
-        in_config=False,
-        shows_value=True,
-    ),
-)
-"""Every option of Megatron that no schedule of this package goes with, and what to do instead."""
-
-_TOO_LATE = (
-    "its layers are built with it by now: set it where the config is made, and it is turned off"
-)
-CONFIG_REFUSALS = (
-    Refusal("fine_grained_activation_offloading", _TOO_LATE),
-    Refusal("delay_wgrad_compute", _TOO_LATE),
-    Refusal("defer_embedding_wgrad_compute", _TOO_LATE, flag="defer_embedding_wgrad_compute"),
-    Refusal(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        _TOO_LATE,
-        flag="overlap_dispatch_backward_with_experts_wgrad",
-    ),
-)
-"""What is turned off where it is seen in time, and breaks the layers that are built with it."""
-
-CHUNK_REFUSALS = (
-    Refusal(
-        "perform_rl_step",
-        "its loop takes a rank's first chunk for all of the rank's model, and generates with the "
-        "stages in the order of the ranks: choose a schedule with one chunk, such as zb-h1",
-    ),
-)
-"""What only schedules with one chunk per rank, in the order of the ranks, can have."""
-
-_NEW_ORDER = (
-    "what is recorded once for every microbatch of a step has another number of them later: leave "
-    "it out"
-)
-RECORDING_REFUSALS = (
-    Refusal("rampup_batch_size", _NEW_ORDER, is_set=_is_given),
-    Refusal("step_batch_size_schedule", _NEW_ORDER, is_set=_is_given),
-)
-"""What CUDA graphs and the paged stash do not go with."""
-
-_CASTS_ONCE = (
-    "a microbatch's graph says once for all steps whether weights are cast anew: use "
-    "--cuda-graph-impl transformer_engine"
-)
-_OVERWRITES = (
-    "of a graph's input Megatron keeps for B only what functions written in Python save, and "
-)
-LOCAL_GRAPH_REFUSALS = (
-    Refusal("fp8", _CASTS_ONCE, flag="--fp8-format", is_set=_other_than(None, "none")),
-    Refusal("fp4", _CASTS_ONCE, flag="--fp4-format", is_set=_other_than(None, "none")),
-    *(
-        Refusal(
-            name,
-            f"{_OVERWRITES}torch's own bring tokens to experts: use --cuda-graph-impl "
-            "transformer_engine",
-            flag="--num-experts",
-            is_set=_is_given,
-        )
-        for name in ("num_experts", "num_moe_experts")
-    ),
-    Refusal(
-        "transformer_impl",
-        f"{_OVERWRITES}torch's own norm its layers: use --transformer-impl transformer_engine",
-        # Without it Megatron keeps everything.
-        is_set=lambda value: value == "local" and has_transformer_engine(),
-        shows_value=True,
-    ),
-)
-"""What the CUDA graphs that Megatron captures itself do not go with."""
-
-BESIDE = "overlap_moe_expert_parallel_comm"
-"""Megatron's option that lets an F run beside a backward, by its layer plans."""
-
-
-class Conflict(NamedTuple):
-    """What Megatron's layer plans do not go with, or Megatron itself refuses beside them."""
-
-    option: str
-    why: str
-    holds: Callable[[Any], bool]  # of arguments or a config; what these do not have is not given
-
-
-def _given(name: str) -> Callable[[Any], Any]:
-    return lambda options: getattr(options, name, None)
-
-
-def _is(name: str, *refused: object) -> Callable[[Any], bool]:
-    return lambda options: getattr(options, name, refused) in refused
-
-
-def _modules(options: Any) -> Any:
-    return getattr(options, "recompute_modules", None) or ()
 
 
 def _last_is_dense(options: Any) -> bool:
@@ -260,130 +133,362 @@ def _frees_what_is_saved(options: Any) -> bool:
     return bool(getattr(options, "fp8", None) and some and not permutes)
 
 
-_LEAVE_OUT = "leave it out, or the other"
-CONFLICTS = (
-    Conflict(
-        "--expert-model-parallel-size 1",
-        "there is no exchange that could be hidden: leave it out",
-        _is("expert_model_parallel_size", None, 1),
-    ),
-    Conflict(
-        "--moe-token-dispatcher-type allgather",
-        "use alltoall or flex",
-        _is("moe_token_dispatcher_type", "allgather"),
-    ),
-    Conflict(
-        "numbers of 32 bits",
-        "add --bf16 or --fp16",
-        lambda options: hasattr(options, "bf16") and not (options.bf16 or options.fp16),
-    ),
-    Conflict(
-        "--recompute-granularity full",
-        "a layer's exchanges would come again within its backward: recompute modules, or nothing",
-        _is("recompute_granularity", "full"),
-    ),
-    Conflict(
-        "--recompute-modules moe",
-        "the experts' exchanges would come again within their backward: leave moe out of them",
-        lambda options: "moe" in _modules(options),
-    ),
-    Conflict(
-        "--moe-shared-expert-overlap",
-        f"both hide the exchanges: {_LEAVE_OUT}",
-        _given("moe_shared_expert_overlap"),
-    ),
-    Conflict(
-        "--mtp-num-layers above 1",
-        f"Megatron's plans have one such layer at most: {_LEAVE_OUT}",
-        lambda options: (getattr(options, "mtp_num_layers", None) or 0) > 1,
-    ),
-    Conflict(
-        "--moe-layer-freq, by which the last layer has no experts",
-        "Megatron's plans leave the model's last norm out then: give it experts",
-        _last_is_dense,
-    ),
-    Conflict(
-        "--sequence-parallel and dropout",
-        "in Megatron's plans all tensor-parallel ranks would drop out alike: set "
-        "--hidden-dropout 0 and --attention-dropout 0",
-        _drops_out_alike,
-    ),
-    Conflict(
-        "--fp8-recipe delayed",
-        "Megatron's plans would enter its context around an F and another's B: use another recipe",
-        lambda options: (
-            bool(getattr(options, "fp8", None))
-            and getattr(options, "fp8_recipe", None) == "delayed"
-        ),
-    ),
-    Conflict(
-        "--first-last-layers-bf16 with FP8",
-        "Megatron's plans free what the experts of such layers save, unless it is permuted: "
-        f"{_LEAVE_OUT}",
-        _frees_what_is_saved,
-    ),
-    Conflict(
-        "--fp32-residual-connection",
-        f"Megatron's plans do not widen the residual: {_LEAVE_OUT}",
-        _given("fp32_residual_connection"),
-    ),
-    Conflict(
-        "enable_autocast",
-        f"Megatron's plans run outside its context: {_LEAVE_OUT}",
-        _given("enable_autocast"),
-    ),
-    Conflict(
-        "cpu_offloading",
-        f"Megatron's plans run outside its context: {_LEAVE_OUT}",
-        _given("cpu_offloading"),
-    ),
-    Conflict(
-        "variable_seq_lengths (microbatches of unlike length)",
-        f"no run has had both yet: {_LEAVE_OUT}",
-        _given("variable_seq_lengths"),
-    ),
-    Conflict(
-        "--moe-latent-size",
-        f"no run has had both yet: {_LEAVE_OUT}",
-        _given("moe_latent_size"),
-    ),
-    Conflict(
-        "--moe-paged-stash",
-        f"no run has had both yet: {_LEAVE_OUT}",
-        _given("moe_paged_stash"),
-    ),
-    Conflict(
-        "--use-transformer-engine-op-fuser",
-        f"no run has had both yet: {_LEAVE_OUT}",
-        _given("use_transformer_engine_op_fuser"),
-    ),
-    Conflict(
-        "--moe-ncclep-zero-copy",
-        f"its buffer would hold one microbatch's tokens while another's are computed: {_LEAVE_OUT}",
-        _given("moe_ncclep_zero_copy"),
-    ),
-    Conflict(
-        "a hybrid model",
-        f"it has no layer plans: {_LEAVE_OUT}",
-        lambda options: (
-            getattr(options, "hybrid_layer_pattern", None) is not None
-            or bool(getattr(options, "is_hybrid_model", False))
-        ),
-    ),
+def _is_hybrid(options: Any) -> bool:
+    pattern = getattr(options, "hybrid_layer_pattern", None)
+    return pattern is not None or bool(getattr(options, "is_hybrid_model", False))
+
+
+GRAPH_SCOPES = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
+"""How releases of Megatron name what of a layer CUDA graphs cover; the last is the parser's."""
+
+BESIDE = "overlap_moe_expert_parallel_comm"
+"""Megatron's option that lets an F run beside a backward, by its layer plans."""
+
+ENGINE = "transformer_engine"
+"""What --transformer-impl is unless it is given."""
+
+_LOOKS_AT_DEVICE = (
+    "the host looks at the device within a step, where losses are checked and brought to the last "
+    "rank, and where sent messages are let go of: use --cuda-graph-impl transformer_engine"
 )
-"""What --overlap-moe-expert-parallel-comm does not go with, under a schedule of this package."""
+_OWN_ORDER = "it assumes the order of Megatron's own schedules: leave it out"
+_UNSPLIT = "its weight gradients cannot be put off yet: leave it out"
+_SECOND_MODEL = (
+    "a second model for inference would get the stages of the schedule: leave it out, and the "
+    "model that trains generates"
+)
+_TOO_LATE = (
+    "its layers are built with it by now: set it where the config is made, and it is turned off"
+)
+_NEW_ORDER = (
+    "what is recorded once for every microbatch of a step has another number of them later: leave "
+    "it out"
+)
+_BATCH_SIZES = ("rampup_batch_size", "step_batch_size_schedule")
+_CASTS_ONCE = (
+    "a microbatch's graph says once for all steps whether weights are cast anew: use "
+    "--cuda-graph-impl transformer_engine"
+)
+_OVERWRITES = (
+    "of a graph's input Megatron keeps for B only what functions written in Python save, and "
+)
+_LEAVE_OUT = "leave it out, or the other"
+_OUTSIDE = f"Megatron's plans run outside its context: {_LEAVE_OUT}"
+_NO_RUN = f"no run has had both yet: {_LEAVE_OUT}"
+_REDOES = "an iteration begun early would be run, and counted, twice: leave it out"
+_NO_COPY = "a step of this optimizer cannot be undone yet: leave it out"
+_WANTS_LOGITS = "it wants the logits, which no rank has whole: leave it out"
+_UNTRIED = "that has not been built: leave one of the two out"
+_OF_F_B_W = "graphs are captured of F, B and W alone: leave it out"
+_NO_STATE = "what goes from slice to slice there has not been built: leave it out"
+_OF_A_SLICE = "it would be of a slice's tokens, and not of a microbatch's: leave it out"
+_OWN_KEYS = "every slice has keys of its own number: leave it out"
+
+_LENGTHS = "variable_seq_lengths (microbatches of unlike length)"
+_GRAPHS: dict[str, Any] = {
+    "flag": "--cuda-graph-impl (CUDA graphs)",
+    "is_set": _other_than(None, "none"),
+}
+_FP8: dict[str, Any] = {"flag": "--fp8-format", "is_set": _other_than(None, "none")}
+_FP4: dict[str, Any] = {"flag": "--fp4-format", "is_set": _other_than(None, "none")}
+_DDP = "use DDP, with or without --use-distributed-optimizer"
+
+REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
+    By.SCHEDULE: (
+        Refusal(
+            "cuda_graph_impl",
+            _LOOKS_AT_DEVICE,
+            is_set=_is_one_of("full_iteration"),
+            shows_value=True,
+        ),
+        *_each(
+            _LOOKS_AT_DEVICE,
+            *GRAPH_SCOPES,
+            flag="--cuda-graph-scope full_iteration",
+            is_set=_has("full_iteration"),
+        ),
+        *_each(_DDP, "use_megatron_fsdp", "use_torch_fsdp2"),
+        Refusal(
+            "num_microbatches_with_partial_activation_checkpoints",
+            _OWN_ORDER,
+            flag="num_microbatches_with_partial_activation_checkpoints",
+            is_set=_is_given,
+        ),
+        Refusal("hybrid_context_parallel", _OWN_ORDER),
+        Refusal(
+            "gtp_weight_remat_size",
+            _UNSPLIT,
+            flag="--tensor-parallel-num-weight-shards above --tensor-model-parallel-size",
+            is_set=_above_one,
+            is_derived=True,
+        ),
+        Refusal(
+            "expert_gtp_weight_remat_size",
+            _UNSPLIT,
+            flag="--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size",
+            is_set=_above_one,
+            is_derived=True,
+        ),
+        Refusal(
+            "pipeline_model_parallel_comm_backend",
+            "messages go over --distributed-backend: leave it out, or make it nccl",
+            is_set=_other_than(None, "nccl"),
+            shows_value=True,
+        ),
+        *(
+            Refusal(f"rl_inference_{what}_model_parallel_size", _SECOND_MODEL, is_set=_is_given)
+            for what in ("tensor", "pipeline", "expert", "expert_tensor")
+        ),
+        Refusal(
+            "transformer_impl",
+            "use local or transformer_engine",
+            is_set=_other_than(None, "local", "transformer_engine"),
+            in_config=False,
+            shows_value=True,
+        ),
+    ),
+    By.LATE: (
+        *_each(_TOO_LATE, "fine_grained_activation_offloading", "delay_wgrad_compute"),
+        *(
+            Refusal(name, _TOO_LATE, flag=name)
+            for name in (
+                "defer_embedding_wgrad_compute",
+                "overlap_dispatch_backward_with_experts_wgrad",
+            )
+        ),
+    ),
+    By.CHUNKS: (
+        Refusal(
+            "perform_rl_step",
+            "its loop takes a rank's first chunk for all of the rank's model, and generates with "
+            "the stages in the order of the ranks: choose a schedule with one chunk, such as zb-h1",
+        ),
+    ),
+    By.RECORDING: _each(_NEW_ORDER, *_BATCH_SIZES, is_set=_is_given),
+    By.LOCAL_GRAPHS: (
+        Refusal("fp8", _CASTS_ONCE, **_FP8),
+        Refusal("fp4", _CASTS_ONCE, **_FP4),
+        *_each(
+            f"{_OVERWRITES}torch's own bring tokens to experts: use --cuda-graph-impl "
+            "transformer_engine",
+            *("num_experts", "num_moe_experts"),
+            flag="--num-experts",
+            is_set=_is_given,
+        ),
+        Refusal(
+            "transformer_impl",
+            f"{_OVERWRITES}torch's own norm its layers: use --transformer-impl transformer_engine",
+            # Without it Megatron keeps everything.
+            is_set=lambda value: value == "local" and has_transformer_engine(),
+            shows_value=True,
+        ),
+    ),
+    By.LAYER_PLANS: (
+        Refusal(
+            "expert_model_parallel_size",
+            "there is no exchange that could be hidden: leave it out",
+            flag="--expert-model-parallel-size 1",
+            is_set=_is_one_of(None, 1),
+        ),
+        Refusal(
+            "moe_token_dispatcher_type",
+            "use alltoall or flex",
+            flag="--moe-token-dispatcher-type allgather",
+            is_set=_is_one_of("allgather"),
+        ),
+        Refusal(
+            "bf16",
+            "add --bf16 or --fp16",
+            flag="numbers of 32 bits",
+            holds=lambda options: hasattr(options, "bf16") and not (options.bf16 or options.fp16),
+        ),
+        Refusal(
+            "recompute_granularity",
+            "a layer's exchanges would come again within its backward: recompute modules, or "
+            "nothing",
+            flag="--recompute-granularity full",
+            is_set=_is_one_of("full"),
+        ),
+        Refusal(
+            "recompute_modules",
+            "the experts' exchanges would come again within their backward: leave moe out of them",
+            flag="--recompute-modules moe",
+            is_set=lambda modules: "moe" in (modules or ()),
+        ),
+        Refusal("moe_shared_expert_overlap", f"both hide the exchanges: {_LEAVE_OUT}"),
+        Refusal(
+            "mtp_num_layers",
+            f"Megatron's plans have one such layer at most: {_LEAVE_OUT}",
+            flag="--mtp-num-layers above 1",
+            is_set=_above_one,
+        ),
+        Refusal(
+            "moe_layer_freq",
+            "Megatron's plans leave the model's last norm out then: give it experts",
+            flag="--moe-layer-freq, by which the last layer has no experts",
+            holds=_last_is_dense,
+        ),
+        Refusal(
+            "sequence_parallel",
+            "in Megatron's plans all tensor-parallel ranks would drop out alike: set "
+            "--hidden-dropout 0 and --attention-dropout 0",
+            flag="--sequence-parallel and dropout",
+            holds=_drops_out_alike,
+        ),
+        Refusal(
+            "fp8_recipe",
+            "Megatron's plans would enter its context around an F and another's B: use another "
+            "recipe",
+            flag="--fp8-recipe delayed",
+            holds=lambda options: (
+                bool(getattr(options, "fp8", None))
+                and getattr(options, "fp8_recipe", None) == "delayed"
+            ),
+        ),
+        Refusal(
+            "first_last_layers_bf16",
+            "Megatron's plans free what the experts of such layers save, unless it is permuted: "
+            f"{_LEAVE_OUT}",
+            flag="--first-last-layers-bf16 with FP8",
+            holds=_frees_what_is_saved,
+        ),
+        Refusal(
+            "fp32_residual_connection", f"Megatron's plans do not widen the residual: {_LEAVE_OUT}"
+        ),
+        Refusal("enable_autocast", _OUTSIDE, flag="enable_autocast"),
+        Refusal("cpu_offloading", _OUTSIDE, flag="cpu_offloading"),
+        Refusal("variable_seq_lengths", _NO_RUN, flag=_LENGTHS),
+        *_each(_NO_RUN, "moe_latent_size", "moe_paged_stash", "use_transformer_engine_op_fuser"),
+        Refusal(
+            "moe_ncclep_zero_copy",
+            "its buffer would hold one microbatch's tokens while another's are computed: "
+            f"{_LEAVE_OUT}",
+        ),
+        Refusal(
+            "hybrid_layer_pattern",
+            f"it has no layer plans: {_LEAVE_OUT}",
+            flag="a hybrid model",
+            holds=_is_hybrid,
+        ),
+    ),
+    By.POST_VALIDATION: (
+        Refusal(
+            "rerun_mode",
+            "it holds all ranks up at the end of every iteration: set --rerun-mode disabled",
+            is_set=_other_than(None, "disabled"),
+            in_config=False,
+            shows_value=True,
+        ),
+        Refusal(
+            "variable_seq_lengths",
+            "a message whose length is not known yet would be under way between two iterations",
+            flag=_LENGTHS,
+        ),
+        Refusal("num_experts", _REDOES, is_set=_is_given),
+        Refusal("fp8", _REDOES, **_FP8),
+        Refusal("fp4", _REDOES, **_FP4),
+        *_each(_REDOES, "qk_clip", "log_max_attention_logit"),
+        *(
+            Refusal(f"save_{what}_interval", _REDOES, is_set=_is_given)
+            for what in ("activations", "wgrads", "dgrads")
+        ),
+        *_each(
+            "the next iteration begins before its size is decided: leave it out",
+            *_BATCH_SIZES,
+            is_set=_is_given,
+        ),
+        Refusal(
+            "cuda_graph_impl",
+            "graphs are captured between two iterations, and the next has begun by then: leave it "
+            "out",
+            **_GRAPHS,
+        ),
+        Refusal(
+            "perform_rl_step", "what it trains on is made between two iterations: leave it out"
+        ),
+        Refusal(
+            "optimizer",
+            "use adam or sgd",
+            is_set=_other_than(None, "adam", "sgd"),
+            in_config=False,
+            shows_value=True,
+        ),
+        *_each(
+            _NO_COPY,
+            "use_precision_aware_optimizer",
+            "optimizer_cpu_offload",
+            "optimizer_cuda_graph",
+            "use_layer_wise_distributed_optimizer",
+        ),
+        Refusal(
+            "overlap_param_gather_with_optimizer_step",
+            "it sends parameters off before a step can be undone: leave it out",
+        ),
+        Refusal("reuse_grad_buf_for_mxfp8_param_ag", _NO_COPY),
+    ),
+    By.VOCABULARY: (
+        Refusal("optimizer_post_validation", _UNTRIED, in_config=False),
+        Refusal(BESIDE, _UNTRIED),
+        Refusal("cuda_graph_impl", _OF_F_B_W, **_GRAPHS),
+        Refusal("external_cuda_graph", _OF_F_B_W),
+        *_each(
+            _UNTRIED,
+            *("use_mup", "mtp_detach_heads", "fp32_residual_connection", "enable_autocast"),
+            *("init_model_with_meta_device", "fp8_output_proj"),
+        ),
+        Refusal("perform_rl_step", _WANTS_LOGITS),
+        *_each(_WANTS_LOGITS, "logits_load_dir", "export_kd_teacher_load", in_config=False),
+    ),
+    By.SLICES: (
+        *_each(_UNTRIED, "optimizer_post_validation", "pipeline_vocab_parallel", in_config=False),
+        Refusal(BESIDE, _UNTRIED),
+        Refusal(
+            "context_parallel_size",
+            "no attention of Transformer Engine takes a slice's queries with it: leave it out",
+            is_set=_above_one,
+            shows_value=True,
+        ),
+        Refusal(
+            "variable_seq_lengths", "every slice is as long as the others: leave it out", _LENGTHS
+        ),
+        Refusal("cuda_graph_impl", _OWN_KEYS, **_GRAPHS),
+        *_each(_OWN_KEYS, "external_cuda_graph", "enable_cuda_graph"),
+        Refusal("experimental_attention_variant", _UNTRIED, is_set=_is_given),
+        Refusal("moe_expert_capacity_factor", _OF_A_SLICE, is_set=_is_given),
+        Refusal("moe_router_load_balancing_type", _OF_A_SLICE, is_set=_has("sinkhorn")),
+        Refusal("mtp_num_layers", _NO_STATE),
+        Refusal("hybrid_layer_pattern", _NO_STATE, is_set=_is_given),
+        Refusal("is_hybrid_model", _NO_STATE, flag="a hybrid model"),
+        Refusal(
+            "position_embedding_type",
+            _UNTRIED,
+            is_set=_is_one_of("mrope", "relative"),
+            shows_value=True,
+        ),
+        *_each(
+            _UNTRIED,
+            *("reset_attention_mask", "fp8_dot_product_attention", "fp8_multi_head_attention"),
+        ),
+        Refusal("perform_rl_step", "it wants logits, and slices make losses: leave it out"),
+    ),
+}
+"""Every option of Megatron that is refused, why, and by what."""
 
 
 def conflicts(options: Any, placement: Placement) -> Iterator[UnsupportedError]:
     """Yield an error for each thing that layer plans do not go with, where these are asked for."""
     if not getattr(options, BESIDE, False):
         return
-    found = [(each.option, each.why) for each in CONFLICTS if each.holds(options)]
+    for refusal in REFUSALS[By.LAYER_PLANS]:
+        said = refusal.said_of(options)
+        if said is not None:
+            yield UnsupportedError(f"{_OVERLAP} does not work with {said}: {refusal.why}", BESIDE)
     if len(placement) == max(placement) + 1:
-        why = "choose a schedule with several, such as v-half, or leave the other out"
-        found.append(("a schedule with one stage a rank", why))
-    for option, why in found:
-        yield UnsupportedError(f"{_OVERLAP} does not work with {option}: {why}", BESIDE)
+        yield UnsupportedError(
+            f"{_OVERLAP} does not work with a schedule with one stage a rank: choose a schedule "
+            "with several, such as v-half, or leave the other out",
+            BESIDE,
+        )
 
 
 def check_layer_plans(options: Any, placement: Placement) -> None:
@@ -406,130 +511,6 @@ def check_script(forward_step_func: Callable[..., Any]) -> None:
 
 _OVERLAP = f"--{BESIDE.replace('_', '-')}"
 
-_REDOES = "an iteration begun early would be run, and counted, twice: leave it out"
-_NO_COPY = "a step of this optimizer cannot be undone yet: leave it out"
-_NEW_SIZE = "the next iteration begins before its size is decided: leave it out"
-
-POST_VALIDATION_REFUSALS = (
-    Refusal(
-        "rerun_mode",
-        "it holds all ranks up at the end of every iteration: set --rerun-mode disabled",
-        is_set=_other_than(None, "disabled"),
-        in_config=False,
-        shows_value=True,
-    ),
-    Refusal(
-        "variable_seq_lengths",
-        "a message whose length is not known yet would be under way between two iterations",
-        flag="variable_seq_lengths (microbatches of unlike length)",
-    ),
-    Refusal("num_experts", _REDOES, is_set=_is_given),
-    Refusal("fp8", _REDOES, flag="--fp8-format", is_set=_other_than(None, "none")),
-    Refusal("fp4", _REDOES, flag="--fp4-format", is_set=_other_than(None, "none")),
-    Refusal("qk_clip", _REDOES),
-    Refusal("log_max_attention_logit", _REDOES),
-    Refusal("save_activations_interval", _REDOES, is_set=_is_given),
-    Refusal("save_wgrads_interval", _REDOES, is_set=_is_given),
-    Refusal("save_dgrads_interval", _REDOES, is_set=_is_given),
-    Refusal("rampup_batch_size", _NEW_SIZE, is_set=_is_given),
-    Refusal("step_batch_size_schedule", _NEW_SIZE, is_set=_is_given),
-    Refusal(
-        "cuda_graph_impl",
-        "graphs are captured between two iterations, and the next has begun by then: leave it out",
-        flag="--cuda-graph-impl (CUDA graphs)",
-        is_set=_other_than(None, "none"),
-    ),
-    Refusal("perform_rl_step", "what it trains on is made between two iterations: leave it out"),
-    Refusal(
-        "optimizer",
-        "use adam or sgd",
-        is_set=_other_than(None, "adam", "sgd"),
-        in_config=False,
-        shows_value=True,
-    ),
-    Refusal("use_precision_aware_optimizer", _NO_COPY),
-    Refusal("optimizer_cpu_offload", _NO_COPY),
-    Refusal("optimizer_cuda_graph", _NO_COPY),
-    Refusal("use_layer_wise_distributed_optimizer", _NO_COPY),
-    Refusal(
-        "overlap_param_gather_with_optimizer_step",
-        "it sends parameters off before a step can be undone: leave it out",
-    ),
-    Refusal("reuse_grad_buf_for_mxfp8_param_ag", _NO_COPY),
-)
-"""Every option of Megatron that --optimizer-post-validation does not go with."""
-
-
-_WANTS_LOGITS = "it wants the logits, which no rank has whole: leave it out"
-_UNTRIED = "that has not been built: leave one of the two out"
-
-VOCABULARY_REFUSALS = (
-    Refusal("optimizer_post_validation", _UNTRIED, in_config=False),
-    Refusal(BESIDE, _UNTRIED),
-    Refusal(
-        "cuda_graph_impl",
-        "graphs are captured of F, B and W alone: leave it out",
-        flag="--cuda-graph-impl (CUDA graphs)",
-        is_set=_other_than(None, "none"),
-    ),
-    Refusal("external_cuda_graph", "graphs are captured of F, B and W alone: leave it out"),
-    Refusal("use_mup", _UNTRIED),
-    Refusal("mtp_detach_heads", _UNTRIED),
-    Refusal("fp32_residual_connection", _UNTRIED),
-    Refusal("enable_autocast", _UNTRIED),
-    Refusal("init_model_with_meta_device", _UNTRIED),
-    Refusal("fp8_output_proj", _UNTRIED),
-    Refusal("perform_rl_step", _WANTS_LOGITS),
-    Refusal("logits_load_dir", _WANTS_LOGITS, in_config=False),
-    Refusal("export_kd_teacher_load", _WANTS_LOGITS, in_config=False),
-)
-"""Every option of Megatron that a shared vocabulary does not go with."""
-
-
-_NO_STATE = "what goes from slice to slice there has not been built: leave it out"
-_OF_A_SLICE = "it would be of a slice's tokens, and not of a microbatch's: leave it out"
-SLICE_REFUSALS = (
-    Refusal("optimizer_post_validation", _UNTRIED, in_config=False),
-    Refusal("pipeline_vocab_parallel", _UNTRIED, in_config=False),
-    Refusal(BESIDE, _UNTRIED),
-    Refusal(
-        "context_parallel_size",
-        "no attention of Transformer Engine takes a slice's queries with it: leave it out",
-        is_set=_above_one,
-        shows_value=True,
-    ),
-    Refusal(
-        "variable_seq_lengths",
-        "every slice is as long as the others: leave it out",
-        flag="variable_seq_lengths (microbatches of unlike length)",
-    ),
-    Refusal(
-        "cuda_graph_impl",
-        "every slice has keys of its own number: leave it out",
-        flag="--cuda-graph-impl (CUDA graphs)",
-        is_set=_other_than(None, "none"),
-    ),
-    Refusal("external_cuda_graph", "every slice has keys of its own number: leave it out"),
-    Refusal("enable_cuda_graph", "every slice has keys of its own number: leave it out"),
-    Refusal("experimental_attention_variant", _UNTRIED, is_set=_is_given),
-    Refusal("moe_expert_capacity_factor", _OF_A_SLICE, is_set=_is_given),
-    Refusal("moe_router_load_balancing_type", _OF_A_SLICE, is_set=_has("sinkhorn")),
-    Refusal("mtp_num_layers", _NO_STATE),
-    Refusal("hybrid_layer_pattern", _NO_STATE, is_set=_is_given),
-    Refusal("is_hybrid_model", _NO_STATE, flag="a hybrid model"),
-    Refusal(
-        "position_embedding_type",
-        _UNTRIED,
-        is_set=_is_one_of("mrope", "relative"),
-        shows_value=True,
-    ),
-    Refusal("reset_attention_mask", _UNTRIED),
-    Refusal("fp8_dot_product_attention", _UNTRIED),
-    Refusal("fp8_multi_head_attention", _UNTRIED),
-    Refusal("perform_rl_step", "it wants logits, and slices make losses: leave it out"),
-)
-"""Every option of Megatron that microbatches in slices do not go with."""
-
 
 def check_slices(
     slices: int, options: Any, others: Mapping[str, object], alike: bool = True
@@ -541,7 +522,7 @@ def check_slices(
     """
     if slices == 1:
         return
-    _check(SLICE_REFUSALS, options, "--pipeline-slices")
+    _check(REFUSALS[By.SLICES], options, "--pipeline-slices")
     for option, value in others.items():
         if value:
             raise UnsupportedError(f"--pipeline-slices does not work with {option}: {_UNTRIED}")
@@ -578,24 +559,25 @@ def check_sequence(slices: int, length: int | None, options: Any) -> None:
 def check_vocabulary(shares: bool, options: Any) -> None:
     """Raise UnsupportedError for the first option of arguments or a config that it cannot have."""
     if shares:
-        _check(VOCABULARY_REFUSALS, options, "--pipeline-vocab-parallel")
+        _check(REFUSALS[By.VOCABULARY], options, "--pipeline-vocab-parallel")
 
 
 def check_post_validation(args: Namespace) -> None:
     """Raise UnsupportedError for the first option that post-validation cannot have."""
-    _check(POST_VALIDATION_REFUSALS, args, "--optimizer-post-validation")
+    _check(REFUSALS[By.POST_VALIDATION], args, "--optimizer-post-validation")
 
 
 def check_arguments(args: Namespace, schedule: str, placement: Placement) -> None:
     """Raise UnsupportedError for the first of Megatron's options that `schedule` cannot have."""
-    known = [each for each in REFUSALS if not each.is_derived]
-    chunked = () if is_plain(placement) else CHUNK_REFUSALS
+    known = [each for each in REFUSALS[By.SCHEDULE] if not each.is_derived]
+    chunked = () if is_plain(placement) else REFUSALS[By.CHUNKS]
     _check((*known, *chunked), args, f"--pipeline-schedule {schedule}")
     if captures_graphs(args):
-        _check(RECORDING_REFUSALS, args, f"--pipeline-schedule {schedule} with CUDA graphs")
+        _check(REFUSALS[By.RECORDING], args, f"--pipeline-schedule {schedule} with CUDA graphs")
     _check_local_graphs(args)
     if uses_stash(args):
-        _check(RECORDING_REFUSALS, args, f"--pipeline-schedule {schedule} with --moe-paged-stash")
+        flag = f"--pipeline-schedule {schedule} with --moe-paged-stash"
+        _check(REFUSALS[By.RECORDING], args, flag)
     contexts = getattr(args, "context_parallel_size", 1)
     if getattr(args, "perform_rl_step", False) and _above_one(contexts):
         raise UnsupportedError(
@@ -648,7 +630,7 @@ def captures_locally(options: Any) -> bool:
 
 def _check_local_graphs(options: Any) -> None:
     if captures_locally(options):
-        _check(LOCAL_GRAPH_REFUSALS, options, "--cuda-graph-impl local under a schedule")
+        _check(REFUSALS[By.LOCAL_GRAPHS], options, "--cuda-graph-impl local under a schedule")
 
 
 def uses_stash(options: Any) -> bool:
@@ -658,12 +640,8 @@ def uses_stash(options: Any) -> bool:
 
 def check_derived(args: Namespace, schedule: str) -> None:
     """Raise UnsupportedError for what other options amount to, once Megatron has worked it out."""
-    derived = [each for each in REFUSALS if each.is_derived]
+    derived = [each for each in REFUSALS[By.SCHEDULE] if each.is_derived]
     _check(derived, args, f"--pipeline-schedule {schedule}")
-
-
-ENGINE = "transformer_engine"
-"""What --transformer-impl is unless it is given."""
 
 
 def has_transformer_engine() -> bool:
@@ -673,18 +651,18 @@ def has_transformer_engine() -> bool:
 
 def check_config(config: Any, post_validates: bool) -> None:
     """Raise UnsupportedError for an option that a script has set in the TransformerConfig alone."""
-    late = [each for each in (*REFUSALS, *CONFIG_REFUSALS) if each.in_config]
+    late = [each for by in (By.SCHEDULE, By.LATE) for each in REFUSALS[by] if each.in_config]
     _check(late, config, "--pipeline-schedule")
     _check_local_graphs(config)
     if post_validates:
-        ahead = [each for each in POST_VALIDATION_REFUSALS if each.in_config]
+        ahead = [each for each in REFUSALS[By.POST_VALIDATION] if each.in_config]
         _check(ahead, config, "--optimizer-post-validation")
 
 
 def check_library(config: Any, schedule: str, placement: Placement) -> None:
     """Raise UnsupportedError for what a library's config asks for and `schedule` cannot have."""
     check_config(config, post_validates=False)
-    _check(() if is_plain(placement) else CHUNK_REFUSALS, config, f"schedule {schedule}")
+    _check(() if is_plain(placement) else REFUSALS[By.CHUNKS], config, f"schedule {schedule}")
 
 
 def is_plain(placement: Placement) -> bool:
@@ -713,9 +691,7 @@ def refused_model(schedule: str, name: str) -> UnsupportedError:
 
 def _check(refusals: Iterable[Refusal], options: Any, flag: str) -> None:
     for refusal in refusals:
-        value = getattr(options, refusal.name, None)
-        if refusal.is_set(value):
-            shows = refusal.shows_value and value is not None
-            option = f"{refusal.option} {value}" if shows else refusal.option
-            said = f"{flag} does not work with {option}: {refusal.why}"
-            raise UnsupportedError(said, refusal.name)
+        said = refusal.said_of(options)
+        if said is not None:
+            text = f"{flag} does not work with {said}: {refusal.why}"
+            raise UnsupportedError(text, refusal.name)

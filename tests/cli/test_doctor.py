@@ -38,13 +38,7 @@ def test_without_any_package_it_says_what_is_missing() -> None:
 def test_where_everything_fits() -> None:
     core = pytest.importorskip("megatron.core")
     from megatron_vshape.mcore.hooks import registry
-    from megatron_vshape.mcore.refusals import (
-        CHUNK_REFUSALS,
-        CONFLICTS,
-        POST_VALIDATION_REFUSALS,
-        REFUSALS,
-        VOCABULARY_REFUSALS,
-    )
+    from megatron_vshape.mcore.refusals import REFUSALS, By
     from megatron_vshape.mcore.setup.translate import TRANSLATIONS
 
     run = python("-m", "megatron_vshape.cli.main", "doctor")
@@ -55,8 +49,8 @@ def test_where_everything_fits() -> None:
     assert f"replaces in megatron-core {version} " in text
     assert all(f" {record.target}" in text for record in (*registry.HOOKS, *registry.PROBES))
     assert all(record.reason in text for record in (*registry.HOOKS, *registry.PROBES))
-    with_flags = (*POST_VALIDATION_REFUSALS, *VOCABULARY_REFUSALS, *CONFLICTS)
-    refusals = (*REFUSALS, *CHUNK_REFUSALS, *with_flags)
+    untold = By.LATE, By.RECORDING, By.LOCAL_GRAPHS
+    refusals = [each for by in By if by not in untold for each in REFUSALS[by]]
     assert all(each.option in text and each.why in text for each in refusals)
     assert all(each.becomes in text for each in TRANSLATIONS)
     assert all(name in text for each in TRANSLATIONS for name in each.names)

@@ -7,7 +7,8 @@ import pytest
 
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.mcore.refusals import (
-    CONFLICTS,
+    REFUSALS,
+    By,
     UnsupportedError,
     check_layer_plans,
     check_script,
@@ -59,7 +60,7 @@ REFUSED = {
 
 
 def test_every_conflict_is_told() -> None:
-    assert list(REFUSED) == [each.option for each in CONFLICTS]
+    assert list(REFUSED) == [each.option for each in REFUSALS[By.LAYER_PLANS]]
     check_layer_plans(SimpleNamespace(**FINE), v_shape(4))
     for option, given in REFUSED.items():
         with pytest.raises(UnsupportedError) as error:
