@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Count the shapes, predict them, print the lines and what follows, and return 0."""
-    words = options.command[1:] if options.command[:1] == ["--"] else options.command
+    words = options.command
     if not is_installed("torch"):
         raise ScheduleError("advise runs Megatron itself: pip install 'megatron-vshape[megatron]'")
     for flag, path in (("--export", options.export), ("--json", options.json)):

@@ -116,7 +116,12 @@ def _run(arguments: Sequence[str]) -> int:
             command = importlib.import_module(f"megatron_vshape.cli.{name}")
             command.add_arguments(sub)
             sub.set_defaults(run=command.run)
-    options = parser.parse_args(arguments)
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parser.parse_args(arguments[:at])
+    if at < len(arguments):
+        if not hasattr(options, "command"):
+            raise ScheduleError(f"{chosen} takes no command after --")
+        options.command = list(arguments[at + 1 :])
     status = options.run(options)
     sys.stdout.flush()
     return int(status)

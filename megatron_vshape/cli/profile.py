@@ -260,7 +260,7 @@ def _with_ends_told(
     if not (further or shares) or costs.layers is None:
         return costs
     from megatron_vshape.mcore.on_ranks import Link, with_shared_ends
-    from megatron_vshape.sweep.grid import widths_of
+    from megatron_vshape.sweep.subject import of_model_file
 
     pieces, devices = Pieces.of(costs, costs.layers), options.devices
     if shares:
@@ -270,7 +270,8 @@ def _with_ends_told(
         held = model.torch_dtype.itemsize * tokens * rows + model.message_bytes
         sum_us = link.message_us(model.message_bytes)
         pieces = shared_pieces(pieces, devices, sum_us, held * (1 + further), further)
-    pieces = pieces.predicting(further, widths_of(sizes, options.seq_length).merging_in_layers)
+    widths = of_model_file(sizes, model.device == "cpu", options.model).widths(options.seq_length)
+    pieces = pieces.predicting(further, widths.merging_in_layers)
     made = pieces.costs(costs.layers)
     if further:
         told = f"{MEASURED}, and of {further} layers of multi-token prediction from that of others"

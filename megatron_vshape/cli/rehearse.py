@@ -94,7 +94,7 @@ def _positive(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Rehearse, print the table and what it means, write the files, and return 0."""
-    words = options.command[1:] if options.command[:1] == ["--"] else options.command
+    words = options.command
     if options.fetch_te:
         print(f"Transformer Engine {sources.VERSION}: {sources.fetch()}")
         if not words:

@@ -46,7 +46,9 @@ NO_PICTURE = "no picture, which needs matplotlib: pip install 'megatron-vshape[d
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sweep's arguments."""
+    parser.usage = "megatron-vshape sweep FILE.yaml [OPTIONS] [-- pretrain_gpt.py FLAGS...]"
     parser.add_argument("file", type=Path, metavar="FILE.yaml", help="the sweep")
+    parser.set_defaults(command=[])  # what stands after --
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--predict-only", action="store_true", help="predict and rank; needs no cluster"
@@ -101,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, NARROWEST)
-    loaded = load_sweep(options.file)
+    loaded = load_sweep(options.file, options.command)
     if options.assumptions:
         _print_assumptions(console, Machine.of(loaded.cluster))
         return 0
@@ -159,14 +161,22 @@ def _check_targets(options: argparse.Namespace) -> None:
 
 
 def _expand(loaded: "Loaded", headroom: str | None) -> "tuple[Predictor, Expanded]":
+    from megatron_vshape.sweep.counts import Counts
     from megatron_vshape.sweep.grid import expand
     from megatron_vshape.sweep.machine import Machine
     from megatron_vshape.sweep.measured_costs import load_measured
     from megatron_vshape.sweep.predict import Predictor
 
     machine, measured = Machine.of(loaded.cluster), load_measured(loaded)
+    if not machine.known:
+        print(
+            f"{loaded.cluster.device.name} is no known GPU: its kernels are taken to reach what "
+            "those of GPUs do; assumptions: in the cluster file says what differs"
+        )
     kept = headroom_of(headroom or HEADROOM, loaded.cluster.device.memory_gib * GIB, in_bytes=True)
-    predictor = Predictor(loaded.model, machine, loaded.sweep.post_validation, measured, kept)
+    counts = Counts(loaded.subject, machine)
+    given = loaded.sweep.post_validation, measured, kept
+    predictor = Predictor(loaded.subject, machine, counts, *given)
     expanded = expand(loaded)
     if expanded.note:
         print(expanded.note)
@@ -183,11 +193,28 @@ def _predict(
         )
     _print_dropped(console, expanded.dropped, "impossible", options.verbose)
     predictions: list[Prediction] = []
+    _count(predictor, expanded.possible)
     with _quiet(), told(str) as progress:
         for each in predictor.survey(expanded.possible, loaded.sweep.pruning.margin):
             predictions.append(each)
             progress.say(f"{len(predictions)} of {len(expanded.possible)} combinations predicted")
     return predictor, predictions
+
+
+def _count(predictor: "Predictor", combinations: "Sequence[Combination]") -> None:
+    """Rehearse each shape of a stage that has not been counted yet, and tell how many there are."""
+    from megatron_vshape.sweep.counts import Counts, key_of_count
+
+    if not isinstance(predictor.counts, Counts):
+        return
+    number = len(set(map(key_of_count, combinations)))
+    print(f"{len(combinations)} combinations have stages of {number} shapes, each counted once")
+    with told(str) as progress:
+
+        def tell(done: int, total: int) -> None:
+            progress.say(f"{done} of {total} ranks rehearsed")
+
+        predictor.counts.count(combinations, tell)
 
 
 @contextmanager
@@ -233,7 +260,7 @@ def _report_predictions(
     from megatron_vshape.sweep.report import best_rows, comparison_table, memory_lines, rows_of
 
     rows = rows_of(predictions)
-    title = f"{loaded.model.name} on {loaded.cluster.name}: the best predicted of each schedule"
+    title = f"{loaded.subject.name} on {loaded.cluster.name}: the best predicted of each schedule"
     _print_tables(console, title, best_rows(rows))
     for line in memory_lines(rows):
         _say(console, line)
@@ -254,7 +281,7 @@ def _write_files(
     if csv is not None:
         write_csv(rows, csv)
     if figure is not None:
-        draw_pareto(rows, figure, f"{loaded.model.name} on {loaded.cluster.name}")
+        draw_pareto(rows, figure, f"{loaded.subject.name} on {loaded.cluster.name}")
 
 
 def _launch(
@@ -331,7 +358,7 @@ def _show(
     from megatron_vshape.sweep.report import ranking_line
 
     rows.sort(key=lambda row: (row.combination.workload, -(row.mfu or 0.0)))
-    title = f"{loaded.model.name} on {loaded.cluster.name}: measured (predicted)"
+    title = f"{loaded.subject.name} on {loaded.cluster.name}: measured (predicted)"
     _print_tables(console, title, rows)
     for row in rows:
         if row.note and row.verdict != "ok":
@@ -353,7 +380,6 @@ def _print_assumptions(console: "Console", machine: "Machine") -> None:
     from rich.table import Table
 
     table = Table("assumption", "value", "source", show_lines=True)
-    for name, value, source in machine.assume.sources():
-        replaced = name in machine.cluster.assumptions
-        table.add_row(name, f"{value:g}", "the cluster file" if replaced else source)
+    for name, value, source in machine.assumptions():
+        table.add_row(name, f"{value:g}", source)
     console.print(table)

@@ -3,6 +3,9 @@
 Unknown keys are refused, since a misspelt key that is ignored gives a wrong answer in silence.
 """
 
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -12,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, 
 
 from megatron_vshape.core.model.files import fault_of, read_text
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.sweep.subject import Subject, of_command, of_model_file
 
 MAX_FILE_BYTES = 2**16
 """No sweep, model or cluster needs more; PyYAML reads some 50 kB a second."""
@@ -37,11 +41,28 @@ class SweepError(ScheduleError):
     """A sweep cannot be made from what was given; the text says what to change."""
 
 
-class Recompute(StrEnum):
-    """What the backward pass computes again instead of keeping it."""
+NONE, FULL, GIVEN = "none", "full", "given"
 
-    NONE = "none"
-    FULL = "full"
+_MODULE = "(core_attn|moe_act|layernorm|mla_up_proj|mlp|moe|shared_experts)"
+
+Recompute = Annotated[
+    str, Field(pattern=rf"^(none|full|selective|given|{_MODULE}(,{_MODULE})*)$", max_length=100)
+]
+"""What the backward pass computes again instead of keeping it: NONE, FULL, selective, Megatron's
+modules with commas; GIVEN: what the training command says of it."""
+
+FORMATS = {
+    GIVEN: "",
+    "bf16": "--bf16",
+    "fp8": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
+    "fp8-delayed": "--bf16 --fp8-format hybrid --fp8-recipe delayed",
+    "fp8-blockwise": "--bf16 --fp8-format e4m3 --fp8-recipe blockwise",
+    "mxfp8": "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
+    "nvfp4": "--bf16 --fp4-format e2m1 --fp4-recipe nvfp4",
+}
+"""What a number format of the products is, in flags of Megatron."""
+
+Format = Literal["given", "bf16", "fp8", "fp8-delayed", "fp8-blockwise", "mxfp8", "nvfp4"]
 
 
 class Layout(StrEnum):
@@ -152,7 +173,7 @@ class Cluster(_File):
     backend: Literal["nccl", "gloo"] = "nccl"
     # Processors that all devices of a node share, as ranks on a laptop do; None: none.
     shared_processors: Positive | None = None
-    # What differs on this hardware from sweep/assumptions.py; comment each with its source.
+    # What differs on this hardware from `sweep --assumptions`; comment each with its source.
     assumptions: dict[str, Rate] = Field(default_factory=dict)
 
     @property
@@ -172,15 +193,21 @@ Choices = Annotated[list[Positive], Field(min_length=1)]
 
 
 class Grid(_File):
-    """The values to combine; data parallelism takes the devices that are left, if not given."""
+    """The values to combine; data parallelism takes the devices that are left, if not given.
+
+    What is not given of a training command is as the command has it.
+    """
 
     schedule: Annotated[list[str], Field(min_length=1)]
+    vpp: Choices | None = None  # stages a device of the schedules that leave a choice
     pipeline_parallel: Choices
     tensor_parallel: Choices = [1]
     context_parallel: Choices = [1]
+    expert_parallel: Choices = [1]
     data_parallel: Choices | None = None
     microbatch_size: Choices = [1]
-    recompute: Annotated[list[Recompute], Field(min_length=1)] = [Recompute.NONE]
+    recompute: Annotated[list[Recompute], Field(min_length=1)] = [NONE]
+    format: Annotated[list[Format], Field(min_length=1)] = ["given"]
     layout: Annotated[list[Layout], Field(min_length=1)] = [Layout.BALANCED]
     # Whether all pipeline devices share embedding and output layer; balanced is then auto.
     vocab_parallel: Annotated[list[StrictBool], Field(min_length=1)] = [False]
@@ -193,9 +220,11 @@ class Also(_File):
     pipeline_parallel: Positive
     tensor_parallel: Positive = 1
     context_parallel: Positive = 1
+    expert_parallel: Positive = 1
     data_parallel: Positive = 1
     microbatch_size: Positive = 1
-    recompute: Recompute = Recompute.NONE
+    recompute: Recompute = NONE
+    format: Format = "given"
     layout: Layout = Layout.BALANCED
     vocab_parallel: StrictBool = False
     arguments: list[str] = []
@@ -248,12 +277,16 @@ class Run(_File):
 
 
 class Sweep(_File):
-    """A whole sweep; the model and the cluster are paths relative to the sweep file."""
+    """A whole sweep; the model and the cluster are paths relative to the sweep file.
+
+    A model may be a file of a training command's arguments, and left out where the command itself
+    is given; workloads that are left out are the command's.
+    """
 
     name: Name
-    model: FilePath
+    model: FilePath | None = None
     cluster: FilePath
-    workloads: Annotated[list[Workload], Field(min_length=1)]
+    workloads: list[Workload] = []
     grid: Grid
     also: list[Also] = []
     measured_costs: list[Measured] = []
@@ -263,22 +296,24 @@ class Sweep(_File):
     run: Run = Run()
 
 
-class Loaded(BaseModel):
-    """A sweep with the files it names."""
-
-    model_config = ConfigDict(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A sweep with what it trains and the cluster."""
 
     path: Path
     sweep: Sweep
-    model: Model
+    subject: Subject
     cluster: Cluster
 
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
-def load_sweep(path: str | Path) -> Loaded:
-    """Return the sweep at `path` with its model and its cluster.
+def load_sweep(path: str | Path, words: Sequence[str] = ()) -> Loaded:
+    """Return the sweep at `path` with what it trains and its cluster.
+
+    What it trains is a training command of these words, or the file that it names: a model file, or
+    whatever file `rehearse` reads.
 
     Raises:
         ScheduleError: a file cannot be read, or a key or a value in it is wrong; the text names
@@ -288,13 +323,51 @@ def load_sweep(path: str | Path) -> Loaded:
     sweep = load(path, Sweep)
     cluster = load(path.parent / sweep.cluster, Cluster)
     _check_executor(sweep.run, cluster, path)
-    model = load(path.parent / sweep.model, Model)
-    if model.experts is not None:
+    if words:
+        subject = of_command(words, sweep.name)
+    elif sweep.model is None:
         raise SweepError(
-            f"{path}: the model {model.name} has experts, and a sweep predicts dense layers only; "
-            "profile measures such a model"
+            f"{path}: model is missing: name a model file or a file of arguments, or give the "
+            "training command after --"
         )
-    return Loaded(path=path, sweep=sweep, model=model, cluster=cluster)
+    else:
+        subject = _subject(path.parent / sweep.model, cluster)
+    return Loaded(path, _filled(sweep, subject, path), subject, cluster)
+
+
+def _subject(path: Path, cluster: Cluster) -> Subject:
+    """Return what a file describes: a model file by its keys, else a training command's."""
+    text = read_text(path, "the file", MAX_FILE_BYTES)
+    is_yaml = path.suffix in (".yaml", ".yml")
+    if is_yaml and not re.search(r"^\s*(MODEL_ARGS:|[\"']?--)", text, re.MULTILINE):
+        return of_model_file(load(path, Model), cluster.backend == "gloo", path)
+    return of_command([str(path)], path.stem)
+
+
+def _filled(sweep: Sweep, subject: Subject, path: Path) -> Sweep:
+    """Return the sweep with what a training command says where the file says nothing."""
+    if subject.translated:
+        if not sweep.workloads:
+            raise SweepError(f"{path}: workloads is missing: sequence_length, global_batch_size")
+        return sweep
+    command, grid = subject.command, sweep.grid
+    number = command.number
+    own: dict[str, Any] = {
+        "tensor_parallel": number("--tensor-model-parallel-size", 1),
+        "context_parallel": number("--context-parallel-size", 1),
+        "expert_parallel": number("--expert-model-parallel-size", 1),
+        "microbatch_size": number("--micro-batch-size", 1),
+        "recompute": GIVEN,
+    }
+    left = {name: [value] for name, value in own.items() if name not in grid.model_fields_set}
+    workloads = sweep.workloads or [
+        Workload(
+            sequence_length=number("--seq-length", 1),
+            global_batch_size=number("--global-batch-size", 1),
+        )
+    ]
+    made = {"grid": grid.model_copy(update=left), "workloads": workloads}
+    return sweep.model_copy(update=made)
 
 
 def _check_executor(run: Run, cluster: Cluster, path: Path) -> None:

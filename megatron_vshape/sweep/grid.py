@@ -10,20 +10,24 @@ from pydantic import dataclasses as checked
 
 from megatron_vshape.core.ask import Question, ask, with_chunks
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import Pieces, Widths, without_ends
+from megatron_vshape.core.model.layers import Pieces, without_ends
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.paper import catalogue
+from megatron_vshape.core.paper.catalogue import OPTIONS
 from megatron_vshape.sweep.files import (
+    GIVEN,
+    NONE,
     Cluster,
+    Format,
     Grid,
     Layout,
     Loaded,
-    Model,
     Positive,
     Recompute,
     SweepError,
     Workload,
 )
+from megatron_vshape.sweep.subject import Subject
 
 ADAPTIVE = "adaptive"
 """The method that plans for the costs and the memory of each combination."""
@@ -52,6 +56,8 @@ class Combination:
     layout: Layout
     arguments: tuple[str, ...] = ()
     vocab_parallel: bool = False
+    expert_parallel: Positive = 1
+    format: Format = "given"
 
     def __post_init__(self) -> None:
         # Shared out, the ends count as no stage's layers.
@@ -78,11 +84,6 @@ class Combination:
         """Return how many microbatches a pipeline runs in a step."""
         return self.global_batch_size // (self.data_parallel * self.microbatch_size)
 
-    @property
-    def tokens(self) -> int:
-        """Return the tokens of one microbatch that one device sees."""
-        return self.sequence_length // self.context_parallel * self.microbatch_size
-
     def __str__(self) -> str:
         text = (
             f"{self.schedule} s{self.sequence_length} gbs{self.global_batch_size} "
@@ -90,9 +91,13 @@ class Combination:
         )
         if self.context_parallel > 1:
             text += f" cp{self.context_parallel}"
+        if self.expert_parallel > 1:
+            text += f" ep{self.expert_parallel}"
         text += f" mbs{self.microbatch_size} {self.layout}"
-        if self.recompute is not Recompute.NONE:
+        if self.recompute not in (NONE, GIVEN):
             text += f" recompute-{self.recompute}"
+        if self.format != GIVEN:
+            text += f" {self.format}"
         if self.vocab_parallel:
             text += " vocab-parallel"
         return " ".join((text, *self.arguments))
@@ -122,7 +127,7 @@ def expand(loaded: Loaded) -> Expanded:
     Raises:
         SweepError: a schedule has no such name, or nothing of the grid is possible.
     """
-    sweep, model, cluster = loaded.sweep, loaded.model, loaded.cluster
+    sweep, model, cluster = loaded.sweep, loaded.subject, loaded.cluster
     known = (*catalogue.NAMES, ADAPTIVE)
     for name in (*sweep.grid.schedule, *(each.schedule for each in sweep.also)):
         try:
@@ -162,7 +167,7 @@ def expand(loaded: Loaded) -> Expanded:
     return Expanded(tuple(possible), tuple(dropped), note if cut else "")
 
 
-def _halves_layers(it: Combination, model: Model) -> bool:
+def _halves_layers(it: Combination, model: Subject) -> bool:
     """Return whether the usual layout would cut layers in two, and auto deals them out."""
     try:
         stages = count_stages(it.schedule, it.pipeline_parallel)
@@ -183,7 +188,9 @@ def _check_size(grid: Grid, num_workloads: int, loaded: Loaded) -> None:
 
 def _of_grid(grid: Grid, workload: Workload, cluster: Cluster) -> Iterator[Combination]:
     names = [each.name for each in fields(Combination) if each.name in Grid.model_fields]
-    for values in itertools.product(*(getattr(grid, name) or [None] for name in names)):
+    lists = {name: getattr(grid, name) or [None] for name in names}
+    lists["schedule"] = list(_schedules(grid))
+    for values in itertools.product(*lists.values()):
         given = dict(zip(names, values, strict=True))
         if given["data_parallel"] is None:
             taken = (
@@ -193,8 +200,17 @@ def _of_grid(grid: Grid, workload: Workload, cluster: Cluster) -> Iterator[Combi
         yield Combination(**workload.model_dump(), **given)
 
 
+def _schedules(grid: Grid) -> Iterator[str]:
+    """Yield the schedules' names, with every number of stages a device where it is a choice."""
+    for name in grid.schedule:
+        if grid.vpp is None or name not in OPTIONS:
+            yield name
+        else:
+            yield from ("1f1b" if chunks == 1 else f"{name}:{chunks}" for chunks in grid.vpp)
+
+
 def _faults(
-    it: Combination, model: Model, cluster: Cluster, post_validation: bool
+    it: Combination, model: Subject, cluster: Cluster, post_validation: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield why the combination cannot run, as `Dropped` has it; each may rely on those before."""
     if it.num_devices != cluster.num_devices:
@@ -204,8 +220,8 @@ def _faults(
             f"{it.context_parallel} takes {it.num_devices} devices, the cluster has "
             f"{cluster.num_devices}",
         )
-    if fault := _tensor_fault(it, model, cluster):
-        yield "sizes that TP or CP do not divide", fault
+    if fault := _tensor_fault(it, model, cluster) or _expert_fault(it, model):
+        yield "sizes that TP, CP or EP do not divide", fault
     if it.global_batch_size % (it.data_parallel * it.microbatch_size):
         yield (
             "a global batch that does not divide",
@@ -220,17 +236,17 @@ def _faults(
         yield "layers that do not divide, or a schedule that cannot be", fault
 
 
-def _tensor_fault(it: Combination, model: Model, cluster: Cluster) -> str | None:
+def _tensor_fault(it: Combination, model: Subject, cluster: Cluster) -> str | None:
     if it.tensor_parallel > cluster.devices_per_node:
         return (
             f"TP {it.tensor_parallel} does not fit into a node of {cluster.devices_per_node} "
             "devices"
         )
     for what, count in (
-        ("attention_heads", model.attention_heads),
+        ("attention_heads", model.heads),
         ("query_groups", model.groups),
-        ("ffn_hidden_size", model.ffn),
-        ("vocabulary_size", model.vocabulary_size),
+        ("ffn_hidden_size", model.command.number("--ffn-hidden-size", 0)),
+        ("vocabulary_size", model.vocabulary if model.translated else 0),
     ):
         if count % it.tensor_parallel:
             return f"TP {it.tensor_parallel} does not divide {what} {count}"
@@ -242,7 +258,23 @@ def _tensor_fault(it: Combination, model: Model, cluster: Cluster) -> str | None
     return None
 
 
-def _size_fault(it: Combination, model: Model) -> str | None:
+def _expert_fault(it: Combination, model: Subject) -> str | None:
+    if it.expert_parallel == 1:
+        return None
+    if not model.experts:
+        return f"EP {it.expert_parallel}: the model has no experts"
+    if model.experts % it.expert_parallel:
+        return f"EP {it.expert_parallel} does not divide {model.experts} experts"
+    shards = model.command.number("--expert-tensor-parallel-size", it.tensor_parallel)
+    ranks = it.data_parallel * it.tensor_parallel * it.context_parallel
+    if ranks % (it.expert_parallel * shards):
+        return (
+            f"EP {it.expert_parallel} x ETP {shards} does not divide the {ranks} ranks of a stage"
+        )
+    return None
+
+
+def _size_fault(it: Combination, model: Subject) -> str | None:
     """Return why predicting the combination would take minutes and GiB, if it would."""
     if it.pipeline_parallel > model.layers + 2:
         return f"PP {it.pipeline_parallel} has more devices than {model.layers} layers and two ends"
@@ -263,7 +295,7 @@ def _vocabulary_fault(it: Combination, post_validation: bool) -> str | None:
     return None
 
 
-def _layer_fault(it: Combination, model: Model) -> str | None:
+def _layer_fault(it: Combination, model: Subject) -> str | None:
     try:
         stages = count_stages(it.schedule, it.pipeline_parallel)
     except ScheduleError as error:
@@ -296,14 +328,14 @@ def count_stages(schedule: str, num_devices: int) -> int:
 
 
 def layers_of_stages(
-    combination: Combination, model: Model, placement: Placement
+    combination: Combination, model: Subject, placement: Placement
 ) -> tuple[int, ...]:
     """Return how many layers each stage has; under auto as the trainer deals them."""
     num_stages = len(placement)
     if combination.layout is Layout.EVEN:
         return (model.layers // num_stages,) * num_stages
     if combination.layout is Layout.AUTO:
-        widths = widths_of(model, combination.sequence_length)
+        widths = model.widths(combination.sequence_length)
         pieces = Pieces.estimated(widths.head_in_layers, model.layers / num_stages)
         if combination.vocab_parallel:
             pieces = without_ends(pieces)
@@ -311,17 +343,3 @@ def layers_of_stages(
         return pieces.balanced(model.layers, placement)
     each = (model.layers + 2) // num_stages
     return (each - 1, *(each,) * (num_stages - 2), each - 1)
-
-
-def widths_of(model: Model, sequence: int) -> Widths:
-    """Return what the products of a layer and of the head depend on."""
-    key_value = 2 * model.hidden_size * model.groups // model.attention_heads
-    return Widths(
-        hidden=model.hidden_size,
-        attention=model.hidden_size,
-        key_value=key_value,
-        feed_forward=model.ffn,
-        gated=model.gated,
-        sequence=sequence,
-        vocabulary=model.vocabulary_size,
-    )

@@ -1,4 +1,4 @@
-"""Measured costs in place of analytic ones, where a costs file is for the same shapes."""
+"""Measured costs in place of counted ones, where a costs file is for the same shapes."""
 
 from collections.abc import Mapping
 

@@ -1,7 +1,7 @@
 """The prediction of one combination: memory of every device and time of a step."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -12,18 +12,17 @@ from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.placement import Placement, default_placements, stages_of
+from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
-from megatron_vshape.core.planner.vocabulary import shared_costs, shared_if_told
-from megatron_vshape.sweep.files import Model, Recompute, SweepError
+from megatron_vshape.core.planner.vocabulary import shared_if_told, shared_pieces
+from megatron_vshape.rehearsal.shapes import Counted
+from megatron_vshape.sweep.files import GIVEN, NONE, SweepError
 from megatron_vshape.sweep.grid import ADAPTIVE, Combination, count_stages, layers_of_stages
-from megatron_vshape.sweep.layer import Layers, Part, model_flops
 from megatron_vshape.sweep.machine import Machine
 from megatron_vshape.sweep.measured_costs import MeasuredCosts, key_of_shapes
+from megatron_vshape.sweep.subject import Subject
 from megatron_vshape.view.numbers import GIB, enough
-
-LEAST_US = 1.0
-"""A stage without layers still starts a kernel."""
 
 
 class Verdict(StrEnum):
@@ -39,8 +38,8 @@ class RankPeak(NamedTuple):
     """What a pipeline rank needs at its peak, in bytes."""
 
     states: float  # parameters, gradients, and the optimizer's
-    activations: float  # at their peak, with what fragments of memory take
-    rest: float  # the context, messages and working buffers
+    activations: float  # at their peak, with what passes work with
+    rest: float  # the context, messages and workspaces
 
     @property
     def total(self) -> float:
@@ -70,10 +69,11 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """Predicts combinations of one model on one machine."""
+    """Predicts combinations of one model on one machine, by what they are counted to cost."""
 
-    model: Model
+    subject: Subject
     machine: Machine
+    counts: Callable[[Combination], Counted]
     post_validation: bool = False
     measured: MeasuredCosts | None = None
     headroom_bytes: float = 0.0  # of every device, kept free
@@ -124,10 +124,14 @@ class Predictor:
     def _least_s(self, combination: Combination) -> float:
         """Return the step's time on the best placement if the busiest device never idled."""
         it, least = combination, math.inf
-        for stages in self._on_placements(it):
+        try:
+            every = self._on_placements(it)
+        except SweepError:  # which is told when it is predicted
+            return 0.0
+        for stages in every:
             sizes = it.pipeline_parallel, it.num_microbatches
             busy = stages.costs.busy_us(stages.placement, *sizes)
-            least = min(least, self.machine.assume.pace * busy + stages.after_us())
+            least = min(least, busy + stages.after_us())
         return least * 1e-6
 
     def _on_placements(self, it: Combination) -> "list[_Stages]":
@@ -150,11 +154,11 @@ class Predictor:
         combination = stages.combination
         limit = self.limit_bytes
         schedule = shared_if_told(schedule, stages.costs)
-        held = peak_held(schedule, stages.costs)
-        rest, fragments = stages.rest_bytes(), 1 + self.machine.assume.fragmentation
+        costs, beside = stages.costs, self.machine.beside_gib * GIB
+        fixed = costs.fixed_bytes(schedule.placement, schedule.num_devices)
         ranks = tuple(
-            RankPeak(states, fragments * dynamic, rest)
-            for states, dynamic in zip(stages.states_bytes(), held, strict=True)
+            RankPeak(own - costs.device_bytes, held - own, beside + costs.device_bytes)
+            for own, held in zip(fixed, peak_held(schedule, costs), strict=True)
         )
         needed = [each.total for each in ranks]
         peak = max(needed)
@@ -175,18 +179,17 @@ class Predictor:
     def mfu(self, combination: Combination, step_s: float) -> float:
         """Return the fraction of the devices' peak that a step of so long a time makes use of."""
         it = combination
-        flops = model_flops(self.model, it.sequence_length, it.global_batch_size)
-        return flops / (step_s * 1e6 * self.machine.peak_flops_per_us * it.num_devices)
+        flops = self.subject.flops(it.sequence_length, it.global_batch_size)
+        return flops / (step_s * self.machine.gpu.bf16_flops * it.num_devices)
 
     def _planned(self, it: Combination) -> tuple["_Stages", Timeline]:
         """Return the best adaptive order of any placement; raises SweepError where none fits."""
-        reserve = 1 + self.machine.assume.fragmentation
         found, reasons = [], []
+        spare = self.limit_bytes - self.machine.beside_gib * GIB
         objective = Objective.SPAN if self.post_validation else Objective.MAKESPAN
         for stages in self._on_placements(it):
-            spare = [(self.limit_bytes - fixed) / reserve for fixed in stages.fixed_bytes()]
             try:
-                asked = stages.placement, stages.costs, spare, objective
+                asked = stages.placement, stages.costs, [spare] * it.pipeline_parallel, objective
                 timeline = plan_adaptive(it, *asked, self.machine.in_host_bytes)
                 found.append((stages, timeline))
             except SweepError as error:
@@ -196,7 +199,7 @@ class Predictor:
         return min(found, key=lambda each: self._step_us(*each))
 
     def _step_us(self, stages: "_Stages", timeline: Timeline) -> float:
-        return self.machine.assume.pace * self._pipeline_us(timeline) + stages.after_us()
+        return self._pipeline_us(timeline) + stages.after_us()
 
     def _pipeline_us(self, timeline: Timeline) -> float:
         """Return the time of the passes; without barrier between steps, that of one device.
@@ -228,9 +231,10 @@ def plan_adaptive(
     Raises:
         SweepError: nothing fits.
     """
-    least = min(limits_bytes)
-    if least <= 0:
-        raise SweepError(f"parameters and their states alone are {-least / GIB:.1f} GiB too much")
+    fixed = max(costs.fixed_bytes(placement, combination.pipeline_parallel))
+    if fixed >= min(limits_bytes):
+        over = (fixed - min(limits_bytes)) / GIB
+        raise SweepError(f"parameters and their states alone are {over:.1f} GiB too much")
     question = Question(
         AUTO,
         combination.pipeline_parallel,
@@ -260,94 +264,60 @@ class _Stages:
     """A combination's stages: their costs, and what their devices hold all the time."""
 
     combination: Combination
-    layers: Layers
-    parts: tuple[Part, ...]
     placement: Placement
     costs: Costs
-    everywhere: float = 0.0  # parameters, on every device, of a vocabulary that all share
+    once_s_per_byte: float  # optimizer and data parallel exchanges, for a byte of a device's state
 
     @classmethod
     def of(cls, it: Combination, predictor: Predictor, placement: Placement) -> "_Stages":
-        # Recomputation runs the backward whole: a split one would keep what it recomputed.
-        split = _splits(it.schedule) and it.recompute is Recompute.NONE
-        layers = Layers(predictor.model, it, predictor.machine, split)
-        first, layer, last = layers.first(), layers.layer_kernels(), layers.last_kernels()
-        message_us = layers.message_us()
-        found = (predictor.measured or {}).get(key_of_shapes(it))
-        if found:
-            first, layer = first.measured(found.first), layer.measured(found.layer)
-            last, message_us = last.measured(found.last), found.send_us
-        layer, last = layers.layer(layer), layers.last(last)
-        counts = layers_of_stages(it, predictor.model, placement)
-        parts = [layer.times(count) for count in counts]
+        subject, found = predictor.subject, predictor.counts(it)
+        pieces = found.pieces
+        measured = (predictor.measured or {}).get(key_of_shapes(it))
+        if measured is not None and it.recompute in (NONE, GIVEN):
+            pieces = _measured(pieces, measured)
+        further, layers = subject.mtp_layers, layers_of_stages(it, subject, placement)
         if it.vocab_parallel:
-            parts[-1] = parts[-1].plus(layers.predicting(last.times(0), layer))
-        else:
-            parts[0] = parts[0].plus(first)
-            parts[-1] = parts[-1].plus(layers.predicting(last, layer))
-            if predictor.model.mtp_layers and placement[0] != placement[-1]:  # its own embedding
-                more = parts[-1].parameters + first.parameters
-                parts[-1] = replace(parts[-1], parameters=more)
-        costs = Costs.of([part.at_least(LEAST_US) for part in parts], message_us)
-        if not it.vocab_parallel:
-            costs = predictor.machine.copied(costs) if it.schedule == ADAPTIVE else costs
-            return cls(it, layers, tuple(parts), placement, costs)
-        devices, times = it.pipeline_parallel, 1 + predictor.model.mtp_layers
-        # A sum of hidden states goes once over every link, as a message does over one.
-        costs = shared_costs(
-            costs,
-            first.times(times),
-            last.times(times),
-            devices,
-            message_us * times,
-            layers.own_logits_bytes() * times,
-        )
-        each = (first.parameters + last.parameters) / devices
-        return cls(it, layers, tuple(parts), placement, costs, each)
-
-    def fixed_bytes(self) -> list[float]:
-        """Return what each device holds beside activations."""
-        rest = self.rest_bytes()
-        return [rest + states for states in self.states_bytes()]
-
-    def rest_bytes(self) -> float:
-        """Return what each device holds beside activations, parameters and their states."""
-        it, assume = self.combination, self.layers.machine.assume
-        streams = 2 * len(self.parts) // it.pipeline_parallel
-        messages = streams * (assume.receive_window + 1) * self.layers.message_bytes()
-        return assume.context_gib * GIB + messages + self.layers.working_bytes()
+            rows = subject.vocabulary / (it.tensor_parallel * it.pipeline_parallel)
+            tokens = it.sequence_length // it.context_parallel * it.microbatch_size
+            hidden = tokens * subject.widths(1).hidden / it.tensor_parallel
+            held = subject.dtype_bytes * (tokens * rows + hidden) * (1 + further)
+            # A sum of hidden states goes once over every link, as a message does over one.
+            pieces = shared_pieces(pieces, it.pipeline_parallel, pieces.send_us, held, further)
+            merging = subject.widths(it.sequence_length).merging_in_layers
+            pieces = pieces.predicting(further, merging)
+        elif placement[0] != placement[-1] and (further or subject.is_tied):
+            # The last stage's own copy of the embedding, which a V's first device has anyway.
+            more = pieces.last.state_bytes + pieces.first.state_bytes
+            pieces = replace(pieces, last=replace(pieces.last, state_bytes=more))
+        costs = pieces.costs(layers)
+        if it.schedule == ADAPTIVE and not it.vocab_parallel:
+            costs = predictor.machine.copied(costs)
+        return cls(it, placement, costs, found.once_s_per_byte)
 
     def states_bytes(self) -> list[float]:
         """Return what each device holds of parameters, gradients and the optimizer's states."""
-        model, it, assume = self.layers.model, self.combination, self.layers.machine.assume
-        state = assume.parameter_state_bytes / (it.data_parallel * it.context_parallel)
-        each = model.parameter_bytes + model.gradient_bytes + state
-        return [parameters * each for parameters in self._parameters()]
+        fixed = self.costs.fixed_bytes(self.placement, self.combination.pipeline_parallel)
+        return [each - self.costs.device_bytes for each in fixed]
 
     def after_us(self) -> float:
         """Return the time after the passes: gradient reduction, optimizer, parameter gathering."""
-        it, model, machine = self.combination, self.layers.model, self.layers.machine
-        parameters = max(self._parameters())
-        replicas = it.data_parallel * it.context_parallel
-        reduce_us = machine.collective_us(
-            model.gradient_bytes * parameters, replicas, it.tensor_parallel
-        )
-        gather_us = machine.collective_us(
-            model.parameter_bytes * parameters, replicas, it.tensor_parallel
-        )
-        # Gradients are cleared and their norm is read; Adam reads four numbers and writes three.
-        touched = 2 * model.gradient_bytes * parameters
-        touched += (model.gradient_bytes + 24 + model.parameter_bytes) * parameters / replicas
-        return reduce_us + gather_us + touched / machine.memory_bytes_per_us
-
-    def _parameters(self) -> list[float]:
-        """Return how many parameters each device holds."""
-        rows = stages_of(self.placement, self.combination.pipeline_parallel)
-        return [
-            self.everywhere + sum(self.parts[stage].parameters for stage in row) for row in rows
-        ]
+        return 1e6 * self.once_s_per_byte * max(self.states_bytes())
 
 
-@lru_cache(maxsize=64)
-def _splits(name: str) -> bool:
-    return name == ADAPTIVE or _made(name, 2, 2).splits_backward
+def _measured(counted: Pieces, measured: Pieces) -> Pieces:
+    """Return counted pieces with measured times and bytes, what they hold all the time kept.
+
+    What was measured on one device has no exchanges: they are the counted ones.
+    """
+    made = {}
+    for name in ("first", "layer", "last"):
+        mine, theirs = getattr(counted, name), getattr(measured, name)
+        kept = {"state_bytes": mine.state_bytes}
+        for each in ("forward", "backward"):
+            kept[f"{each}_exchange_us"] = getattr(theirs, f"{each}_exchange_us") or getattr(
+                mine, f"{each}_exchange_us"
+            )
+        for each in ("forward", "backward", "weight", "whole"):
+            kept[f"{each}_work_bytes"] = getattr(mine, f"{each}_work_bytes")
+        made[name] = replace(theirs, **kept)
+    return replace(measured, **made, device_bytes=counted.device_bytes)

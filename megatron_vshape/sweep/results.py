@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megatron_vshape.sweep.files import Loaded, SweepError
+from megatron_vshape.sweep.files import GIVEN, Loaded, SweepError
 from megatron_vshape.sweep.grid import ADAPTIVE, Combination
 from megatron_vshape.sweep.measured_costs import MeasuredCosts, key_of_shapes
 
@@ -83,9 +83,14 @@ def key_of(combination: Combination, loaded: Loaded, measured: MeasuredCosts | N
     costs = (planned or {}).get(key_of_shapes(combination))
     # What older files have not must not make other runs of theirs.
     unset = {"host_link"} if loaded.cluster.host_link is None else set[str]()
+    it = asdict(combination)
+    if it["expert_parallel"] == 1:
+        del it["expert_parallel"]
+    if it["format"] == GIVEN:
+        del it["format"]
     what = {
-        "combination": asdict(combination),
-        "model": loaded.model.model_dump(mode="json"),
+        "combination": it,
+        "model": loaded.subject.identity,
         "cluster": loaded.cluster.model_dump(mode="json", exclude=unset),
         "costs": None if costs is None else {"pieces": asdict(costs)},
         "post_validation": loaded.sweep.post_validation,

@@ -1,11 +1,61 @@
-"""From a combination to the trainer's command line."""
+"""From a combination to the trainer's command line, and to what is counted of it."""
 
 from pathlib import Path
+from typing import Any
 
 from megatron_vshape.core.model.layers import AUTO_SPLIT
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.sweep.files import Layout, Loaded, Model, Recompute
+from megatron_vshape.rehearsal.flags import Command
+from megatron_vshape.rehearsal.shapes import RECOMPUTE
+from megatron_vshape.sweep.files import FORMATS, FULL, GIVEN, NONE, Layout, Loaded
 from megatron_vshape.sweep.grid import Combination, count_stages, layers_of_stages
+from megatron_vshape.sweep.subject import Subject
+
+_FORMAT_FLAGS = "--fp8 --fp4 --bf16 --fp16".split()
+
+_TRAINING = (
+    "--mock-data --tokenizer-type NullTokenizer --lr 1e-4 --min-lr 1e-5 --lr-decay-style constant "
+    "--eval-iters 0 --eval-interval 1000000 --log-interval 1 --num-workers 0"
+).split()
+
+
+def command_of(subject: Subject, it: Combination) -> Command:
+    """Return the training command in the combination's sizes, without a schedule of ours."""
+    sizes: dict[str, Any] = {
+        "seq_length": it.sequence_length,
+        "max_position_embeddings": it.sequence_length,
+        "micro_batch_size": it.microbatch_size,
+        "global_batch_size": it.global_batch_size,
+        "tensor_model_parallel_size": it.tensor_parallel,
+        "pipeline_model_parallel_size": it.pipeline_parallel,
+        "context_parallel_size": it.context_parallel,
+    }
+    if subject.experts:
+        sizes["expert_model_parallel_size"] = it.expert_parallel
+    if it.tensor_parallel > 1:
+        sizes["sequence_parallel"] = True
+    command = subject.command.of_megatron().without_chunks()
+    command = command.having(**sizes, **_recompute(it.recompute))
+    if it.format == GIVEN:
+        return command
+    plain = command.without(lambda flag: flag.startswith(tuple(_FORMAT_FLAGS)))
+    return Command(plain.script, (*plain.flags, *FORMATS[it.format].split()), plain.environment)
+
+
+def _recompute(setting: str) -> dict[str, Any]:
+    """Return the flags of a setting of recompute, those that it takes away as None."""
+    if setting == GIVEN:
+        return {}
+    nothing = {f"recompute_{name}": None for name in RECOMPUTE} | {"recompute_activations": None}
+    if setting == NONE:
+        return nothing
+    if setting == FULL:
+        more = {"granularity": FULL, "method": "uniform", "num_layers": 1}
+    else:
+        more = {"granularity": "selective"}
+        if setting != "selective":
+            more["modules"] = setting.split(",")
+    return nothing | {f"recompute_{name}": value for name, value in more.items()}
 
 
 def trainer_command(
@@ -15,29 +65,14 @@ def trainer_command(
 
     `schedule_file` replaces the schedule's name, for the orders that have none.
     """
-    it, run = combination, loaded.sweep.run
-    sizes = {
-        "seq-length": it.sequence_length,
-        "max-position-embeddings": it.sequence_length,
-        "micro-batch-size": it.microbatch_size,
-        "global-batch-size": it.global_batch_size,
-        "tensor-model-parallel-size": it.tensor_parallel,
-        "pipeline-model-parallel-size": it.pipeline_parallel,
-        "context-parallel-size": it.context_parallel,
-        "pipeline-schedule": schedule_file or it.schedule,
-        "train-iters": run.warmup_steps + run.measured_steps,
-    }
-    flags = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
-    flags += model_flags(loaded.model)
-    if it.tensor_parallel > 1:
-        flags.append("--sequence-parallel")
-    if it.recompute is Recompute.FULL:
-        flags += "--recompute-granularity full --recompute-method uniform".split()
-        flags += ["--recompute-num-layers", "1"]
+    it, run, subject = combination, loaded.sweep.run, loaded.subject
+    flags = [*command_of(subject, it).flags]
+    flags += ["--pipeline-schedule", str(schedule_file or it.schedule)]
+    flags += ["--train-iters", str(run.warmup_steps + run.measured_steps)]
     if it.layout is Layout.BALANCED:
         stages = count_stages(it.schedule, it.pipeline_parallel)
         placement = looping(it.pipeline_parallel, stages // it.pipeline_parallel)
-        layers = layers_of_stages(it, loaded.model, placement)
+        layers = layers_of_stages(it, subject, placement)
         flags += ["--pipeline-layer-split", ",".join(map(str, layers))]
     if it.layout is Layout.AUTO:
         flags += ["--pipeline-layer-split", AUTO_SPLIT]
@@ -49,47 +84,6 @@ def trainer_command(
     if loaded.sweep.post_validation:
         # Megatron's check for reruns would hold all ranks up as the norm does.
         flags += "--optimizer-post-validation --rerun-mode disabled".split()
-    flags += _device_flags(loaded)
-    return [run.script, *flags, *_TRAINING, *run.arguments, *it.arguments]
-
-
-_TRAINING = (
-    "--mock-data --tokenizer-type NullTokenizer --lr 1e-4 --min-lr 1e-5 --lr-decay-style constant "
-    "--eval-iters 0 --eval-interval 1000000 --log-interval 1 --num-workers 0"
-).split()
-
-
-def model_flags(model: Model) -> list[str]:
-    """Return the trainer's flags that make its GPT this model, whatever the tokenizer."""
-    sizes = {
-        "num-layers": model.layers,
-        "hidden-size": model.hidden_size,
-        "num-attention-heads": model.attention_heads,
-        "ffn-hidden-size": model.ffn,
-        # The tokenizer that makes up numbers adds one, and Megatron pads to the divisor.
-        "vocab-size": model.vocabulary_size - 1,
-        "make-vocab-size-divisible-by": 1,
-        "position-embedding-type": "rope",
-    }
-    flags = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
-    if model.groups != model.attention_heads:
-        flags += ["--group-query-attention", "--num-query-groups", str(model.groups)]
-    if model.gated:
-        flags.append("--swiglu")
-    if model.mtp_layers:
-        flags += ["--mtp-num-layers", str(model.mtp_layers)]
-    if not model.tied_embeddings:
-        flags.append("--untie-embeddings-and-output-weights")
-    if not model.dropout:
-        flags += "--attention-dropout 0 --hidden-dropout 0".split()
-    return flags
-
-
-def _device_flags(loaded: Loaded) -> list[str]:
-    if loaded.cluster.backend == "gloo":
-        return (
-            "--distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion "
-            "--no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion"
-        ).split()
-    flags = "--distributed-backend nccl --use-distributed-optimizer".split()
-    return [*flags, "--bf16"] if loaded.model.parameter_bytes == 2 else flags
+    if subject.translated:
+        flags += _TRAINING
+    return [run.script, *flags, *run.arguments, *it.arguments]

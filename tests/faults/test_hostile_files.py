@@ -20,6 +20,7 @@ import yaml
 from faults.conftest import Tally
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from sweep.counts import Fake
 from sweep.samples import CLUSTER, MODEL, SWEEP, load_sample
 
 import megatron_vshape
@@ -173,6 +174,13 @@ def drawn_file(good: Any, dump: Callable[[Any], str]) -> st.SearchStrategy[bytes
 
 SCHEDULES = [make(name, 2, 3) for name in NAMES]
 COSTS = Costs.uniform(2, 4)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_vshape.sweep.counts.Counts", Fake)
+
+
 SWEEP_FILES = {"sweep": SWEEP, "model": MODEL, "cluster": CLUSTER}
 
 

@@ -37,11 +37,11 @@ from megatron_vshape.mcore.setup.choice import GIB, Choice, choice_of
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.sweep.files import load_sweep
 from megatron_vshape.sweep.grid import Combination, expand
-from megatron_vshape.sweep.machine import Machine
 from megatron_vshape.sweep.predict import Predictor
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "sweep"))
-import samples
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "sweep")]
+import samples  # noqa: E402
+from sweep.counts import predictor_of  # noqa: E402
 
 STEPS = 2_000
 """Of a turn of the search."""
@@ -298,8 +298,7 @@ class Recorder:
         grid = dict(samples.SWEEP["grid"]) | {"schedule": ["1f1b", "v-half", "adaptive"]}
         grid |= {"vocab_parallel": [False, True]} if draw.random() < 0.7 else {}
         loaded = load_sweep(samples.write_sweep(folder, {"grid": grid}, model))
-        machine = Machine.of(loaded.cluster)
-        predictor = Predictor(loaded.model, machine, loaded.sweep.post_validation)
+        predictor = predictor_of(loaded)
         for number, it in enumerate(expand(loaded).possible):
             found = told(partial(self._predicted, predictor, it))
             self.keep(f"sweep/{at}/{number}", f"{it}\n{found}")

@@ -15,7 +15,7 @@ from megatron_vshape.core.model.schedule import Objective, load_schedule
 from megatron_vshape.core.planner import search
 from megatron_vshape.mcore.setup.choice import GIB, Choice
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.sweep.files import Layout, Recompute, SweepError
+from megatron_vshape.sweep.files import NONE, Layout, SweepError
 from megatron_vshape.sweep.grid import Combination
 from megatron_vshape.sweep.predict import plan_adaptive
 
@@ -70,7 +70,7 @@ def by_sweep(microbatches: int, costs: Costs, limit: float) -> object:
     alone = dict.fromkeys(
         ("data_parallel", "tensor_parallel", "context_parallel", "microbatch_size"), 1
     )
-    it = Combination(AUTO, recompute=Recompute.NONE, layout=Layout.EVEN, **sizes, **alone)
+    it = Combination(AUTO, recompute=NONE, layout=Layout.EVEN, **sizes, **alone)
     placement = Choice(DEVICES, AUTO, costs=costs).placement
     limits = [limit] * DEVICES
     return plan_adaptive(it, placement, costs, limits, Objective.MAKESPAN).schedule.order

@@ -1,5 +1,6 @@
 """Training commands are rehearsed as they stand: what is counted is what the sizes say."""
 
+import csv
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ pytest.importorskip("megatron.core")
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
+KEYS = ("schedule", "pipeline_parallel", "recompute")
 HIDDEN, LAYERS, VOCABULARY, TOKENS = 256, 4, 1152, 128
 TINY = f"""
     --num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {TOKENS}
@@ -185,3 +187,43 @@ def test_no_backward_that_is_counted_split_runs_whole(devices: int) -> None:
     for row in fuse(simulate(schedule)).order:
         assert {kind for kind, _, at in row if at < MICROBATCHES} == {"F", "B", "W"}
         assert {kind for kind, _, at in row if at >= MICROBATCHES} == {"F", "BW"}
+
+
+def test_a_sweep_counts_each_shape_of_a_command_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second time nothing is rehearsed; what counts plan is what a rehearsal holds."""
+    pytest.importorskip("pydantic")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cluster.yaml").write_text(
+        "{name: four, nodes: 1, devices_per_node: 4, inside_node_gb_per_s: 450, "
+        "between_nodes_gb_per_s: 50, device: {name: H100, memory_gib: 79, peak_tflops: 989, "
+        "memory_tb_per_s: 3.35, processors: 132}, assumptions: {beside_gib: 1.0e-9}}"
+    )
+    (tmp_path / "grid.yaml").write_text(
+        "{name: tiny, cluster: cluster.yaml, grid: {schedule: [1f1b, v-half], layout: [even], "
+        "pipeline_parallel: [1, 2], recompute: [given, full]}}"
+    )
+    table = tmp_path / "all.csv"
+    command = [sys.executable, "-m", "megatron_vshape", "sweep", "grid.yaml", "--predict-only"]
+    command += ["--csv", str(table), "--", "pretrain_gpt.py", *TINY]
+    ran = run(tmp_path, command)
+    assert ran.returncode == 0, ran.stderr
+    assert "6 combinations have stages of 2 shapes, each counted once" in ran.stdout
+    cached = sorted((tmp_path / "cache").rglob("*.json"))
+    assert len(cached) == 2
+    with table.open() as stream:
+        rows = {tuple(row[name] for name in KEYS): row for row in csv.DictReader(stream)}
+    planned = [float(each) for each in rows["v-half", "2", "given"]["predicted_ranks"].split()]
+    flags = [*TINY, "--pipeline-schedule", "v-half"]
+    _, found = rehearse(tmp_path, flags, "--alone", "--gpus", "4")
+    rehearsed = [rank["peak_bytes"] / GIB for rank in found["ranks"]]
+    assert planned == pytest.approx(rehearsed, rel=0.03, abs=0.006)
+    for each in cached:  # what lies there is what is told
+        each.write_text(each.read_text().replace('"kernels": ', '"kernels": 9'))
+    slower = run(tmp_path, command)
+    with table.open() as stream:
+        again = {tuple(row[name] for name in KEYS): row for row in csv.DictReader(stream)}
+    key = "1f1b", "2", "given"
+    assert float(again[key]["predicted_step_s"]) > float(rows[key]["predicted_step_s"])
+    assert slower.stdout.count("counted once") == 1

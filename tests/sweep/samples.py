@@ -83,8 +83,11 @@ def sweep_command(*arguments: object) -> list[str]:
     return [sys.executable, "-c", _MAIN, "sweep", *map(str, arguments)]
 
 
-_MAIN = """
+_MAIN = f"""
 import sys
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from sweep.counts import install
+install()
 from megatron_vshape.cli.main import COMMANDS, main
 COMMANDS.setdefault("sweep", "")
 sys.exit(main())

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sweep.counts import Fake
 from sweep.samples import CLUSTER, ROOT, SWEEP, load_sample, write_sweep
 
 from megatron_vshape.cli import sweep
@@ -18,6 +19,12 @@ from megatron_vshape.sweep.predict import Prediction, Verdict
 from megatron_vshape.sweep.report import rows_of, write_csv
 from megatron_vshape.sweep.results import open_results
 from megatron_vshape.view.numbers import GIB
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_vshape.sweep.counts.Counts", Fake)
+
 
 ONE_GRID = {**SWEEP["grid"], "schedule": ["1f1b"], "microbatch_size": [1]}
 
@@ -111,11 +118,14 @@ def test_a_slurm_that_is_not_there_is_told_before_predicting(
 
 
 def test_assumptions_have_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_sweep(tmp_path, cluster={"assumptions": {"gemm_fraction": 0.5}})
+    path = write_sweep(tmp_path, cluster={"assumptions": {"wide": 0.5}})
     assert call(path, "--assumptions") == 0
     out = capsys.readouterr().out
     assert "the cluster file" in out
-    assert "FlashAttention-2" in out
+    assert "a guess: no GPU of that name is known" in out
+    device = {**CLUSTER["device"], "name": "H200-SXM"}
+    assert call(write_sweep(tmp_path, cluster={"device": device}), "--assumptions") == 0
+    assert "H200: rehearsal/step_time.py" in capsys.readouterr().out
 
 
 def test_cluster_that_nothing_fits(tmp_path: Path) -> None:

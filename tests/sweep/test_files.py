@@ -10,7 +10,6 @@ from pydantic import BaseModel
 from sweep.samples import CLUSTER, ROOT, SWEEP, load_sample, write_sweep
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.sweep.assumptions import assumptions_for
 from megatron_vshape.sweep.files import (
     Cluster,
     Model,
@@ -21,6 +20,7 @@ from megatron_vshape.sweep.files import (
     load_sweep,
 )
 from megatron_vshape.sweep.grid import expand
+from megatron_vshape.sweep.machine import Machine
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweeps").glob("*.yaml")), ids=str)
@@ -37,8 +37,9 @@ def test_shipped_models_have_the_size_in_their_name(
     """The paper counts one vocabulary matrix, as if the ends were tied."""
     path = ROOT / "configs" / "models" / f"gpt_{name}.yaml"
     loaded = load_sweep(write_sweep(tmp_path, sweep={"model": str(path)}))
-    model = loaded.model
-    assert (model.gated, model.groups) == (False, model.attention_heads)
+    subject = loaded.subject
+    model = load(path, Model)
+    assert (model.gated, subject.groups) == (False, model.attention_heads)
     layer = 4 * model.hidden_size**2 + 2 * model.hidden_size * model.ffn
     parameters = model.layers * layer + model.hidden_size * model.vocabulary_size
     assert parameters / 1e9 == pytest.approx(billions, rel=0.02)
@@ -79,8 +80,11 @@ def run(**over: Any) -> dict[str, Any]:
         (grid(schedule=[]), r"grid\.schedule is empty; it needs at least one value"),
         (grid(microbatch_size=[0]), r"grid\.microbatch_size\.0 is 0: .*greater than 0"),
         (grid(microbatch_size=["two"]), r"grid\.microbatch_size\.0 is 'two': .*valid integer"),
-        (grid(recompute=["some"]), r"grid\.recompute\.0 is 'some': .*'none' or 'full'"),
-        ({"workloads": []}, r"workloads is empty"),
+        (
+            grid(recompute=["some"]),
+            r"grid\.recompute\.0 is 'some': .*match pattern .*none.full",
+        ),
+        ({"workloads": []}, r"workloads is missing: sequence_length, global_batch_size"),
         ({"model": "gone.yaml"}, r"gone\.yaml cannot be read: .*No such file"),
         (
             run(slurm={"setup": "module load cuda"}),
@@ -119,9 +123,9 @@ def test_wrong_sweep(tmp_path: Path, over: dict[str, Any], text: str) -> None:
         ),
         ("name: x\nmodel: y\nname: z", "sweep.yaml: the key name stands twice, in lines 1 and 3"),
         ("grid: {a: 1, a: 1}", "the key a stands twice, in lines 1 and 1"),
-        ("name: x", "the key model is missing \\(and 3 more\\)"),
+        ("name: x", "the key cluster is missing \\(and 1 more\\)"),
         # What is missing may be what is misspelt.
-        ("nmae: x\nmodle: y", "unknown keys nmae, modle; known there: also, .* \\(and 5 more\\)"),
+        ("nmae: x\nmodle: y", "unknown keys nmae, modle; known there: also, .* \\(and 3 more\\)"),
         (
             "name: x\nlayers: 8\nvocabulary_size: 9",
             "it looks like a model file, and this must be a",
@@ -161,5 +165,5 @@ def test_sizes_that_contradict(tmp_path: Path) -> None:
 
 def test_unknown_assumption(tmp_path: Path) -> None:
     loaded = load_sample(tmp_path, cluster={**CLUSTER, "assumptions": {"luck": 1.0}})
-    with pytest.raises(SweepError, match="there is no assumption 'luck'; there are gemm_fraction"):
-        assumptions_for(loaded.cluster)
+    with pytest.raises(SweepError, match="is no assumption 'luck'; there are beside_gib, wide"):
+        Machine.of(loaded.cluster)

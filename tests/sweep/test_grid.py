@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sweep.counts import predictor_of
 from sweep.samples import MODEL, SWEEP, load_sample
 
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.sweep.files import Layout, SweepError
 from megatron_vshape.sweep.grid import count_stages, expand, layers_of_stages
-from megatron_vshape.sweep.machine import Machine
-from megatron_vshape.sweep.predict import Predictor
 from megatron_vshape.sweep.trainer_flags import trainer_command
 
 
@@ -55,7 +54,7 @@ def test_layers_add_up(tmp_path: Path) -> None:
     loaded = load_sample(tmp_path, model={"layers": 6}, sweep={"grid": BALANCED})
     for it in expand(loaded).possible:
         assert it.layout is Layout.BALANCED
-        assert layers_of_stages(it, loaded.model, v_shape(2)) == (1, 2, 2, 1)
+        assert layers_of_stages(it, loaded.subject, v_shape(2)) == (1, 2, 2, 1)
 
 
 def test_stages_of_a_schedule() -> None:
@@ -68,7 +67,7 @@ def test_stages_a_device_stand_in_a_name_of_a_sweep(tmp_path: Path) -> None:
     names = ["interleaved-1f1b:2", "interleaved-1f1b:4"]
     loaded = load_sample(tmp_path, sweep={"grid": {**SWEEP["grid"], "schedule": names}})
     found = {each.schedule: each for each in expand(loaded).possible}
-    predictor = Predictor(loaded.model, Machine.of(loaded.cluster))
+    predictor = predictor_of(loaded)
     two, four = (predictor(found[name]) for name in names)
     assert four.bubble < two.bubble
     command = trainer_command(loaded, found[names[1]])
@@ -98,7 +97,7 @@ def test_a_shared_vocabulary_has_its_own_layers(tmp_path: Path) -> None:
     loaded = load_sample(tmp_path, model={"layers": 7}, sweep={"grid": over})
     it = expand(loaded).possible[0]
     assert it.layout is Layout.AUTO
-    assert layers_of_stages(it, loaded.model, v_shape(2)) == (1, 2, 2, 2)
+    assert layers_of_stages(it, loaded.subject, v_shape(2)) == (1, 2, 2, 2)
     words = trainer_command(loaded, it)
     assert "--pipeline-vocab-parallel" in words
     assert words[words.index("--pipeline-layer-split") + 1] == "auto"

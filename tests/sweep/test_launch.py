@@ -12,6 +12,7 @@ from typing import Any
 import cloudpickle
 import pytest
 from rich.console import Console
+from sweep.counts import predictor_of
 from sweep.samples import CLUSTER, FAKE, ROOT, SWEEP, load_sample, sweep_command, write_sweep
 
 from megatron_vshape.core.model.schedule import Schedule
@@ -20,8 +21,6 @@ from megatron_vshape.sweep import predict
 from megatron_vshape.sweep.files import Cluster, Run, SweepError
 from megatron_vshape.sweep.grid import expand
 from megatron_vshape.sweep.launch import Launcher
-from megatron_vshape.sweep.machine import Machine
-from megatron_vshape.sweep.predict import Predictor
 from megatron_vshape.sweep.progress import Progress
 from megatron_vshape.sweep.results import Outcome, Result, Status, key_of, open_results
 from megatron_vshape.sweep.worker import write_outcome
@@ -48,7 +47,7 @@ class Ears(Progress):
 
 def launch(folder: Path, sweep: dict[str, Any]) -> list[Result]:
     loaded = load_sample(folder, sweep=sweep)
-    predictor = Predictor(loaded.model, Machine.of(loaded.cluster))
+    predictor = predictor_of(loaded)
     ears = Ears()
     with open_results(folder / "results.db") as results:
         chosen = [predictor(each) for each in expand(loaded).possible]
@@ -128,7 +127,7 @@ def test_an_order_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(predict, "simulate", lambda *it: simulated.append(it) or simulate(*it))
     grid = {**SWEEP["grid"], "schedule": ["adaptive"], "microbatch_size": [1]}
     loaded = load_sample(tmp_path, sweep={"grid": grid})
-    predictor = Predictor(loaded.model, Machine.of(loaded.cluster))
+    predictor = predictor_of(loaded)
     (chosen,) = [predictor(each) for each in expand(loaded).possible]
     assert len(simulated) == 2  # the best order on the V, and that in a loop
     monkeypatch.setattr(predict, "plan_adaptive", None)
@@ -156,7 +155,7 @@ def slurm(tmp_path: Path, tools: Callable[..., None], states: None) -> Callable[
     without a result, and returns its result.
     """
     loaded = load_sample(tmp_path, sweep=ONE | run_over(executor="slurm"))
-    predictor = Predictor(loaded.model, Machine.of(loaded.cluster))
+    predictor = predictor_of(loaded)
     (chosen,) = [predictor(each) for each in expand(loaded).possible]
     key = key_of(chosen.combination, loaded, None)
     folder = tmp_path / "runs" / key
@@ -220,7 +219,7 @@ def launch_on(tmp_path: Path, progress: Progress) -> list[Result]:
     """Sweep two runs, both at once, and return their results."""
     two = {"grid": {**SWEEP["grid"], "schedule": ["1f1b"]}}
     loaded = load_sample(tmp_path, sweep=two | run_over(executor="slurm", at_once=2))
-    predictor = Predictor(loaded.model, Machine.of(loaded.cluster))
+    predictor = predictor_of(loaded)
     chosen = [predictor(each) for each in expand(loaded).possible]
     with open_results(tmp_path / "results.db") as results:
         Launcher(loaded, predictor, results, tmp_path / "runs", progress).run(chosen)
@@ -322,7 +321,7 @@ def test_job_that_a_killed_launcher_left_is_taken_over(
     tmp_path: Path, tools: Callable[..., None]
 ) -> None:
     loaded = load_sample(tmp_path, sweep=ONE | run_over(executor="slurm"))
-    predictor = Predictor(loaded.model, Machine.of(loaded.cluster))
+    predictor = predictor_of(loaded)
     (chosen,) = [predictor(each) for each in expand(loaded).possible]
     key = key_of(chosen.combination, loaded, None)
     folder = tmp_path / "runs" / key / "job"

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from sweep.counts import predictor_of
 from sweep.samples import SWEEP, load_sample
 
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.sweep.files import Loaded, Pruning, SweepError
 from megatron_vshape.sweep.grid import Combination, expand
-from megatron_vshape.sweep.machine import Machine
-from megatron_vshape.sweep.predict import Prediction, Predictor, Verdict
+from megatron_vshape.sweep.predict import Prediction, Verdict
 from megatron_vshape.sweep.prune import prune
 from megatron_vshape.sweep.report import (
     _looks,
@@ -30,8 +30,7 @@ TWO_BATCHES = [{"sequence_length": 64, "global_batch_size": size} for size in (8
 
 
 def survey(loaded: Loaded, margin: float) -> dict[Combination, Prediction]:
-    predictor = Predictor(loaded.model, Machine.of(loaded.cluster))
-    found = predictor.survey(expand(loaded).possible, margin)
+    found = predictor_of(loaded).survey(expand(loaded).possible, margin)
     return {each.combination: each for each in found}
 
 

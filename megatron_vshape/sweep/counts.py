@@ -1,0 +1,81 @@
+"""What combinations cost, by work that a rehearsal has counted: each shape of a stage once."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.counting import Ranks, count_all
+from megatron_vshape.rehearsal.ranks import Rehearsed
+from megatron_vshape.rehearsal.shapes import Counted, counted
+from megatron_vshape.sweep.files import SweepError
+from megatron_vshape.sweep.grid import Combination
+from megatron_vshape.sweep.machine import Machine
+from megatron_vshape.sweep.subject import Subject
+from megatron_vshape.sweep.trainer_flags import command_of
+
+Key = tuple[object, ...]
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts what combinations need that has not been counted, and prices it for each."""
+
+    subject: Subject
+    machine: Machine
+    ranks: dict[Key, Ranks | str] = field(default_factory=dict)  # by `key_of_count`
+
+    def count(
+        self, combinations: Iterable[Combination], tell: Callable[[int, int], None]
+    ) -> tuple[int, int]:
+        """Count what these have; return of how many shapes, and how many could not be.
+
+        Raises:
+            ScheduleError: there is no Megatron or Transformer Engine to rehearse with.
+        """
+        wanted = {key_of_count(it): it for it in combinations}
+        wanted = {key: it for key, it in wanted.items() if key not in self.ranks}
+        subject = self.subject
+        if not wanted:
+            return 0, 0
+        asked = Rehearsed.of(subject.command, self.machine.gpu.name)
+        commands = []
+        for it in wanted.values():
+            command = command_of(subject, it)
+            # A shared vocabulary has those layers' parts added to what others take.
+            commands.append(command.having(mtp_num_layers=None) if it.vocab_parallel else command)
+        found = count_all(asked, commands, tell)
+        self.ranks |= zip(wanted, found, strict=True)
+        return len(found), sum(isinstance(each, str) for each in found)
+
+    def __call__(self, it: Combination) -> Counted:
+        """Return what a combination costs.
+
+        Raises:
+            SweepError: it could not be rehearsed; the text says why.
+        """
+        key = key_of_count(it)
+        if key not in self.ranks:
+            self.count([it], lambda *_: None)
+        ranks = self.ranks[key]
+        if isinstance(ranks, str):
+            raise SweepError(f"cannot be rehearsed: {ranks}")
+        machine = self.machine
+        try:
+            given = machine.gpu, it.num_devices, it.pipeline_parallel, machine.rates
+            return counted(ranks, *given)
+        except ScheduleError as error:
+            raise SweepError(str(error)) from None
+
+
+def key_of_count(it: Combination) -> Key:
+    """Return what the counted work depends on: not the pipeline, its order and its replicas."""
+    return (
+        it.sequence_length,
+        it.microbatch_size,
+        it.tensor_parallel,
+        it.context_parallel,
+        it.expert_parallel,
+        it.recompute,
+        it.format,
+        it.vocab_parallel,
+    )
