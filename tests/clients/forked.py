@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import multiprocessing
 import os
 import sys
 import traceback
@@ -48,6 +49,9 @@ def run_cases(main: Callable[[SimpleNamespace], dict[str, Any]], **defaults: Any
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
+        # ms-swift saves in processes of their own, which would outlive what ends like this.
+        for process in multiprocessing.active_children():
+            process.kill()
         os._exit(code)
 
 

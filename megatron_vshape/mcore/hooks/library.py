@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from typing import Any
 
 from megatron.core import parallel_state
@@ -171,8 +172,36 @@ def model_init(session: Session, original: Function) -> Function:
             session.embedding_end = opening = session.embedding_end if chunk else self
             with refusing():
                 vocabulary.share(session.step, opening, self, pipeline.stage_map, rank, chunk or 0)
+            _have_rows_converted(session)
 
     return init
+
+
+_MAPPING = "megatron.bridge.models.conversion.param_mapping"
+_ROWS = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def _have_rows_converted(session: Session) -> None:
+    """Have Megatron-Bridge, where it builds the model, load and export the rows that ranks share.
+
+    It takes a weight for one stage's, in parts of the tensor-parallel ranks: here all ranks of the
+    pipeline have parts, one behind the other.
+    """
+    mapping = getattr(sys.modules.get(_MAPPING), "MegatronParamMapping", None)
+    if mapping is None or mapping in session.providers:
+        return
+    session.providers.append(mapping)
+    tensor_group, pipeline_size = mapping.tp_group.fget, mapping.pp_size.fget
+
+    def tp_group(self: Any) -> Any:
+        is_shared = self.megatron_param.endswith(_ROWS)
+        return parallel_state.get_model_parallel_group() if is_shared else tensor_group(self)
+
+    def pp_size(self: Any) -> Any:
+        return 1 if self.megatron_param.endswith(_ROWS) else pipeline_size(self)
+
+    session.replaced.put(mapping, "tp_group", property(tp_group))
+    session.replaced.put(mapping, "pp_size", property(pp_size))
 
 
 @replaces

@@ -52,15 +52,17 @@ class _OwnRows(MegatronModule):  # type: ignore[misc]
         self.word_embeddings = rows
 
 
-class _OwnHead(tensor_parallel.ColumnParallelLinear):  # type: ignore[misc]
-    """An output layer of which another vocabulary's size may be loaded, as of Megatron's last."""
+def _allow_another_size(head: Any) -> None:
+    """Have another vocabulary's size be loaded into an output layer, as into Megatron's last."""
+    describe = head.sharded_state_dict
 
-    def sharded_state_dict(self, prefix: str = "", *args: Any, **options: Any) -> Any:
-        """Return Megatron's, allowing that."""
-        state = super().sharded_state_dict(prefix, *args, **options)
+    def sharded_state_dict(*args: Any, **options: Any) -> Any:
+        state = describe(*args, **options)
         for each in state.values():
             each.allow_shape_mismatch = True
         return state
+
+    head.sharded_state_dict = sharded_state_dict
 
 
 def pad(args: Namespace, num_ranks: int) -> None:
@@ -150,7 +152,7 @@ def _look_up_again(state: StepState, first: Any, last: Any) -> None:
 
 def _share_head(state: StepState, model: Any, shards: Shards) -> None:
     ties = model.share_embeddings_and_output_weights
-    head = _OwnHead(
+    head = tensor_parallel.ColumnParallelLinear(  # itself: libraries go by the class's name
         model.config.hidden_size,
         model.vocab_size,
         config=model.config,
@@ -163,6 +165,7 @@ def _share_head(state: StepState, model: Any, shards: Shards) -> None:
         model.tie_embeddings_and_output_weights_state_dict = lambda *args, **options: None
     else:
         head.weight.is_embedding_or_output_parameter = True
+    _allow_another_size(head)
     model.output_layer = head
     if not model.post_process:
         return

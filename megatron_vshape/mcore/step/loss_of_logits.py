@@ -95,7 +95,8 @@ class LossOfLogits:
             UnsupportedError: this rank has no data, other data, or a model that gathers logits.
         """
         self._check()
-        inner, gradients = unwrapped(self.model), list[Tensor]()
+        inner = unwrapped(self.model)
+        gradients: list[Tensor] = []
         signature = inspect.signature(type(inner).forward)
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
 
@@ -143,10 +144,12 @@ class LossOfLogits:
                 f"vocabulary, and is number {group.rank()} of {group.size()} in Megatron's group "
                 f"of pipeline and tensor parallelism: {_LEAVE_OUT}"
             )
+        # How many they are is also what sequences are padded to, which is as in F.
+        size = parallel_state.get_tensor_model_parallel_world_size()
         for name, value in (
             ("_TENSOR_MODEL_PARALLEL_GROUP", group),
             ("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", dist.get_process_group_ranks(group)),
             ("_MPU_TENSOR_MODEL_PARALLEL_RANK", None),
-            ("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", None),
+            ("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", size),
         ):
             replaced.put(parallel_state, name, value)
