@@ -15,7 +15,7 @@ the least of theirs holds.
 from collections.abc import Callable, Sequence
 from operator import sub
 
-from megatron_vshape.core.check.relax import split_no_slower
+from megatron_vshape.core.check.relax import of_largest, split_no_slower
 from megatron_vshape.core.check.ways import Ways, ways_of
 from megatron_vshape.core.model.costs import Costs, held_text, regroup
 from megatron_vshape.core.model.kinds import PARTS, ScheduleError
@@ -75,6 +75,7 @@ def least_memory(
     F there have run, of all of its `slices`, of each of which `costs` are. A W may come when
     nothing else is held.
     """
+    costs = of_largest(costs)
     fixed = costs.fixed_bytes(placement, num_devices)
     forward, backward, weight = map(costs.works, PARTS)
     least: list[float] = []

@@ -4,7 +4,7 @@ What runs at the costs that each of these is given runs at those it returns, no 
 more, but for `never_split`, which is a search's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_vshape.core.model.costs import LEAST, Costs, pair_of
@@ -13,11 +13,20 @@ from megatron_vshape.core.model.kinds import EXCHANGES, HELD, PARTS, TIMES, Kind
 
 def of_shortest(costs: Costs) -> Costs:
     """Return the costs with every microbatch as short as the shortest of each pass, or as told."""
-    times = {
-        name: tuple(min(1.0, *shares) * us for us in costs.lists()[name])
+    return _with_shares(costs, lambda shares: min(1.0, *shares))
+
+
+def of_largest(costs: Costs) -> Costs:
+    """Return the costs with every microbatch as long as the longest, which must fit alone."""
+    return _with_shares(costs, max)
+
+
+def _with_shares(costs: Costs, of_all: Callable[[Sequence[float]], float]) -> Costs:
+    amounts = {
+        name: tuple(of_all(shares) * each for each in costs.lists()[name])
         for name, shares in costs.by_microbatch
     }
-    return replace(costs, by_microbatch=()).having(**times) if times else costs
+    return replace(costs, by_microbatch=()).having(**amounts) if amounts else costs
 
 
 def in_passes(costs: Costs) -> Costs:

@@ -10,7 +10,7 @@ from megatron_vshape.core.check import wavefront
 from megatron_vshape.core.check.deadlock import explain_deadlock
 from megatron_vshape.core.check.wavefront import Rows
 from megatron_vshape.core.model.costs import Costs, joint_name
-from megatron_vshape.core.model.kinds import COPY_OUT, KINDS, RELOAD, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import COPY_OUT, HELD, KINDS, RELOAD, Kind, ScheduleError
 from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Lane, Schedule, Timeline
 
@@ -215,16 +215,29 @@ def _curves(schedule: Schedule, costs: Costs, devices: Iterable[int]) -> Iterato
         kind: list(zip(costs.works(kind), *costs.changes(kind), strict=True))
         for kind in schedule.kinds
     }
+    unlike = any(name in HELD for name, _ in costs.by_microbatch)
     for device in devices:
         held, beside, joint = fixed[device], 0.0, schedule.joint
         curve = list[float]()
         for work in schedule.order[device]:
             works, at_start, at_end = amounts[work.kind][work.stage]
+            if unlike:
+                at_start, at_end = _changes_of(work, costs)
             held += at_start
             curve.append(held + works + beside)
             held += at_end
             beside = works if joint and work in joint else 0.0
         yield curve
+
+
+def _changes_of(work: Pass, costs: Costs) -> tuple[float, float]:
+    """Return how much more is held when a pass starts, and when it ends, of its microbatch."""
+    kind, amounts = work.kind, costs.held(work.kind)
+    takes, keeps, frees = (
+        own[work.stage] * costs.share_of(name, work.microbatch)
+        for own, name in zip(amounts, (kind.takes, kind.keeps, kind.frees), strict=True)
+    )
+    return takes, keeps - frees
 
 
 def peak_held(schedule: Schedule, costs: Costs | None = None) -> tuple[float, ...]:

@@ -151,7 +151,8 @@ class Costs:
     `sources` tell of what stands here by name whether it was measured or assumed, and how.
 
     Microbatches may be unlike: a pass of one then computes for its share of the time, by the name
-    of that in `by_microbatch`, one for each microbatch of a step. Joint passes do not.
+    of that in `by_microbatch`, one for each microbatch of a step, and what F and B leave is its
+    share of that. Joint passes do not.
 
     A joint pass takes what `joint` has for it, by the name `F0&B7` or `F0&BW7` of its stages. Of a
     pair that is not there, `hidden_share` of both passes' exchanges is behind what the other
@@ -172,7 +173,7 @@ class Costs:
     half_duplex: bool
     joint: tuple[tuple[str, float], ...]
     hidden_share: float | None
-    by_microbatch: tuple[tuple[str, Amounts], ...]  # by name of a time, the share of it
+    by_microbatch: tuple[tuple[str, Amounts], ...]  # by name, the share of it
     more_send_us: Amounts  # than send_us, of a message over the boundary behind each stage
     device_bytes: float  # of every device: workspaces, messages
 
@@ -363,14 +364,28 @@ class Costs:
             return self.send_us
         return self.send_us + self.more_send_us[min(stage, other)]
 
+    def unlike_us(self, kind: Kind, stage: int) -> Iterator[tuple[str, float]]:
+        """Yield what of such a pass is longer by a microbatch's share, by name of the time."""
+        times = self._named(kind.time)
+        if times is None:  # as the passes take that it does
+            for part in kind.does:
+                yield from self.unlike_us(part, stage)
+        elif any(kind.time == name for name, _ in self.by_microbatch):
+            yield kind.time, times[stage]
+
     def more_us(self, kind: Kind, stage: int, microbatch: int) -> float:
         """Return how much longer a pass of this microbatch takes than `time_us` says."""
         shares = dict(self.by_microbatch)
-        times = self._named(kind.time)
-        if times is None:  # as the passes take that it does
-            return sum(self.more_us(part, stage, microbatch) for part in kind.does)
-        share = shares[kind.time][microbatch] if kind.time in shares else 1.0
-        return (share - 1) * times[stage]
+        return sum(us * (shares[name][microbatch] - 1) for name, us in self.unlike_us(kind, stage))
+
+    def share_of(self, name: str, microbatch: int) -> float:
+        """Return how many times the amounts of this name a microbatch has."""
+        return next((each[microbatch] for own, each in self.by_microbatch if own == name), 1.0)
+
+    def placed(self, order: Sequence[int]) -> "Costs":
+        """Return the costs where the k-th microbatch is the one of that number in `order`."""
+        shares = ((name, tuple(each[real] for real in order)) for name, each in self.by_microbatch)
+        return replace(self, by_microbatch=tuple(shares))
 
     def exchanges_us(self, kind: Kind, stage: int) -> float:
         """Return how long a pass of `kind` waits for other ranks of its stage."""
@@ -758,9 +773,10 @@ class Costs:
         if len(counts) > 1:
             raise ScheduleError("by_microbatch has lists of unlike length; each is of a whole step")
         for name, shares in self.by_microbatch:
-            if name not in dict(self.amounts) or not name.endswith("_us"):
+            if name not in dict(self.amounts) or not (name.endswith("_us") or name in HELD):
                 raise ScheduleError(
-                    f"by_microbatch has {name!r:.40}, which is no time of these costs"
+                    f"by_microbatch has {name!r:.40}, which is no time of these costs, nor what F "
+                    "and B leave"
                 )
             for share in shares:
                 _check_value("share_us", f"by_microbatch {name}", share)

@@ -1,0 +1,272 @@
+"""Which microbatch takes which place in a plan made as if all were alike.
+
+A plan has places, the first microbatch's to the last one's, and runs the same whichever real one
+takes which. Where these are unlike, long ones hide better in some places than in others: here they
+are exchanged for as long as the simulated step gets shorter. A gradient is a sum over microbatches,
+so what changes is the order in which it is added up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from megatron_vshape.core.check.bounds import each_limit
+from megatron_vshape.core.check.simulate import costs_of, simulate
+from megatron_vshape.core.compiling import compiled_once, in_arrays, njit
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import HELD, KINDS
+from megatron_vshape.core.model.passes import NeedTable, Pass
+from megatron_vshape.core.model.schedule import Schedule
+
+TRIES = 3000 if njit is not None else 60
+"""Exchanges that are tried: what takes tens of milliseconds."""
+
+GAIN = 1e-9
+"""A share of the step below which an order is not better."""
+
+
+class Graph(NamedTuple):
+    """The passes of a schedule behind all that they wait for, in arrays.
+
+    Of what runs as one, the first pass stands for both. A pass's time and what it changes of what
+    its device holds are a constant and, by each of the names that are unlike, a share's part.
+    """
+
+    places: Any  # [passes] the microbatch
+    plain_us: Any  # [passes]
+    shared_us: Any  # [passes x names]
+    first: Any  # [passes + 1] where in `waits` its own begin
+    waits: Any  # what it waits for
+    sends_us: Any  # how long that is sent
+    row_of: Any  # [devices + 1] where in `rows` a device begins
+    rows: Any  # what of each device's order, one after the other, is of which microbatch
+    takes: Any  # [rows x names + 1] held from the start of each on; the last is plain
+    gives: Any  # the same from its end on
+    works: Any  # [rows] while it runs
+    fixed: Any  # [devices]
+
+
+class Evened(NamedTuple):
+    """The order of microbatches by place, and the step before and after, in the costs' unit."""
+
+    order: tuple[int, ...]
+    given_us: float
+    found_us: float
+
+
+def even_out(
+    schedule: Schedule,
+    costs: Costs,
+    limits: float | Sequence[float] = math.inf,
+    tries: int = TRIES,
+    graph: Graph | None = None,
+) -> Evened:
+    """Return which microbatch takes which place; never a slower step than as they are given.
+
+    `costs` tell in `by_microbatch` what each is. No device holds more than its limit, or than it
+    would as given where that is more already. The same arguments give the same order. A `graph_of`
+    the same schedule and costs but for their shares spares making it.
+
+    Raises:
+        ScheduleError: the costs are of other stages, or of another number of microbatches.
+    """
+    names = [name for name, _ in costs.by_microbatch]
+    count = schedule.num_microbatches // schedule.slices
+    given = tuple(range(count))
+    if not names or count < 2 or schedule.slices > 1:
+        whole_us = simulate(schedule, costs).makespan
+        return Evened(given, whole_us, whole_us)
+    costs = costs_of(schedule, costs)
+    own = graph_of(schedule, costs) if graph is None else graph
+    shares = _matrix([each for _, each in costs.by_microbatch], count)
+    most = in_arrays([float(each) for each in each_limit(limits, schedule.num_devices)])
+    starts = _matrix(_starts(given, costs), count).astype("int64")
+    found, before_us, after_us = _searching()(own, shares, most, starts, tries)
+    return Evened(tuple(int(each) for each in found), float(before_us), float(after_us))
+
+
+def _starts(given: Sequence[int], costs: Costs) -> list[Sequence[int]]:
+    """Return orders to begin with: as given, by length, and the longest at the ends or between."""
+    weight = [sum(each[at] for _, each in costs.by_microbatch) for at in given]
+    rising = sorted(given, key=lambda at: (weight[at], at))
+    hill = [*rising[::2], *rising[1::2][::-1]]
+    return [given, rising, rising[::-1], hill, [*hill[len(hill) // 2 :], *hill[: len(hill) // 2]]]
+
+
+def graph_of(schedule: Schedule, costs: Costs) -> Graph:
+    """Return the passes of a schedule in arrays, at costs as `costs_of` has them."""
+    names = [name for name, _ in costs.by_microbatch]
+    number, groups = _in_turn(schedule, costs)
+    table = NeedTable(schedule.num_stages, [each for each in KINDS if each in schedule.kinds])
+    node_of = {
+        (part, work.stage, work.microbatch): number[work]
+        for work in number
+        for part in table.parts_of[work.kind]
+    }
+    before: dict[Pass, Pass] = {}
+    for lane in schedule.lanes():
+        before |= {after: work for work, after in pairwise(lane.passes)}
+    first, waits, sends_us, plain, shared = [0], list[int](), list[float](), list[float](), []
+    for at, group in enumerate(groups):
+        for work in group:
+            if work in before and number[before[work]] != at:
+                waits.append(number[before[work]])
+                sends_us.append(0.0)
+            for part, other in table.needs[work.kind][work.stage]:
+                node = node_of.get((part, other, work.microbatch))
+                if node is None or node == at:
+                    continue
+                away = schedule.placement[other] != schedule.placement[work.stage]
+                waits.append(node)
+                sends_us.append(costs.message_us(work.stage, other) if away else 0.0)
+        first.append(len(waits))
+        row = dict.fromkeys(names, 0.0)
+        if len(group) == 2:
+            plain.append(costs.joint_us(group[0].stage, group[1].kind, group[1].stage))
+        else:
+            (work,) = group
+            for name, us in costs.unlike_us(work.kind, work.stage):
+                row[name] += us
+            plain.append(costs.time_us(work.kind, work.stage) - sum(row.values()))
+        shared.append([*row.values()])
+    places = [group[0].microbatch for group in groups]
+    row_of, rows, takes, gives, works, fixed = _held(schedule, costs, names)
+    waiting = [*map(in_arrays, (places, plain))], [*map(in_arrays, (first, waits, sends_us))]
+    return Graph(
+        *waiting[0],
+        _matrix(shared, len(names)),
+        *waiting[1],
+        *map(in_arrays, (row_of, rows)),
+        _matrix(takes, len(names) + 1),
+        _matrix(gives, len(names) + 1),
+        *map(in_arrays, (works, fixed)),
+    )
+
+
+def _matrix(rows: Any, columns: int) -> Any:
+    import numpy as np
+
+    return np.array(rows, np.float64).reshape(-1, columns)
+
+
+def _in_turn(schedule: Schedule, costs: Costs) -> tuple[dict[Pass, int], list[list[Pass]]]:
+    """Return a number for every pass, and what has each, behind all that it waits for."""
+    timeline = simulate(schedule, costs)
+    ends: list[tuple[float, int, int]] = []
+    for device, row in enumerate(timeline.ends):
+        ends += [(end, device, at) for at, end in enumerate(row)]
+    number: dict[Pass, int] = {}
+    groups: list[list[Pass]] = []
+    second = {other: work for work, other in schedule.beside().items()}
+    for _, device, at in sorted(ends):
+        work = schedule.order[device][at]
+        leader = second.get(work)
+        if leader is not None and leader in number:
+            number[work] = number[leader]
+            groups[number[leader]].append(work)
+        else:
+            number[work] = len(groups)
+            groups.append([work])
+    return number, groups
+
+
+def _held(schedule: Schedule, costs: Costs, names: Sequence[str]) -> tuple[Any, ...]:
+    """Return what every pass of every device's row changes of what is held, by name."""
+    row_of, rows, takes, gives, works = [0], [], [], [], []
+    at = {name: column for column, name in enumerate(names) if name in HELD}
+    plain = len(names)
+    for row in schedule.order:
+        for work in row:
+            kind = work.kind
+            amounts = costs.held(kind)
+            start, end = [0.0] * (plain + 1), [0.0] * (plain + 1)
+            for each, name, sign, to in (
+                (amounts[0], kind.takes, 1.0, start),
+                (amounts[1], kind.keeps, 1.0, end),
+                (amounts[2], kind.frees, -1.0, end),
+            ):
+                to[at.get(name, plain)] += sign * each[work.stage]
+            rows.append(work.microbatch)
+            takes.append(start)
+            gives.append(end)
+            works.append(costs.works(kind)[work.stage])
+        row_of.append(len(rows))
+    fixed = costs.fixed_bytes(schedule.placement, schedule.num_devices)
+    return row_of, rows, takes, gives, [float(x) for x in works], [float(x) for x in fixed]
+
+
+def _makespan(graph: Any, shares: Any, order: Any, ends: Any) -> float:
+    """Return the simulated step where the microbatches take their places in this order."""
+    first = math.inf
+    last = 0.0
+    for at in range(len(graph.places)):
+        start = 0.0
+        for wait in range(graph.first[at], graph.first[at + 1]):
+            there = ends[graph.waits[wait]] + graph.sends_us[wait]
+            if there > start:
+                start = there
+        length = graph.plain_us[at]
+        real = order[graph.places[at]]
+        for name in range(len(shares)):
+            length += graph.shared_us[at, name] * shares[name, real]
+        if start < first:
+            first = start
+        ends[at] = start + length
+        if ends[at] > last:
+            last = ends[at]
+    return last - first
+
+
+def _fits(graph: Any, shares: Any, order: Any, most: Any, raises: bool) -> bool:
+    """Return whether no device holds more than so much, which may be raised where one does."""
+    plain = len(shares)
+    for device in range(len(graph.fixed)):
+        held = graph.fixed[device]
+        for at in range(graph.row_of[device], graph.row_of[device + 1]):
+            real = order[graph.rows[at]]
+            held += graph.takes[at, plain]
+            after = graph.gives[at, plain]
+            for name in range(plain):
+                held += graph.takes[at, name] * shares[name, real]
+                after += graph.gives[at, name] * shares[name, real]
+            if held + graph.works[at] > most[device]:
+                if not raises:
+                    return False
+                most[device] = (held + graph.works[at]) * (1 + 1e-9)
+            held += after
+    return True
+
+
+def _search(graph: Any, shares: Any, most: Any, starts: Any, tries: int) -> Any:
+    """Return the best order found from several, with the step as given and as found."""
+    ends = graph.plain_us.copy()
+    count = starts.shape[1]
+    _fits(graph, shares, starts[0], most, True)
+    given_us = _makespan(graph, shares, starts[0], ends)
+    best, best_us = starts[0].copy(), given_us
+    for at in range(1, len(starts)):
+        us = _makespan(graph, shares, starts[at], ends)
+        if us < best_us and _fits(graph, shares, starts[at], most, False):
+            best, best_us = starts[at].copy(), us
+    state = 12345
+    for _ in range(tries):
+        state = (1103515245 * state + 12345) % 2147483648
+        one = (state >> 8) % count
+        state = (1103515245 * state + 12345) % 2147483648
+        other = (state >> 8) % count
+        best[one], best[other] = best[other], best[one]
+        us = _makespan(graph, shares, best, ends)
+        if us <= best_us and _fits(graph, shares, best, most, False):
+            best_us = us
+        else:
+            best[one], best[other] = best[other], best[one]
+    if best_us > given_us * (1 - GAIN):
+        best, best_us = starts[0].copy(), given_us
+    return best, given_us, best_us
+
+
+def _searching() -> Any:
+    return compiled_once(_search, _makespan, _fits)

@@ -1,0 +1,95 @@
+"""Which microbatch takes which place in a plan made as if all were alike."""
+
+import math
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.unlike import even_out
+
+NAMES = ("forward_us", "backward_us", "weight_us")
+HELD = ("held_after_forward_bytes", "held_after_backward_bytes")
+
+
+def unlike(num_devices: int, num_stages: int, count: int, seed: int, held: bool = False) -> Costs:
+    """Return costs of microbatches of log-normal length, sigma 1, their mean 1."""
+    rng = random.Random(seed)
+    lengths = [rng.lognormvariate(0, 1) for _ in range(count)]
+    mean = sum(lengths) / count
+    shares = tuple(each / mean for each in lengths)
+    costs = Costs.uniform(num_devices, num_stages, 1, 1.15, 0.85, 0.05)
+    names = (*NAMES, *HELD) if held else NAMES
+    return replace(costs, by_microbatch=tuple((name, shares) for name in names))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "v-half", "v-zb", "zb-h1"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_step_is_what_the_simulator_says_and_never_slower(name: str, seed: int) -> None:
+    schedule = make(name, 4, 12)
+    costs = unlike(4, schedule.num_stages, 12, seed)
+    found = even_out(schedule, costs, tries=100)
+    assert sorted(found.order) == list(range(12))
+    assert found.given_us == pytest.approx(simulate(schedule, costs).makespan)
+    again = simulate(schedule, costs.placed(found.order)).makespan
+    assert found.found_us == pytest.approx(again)
+    assert found.found_us <= found.given_us
+    assert even_out(schedule, costs, tries=100) == found
+
+
+def test_long_ones_in_better_places_make_the_step_shorter() -> None:
+    schedule = make("v-zb", 4, 16)
+    gains = [even_out(schedule, unlike(4, 8, 16, seed), tries=400) for seed in range(4)]
+    assert sum(each.found_us / each.given_us for each in gains) / 4 < 0.97
+
+
+def test_joint_passes_and_whole_backwards_keep_their_prices() -> None:
+    schedule = make("dualpipev", 4, 12)
+    costs = unlike(4, schedule.num_stages, 12, 1)
+    both = tuple(0.9 * (b + w) for b, w in zip(costs.backward_us, costs.weight_us, strict=True))
+    costs = replace(costs, hidden_share=0.5).having(whole_backward_us=both)
+    found = even_out(schedule, costs, tries=20)
+    assert found.given_us == pytest.approx(simulate(schedule, costs).makespan)
+
+
+def test_no_device_holds_more_than_its_limit() -> None:
+    schedule = make("v-half", 4, 12)
+    costs = unlike(4, 8, 12, 3, held=True)
+    given = peak_held(schedule, costs)
+    free = even_out(schedule, costs, tries=400)
+    within = even_out(schedule, costs, limits=max(given), tries=400)
+    assert max(peak_held(schedule, costs.placed(within.order))) <= max(given) * (1 + 1e-6)
+    tight = even_out(schedule, costs, limits=0.0, tries=400)
+    for held, most in zip(peak_held(schedule, costs.placed(tight.order)), given, strict=True):
+        assert held <= most * (1 + 1e-6)
+    assert free.found_us <= within.found_us * (1 + 1e-9)
+
+
+def test_alike_stay_as_they_are() -> None:
+    schedule = make("v-half", 4, 12)
+    costs = Costs.uniform(4, 8)
+    assert even_out(schedule, costs).order == tuple(range(12))
+    shares = (("forward_us", (1.0,) * 12),)
+    assert even_out(schedule, replace(costs, by_microbatch=shares)).order == tuple(range(12))
+
+
+def test_memory_is_each_microbatchs_own() -> None:
+    schedule = make("1f1b", 2, 3)
+    costs = replace(Costs.uniform(2, 2), by_microbatch=((HELD[0], (1.0, 1.0, 5.0)),))
+    assert peak_held(schedule, costs) == (12.0, 10.0)
+    assert peak_held(schedule, costs.placed((2, 1, 0))) == (12.0, 10.0)
+    assert peak_held(schedule, replace(costs, by_microbatch=())) == (4.0, 2.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "count"), [(4, 32), (8, 64)])
+def test_it_takes_less_than_a_step(devices: int, count: int) -> None:
+    schedule, costs = make("v-zb", devices, count), unlike(devices, 2 * devices, count, 0)
+    even_out(schedule, costs, tries=1)
+    began_s = time.perf_counter()
+    even_out(schedule, costs, math.inf)
+    assert time.perf_counter() - began_s < 1
