@@ -497,11 +497,12 @@ def run_step(
     """Run one step of the rank, whose chunks are given by stage."""
     from megatron_vshape.mcore.observe.report import persistent
     from megatron_vshape.mcore.step.stage import MegatronStage
+    from megatron_vshape.mcore.step.waiting import Waiting
 
     zero_gradients(list(chunks.values()))
     step = start_step(next(iter(chunks.values())), program.schedule.num_microbatches)
-    step.offload = offload
     if offload is not None:
+        step.parts.append(Waiting(state, offload))
         offload.keep(persistent(list(chunks.values())))
     last = len(program.schedule.placement) - 1
     running = {
@@ -510,7 +511,8 @@ def run_step(
         )
         for i, (stage, chunk) in enumerate(chunks.items())
     }
-    run_program(program, rank, running, MadeUpPeers(model), observer)
+    peers, handlers = MadeUpPeers(model), step.handlers()
+    run_program(program, rank, running, peers, observer, handlers=handlers)
 
 
 def pass_times(timer: Any, stage: int) -> list[float]:

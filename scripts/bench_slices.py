@@ -107,8 +107,7 @@ def run_rank(arguments: list[str]) -> None:
 
     def key_of(name: str) -> Callable[..., str]:
         def key(stage: Any, microbatch: int, *_: Any) -> str:
-            slices = 1 if stage.step.slices is None else stage.step.slices.count
-            return f"{name} {stage.chunk} {microbatch % slices}"
+            return f"{name} {stage.chunk} {microbatch % stage.step.slices}"
 
         return key
 

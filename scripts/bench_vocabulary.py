@@ -106,9 +106,10 @@ def run_rank(arguments: list[str]) -> None:
     import megatron.training.training as training
     import torch.distributed as dist
 
-    from megatron_vshape.core.model.kinds import KINDS, PROCESSOR
+    from megatron_vshape.core.model.kinds import KINDS, PROCESSOR, VOCABULARY
     from megatron_vshape.mcore.observe.static_memory import static_memory
     from megatron_vshape.mcore.step.stage import MegatronStage
+    from megatron_vshape.mcore.step.vocabulary import SharedVocabulary
     from megatron_vshape.runtime.together import Together
 
     spent: defaultdict[tuple[Any, ...], list[float]] = defaultdict(list)
@@ -129,7 +130,7 @@ def run_rank(arguments: list[str]) -> None:
         def run(stage: Any, *args: Any) -> Any:
             nonlocal began, key
             began = time.thread_time(), time.perf_counter()
-            key = original.__name__, stage.chunk
+            key = original.__name__, getattr(stage, "chunk", 0)
             result = original(stage, *args)
             sleep_on("the rest")
             return result
@@ -137,8 +138,9 @@ def run_rank(arguments: list[str]) -> None:
         return run
 
     for kind in KINDS:
-        if kind.resource == PROCESSOR and hasattr(MegatronStage, kind.method):
-            setattr(MegatronStage, kind.method, longer(getattr(MegatronStage, kind.method)))
+        owner = SharedVocabulary if kind in VOCABULARY else MegatronStage
+        if kind.resource == PROCESSOR and hasattr(owner, kind.method):
+            setattr(owner, kind.method, longer(getattr(owner, kind.method)))
     begin, train = Together.begin, training.train
 
     def begin_late(together: Any, job: Any, inputs: Any) -> Any:

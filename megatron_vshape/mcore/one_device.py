@@ -588,6 +588,7 @@ def profile_copies(model: Model, layers: Sequence[int], repeats: int) -> dict[st
 def _profile_copies(model: Model, state: Any, chunk: nn.Module, repeats: int) -> Copies:
     """Run pairs of microbatches of which one is copied back while the other is copied out."""
     from megatron_vshape.mcore.observe.report import persistent
+    from megatron_vshape.mcore.step.waiting import Waiting
     from megatron_vshape.runtime.offload import Offload
 
     zero_gradients([chunk])
@@ -595,14 +596,15 @@ def _profile_copies(model: Model, state: Any, chunk: nn.Module, repeats: int) ->
     offload.keep(persistent([chunk]))
     pairs = WARM_UP + repeats
     stage = alone(model, state, chunk, 2 * pairs)
-    stage.step.offload = offload
+    stage.step.parts.append(Waiting(state, offload))
     row = tuple(work for pair in range(pairs) for work in _pair_of_copies(2 * pair))
     program = lower(Schedule("alone", 1, 2 * pairs, (0,), (row,)))
     timer = PassTimer(torch.device(model.device))
     ranks = [[rank] for rank in range(dist.get_world_size())]
     transport = Transport(ranks, model.shape, model.torch_dtype, model.device)
     transport.prepare(program)
-    run_program(program, 0, {0: _Fed(model, stage)}, transport, timer)
+    handlers = stage.step.handlers()
+    run_program(program, 0, {0: _Fed(model, stage)}, transport, timer, handlers=handlers)
     transport.close()
     times: dict[tuple[Kind, bool], list[float]] = {}
     for work, start, end in timer.slots():
@@ -672,7 +674,7 @@ def counted(state: Any, chunk: nn.Module) -> Iterator[Any]:
     from megatron_vshape.runtime.held_bytes import Census
 
     census = Census(persistent([chunk]))
-    with state.meanwhile(census=census):
+    with state.counting(census):
         yield census
 
 

@@ -78,7 +78,8 @@ def _price_us(model: Model, num_layers: int, slices: int, repeats: int) -> float
     total = WARM_UP + repeats
     whole = one_device.alone(model, state, chunk, total)
     cut = one_device.alone(model, state, chunk, total)
-    cut.step.slices = Slices(slices, model.sequence_length, one_device.forward_step)
+    cut.step.slices = slices
+    cut.step.parts.append(Slices(slices, model.sequence_length))
     part = replace(model, sequence_length=model.sequence_length // slices)
     times: dict[tuple[int, Kind], list[float]] = {}
     for count, stage, one in ((1, whole, model), (slices, cut, part)):

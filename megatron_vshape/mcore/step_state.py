@@ -65,9 +65,8 @@ class StepState:
     gradient_sync: Reducer | None = None  # while a step runs whose gradients are reduced in W
     # While one runs whose vocabulary all ranks share: its `step.vocabulary.SharedVocabulary`.
     shared_vocabulary: Any = None
-    # While the trainer's own loss is made on every rank, of its rows of the logits: this rank is
-    # all stages then, as far as the trainer can ask.
-    has_logits: bool | None = None
+    # While the trainer's own loss is made on every rank, of its rows of the logits.
+    has_logits: bool = False
     slice: Slice | None = None  # while a pass of one runs
     # Where microbatches are cut in slices, by layer: `split.sliced_attention.KeysValues` of those
     # whose passes have begun.
@@ -85,15 +84,40 @@ class StepState:
         return self.slice
 
     @contextmanager
-    def meanwhile(self, **values: object) -> Iterator[None]:
-        """Have some of what is here set so, and None again at the end."""
-        for name, value in values.items():
-            setattr(self, name, value)
+    def running(self, chunk: int, part: Slice | None = None) -> Iterator[None]:
+        """Have a pass of a chunk, of a slice perhaps, run inside."""
+        self.running_chunk, self.slice = chunk, part
         try:
             yield
         finally:
-            for name in values:
-                setattr(self, name, None)
+            self.running_chunk = self.slice = None
+
+    @contextmanager
+    def having_logits(self) -> Iterator[None]:
+        """Have this rank be all stages inside, as far as the trainer can ask."""
+        self.has_logits = True
+        try:
+            yield
+        finally:
+            self.has_logits = False
+
+    @contextmanager
+    def reducing(self, reducer: Reducer | None) -> Iterator[None]:
+        """Have gradients reduced inside from within W, by this if it is one."""
+        self.gradient_sync = reducer
+        try:
+            yield
+        finally:
+            self.gradient_sync = None
+
+    @contextmanager
+    def counting(self, census: Census) -> Iterator[None]:
+        """Have what passes leave counted inside."""
+        self.census = census
+        try:
+            yield
+        finally:
+            self.census = None
 
     def defer(self, job: GatheringJob, parameters: Sequence[Tensor]) -> None:
         """Leave a job for W that adds to the gradients of `parameters` and keeps tensors till then.

@@ -8,25 +8,15 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensor
 
-PASSES = {
-    "forward": "F",
-    "backward_inputs": "B",
-    "backward_weights": "W",
-    "backward": "BW",
-    "look_up": "I",
-    "own_logits": "S",
-    "own_head_weights": "T",
-    "own_embedding_weights": "J",
-    "join": "join",
-    "sum_embeddings": "E",
-    "sum_vocabulary": "C",
-    "release": "L",
-    "make_room": "R",
-}
-"""The methods of a stage that run passes, and how the passes are written."""
+from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, PARTS, Kind
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.runtime.stage import Handler
+
+Watch = Callable[[Callable[..., Any], str], Callable[..., Any]]
+"""Has what runs passes, given a stage and a microbatch, tell of them by this name."""
 
 
-def install(watch: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> None:
+def install(watch: Watch) -> None:
     """Register the schedules and stand in for what would wait for another rank or a thread."""
     import megatron_vshape
 
@@ -53,9 +43,33 @@ def install(watch: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> N
     replaced = loss_reporting.Courier
     replaced.bring_losses = _bring
     stage: Any = MegatronStage
-    for method, kind in PASSES.items():
-        if hasattr(stage, method):
-            setattr(stage, method, watch(getattr(stage, method), kind))
+    for kind in (*PARTS, Kind.BW):
+        setattr(stage, kind.method, watch(getattr(stage, kind.method), kind))
+    replaced = program_runner.ProgramRun
+    replaced.__post_init__ = _watching(replaced.__post_init__, watch)
+
+
+def _watching(begin: Callable[[Any], None], watch: Watch) -> Callable[[Any], None]:
+    """Return what begins a program's run, and has the handlers of passes tell of them."""
+
+    def begin_watched(run: Any) -> None:
+        def told(call: Callable[[Pass], None] | None, name: str, work: Pass, at: Any) -> None:
+            watch(lambda stage, microbatch: call and call(work), name)(run.stages[work.stage], at)
+
+        def watched(kind: Kind, handler: Handler) -> Handler:
+            return handler._replace(
+                run=lambda work: told(handler.run, kind, work, work.microbatch),
+                join=handler.join and (lambda work: told(handler.join, "join", work, work)),
+            )
+
+        copies = COPY_OUT, COPY_BACK
+        run.handlers = {
+            kind: each if kind in copies else watched(kind, each)
+            for kind, each in run.handlers.items()
+        }
+        begin(run)
+
+    return begin_watched
 
 
 def _sends_until_waited_for(tell: Any) -> Any:

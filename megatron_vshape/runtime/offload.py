@@ -36,6 +36,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.runtime.graph_memory import Segments
 from megatron_vshape.runtime.held_bytes import nodes_behind, saved_by
 from megatron_vshape.runtime.host_memory import HostMemory, Moment
+from megatron_vshape.runtime.stage import Handler
 
 SMALL = 1 / 64
 """Of a microbatch's largest storage: what is smaller, such as a norm's statistics, stays."""
@@ -140,6 +141,15 @@ class Offload:
             self._choose(copy.stage, self._find(*copy, _At.MADE))
         elif copy.kind is COPY_BACK:
             self.host.expect_back()
+
+    def handlers(self) -> dict[Kind, Handler]:
+        """Return what runs D, L, R and H."""
+        return {
+            COPY_OUT: Handler(lambda work: self.copy_out(*work[1:]), prepare=self.prepare),
+            RELEASE: Handler(lambda work: self.release(*work[1:])),
+            RELOAD: Handler(lambda work: self.make_room(*work[1:])),
+            COPY_BACK: Handler(lambda work: self.copy_back(*work[1:]), prepare=self.prepare),
+        }
 
     def copy_out(self, stage: int, microbatch: int) -> None:
         """Run D: copy what is to wait, on the stream of this thread."""

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from megatron_vshape.core.program.instructions import (
     result_of,
 )
 from megatron_vshape.runtime.labels import label
-from megatron_vshape.runtime.stage import Stage
+from megatron_vshape.runtime.stage import Handler, Stage
 
 
 class Carrier(Protocol):
@@ -88,10 +89,12 @@ def run_program(
     transport: Carrier,
     observer: Observer | None = None,
     place: Place | None = None,
+    handlers: Mapping[Kind, Handler] = MappingProxyType({}),
 ) -> None:
     """Run what `program` says for `device`, whose stages are `stages`, and send all its results.
 
-    `place` follows what runs, and stays where something was raised.
+    `place` follows what runs, and stays where something was raised; `handlers` run the passes of
+    their kinds.
 
     On every rank, for example of one device:
 
@@ -120,7 +123,7 @@ def run_program(
         RuntimeError: a stage returned nothing where another waits for its result.
         Exception: whatever a pass raised, with a note of stage, microbatch and pass.
     """
-    ProgramRun(program, device, stages, transport, observer, place).finish()
+    ProgramRun(program, device, stages, transport, observer, place, handlers).finish()
 
 
 @dataclass(eq=False)
@@ -137,6 +140,7 @@ class ProgramRun:
     transport: Carrier
     observer: Observer | None = None
     place: Place | None = None
+    handlers: Mapping[Kind, Handler] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._watcher = self.observer or _Silent()
@@ -145,7 +149,7 @@ class ProgramRun:
         schedule = self.program.schedule
         self._local = _Local(schedule, self.device)
         others = any(kind.resource != PROCESSOR for kind in schedule.kinds)
-        self._beside = _Beside(schedule) if others else None
+        self._beside = _Beside(schedule, self.handlers) if others else None
         self._at = 0
 
     def finish(self) -> None:
@@ -196,8 +200,10 @@ class ProgramRun:
         """
         # In a list, which the passes empty, so that only their stages hold what they read.
         handed = [self._input_of(each, received, alone=len(works) == 1) for each in works]
-        run = partial(self._run, works, handed)
-        made = run() if self._beside is None else self._beside.run(works, run, self.stages)
+        if self._beside is None:
+            made = self._run(works, handed)
+        else:
+            made = self._beside.run(works, partial(self._run, works, handed))
         return {
             result_of(work): result
             for work, result in zip(works, made, strict=True)
@@ -215,13 +221,17 @@ class ProgramRun:
     def _run(self, works: tuple[Pass, ...], handed: list[Tensor | None]) -> list[Tensor | None]:
         """Run a pass, or two as one, and return what they make; takes inputs out of `handed`."""
         try:
-            if works[0].kind.joins:  # such a pass runs by itself
-                stage: Any = self.stages[works[0].stage]
+            handler = self.handlers.get(works[0].kind)  # such a pass runs by itself
+            if handler is not None and handler.join is not None:
                 with label(_WAIT, works[0]):
-                    stage.join(works[0])
+                    handler.join(works[0])
             self._watcher.begins(*works)
             with label(_name_of, works):
-                results = _call_stages(self.stages, works, handed)
+                if handler is None:
+                    results = _call_stages(self.stages, works, handed)
+                else:
+                    handler.run(works[0])
+                    results = [None]
         except Exception as error:
             error.add_note(f"device {self.device} raised this in {describe(*works)}")
             raise
@@ -262,8 +272,10 @@ def _call_stages(
     stages: Mapping[int, Stage], works: tuple[Pass, ...], handed: list[Tensor | None]
 ) -> list[Tensor | None]:
     """Return the results of passes that run as one, or where a stage cannot, one by one."""
+    if len(works) == 1:
+        return [_call_stage(stages[works[0].stage], works[0], handed)]
     joint = getattr(stages[works[0].stage], "forward_beside", None)
-    if len(works) == 1 or joint is None:
+    if joint is None:
         return [_call_stage(stages[each.stage], each, handed) for each in works]
     work, other = works
     return [*joint(work.microbatch, handed.pop(0), stages[other.stage], other, handed.pop(0))]
@@ -325,7 +337,8 @@ class _Local:
 class _Beside:
     """What other resources than the processor run: a thread for each, in the program's order."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, handlers: Mapping[Kind, Handler]) -> None:
+        self._handlers = handlers
         self._needs = NeedTable(schedule.num_stages, schedule.kinds)
         self._resource = {kind: schedule.resource_of(kind) for kind in schedule.kinds}
         self._threads = {
@@ -337,10 +350,7 @@ class _Beside:
         self._under_way: dict[Pass, Future[list[Tensor | None]]] = {}
 
     def run(
-        self,
-        works: tuple[Pass, ...],
-        run: Callable[[], list[Tensor | None]],
-        stages: Mapping[int, Stage],
+        self, works: tuple[Pass, ...], run: Callable[[], list[Tensor | None]]
     ) -> list[Tensor | None]:
         """Run passes once what they read from other resources is there, or begin to beside us.
 
@@ -361,9 +371,9 @@ class _Beside:
         (work, *_) = works
         if work.kind.resource == PROCESSOR:
             return run_in_turn()
-        prepare = getattr(stages[work.stage], "prepare", None)
-        if prepare is not None:
-            prepare(work)
+        handler = self._handlers.get(work.kind)
+        if handler is not None and handler.prepare is not None:
+            handler.prepare(work)
         self._under_way[work] = self._threads[self._resource[work.kind]].submit(run_in_turn)
         return [None]
 

@@ -1,22 +1,34 @@
-"""What the program runner asks of a stage of the model, whatever trains it."""
+"""What the program runner asks of a stage of the model, and of what else a program runs."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from megatron_vshape.core.model.passes import Pass
+
+
+class Handler(NamedTuple):
+    """Runs the passes of a kind that a model's stages know nothing of.
+
+    What runs beside the processor runs in another thread; `prepare` is called where the program
+    has the pass. Before a pass that all devices join `join` returns when what it reads is there.
+    """
+
+    run: Callable[[Pass], None]
+    join: Callable[[Pass], None] | None = None
+    prepare: Callable[[Pass], None] | None = None
 
 
 class Stage(Protocol):
     """One stage of the model on this rank.
 
     The runner calls the passes in the program's order; what a pass must keep for a later one of
-    the same microbatch, the stage keeps itself, and drops as soon as that has run. A schedule with
-    passes of other kinds calls the methods that their rows name, with the microbatch alone; before
-    one that all devices join, `join` with the pass, which returns when what that reads is there.
-    What runs beside the processor runs in another thread; where the program has it, the runner
-    calls `prepare` with the pass, if the stage has that. A stage may have a method
-    `forward_beside(microbatch, received, other, work, gradient)`, which runs F beside `work`, a B
-    or BW of the stage `other` that receives `gradient`, and returns both results; else the two of a
-    joint pass run one after the other.
+    the same microbatch, the stage keeps itself, and drops as soon as that has run. A pass of
+    another kind that has no `Handler` calls the method that its row names, with the microbatch
+    alone. A stage may have a method `forward_beside(microbatch, received, other, work, gradient)`,
+    which runs F beside `work`, a B or BW of the stage `other` that receives `gradient`, and returns
+    both results; else the two of a joint pass run one after the other.
     """
 
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_vshape.core.model.kinds import find_kind
+from megatron_vshape.core.model.kinds import VOCABULARY, find_kind
 from megatron_vshape.mcore.step.stage import MegatronStage
+from megatron_vshape.mcore.step.vocabulary import SharedVocabulary
 
 
 class InjectedError(Exception):
@@ -38,22 +39,25 @@ def start(rank: int, faults: list[dict[str, Any]]) -> None:
 def _wrap_pass(fault: dict[str, Any]) -> None:
     kind, _, number = _split(fault["pass"])
     name = find_kind(kind).method
-    original = getattr(MegatronStage, name)
+    owner: Any = SharedVocabulary if kind in VOCABULARY else MegatronStage
+    original = getattr(owner, name)
     steps: list[Any] = []
 
     @functools.wraps(original)
     def run(stage: Any, microbatch: int, *args: Any) -> Any:
-        if stage.step.forward_only:
+        step = stage.beginning.step if owner is SharedVocabulary else stage.step
+        if step.forward_only:
             return original(stage, microbatch, *args)
-        if not steps or steps[-1] is not stage.step:
-            steps.append(stage.step)
+        if not steps or steps[-1] is not step:
+            steps.append(step)
         times = fault.get("times", 1)
         in_time = fault["step"] <= len(steps) < fault["step"] + times
-        if not in_time or (stage.stage, microbatch) != number:
+        at = number[0] if owner is SharedVocabulary else stage.stage  # a rank has one such pass
+        if not in_time or (at, microbatch) != number:
             return original(stage, microbatch, *args)
         return IN_PASS[fault["what"]](fault, functools.partial(original, stage, microbatch), *args)
 
-    setattr(MegatronStage, name, run)
+    setattr(owner, name, run)
 
 
 def _split(text: str) -> tuple[str, str, tuple[int, int]]:

@@ -14,6 +14,7 @@ from mcore.fake_streams import Streams, streams_without_a_gpu
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, Kind
+from megatron_vshape.mcore.step.waiting import Waiting
 from megatron_vshape.runtime import offload
 from megatron_vshape.runtime.graph_memory import Segments
 from megatron_vshape.runtime.host_memory import Moment
@@ -27,11 +28,12 @@ def run(chunks: Chunks, streams: Streams, text: str) -> None:
     """Run passes, copies on streams of their own, and a backward's nodes on those of the F."""
     for (work,) in passes_of(text):
         stage = chunks.stages[work.stage]
-        if work.kind in (COPY_OUT, COPY_BACK):
+        handler = stage.step.handlers().get(work.kind)
+        if handler is not None and work.kind in (COPY_OUT, COPY_BACK):
             with torch.cuda.stream(torch.cuda.Stream(name=work.kind.resource)):
-                getattr(stage, work.kind.method)(work.microbatch)
-        elif work.kind.method in ("release", "make_room"):
-            getattr(stage, work.kind.method)(work.microbatch)
+                handler.run(work)
+        elif handler is not None:
+            handler.run(work)
         elif work.kind in (Kind.B, Kind.BW):
             root = stage._outputs[work.microbatch].grad_fn
             with streams.backward_of(root):
@@ -58,7 +60,7 @@ def wrong_beside_shared_experts(rank: int, leaves_alone: bool) -> list[str]:
     chunks = Chunks(rank, ("<DMM>", ""), by_layers=False, **options)
     waiting = Offload(torch.device("cpu"))
     waiting.keep(each for stage in chunks.stages for each in stage.model.parameters())
-    chunks.stages[0].step.offload = waiting
+    chunks.stages[0].step.parts.append(Waiting(chunks.state, waiting))
     careless = patch.object(offload, "_memory_of_other_streams", Segments)
     with (
         streams_without_a_gpu(at_once=False) as streams,

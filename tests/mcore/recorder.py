@@ -148,7 +148,8 @@ class Records:
                 self._after = LiveAfterPasses(self._live)
                 self._most_posted = program.most_posted(device)
                 counts = len(records.kept["losses"]) == 1
-                super().__init__(program, device, *rest[:2], self._after if counts else None)
+                observer = self._after if counts else None
+                super().__init__(program, device, *rest[:2], observer, *rest[3:])
 
             def finish(self) -> None:
                 if len(records.kept["losses"]) != 1:

@@ -342,9 +342,11 @@ def test_a_planned_run_takes_one_number(tmp_path: Path) -> None:
 
 
 def test_a_script_must_return_what_the_model_does() -> None:
-    slices = Slices(2, 8, lambda iterator, model: (model(torch.zeros(1, 8)) + 1, None))
+    def step(iterator: Any, model: Any) -> Any:
+        return model(torch.zeros(1, 8)) + 1, None
+
     with pytest.raises(UnsupportedError, match="must call the model once and return what that "):
-        slices.forward(0, 0)(None, Plain())
+        Slices(2, 8).forward(0, False, 0, step)(None, Plain())
 
 
 class Plain(torch.nn.Module):
@@ -360,9 +362,11 @@ class Plain(torch.nn.Module):
     ],
 )
 def test_what_cannot_be_cut_is_told(given: dict[str, Any], told: str) -> None:
-    slices = Slices(2, 8, lambda iterator, model: (model(torch.zeros(1, 8), **given), None))
+    def step(iterator: Any, model: Any) -> Any:
+        return model(torch.zeros(1, 8), **given), None
+
     with pytest.raises(UnsupportedError, match=told):
-        slices.forward(0, 0)(None, Plain())
+        Slices(2, 8).forward(0, False, 0, step)(None, Plain())
 
 
 @pytest.mark.parametrize("slices", [pytest.param("2", marks=pytest.mark.slow), "4"])

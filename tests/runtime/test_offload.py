@@ -44,13 +44,6 @@ class OffloadedStage(PlainStage):
         self.offload.begins_weights(Pass(Kind.W, self.stage, microbatch))
         super().backward_weights(microbatch)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "prepare":
-            return self.offload.prepare
-        if name not in ("copy_out", "release", "make_room", "copy_back"):
-            raise AttributeError(name)
-        return lambda microbatch: getattr(self.offload, name)(self.stage, microbatch)
-
 
 class NoMail:
     """The messages of a device that is alone."""
@@ -82,7 +75,8 @@ def train(
     """Run two stages of one device and return their gradients."""
     schedule = offloaded(make("v-half", 1, MICROBATCHES), chosen)
     stages = stages_of(offload, dtype)
-    run_program(lower(schedule), 0, stages, NoMail())  # type: ignore[arg-type]
+    mail: Any = NoMail()
+    run_program(lower(schedule), 0, stages, mail, handlers=offload.handlers())
     return [gradients_of(stage.module) for stage in stages.values()]
 
 

@@ -53,8 +53,11 @@ class MeteredSchedule:
         torch_device = next(chunks[0].parameters()).device
         with self.report.training_step(chunks, microbatches, tokens):
             timer = self.meter.begin_step(microbatches, torch_device)
-            with self._state.meanwhile(timer=timer):
+            self._state.timer = timer
+            try:
                 return self._original(**arguments)
+            finally:
+                self._state.timer = None
 
 
 def count_forward(census: Census, chunk: int | None, output: Tensor | list[Tensor]) -> None:

@@ -167,7 +167,7 @@ class RunReport:
             yield
             return
         census, before = Census(persistent(model)), torch.cuda.memory_allocated()
-        with self.state.meanwhile(census=census):
+        with self.state.counting(census):
             yield
         self._plan = None if self.plan_of is None else self.plan_of(num_microbatches)
         held = {stage: census.held_bytes(stage, slices) for stage in self.stages}

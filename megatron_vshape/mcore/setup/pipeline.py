@@ -83,21 +83,11 @@ def pipeline_of(
     split = _split(model, sizes, choice, options, microbatches, once)
     stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))
     check_stages(model, choice, stage_map, may_offload, core.__version__, ties_ends is True)
-    by_layers = bool(getattr(model, BESIDE, False))
     choice = replace(
-        choice,
-        costs=split.costs,
-        estimate=split.estimate,
-        limit_of=split.limits or choice.limit_of,
-        num_layers=model.num_layers,
-        keeps_backward_whole=getattr(model, "recompute_granularity", None) == "full",
-        # Where costs make the order they say how short those W are, and `lower` joins the rest.
-        whole_stages=frozenset() if choice.plans_by_costs else _whole_stages(model, stage_map),
-        hides=model.tensor_model_parallel_size > 1 and _is_local(model),
+        _of_model(choice, model, split, stage_map),
         ties_ends=ties_ends is not False,
         kernels=kernels,
         may_offload=may_offload,
-        may_join=by_layers,
     )
     if choice.plans_by_costs and options.profile_steps and captures_graphs(model):
         graphs.capture_late(model, options.checked_steps[1])
@@ -107,7 +97,7 @@ def pipeline_of(
         stage_map,
         StageLayout(stage_map),
         bool(getattr(model, "overlap_grad_reduce", False)),
-        by_layers,
+        choice.may_join,
         choice.name == AUTO and options.profile_steps is not None and not captures_graphs(model),
         recomputed_inputs(model),
     )
@@ -146,6 +136,22 @@ def _question(choice: Choice, options: Options, microbatches: int | None) -> Que
         in_host=choice.in_host_bytes,
         placements=(choice.placement,),
         slices=choice.slices,
+    )
+
+
+def _of_model(choice: Choice, model: Any, split: Split, stage_map: StageMap) -> Choice:
+    """Return the choice with what the model's options and the layers of its stages say."""
+    return replace(
+        choice,
+        costs=split.costs,
+        estimate=split.estimate,
+        limit_of=split.limits or choice.limit_of,
+        num_layers=model.num_layers,
+        keeps_backward_whole=getattr(model, "recompute_granularity", None) == "full",
+        # Where costs make the order they say how short those W are, and `lower` joins the rest.
+        whole_stages=frozenset() if choice.plans_by_costs else _whole_stages(model, stage_map),
+        hides=model.tensor_model_parallel_size > 1 and _is_local(model),
+        may_join=bool(getattr(model, BESIDE, False)),
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
@@ -90,10 +89,6 @@ class InspectedStage:
         """Run F, then `work`: of passes that run as one nobody could say which is at fault."""
         sent = self.forward(microbatch, received)
         return sent, getattr(other, work.kind.method)(work.microbatch, gradient)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the stage's own method for a pass that computes nothing."""
-        return getattr(self._stage, name)
 
     def _backward(
         self,

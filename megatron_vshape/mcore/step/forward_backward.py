@@ -25,20 +25,17 @@ from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.observe.bubble import BubbleMeter, Logs
 from megatron_vshape.mcore.observe.profiling import Profiler
-from megatron_vshape.mcore.observe.report import RunReport, persistent
+from megatron_vshape.mcore.observe.report import RunReport
 from megatron_vshape.mcore.refusals import (
     captures_locally,
     check_config,
     check_one_module,
     check_script,
     check_sequence,
-    check_vocabulary,
     even_slices,
     refusing,
 )
 from megatron_vshape.mcore.setup.pipeline import Pipeline
-from megatron_vshape.mcore.setup.plans import OFFLOADS
-from megatron_vshape.mcore.setup.recompute import Recompute, set_recompute
 from megatron_vshape.mcore.split import local_graphs
 from megatron_vshape.mcore.step.finite import InspectedStage, repeats_a_bad_step
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
@@ -46,15 +43,17 @@ from megatron_vshape.mcore.step.late_checks import checked_late
 from megatron_vshape.mcore.step.loss_reporting import Courier
 from megatron_vshape.mcore.step.microbatches import given_iterators, read_again, shared_out
 from megatron_vshape.mcore.step.paged_stash import begin_step
+from megatron_vshape.mcore.step.parts import Beginning, Capability, Step, device_of, parts_of
+from megatron_vshape.mcore.step.recomputing import Recomputing
 from megatron_vshape.mcore.step.run_ahead import RandomState, Replay
 from megatron_vshape.mcore.step.same_plan import Agreement
-from megatron_vshape.mcore.step.slices import Slices
-from megatron_vshape.mcore.step.stage import MegatronStage, Step, loss_maker, zero_tokens
-from megatron_vshape.mcore.step.vocabulary import SharedVocabulary
+from megatron_vshape.mcore.step.slices import Slicing
+from megatron_vshape.mcore.step.stage import MegatronStage, zero_tokens
+from megatron_vshape.mcore.step.vocabulary import VocabularySharing
+from megatron_vshape.mcore.step.waiting import HostMemoryWaiting
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime import first_cause
 from megatron_vshape.runtime.hosts import ranks_of_this_host
-from megatron_vshape.runtime.offload import Offload
 from megatron_vshape.runtime.p2p import Transport, TransportError
 from megatron_vshape.runtime.program_runner import Observer, Place, ProgramRun, run_drain
 from megatron_vshape.runtime.stage import Stage
@@ -94,7 +93,14 @@ class _Begun:
     program: Program
     early_ends: Cut  # how far it runs early, where it does
     run: ProgramRun
-    learns: bool  # what of its stages may wait in host memory
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Run the passes inside what its parts want around them."""
+        with contextlib.ExitStack() as stack:
+            for part in self.step.parts:
+                stack.enter_context(part.session())
+            yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +140,12 @@ class PipelineRunner:
         self._replays: list[Replay] = []
         self._agreement = Agreement()
         self.local_ranks: int | None = None  # of this host, once all have been asked
-        self._offload: Offload | None = None  # made for the first step that may need it
-        self._recompute: list[Recompute] = []  # of the chunks, once a schedule has settings
-        self._settings: tuple[str, ...] = ()  # of all stages, as the chunks have them now
+        self._capabilities: tuple[Capability, ...] = (
+            Recomputing(),
+            HostMemoryWaiting(self.report),
+            VocabularySharing(),
+            Slicing(),
+        )
 
     def __call__(
         self, *, adjust_tensor_shapes_fn: Any = None, p2p_communicator: Any = None, **arguments: Any
@@ -207,8 +216,8 @@ class PipelineRunner:
         begun = ahead.begun
         instructions = drain(begun.program, begun.early_ends, begun.groups.pp.rank())
         run_drain(instructions, begun.transport, begun.transport.blank())
-        if self._offload is not None:
-            self._offload.forget()
+        for capability in self._capabilities:
+            capability.forget()
         for replay in self._replays:
             replay.rewind()
         ahead.random.restore()
@@ -226,8 +235,8 @@ class PipelineRunner:
         self._state.jobs.clear()
         for kept in self._state.kept:
             kept.clear()
-        if self._offload is not None:
-            self._offload.clear()
+        for capability in self._capabilities:
+            capability.clear()
         if self._transport is not None:
             self._transport.close(quietly)
             self._transport = None
@@ -240,7 +249,7 @@ class PipelineRunner:
         with (
             local_graphs.taking_part(begun.step.config, begun.chunks, False),
             begun.step.gradient_sync.session(),
-            self._meeting(begun),
+            begun.session(),
             checked_late(self._state, self._place),
         ):
             begun.run.finish()
@@ -248,7 +257,7 @@ class PipelineRunner:
 
     def _train(self, call: Call) -> list[Any]:
         self._courier.forget()
-        torch_device = _device_of(_as_list(call.model)[0])
+        torch_device = device_of(_as_list(call.model)[0])
         profiled = self._profiler.begin_step(torch_device)
         timer = self.meter.begin_step(call.num_microbatches, torch_device, profiled)
         # Costs are those of passes that run apart, so a profiled B runs nothing of a W.
@@ -260,13 +269,13 @@ class PipelineRunner:
                 begun.chunks, call.num_microbatches, tokens, begun.program.schedule.slices
             ),
             sync.session(),
-            self._state.meanwhile(gradient_sync=sync if sync.overlaps else None),
+            self._state.reducing(sync if sync.overlaps else None),
         ):
             with (
                 local_graphs.taking_part(
                     begun.step.config, begun.chunks, self._profiler.order_is_last
                 ),
-                self._meeting(begun),
+                begun.session(),
                 checked_late(self._state, self._place),
             ):
                 begun.run.finish()
@@ -278,9 +287,8 @@ class PipelineRunner:
                 self.report.held,
                 begun.groups.pp,
             )
-        if begun.learns and OFFLOADS.intersection(begun.program.schedule.kinds):
-            # More was held than usual, while it was learned what may wait (see runtime.offload).
-            self.report.remeasure()
+        for capability in self._capabilities:
+            capability.end()
         if begun.step.config.finalize_model_grads_func is not None:
             self._finalize(begun)
         self._capture(begun)
@@ -298,21 +306,6 @@ class PipelineRunner:
             local_graphs.capture()
             self._state.graph_memory.look()
             self._state.captured = begun.program
-
-    @contextlib.contextmanager
-    def _meeting(self, begun: _Begun) -> Iterator[None]:
-        """Run a step's passes inside; whoever waits in another thread is told if one fails."""
-        together = begun.transport.together
-        if together is None:
-            yield
-            return
-        try:
-            with self._state.meanwhile(shared_vocabulary=begun.step.vocabulary):
-                yield
-            together.drain()
-        except BaseException:
-            together.close()
-            raise
 
     def _take_ahead(self, call: Call) -> _Begun | None:
         """Return this step if it was begun early and is the one that is asked for now."""
@@ -343,109 +336,47 @@ class PipelineRunner:
         shape = _message_shape(call, config, groups, slices)
         transport = self._ready_transport(config, shape, chunks[0], groups.pp)
         with refusing():
-            check_vocabulary(shares, config)
-            sync = GradientSync(
-                config,
-                chunks,
-                self._pipeline,
-                call.num_microbatches * slices,
-                call.force_all_reduce,
-                call.forward_only,
-            )
+            how = call.num_microbatches * slices, call.force_all_reduce, call.forward_only
+            sync = GradientSync(config, chunks, self._pipeline, *how)
         if not call.forward_only:
             sync.gather_parameters()
             iterators = self._replayed(iterators)
         iterators, again = read_again(iterators) if shares else (shared_out(iterators), None)
         program, beside = self._program(call, hides)
-        if not call.forward_only:
-            self._set_recompute(program.schedule.recompute, chunks, groups.pp.rank())
         program, early_ends = self._begun_early(program) if is_early else (program, ())
-        rank = groups.pp.rank()
-        offload = self._ready_offload(program, chunks)
-        learns = offload is not None and not offload.has_learned(self._own_stages(rank))
+        by_layers = self._pipeline.by_layers and not call.forward_only
         step = Step(
-            config=config,
-            forward_step_func=call.forward_step_func,
-            num_microbatches=call.num_microbatches,
-            context_parallel_size=groups.cp.size(),
-            forward_only=call.forward_only,
-            collect_non_loss_data=call.collect_non_loss_data,
-            first_val_step=call.first_val_step,
+            config,
+            call.forward_step_func,
+            call.num_microbatches,
+            groups.cp.size(),
+            call.forward_only,
+            call.collect_non_loss_data,
+            call.first_val_step,
             gradient_sync=sync,
-            num_tokens=zero_tokens(_device_of(chunks[0])),
+            num_tokens=zero_tokens(device_of(chunks[0])),
             beside=beside,
-            offload=offload,
-            by_layers=self._pipeline.by_layers and not call.forward_only,
+            by_layers=by_layers,
+            slices=slices,
         )
-        if shares:
-            step.vocabulary = self._vocabulary(step, chunks, iterators, groups, transport, shape)
-            step.vocabulary.again = again
-        if slices > 1:
-            step.slices = Slices(slices, call.seq_length, call.forward_step_func)
-            step.slices.lose = loss_maker(step, chunks[-1], self._pipeline.stage_map.num_chunks)
-        stages = self._stages(step, chunks, iterators, rank)
-        run = ProgramRun(program, rank, stages, transport, timer, self._place)
-        return _Begun(call, chunks, groups, transport, step, program, early_ends, run, learns)
-
-    def _vocabulary(
-        self,
-        step: Step,
-        chunks: Sequence[nn.Module],
-        iterators: Sequence[Any],
-        groups: Any,
-        transport: Transport,
-        shape: Sequence[int],
-    ) -> SharedVocabulary:
-        """Return this rank's part in what all ranks do of a shared vocabulary in this step."""
-        stage_map = self._pipeline.stage_map
-        whole = groups.tp.size() if step.config.sequence_parallel else 1
-        any_length = step.config.variable_seq_lengths
-        assert transport.together is not None
-        vocabulary = SharedVocabulary(
+        beginning = Beginning(
             self._state,
-            step.config,
-            transport.together,
-            stage_map,
-            first=chunks[0],
-            last=chunks[-1],
-            iterator=iterators[0],
-            forward_step_func=step.forward_step_func,
-            num_microbatches=step.num_microbatches,
-            tokens_shape=None if any_length else (shape[1], shape[0] * whole),
-            learns=not step.forward_only,
-            gradient_sync=step.gradient_sync,
-            tensor_group=groups.tp,
-            context_group=groups.cp,
+            self._pipeline,
+            step,
+            chunks,
+            iterators,
+            groups,
+            transport,
+            program,
+            shape=tuple(shape),
+            seq_length=call.seq_length,
+            local_ranks=self.local_ranks,
+            again=again,
         )
-        reports = groups.pp.rank() == stage_map.loss_rank
-        vocabulary.lose = loss_maker(step, chunks[-1], stage_map.num_chunks, reports)
-        return vocabulary
-
-    def _own_stages(self, rank: int) -> tuple[int, ...]:
-        return self._pipeline.stage_map.stages(rank)
-
-    def _set_recompute(
-        self, settings: tuple[str, ...], chunks: Sequence[nn.Module], rank: int
-    ) -> None:
-        """Have every chunk's backward compute again what the schedule says, or as it was built."""
-        if settings == self._settings:
-            return
-        self._recompute = self._recompute or [Recompute(chunk) for chunk in chunks]
-        with refusing():
-            set_recompute(self._recompute, self._own_stages(rank), settings)
-        self._settings = settings
-
-    def _ready_offload(self, program: Program, chunks: Sequence[nn.Module]) -> Offload | None:
-        """Return what lets microbatches of this step wait in host memory, if any are to."""
-        may = self._pipeline.choice.may_offload and self.report.measures_next
-        if OFFLOADS.isdisjoint(program.schedule.kinds) and not may:
-            return None
-        if self._offload is None:
-            limit_bytes = self._pipeline.choice.host_limit_bytes
-            self._offload = Offload(_device_of(chunks[0]), limit_bytes, self.local_ranks)
-            self.report.offload = self._offload
-        self._offload.keep(persistent(chunks))
-        return self._offload
+        step.parts += parts_of(self._capabilities, beginning)
+        told = timer, self._place, step.handlers()
+        run = ProgramRun(program, groups.pp.rank(), _stages(beginning), transport, *told)
+        return _Begun(call, chunks, groups, transport, step, program, early_ends, run)
 
     def _program(self, call: Call, hides: bool) -> tuple[Program, Mapping[Pass, Beside]]:
         """Return what all ranks run in a step, and which W's its B's hide."""
@@ -475,28 +406,6 @@ class PipelineRunner:
             self._early = program, begun_early(program)
         return self._early[1]
 
-    def _stages(
-        self, step: Step, model: Sequence[nn.Module], data_iterator: Sequence[Any], rank: int
-    ) -> Mapping[int, Stage]:
-        stage_map = self._pipeline.stage_map
-        stages = {
-            stage: MegatronStage(
-                self._state,
-                step,
-                model[chunk],
-                data_iterator[chunk],
-                chunk,
-                stage,
-                is_last=stage == stage_map.last_stage,
-                has_chunks=stage_map.num_chunks > 1,
-            )
-            for chunk, stage in enumerate(self._own_stages(rank))
-        }
-        if step.forward_only or not repeats_a_bad_step():
-            return stages
-        who, reduces_in_w = f"rank {dist.get_rank()} (device {rank})", step.gradient_sync.overlaps
-        return {at: InspectedStage(each, at, who, reduces_in_w) for at, each in stages.items()}
-
     def _replayed(self, iterators: Sequence[Any]) -> list[Any]:
         """Return iterators that can give microbatches again, where a step may have to be undone."""
         if not self._pipeline.options.post_validates:
@@ -514,7 +423,7 @@ class PipelineRunner:
             begun.step.loss_store,
             self._pipeline.stage_map.loss_rank,
             begun.groups.pp,
-            _device_of(begun.chunks[0]),
+            device_of(begun.chunks[0]),
         )
         if not self._pipeline.options.post_validates:
             self._courier.forget()
@@ -538,7 +447,7 @@ class PipelineRunner:
                 _all_pipelines(pipeline_group),
                 shape,
                 dtype,
-                _device_of(model),
+                device_of(model),
                 self._pipeline.options.timeout_seconds,
                 like=pipeline_group,
             )
@@ -565,6 +474,29 @@ class PipelineRunner:
         # Megatron takes the last rank's count for the pipeline's; only the loss rank has one.
         dist.all_reduce(step.num_tokens, group=groups.pp)
         finalize(begun.chunks, step.num_tokens, **options)
+
+
+def _stages(begun: Beginning) -> Mapping[int, Stage]:
+    """Return what runs the passes of this rank's chunks, by stage."""
+    stage_map, step = begun.pipeline.stage_map, begun.step
+    stages = {
+        stage: MegatronStage(
+            begun.state,
+            step,
+            begun.chunks[chunk],
+            begun.iterators[chunk],
+            chunk,
+            stage,
+            is_last=stage == stage_map.last_stage,
+            has_chunks=stage_map.num_chunks > 1,
+        )
+        for chunk, stage in enumerate(begun.stages)
+    }
+    if step.forward_only or not repeats_a_bad_step():
+        return stages
+    who = f"rank {dist.get_rank()} (device {begun.groups.pp.rank()})"
+    reduces_in_w = step.gradient_sync.overlaps
+    return {at: InspectedStage(each, at, who, reduces_in_w) for at, each in stages.items()}
 
 
 def _message_shape(call: Call, config: Any, groups: Any, slices: int) -> Sequence[int]:
@@ -615,10 +547,6 @@ def _timed(config: Any) -> Iterator[None]:
 
 def _as_list(model: Any) -> list[nn.Module]:
     return model if isinstance(model, list) else [model]
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 def _all_pipelines(pipeline_group: dist.ProcessGroup) -> list[list[int]]:

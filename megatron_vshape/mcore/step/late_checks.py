@@ -63,8 +63,11 @@ class LateChecks:
 def checked_late(state: StepState, place: Place) -> Iterator[None]:
     """Have the checks asked for inside made at the end; none where a pass inside has failed."""
     checks = LateChecks(place)
-    with state.meanwhile(late_checks=checks):
+    state.late_checks = checks
+    try:
         yield
+    finally:
+        state.late_checks = None
     checks.make()
 
 

@@ -40,6 +40,8 @@ class Forward(NamedTuple):
     is_first: bool
     microbatch: int
     chunk: int | None  # None where the device has one
+    context_parallel_size: int
+    makes_loss: bool  # it ends with the loss
 
 
 class Backward(NamedTuple):

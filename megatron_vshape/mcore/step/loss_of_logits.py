@@ -100,7 +100,7 @@ class LossOfLogits:
         signature = inspect.signature(type(inner).forward)
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
 
-        with Replaced() as replaced, self.state.meanwhile(has_logits=True):
+        with Replaced() as replaced, self.state.having_logits():
 
             def call(*args: Any, **options: Any) -> Tensor:
                 read = signature.bind(inner, *args, **options).arguments.get("input_ids")

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.step.parts import Beginning, Capability, ForwardStep, Part
+from megatron_vshape.mcore.step.stage import loss_maker
 from megatron_vshape.mcore.step_state import Slice, unwrapped
 
 ALONG = ("input_ids", "position_ids", "labels", "loss_mask")
@@ -34,17 +36,18 @@ class _Called(NamedTuple):
 
 
 @dataclass(eq=False)
-class Slices:
+class Slices(Part):
     """What slices of a step share on this rank; `lose` makes a loss of losses, [b, s]."""
 
     count: int  # of a microbatch
     length: int  # of a microbatch's sequence
-    forward_step_func: Callable[..., Any]
     lose: Callable[[Tensor, Any], Tensor | None] = field(init=False)
     _calls: dict[tuple[int, int], _Called] = field(default_factory=dict)
     _loss_functions: dict[int, Any] = field(default_factory=dict)  # of what ran last, by stage
     _losses: dict[int, list[Tensor]] = field(default_factory=dict)
     _gradients: dict[int, Tensor] = field(default_factory=dict)
+
+    makes_loss = True
 
     def part(self, number: int) -> Slice:
         """Return which slice has this number in the schedule."""
@@ -52,14 +55,22 @@ class Slices:
         own = self.length // self.count
         return Slice(microbatch, at * own, (at + 1) * own, self.length)
 
-    def forward(self, stage: int, number: int) -> Callable[..., Any]:
+    def slice_of(self, number: int) -> Slice:
+        """Return which slice has this number in the schedule."""
+        return self.part(number)
+
+    def forward(self, stage: int, is_last: bool, number: int, step: ForwardStep) -> ForwardStep:
         """Return what takes the place of the trainer's function in F."""
         part = self.part(number)
-        return partial(self._later if part.begin else self._first, stage, part)
+        if part.begin:
+            return partial(self._later, stage, part)
+        return partial(self._first, step, stage, part)
 
-    def _first(self, stage: int, part: Slice, iterator: Any, model: nn.Module) -> Any:
+    def _first(
+        self, step: ForwardStep, stage: int, part: Slice, iterator: Any, model: nn.Module
+    ) -> Any:
         noting = _Noting(model, part)
-        output, loss_function = self.forward_step_func(iterator, noting)
+        output, loss_function = step(iterator, noting)
         if noting.arguments is None or output is not noting.output:
             raise UnsupportedError(
                 "--pipeline-slices does not work with this script: its forward step must call the "
@@ -80,7 +91,11 @@ class Slices:
             self._loss_functions[stage] = called.loss_function
         return called.loss_function
 
-    def keep_losses(self, stage: int, number: int, losses: Tensor) -> None:
+    def output(self, is_last: bool, number: int, output: Tensor) -> Tensor:
+        """Return the last stage's as more than a view, of which Megatron frees nothing."""
+        return output.clone() if is_last else output
+
+    def sent(self, stage: int, number: int, losses: Tensor) -> None:
         """Take the losses, [b, s], of an F of the last stage; of the last slice make the loss."""
         part = self.part(number)
         if losses.shape[1:] != (part.end - part.begin,):
@@ -97,11 +112,26 @@ class Slices:
         assert gradient is not None
         self._gradients[part.microbatch] = gradient
 
-    def loss_gradient(self, number: int) -> Tensor:
+    def gradient(self, is_last: bool, number: int, received: Tensor | None) -> Tensor | None:
         """Return the gradient of a slice's losses, for its B."""
+        if not is_last:
+            return received
         part = self.part(number)
         take = self._gradients.pop if part.begin == 0 else self._gradients.__getitem__
         return take(part.microbatch)[:, part.begin : part.end].contiguous()
+
+
+class Slicing(Capability):
+    """Has microbatches run in slices."""
+
+    def begin(self, beginning: Beginning) -> Part | None:
+        """Return what the slices of a step share."""
+        step = beginning.step
+        if step.slices > 1:
+            slices = Slices(step.slices, beginning.seq_length)
+            slices.lose = loss_maker(step, beginning.chunks[-1], len(beginning.chunks))
+            return slices
+        return None
 
 
 class _Noting:

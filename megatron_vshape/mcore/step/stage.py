@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,50 +12,13 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor, nn
 
-from megatron_vshape.core.model.kinds import (
-    HEAD_WEIGHT,
-    LOGITS,
-    LOOKUP_WEIGHT,
-    RELEASE,
-    RELOAD,
-    Kind,
-)
+from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.mcore.refusals import captures_locally
 from megatron_vshape.mcore.split import local_graphs
-from megatron_vshape.mcore.step.gradient_sync import GradientSync
-from megatron_vshape.mcore.step.layer_plans import Backward, Forward, kept_by, run_by_layers
-from megatron_vshape.mcore.step.slices import Slices
-from megatron_vshape.mcore.step.vocabulary import SharedVocabulary
+from megatron_vshape.mcore.step.layer_plans import Backward, Forward, Ran, kept_by, run_by_layers
+from megatron_vshape.mcore.step.parts import Step as Step
 from megatron_vshape.mcore.step_state import StepState
-from megatron_vshape.runtime.offload import Offload
-
-
-@dataclass(slots=True)
-class Step:
-    """What the trainer passed in for this step, what it hides, and what the stages put into it."""
-
-    config: Any  # Megatron's TransformerConfig
-    forward_step_func: Callable[..., Any]
-    num_microbatches: int
-    context_parallel_size: int
-    forward_only: bool
-    collect_non_loss_data: bool
-    first_val_step: bool | None
-    gradient_sync: GradientSync
-    num_tokens: Tensor  # of this rank's microbatches; only the last stage counts any
-    beside: Mapping[Pass, Beside] = field(default_factory=dict)  # by B, what it runs of a W
-    offload: Offload | None = None  # where microbatches may wait in host memory
-    by_layers: bool = False  # by Megatron's layer plans, of which two can run beside each other
-    vocabulary: SharedVocabulary | None = None  # where all ranks share one
-    slices: Slices | None = None  # where microbatches are cut along their sequence
-    loss_store: list[Any] = field(default_factory=list)
-
-    @property
-    def num_numbers(self) -> int:
-        """Return how many F, B and W a stage has: one of each slice."""
-        return self.num_microbatches * (1 if self.slices is None else self.slices.count)
 
 
 @dataclass(eq=False)
@@ -80,27 +43,9 @@ class MegatronStage:
 
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run F; the output's memory belongs to the caller alone afterwards."""
-        step, begun = self.step, self._begun(microbatch, received)
+        begun = self._begun(microbatch, received)
         with self._running(microbatch):
-            if step.by_layers:
-                output, num_tokens, _ = run_by_layers(step.config, begun, None)
-            else:
-                output, num_tokens = schedules.forward_step(
-                    begun.forward_step_func,
-                    self.data_iterator,
-                    self.model,
-                    step.num_microbatches,
-                    received,
-                    step.loss_store,
-                    step.config,
-                    step.context_parallel_size,
-                    step.collect_non_loss_data,
-                    None,
-                    begun.is_first,
-                    microbatch,
-                    begun.chunk,
-                    self._makes_loss,
-                )
+            output, num_tokens, _ = self._run(self.step.config, begun, None)
         return self._ended(begun, output, num_tokens)
 
     def forward_beside(
@@ -123,7 +68,7 @@ class MegatronStage:
         begun = self._begun(microbatch, received)
         jobs, key = self.state.jobs, (other.stage, work.microbatch)
         with (
-            self.state.meanwhile(running_chunk=self.chunk),
+            self.state.running(self.chunk),
             contextlib.nullcontext() if whole else jobs.collect(key),
         ):
             backward = other.taken(work.microbatch, gradient, whole)
@@ -150,11 +95,12 @@ class MegatronStage:
 
     def backward_weights(self, microbatch: int) -> None:
         """Run W."""
-        if self.step.offload is not None:
-            self.step.offload.begins_weights(Pass(Kind.W, self.stage, microbatch))
+        work = Pass(Kind.W, self.stage, microbatch)
+        for part in self.step.parts:
+            part.begins(work)
         self.step.gradient_sync.weights_begin(self.chunk)
         self.state.jobs.run((self.stage, microbatch))
-        self._count(Pass(Kind.W, self.stage, microbatch))
+        self._count(work)
         self.step.gradient_sync.weights_done(self.chunk)
 
     def backward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
@@ -168,95 +114,17 @@ class MegatronStage:
         self.step.gradient_sync.weights_done(self.chunk)
         return gradient
 
-    def prepare(self, work: Pass) -> None:
-        """Make ready for what is to run beside the processor."""
-        if self.step.offload is not None:
-            self.step.offload.prepare(work)
-
-    def copy_out(self, microbatch: int) -> None:
-        """Run D, as all that runs beside the processor in a thread of its own."""
-        self._offload.copy_out(self.stage, microbatch)
-
-    def release(self, microbatch: int) -> None:
-        """Run L."""
-        self._offload.release(self.stage, microbatch)
-        self._count(Pass(RELEASE, self.stage, microbatch))
-
-    def make_room(self, microbatch: int) -> None:
-        """Run R."""
-        self._offload.make_room(self.stage, microbatch)
-        self._count(Pass(RELOAD, self.stage, microbatch))
-
-    def copy_back(self, microbatch: int) -> None:
-        """Run H, in a thread of its own."""
-        self._offload.copy_back(self.stage, microbatch)
-
-    def join(self, work: Pass) -> None:
-        """Come to a pass that all ranks join."""
-        self._vocabulary.join(work)
-
-    def look_up(self, microbatch: int) -> None:
-        """Run I."""
-        self._vocabulary.look_up(microbatch)
-
-    def sum_embeddings(self, microbatch: int) -> None:
-        """Run E, in a thread of its own."""
-        self._vocabulary.wait_for_embeddings(microbatch)
-
-    def own_logits(self, microbatch: int) -> None:
-        """Run S."""
-        self._vocabulary.own_logits(microbatch)
-        self._count(Pass(LOGITS, self.stage, microbatch))
-
-    def sum_vocabulary(self, microbatch: int) -> None:
-        """Run C, in a thread of its own."""
-        self._vocabulary.wait_for_sums(microbatch)
-
-    def own_head_weights(self, microbatch: int) -> None:
-        """Run T."""
-        self._vocabulary.own_head_weights(microbatch)
-        self._count(Pass(HEAD_WEIGHT, self.stage, microbatch))
-
-    def own_embedding_weights(self, microbatch: int) -> None:
-        """Run J."""
-        self._vocabulary.own_embedding_weights(microbatch)
-        self._count(Pass(LOOKUP_WEIGHT, self.stage, microbatch))
-
-    @property
-    def _vocabulary(self) -> SharedVocabulary:
-        if self.step.vocabulary is None:
-            raise RuntimeError("a vocabulary is to be shared, and this step has none that is")
-        return self.step.vocabulary
-
     @property
     def _makes_loss(self) -> bool:
-        """Return whether F ends with the loss: no shared output layer, nor losses of a slice."""
-        return self.is_last and self.step.vocabulary is None and self.step.slices is None
+        """Return whether F ends with the loss."""
+        return self.is_last and not any(part.makes_loss for part in self.step.parts)
 
     def _running(self, microbatch: int) -> AbstractContextManager[None]:
         """Tell whoever is deep in the model what runs inside."""
-        slices = self.step.slices
-        own = None if slices is None else slices.part(microbatch)
-        return self.state.meanwhile(running_chunk=self.chunk, slice=own)
-
-    def _forward_step_func(self, microbatch: int) -> Callable[..., Any]:
-        """Return what reads a microbatch and calls the model."""
-        vocabulary = self.step.vocabulary
-        if vocabulary is not None:
-            vocabulary.running = microbatch
-            if self.stage == 0:
-                return vocabulary.first_forward(microbatch)
-            if self.is_last:
-                return vocabulary.last_forward(microbatch)
-        if self.step.slices is not None:
-            return self.step.slices.forward(self.stage, microbatch)
-        return self.step.forward_step_func
-
-    @property
-    def _offload(self) -> Offload:
-        if self.step.offload is None:
-            raise RuntimeError("a microbatch is to wait in host memory, and this step has none")
-        return self.step.offload
+        own = None
+        for part in self.step.parts:
+            own = part.slice_of(microbatch) or own
+        return self.state.running(self.chunk, own)
 
     def taken(self, microbatch: int, received: Tensor | None, whole: bool) -> Backward:
         """Return what a B by layer plans needs, which the stage keeps no longer."""
@@ -273,8 +141,11 @@ class MegatronStage:
         )
         self._has_run = True
         local_graphs.begin_forward(step.config, self.model)
+        forward_step = step.forward_step_func
+        for part in step.parts:
+            forward_step = part.forward(self.stage, self.is_last, microbatch, forward_step)
         return Forward(
-            self._forward_step_func(microbatch),
+            forward_step,
             self.data_iterator,
             self.model,
             step.num_microbatches,
@@ -284,57 +155,52 @@ class MegatronStage:
             is_first,
             microbatch,
             self.chunk if self.has_chunks else None,
+            step.context_parallel_size,
+            self._makes_loss,
         )
 
     def _ended(self, begun: Forward, output: Tensor, num_tokens: Tensor) -> Tensor | None:
         """Keep what B needs of an F that has run, and return what the next stage does."""
         step, microbatch = self.step, begun.microbatch
         step.num_tokens += num_tokens
-        if self.is_last and step.vocabulary is not None:
-            step.vocabulary.keep_hidden(microbatch, output)
+        for part in step.parts:
+            output = part.output(self.is_last, microbatch, output)
         if step.forward_only:
             return None if self.is_last else output.detach()
         if captures_locally(step.config):
             output = local_graphs.own(output)
-        if self.is_last and step.slices is not None:  # a view, which Megatron frees nothing of
-            output = output.clone()
         self._inputs[microbatch], self._outputs[microbatch] = begun.received, output
         self._count(Pass(Kind.F, self.stage, microbatch), output)
-        if step.offload is not None:
-            step.offload.ends_forward(self.stage, microbatch, output)
-        if self._makes_loss:
+        for part in step.parts:
+            part.ends_forward(self.stage, microbatch, output)
+        if begun.makes_loss:
             return None
         # Of the output only grad_fn is still needed here; its memory goes with the alias.
         sent: Tensor = output.detach()
         schedules.deallocate_output_tensor(output, step.config.deallocate_pipeline_outputs)
-        if self.is_last and step.slices is not None:
-            step.slices.keep_losses(self.stage, microbatch, sent)
-        return None if self.is_last else sent
+        if not self.is_last:
+            return sent
+        for part in step.parts:
+            part.sent(self.stage, microbatch, sent)
+        return None
 
     def _backward(
         self, microbatch: int, received: Tensor | None, kind: Kind = Kind.B
     ) -> Tensor | None:
-        if self.step.offload is not None:
-            self.step.offload.begins_backward(Pass(kind, self.stage, microbatch))
-        if self.is_last and self.step.vocabulary is not None:
-            received = self.step.vocabulary.hidden_gradient(microbatch)
-        if self.is_last and self.step.slices is not None:
-            received = self.step.slices.loss_gradient(microbatch)
-        gradient: Tensor | None
+        work = Pass(kind, self.stage, microbatch)
+        for part in self.step.parts:
+            part.begins(work)
+            received = part.gradient(self.is_last, microbatch, received)
         with self._running(microbatch):
-            if self.step.by_layers:
-                backward = self.taken(microbatch, received, kind is Kind.BW)
-                gradient = run_by_layers(self.step.config, None, backward).gradient
-            else:
-                gradient = schedules.backward_step(
-                    self._inputs.pop(microbatch),
-                    self._outputs.pop(microbatch),
-                    received,
-                    self.step.config,
-                )
+            backward = self.taken(microbatch, received, kind is Kind.BW)
+            gradient = self._run(self.step.config, None, backward).gradient
         # A replayed graph's own, which the next B writes to while this is on its way.
         kept: Tensor | None = self.state.graph_memory.kept(gradient)
         return kept
+
+    @property
+    def _run(self) -> Callable[[Any, Forward | None, Backward | None], Ran]:
+        return run_by_layers if self.step.by_layers else run_alone
 
     def _count(self, work: Pass, output: Tensor | None = None) -> None:
         census = self.state.census
@@ -346,6 +212,32 @@ class MegatronStage:
                 census.add(tensor)
                 census.add_graph(tensor)
         census.ends(work)
+
+
+def run_alone(config: Any, forward: Forward | None, backward: Backward | None) -> Ran:
+    """Run an F, or a B, as Megatron's own schedules do."""
+    output = num_tokens = gradient = None
+    if forward is not None:
+        output, num_tokens = schedules.forward_step(
+            forward.forward_step_func,
+            forward.data_iterator,
+            forward.model,
+            forward.num_microbatches,
+            forward.received,
+            forward.loss_store,
+            config,
+            forward.context_parallel_size,
+            forward.collect_non_loss_data,
+            None,
+            forward.is_first,
+            forward.microbatch,
+            forward.chunk,
+            forward.makes_loss,
+        )
+    if backward is not None:
+        read = backward.received, backward.output, backward.gradient
+        gradient = schedules.backward_step(*read, config)
+    return Ran(output, num_tokens, gradient)
 
 
 def loss_maker(

@@ -20,7 +20,8 @@ further sequences of the same microbatch in all these passes (`further_losses`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,18 +30,27 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 from megatron.core.utils import make_viewless_tensor
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron_vshape.core.model.kinds import LOGITS, LOOKUP, LOOKUP_WEIGHT
+from megatron_vshape.core.model.kinds import (
+    HEAD_WEIGHT,
+    LOGITS,
+    LOOKED_UP,
+    LOOKUP,
+    LOOKUP_WEIGHT,
+    LOSS,
+    Kind,
+)
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.mcore.layout.stage_map import StageMap
-from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.refusals import UnsupportedError, check_vocabulary, refusing
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.step.further_losses import FurtherLosses
-from megatron_vshape.mcore.step.gradient_sync import GradientSync
 from megatron_vshape.mcore.step.loss_of_logits import LossOfLogits, called_up_to_logits
 from megatron_vshape.mcore.step.microbatches import Reader
-from megatron_vshape.mcore.step_state import StepState, unwrapped
+from megatron_vshape.mcore.step.parts import Beginning, Capability, ForwardStep, Part, counted
+from megatron_vshape.mcore.step.stage import loss_maker
+from megatron_vshape.mcore.step_state import unwrapped
+from megatron_vshape.runtime.stage import Handler
 from megatron_vshape.runtime.together import Pending, Together
 from megatron_vshape.runtime.vocabulary import Logits, Rows, Statistics, add_rows, look_up
 from megatron_vshape.runtime.weight_jobs import (
@@ -53,27 +63,11 @@ FIELDS = len(Statistics._fields)
 
 
 @dataclass(eq=False)
-class SharedVocabulary:
+class SharedVocabulary(Part):
     """This rank's part in one step."""
 
-    state: StepState
-    config: Any  # Megatron's TransformerConfig
+    beginning: Beginning
     together: Together
-    stage_map: StageMap
-    first: nn.Module  # the chunks, as the trainer has them
-    last: nn.Module
-    iterator: Any  # of the first chunk's data
-    forward_step_func: Callable[..., Any]
-    num_microbatches: int
-    # [b, s] of a microbatch on this rank; None where they have unlike ones, which the first tells.
-    tokens_shape: tuple[int, int] | None
-    learns: bool
-    gradient_sync: GradientSync
-    tensor_group: dist.ProcessGroup
-    context_group: dist.ProcessGroup
-    # Makes the loss of a microbatch by its losses, [b, s], and the function that F has returned.
-    lose: Callable[..., Tensor | None] = field(init=False)
-    again: Any = None  # reads the last chunk's data once more
     running: int = -1  # the microbatch whose F runs
     _calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Any]] = field(default_factory=dict)
     _tokens: dict[int, Tensor] = field(default_factory=dict)
@@ -94,9 +88,30 @@ class SharedVocabulary:
     _shapes: dict[int, tuple[int, int]] = field(default_factory=dict)  # [b, s] of microbatches
     _wants_logits: bool | None = None  # whether the trainer makes its loss of them: in the first S
     _of_logits: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # gradient, hidden
+    makes_loss = True
 
     def __post_init__(self) -> None:
         """Find this rank's rows, and tell what reduces gradients when theirs are complete."""
+        begun, step = self.beginning, self.beginning.step
+        self.state, self.config = begun.state, step.config
+        self.stage_map, self.iterator = begun.pipeline.stage_map, begun.iterators[0]
+        self.first, self.last = begun.chunks[0], begun.chunks[-1]  # as the trainer has them
+        self.forward_step_func, self.num_microbatches = (
+            step.forward_step_func,
+            step.num_microbatches,
+        )
+        self.learns, self.gradient_sync = not step.forward_only, step.gradient_sync
+        self.tensor_group, self.context_group = begun.groups.tp, begun.groups.cp
+        self.again = begun.again
+        # [b, s] of a microbatch on this rank; None where they have unlike ones, as the first tells.
+        self.tokens_shape: tuple[int, int] | None = None
+        if not self.config.variable_seq_lengths:
+            length, batch, _ = begun.shape
+            whole = begun.groups.tp.size() if self.config.sequence_parallel else 1
+            self.tokens_shape = batch, length * whole
+        # Makes the loss of a microbatch by its losses, [b, s], and the function that F returned.
+        reports = begun.groups.pp.rank() == self.stage_map.loss_rank
+        self.lose = loss_maker(step, self.last, self.stage_map.num_chunks, reports)
         self._rows = unwrapped(self.first).embedding.word_embeddings
         head = unwrapped(self.last).output_layer
         self._table = self._rows.weight
@@ -114,6 +129,34 @@ class SharedVocabulary:
         for _ in range(self.num_microbatches if self.learns else 0):
             self.gradient_sync.deferred([self._table])
             self.gradient_sync.deferred([self._head])
+
+    def handlers(self) -> Mapping[Kind, Handler]:
+        """Return what runs I, E, S, C, T and J; E and C beside the passes."""
+
+        def of(method: Callable[[int], None], *join: Callable[[Pass], None]) -> Handler:
+            return Handler(lambda work: method(work.microbatch), *join)
+
+        return {
+            LOOKUP: of(self.look_up, self.join),
+            LOOKED_UP: of(self.wait_for_embeddings),
+            LOGITS: counted(self.state, of(self.own_logits, self.join)),
+            LOSS: of(self.wait_for_sums),
+            HEAD_WEIGHT: counted(self.state, of(self.own_head_weights)),
+            LOOKUP_WEIGHT: counted(self.state, of(self.own_embedding_weights, self.join)),
+        }
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Have layers find this inside; who waits for a collective is told if a pass fails."""
+        self.state.shared_vocabulary = self
+        try:
+            yield
+            self.together.drain()
+        except BaseException:
+            self.together.close()
+            raise
+        finally:
+            self.state.shared_vocabulary = None
 
     def join(self, work: Pass) -> None:
         """Come to I, S or J and return once what it reads is there."""
@@ -164,13 +207,16 @@ class SharedVocabulary:
             self._embedded.setdefault(self.running, []).append(part.requires_grad_())
         return part
 
-    def first_forward(self, microbatch: int) -> Callable[..., Any]:
-        """Return what takes the place of the trainer's function in F of the first stage."""
-        args, options, loss_function = self._calls.pop(microbatch)
-        return lambda iterator, model: (model(*args, **options), loss_function)
+    def forward(self, stage: int, is_last: bool, number: int, step: ForwardStep) -> ForwardStep:
+        """Return what stands for the trainer's function in F of the first and the last stage."""
+        self.running = number
+        if stage == 0:
+            args, options, loss_function = self._calls.pop(number)
+            return lambda iterator, model: (model(*args, **options), loss_function)
+        return self._last_forward(number) if is_last else step
 
-    def last_forward(self, microbatch: int) -> Callable[..., Any]:
-        """Return the same for the last stage, which makes no loss yet."""
+    def _last_forward(self, microbatch: int) -> ForwardStep:
+        """Return what calls the last stage, which makes no loss yet."""
 
         def forward(iterator: Any, model: Any) -> Any:
             with self._further.forward(microbatch):
@@ -205,14 +251,15 @@ class SharedVocabulary:
         self._labels[self.running] = labels
         return logits
 
-    def keep_hidden(self, microbatch: int, hidden: Tensor) -> None:
-        """Take the last stage's output, [s, b, h] or a part of the sequence, with its graph."""
-        if self.learns and microbatch in self._labels:
-            made = self._further.end(microbatch, hidden, self._labels[microbatch])
-            self._read[microbatch], self._labels[microbatch] = made
-        else:
-            self._read[microbatch] = hidden.detach()
-            self._further.forget(microbatch)
+    def output(self, is_last: bool, number: int, output: Tensor) -> Tensor:
+        """Take the last stage's, [s, b, h] or a part of the sequence, with its graph."""
+        if is_last and self.learns and number in self._labels:
+            made = self._further.end(number, output, self._labels[number])
+            self._read[number], self._labels[number] = made
+        elif is_last:
+            self._read[number] = output.detach()
+            self._further.forget(number)
+        return output
 
     def own_logits(self, microbatch: int) -> None:
         """Run S, and begin the sums."""
@@ -284,19 +331,21 @@ class SharedVocabulary:
         if pending is not None:  # else a pass has taken it
             pending.wait()
 
-    def hidden_gradient(self, microbatch: int) -> Tensor:
+    def gradient(self, is_last: bool, number: int, received: Tensor | None) -> Tensor | None:
         """Return the gradient of the last stage's output, for its B."""
-        batch = self._shapes[microbatch][0]
+        if not is_last:
+            return received
+        batch = self._shapes[number][0]
         if self._wants_logits:
-            (part,) = self._sums.pop(microbatch).result()
+            (part,) = self._sums.pop(number).result()
             return self._over_tensor_ranks(part.view(-1, batch, part.shape[-1]))
-        gradient = self._gradient(microbatch).t()
-        part = self._over_tensor_ranks(self._parts.pop(microbatch).view(*gradient.shape, -1))
+        gradient = self._gradient(number).t()
+        part = self._over_tensor_ranks(self._parts.pop(number).view(*gradient.shape, -1))
         if self._scatters:
             gradient = gradient.chunk(self._tensor_ranks)[self.tensor_group.rank()]
         whole = (gradient.unsqueeze(-1) * part).to(part.dtype)
         parts: list[Tensor] = [each.contiguous() for each in whole.split(batch, dim=1)]
-        self._further.keep_gradients(microbatch, parts[1:])
+        self._further.keep_gradients(number, parts[1:])
         return parts[0]
 
     def own_head_weights(self, microbatch: int) -> None:
@@ -347,7 +396,7 @@ class SharedVocabulary:
             calls.append((args, options))
             return blank
 
-        with Replaced() as replaced, self.state.meanwhile(running_chunk=0):
+        with Replaced() as replaced, self.state.running(0):
             replaced.put(self.first, "forward", keep)
             _, loss_function = self.forward_step_func(self.iterator, self.first)
         (call,) = calls
@@ -525,3 +574,16 @@ class SharedVocabulary:
         if self.state.census is not None:
             for each in tensors:
                 self.state.census.add(each)
+
+
+class VocabularySharing(Capability):
+    """Has all ranks share the embedding and the output layer."""
+
+    def begin(self, beginning: Beginning) -> Part | None:
+        """Return this rank's part in a step, if its vocabulary is shared."""
+        together = beginning.transport.together
+        if not beginning.pipeline.choice.shares or together is None:
+            return None
+        with refusing():
+            check_vocabulary(True, beginning.step.config)
+        return SharedVocabulary(beginning, together)
