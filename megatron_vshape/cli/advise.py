@@ -15,9 +15,10 @@ from megatron_vshape.cli.rehearse import add_program_arguments, rehearsed
 from megatron_vshape.core.ask import AUTO, Question, best_order, known_as
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import even_layers
+from megatron_vshape.core.model.kinds import COPY_OUT, ScheduleError
+from megatron_vshape.core.model.layers import Pieces, even_layers
 from megatron_vshape.core.model.placement import looping
+from megatron_vshape.core.planner.vocabulary import held_logits, is_shared, shared_pieces
 from megatron_vshape.core.rivals import Known, judge
 from megatron_vshape.rehearsal import report, shapes
 from megatron_vshape.rehearsal.counting import count_all
@@ -32,7 +33,7 @@ HEADROOM = 0.04
 BESIDE_GIB = 2.0
 """What a rank has that torch does not hand out: CUDA's context, NCCL's buffers. An estimate."""
 
-MOST_SHAPES = 8
+MOST_SHAPES = 14
 PLANNED_SHAPES = 3
 """Shapes that a plan is looked for in: the command's, and the best of the others."""
 
@@ -49,6 +50,7 @@ class Line:
     step_s: float
     mfu: float
     is_stock: bool
+    shares: bool = False  # whether all ranks share the vocabulary
 
     @property
     def most(self) -> float:
@@ -58,7 +60,8 @@ class Line:
     @property
     def title(self) -> str:
         """Return the schedule and the shape in words."""
-        return f"{self.name}, {self.shape.told()}"
+        shared = ", vocabulary shared" if self.shares else ""
+        return f"{self.name}{shared}, {self.shape.told()}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -265,16 +268,31 @@ class _Advice:
         return self._line(name, shape, known, stock)
 
     def _planned(self, shape: Shape, seconds: float) -> Line | None:
-        counted = self.counted[shape]
-        chunks = tuple(n for n in (1, 2) if n * shape.pipeline <= self.layers + 2)
+        """Return the fastest order found: with all in GPUs, with copies, with a vocabulary shared.
+
+        The first has half the time.
+        """
+        pieces = self.counted[shape].pieces
+        held_s = pieces.layer.held_after_forward_bytes / self.gpu.host_rate
+        ways = [pieces, pieces.with_copies(1e6 * held_s / pieces.layer.forward_us)]
+        if not self.command.has("--mtp-num-layers"):
+            logits = held_logits(pieces, shape.pipeline)
+            ways.append(shared_pieces(pieces, shape.pipeline, pieces.send_us, logits))
+        parts = [0.5, *[0.5 / (len(ways) - 1)] * (len(ways) - 1)]
+        found = [
+            self._plan(shape, *each) for each in zip(ways, map(seconds.__mul__, parts), strict=True)
+        ]
+        return min((line for line in found if line is not None), key=_step, default=None)
+
+    def _plan(self, shape: Shape, pieces: Pieces, seconds: float) -> Line | None:
         question = Question(
             AUTO,
             shape.pipeline,
             self.microbatches(shape),
             limit=self.limit,
-            layers=(counted.pieces, self.layers),
-            costs=counted.pieces.costs(even_layers(2 * shape.pipeline, looping(shape.pipeline, 2))),
-            chunks=chunks,
+            layers=(pieces, self.layers),
+            costs=pieces.costs(even_layers(2 * shape.pipeline, looping(shape.pipeline, 2))),
+            chunks=tuple(n for n in (1, 2, 3) if n * shape.pipeline <= self.layers + 2),
             seconds=seconds,
         )
         try:
@@ -282,8 +300,11 @@ class _Advice:
         except (LimitError, ScheduleError):
             return None
         known = judge(answer.schedule, answer.costs)
-        name = "planned order" if answer.is_known is None else str(answer.is_known)
-        return self._line(name, shape, known, answer.is_megatrons)
+        copies = any(work.kind is COPY_OUT for row in answer.schedule.order for work in row)
+        planned = "planned order with copies" if copies else "planned order"
+        name = planned if answer.is_known is None else str(answer.is_known)
+        line = self._line(name, shape, known, answer.is_megatrons)
+        return replace(line, shares=is_shared(answer.schedule))
 
     def _least_s(self, shape: Shape) -> float:
         """Return the seconds of the shape's busiest rank, were it never idle."""
@@ -377,13 +398,10 @@ def _verdict(advice: _Advice, today: Line, stock: Line | None, best: Line | None
 
 def _change(advice: _Advice, today: Line, line: Line) -> str:
     """Return which flags to change."""
-    words = []
-    if line.shape.recompute != today.shape.recompute:
-        words.append("remove --recompute-*")
-    if line.shape.tensor != today.shape.tensor:
-        words.append(f"--tensor-model-parallel-size {line.shape.tensor}")
-    if line.shape.pipeline != today.shape.pipeline:
-        words.append(f"--pipeline-model-parallel-size {line.shape.pipeline}")
+    words = [] if line.shape.recompute == today.shape.recompute else ["remove --recompute-*"]
+    for name, flag in shapes.FLAGS.items():
+        if getattr(line.shape, name) != getattr(today.shape, name):
+            words.append(f"{flag} {getattr(line.shape, name)}")
     chunks = line.known.schedule.num_chunks
     if line.is_stock:
         words.append(
@@ -396,6 +414,8 @@ def _change(advice: _Advice, today: Line, line: Line) -> str:
     else:
         target = advice.options.export or "plan.json (--export plan.json writes it)"
         words.append(f"--pipeline-schedule {target}")
+        if line.shares:
+            words.append("--pipeline-vocab-parallel")
         layers = ",".join(map(str, line.known.costs.layers or ()))
         if len(set(line.known.costs.layers or ())) > 1:
             words.append(f"--pipeline-layer-split {layers}")
@@ -443,7 +463,11 @@ def _plain(line: Line) -> dict[str, Any]:
             "tensor": line.shape.tensor,
             "pipeline": line.shape.pipeline,
             "recompute": line.shape.recompute,
+            "context": line.shape.context,
+            "experts": line.shape.experts,
+            "microbatch": line.shape.microbatch,
         },
+        "shares_vocabulary": line.shares,
         "step_s": line.step_s,
         "mfu": line.mfu,
         "peak_bytes": list(line.known.peak),

@@ -24,6 +24,7 @@ class Gpu:
     near_rate: float  # bytes to neighbours of the node, one way
     far_rate: float  # bytes to other nodes, one way
     node: int  # GPUs that the fast links join
+    host_rate: float  # bytes to the host's memory, one way, as copies reach it
 
     def workspace_bytes(self, environment: Mapping[str, str]) -> int:
         """Return torch's workspace for a cuBLAS handle: aten/src/ATen/cuda/CublasHandlePool.cpp."""
@@ -38,27 +39,29 @@ class Gpu:
 def _gpu(
     name: str, capability: str, memory_mib: int, units: int, tera: str, tb: float, *links: float
 ) -> Gpu:
-    near_gb, far_gb, node = links
+    near_gb, far_gb, node, host_gb = links
     major, minor = capability.split(".")
     wide, eight, four = (float(each) * 1e12 for each in tera.split("/"))
     rates = (wide, eight, four, tb * 1e12, near_gb * 1e9, far_gb * 1e9)
-    return Gpu(name, (int(major), int(minor)), memory_mib * MIB, units, *rates, int(node))
+    made = int(node), host_gb * 1e9
+    return Gpu(name, (int(major), int(minor)), memory_mib * MIB, units, *rates, *made)
 
 
 GPUS = {
     each.name: each
     for each in (
-        _gpu("a100", "8.0", 81920, 108, "312/312/312", 2.0, 300, 25, 8),
-        _gpu("h100", "9.0", 81559, 132, "989/1979/1979", 3.35, 450, 50, 8),
-        _gpu("h800", "9.0", 81559, 132, "989/1979/1979", 3.35, 200, 50, 8),
-        _gpu("h200", "9.0", 143771, 132, "989/1979/1979", 4.8, 450, 50, 8),
-        _gpu("b200", "10.0", 183359, 148, "2250/4500/9000", 8.0, 900, 50, 8),
-        _gpu("b300", "10.3", 275040, 148, "2250/4500/13500", 8.0, 900, 100, 8),
-        _gpu("gb200", "10.0", 189471, 152, "2500/5000/10000", 8.0, 900, 50, 72),
-        _gpu("mi300x", "9.4", 196592, 304, "1307/2615/2615", 5.3, 448, 50, 8),
-        _gpu("gb300", "10.3", 284208, 152, "2500/5000/15000", 8.0, 900, 100, 72),
+        _gpu("a100", "8.0", 81920, 108, "312/312/312", 2.0, 300, 25, 8, 25),
+        _gpu("h100", "9.0", 81559, 132, "989/1979/1979", 3.35, 450, 50, 8, 50),
+        _gpu("h800", "9.0", 81559, 132, "989/1979/1979", 3.35, 200, 50, 8, 50),
+        _gpu("h200", "9.0", 143771, 132, "989/1979/1979", 4.8, 450, 50, 8, 50),
+        _gpu("b200", "10.0", 183359, 148, "2250/4500/9000", 8.0, 900, 50, 8, 50),
+        _gpu("b300", "10.3", 275040, 148, "2250/4500/13500", 8.0, 900, 100, 8, 50),
+        _gpu("gb200", "10.0", 189471, 152, "2500/5000/10000", 8.0, 900, 50, 72, 180),
+        _gpu("mi300x", "9.4", 196592, 304, "1307/2615/2615", 5.3, 448, 50, 8, 50),
+        _gpu("gb300", "10.3", 284208, 152, "2500/5000/15000", 8.0, 900, 100, 72, 180),
     )
 }
 """By the name that --gpu takes: compute capability, memory (MiB), multiprocessors, bf16, 8-bit and
 4-bit products (TFLOP/s, dense; a format that it lacks as the next wider), memory (TB/s), links
-within and between nodes (GB/s, one way), and GPUs that the fast links join."""
+within and between nodes (GB/s, one way), GPUs that the fast links join, and the link to the host
+(PCIe 4 and 5 with 16 lanes; of NVLink-C2C what is reached)."""

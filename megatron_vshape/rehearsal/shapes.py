@@ -51,13 +51,10 @@ class Shape:
     def command(self, command: Command) -> Command:
         """Return the command in this shape."""
         sizes: dict[str, Any] = {
-            "tensor_model_parallel_size": self.tensor,
-            "pipeline_model_parallel_size": self.pipeline,
-            "context_parallel_size": self.context,
-            "micro_batch_size": self.microbatch,
+            flag.removeprefix("--"): getattr(self, name)
+            for name, flag in FLAGS.items()
+            if name != "experts" or command.has("--num-experts")
         }
-        if command.has("--num-experts"):
-            sizes["expert_model_parallel_size"] = self.experts
         if self.recompute == "none":
             sizes |= {f"recompute_{name}": None for name in RECOMPUTE}
             sizes["recompute_activations"] = None
@@ -97,6 +94,15 @@ _MOVES: tuple[dict[str, float], ...] = (
 KEPT = {"tensor": "tp", "pipeline": "pp", "microbatch": "microbatch", "experts": "ep",
         "context": "cp"}  # fmt: skip
 """What the user calls each of them."""
+
+FLAGS = {
+    "tensor": "--tensor-model-parallel-size",
+    "pipeline": "--pipeline-model-parallel-size",
+    "context": "--context-parallel-size",
+    "experts": "--expert-model-parallel-size",
+    "microbatch": "--micro-batch-size",
+}
+"""What Megatron does."""
 
 
 def shapes_beside(

@@ -1,0 +1,60 @@
+"""Which shapes are looked at, and what of a counted one depends on where it runs."""
+
+from megatron_vshape import verify
+from megatron_vshape.rehearsal.counted import both_backwards
+from megatron_vshape.rehearsal.flags import read_command
+from megatron_vshape.rehearsal.shapes import least_of, shape_of, shapes_beside
+from megatron_vshape.rehearsal.work import Work
+
+EXPERTS = read_command(
+    """pretrain_gpt.py --num-layers 16 --num-attention-heads 8 --num-experts 8 --micro-batch-size 2
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2
+    --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --global-batch-size 32
+    --recompute-granularity full --num-layers-per-virtual-pipeline-stage 2""".split()
+)
+
+
+def test_every_size_is_a_candidate_unless_it_is_kept() -> None:
+    own = shape_of(EXPERTS)
+    assert own.told() == "TP 2 PP 2 CP 2 EP 4 microbatch 2, full recompute"
+    shapes = dict(shapes_beside(EXPERTS, 32, [], 16))
+    fitting = [shape for shape, why in shapes.items() if not why]
+    assert {shape.experts for shape in fitting} == {2, 4, 8}
+    assert {shape.context for shape in fitting} >= {1, 2, 4}
+    assert {shape.microbatch for shape in fitting} == {1, 2, 4}
+    assert {shape.recompute for shape in shapes} == {"none"}
+    kept = shapes_beside(EXPERTS, 32, ["ep", "cp", "microbatch", "recompute"], 16)
+    for shape, _ in kept:
+        assert (shape.experts, shape.context, shape.microbatch) == (4, 2, 2)
+        assert shape.recompute == "full"
+    command = fitting[-1].command(EXPERTS)
+    assert shape_of(command) == fitting[-1]
+
+
+def test_a_shape_is_counted_in_the_same_world_whatever_its_pipeline_and_replicas() -> None:
+    few, sizes = least_of(EXPERTS)
+    assert few.number("--num-layers", 0) == 8
+    assert (sizes.pipeline, sizes.world, sizes.replicas) == (4, 32, 2)
+    assert not few.has("--num-layers-per-virtual-pipeline-stage")
+    longer = EXPERTS.having(pipeline_model_parallel_size=8, num_layers=64, global_batch_size=512)
+    assert least_of(longer)[1] == sizes
+
+
+def test_what_a_step_has_once_is_spread_over_replicas() -> None:
+    tensor, data = ("all_gather", "TENSOR", 8, 8), ("reduce_scatter", "DATA_PARALLEL", 2, 9)
+    work = Work(optimizer_bytes=16.0, exchanges={tensor: [4, 8.0], data: [1, 32.0]})
+    four = work.spread(4.0, is_sharded=True)
+    assert four.optimizer_bytes == 4.0
+    assert four.exchanges == {
+        tensor: [4, 8.0],
+        ("reduce_scatter", "DATA_PARALLEL", 8, 57): [1, 32.0],
+    }
+    assert work.spread(4.0, is_sharded=False).optimizer_bytes == 16.0
+    assert Work.of(four.plain()) == four
+
+
+def test_the_schedule_that_counts_can_run() -> None:
+    schedule = both_backwards(4)
+    verify(schedule)
+    kinds = {str(work.kind) for row in schedule.order for work in row}
+    assert kinds == {"F", "B", "W", "BW"}
