@@ -202,7 +202,7 @@ def test_a_sweep_counts_each_shape_of_a_command_once(
     )
     (tmp_path / "grid.yaml").write_text(
         "{name: tiny, cluster: cluster.yaml, grid: {schedule: [1f1b, v-half], layout: [even], "
-        "pipeline_parallel: [1, 2], recompute: [given, full]}}"
+        "pipeline_parallel: [1, 2], recompute: [given, core_attn]}}"
     )
     table = tmp_path / "all.csv"
     command = [sys.executable, "-m", "megatron_vshape", "sweep", "grid.yaml", "--predict-only"]

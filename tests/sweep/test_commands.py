@@ -7,9 +7,12 @@ import pytest
 import yaml
 from sweep.samples import write_sweep
 
-from megatron_vshape.sweep.counts import key_of_count
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal import sources
+from megatron_vshape.sweep.counts import Counts, key_of_count
 from megatron_vshape.sweep.files import Loaded, SweepError, load_sweep
 from megatron_vshape.sweep.grid import expand
+from megatron_vshape.sweep.machine import Machine
 from megatron_vshape.sweep.trainer_flags import command_of, trainer_command
 
 EXPERTS = """
@@ -91,3 +94,17 @@ def test_a_model_file_is_translated(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_without_a_model_the_command_must_follow(tmp_path: Path) -> None:
     with pytest.raises(SweepError, match="model is missing: name a model file or a file of argume"):
         swept(tmp_path)
+
+
+def test_what_cannot_be_rehearsed_here_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no formula in its place."""
+    loaded = swept(tmp_path, "pretrain_gpt.py", *EXPERTS)
+    counts = Counts(loaded.subject, Machine.of(loaded.cluster))
+    monkeypatch.setattr(sources, "find_megatron", lambda given, script: None)
+    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(sources.VARIABLE, raising=False)
+    with pytest.raises(ScheduleError, match="Transformer Engine's own Python runs in a rehearsal"):
+        counts.count(expand(loaded).possible, lambda *_: None)
