@@ -23,15 +23,12 @@ from megatron_vshape.core.rivals import Known, judge
 from megatron_vshape.rehearsal import report, shapes
 from megatron_vshape.rehearsal.counting import count_all
 from megatron_vshape.rehearsal.flags import Command, Sizes, read_command, sizes_of
-from megatron_vshape.rehearsal.gpus import GIB, GPUS, Gpu
+from megatron_vshape.rehearsal.gpus import BESIDE_GIB, GIB, GPUS, Gpu
 from megatron_vshape.rehearsal.shapes import Counted, Shape
 from megatron_vshape.rehearsal.step_time import ERRORS
 
 HEADROOM = 0.04
 """Of a GPU's memory, left free for fragments."""
-
-BESIDE_GIB = 2.0
-"""What a rank has that torch does not hand out: CUDA's context, NCCL's buffers. An estimate."""
 
 MOST_SHAPES = 14
 PLANNED_SHAPES = 3

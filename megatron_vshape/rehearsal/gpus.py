@@ -8,6 +8,9 @@ from dataclasses import dataclass
 GIB = 2**30
 MIB = 2**20
 
+BESIDE_GIB = 2.0
+"""What a rank has that torch does not hand out: CUDA's context, NCCL's buffers. An estimate."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:

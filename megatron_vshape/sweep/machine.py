@@ -6,13 +6,10 @@ from dataclasses import dataclass, fields, replace
 
 from megatron_vshape.core.check.simulate import filled
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.rehearsal.gpus import GPUS, Gpu
+from megatron_vshape.rehearsal.gpus import BESIDE_GIB, GPUS, Gpu
 from megatron_vshape.rehearsal.step_time import RATES, Rates
 from megatron_vshape.sweep.files import Cluster, SweepError
 from megatron_vshape.view.numbers import GIB
-
-BESIDE_GIB = 2.0
-"""What a rank has that torch does not hand out: CUDA's context, NCCL's buffers. An estimate."""
 
 UNKNOWN = "h100"
 """As which a device is rehearsed whose name has no known GPU's in it."""
