@@ -26,6 +26,7 @@ ABSENT = (
 )
 LENGTHS = [20, 13, 31, 9, 27, 16, 22, 11]
 PROMPT = 5
+ROWS = 128  # of the vocabulary
 MICROBATCHES = [[0, 3], [1, 5], [2], [6, 7], [4]]
 
 FLAGS = (
@@ -77,13 +78,19 @@ def fill(chunks: list[Any]) -> None:
     """Give weights values that follow from their names: slime seeds by rank."""
     for name, parameter in named(chunks):
         if parameter.dim() > 1:
+            name, _, first = name.partition("@")
             seed = int(hashlib.sha256(name.encode()).hexdigest()[:12], 16)
             generator = torch.Generator().manual_seed(seed)
-            parameter.data.copy_(torch.empty(parameter.shape).normal_(0, 0.05, generator=generator))
+            rows = slice(int(first or 0), int(first or 0) + len(parameter))
+            shape = (ROWS if first else len(parameter), *parameter.shape[1:])
+            values = torch.empty(shape).normal_(0, 0.05, generator=generator)[rows]
+            parameter.data.copy_(values)
 
 
 def named(chunks: list[Any]) -> Any:
-    """Yield the parameters by their names in the whole model."""
+    """Yield the parameters by their names in the whole model, of shared rows with the first."""
+    from megatron_vshape.mcore.layout.vocabulary import Shards
+
     for chunk in chunks:
         while hasattr(chunk, "module"):
             chunk = chunk.module
@@ -91,7 +98,9 @@ def named(chunks: list[Any]) -> Any:
             parts = name.split(".")
             if name.startswith("decoder.layers."):
                 parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number)
-            yield ".".join(parts), parameter
+            group = getattr(chunk.get_submodule(name.rpartition(".")[0]), "tp_group", None)
+            first = f"@{group.rank() * len(parameter):04d}" if isinstance(group, Shards) else ""
+            yield ".".join(parts) + first, parameter
 
 
 def rollouts(replica: int) -> dict[str, Any]:
@@ -155,7 +164,11 @@ def main(given: SimpleNamespace) -> dict[str, Any]:
     weights = {name: each.detach().clone() for name, each in named(chunks)}
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, weights)
-    kept["weights"] = {name: value for each in gathered for name, value in each.items()}
+    whole: dict[str, list[torch.Tensor]] = {}
+    parts = {name: value for each in gathered for name, value in each.items()}
+    for name, value in sorted(parts.items()):
+        whole.setdefault(name.partition("@")[0], []).append(value)
+    kept["weights"] = {name: torch.cat(rows) for name, rows in whole.items()}
     return kept
 
 

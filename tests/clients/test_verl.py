@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from clients.launching import Runs, matrix, python_of, run
+from clients.launching import SHARED, Runs, matrix, most_of, python_of, run
 from clients.on_cpu import make_model
 
 python_of("verl")
@@ -17,7 +17,8 @@ SHAPES = {
 }
 """Of the engine: sequences packed in batches of as many tokens, or padded; a policy or a critic."""
 
-MATRIX = matrix(SHAPES)
+SAVES = ("stock", "v-half")
+MATRIX = [*matrix(SHAPES), *((shape, SHARED) for shape in ("padded", "packed, two replicas"))]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         for shape, schedule in (*((shape, "stock") for shape in SHAPES), *MATRIX)
     }
     first, then = {"steps": 1}, {"steps": 2}
-    for saves in ("stock", "v-half"):
+    for saves in SAVES:
         where = {"saves_in": str(folder / f"saved by {saves}")}
         cases[f"saved: {saves}"] = {"schedule": saves, "model": model, **first, **where}
     for saves, resumes in RESUMED:
@@ -39,17 +40,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return run("verl", "verl_on_cpu.py", folder / "runs", cases)
 
 
-RESUMED = (("stock", "stock"), ("v-half", "v-half"))
-"""Under which schedule verl's checkpoint manager has saved, and under which it loads.
-
-The distributed optimizer's state, as verl saves it, is of one schedule.
-"""
+RESUMED = tuple((saves, resumes) for saves in SAVES for resumes in SAVES)
+"""Under which schedule verl's checkpoint manager has saved, and under which it loads."""
 
 
 @pytest.mark.parametrize(("shape", "schedule"), MATRIX)
 def test_results_are_verls_own(runs: Runs, shape: str, schedule: str) -> None:
     """Log-probabilities, entropy, values, losses, norms where verl collects them, and weights."""
-    runs.compare(f"{shape}: {schedule}", f"{shape}: stock")
+    runs.compare(f"{shape}: {schedule}", f"{shape}: stock", most_of(schedule))
     assert [each["chunks"] for each in runs.of(f"{shape}: {schedule}")] == [2] * 4
 
 

@@ -40,6 +40,7 @@ def engine_of(given: SimpleNamespace) -> Any:
         infer_micro_batch_size_per_gpu=1,
         override_transformer_config=override,
         sequence_parallel=False,
+        dist_ckpt_optim_fully_reshardable=True,  # what resuming under another schedule takes
         param_offload=False,
         optimizer_offload=False,
     )

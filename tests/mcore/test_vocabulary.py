@@ -270,3 +270,19 @@ def test_a_librarys_own_loss_of_logits(farm: Farm, tmp_path: Path, given: dict[s
         for own, theirs in zip(sum(ours.made, []), sum(plain.made, []), strict=True):
             for name in ("log_probs", "entropy"):
                 torch.testing.assert_close(own[name], theirs[name], rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"reads_other_data": 0}, "rank 0 has read another microbatch than the first stage"),
+        ({"predicting": 1}, "multi-token prediction learns from labels"),
+    ],
+)
+def test_a_loss_of_logits_that_cannot_be(
+    farm: Farm, tmp_path: Path, given: dict[str, Any], told: str
+) -> None:
+    options = {"vocab_parallel": True}
+    with pytest.raises(AssertionError, match=told):
+        run_library(farm, tmp_path, "verl", "v-half", options=options, reads_logits="call", **given)

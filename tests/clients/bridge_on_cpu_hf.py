@@ -1,0 +1,151 @@
+"""Megatron-Bridge from a model of Hugging Face and back to one, on a CPU: pretraining and SFT."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import on_cpu
+
+on_cpu.install()
+
+from forked import run_cases  # noqa: E402
+
+LENGTH = 128
+
+
+def dataset_of(given: SimpleNamespace) -> Any:
+    """Return what is trained on: random tokens, or dialogues as Bridge's SFT reads them."""
+    from megatron.bridge.training import config as c
+
+    if not given.pretrained:
+        plain = dict.fromkeys(
+            ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False
+        )
+        workers = {"num_workers": 0, "persistent_workers": False, "pin_memory": False}
+        sizes = {"seq_length": LENGTH, "random_seed": 1234, "dataloader_type": "single"}
+        return c.MockGPTDatasetConfig(**plain, **workers, **sizes)
+    from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
+
+    folder = Path(given.folder) / "data"
+    folder.mkdir(exist_ok=True)
+    lines = [
+        json.loads(line)["messages"] for line in Path(given.dialogues).read_text().splitlines()
+    ]
+    for name in ("training", "validation", "test"):
+        pairs = [{"input": ask["content"], "output": say["content"]} for ask, say in lines]
+        text = "".join(json.dumps(pair) + "\n" for pair in pairs)
+        partial = folder / f"{name}.{os.environ['RANK']}"
+        partial.write_text(text)
+        partial.replace(folder / f"{name}.jsonl")  # every rank writes the same
+    return GPTSFTDatasetConfig(
+        seq_length=LENGTH,
+        dataset_root=folder,
+        do_test=False,
+        num_workers=0,
+        persistent_workers=False,
+        pin_memory=False,
+    )
+
+
+def configuration(given: SimpleNamespace, bridge: Any) -> Any:
+    """Return Bridge's configuration, with the provider that its own bridge makes of the model."""
+    import torch
+    from megatron.bridge.training import config as c
+
+    fusions = "gradient_accumulation masked_softmax bias_activation bias_dropout apply_rope"
+    model = bridge.to_megatron_provider(load_weights=not given.pretrained)
+    settings = {f"{each}_fusion": False for each in fusions.split()} | {
+        "pipeline_model_parallel_size": given.pipeline,
+        "pipeline_dtype": torch.float32,
+        "params_dtype": torch.float32,
+        "persist_layer_norm": False,
+        "cross_entropy_loss_fusion": False,
+        "seq_length": LENGTH,
+        "bf16": False,
+        "fp16": False,
+    }
+    for name, value in settings.items():
+        setattr(model, name, value)
+    rates = {"lr": 1e-3, "min_lr": 1e-3, "weight_decay": 0.0, "clip_grad": 1.0}
+    constant = {"start_weight_decay": 0.0, "end_weight_decay": 0.0}
+    sharded = {"use_distributed_optimizer": True}
+    return c.ConfigContainer(
+        model=model,
+        train=c.TrainingConfig(train_iters=3, global_batch_size=8, micro_batch_size=1),
+        validation=c.ValidationConfig(eval_interval=3, eval_iters=1),
+        optimizer=c.OptimizerConfig(optimizer="adam", **rates, **sharded),
+        scheduler=c.SchedulerConfig(
+            lr_decay_style="constant",
+            lr_warmup_iters=0,
+            lr_decay_iters=3,
+            weight_decay_incr_style="constant",
+            **constant,
+        ),
+        ddp=c.DistributedDataParallelConfig(
+            overlap_grad_reduce=False, overlap_param_gather=False, **sharded
+        ),
+        dist=c.DistributedInitConfig(distributed_backend="gloo"),
+        dataset=dataset_of(given),
+        tokenizer=c.TokenizerConfig(
+            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=given.model
+        ),
+        logger=c.LoggerConfig(log_interval=1, tensorboard_dir=None),
+        checkpoint=c.CheckpointConfig(
+            save=given.saves_in, save_interval=3, pretrained_checkpoint=given.pretrained
+        ),
+        rng=c.RNGConfig(seed=1234),
+    )
+
+
+def main(given: SimpleNamespace) -> dict[str, Any]:
+    """Return the losses and evaluations that this rank reads, and what was exported."""
+    import torch.distributed as dist
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.training.callbacks import CallbackManager
+    from megatron.bridge.training.finetune import finetune
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+    from safetensors.torch import load_file
+
+    bridge = AutoBridge.from_hf_pretrained(given.model)
+    kept: dict[str, Any] = {"logged": [], "evaluations": [], "chunks": 0}
+    exported = Path(given.folder) / "exported"
+
+    def step_ended(context: Any) -> None:
+        if context.loss_dict:
+            norm = float(context.grad_norm)
+            kept["logged"].append([context.loss_dict["lm loss"].item(), norm])
+        kept["chunks"] = len(context.model)
+
+    def evaluation_ended(context: Any) -> None:
+        if context.total_loss_dict:
+            kept["evaluations"].append(float(context.total_loss_dict["lm loss"]))
+
+    def training_ended(context: Any) -> None:
+        bridge.save_hf_pretrained(context.model, exported, show_progress=False)
+
+    callbacks = CallbackManager()
+    callbacks.register("on_train_step_end", step_ended)
+    callbacks.register("on_eval_end", evaluation_ended)
+    callbacks.register("on_train_end", training_ended)
+    start = finetune if given.pretrained else pretrain
+    dist.init_process_group("gloo")
+    start(configuration(given, bridge), forward_step, callbacks=callbacks)
+    if int(os.environ["RANK"]) == 0:
+        files = sorted(exported.glob("*.safetensors"))
+        kept["exported"] = {key: each for file in files for key, each in load_file(file).items()}
+    return kept
+
+
+if __name__ == "__main__":
+    on_cpu.stand_in_for("nvidia_resiliency_ext", "megatron.energon", "modelopt")
+    on_cpu.replace_attention()
+    import megatron.core.datasets.utils
+    from megatron.bridge import AutoBridge  # noqa: F401  all its models, once
+
+    megatron.core.datasets.utils.compile_helpers = lambda: None  # the wheel has them
+    run_cases(main, pipeline=4, saves_in=None, pretrained=None)
