@@ -160,6 +160,13 @@ class Question:
             return Costs.uniform(self.num_devices, num_stages)
         return regroup(self.costs, num_stages, name)
 
+    def changed(self, change: Callable[[Costs], Costs]) -> "Question":
+        """Return the question at changed costs."""
+        costs, cut = None if self.costs is None else change(self.costs), self.cut
+        if cut is None:
+            return replace(self, costs=costs)
+        return replace(self, costs=costs, cut=lambda stages, name: change(cut(stages, name)))
+
     def slice_counts(self) -> tuple[int, ...]:
         """Return in how many slices every microbatch may be cut.
 
@@ -633,7 +640,8 @@ def _joint_on(
     from megatron_vshape.core.planner.joint_walk import best_joint  # which brings numba along
 
     costs, goal = question.costs_of(placement, "a plan"), question.objective
-    made = best_joint(costs, question.num_microbatches, limits, goal, placement, question.steps)
+    asked = limits, goal, placement, question.steps, question.in_host
+    made = best_joint(costs, question.num_microbatches, *asked)
     if made is None:
         return None
     paired = joined(judge(made, costs), goal)

@@ -72,18 +72,11 @@ def families(question: Question) -> dict[str, Question]:
     if costs.copies and costs.recompute:
         less["recompute"] = Costs.without_copies
         less["copies"] = _without_recompute
-    return {"all": question} | {name: _with(question, each) for name, each in less.items()}
+    return {"all": question} | {name: question.changed(each) for name, each in less.items()}
 
 
 def _without_recompute(costs: Costs) -> Costs:
     return replace(costs, recompute=())
-
-
-def _with(question: Question, change: Callable[[Costs], Costs]) -> Question:
-    costs, cut = None if question.costs is None else change(question.costs), question.cut
-    if cut is None:
-        return replace(question, costs=costs)
-    return replace(question, costs=costs, cut=lambda stages, name: change(cut(stages, name)))
 
 
 def _of_both(before: Plan | None, made: Plan) -> Plan | None:

@@ -6,7 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.ask import Question, best_order
+from megatron_vshape.core.check.simulate import peak_held, peak_in_host, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import COPY_OUT, Kind
@@ -18,6 +19,8 @@ from megatron_vshape.core.planner.job_shop import choose
 from megatron_vshape.core.planner.joint_orders import joint_orders
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.planner.steps import StepSearch, best_steps, stepped
+from megatron_vshape.core.program.kernels import waits_for_ever
+from megatron_vshape.core.program.lowering import lower
 
 DEVICES, MICROBATCHES = 4, 10
 
@@ -136,6 +139,23 @@ def test_a_plan_with_copies_has_its_backwards_joined_where_that_pays(half_duplex
     assert {Kind.BW, COPY_OUT} <= made.kinds
     assert made.half_duplex == half_duplex
     assert simulate(made, costs).makespan < 0.97 * simulate(copied, costs).makespan
+
+
+@pytest.mark.parametrize("half_duplex", [False, True])
+def test_copies_are_put_into_orders_with_pairs(half_duplex: bool) -> None:
+    """Pairs stay pairs, in less memory than any block of theirs needs, and it is faster so."""
+    costs = costs_of(1.9, 1.0).with_copies(0.8, half_duplex)
+    question = Question("auto", DEVICES, 16, limit=4.0, in_host=6.0, steps=20_000)
+    both = best_order(replace(question, costs=costs))
+    assert {Kind.BW, COPY_OUT} <= both.schedule.kinds
+    assert len(both.schedule.joint) > 16
+    verify(both.schedule, both.limits, costs)
+    assert waits_for_ever(lower(both.schedule, simulate(both.schedule, costs), kernels=True)) == {}
+    assert max(peak_in_host(both.schedule, costs)) <= 6.0 + 1e-9
+    assert both.plan.lower_bound <= both.plan.value
+    for each in (costs.never_joined(), costs.without_copies()):
+        alone = best_order(replace(question, costs=each))
+        assert both.plan.value < 0.97 * alone.plan.value
 
 
 def test_nothing_is_joined_where_that_is_dearer() -> None:

@@ -336,7 +336,19 @@ class Planner:
             question = replace(question, costs=costs and self._allowed(costs))
         if choice.name == AUTO:
             return self._automatic(question)
-        return ask(question).schedule
+        return self._answered(question)
+
+    def _answered(self, question: Question) -> Schedule:
+        """Return the answer; with joint passes or with copies to the host, which no run has both.
+
+        The better of two plans, where both are told of.
+        """
+        costs = question.costs
+        if costs is None or not (costs.joins and costs.copies):
+            return ask(question).schedule
+        found = [ask(question.changed(each)) for each in (Costs.never_joined, Costs.without_copies)]
+        times = [question.objective.of(simulate(each.schedule, each.costs)) for each in found]
+        return found[times.index(min(times))].schedule
 
     def _allowed(self, costs: Costs) -> Costs:
         """Return costs by which no pass is planned that the run gets later, or cannot have."""
@@ -348,7 +360,7 @@ class Planner:
         if self.costs is None:
             return self._start(question)
         began_s = time.perf_counter()
-        schedule = ask(self._asked(question)).schedule
+        schedule = self._answered(self._asked(question))
         self._planned_in_s = time.perf_counter() - began_s
         return replace(schedule, name=AUTO)
 
