@@ -405,6 +405,7 @@ def best_order(question: Question, *known: Known) -> Planned:
     best = min(found, key=_rank)
     if question.holds_less and not best.costs.trades and not question.stopped():
         best = _holding_less(question, best)
+    best = _dealt_anew(question, best)
     verify(best.schedule, limits, best.costs)
     bounds = [_bound(question, placement, limits) for placement in searched]
     anywhere = _bounds_anywhere(question, limits)
@@ -541,8 +542,6 @@ def _shared(question: Question, limits: tuple[float, ...]) -> Planned:
     if not found:
         raise refused
     best, made = min(found, key=lambda each: goal.of(each[0].timeline))
-    walked = _dealt_anew(best, question, limits, made.steps)
-    best = min([best, *walked], key=lambda each: goal.of(each.timeline))
     costs = question.costs_of(best.schedule.placement, "the plan")
     plan = _plan_of(best._replace(costs=costs), limits, goal, made.source, made.steps)
     return Planned(plan.schedule, costs, plan=plan, limits=limits, known=())
@@ -552,26 +551,28 @@ def _plain(costs: Costs) -> Costs:
     return costs.in_order_alone().never_joined()
 
 
-def _dealt_anew(
-    shared: Known, question: Question, limits: tuple[float, ...], steps: int
-) -> Iterator[Known]:
-    """Yield what a walk over a shared order leads to, its vocabulary then dealt out anew.
+def _dealt_anew(question: Question, best: Planned) -> Planned:
+    """Return what a walk over a shared order leads to, its vocabulary then dealt out anew.
 
-    For the walk knows nothing of devices that wait for each other in what they join.
+    For the walk knows nothing of devices that wait for each other in what they join. The order as
+    it was, where that is not faster.
     """
+    if not tells_shared(best.costs) or question.stopped():
+        return best
     from megatron_vshape.core.planner.steps import best_steps  # which brings numba along
 
-    asked = shared.costs, limits, question.objective, steps // 2, question.in_host
-    made = best_steps([shared.schedule], *asked)
-    if made is None:
-        return
-    bare = without_passes(made)
-    left = min(map(sub, limits, peak_held(bare, shared.costs)))
+    costs, limits, goal = best.costs, best.limits, question.objective
+    steps = min(question.steps or LESS_STEPS, LESS_STEPS)
+    made = best_steps([best.schedule], costs, limits, goal, steps, question.in_host)
+    bare = without_passes(best.schedule if made is None else made)
     for waiting in WAITING:
-        spare = max(left - most_logits_bytes(shared.costs, waiting), 0.0)
-        known = judge(share_vocabulary(bare, shared.costs, spare, [waiting]), shared.costs)
-        if fits(known.peak, limits):
-            yield known
+        left = min(map(sub, limits, peak_held(bare, costs))) - most_logits_bytes(costs, waiting)
+        known = judge(share_vocabulary(bare, costs, max(left, 0.0), [waiting]), costs)
+        if fits(known.peak, limits) and goal.of(known.timeline) < best.plan.value * (1 - SAME):
+            plan = _plan_of(known, limits, goal, best.plan.source, best.plan.steps)
+            own = replace(best, schedule=plan.schedule, plan=plan)
+            best = replace(own, is_known=None, is_megatrons=False, block=None)
+    return best
 
 
 def _shared_with(question: Question, limits: tuple[float, ...], waiting: int) -> tuple[Known, Plan]:

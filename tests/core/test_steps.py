@@ -158,6 +158,15 @@ def test_copies_are_put_into_orders_with_pairs(half_duplex: bool) -> None:
         assert both.plan.value < 0.97 * alone.plan.value
 
 
+def test_pairs_part_where_copies_turn_them_round() -> None:
+    """With few devices a B may be due before the F that runs beside it; they then run apart."""
+    costs = Costs.uniform(2, 4, 0.7, 0.9, 0.85, 0.05).with_copies(1.0)
+    costs = replace(costs.having(forward_exchange_us=(0.3,) * 4), hidden_share=1.0)
+    for microbatches, limit in ((6, 3.0), (5, 2.0), (9, 2.5)):
+        made = best_order(Question("auto", 2, microbatches, costs, limit=limit, steps=2_000))
+        verify(made.schedule, limit, costs)
+
+
 def test_nothing_is_joined_where_that_is_dearer() -> None:
     costs = costs_of(whole=2.1)
     schedule = make("v-zb", DEVICES, MICROBATCHES)

@@ -108,10 +108,9 @@ def _rejoined(schedule: Schedule, pairs: Mapping[Pass, Pass]) -> Schedule:
         for forward, backward in pairs.items():
             if schedule.placement[forward.stage] != schedule.placement[made[0].stage]:
                 continue
-            first = made.index(forward)
-            last = made.index(backward, first)
+            first, last = made.index(forward), made.index(backward)
             between = made[first + 1 : last]
-            if not {Kind.F, Kind.B}.isdisjoint(work.kind for work in between):
+            if last < first or any(work.kind in (Kind.F, Kind.B) for work in between):
                 continue
             own = [work for work in between if work[1:] == forward[1:]]
             rest = [work for work in between if work[1:] != forward[1:]]
