@@ -34,12 +34,8 @@ def matrix(shapes: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def most_of(schedule: str) -> float:
-    """Return by how much results may differ in three steps.
-
-    With a shared vocabulary sums have another order: a step of Adam, of 1e-3, has the sign of a
-    gradient that is next to 0.
-    """
-    return 1e-4 if schedule == SHARED else 2e-6
+    """Return by how much results may differ in three steps; with a shared vocabulary sums do."""
+    return 1e-5 if schedule == SHARED else 2e-6
 
 
 Case = Mapping[str, Any]
@@ -86,7 +82,10 @@ class Runs:
                     found[key] = max(found.get(key, 0.0), off)
         told = ", ".join(f"{key} {value:.1e}" for key, value in found.items())
         print(f"\n| {self.library} | {case} | {told} |")
-        assert max(found.values()) <= most, (case, found)
+        # A step of Adam, of 1e-3, has the sign of a gradient that may be next to 0.
+        weights = 1e-3 if most > 2e-6 else most
+        for key, off in found.items():
+            assert off <= (weights if key in ("weights", "exported") else most), (case, found)
 
 
 def run(library: str, script: str, folder: Path, cases: Mapping[str, Case], **others: str) -> Runs:
