@@ -8,7 +8,8 @@ in proportion to tokens + KAPPA x tokens^2 / mean, W to tokens, memory to tokens
 Rows: Megatron's 1F1B and interleaved 1F1B (two chunks a rank) and a plan for equal microbatches,
 each in the order as given; the same plan with the places chosen (`core.unlike`), within the limit
 of what it holds as given. Figures are the step over the ideal one, in which the busiest rank works
-all the time: the median of the draws; with the longest time that choosing the places took.
+all the time: the median of the draws; with the longest processor time, in ms, of choosing the
+places.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ def row(devices: int, count: int, sigma: float, draws: int) -> str:
         least = ideal(own, plan)
         steps = [simulate(s, regroup(costs, s.num_stages, s.name)).makespan for s in known]
         even_out(plan, own, tries=1)
-        began_s = time.perf_counter()
+        began_s = time.process_time()
         evened = even_out(plan, own, peak_held(plan, own))
-        slowest_s = max(slowest_s, time.perf_counter() - began_s)
+        slowest_s = max(slowest_s, time.process_time() - began_s)
         steps += [evened.given_us, evened.found_us]
         found.append([step / least for step in steps])
     middle = [median(each) for each in zip(*found, strict=True)]

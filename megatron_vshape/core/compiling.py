@@ -25,6 +25,8 @@ def processors() -> int:
     return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
+COMPILES = njit is not None
+
 CORES = 1 if njit is None else processors()
 """Threads that gain anything."""
 

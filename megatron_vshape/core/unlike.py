@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megatron_vshape.core.check.bounds import each_limit
 from megatron_vshape.core.check.simulate import costs_of, simulate
-from megatron_vshape.core.compiling import compiled_once, in_arrays, njit
+from megatron_vshape.core.compiling import COMPILES, compiled_once, in_arrays
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import HELD, KINDS
 from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Schedule
 
-TRIES = 3000 if njit is not None else 60
+TRIES = 3000 if COMPILES else 60
 """Exchanges that are tried: what takes tens of milliseconds."""
 
 GAIN = 1e-9
@@ -47,6 +48,7 @@ class Graph(NamedTuple):
     gives: Any  # the same from its end on
     works: Any  # [rows] while it runs
     fixed: Any  # [devices]
+    timed: int  # of the names, those of times, which come first
 
 
 class Evened(NamedTuple):
@@ -73,7 +75,9 @@ def even_out(
     Raises:
         ScheduleError: the costs are of other stages, or of another number of microbatches.
     """
-    names = [name for name, _ in costs.by_microbatch]
+    unlike = sorted(costs.by_microbatch, key=lambda each: each[0] in HELD)  # times first
+    costs = replace(costs, by_microbatch=tuple(unlike))
+    names = [name for name, _ in unlike]
     count = schedule.num_microbatches // schedule.slices
     given = tuple(range(count))
     if not names or count < 2 or schedule.slices > 1:
@@ -134,15 +138,20 @@ def graph_of(schedule: Schedule, costs: Costs) -> Graph:
         shared.append([*row.values()])
     places = [group[0].microbatch for group in groups]
     row_of, rows, takes, gives, works, fixed = _held(schedule, costs, names)
-    waiting = [*map(in_arrays, (places, plain))], [*map(in_arrays, (first, waits, sends_us))]
     return Graph(
-        *waiting[0],
-        _matrix(shared, len(names)),
-        *waiting[1],
-        *map(in_arrays, (row_of, rows)),
-        _matrix(takes, len(names) + 1),
-        _matrix(gives, len(names) + 1),
-        *map(in_arrays, (works, fixed)),
+        places=in_arrays(places),
+        plain_us=in_arrays(plain),
+        shared_us=_matrix(shared, len(names)),
+        first=in_arrays(first),
+        waits=in_arrays(waits),
+        sends_us=in_arrays(sends_us),
+        row_of=in_arrays(row_of),
+        rows=in_arrays(rows),
+        takes=_matrix(takes, len(names) + 1),
+        gives=_matrix(gives, len(names) + 1),
+        works=in_arrays(works),
+        fixed=in_arrays(fixed),
+        timed=sum(name not in HELD for name in names),
     )
 
 
@@ -210,7 +219,7 @@ def _makespan(graph: Any, shares: Any, order: Any, ends: Any) -> float:
                 start = there
         length = graph.plain_us[at]
         real = order[graph.places[at]]
-        for name in range(len(shares)):
+        for name in range(graph.timed):
             length += graph.shared_us[at, name] * shares[name, real]
         if start < first:
             first = start

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -66,7 +66,7 @@ class Values(NamedTuple):
 class Option(NamedTuple):
     """What is known of an option beside its keyword and its default."""
 
-    flag: str
+    flag: str  # empty: a keyword alone
     metavar: str  # empty: a switch
     help: str
     values: Values
@@ -115,6 +115,10 @@ def _says_drift(value: Any) -> bool:
     with suppress(ValueError):
         return isinstance(value, str) and drift_of(value) > 0
     return False
+
+
+def _no_function(text: str) -> None:
+    raise ValueError(f"{text!r:.40} is a text")
 
 
 def _switch(text: str) -> bool:
@@ -227,11 +231,24 @@ class Options:
         "Default: 1.",
         default=1,
     )
+    keep_order: bool = _option(
+        "--pipeline-keep-order",
+        _SWITCH,
+        "run microbatches of unlike length in the order in which they come, which is bitwise what "
+        "Megatron's 1F1B adds up; else auto gives long ones the places where they hide best",
+        default=False,
+    )
     replan: str | None = _option(
         "--pipeline-replan drift:N%",
         Values("drift: and whole per cents, as in drift:5%", _says_drift),
         "measure and plan anew where steps come to take N per cent longer, or less, than when "
         "the order was chosen; with auto and --pipeline-profile-iterations. Default: never.",
+    )
+
+    lengths: Callable[[Any], Sequence[int]] | None = _option(
+        "",
+        Values("a function, which the keyword of register alone can give", callable, _no_function),
+        "the lengths of a microbatch's sequences",
     )
 
     @classmethod
@@ -288,6 +305,8 @@ def add_arguments(parser: ArgumentParser, hear: Callable[[str], str] = str) -> A
     """Add the flags to `parser` and return it; `hear` is given the schedule that is named."""
     group = parser.add_argument_group("pipeline schedules (megatron-vshape)")
     for name, option in OPTIONS.items():
+        if not option.flag:
+            continue
         how: dict[str, Any] = {"action": "store_true"}
         if option.metavar:
             read = hear if name == "schedule" else option.values.of_text

@@ -21,7 +21,7 @@ class Way(StrEnum):
     VARIABLE = f"the variable {VARIABLE}"
 
 
-_KEYWORDS = {option.flag[2:]: name for name, option in OPTIONS.items()}
+_KEYWORDS = {option.flag[2:]: name for name, option in OPTIONS.items() if option.flag}
 
 _FLAG = re.compile(r"--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 _VALUE = re.compile(

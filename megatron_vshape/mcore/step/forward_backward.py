@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import nn
 
+from megatron_vshape.core.ask import AUTO
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.early_start import Cut, begun_early, drain
@@ -49,6 +50,7 @@ from megatron_vshape.mcore.step.run_ahead import RandomState, Replay
 from megatron_vshape.mcore.step.same_plan import Agreement
 from megatron_vshape.mcore.step.slices import Slicing
 from megatron_vshape.mcore.step.stage import MegatronStage, zero_tokens
+from megatron_vshape.mcore.step.unlike import Places, as_given, may_reorder
 from megatron_vshape.mcore.step.vocabulary import VocabularySharing
 from megatron_vshape.mcore.step.waiting import HostMemoryWaiting
 from megatron_vshape.mcore.step_state import StepState
@@ -93,6 +95,7 @@ class _Begun:
     program: Program
     early_ends: Cut  # how far it runs early, where it does
     run: ProgramRun
+    order: Sequence[int] | None  # of microbatches by place; None: as they come
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -139,6 +142,7 @@ class PipelineRunner:
         self._early: tuple[Program, tuple[Program, Cut]] | None = None
         self._replays: list[Replay] = []
         self._agreement = Agreement()
+        self._places: Places | None = None  # once a step's microbatches may be unlike
         self.local_ranks: int | None = None  # of this host, once all have been asked
         self._capabilities: tuple[Capability, ...] = (
             Recomputing(),
@@ -341,8 +345,11 @@ class PipelineRunner:
         if not call.forward_only:
             sync.gather_parameters()
             iterators = self._replayed(iterators)
-        iterators, again = read_again(iterators) if shares else (shared_out(iterators), None)
         program, beside = self._program(call, hides)
+        order = None
+        if self._may_place(call, config, slices):
+            order, iterators = self._order(call, config, iterators, groups)
+        iterators, again = read_again(iterators) if shares else (shared_out(iterators), None)
         program, early_ends = self._begun_early(program) if is_early else (program, ())
         by_layers = self._pipeline.by_layers and not call.forward_only
         step = Step(
@@ -376,7 +383,30 @@ class PipelineRunner:
         step.parts += parts_of(self._capabilities, beginning)
         told = timer, self._place, step.handlers()
         run = ProgramRun(program, groups.pp.rank(), _stages(beginning), transport, *told)
-        return _Begun(call, chunks, groups, transport, step, program, early_ends, run)
+        return _Begun(call, chunks, groups, transport, step, program, early_ends, run, order)
+
+    def _may_place(self, call: Call, config: Any, slices: int) -> bool:
+        """Return whether unlike microbatches of a step may take other places than as they come.
+
+        Where the order is planned. Forward passes alone take as long whoever comes first; and with
+        post-validation ranks are in different steps, and would have to wait for each other to
+        agree.
+        """
+        options = self._pipeline.options
+        if call.forward_only or options.keep_order or options.post_validates:
+            return False
+        return self._pipeline.choice.name == AUTO and may_reorder(config, slices)
+
+    def _order(
+        self, call: Call, config: Any, iterators: Sequence[Any], groups: Any
+    ) -> tuple[Sequence[int] | None, list[Any]]:
+        """Return which microbatch takes which place in this step, and what gives them so."""
+        if self._places is None:
+            self._places = Places(config, self._pipeline.options.lengths)
+        plan = self._pipeline.planner.training(call.num_microbatches)
+        first_rank = self._pipeline.choice.placement[0]
+        with refusing():
+            return self._places.order(plan, iterators, call.num_microbatches, groups, first_rank)
 
     def _program(self, call: Call, hides: bool) -> tuple[Program, Mapping[Pass, Beside]]:
         """Return what all ranks run in a step, and which W's its B's hide."""
@@ -420,7 +450,7 @@ class PipelineRunner:
     def _reports(self, begun: _Begun) -> list[Any]:
         """Return the losses, on the ranks that the trainer reads them on."""
         reports = self._courier.bring_losses(
-            begun.step.loss_store,
+            as_given(begun.step.loss_store, begun.order),
             self._pipeline.stage_map.loss_rank,
             begun.groups.pp,
             device_of(begun.chunks[0]),

@@ -1,0 +1,248 @@
+"""Unlike microbatches of a training step: how long they are, and which takes which place."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vshape.core.check.simulate import costs_of
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import HELD, TIMES
+from megatron_vshape.core.unlike import Evened, Graph, even_out, graph_of
+from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.setup.plans import Plan
+
+logger = logging.getLogger(__name__)
+
+Lengths = Callable[[Any], Sequence[int]]
+"""Returns the lengths of the sequences in a microbatch, as the data iterator gives it."""
+
+PACKED = ("cu_seqlens", "cu_seqlens_q")
+BACKWARD_OF_ATTENTION = 2.5
+"""What attention's backward computes, in its forward's; it has no weights, so B does all of it."""
+
+
+def lengths_of(item: Any, is_unpadded: bool) -> list[int] | None:
+    """Return the lengths of the sequences in a microbatch; None where it does not tell.
+
+    By the ends of packed ones; where the model gets them without padding, by a mask [b, s] of
+    padded ones, or the shape of the tokens.
+    """
+    packed = getattr(item, "packed_seq_params", None)
+    if isinstance(item, dict):
+        packed = item.get("packed_seq_params", packed)
+        ends = next((item[name] for name in PACKED if isinstance(item.get(name), Tensor)), None)
+    else:
+        ends = None
+    if ends is None and packed is not None:
+        ends = getattr(packed, "cu_seqlens_q", None)
+    if ends is not None:
+        return [int(each) for each in ends.reshape(-1).diff().tolist() if each > 0]
+    if not is_unpadded or not isinstance(item, dict):
+        return None
+    mask = item.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return [int(each) for each in mask.sum(-1).tolist()]
+    tokens = next((item[name] for name in ("tokens", "input_ids") if name in item), None)
+    if not isinstance(tokens, Tensor) or tokens.dim() not in (1, 2):
+        return None
+    return [tokens.shape[-1]] * (tokens.shape[0] if tokens.dim() == 2 else 1)
+
+
+class InOrder:
+    """An iterator over another's microbatches of one step, the k-th by its number in `order`."""
+
+    def __init__(self, source: Any, order: Sequence[int]) -> None:
+        """Take what is read; everything but `next` is passed on to it."""
+        self._source = source
+        self._order = list(order)
+        self._read: list[Any] = []
+        self._given = 0
+
+    def __iter__(self) -> InOrder:
+        return self
+
+    def __next__(self) -> Any:
+        number = self._order[self._given]
+        self._given += 1
+        while len(self._read) <= number:
+            self._read.append(next(self._source))
+        item, self._read[number] = self._read[number], None
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+
+class Ahead:
+    """An iterator from which some has been read already, to look at."""
+
+    def __init__(self, source: Any) -> None:
+        """Take what is read; everything but `next` is passed on to it."""
+        self._source = source
+        self._read: deque[Any] = deque()
+
+    def items(self, count: int) -> list[Any]:
+        """Return the next so many without giving them."""
+        while len(self._read) < count:
+            self._read.append(next(self._source))
+        return [*self._read][:count]
+
+    def __iter__(self) -> Ahead:
+        return self
+
+    def __next__(self) -> Any:
+        return self._read.popleft() if self._read else next(self._source)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+
+class Places:
+    """Chooses the order of a step's microbatches, alike on all ranks that share them.
+
+    The first stage's first tensor-parallel rank reads the step's microbatches and decides. Ranks
+    that train on other data, and context-parallel ones, which read the same, decide for themselves.
+    """
+
+    def __init__(self, config: Any, given: Lengths | None) -> None:
+        """Take the model's config, and what tells lengths if their own batches are not to."""
+        self._given = given
+        self._is_unpadded = bool(config.variable_seq_lengths)
+        self._attention = float(config.kv_channels * config.num_attention_heads)
+        self._weights = _weights_of_layer(config, self._attention)
+        self._knows: bool | None = None  # whether batches tell; found in the first step
+        self._graphs: dict[int, tuple[Plan, Graph]] = {}
+        self.last: Evened | None = None
+        self._has_told = False
+
+    def order(
+        self, plan: Plan, iterators: Sequence[Any], count: int, groups: Any, first_rank: int
+    ) -> tuple[Sequence[int] | None, list[Any]]:
+        """Return the order, None for as they come, and the iterators to read from.
+
+        All ranks of the pipeline call it, before they read any of the step's `count` microbatches;
+        `first_rank` of it has the first stage.
+
+        Raises:
+            UnsupportedError: what was given tells no lengths.
+        """
+        found: list[Any] = [None]
+        read = list(iterators)
+        if self._knows is not False and groups.pp.rank() == first_rank:
+            if groups.tp.rank() == 0:
+                read, shares = self._looked_at(iterators, count)
+                found[0] = (shares is not None, shares and self._chosen(plan, shares))
+            if groups.tp.size() > 1:
+                dist.broadcast_object_list(found, group=groups.tp, group_src=0)
+        if self._knows is not False and groups.pp.size() > 1:
+            dist.broadcast_object_list(found, group=groups.pp, group_src=first_rank)
+        if self._knows is False or found[0] is None:
+            return None, read
+        self._knows, order = found[0]
+        if order is None:
+            return None, read
+        made: dict[int, InOrder] = {}
+        for each in read:
+            if each is not None and id(each) not in made:
+                made[id(each)] = InOrder(each, order)
+        return order, [each if each is None else made[id(each)] for each in read]
+
+    def _looked_at(
+        self, iterators: Sequence[Any], count: int
+    ) -> tuple[list[Any], list[list[int]] | None]:
+        """Return iterators that give again what has been read, and all lengths if they tell."""
+        ahead = {id(each): Ahead(each) for each in iterators if hasattr(each, "__next__")}
+        read = [ahead.get(id(each), each) for each in iterators]
+        if not ahead:
+            return read, None
+        first = next(iter(ahead.values()))
+        if self._lengths(*first.items(1)) is None:  # nor would the others tell
+            return read, None
+        lengths = map(self._lengths, first.items(count))
+        return read, [each or [] for each in lengths]
+
+    def _lengths(self, item: Any) -> list[int] | None:
+        if self._given is None:
+            return lengths_of(item, self._is_unpadded)
+        lengths = list(self._given(item))
+        if not lengths or not all(isinstance(each, int) and each > 0 for each in lengths):
+            raise UnsupportedError(
+                f"lengths returned {lengths!r:.60} for a microbatch: it must return the lengths of "
+                "its sequences, whole numbers above 0"
+            )
+        return lengths
+
+    def _chosen(self, plan: Plan, lengths: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+        """Return the order that is predicted to be the fastest; None where that is as given."""
+        if len({tuple(sorted(each)) for each in lengths}) == 1 or not all(map(sum, lengths)):
+            return None
+        schedule = plan.schedule
+        costs = plan.costs or Costs.uniform(schedule.num_devices, schedule.num_stages)
+        costs = self.unlike(costs, lengths)
+        if id(plan) not in self._graphs:  # the plan is kept, so that no other has its number
+            self._graphs[id(plan)] = plan, graph_of(schedule, costs_of(schedule, costs))
+        # No device is to hold more than it would as given.
+        self.last = even_out(schedule, costs, 0.0, graph=self._graphs[id(plan)][1])
+        if self.last.order == tuple(range(len(lengths))):
+            return None
+        if not self._has_told and dist.get_rank() == 0:
+            self._has_told = True
+            gain = self.last.given_us / self.last.found_us - 1
+            logger.warning(
+                "microbatches are unlike and take places where long ones hide: in this step that "
+                "is predicted to take %.1f %% less time than as they come (--pipeline-keep-order)",
+                100 * gain / (1 + gain),
+            )
+        return self.last.order
+
+    def unlike(self, costs: Costs, lengths: Sequence[Sequence[int]]) -> Costs:
+        """Return the costs with each microbatch's share, by how many and how long its sequences.
+
+        Products with weights take a time by the tokens, attention by the squares of the lengths.
+        """
+        tokens = [float(sum(each)) for each in lengths]
+        squares = [float(sum(x * x for x in each)) for each in lengths]
+
+        def share(attention: float) -> tuple[float, ...]:
+            work = [
+                t * self._weights + attention * self._attention * s
+                for t, s in zip(tokens, squares, strict=True)
+            ]
+            return tuple(each * len(work) / sum(work) for each in work)
+
+        of_times = share(1.0), share(BACKWARD_OF_ATTENTION), share(0.0)
+        by_time = dict(zip(TIMES, of_times, strict=True))
+        if costs.whole_backward_us is not None:
+            by_time["whole_backward_us"] = share(BACKWARD_OF_ATTENTION / 2)
+        by_name = by_time | dict.fromkeys(HELD, share(0.0))
+        return replace(costs, by_microbatch=tuple(by_name.items()))
+
+
+def _weights_of_layer(config: Any, attention: float) -> float:
+    """Return how many weights of a layer a token is multiplied by, by the model's config."""
+    hidden = config.hidden_size
+    groups = config.num_query_groups or config.num_attention_heads
+    own = hidden * (2 * attention + 2 * groups * config.kv_channels)
+    inner = config.ffn_hidden_size
+    if config.num_moe_experts:
+        inner = (config.moe_ffn_hidden_size or inner) * config.moe_router_topk
+    return float(own + hidden * inner * (3 if config.gated_linear_unit else 2))
+
+
+def as_given(reports: list[Any], order: Sequence[int] | None) -> list[Any]:
+    """Return the reports of microbatches in the order in which they came."""
+    if order is None or len(reports) != len(order):
+        return reports
+    return [report for _, report in sorted(zip(order, reports, strict=True), key=lambda x: x[0])]
+
+
+def may_reorder(config: Any, slices: int) -> bool:
+    """Return whether microbatches may take other places: none draws random numbers of its own."""
+    return slices == 1 and not config.attention_dropout and not config.hidden_dropout

@@ -1,0 +1,83 @@
+"""Microbatches of unlike length take the places of a plan where they hide best."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from mcore.farm import Farm
+from mcore.test_training import UNTIED, assert_equal_training, losses
+
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.mcore.step.unlike import Ahead, InOrder, Places, as_given, lengths_of
+
+PLUGIN = Path(__file__).parent / "of_any_length.py"
+STEPS = ("--train-iters", "3", "--clip-grad", "0", UNTIED)
+CONFIG = SimpleNamespace(
+    kv_channels=128,
+    num_attention_heads=32,
+    num_query_groups=8,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_moe_experts=None,
+    gated_linear_unit=True,
+    variable_seq_lengths=True,
+)
+
+
+def test_batches_tell_their_lengths() -> None:
+    ends = torch.tensor([[0, 5, 12, 12]])  # the last one is padding
+    assert lengths_of({"cu_seqlens": ends, "tokens": torch.zeros(1, 12)}, False) == [5, 7]
+    packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 3, 4]))
+    assert lengths_of({"packed_seq_params": packed}, False) == [3, 1]
+    assert lengths_of(SimpleNamespace(packed_seq_params=packed), False) == [3, 1]
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    padded = {"attention_mask": mask, "input_ids": torch.zeros(2, 3)}
+    assert lengths_of(padded, True) == [2, 1]
+    assert lengths_of(padded, False) is None  # padding is computed as well
+    assert lengths_of({"tokens": torch.zeros(2, 9)}, True) == [9, 9]
+    assert lengths_of({"attention_mask": torch.ones(1, 1, 4, 4)}, True) is None
+    assert lengths_of([1, 2], True) is None
+
+
+def test_what_was_looked_at_is_given_in_order() -> None:
+    ahead = Ahead(iter("abcdef"))
+    assert ahead.items(1) == ["a"]
+    assert ahead.items(3) == ["a", "b", "c"]
+    order = (2, 0, 3, 1)
+    placed = InOrder(ahead, order)
+    given = [next(placed) for _ in order]
+    assert given == ["c", "a", "d", "b"]
+    assert next(ahead) == "e"
+    assert as_given(given, order) == ["a", "b", "c", "d"]
+    assert as_given(given, None) == given
+
+
+def test_long_documents_cost_more_than_many_short_ones() -> None:
+    lengths = [[8192], [1024] * 8, [4096]]
+    costs = Places(CONFIG, None).unlike(Costs.uniform(2, 4), lengths)
+    shares: Any = dict(costs.by_microbatch)
+    assert shares["forward_us"][0] > 1.1 * shares["forward_us"][1]
+    assert shares["backward_us"][0] / shares["backward_us"][1] > (
+        shares["forward_us"][0] / shares["forward_us"][1]
+    )
+    assert shares["weight_us"] == pytest.approx((1.2, 1.2, 0.6))
+    assert simulate(make("v-half", 2, 3), costs).makespan > 0
+
+
+@pytest.mark.parametrize("given", [None, "kept"])
+def test_gradients_are_equal_to_rounding_and_bitwise_in_the_order_kept(
+    farm: Farm, given: str | None
+) -> None:
+    theirs = farm.run(2, "--pipeline-schedule", "1f1b", *STEPS, plugin=PLUGIN).check()
+    kept = () if given is None else ("--pipeline-keep-order",)
+    ours = farm.run(2, "--pipeline-schedule", "v-half", *kept, *STEPS, plugin=PLUGIN).check()
+    assert_equal_training(ours, theirs, loss=1e-5, grad_norm=1e-4, weights=1e-4)
+    if kept:
+        assert losses(ours) == losses(theirs)
+        mine, yours = ours.merged("parameters"), theirs.merged("parameters")
+        assert all(torch.equal(mine[name], yours[name]) for name in mine)
+    assert ("take places" in ours.output[0]) != bool(kept)
