@@ -389,13 +389,22 @@ class Variant:
         return "\n".join(log.read_text() for log in self._logs)
 
 
+def end_trial(variant: Variant) -> None:
+    """Run the steps in which auto tries its plan beside others, and those that check the winner."""
+    begun = "orders that get steps in turn" in variant.log()
+    while begun and "orders tried in turn" not in variant.log():
+        variant.run(WARM_UP)
+    if begun:
+        variant.run(WARM_UP)
+
+
 def predicted_in(log: str) -> Predicted | None:
     """Return what a variant's log predicts and what it measured next; None if nothing."""
     told = re.findall(r"measured costs: .*step ([\d.]+) ms", log)
     compared = re.findall(r"predicted for .*: passes ([\d.]+) ms, ([\d.]+) ms", log)
     if not told or not compared:
         return None
-    return Predicted(float(told[0]), *map(float, compared[0]))
+    return Predicted(float(told[0]), *map(float, compared[-1]))
 
 
 class Quiet:
@@ -599,6 +608,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             variants.append(Variant(name, sizes, Path(folder)))
             is_ours = "--pipeline-schedule" in variant_flags(name) and name != TORCH
             variants[-1].run(WARM_UP if is_ours else WARM_UP_OTHERS)
+            end_trial(variants[-1])
             print(f"{name} is warm", file=sys.stderr)
         found = measure(variants, args.rounds, args.steps, quiet)
         said = {each.name: predicted_in(each.log()) for each in variants}
