@@ -1,10 +1,10 @@
-"""Has the last candidate of a trial win after two rounds, whatever time the machine gives it."""
+"""Has the last candidate of a trial win after three rounds, whatever time the machine gives it."""
 
 from typing import Any
 
 from megatron_vshape.mcore.observe import contest, drift, trial
 
-ROUNDS = 2
+ROUNDS = 3
 
 
 def start(rank: int, given: Any) -> None:
@@ -16,7 +16,6 @@ def start(rank: int, given: Any) -> None:
         return self._ended(self.left[-1])
 
     trial.Trial.judged = judged  # type: ignore[method-assign]
-    trial.TURN = 2
     contest.worth_trying = lambda predicted_s: list(range(len(predicted_s)))
     drift.WINDOW = 6
     drift.Drift._drifted = _once(drift.Drift._drifted)  # type: ignore[method-assign]

@@ -17,28 +17,32 @@ from megatron_vshape.mcore.observe.trial import OF_STEPS, SHARE, TURN, Trial, wo
 Train = Callable[..., Ended]
 
 
-def tried(real_s: list[float], noise: float, seed: int = 0) -> tuple[Trial, int, int]:
+def tried(real_s: list[float], stretched: Callable[[], float]) -> tuple[Trial, int, int]:
     """Run a trial of candidates that really take so long; return it, who won, after what steps."""
-    rng, trial, before = (
-        random.Random(seed),
-        Trial([f"order {i}" for i in range(9)][: len(real_s)], real_s),
-        None,
-    )
+    trial = Trial([f"order {at}" for at in range(len(real_s))], real_s)
+    before = None
     for step in range(2 * OF_STEPS):
         running = trial.running
         if trial.ran(before):
             decided = trial.judged()
             trial.go_on(decided)
             if decided.table:
+                assert decided.table.splitlines()[1 + decided.left[0]].endswith("stays")
                 return trial, decided.left[0], step + 1
-        before = real_s[running] * (1 + abs(rng.gauss(0, noise)))
+        before = real_s[running] * stretched()
     raise AssertionError("the trial does not end")
+
+
+def noise(seed: int) -> Callable[[], float]:
+    """Return what a calm machine makes of a step."""
+    rng = random.Random(seed)
+    return lambda: 1 + abs(rng.gauss(0, 0.01))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_faster_order_wins_within_a_hundredth_of_the_steps(seed: int) -> None:
     real = [1.04, 1.0, 1.07]
-    trial, winner, steps = tried(real, 0.01, seed)
+    trial, winner, steps = tried(real, noise(seed))
     assert winner == 1
     assert steps < OF_STEPS
     cost = sum(real[at] - 1.0 for at, taken in enumerate(trial.taken_s) for _ in taken)
@@ -46,27 +50,29 @@ def test_the_faster_order_wins_within_a_hundredth_of_the_steps(seed: int) -> Non
 
 
 def test_orders_that_take_the_same_are_tried_as_long_as_a_trial_may_last() -> None:
-    _, winner, steps = tried([1.0, 1.0], 0.01)
+    _, winner, steps = tried([1.0, 1.0], noise(0))
     assert winner in (0, 1)
     assert OF_STEPS - 2 * 2 * TURN <= steps <= OF_STEPS
 
 
-def test_a_few_disturbed_steps_decide_nothing() -> None:
-    trial = Trial(["plan", "v-zb"], [1.0, 1.0])
-    before, step = None, 0
-    while True:
-        running = trial.running
-        if trial.ran(before):
-            decided = trial.judged()
-            trial.go_on(decided)
-            if decided.table:
-                break
-        step += 1
-        before = (1.0 if running == 0 else 1.03) * (1 + 0.001 * (step % 5))
-        if running == 0 and step % 7 == 0:
-            before *= 3  # something else ran
-    assert decided.left == (0,)
-    assert decided.table.splitlines()[1].endswith("stays")
+def test_a_disturbed_machine_seldom_hides_the_fastest() -> None:
+    """Of 100 trials in which other programs stretch a sixth of the steps by up to a half."""
+    good, cost = 0, 0.0
+    real = [1.04, 1.0, 1.02, 1.06]
+    for seed in range(100):
+        rng, left = random.Random(seed), [0]
+
+        def stretched(rng: random.Random = rng, left: list[int] = left) -> float:
+            if not left[0] and rng.random() < 0.05:
+                left[0] = rng.randint(1, 6)
+            left[0] = max(left[0] - 1, 0)
+            return 1 + abs(rng.gauss(0, 0.01)) + (rng.random() / 2 if left[0] else 0.0)
+
+        trial, winner, _ = tried(real, stretched)
+        good += real[winner] <= 1.01
+        cost += sum(real[at] - 1.0 for at, taken in enumerate(trial.taken_s) for _ in taken)
+    assert good >= 95
+    assert cost / 100 <= SHARE * OF_STEPS
 
 
 def test_what_is_predicted_to_be_much_slower_is_not_tried() -> None:

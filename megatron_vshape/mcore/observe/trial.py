@@ -7,26 +7,36 @@ changes no result, so a run can try.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-TURN = 4
-"""Steps that a candidate runs at a time; the first of them, after another order, does not count."""
+TURN = 2
+"""Steps that a candidate runs at a time: few, so that what disturbs the machine for a while
+disturbs several. The very first one of a candidate does not count: it allocates what it needs."""
 
 OF_STEPS = 200
 SHARE = 0.01
 """A trial may cost this share of so many steps, which is also how long it may last."""
 
-NOISE = 2.0
-"""Standard errors of the difference of two medians that are noise."""
+NOISE = 3.0
+"""Standard errors of the difference of two candidates that are noise."""
 
-LEAST_COUNTED = 3
-"""Steps by which a candidate is judged at the earliest."""
+LEAST_COUNTED = 7
+"""Steps by which a candidate is judged at the earliest: of four turns."""
+
+FIRST_STEPS = 8
+"""Steps in which a candidate has run as many as it takes to judge it."""
 
 MOST = 4
 """Candidates of a trial."""
+
+
+def usual(values: Iterable[float]) -> float:
+    """Return the median of the lesser half: what disturbs a step only makes it longer."""
+    known = sorted(values)
+    return median(known[: (len(known) + 1) // 2])
 
 
 class Round(NamedTuple):
@@ -39,11 +49,10 @@ class Round(NamedTuple):
 def worth_trying(predicted_s: Sequence[float]) -> list[int]:
     """Return which of these to try, by the step each is predicted to take; always the first.
 
-    No more than `MOST`, and no more than a first turn of all may cost by the prediction: half of
-    what a trial may.
+    No more than `MOST`, and no more than a trial may cost until it can judge, by the prediction.
     """
     least, tried = min(predicted_s), [0]
-    room = SHARE * OF_STEPS * least / (2 * TURN)
+    room = SHARE * OF_STEPS * least / FIRST_STEPS
     for at in sorted(range(1, len(predicted_s)), key=lambda each: predicted_s[each]):
         more = predicted_s[at] - least
         if len(tried) < MOST and more <= room:
@@ -82,7 +91,7 @@ class Trial:
     def _round(self) -> list[tuple[int, bool]]:
         """Return the steps of a round; every other begins with the last, as machines drift."""
         order = self.left[:: -1 if self._rounds % 2 else 1]
-        return [(each, at > 0) for each in order for at in range(TURN)]
+        return [(each, at > 0 or self._rounds > 0) for each in order for at in range(TURN)]
 
     def ran(self, seconds_before: float | None) -> bool:
         """Count a step, and what the step before it took; None where that is not known.
@@ -105,12 +114,12 @@ class Trial:
 
     def judged(self) -> Round:
         """Return who goes on by the steps so far, on the rank whose times count."""
-        middles = {at: median(self.taken_s[at]) for at in self.left if self.taken_s[at]}
+        middles = {at: usual(self.taken_s[at]) for at in self.left if self.taken_s[at]}
         if len(middles) < len(self.left):  # evaluations or checkpoints came between
             return Round(tuple(self.left)) if self._steps < OF_STEPS else self._ended(self.left[0])
         best = min(middles, key=lambda at: (middles[at], at))
         left = [at for at in self.left if not self._is_slower(at, best)]
-        known = {at: median(taken) for at, taken in enumerate(self.taken_s) if taken}
+        known = {at: usual(taken) for at, taken in enumerate(self.taken_s) if taken}
         cost_s = sum(
             max(0.0, middle - middles[best]) * len(self._spent_s[at])
             for at, middle in known.items()
@@ -125,11 +134,20 @@ class Trial:
         return Round((best,), self.table(best))
 
     def _is_slower(self, at: int, best: int) -> bool:
-        """Return whether a candidate is slower than the best beyond the noise of both medians."""
+        """Return whether a candidate is slower than the best beyond the noise of both."""
         if at == best or min(len(self.taken_s[each]) for each in (at, best)) < LEAST_COUNTED:
             return False
-        apart = median(self.taken_s[at]) - median(self.taken_s[best])
-        return apart > NOISE * math.hypot(*(error_of(self.taken_s[each]) for each in (at, best)))
+        apart = usual(self.taken_s[at]) - usual(self.taken_s[best])
+        return apart > NOISE * math.hypot(self._error_s(at), self._error_s(best))
+
+    def _error_s(self, at: int) -> float:
+        """Return the standard error of a candidate's step; all have the machine's own noise."""
+        known = [taken for taken in self.taken_s if taken]
+        apart = [abs(each / usual(taken) - 1) for taken in known for each in taken]
+        taken = self.taken_s[at]
+        # As of a median whose distances from it are normal.
+        spread = 1.4826 * usual(apart) * usual(taken)
+        return 1.2533 * spread / math.sqrt(len(taken))
 
     def go_on(self, decided: Round) -> None:
         """Take what rank 0 has decided."""
@@ -142,20 +160,10 @@ class Trial:
         for at, name in enumerate(self.names):
             taken = self.taken_s[at]
             measured = (
-                f"{1e3 * median(taken):11.2f}{1e3 * error_of(taken):8.2f}{len(taken):7}"
+                f"{1e3 * usual(taken):11.2f}{1e3 * self._error_s(at):8.2f}{len(taken):7}"
                 if taken
                 else f"{'-':>11}{'-':>8}{0:7}"
             )
             kept = "  stays" if at == best else ""
             lines.append(f"{name:34}{1e3 * self.predicted_s[at]:11.2f}{measured}{kept}")
         return "\n".join(lines)
-
-
-def error_of(values: Sequence[float]) -> float:
-    """Return the standard error of the median, from how far the values are from it.
-
-    By the median of these distances, which a few disturbed steps do not change.
-    """
-    middle = median(values)
-    spread = 1.4826 * median(abs(each - middle) for each in values)
-    return 1.2533 * spread / math.sqrt(len(values))
