@@ -17,6 +17,8 @@ from megatron_vshape.core.model.kinds import HELD, TIMES
 from megatron_vshape.core.unlike import Evened, Graph, even_out, graph_of
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup.plans import Plan
+from megatron_vshape.runtime import first_cause
+from megatron_vshape.runtime.p2p import TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -139,10 +141,9 @@ class Places:
             if groups.tp.rank() == 0:
                 read, shares = self._looked_at(iterators, count)
                 found[0] = (shares is not None, shares and self._chosen(plan, shares))
-            if groups.tp.size() > 1:
-                dist.broadcast_object_list(found, group=groups.tp, group_src=0)
-        if self._knows is not False and groups.pp.size() > 1:
-            dist.broadcast_object_list(found, group=groups.pp, group_src=first_rank)
+            _tell(found, groups.tp, 0, groups.pp.rank())
+        if self._knows is not False:
+            _tell(found, groups.pp, first_rank, groups.pp.rank())
         if self._knows is False or found[0] is None:
             return None, read
         self._knows, order = found[0]
@@ -223,6 +224,23 @@ class Places:
             by_time["whole_backward_us"] = share(BACKWARD_OF_ATTENTION / 2)
         by_name = by_time | dict.fromkeys(HELD, share(0.0))
         return replace(costs, by_microbatch=tuple(by_name.items()))
+
+
+def _tell(found: list[Any], group: Any, source: int, device: int) -> None:
+    """Send what one rank of the group has found to all.
+
+    Raises:
+        TransportError: one of them is gone; with what it has told before.
+    """
+    if group.size() == 1:
+        return
+    try:
+        dist.broadcast_object_list(found, group=group, group_src=source)
+    except RuntimeError as error:
+        raise TransportError(
+            f"rank {dist.get_rank()} (device {device}): asks for the places of a step's "
+            f"microbatches, and the connection failed: {error}{first_cause.found()}"
+        ) from error
 
 
 def _weights_of_layer(config: Any, attention: float) -> float:
