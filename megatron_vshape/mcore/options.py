@@ -260,7 +260,7 @@ class Options:
     def check(self) -> None:
         """Raise UnsupportedError for a value that an option cannot have."""
         for name in self._given():
-            OPTIONS[name].values.check(getattr(self, name), OPTIONS[name].flag)
+            OPTIONS[name].values.check(getattr(self, name), OPTIONS[name].flag or name)
 
     def flags_for_ours(self) -> list[str]:
         """Return the flags given that only a schedule of this package uses.
@@ -268,7 +268,8 @@ class Options:
         A trace asks for some steps to be profiled by itself.
         """
         own = None if self.trace_folder is None else "profile_steps"
-        return [OPTIONS[at].flag for at in self._given() if OPTIONS[at].for_ours and at != own]
+        given = [at for at in self._given() if OPTIONS[at].for_ours and at != own]
+        return [OPTIONS[at].flag or at for at in given]
 
     def _given(self) -> list[str]:
         return [each.name for each in fields(self) if getattr(self, each.name) != each.default]

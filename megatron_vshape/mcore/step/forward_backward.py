@@ -346,9 +346,7 @@ class PipelineRunner:
             sync.gather_parameters()
             iterators = self._replayed(iterators)
         program, beside = self._program(call, hides)
-        order = None
-        if self._may_place(call, config, slices):
-            order, iterators = self._order(call, config, iterators, groups)
+        order, iterators = self._order(call, config, iterators, groups, slices)
         iterators, again = read_again(iterators) if shares else (shared_out(iterators), None)
         program, early_ends = self._begun_early(program) if is_early else (program, ())
         by_layers = self._pipeline.by_layers and not call.forward_only
@@ -385,22 +383,20 @@ class PipelineRunner:
         run = ProgramRun(program, groups.pp.rank(), _stages(beginning), transport, *told)
         return _Begun(call, chunks, groups, transport, step, program, early_ends, run, order)
 
-    def _may_place(self, call: Call, config: Any, slices: int) -> bool:
-        """Return whether unlike microbatches of a step may take other places than as they come.
-
-        Where the order is planned. Forward passes alone take as long whoever comes first; and with
-        post-validation ranks are in different steps, and would have to wait for each other to
-        agree.
-        """
-        options = self._pipeline.options
-        if call.forward_only or options.keep_order or options.post_validates:
-            return False
-        return self._pipeline.choice.name == AUTO and may_reorder(config, slices)
-
     def _order(
-        self, call: Call, config: Any, iterators: Sequence[Any], groups: Any
+        self, call: Call, config: Any, iterators: list[Any], groups: Any, slices: int
     ) -> tuple[Sequence[int] | None, list[Any]]:
-        """Return which microbatch takes which place in this step, and what gives them so."""
+        """Return which microbatch takes which place in this step, and what gives them so.
+
+        They are placed where the order is planned. Forward passes alone take as long whoever comes
+        first; and with post-validation ranks are in different steps, and would have to wait for
+        each other to agree.
+        """
+        options, planned = self._pipeline.options, self._pipeline.choice.name == AUTO
+        if call.forward_only or options.keep_order or options.post_validates:
+            return None, iterators
+        if not planned or not may_reorder(config, slices):
+            return None, iterators
         if self._places is None:
             self._places = Places(config, self._pipeline.options.lengths)
         plan = self._pipeline.planner.training(call.num_microbatches)
