@@ -22,6 +22,8 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.vocabulary import share_vocabulary, shared_costs
+from megatron_vshape.mcore.layout.vocabulary import check_head
+from megatron_vshape.mcore.refusals import UnsupportedError
 
 Train = Callable[..., Ended]
 
@@ -169,6 +171,12 @@ def swapped(schedule: Schedule, one: Pass, other: Pass) -> Schedule:
         for row in schedule.order
     )
     return replace(schedule, order=rows)
+
+
+def test_a_critics_output_layer_is_refused() -> None:
+    """It has no rows; a run waited for it without end."""
+    with pytest.raises(UnsupportedError, match="this model's last stage has Linear instead, as a "):
+        check_head(torch.nn.Linear(4, 1))
 
 
 def test_a_file_out_of_turn_is_refused() -> None:

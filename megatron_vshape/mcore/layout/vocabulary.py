@@ -117,6 +117,18 @@ def share(
             _look_up_again(state, first, model)
 
 
+def check_head(head: Any) -> None:
+    """Raise UnsupportedError unless an output layer is this rank's rows, as `share` made it.
+
+    A critic's library puts a layer of one output there when the model has been built.
+    """
+    if not isinstance(getattr(head, "tp_group", None), Shards):
+        raise UnsupportedError(
+            f"{FLAG} shares an output layer of the vocabulary, and this model's last stage has "
+            f"{type(head).__name__} instead, as a critic has: leave it out for this model"
+        )
+
+
 def _share_embedding(state: StepState, model: Any, shards: Shards) -> None:
     rows = tensor_parallel.VocabParallelEmbedding(
         model.vocab_size,

@@ -42,6 +42,7 @@ from megatron_vshape.core.model.kinds import (
     Kind,
 )
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.mcore.layout.vocabulary import check_head
 from megatron_vshape.mcore.refusals import UnsupportedError, check_vocabulary, refusing
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.step.further_losses import FurtherLosses
@@ -114,6 +115,7 @@ class SharedVocabulary(Part):
         self.lose = loss_maker(step, self.last, self.stage_map.num_chunks, reports)
         self._rows = unwrapped(self.first).embedding.word_embeddings
         head = unwrapped(self.last).output_layer
+        check_head(head)
         self._table = self._rows.weight
         self._head = self._table if head.weight is None else head.weight
         self._modules = self._rows, head
