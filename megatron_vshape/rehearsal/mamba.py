@@ -16,7 +16,6 @@ from torch import Tensor
 from megatron_vshape.rehearsal.device import Current
 
 _TILE = 32  # the least rows of a kernel's tile, by which its sums of parts are laid out
-_STATE_TILE = 64
 
 
 def modules() -> dict[str, dict[str, Any]]:

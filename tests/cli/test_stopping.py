@@ -33,11 +33,16 @@ def interrupt() -> None:
 
 
 @pytest.fixture
-def interrupted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Have Ctrl-C come so many seconds after the first search has told of itself."""
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Have Ctrl-C come so many seconds after the first search has told of itself.
+
+    What has not come by the end of the test does not come.
+    """
+    made: list[threading.Timer] = []
 
     def come(*seconds: float) -> None:
         watching, timers = Budget.watching, [threading.Timer(each, interrupt) for each in seconds]
+        made.extend(timers)
 
         def and_interrupt(self: Budget, progress: Search) -> Search:
             def told(steps: int, best: float, bound: float) -> None:
@@ -49,7 +54,9 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         monkeypatch.setattr(Budget, "watching", and_interrupt)
 
-    return come
+    yield come
+    for each in made:
+        each.cancel()
 
 
 def small() -> Planned:
@@ -115,7 +122,7 @@ def test_ctrl_c_in_a_plan(
 def test_a_second_ctrl_c_in_a_plan(
     capsys: pytest.CaptureFixture[str], interrupted: Callable[..., None]
 ) -> None:
-    interrupted(0.3, 0.5)
+    interrupted(0.3, 0.34)
     assert main(LONG) == 130
     assert "interrupted; the best so far: " in capsys.readouterr().err
 

@@ -23,9 +23,11 @@ HOMES = {
     "runtime/offload.py",
     "mcore/shared_ends.py",
     "mcore/step/vocabulary.py",
+    "mcore/step/waiting.py",
 }
 
 BEYOND = {
+    "cli/advise.py",
     "cli/profile.py",
     "core/check/choices.py",
     "core/check/simulate.py",
@@ -37,7 +39,7 @@ BEYOND = {
     "mcore/one_device.py",
     "mcore/setup/choice.py",
     "mcore/setup/plans.py",
-    "mcore/step/stage.py",
+    "rehearsal/ours.py",
     "runtime/measure.py",
     "view/frontier.py",
     "view/trades.py",
