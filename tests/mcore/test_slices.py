@@ -20,6 +20,7 @@ from mcore.test_training import FOUR, assert_equal_training
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.rivals import MEGATRONS_OWN
 from megatron_vshape.mcore.options import Options, options_in
 from megatron_vshape.mcore.refusals import UnsupportedError, check_slices
 from megatron_vshape.mcore.setup.checks import with_slices

@@ -456,7 +456,8 @@ class SharedVocabulary(Part):
         """Have all ranks know whether the trainer makes its loss of logits, in all of a step."""
         has_labels = microbatch in self._labels
         if self._wants_logits is None:
-            wanted = torch.tensor([not has_labels], device=self._table.device)
+            asks = self._device == self._loss_device and not has_labels  # elsewhere it is heard
+            wanted = torch.tensor([asks], device=self._table.device)
             self._wants_logits = bool(self.together.from_one(self._loss_device, wanted, what))
         if self._device == self._loss_device and has_labels == self._wants_logits:
             raise UnsupportedError(
