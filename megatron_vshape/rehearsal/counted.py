@@ -17,7 +17,7 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.step_time import Rates, Scale, send_us, step_time
-from megatron_vshape.rehearsal.work import Work
+from megatron_vshape.rehearsal.work import Work, is_once
 
 MICROBATCHES = 3
 """Of a counted step with either backward: of bytes the middle one is taken, of work the last."""
@@ -116,13 +116,27 @@ def _pass(rank: Mapping[str, Any], kind: Kind, chunk: int, gpu: Gpu, rates: Rate
             f"rank {rank['stage']} ran no {kind} of its chunk {chunk}: what was rehearsed is not a "
             "V with backwards of both sorts"
         )
-    parts = step_time(Work.of(ran[kind]["work"]), gpu, Scale(1, 1, 1, 1, **rank["scale"]), rates)
+    work = Work.of(ran[kind]["work"])
+    parts = step_time(work, gpu, Scale(1, 1, 1, 1, **rank["scale"]), rates)
     # The last pass of a step may have begun what a step has once.
-    took = {
-        "seconds": parts["step_s"] - parts["data parallel"],
-        "waited_seconds": parts["exchanges"],
-    }
-    return {**ran[kind], **took}
+    took, waited = parts["step_s"] - parts["data parallel"], parts["exchanges"]
+    if kind is Kind.W:
+        took -= _hidden(parts, work)
+        waited = 0.0
+    return {**ran[kind], "seconds": took, "waited_seconds": waited}
+
+
+def _hidden(parts: Mapping[str, float], work: Work) -> float:
+    """Return the seconds of a W's exchanges that its own products hide.
+
+    It gathers for a product while the one before it computes (`runtime.weight_jobs`), so that the
+    first gather is waited for, and what is longer than the products.
+    """
+    exchanges = parts["exchanges"]
+    gathers = sum(
+        number for (_, group, *_), (number, _) in work.exchanges.items() if not is_once(group)
+    )
+    return min(exchanges * (1 - 1 / max(1, gathers)), parts["products"])
 
 
 def _computes_us(ran: Pass) -> float:

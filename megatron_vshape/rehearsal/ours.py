@@ -22,14 +22,15 @@ def install(watch: Watch) -> None:
 
     megatron_vshape.register()
     from megatron_vshape.mcore.setup import library
+    from megatron_vshape.mcore.split import te_layers
     from megatron_vshape.mcore.step import loss_reporting
     from megatron_vshape.mcore.step.stage import MegatronStage
     from megatron_vshape.runtime import host_memory, offload, p2p, program_runner, together
 
     replaced: Any = host_memory
     replaced.free_host_bytes = lambda ranks=None: None  # what is free here says nothing of there
-    replaced = offload
-    replaced.Tensor = FakeTensor  # what it may copy, in place of plain tensors
+    for replaced in (offload, te_layers):
+        replaced.Tensor = FakeTensor  # what is copied, and cut to its part, in place of plain ones
     replaced = p2p.Transport
     replaced._warm_up = lambda self, edges: None  # it checks what it receives
     replaced = library

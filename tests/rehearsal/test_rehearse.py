@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from rehearsal.planned import off_the_plan, with_copies
 
-from megatron_vshape import Costs, load_schedule, make, peak_held, verify
+from megatron_vshape import Costs, ScheduleError, load_schedule, make, peak_held, verify
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.program.lowering import fuse
 from megatron_vshape.rehearsal.counted import MICROBATCHES, both_backwards
+from megatron_vshape.rehearsal.sources import find_te
 
 pytest.importorskip("megatron.core")
 
@@ -84,6 +85,31 @@ def test_a_v_is_rehearsed_beside_megatrons_own(tmp_path: Path) -> None:
     assert max(map(abs, off.values())) < 0.03  # messages are not in the plan
     events = json.loads((tmp_path / "memory.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "C"}
+
+
+def test_w_gathers_what_b_keeps_a_part_of(tmp_path: Path) -> None:
+    try:
+        find_te(None)
+    except ScheduleError as error:
+        pytest.skip(str(error))
+    shards = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    flags = [*TINY, "--transformer-impl", "transformer_engine", *shards]
+    _, found = rehearse(tmp_path, [*flags, "--pipeline-schedule", "v-half"], "--alone")
+    ran = {each["kind"]: each for each in found["ranks"][1]["kinds"] if each["chunk"] == 0}
+    number = {
+        kind: sum(
+            each["number"]
+            for each in ran[kind]["work"]["exchanges"]
+            if each["kind"].startswith("all_gather")
+        )
+        for kind in ("B", "W")
+    }
+    # a layer's column-parallel inputs in W alone, its row-parallel gradients in both
+    assert number == {"B": 2 * LAYERS // 4, "W": 4 * LAYERS // 4}
+    # left of F and B: the parts of these four, two messages, and what each rank has of its own
+    two_bytes_a_part = 2 * TOKENS * LAYERS // 4
+    values = (4 + 2) * HIDDEN + 3 * HIDDEN + HIDDEN + 2 * VOCABULARY
+    assert ran["F"]["adds_bytes"] + ran["B"]["adds_bytes"] == two_bytes_a_part * values
 
 
 def test_what_waits_in_host_memory_is_not_on_the_gpu(tmp_path: Path) -> None:
