@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,7 +88,7 @@ def adapt_to_this_transformers() -> None:
 
 
 if __name__ == "__main__":
-    os.environ["MODELSCOPE_CACHE"] = os.environ["HF_DATASETS_CACHE"] = f"{os.getcwd()}/cache"
+    os.environ["MODELSCOPE_CACHE"] = os.environ["HF_DATASETS_CACHE"] = f"{sys.argv[1]}/cache"
     on_cpu.replace_attention()
     from swift.megatron import megatron_rlhf_main, megatron_sft_main  # noqa: F401  imported once
 
