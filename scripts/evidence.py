@@ -369,9 +369,8 @@ def grid_search() -> Iterator[str]:
     tau = kendall_tau(ours, theirs, groups)
     yield "\n" + wrap(
         f"Kendall's tau within a length {tau:.2f}. At 16384 the other two methods run out of "
-        "memory, in the prediction too, and V-Half does by 7 GiB where the published run fitted: B "
-        "keeps for W here what it has gathered of the tensor-parallel ranks. What kernels reach on "
-        "A100 was set by the rows at 3072; those at 1024 and 16384 are all predicted too fast."
+        "memory, in the prediction too, and V-Half fits. What kernels reach on A100 was set by the "
+        "rows at 3072; those at 1024 and 16384 are all predicted too fast."
     )
 
 
