@@ -130,8 +130,12 @@ class Recorder:
     """Asks, and keeps what is said by name."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.draw = folder, random.Random(seed)
+        self.folder, self.seed = folder, seed
         self.said: Record = {}
+
+    def random(self, kind: str, at: int) -> random.Random:
+        """Return the numbers of a question: of no other, so that one more draw changes it alone."""
+        return random.Random(f"{self.seed} {kind} {at}")
 
     def keep(self, name: str, text: str) -> None:
         """Keep a text, in which this run's folder is nobody's."""
@@ -146,7 +150,7 @@ class Recorder:
 
     def plan_by_command(self, at: int) -> None:
         """Keep what `plan` prints and the schedule that it exports, by sizes or a costs file."""
-        draw, export = self.draw, self.folder / f"plan{at}.json"
+        draw, export = self.random("plan_by_command", at), self.folder / f"plan{at}.json"
         devices, microbatches = draw.choice((2, 3, 4)), draw.randrange(3, 10)
         arguments = ["plan", "--devices", str(devices), "--microbatches", str(microbatches)]
         family, limit = "cost", f"{draw.uniform(0.7, 2.2) * devices:.2f}"
@@ -174,7 +178,7 @@ class Recorder:
 
     def plan_in_training(self, at: int) -> None:
         """Keep the trainer's plan, its program of every rank, and what it holds."""
-        draw = self.draw
+        draw = self.random("plan_in_training", at)
         devices, microbatches = draw.choice((2, 3, 4)), draw.randrange(3, 10)
         family = FAMILIES[at % len(FAMILIES)]
         stages = devices * draw.choice((2, 2, 4))
@@ -204,7 +208,7 @@ class Recorder:
 
     def ask_directly(self, at: int) -> None:
         """Keep a plan of the core with its value, bounds and peaks, as the page asks for it."""
-        draw = self.draw
+        draw = self.random("ask_directly", at)
         devices, microbatches = draw.choice((2, 3, 4)), draw.randrange(3, 12)
         family = FAMILIES[at % len(FAMILIES)]
         costs = Costs.from_json(json.dumps(costs_data(draw, family, 2 * devices)))
@@ -233,7 +237,7 @@ class Recorder:
 
     def costs_in_other_forms(self, at: int) -> None:
         """Keep the costs file regrouped, cut anew, relaxed and chosen from."""
-        draw = self.draw
+        draw = self.random("costs_in_other_forms", at)
         devices = draw.choice((2, 3))
         family = FAMILIES[at % len(FAMILIES)]
         data = costs_data(draw, family, 4 * devices)
@@ -259,9 +263,10 @@ class Recorder:
 
     def refusals(self, at: int) -> None:
         """Keep what the command line and the trainer say of a file with a change or two."""
-        draw = self.draw
-        names = sorted(self.folder.glob("plan*.json"))
-        name = names[at % len(names)]
+        draw = self.random("refusals", at)
+        name = self.folder / f"plan{at}.json"
+        if not name.exists():  # what was asked has no plan
+            return
         schedule, costs = load_schedule(name), self.folder / name.name.replace("plan", "costs")
         rows = [list(row) for row in schedule.order]
         for _ in range(draw.randrange(0, 3)):
@@ -289,7 +294,7 @@ class Recorder:
 
     def predict(self, at: int) -> None:
         """Keep what the sweep predicts of combinations of the sample's."""
-        draw, folder = self.draw, self.folder / f"sweep{at}"
+        draw, folder = self.random("predict", at), self.folder / f"sweep{at}"
         folder.mkdir()
         model = {
             "mtp_layers": draw.choice((0, 0, 1)),
