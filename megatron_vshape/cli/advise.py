@@ -16,10 +16,11 @@ from megatron_vshape.core.ask import AUTO, Question, best_order, known_as
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import COPY_OUT, ScheduleError
-from megatron_vshape.core.model.layers import Pieces, even_layers
+from megatron_vshape.core.model.layers import Pieces, even_layers, even_with_ends
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.planner.vocabulary import held_logits, is_shared, shared_pieces
 from megatron_vshape.core.rivals import Known, judge
+from megatron_vshape.mcore.layout.given_layout import layers_in
 from megatron_vshape.rehearsal import report, shapes
 from megatron_vshape.rehearsal.counting import count_all
 from megatron_vshape.rehearsal.flags import Command, Sizes, read_command, sizes_of
@@ -216,7 +217,7 @@ class _Advice:
             chunks = max(1, self.layers // (each * pipeline))
         layout = command.value("--pipeline-model-parallel-layout")
         if layout:
-            stages = len(_unfolded(layout).split("|"))
+            stages = len(layers_in(layout)[0])
             chunks = max(1, stages // command.number("--pipeline-model-parallel-size", 1))
         return "1f1b" if chunks == 1 else f"interleaved-1f1b:{chunks}"
 
@@ -246,13 +247,12 @@ class _Advice:
 
         def cut(stages: int, _: str) -> Costs:
             placement = looping(shape.pipeline, stages // shape.pipeline)
-            each, rest = divmod(self.layers + 2, stages)
             if self.layers % stages == 0:
                 layers = even_layers(self.layers, placement)
-            elif rest == 0:  # --account-for-embedding-in-pipeline-split, and for the loss
-                layers = (each - 1, *(each,) * (stages - 2), each - 1)
-            else:
-                layers = counted.pieces.balanced(self.layers, placement)
+            else:  # --account-for-embedding-in-pipeline-split, and for the loss
+                layers = even_with_ends(self.layers, stages) or counted.pieces.balanced(
+                    self.layers, placement
+                )
             return counted.pieces.costs(layers)
 
         question = Question(
@@ -312,9 +312,8 @@ class _Advice:
 
     def _line(self, name: str, shape: Shape, known: Known, stock: bool) -> Line:
         counted = self.counted[shape]
-        fixed = known.costs.fixed_bytes(known.schedule.placement, shape.pipeline)
-        state = max(fixed) - known.costs.device_bytes
-        step_s = known.timeline.makespan * 1e-6 + counted.once_s_per_byte * state
+        after_us = counted.after_us(known.costs, known.schedule.placement)
+        step_s = 1e-6 * (known.timeline.makespan + after_us)
         flops = 3 * (self.layers * counted.layer_flops + counted.ends_flops)
         mfu = flops * self.microbatches(shape) / (step_s * self.gpu.bf16_flops * shape.pipeline)
         return Line(name, shape, known, step_s, mfu, stock)
@@ -322,15 +321,6 @@ class _Advice:
 
 def _step(line: Line) -> float:
     return line.step_s
-
-
-def _unfolded(layout: str) -> str:
-    """Return Megatron's layout with every group in brackets written out."""
-    import re
-
-    text = layout.replace(",", "")
-    text = re.sub(r"\(([^()]*)\)\*(\d+)", lambda found: found[1] * int(found[2]), text)
-    return re.sub(r"(.)\*(\d+)", lambda found: found[1] * int(found[2]), text)
 
 
 def _print(advice: _Advice, lines: Mapping[str, Line | None], left_out: Sequence[str]) -> None:

@@ -35,7 +35,13 @@ from megatron_vshape.core.model.kinds import (
     Kind,
     ScheduleError,
 )
-from megatron_vshape.core.model.layers import AUTO_SPLIT, Pieces, even_layers, parse_layers
+from megatron_vshape.core.model.layers import (
+    AUTO_SPLIT,
+    Pieces,
+    even_layers,
+    even_with_ends,
+    parse_layers,
+)
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.planner.vocabulary import shared_pieces
 from megatron_vshape.view.numbers import prices_told
@@ -422,10 +428,8 @@ def stage_layers(num_layers: int, devices: int, split: str | None) -> tuple[int,
     try:
         if split is not None:
             return parse_layers(split, num_layers, placement)
-        if num_layers % stages and not (num_layers + 2) % stages:
-            each = (num_layers + 2) // stages
-            return (each - 1, *[each] * (stages - 2), each - 1)
-        return even_layers(num_layers, placement)
+        short_ends = even_with_ends(num_layers, stages) if num_layers % stages else None
+        return short_ends or even_layers(num_layers, placement)
     except ScheduleError as error:
         text = str(error)
         for theirs, ours in OPTIONS_HERE.items():

@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.rehearsal.counted import both_backwards, counted_costs
 from megatron_vshape.rehearsal.flags import Command, Sizes, sizes_of
 from megatron_vshape.rehearsal.gpus import Gpu
@@ -196,6 +198,14 @@ class Counted:
     once_s_per_byte: float  # optimizer and data parallel exchanges, for a byte of a device's state
     layer_flops: float  # of a microbatch's forward pass in a layer, on every rank that shares it
     ends_flops: float
+
+    def after_us(self, costs: Costs, placement: Placement) -> float:
+        """Return the time after the passes: gradient reduction, optimizer, parameter gathering.
+
+        It is that of the device whose stages have most parameters.
+        """
+        fixed = costs.fixed_bytes(placement, max(placement) + 1)
+        return 1e6 * self.once_s_per_byte * (max(fixed) - costs.device_bytes)
 
 
 def counted(

@@ -10,7 +10,7 @@ from pydantic import dataclasses as checked
 
 from megatron_vshape.core.ask import Question, ask, with_chunks
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import Pieces, without_ends
+from megatron_vshape.core.model.layers import Pieces, even_layers, even_with_ends, without_ends
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.core.paper.catalogue import OPTIONS
@@ -341,5 +341,4 @@ def layers_of_stages(
             pieces = without_ends(pieces)
         pieces = pieces.predicting(model.mtp_layers, widths.merging_in_layers)
         return pieces.balanced(model.layers, placement)
-    each = (model.layers + 2) // num_stages
-    return (each - 1, *(each,) * (num_stages - 2), each - 1)
+    return even_with_ends(model.layers, num_stages) or even_layers(model.layers, placement)

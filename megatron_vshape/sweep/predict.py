@@ -131,7 +131,7 @@ class Predictor:
         for stages in every:
             sizes = it.pipeline_parallel, it.num_microbatches
             busy = stages.costs.busy_us(stages.placement, *sizes)
-            least = min(least, busy + stages.after_us())
+            least = min(least, busy + stages.after_us)
         return least * 1e-6
 
     def _on_placements(self, it: Combination) -> "list[_Stages]":
@@ -199,7 +199,7 @@ class Predictor:
         return min(found, key=lambda each: self._step_us(*each))
 
     def _step_us(self, stages: "_Stages", timeline: Timeline) -> float:
-        return self._pipeline_us(timeline) + stages.after_us()
+        return self._pipeline_us(timeline) + stages.after_us
 
     def _pipeline_us(self, timeline: Timeline) -> float:
         """Return the time of the passes; without barrier between steps, that of one device.
@@ -266,7 +266,7 @@ class _Stages:
     combination: Combination
     placement: Placement
     costs: Costs
-    once_s_per_byte: float  # optimizer and data parallel exchanges, for a byte of a device's state
+    after_us: float  # the time after the passes
 
     @classmethod
     def of(cls, it: Combination, predictor: Predictor, placement: Placement) -> "_Stages":
@@ -292,16 +292,7 @@ class _Stages:
         costs = pieces.costs(layers)
         if it.schedule == ADAPTIVE and not it.vocab_parallel:
             costs = predictor.machine.copied(costs)
-        return cls(it, placement, costs, found.once_s_per_byte)
-
-    def states_bytes(self) -> list[float]:
-        """Return what each device holds of parameters, gradients and the optimizer's states."""
-        fixed = self.costs.fixed_bytes(self.placement, self.combination.pipeline_parallel)
-        return [each - self.costs.device_bytes for each in fixed]
-
-    def after_us(self) -> float:
-        """Return the time after the passes: gradient reduction, optimizer, parameter gathering."""
-        return 1e6 * self.once_s_per_byte * max(self.states_bytes())
+        return cls(it, placement, costs, found.after_us(costs, placement))
 
 
 def _measured(counted: Pieces, measured: Pieces) -> Pieces:

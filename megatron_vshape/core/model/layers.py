@@ -265,6 +265,12 @@ def even_layers(num_layers: int, placement: Placement) -> tuple[int, ...]:
     return (below,) * stages
 
 
+def even_with_ends(num_layers: int, num_stages: int) -> tuple[int, ...] | None:
+    """Return layers of stages that are even with both ends counted as one each; else None."""
+    each, rest = divmod(num_layers + 2, num_stages)
+    return None if rest else (each - 1, *(each,) * (num_stages - 2), each - 1)
+
+
 def parse_layers(text: str, num_layers: int, placement: Placement) -> tuple[int, ...]:
     """Return the layers of every stage that `--pipeline-layer-split N,N,...` names.
 
