@@ -4,7 +4,7 @@ import argparse
 import math
 from dataclasses import replace
 
-from megatron_vshape.cli.options import UNIT_COST, count, ends_of, float_or_nan
+from megatron_vshape.cli.options import UNIT_COST, count, ends_of, time_of_0
 from megatron_vshape.core.ask import Cut
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vocab-parallel",
         nargs="?",
-        type=_sum,
+        type=time_of_0,
         const=math.nan,
         metavar="SUM",
         help="all devices share the embedding and the output layer, whose times --costs or "
@@ -34,13 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the last stage has N layers of multi-token prediction, each with an output layer; "
         "takes --layers, or a costs file that says them",
     )
-
-
-def _sum(text: str) -> float:
-    value = float_or_nan(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a time of at least 0")
-    return value
 
 
 def changed(options: argparse.Namespace) -> bool:

@@ -2,7 +2,8 @@
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -192,6 +193,26 @@ def float_or_nan(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
+
+
+def number_of(
+    what: str, least: float = 0.0, most: float = sys.float_info.max
+) -> Callable[[str], float]:
+    """Return what reads an argument that is such a number, both ends included."""
+
+    def read(text: str) -> float:
+        value = float_or_nan(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r:.40} is not {what}")
+        return value
+
+    return read
+
+
+ABOVE_0 = math.nextafter(0.0, 1.0)
+"""The least that such a number is."""
+
+time_of_0 = number_of("a time of at least 0")
 
 
 def headroom_of(text: str | None, limit: float, in_bytes: bool) -> float:

@@ -28,6 +28,7 @@ from megatron_vshape.cli.files import (
     write_all,
 )
 from megatron_vshape.cli.options import (
+    ABOVE_0,
     UNITS,
     add_cost_arguments,
     add_size_arguments,
@@ -38,6 +39,7 @@ from megatron_vshape.cli.options import (
     float_or_nan,
     headroom_of,
     link,
+    number_of,
     slice_counts,
 )
 from megatron_vshape.cli.progress import Progress, told
@@ -147,13 +149,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=_seconds,
+        type=number_of("a number of seconds above 0", ABOVE_0),
         metavar="S",
         help="take so long in all, comparison included; Ctrl-C takes the best so far",
     )
     parser.add_argument(
         "--proof-seconds",
-        type=_proof_seconds,
+        type=number_of("a number of seconds, 0 or more"),
         default=PROOF_SECONDS,
         metavar="S",
         help="for up to 4 devices and 8 microbatches, let CP-SAT prove the bound or find a better "
@@ -197,7 +199,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hidden",
-        type=_share,
+        type=number_of("a share from 0 to 1", most=1.0),
         metavar="SHARE",
         help="forwards may run beside backwards, which hides this share, from 0 to 1, of the "
         "exchanges in --costs: of pairs of stages for which the file has no price",
@@ -502,27 +504,6 @@ def _hiding(costs: Costs, share: float) -> Costs:
     return replace(costs, hidden_share=share).with_source(
         "assumed, as --hidden says", "hidden_share"
     )
-
-
-def _share(text: str) -> float:
-    value = float_or_nan(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float_or_nan(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value
-
-
-def _proof_seconds(text: str) -> float:
-    value = float_or_nan(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
-    return value
 
 
 def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:

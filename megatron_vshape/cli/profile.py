@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vshape.cli.files import Output, check_target, is_installed, write_all
-from megatron_vshape.cli.options import count, float_or_nan
+from megatron_vshape.cli.options import count, float_or_nan, time_of_0
 from megatron_vshape.cli.what_fits import check_memory
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.costs_file import ASSUMED, MEASURED
@@ -184,7 +184,7 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 def _add_links(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--send-us",
-        type=_time,
+        type=time_of_0,
         metavar="US",
         help="time of a message, in place of what is measured or follows from --link",
     )
@@ -513,13 +513,6 @@ def _several(text: str) -> int:
     value = count(text)
     if value == 1:
         raise argparse.ArgumentTypeError("1 slice is the whole: give 2 and more")
-    return value
-
-
-def _time(text: str) -> float:
-    value = float_or_nan(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time of at least 0")
     return value
 
 
