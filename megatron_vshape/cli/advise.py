@@ -15,7 +15,7 @@ from megatron_vshape.cli.rehearse import add_program_arguments, rehearsed
 from megatron_vshape.core.ask import AUTO, Question, best_order, known_as
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import COPY_OUT, ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces, even_layers, even_with_ends
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.planner.vocabulary import held_logits, is_shared, shared_pieces
@@ -297,8 +297,7 @@ class _Advice:
         except (LimitError, ScheduleError):
             return None
         known = judge(answer.schedule, answer.costs)
-        copies = any(work.kind is COPY_OUT for row in answer.schedule.order for work in row)
-        planned = "planned order with copies" if copies else "planned order"
+        planned = "planned order" + " with copies" * answer.schedule.copies
         name = planned if answer.is_known is None else str(answer.is_known)
         line = self._line(name, shape, known, answer.is_megatrons)
         return replace(line, shares=is_shared(answer.schedule))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.costs_file import ASSUMED, MEASURED
-from megatron_vshape.core.model.kinds import LOOKED_UP, LOSS, PARTS, ScheduleError
+from megatron_vshape.core.model.kinds import COLLECTIVES, KINDS, PARTS, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.program.lowering import lower
@@ -174,7 +174,7 @@ def with_shared_ends(costs: Costs, model: Model, devices: int, heads: int, repea
     """
     everyones = of_all(shared_ends.measure(model, devices, heads, repeats))
     found = {name: median(each[name] for each in everyones) for name in everyones[0]}
-    for name in {LOOKED_UP.time, LOSS.time} & found.keys():
+    for name in {kind.time for kind in KINDS if kind.resource == COLLECTIVES} & found.keys():
         found[name] = max(each[name] for each in everyones)
     others = {name: (us,) * costs.num_stages for name, us in found.items()}
     where = "one device" if num_ranks() == 1 else f"{dist.get_world_size()} ranks at once"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, PARTS, Kind
+from megatron_vshape.core.model.kinds import FROM_HOST, PARTS, TO_HOST, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.runtime.stage import Handler
 
@@ -63,9 +63,8 @@ def _watching(begin: Callable[[Any], None], watch: Watch) -> Callable[[Any], Non
                 join=handler.join and (lambda work: told(handler.join, "join", work, work)),
             )
 
-        copies = COPY_OUT, COPY_BACK
         run.handlers = {
-            kind: each if kind in copies else watched(kind, each)
+            kind: each if kind.resource in (TO_HOST, FROM_HOST) else watched(kind, each)
             for kind, each in run.handlers.items()
         }
         begin(run)

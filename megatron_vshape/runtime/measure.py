@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_vshape.core.check.simulate import times_in
 from megatron_vshape.core.model.costs import Costs, Piece, joint_name
-from megatron_vshape.core.model.kinds import PROCESSOR, VOCABULARY, Kind
+from megatron_vshape.core.model.kinds import KINDS, PROCESSOR, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.program.instructions import Message, Program, Send
@@ -278,7 +278,7 @@ def _shared_times(
     The median of a device's passes; of others' stages, the devices' mean. A sum counts from this
     device's own part on, so that the shortest is the one that waited least for others' parts.
     """
-    for kind in VOCABULARY:
+    for kind in (each for each in KINDS if each.of):
         middle = statistics.median if kind.resource == PROCESSOR else min
         known = {at: middle(times[kind, at]) for at in stages if (kind, at) in times}
         if known:

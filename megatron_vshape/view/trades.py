@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from megatron_vshape.core.check.simulate import peak_in_host
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, NO_RECOMPUTE
+from megatron_vshape.core.model.kinds import FROM_HOST, NO_RECOMPUTE, TO_HOST
 from megatron_vshape.core.model.placement import Placement, chunks_of
 from megatron_vshape.core.model.schedule import Timeline, Way
 from megatron_vshape.view.numbers import percent
@@ -49,7 +49,7 @@ def trades_told(
     """
     schedule = timeline.schedule
     if costs.copies:
-        copied = Counter(w.stage for row in schedule.order for w in row if w.kind is COPY_OUT)
+        copied = Counter(work.stage for work in schedule.copied())
         share = sum(copied.values()) / (schedule.num_stages * schedule.num_microbatches)
         chunks = chunks_of(schedule.placement)
         by_chunk = Counter[int]()
@@ -72,7 +72,7 @@ def link_share(timeline: Timeline) -> float:
     """Return the share of the step in which the busiest link to a host copies."""
     busiest = 0.0
     for lane in timeline.schedule.lanes():
-        if any(work.kind in (COPY_OUT, COPY_BACK) for work in lane.passes):
+        if any(work.kind.resource in (TO_HOST, FROM_HOST) for work in lane.passes):
             starts, ends = timeline.starts[lane.device], timeline.ends[lane.device]
             busiest = max(busiest, sum(ends[at] - starts[at] for at in lane.places))
     return busiest / timeline.makespan

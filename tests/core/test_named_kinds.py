@@ -27,22 +27,12 @@ HOMES = {
 }
 
 BEYOND = {
-    "cli/advise.py",
     "cli/profile.py",
-    "core/check/choices.py",
-    "core/check/simulate.py",
     "core/model/costs.py",
     "core/planner/job_shop.py",
-    "mcore/observe/profiling.py",
     "mcore/observe/report.py",
-    "mcore/on_ranks.py",
     "mcore/one_device.py",
-    "mcore/setup/choice.py",
-    "mcore/setup/plans.py",
-    "rehearsal/ours.py",
-    "runtime/measure.py",
     "view/frontier.py",
-    "view/trades.py",
 }
 
 

@@ -20,7 +20,6 @@ from megatron_vshape.core.check.bounds import lower_bound
 from megatron_vshape.core.check.relax import least_of, split_no_slower
 from megatron_vshape.core.check.ways import Ways, ways_of
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, RELOAD
 from megatron_vshape.core.model.placement import Placement, stages_of
 
 FINENESS = 24
@@ -76,8 +75,8 @@ def _choices(settings: Sequence[Costs], stage: int, paths: Ways, copies: bool) -
         yield Choice(both + weight, held * trip + after, 0.0)
         if not copies:
             continue
-        out, back = (costs.time_us(kind, stage) for kind in (COPY_OUT, COPY_BACK))
-        moved = min(held, costs.held(RELOAD)[0][stage])
+        out, back = costs.copies_us(stage)
+        moved = min(held, costs.offloaded_bytes[stage])
         here = min(trip, both + out + back)
         yield Choice(both + weight, (held - moved) * trip + moved * here + after, out + back)
 

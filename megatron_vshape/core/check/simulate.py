@@ -10,7 +10,7 @@ from megatron_vshape.core.check import wavefront
 from megatron_vshape.core.check.deadlock import explain_deadlock
 from megatron_vshape.core.check.wavefront import Rows
 from megatron_vshape.core.model.costs import Costs, joint_name
-from megatron_vshape.core.model.kinds import COPY_OUT, HELD, KINDS, RELOAD, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import HELD, KINDS, TO_HOST, Kind, ScheduleError
 from megatron_vshape.core.model.passes import NeedTable, Pass
 from megatron_vshape.core.model.schedule import Lane, Schedule, Timeline
 
@@ -291,7 +291,7 @@ def peak_in_host(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     it more: a microbatch is there from where its copy may begin until its backward, for which it
     must be back.
     """
-    moved = costs_of(schedule, costs).held(RELOAD)[0]
+    moved = costs_of(schedule, costs).offloaded_bytes
     return tuple(_peak_in_host(passes, moved) for passes in schedule.order)
 
 
@@ -303,7 +303,7 @@ def filled(num_bytes: float) -> float:
 def _peak_in_host(passes: Sequence[Pass], moved: Sequence[float]) -> float:
     held, peak = dict[tuple[int, int], float](), 0.0
     for work in passes:
-        if work.kind is COPY_OUT:
+        if work.kind.resource == TO_HOST:
             held[work[1:]] = moved[work.stage]
             peak = max(peak, sum(held.values()))
         elif Kind.B in work.kind.does:

@@ -501,6 +501,15 @@ class Costs:
         """Return whether these say what it takes that activations wait in host memory."""
         return set(other_amounts(OFFLOAD)) <= {name for name, _ in self.others}
 
+    @property
+    def offloaded_bytes(self) -> Sequence[float]:
+        """Return, by stage, what of a microbatch may wait in host memory."""
+        return self.held(RELEASE)[2]
+
+    def copies_us(self, stage: int) -> tuple[float, float]:
+        """Return how long a copy of a stage's to the host takes, and one back."""
+        return self.time_us(COPY_OUT, stage), self.time_us(COPY_BACK, stage)
+
     def without_copies(self) -> "Costs":
         """Return the costs of stages whose activations never wait in host memory."""
         there = {name: None for name in other_amounts(OFFLOAD) if name in self.lists()}

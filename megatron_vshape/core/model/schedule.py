@@ -20,6 +20,7 @@ from megatron_vshape.core.model.kinds import (
     NO_RECOMPUTE,
     PARTS,
     PROCESSOR,
+    TO_HOST,
     Kind,
     ScheduleError,
     is_setting,
@@ -115,6 +116,15 @@ class Schedule:
         if not self._kinds:  # looked for once: that is a look at every pass
             self._kinds.append(frozenset(map(_KIND, chain.from_iterable(self.order))))
         return self._kinds[0]
+
+    @property
+    def copies(self) -> bool:
+        """Return whether activations of some microbatches wait in host memory."""
+        return any(kind.resource == TO_HOST for kind in self.kinds)
+
+    def copied(self) -> Iterator[Pass]:
+        """Yield the passes that copy to the host, device by device."""
+        return (each for row in self.order for each in row if each.kind.resource == TO_HOST)
 
     @property
     def splits_backward(self) -> bool:

@@ -170,6 +170,16 @@ def in_proportion(costs: Costs, like: Costs) -> Costs:
     return costs.having(**given)
 
 
+def uniform_shared(num_devices: int, num_stages: int) -> Costs:
+    """Return equal costs, as `Costs.uniform` has them, with those of a shared vocabulary."""
+    return Costs.uniform(num_devices, num_stages, kinds=VOCABULARY)
+
+
+def holding_logits(costs: Costs, logits_bytes: float) -> Costs:
+    """Return the costs where every device holds so much of a microbatch from S to T."""
+    return costs.having(**{LOGITS.takes: (logits_bytes,) * costs.num_stages})
+
+
 def tells_shared(costs: Costs) -> bool:
     """Return whether the costs say what passes of a shared vocabulary take."""
     return _names() <= {name for name, _ in costs.others}

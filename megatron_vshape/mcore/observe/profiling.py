@@ -19,8 +19,9 @@ import torch.distributed as dist
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.costs_file import MEASURED
-from megatron_vshape.core.model.kinds import LOGITS, NO_RECOMPUTE
+from megatron_vshape.core.model.kinds import NO_RECOMPUTE
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
+from megatron_vshape.core.planner.vocabulary import holding_logits
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.observe.contest import Contest
 from megatron_vshape.mcore.observe.drift import Drift
@@ -287,7 +288,7 @@ class Profiler:
         made = [measured_costs(kept, send_us, all_held, of) for of in (median, upper_quartile)]
         if self.pipeline.choice.shares:
             most = max(each for _, _, each in everyones)
-            made = [each.having(**{LOGITS.takes: (most,) * each.num_stages}) for each in made]
+            made = [holding_logits(each, most) for each in made]
         own = tuple(dist.get_process_group_ranks(group)), made
         world = [own] * dist.get_world_size()
         dist.all_gather_object(world, own)

@@ -19,8 +19,9 @@ from megatron_vshape.core.ask import AUTO
 from megatron_vshape.core.check.simulate import peak_in_host
 from megatron_vshape.core.compiling import processors
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import COPY_OUT, LOGITS, RELEASE, ScheduleError
+from megatron_vshape.core.model.kinds import LOGITS, RELEASE, ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.planner.vocabulary import holding_logits
 from megatron_vshape.figures import tell
 from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.pipeline import Pipeline
@@ -367,7 +368,7 @@ def _recompute_told(pipeline: Pipeline, schedule: Schedule) -> str:
 def _copies_told(plan: Plan, costs: Costs | None, local_ranks: int | None) -> str:
     """Return how much waits in host memory, and where that is known whether there is so much."""
     schedule = plan.schedule
-    copies = sum(work.kind is COPY_OUT for row in schedule.order for work in row)
+    copies = sum(1 for _ in schedule.copied())
     if not copies:
         return ""
     every = schedule.num_stages * schedule.num_microbatches
@@ -402,7 +403,7 @@ def byte_costs(memories: Sequence[Memory]) -> Costs:
         costs = costs.having(**{RELEASE.frees: waits})
     logits = max(memory.logits_bytes for memory in memories)
     if logits:
-        costs = costs.having(**{LOGITS.takes: (logits,) * len(held)})
+        costs = holding_logits(costs, logits)
     return costs
 
 

@@ -10,7 +10,7 @@ from megatron_vshape.core.ask import AUTO, PLUS_NAMES, SLICES, Question, ask, fi
 from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import filled, peak_in_host
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import OFFLOAD, ScheduleError
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement, looping, v_shape, with_loss_last
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
@@ -69,7 +69,7 @@ class Choice:
     def copies(self) -> bool:
         """Return whether activations wait in host memory, or may by what the costs say."""
         if self.from_file is not None:
-            return not self.from_file.kinds.isdisjoint(OFFLOAD)
+            return self.from_file.copies
         return self.name == AUTO and self.costs is not None and self.costs.copies
 
     @property

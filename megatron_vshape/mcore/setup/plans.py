@@ -13,9 +13,7 @@ from megatron_vshape.core.check.bounds import fits, least_memory
 from megatron_vshape.core.check.simulate import peak_held, peak_shared, simulate
 from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import (
-    OFFLOAD,
     STATE,
-    VOCABULARY,
     Kind,
     ScheduleError,
 )
@@ -30,6 +28,7 @@ from megatron_vshape.core.planner.vocabulary import (
     most_logits_bytes,
     share_forwards,
     shared_if_told,
+    uniform_shared,
     without_shared,
 )
 from megatron_vshape.core.program.hiding import Beside, weights_beside
@@ -40,8 +39,6 @@ from megatron_vshape.mcore.setup.choice import GIB, Choice
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 
 logger = logging.getLogger(__name__)
-
-OFFLOADS = frozenset(OFFLOAD)
 
 START = "v-half"
 """What auto runs until it knows the costs."""
@@ -300,13 +297,13 @@ class Planner:
         """
         if not self.choice.shares:
             return costs and without_shared(costs)
-        uniform = Costs.uniform(self.choice.num_devices, num_stages, kinds=VOCABULARY)
+        uniform = uniform_shared(self.choice.num_devices, num_stages)
         return in_proportion(costs or uniform, self.choice.estimate or uniform)
 
     def _estimate(self, schedule: Schedule) -> Costs | None:
         """Return the choice's, with copies of all that a stage holds, each as long as its F."""
         estimate = self.choice.estimate
-        if estimate is None or OFFLOADS.isdisjoint(schedule.kinds):
+        if estimate is None or not schedule.copies:
             return estimate
         held, as_forward = estimate.held_after_forward_bytes, estimate.forward_us
         return estimate.with_copies_of(as_forward, held, as_forward)

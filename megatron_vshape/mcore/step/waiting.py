@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from megatron_vshape.core.model.kinds import OFFLOAD, RELEASE, RELOAD, Kind
+from megatron_vshape.core.model.kinds import RELEASE, RELOAD, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.observe.report import RunReport, persistent
 from megatron_vshape.mcore.step.parts import Beginning, Capability, Part, counted
@@ -52,7 +52,7 @@ class HostMemoryWaiting(Capability):
     def begin(self, beginning: Beginning) -> Part | None:
         """Return what lets microbatches of this step wait in host memory, if any are to."""
         choice = beginning.pipeline.choice
-        waits = not beginning.program.schedule.kinds.isdisjoint(OFFLOAD)
+        waits = beginning.program.schedule.copies
         self._learns = False
         if not waits and not (choice.may_offload and self._report.measures_next):
             return None
