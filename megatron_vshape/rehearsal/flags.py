@@ -96,6 +96,15 @@ class Command:
         except ValueError:
             raise ScheduleError(f"{flag} {text!r:.40} is no whole number") from None
 
+    def option(self, name: str) -> int | None:
+        """Return the number that an option is given, or that it is; None where it is not.
+
+        `name` is that of the attribute of Megatron's arguments.
+        """
+        flag = "--" + name.replace("_", "-")
+        text = self.value(flag) or ""
+        return (int(text) if text.isdecimal() else True) if self.has(flag) else None
+
     def has(self, flag: str) -> bool:
         """Return whether a flag is given."""
         return any(each == flag or each.startswith(f"{flag}=") for each in self.flags)

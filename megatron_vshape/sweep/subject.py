@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_vshape.core.model.layers import Widths
+from megatron_vshape.mcore.layout.sizes import widths_of
 from megatron_vshape.rehearsal.flags import VOCABULARIES, Command, flags_of, read_command
 
 if TYPE_CHECKING:
@@ -76,16 +77,7 @@ class Subject:
 
     def widths(self, sequence: int) -> Widths:
         """Return what the products of a layer and of the head depend on."""
-        number = self.command.number
-        hidden, gated = number("--hidden-size", 1), self.command.has("--swiglu")
-        channels = number("--kv-channels", hidden // self.heads)
-        ffn = number("--ffn-hidden-size", hidden * 8 // 3 if gated else 4 * hidden)
-        if self.experts:
-            each = number("--moe-ffn-hidden-size", ffn)
-            shared = number("--moe-shared-expert-intermediate-size", 0)
-            ffn = number("--moe-router-topk", 2) * each + shared
-        attention, key_value = self.heads * channels, 2 * self.groups * channels
-        return Widths(hidden, attention, key_value, ffn, gated, sequence, self.vocabulary)
+        return widths_of(self.command.option, self.vocabulary, sequence)
 
     def flops(self, sequence: int, batch: int) -> float:
         """Return the FLOPs of a step that MFU counts: no recompute, attention without its mask.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,6 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import (
     AUTO_SPLIT,
     Pieces,
-    Widths,
     even_layers,
     parse_layers,
     without_ends,
@@ -25,6 +23,7 @@ from megatron_vshape.core.model.layers import (
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.planner.vocabulary import SUM, shared_pieces, tells_shared
 from megatron_vshape.mcore.layout import multi_token
+from megatron_vshape.mcore.layout.sizes import options_of, widths_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ _Chosen = tuple[tuple[int, ...], tuple[float, ...] | None]
 
 
 def split_layers(
-    args: Namespace,
+    args: Any,
     placement: Placement,
     text: str | None,
     costs: Costs | None,
@@ -51,6 +50,8 @@ def split_layers(
     once: Callable[[Callable[[], _Chosen]], _Chosen] = lambda plan: plan(),
 ) -> Split:
     """Return the split that `text` asks for, or the even one.
+
+    `args` are Megatron's arguments, or the config of a library.
 
     `costs` are those of a file. If it says of how many layers they are, or `text` is auto, they
     are taken apart and put together anew; else they are taken for this run's own stages. `question`
@@ -114,7 +115,7 @@ def given_layers(
 
 
 def _share(
-    args: Namespace,
+    args: Any,
     layers: tuple[int, ...],
     placement: Placement,
     costs: Costs | None,
@@ -129,13 +130,13 @@ def _share(
     return Split(layers, costs, estimate, limits)
 
 
-def _without_ends(args: Namespace, pieces: Pieces) -> Pieces:
+def _without_ends(args: Any, pieces: Pieces) -> Pieces:
     """Return the pieces of a model whose vocabulary all share: what predicts further stays."""
     return without_ends(pieces).predicting(*_predicting(args))
 
 
 def _shared(
-    args: Namespace, measured: Pieces | None, layers: Sequence[int], placement: Placement
+    args: Any, measured: Pieces | None, layers: Sequence[int], placement: Placement
 ) -> Costs:
     """Return the costs of stages without ends, and of each rank's part of these.
 
@@ -162,53 +163,22 @@ def _pieces_of(num_layers: int, costs: Costs) -> Pieces:
     return Pieces.of(costs, costs.layers or even)
 
 
-def _estimated(args: Namespace, num_stages: int) -> Pieces:
+def _estimated(args: Any, num_stages: int) -> Pieces:
     """Return what the products of the layers and of the head say; a unit is an even stage's.
 
     Each layer of multi-token prediction is one with a head of its own. A head of unknown size
     takes nothing.
     """
-    widths = _widths(args, _vocabulary(args) or 0)
+    widths = widths_of(options_of(args), _vocabulary(args) or 0)
     pieces = Pieces.estimated(widths.head_in_layers, args.num_layers / num_stages)
     return pieces.predicting(*_predicting(args))
 
 
-def _predicting(args: Namespace) -> tuple[int, float]:
+def _predicting(args: Any) -> tuple[int, float]:
     """Return how many layers of multi-token prediction there are, and what each takes to merge."""
-    return multi_token.num_predicting(args), _widths(args, 0).merging_in_layers
+    return multi_token.num_predicting(args), widths_of(options_of(args), 0).merging_in_layers
 
 
 def _vocabulary(args: Any) -> int | None:
     size: int | None = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
     return size
-
-
-def _widths(args: Namespace, vocabulary: int) -> Widths:
-    channels = args.kv_channels or args.hidden_size // args.num_attention_heads
-    groups = args.num_attention_heads
-    if args.group_query_attention:
-        groups = args.num_query_groups
-    return Widths(
-        hidden=args.hidden_size,
-        attention=args.num_attention_heads * channels,
-        key_value=2 * groups * channels,
-        feed_forward=_feed_forward(args),
-        gated=args.swiglu,
-        sequence=args.seq_length,
-        vocabulary=vocabulary,
-    )
-
-
-def _feed_forward(args: Namespace) -> float:
-    """Return how wide the feed-forward is that a token goes through, over all layers."""
-    dense = args.ffn_hidden_size
-    if dense is None:
-        dense = args.hidden_size * (8 / 3 if args.swiglu else 4)  # as Megatron will set it
-    if not args.num_experts:
-        return float(dense)
-    each = getattr(args, "moe_ffn_hidden_size", None) or dense
-    shared = getattr(args, "moe_shared_expert_intermediate_size", None) or 0
-    experts = args.moe_router_topk * each + shared
-    every = getattr(args, "moe_layer_freq", 1)
-    share = 1 / every if isinstance(every, int) else sum(every) / len(every)
-    return float(share * experts + (1 - share) * dense)

@@ -93,7 +93,6 @@ def prepare(
         args,
         options,
         once,
-        sizes=args,
         check=check_arguments,
         ties_ends=not args.untie_embeddings_and_output_weights,
         kernels=args.distributed_backend == "nccl",

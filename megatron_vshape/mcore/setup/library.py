@@ -6,7 +6,6 @@ given to `register`, and what Megatron's arguments say of the model stands in it
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +30,6 @@ def prepare_config(config: Any, options: Options) -> Pipeline:
         config,
         options,
         OnePlanner(str(options.schedule), options.timeout_seconds),
-        sizes=_as_arguments(config),
         check=check_library,
         ties_ends=getattr(config, "share_embeddings_and_output_weights", None),
         kernels=_messages_are_kernels(),
@@ -63,27 +61,3 @@ def _messages_are_kernels() -> bool:
     if dist.is_initialized():
         return "nccl" in str(dist.get_backend())
     return torch.cuda.is_available()
-
-
-def _as_arguments(config: Any) -> Namespace:
-    """Return what the split of the layers asks of Megatron's arguments, by the config."""
-    groups = config.num_query_groups
-    return Namespace(
-        num_layers=config.num_layers,
-        mtp_num_layers=config.mtp_num_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        kv_channels=config.kv_channels,
-        group_query_attention=groups is not None and groups != config.num_attention_heads,
-        num_query_groups=groups,
-        ffn_hidden_size=config.ffn_hidden_size,
-        swiglu=config.gated_linear_unit,
-        num_experts=config.num_moe_experts,
-        moe_ffn_hidden_size=config.moe_ffn_hidden_size,
-        moe_router_topk=config.moe_router_topk,
-        moe_layer_freq=config.moe_layer_freq,
-        moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
-        seq_length=getattr(config, "seq_length", None) or getattr(config, "max_sequence_length", 0),
-        padded_vocab_size=None,
-        vocab_size=getattr(config, "vocab_size", None),
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,7 +51,6 @@ def pipeline_of(
     options: Options,
     once: OnePlanner,
     *,
-    sizes: Namespace,
     check: Check,
     ties_ends: bool | None,
     kernels: bool,
@@ -62,10 +60,10 @@ def pipeline_of(
     """Return the pipeline that a run asks for, once all has been checked that can be by now.
 
     `model` are Megatron's arguments or a library's config, each with a `check` of its own, which
-    name alike what is read here; what an option becomes is told, and cleared in them. `sizes` are
-    the model's as Megatron's arguments name them. `ties_ends` is None where only the built model
-    knows whether its embeddings are tied. `microbatches` of a step, where they are known, let auto
-    choose the layers with the order. `once` plans for all ranks.
+    name alike what is read here; what an option becomes is told, and cleared in them. `ties_ends`
+    is None where only the built model knows whether its embeddings are tied. `microbatches` of a
+    step, where they are known, let auto choose the layers with the order. `once` plans for all
+    ranks.
 
     The last pipeline rank makes the loss with `loss_last`, which libraries need: there they look
     for all that comes of it, by number, by `is_pipeline_last_stage`, by
@@ -80,7 +78,7 @@ def pipeline_of(
     tell(translated)
     options = replace(options, layer_split=translated.layer_split)
     may_offload = translated.may_offload
-    split = _split(model, sizes, choice, options, microbatches, once)
+    split = _split(model, choice, options, microbatches, once)
     stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))
     check_stages(model, choice, stage_map, may_offload, core.__version__, ties_ends is True)
     choice = replace(
@@ -105,7 +103,6 @@ def pipeline_of(
 
 def _split(
     model: Any,
-    sizes: Namespace,
     choice: Choice,
     options: Options,
     microbatches: int | None,
@@ -116,7 +113,7 @@ def _split(
     if pattern is not None:
         return Split(hybrid.layers_of_stages(pattern, choice.placement, text), choice.costs)
     asked = _question(choice, options, microbatches)
-    return split_layers(sizes, choice.placement, text, choice.costs, asked, choice.shares, once)
+    return split_layers(model, choice.placement, text, choice.costs, asked, choice.shares, once)
 
 
 def _question(choice: Choice, options: Options, microbatches: int | None) -> Question | None:
