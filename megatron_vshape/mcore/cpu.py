@@ -35,12 +35,12 @@ from megatron_vshape.mcore.replaced import Replaced
 
 # A TorchFunctionMode would be one hook instead of these thirty, but torch pops it while
 # backward() runs, and a device="cuda" inside a custom autograd.Function would then escape it.
-_FACTORIES = (
+FACTORIES = (
     "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace "
     "ones ones_like rand rand_like randint randint_like randn randn_like randperm scalar_tensor "
     "tensor tril_indices triu_indices zeros zeros_like"
 ).split()
-_TENSOR_FACTORIES = "new_empty new_full new_ones new_tensor new_zeros".split()
+TENSOR_FACTORIES = "new_empty new_full new_ones new_tensor new_zeros".split()
 _LEGACY_TYPES = "BFloat16Tensor DoubleTensor FloatTensor HalfTensor IntTensor LongTensor".split()
 _NOTHING_TO_DO = (
     "empty_cache ipc_collect reset_peak_memory_stats set_device set_stream synchronize"
@@ -157,9 +157,9 @@ def _random_generator() -> Iterator[_Replacement]:
 
 
 def _tensors() -> Iterator[_Replacement]:
-    for name in _FACTORIES:
+    for name in FACTORIES:
         yield torch, name, _made_on_cpu(getattr(torch, name))
-    for name in _TENSOR_FACTORIES:
+    for name in TENSOR_FACTORIES:
         yield torch.Tensor, name, _made_on_cpu(getattr(torch.Tensor, name))
     yield torch.Tensor, "to", _moved_to_cpu(torch.Tensor.to)
     yield torch.Tensor, "type", _typed_as_on_gpu(torch.Tensor.type)
@@ -185,10 +185,10 @@ def _eager(model: Callable[..., Any] | None = None, **options: object) -> Any:
     return _eager if model is None else model
 
 
-def _called_from_megatron(depth: int = 2) -> bool:
-    """Return whether the code `depth` frames up is Megatron's; torch's own must hear the truth."""
-    module = str(sys._getframe(depth).f_globals.get("__name__", ""))
-    return module.partition(".")[0] == "megatron"
+def called_from(*packages: str) -> bool:
+    """Return whether the code two frames up is one of these; torch's own must hear the truth."""
+    module = str(sys._getframe(2).f_globals.get("__name__", ""))
+    return module.partition(".")[0] in packages
 
 
 def _available_to_megatron(is_available: Callable[[], bool]) -> Callable[[], bool]:
@@ -196,12 +196,12 @@ def _available_to_megatron(is_available: Callable[[], bool]) -> Callable[[], boo
     # not there.
     @functools.wraps(is_available)
     def answer() -> bool:
-        return _called_from_megatron() or is_available()
+        return called_from("megatron") or is_available()
 
     return answer
 
 
-def _is_gpu(device: object) -> bool:
+def is_gpu(device: object) -> bool:
     """Return whether `device` names a GPU in any of torch's spellings; a bare number is one."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
@@ -213,7 +213,7 @@ def _is_gpu(device: object) -> bool:
 def _made_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if _is_gpu(kwargs.get("device")):
+        if is_gpu(kwargs.get("device")):
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)  # memory is pinned for copies to a GPU
         return factory(*args, **kwargs)
@@ -224,9 +224,9 @@ def _made_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 def _moved_to_cpu(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(to)
     def move(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args and _is_gpu(args[0]):
+        if args and is_gpu(args[0]):
             args = ("cpu", *args[1:])
-        if _is_gpu(kwargs.get("device")):
+        if is_gpu(kwargs.get("device")):
             kwargs["device"] = "cpu"
         return to(self, *args, **kwargs)
 
@@ -239,7 +239,7 @@ def _typed_as_on_gpu(type_of: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(type_of)
     def answer(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = type_of(self, *args, **kwargs)
-        if isinstance(result, str) and _called_from_megatron():
+        if isinstance(result, str) and called_from("megatron"):
             return "torch.cuda." + result.removeprefix("torch.").removeprefix("cuda.")
         return result
 

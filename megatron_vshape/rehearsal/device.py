@@ -17,18 +17,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_vshape.mcore import cpu
+from megatron_vshape.mcore.cpu import is_gpu
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.ledger import Ledger, fused
 
 _ASKERS = ("megatron", "transformer_engine", "mamba_ssm", "__main__", "model_provider")
 """Packages that hear that there is a GPU; torch's own code would go on to query a driver."""
-
-_FROM_NOTHING = (
-    "arange as_tensor asarray empty empty_strided eye full linspace ones rand randint randn "
-    "randperm scalar_tensor tensor tril_indices triu_indices zeros"
-).split()
-_LIKE = "empty_like full_like ones_like rand_like randint_like randn_like zeros_like".split()
-_NEW = "new_empty new_full new_ones new_tensor new_zeros".split()
 
 
 class Current:
@@ -53,7 +47,7 @@ def install() -> None:
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
     cuda = torch.cuda
     ask = cuda.is_available
-    yield cuda, "is_available", lambda: _called_by(_ASKERS) or ask()
+    yield cuda, "is_available", lambda: cpu.called_from(*_ASKERS) or ask()
     yield cuda, "get_device_capability", lambda *_: _gpu().capability
     yield cuda, "get_device_name", lambda *_: _gpu().name
     yield cuda, "get_device_properties", lambda *_: _properties()
@@ -77,11 +71,6 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield torch.UntypedStorage, "resize_", _resized(torch.UntypedStorage.resize_)
     yield torch.nn.functional, "dropout", _dropout
     yield torch, "dropout", lambda x, p, train: _dropout(x, p, train)
-
-
-def _called_by(packages: tuple[str, ...], depth: int = 2) -> bool:
-    module = str(sys._getframe(depth).f_globals.get("__name__", ""))
-    return module.partition(".")[0] in packages
 
 
 def _gpu() -> Gpu:
@@ -152,11 +141,9 @@ def _compile(function: Any = None, *unused: Any, **options: Any) -> Any:
 
 
 def _tensors() -> Iterator[tuple[Any, str, Any]]:
-    for name in _FROM_NOTHING:
-        yield torch, name, _placed(getattr(torch, name), like=False)
-    for name in _LIKE:
-        yield torch, name, _placed(getattr(torch, name), like=True)
-    for name in _NEW:
+    for name in cpu.FACTORIES:
+        yield torch, name, _placed(getattr(torch, name), like=name.endswith("_like"))
+    for name in cpu.TENSOR_FACTORIES:
         yield Tensor, name, _placed(getattr(Tensor, name), like=True)
     yield Tensor, "to", _moved(Tensor.to)
     yield Tensor, "cuda", lambda self, *_, **__: to_gpu(self)
@@ -190,7 +177,7 @@ def _wrapper(make: Callable[..., Any]) -> Callable[..., Any]:
     """Have wrapped tensors be the CPU's to autograd, which would ask the driver for another's."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _is_gpu(kwargs.get("device")):
+        if is_gpu(kwargs.get("device")):
             kwargs["device"] = "cpu"
         return make(*args, **kwargs)
 
@@ -260,10 +247,6 @@ def _alias(set_: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def _is_gpu(device: object) -> bool:
-    return cpu._is_gpu(device)
-
-
 def _placed(make: Callable[..., Tensor], like: bool) -> Callable[..., Tensor]:
     """Return a factory that tells the ledger where its tensor is to lie."""
 
@@ -272,7 +255,7 @@ def _placed(make: Callable[..., Tensor], like: bool) -> Callable[..., Tensor]:
         if Current.ledger is None or Current.ledger._device:
             return _knowing(make(*args, **kwargs), args)
         device = kwargs.get("device")
-        if kwargs.get("pin_memory") or (device is not None and not _is_gpu(device)):
+        if kwargs.get("pin_memory") or (device is not None and not is_gpu(device)):
             where: bool | None = str(device) != "meta"
         elif device is None:
             where = None if like else True
@@ -304,7 +287,7 @@ def _moved(to: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if isinstance(device, Tensor):
             device = "cuda" if not _lies_on_host(device) else "cpu"
         source = self
-        if _is_gpu(device):
+        if is_gpu(device):
             source = to_gpu(self)
         elif str(device) == "cpu":
             source = to_host(self)

@@ -40,13 +40,13 @@ def install() -> None:
         str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0] in TOLD or answers()
     )
     torch.jit.script = lambda function=None, **options: function or (lambda each: each)
-    from megatron_vshape.mcore.cpu import _is_gpu
+    from megatron_vshape.mcore.cpu import is_gpu
 
     move = nn.Module.to
 
     def stay(module: nn.Module, *to: Any, **options: Any) -> nn.Module:
-        to = tuple("cpu" if _is_gpu(each) else each for each in to)
-        options = {key: "cpu" if _is_gpu(each) else each for key, each in options.items()}
+        to = tuple("cpu" if is_gpu(each) else each for each in to)
+        options = {key: "cpu" if is_gpu(each) else each for key, each in options.items()}
         return move(module, *to, **options)
 
     nn.Module.to = stay
