@@ -456,7 +456,10 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
         Refusal("experimental_attention_variant", _UNTRIED, is_set=_is_given),
         Refusal("moe_expert_capacity_factor", _OF_A_SLICE, is_set=_is_given),
         Refusal("moe_router_load_balancing_type", _OF_A_SLICE, is_set=_has("sinkhorn")),
-        Refusal("mtp_num_layers", _NO_STATE),
+        Refusal(
+            "mtp_use_repeated_layer",
+            "one layer would have keys of several depths: give each depth its own",
+        ),
         Refusal("hybrid_layer_pattern", _NO_STATE, is_set=_is_given),
         Refusal("is_hybrid_model", _NO_STATE, flag="a hybrid model"),
         Refusal(

@@ -27,7 +27,10 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -39,7 +42,9 @@ from sharded_sequence import _marked_norm as marked_norm
 from torch import Tensor, nn
 
 import megatron_vshape
+from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.split import sliced_attention, sliced_router
+from megatron_vshape.mcore.step import slices as step_slices
 from megatron_vshape.mcore.step.slices import Slices
 from megatron_vshape.mcore.step_state import Slice
 
@@ -88,6 +93,11 @@ def apart_again(state: Any, chunks: Any) -> None:
     """Have every slice's experts be balanced by themselves."""
 
 
+def looks_no_further(model: nn.Module) -> bool:
+    """Have what predicts further tokens find none behind the end of a slice."""
+    return False
+
+
 PUT, ADD = sliced_attention.KeysValues.put, sliced_attention.KeysValues.add
 PART = Slices.part
 MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
@@ -96,6 +106,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "early": (sliced_attention.KeysValues, "add", early),
     "out of turn": (Slices, "part", out_of_turn),
     "balanced apart": (sliced_router, "install", apart_again),
+    "tokens apart": (step_slices, "looks_ahead", looks_no_further),
 }
 
 
@@ -114,7 +125,8 @@ def forward_step(case: dict[str, Any], data: Any, model: nn.Module) -> Any:
     tokens, labels, mask = next(data)
     positions = torch.arange(LENGTH)[None].expand_as(tokens).contiguous()
     seen = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1) if case.get("mask") else None
-    output = model(tokens, positions, seen, labels=labels)
+    counted = {"loss_mask": mask} if case.get("ragged") else {}
+    output = model(tokens, positions, seen, labels=labels, **counted)
 
     def loss_of(losses: Tensor) -> Any:
         total, count = (losses * mask).sum(), mask.sum()
@@ -137,13 +149,17 @@ def build(case: dict[str, Any], config: Any) -> list[nn.Module]:
             "post_process": mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=where),
             "vp_stage": where,
         }
+        layer, further = get_gpt_layer_local_spec(num_experts=config.num_moe_experts), None
+        if config.mtp_num_layers:
+            further = get_gpt_mtp_block_spec(config, layer, False, where)
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(num_experts=config.num_moe_experts),
+            layer,
             VOCABULARY,
             LENGTH,
             position_embedding_type=case.get("position", "rope"),
             share_embeddings_and_output_weights=False,
+            mtp_block_spec=further,
             **ends,
         ).double()
         fill(model)
@@ -183,6 +199,7 @@ def step(case: dict[str, Any], ranks: int, ours: bool) -> dict[str, Any]:
         persist_layer_norm=False,
         calculate_per_token_loss=case.get("per_token", False),
         use_cpu_initialization=True,
+        mtp_num_layers=case.get("predicting"),
         **case.get("recompute", {}),
         **case.get("experts", {}),
     )
@@ -213,8 +230,9 @@ def step(case: dict[str, Any], ranks: int, ours: bool) -> dict[str, Any]:
 
 
 def balance() -> dict[str, Tensor]:
-    """Return what this rank has of the losses of balance that are told, by layer."""
-    return {name: each.values for name, each in get_moe_metrics_tracker()._metrics.items()}
+    """Return what this rank tells of further losses, by layer: of balance and of more tokens."""
+    told = {name: each.values for name, each in get_moe_metrics_tracker()._metrics.items()}
+    return told | multi_token.take_metrics()
 
 
 def left(model: list[nn.Module]) -> int:
@@ -284,14 +302,16 @@ def apart(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str,
 
 
 def balance_apart(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
-    """Return by how much the losses of balance differ that are told, as a share of each."""
+    """Return by how much further losses differ that are told, as a share of each."""
     told: list[dict[str, Tensor]] = [{}, {}]
     for own, run in zip(told, (ours, theirs), strict=True):
         for each in run:
             for name, values in each["balance"].items():
                 own[name] = own.get(name, 0) + values
     assert told[0].keys() == told[1].keys()
-    return max((float((told[0][k] / told[1][k] - 1).abs().max()) for k in told[0]), default=0.0)
+    pairs = [(told[0][name], told[1][name]) for name in told[0]]
+    shares = (((mine - yours).abs() / yours.abs().clamp(min=1e-3)).max() for mine, yours in pairs)
+    return max(map(float, shares), default=0.0)
 
 
 def main(cases: dict[str, dict[str, Any]]) -> None:

@@ -71,7 +71,7 @@ def test_what_a_schedule_alone_brings_comes_and_goes_with_it(session: Session) -
     for pipeline in (None, object()):
         session.choose(pipeline, "1f1b" if pipeline is None else None)  # type: ignore[arg-type]
         assert layers._grad_accum_fusion_available == (pipeline is not None)
-        assert [hook.original() is not ABSENT for hook in chosen].count(True) == 3 - (
+        assert [hook.original() is not ABSENT for hook in chosen].count(True) == 4 - (
             pipeline is None
         )
         assert hasattr(layers, "fused_weight_gradient_mlp_cuda") == (pipeline is not None)

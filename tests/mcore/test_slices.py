@@ -74,6 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
     "learned positions": {"schedule": "zb-h1", "slices": 4, "position": "learned_absolute"},
     "given mask, recompute": {"schedule": "v-min", "slices": 4, "mask": True, "recompute": CORE},
     "experts": {"schedule": "v-zb", "slices": 4, "experts": EXPERTS},
+    "further tokens": {"schedule": "v-zb", "slices": 4, "predicting": 2, "ragged": True},
 }
 
 MORE: dict[str, dict[str, Any]] = {
@@ -104,6 +105,26 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "global": {"schedule": "v-zb", "slices": 4, "experts": GLOBAL},
     "experts, tensor-parallel": {"schedule": "v-zb", "slices": 2, "tensor": 2, "experts": EXPERTS},
+    "further tokens per token": {
+        "schedule": "zb-h1",
+        "slices": 4,
+        "predicting": 2,
+        "ragged": True,
+        "per_token": True,
+    },
+    "further tokens, tensor-parallel, recompute": {
+        "schedule": "v-half",
+        "slices": 2,
+        "predicting": 1,
+        "tensor": 2,
+        "recompute": FULL,
+    },
+    "further tokens of experts": {
+        "schedule": "v-half",
+        "slices": 2,
+        "predicting": 1,
+        "experts": EXPERTS,
+    },
 }
 
 MUTANTS = {
@@ -115,7 +136,8 @@ MUTANTS = {
         "slices": 4,
         "experts": EXPERTS,
         "mutant": "balanced apart",
-    }
+    },
+    "tokens apart": {"schedule": "v-zb", "slices": 4, "predicting": 1, "mutant": "tokens apart"},
 }
 
 
@@ -193,6 +215,7 @@ OPTIONS = {
         "--moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 "
         "--moe-token-dispatcher-type alltoall --disable-bias-linear"
     ),
+    "further tokens, tied": "--mtp-num-layers 2",
     "learned positions, swiglu": "--position-embedding-type learned_absolute --swiglu",
 }
 
@@ -229,7 +252,7 @@ GIVEN = {
     "context_parallel_size": 2,
     "moe_expert_capacity_factor": 1.0,
     "moe_router_load_balancing_type": "sinkhorn",
-    "mtp_num_layers": 1,
+    "mtp_use_repeated_layer": True,
     "cuda_graph_impl": "transformer_engine",
     "variable_seq_lengths": True,
     "hybrid_layer_pattern": "M*-",
@@ -246,7 +269,8 @@ def test_what_slices_do_not_go_with_is_refused(name: str) -> None:
 
 def test_nothing_is_refused_of_a_plain_model() -> None:
     plain = {"context_parallel_size": 1, "num_experts": None, "cuda_graph_impl": "none"}
-    check_slices(4, Namespace(seq_length=4096, position_embedding_type="rope", **plain), {})
+    others = {"position_embedding_type": "rope", "mtp_num_layers": 2}
+    check_slices(4, Namespace(seq_length=4096, **others, **plain), {})
 
 
 @pytest.mark.parametrize(

@@ -415,6 +415,14 @@ HOOKS = (
         replacements.fusion_available,
         chosen=True,
     ),
+    Hook(
+        "megatron.core.transformer.multi_token_prediction",
+        "roll_tensor",
+        ("tensor", "shifts", "dims"),
+        "tokens behind the end of a slice are those of the next",
+        replacements.roll_tensor,
+        chosen=True,
+    ),
 )
 
 PROBES = (

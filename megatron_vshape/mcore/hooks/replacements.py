@@ -27,6 +27,7 @@ from megatron_vshape.mcore.observe.megatrons_own import (
 from megatron_vshape.mcore.refusals import check_one_module, refused_model, refusing
 from megatron_vshape.mcore.split.graphs import capture_order
 from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_split_linear
+from megatron_vshape.mcore.split.sliced_tokens import TokensOfSlice
 from megatron_vshape.mcore.step.late_checks import can_wait
 
 Function = Callable[..., Any]
@@ -271,3 +272,14 @@ def fused_kernels(session: Session, original: Any) -> Any:
 def fusion_available(session: Session, original: bool) -> bool:
     """Return that there are kernels: apex's, or torch's by `fused_kernels`."""
     return True
+
+
+@replaces
+def roll_tensor(
+    session: Session, original: Function, tensor: Any, *args: Any, **options: Any
+) -> Any:
+    """Take what comes behind the end of a slice from its microbatch, and count all of that."""
+    if not isinstance(tensor, TokensOfSlice):
+        return original(tensor, *args, **options)
+    rolled, *counted = original(tensor.whole, *args, **options)
+    return TokensOfSlice.cut(rolled, tensor.part), *counted

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.split.sliced_tokens import TokensOfSlice
 from megatron_vshape.mcore.step.parts import Beginning, Capability, ForwardStep, Part
 from megatron_vshape.mcore.step.stage import loss_maker
 from megatron_vshape.mcore.step_state import Slice, unwrapped
@@ -26,6 +27,9 @@ ALONG = ("input_ids", "position_ids", "labels", "loss_mask")
 """What is [b, s], or ends in s, and is cut with the sequence."""
 
 MASK = "attention_mask"
+
+LABELS, COUNTS = "labels", "loss_mask"
+"""What multi-token prediction has losses for, and which of them count: all where none is given."""
 
 
 class _Called(NamedTuple):
@@ -154,18 +158,33 @@ class _Noting:
 
 def _call(model: nn.Module, arguments: inspect.BoundArguments, part: Slice) -> Any:
     """Return what the model makes of a slice."""
-    own = {name: _cut(name, value, part) for name, value in arguments.arguments.items()}
+    given = dict(arguments.arguments)
+    cut = _plain
+    if looks_ahead(model):
+        cut = TokensOfSlice.cut
+        if given.get(COUNTS) is None and given.get(LABELS) is not None:
+            given[COUNTS] = torch.ones_like(given[LABELS])
+    own = {name: _cut(name, value, part, cut) for name, value in given.items()}
     bound = inspect.BoundArguments(arguments.signature, own)
     return model(*bound.args, **bound.kwargs)
 
 
-def _cut(name: str, value: Any, part: Slice) -> Any:
+def looks_ahead(model: nn.Module) -> bool:
+    """Return whether a chunk has layers of multi-token prediction."""
+    return bool(getattr(unwrapped(model), "mtp_process", False))
+
+
+def _plain(whole: Tensor, part: Slice) -> Tensor:
+    return whole[..., part.begin : part.end].contiguous()
+
+
+def _cut(name: str, value: Any, part: Slice, cut: Callable[[Tensor, Slice], Tensor]) -> Any:
     """Return the part of an argument that is a slice's."""
     if value is None or isinstance(value, bool) or value in ({}, ()):
         return value
     shape = value.shape if isinstance(value, Tensor) else ()
     if name in ALONG and shape[-1:] == (part.total,):
-        return value[..., part.begin : part.end].contiguous()
+        return cut(value, part)
     if name == MASK and shape[-2:] == (part.total, part.total):
         return value[..., part.begin : part.end, : part.end]
     raise UnsupportedError(
