@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
 """Measure steps of a sliced V beside Megatron's 1F1B and interleaved, and the same V unsliced.
 
-    python scripts/bench_slices.py [--ranks 4] [--microbatches 4] [--slices 4] [--seq-length 512]
+    python scripts/bench_slices.py [--ranks 4] [--microbatches 4] [--slices 4] [--seq-length 768]
 
-Trains a small GPT over gloo with long sequences and no more microbatches than ranks. Printed are
-the medians of Megatron's own times of an iteration, their ratios to that of the sliced V, and the
-ratios that the simulator predicts from what F, B and W of the unsliced V have taken, with the price
-of a pass from the sliced one.
+Trains a small GPT over gloo with long sequences and no more microbatches than ranks: four minutes
+on two idle cores. Every pass computes and then sleeps until `DILATION` times its processor time has
+gone, the median of the first `CALIBRATION` of its kind, chunk and slice: so the ranks' passes fit
+on few processors beside each other.
 
-Every pass computes and then sleeps until `DILATION` times its processor time has gone, the median
-of the first `CALIBRATION` of its kind, chunk and slice: so the ranks' passes fit on few processors
-beside each other. What else a rank does is as it is.
+Printed of every run are the median of Megatron's own times of an iteration; what lies in it between
+the first pass of all ranks and the last, beside what the simulator says of the same order at what
+the passes of this very run have lasted, by rank, kind, chunk and slice, sleep and all; and the
+ratio of its iteration to the sliced V's, measured and foretold from the simulated passes and the
+rest of the iteration. What a run takes beyond its simulated passes it has waited for messages:
+Megatron's schedules wait until a message has been taken, which the simulator does not.
 """
 
 from __future__ import annotations
@@ -26,32 +29,40 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.costs import Costs, regroup
+from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 
 ROOT = Path(__file__).parents[1]
 AS_RANK = "--as-rank"  # first argument of this script where it is one rank of a run
-DILATION, CALIBRATION, STEPS, COUNTED = 6, 6, 8, 4
+DILATION, CALIBRATION, STEPS, COUNTED = 3, 6, 6, 3
 MODEL = (
-    "--transformer-impl local --mock-data --tokenizer-type NullTokenizer --hidden-size 128 "
+    "--transformer-impl local --mock-data --tokenizer-type NullTokenizer --hidden-size 256 "
     "--num-attention-heads 4 --num-workers 0 --vocab-size 255 --position-embedding-type rope "
     "--no-rope-fusion --attention-dropout 0 --hidden-dropout 0 --log-interval 1 --lr 1e-3 "
     "--untie-embeddings-and-output-weights --no-gradient-accumulation-fusion --eval-iters 0 "
     "--no-masked-softmax-fusion --no-persist-layer-norm --micro-batch-size 1 --eval-interval 1000 "
     f"--lr-decay-style constant --distributed-backend gloo --train-iters {STEPS}"
 ).split()
-METHODS = ("forward", "backward_inputs", "backward_weights", "backward")
+KINDS = {Kind.F: "forward", Kind.B: "backward_inputs", Kind.W: "backward_weights"}
+KINDS[Kind.BW] = "backward"
+MEGATRONS = {"forward_step": KINDS[Kind.F], "backward_step": KINDS[Kind.BW]}
 
 
 class Run(NamedTuple):
-    """The median time of a step, and what passes have taken: by rank, then by key."""
+    """What a run has told, in ms."""
 
-    step_ms: float
-    passes: dict[int, dict[str, float]]
+    step: float
+    passes: float  # from the first to the last of a step
+    rest: float  # from there to the next step's first
+    lasted: dict[int, dict[str, float]]  # by rank: a pass of a kind, chunk and slice
 
 
 def measure(flags: tuple[str, ...], options: argparse.Namespace) -> Run:
@@ -70,11 +81,18 @@ def measure(flags: tuple[str, ...], options: argparse.Namespace) -> Run:
     ]
     run = subprocess.run(command, capture_output=True, text=True, env=os.environ | ours)
     steps = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", run.stdout)
-    told = re.findall(r"rank (\d+) passes (\{.*?\})", run.stdout)
+    told = re.findall(r"rank (\d+) passes (\{.*\}) steps (\[.*\])", run.stdout)
     if run.returncode or len(steps) < STEPS or len(told) < options.ranks:
         raise SystemExit(f"a run failed:\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}")
-    median = statistics.median(map(float, steps[-COUNTED:]))
-    return Run(median, {int(rank): json.loads(text) for rank, text in told})
+    first, last = zip(*(zip(*json.loads(text), strict=True) for *_, text in told), strict=True)
+    begun, ended = map(min, zip(*first, strict=True)), map(max, zip(*last, strict=True))
+    spans = list(zip(begun, ended, strict=True))
+    return Run(
+        statistics.median(map(float, steps[-COUNTED:])),
+        statistics.median(end - begin for begin, end in spans),
+        statistics.median(then - end for (_, end), (then, _) in pairwise(spans)),
+        {int(rank): json.loads(text) for rank, text, _ in told},
+    )
 
 
 def run_rank(arguments: list[str]) -> None:
@@ -91,16 +109,19 @@ def run_rank(arguments: list[str]) -> None:
     from megatron_vshape.mcore.step.stage import MegatronStage
 
     spent: defaultdict[str, list[float]] = defaultdict(list)
+    ran: list[tuple[str, float, float]] = []
 
     def longer(original: Callable[..., Any], key_of: Callable[..., str]) -> Callable[..., Any]:
         @functools.wraps(original)
         def run(*args: Any, **options: Any) -> Any:
-            cpu, at, known = time.thread_time(), time.perf_counter(), spent[key_of(*args)]
+            key = key_of(*args)
+            cpu, at, known = time.thread_time(), time.perf_counter(), spent[key]
             result = original(*args, **options)
             if len(known) < CALIBRATION:
                 known.append(time.thread_time() - cpu)
             until = at + DILATION * statistics.median_low(known)
             time.sleep(max(0.0, until - time.perf_counter()))
+            ran.append((key, 1e3 * at, 1e3 * time.perf_counter()))
             return result
 
         return run
@@ -112,52 +133,77 @@ def run_rank(arguments: list[str]) -> None:
         return key
 
     if {"1f1b", "interleaved-1f1b"}.isdisjoint(arguments):
-        for name in METHODS:
+        for name in KINDS.values():
             setattr(MegatronStage, name, longer(getattr(MegatronStage, name), key_of(name)))
-    else:
-        for name in ("forward_step", "backward_step"):
-            setattr(schedules, name, longer(getattr(schedules, name), lambda *_, of=name: of))
+    else:  # which do not tell a backward's chunk
+        for name, own in MEGATRONS.items():
+            setattr(schedules, name, longer(getattr(schedules, name), lambda *_, own=own: own))
     train = training.train
 
     def tell(*args: Any, **options: Any) -> Any:
         result = train(*args, **options)
-        took = {key: 1e3 * DILATION * statistics.median_low(each) for key, each in spent.items()}
-        print(f"rank {dist.get_rank()} passes {json.dumps(took)}", flush=True)
+        print(f"rank {dist.get_rank()} {_told(ran)}", flush=True)
         return result
 
     training.train = tell
     exec(source, {"__name__": "__main__", "__file__": script})
 
 
-def times(run: Run, ranks: int, slices: int) -> list[list[float]]:
-    """Return what F, B and W of all slices of a microbatch take in every stage of the V, in ms."""
-    stages = [(rank, 0) for rank in range(ranks)]
-    stages += [(rank, 1) for rank in reversed(range(ranks))]
-    return [
-        [
-            sum(run.passes[rank][f"{name} {chunk} {at}"] for at in range(slices))
-            for rank, chunk in stages
-        ]
-        for name in METHODS[:3]
-    ]
+def _told(ran: list[tuple[str, float, float]]) -> str:
+    """Return what a rank tells of its passes: what they lasted, and when its steps were."""
+    of_step = len(ran) // STEPS
+    steps = [ran[at * of_step : (at + 1) * of_step] for at in range(STEPS - COUNTED, STEPS)]
+    lasted: defaultdict[str, list[float]] = defaultdict(list)
+    for key, begin, end in (each for step in steps for each in step):
+        lasted[key].append(end - begin)
+    means = {key: statistics.fmean(each) for key, each in lasted.items()}
+    ends = [(step[0][1], step[-1][2]) for step in steps]
+    return f"passes {json.dumps(means)} steps {json.dumps(ends)}"
 
 
-def predicted(whole: Run, cut: Run, options: argparse.Namespace) -> tuple[dict[str, float], float]:
-    """Return what the simulator says of every run, and the price of a pass, in ms."""
-    ranks, slices = options.ranks, options.slices
-    alone, parts = times(whole, ranks, 1), times(cut, ranks, slices)
-    more = [b - a for x, y in zip(alone, parts, strict=True) for a, b in zip(x, y, strict=True)]
-    price = max(0.0, statistics.fmean(more) / (slices - 1))
-    stages, one = 2 * ranks, (1.0,) * (2 * ranks)
-    f, b, w = (tuple(max(each - price, each / 10) for each in row) for row in alone)
-    costs = Costs(f, b, w, 0.0, one, one, host_us=price)
-    names = {"1f1b": 1, "interleaved-1f1b": 1, "v-zb": 1, f"v-zb, {slices} slices": slices}
-    found = {}
-    for name, count in names.items():
-        schedule = make(name.partition(",")[0], ranks, options.microbatches, slices=count)
-        cut_costs = costs if schedule.num_stages == stages else regroup(costs, ranks, name)
-        found[name] = simulate(schedule, cut_costs).makespan
-    return found, price
+def times(run: Run, schedule: Schedule) -> dict[Kind, list[list[float]]]:
+    """Return what F, B, W and BW of every stage lasted, of every slice of a microbatch.
+
+    A stage whose W all ran with their B has halves of those, which nothing then takes.
+    """
+    found: dict[Kind, list[list[float]]] = {kind: [] for kind in KINDS}
+    chunks = [0] * schedule.num_devices
+    for rank in schedule.placement:
+        own = run.lasted[rank]
+        for kind, name in KINDS.items():
+            keys = (f"{name} {chunks[rank]} {at}" for at in range(schedule.slices))
+            known = [own.get(key, own.get(name)) for key in keys]
+            there = [each for each in known if each is not None]
+            mean = statistics.fmean(there) if there else 0.0
+            found[kind].append([mean if each is None else each for each in known])
+        chunks[rank] += 1
+    for part, both, whole in zip(found[Kind.B], found[Kind.W], found[Kind.BW], strict=True):
+        if not any(part):
+            part[:] = both[:] = [each / 2 for each in whole]
+        if not any(whole):
+            whole[:] = [b + w for b, w in zip(part, both, strict=True)]
+    return found
+
+
+def simulated(run: Run, schedule: Schedule) -> float:
+    """Return what the passes of a step take by the simulator, in ms, at what they lasted."""
+    whole = replace(schedule, slices=1)  # so that every slice has a cost of its own
+    found = times(run, schedule)
+    means = {kind: [statistics.fmean(each) for each in found[kind]] for kind in KINDS}
+    shares = tuple(
+        (
+            kind.time,
+            tuple(
+                sum(stage[number % schedule.slices] for stage in found[kind]) / sum(means[kind])
+                for number in range(whole.num_microbatches)
+            ),
+        )
+        for kind in KINDS
+    )
+    f, b, w, both = (tuple(means[kind]) for kind in KINDS)
+    ones = (1.0,) * schedule.num_stages
+    costs = Costs(f, b, w, 0.0, ones, ones, whole_backward_us=both, by_microbatch=shares)
+    return simulate(whole, costs).makespan
 
 
 def main() -> None:
@@ -166,31 +212,38 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--slices", type=int, default=4)
-    parser.add_argument("--seq-length", type=int, default=512)
+    parser.add_argument("--seq-length", type=int, default=768)
     options = parser.parse_args()
     sliced = f"v-zb, {options.slices} slices"
-    runs = {}
+    runs, expected, schedules = dict[str, Run](), dict[str, float](), dict[str, Schedule]()
     for name in ("1f1b", "interleaved-1f1b", "v-zb", sliced):
-        flags: tuple[str, ...] = ("--pipeline-schedule", name.partition(",")[0])
-        if name == sliced:
-            flags += ("--pipeline-slices", str(options.slices))
-        runs[name] = measure(flags, options)
+        own, slices = name.partition(",")[0], options.slices if name == sliced else 1
+        schedules[name] = make(own, options.ranks, options.microbatches, slices=slices)
+        flags = ("--pipeline-schedule", own, "--pipeline-slices", str(slices))
+        runs[name] = measure(flags if slices > 1 else flags[:2], options)
+        expected[name] = simulated(runs[name], schedules[name])
         load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
-        print(f"{name}: {runs[name].step_ms:.0f} ms a step (load {load})", flush=True)
-    expected, price = predicted(runs["v-zb"], runs[sliced], options)
-    share = price / statistics.fmean(times(runs["v-zb"], options.ranks, 1)[0])
+        print(f"{name}: {runs[name].step:.0f} ms a step (load {load})", flush=True)
+    (whole, *_), (cut, *_) = (
+        times(runs[each], schedules[each]).values() for each in ("v-zb", sliced)
+    )
+    more = [sum(b) - sum(a) for a, b in zip(whole, cut, strict=True)]
+    price, share = statistics.fmean(more) / (options.slices - 1), statistics.fmean(map(sum, whole))
     print(
         f"{options.ranks} ranks, {options.microbatches} microbatches of {options.seq_length} "
-        f"tokens; a pass of a slice takes {price:.1f} ms beside its share, {share:.1%} of an F"
+        f"tokens; an F of a slice takes {price:.1f} ms beside its share, {price / share:.1%} of a "
+        "whole one"
     )
     print(
-        f"{'run':20} {'measured ms':>12} {'predicted ms':>13} {'over sliced':>12} {'predicted':>10}"
+        f"{'run':18} {'step ms':>8} {'passes':>7} {'simulated':>9} "
+        f"{'over sliced':>12} {'foretold':>9}"
     )
     for name, run in runs.items():
-        ratio = run.step_ms / runs[sliced].step_ms
-        foretold = expected[name] / expected[sliced]
+        ratio = run.step / runs[sliced].step
+        foretold = (expected[name] + run.rest) / (expected[sliced] + runs[sliced].rest)
         print(
-            f"{name:20} {run.step_ms:12.0f} {expected[name]:13.0f} {ratio:12.2f} {foretold:10.2f}"
+            f"{name:18} {run.step:8.0f} {run.passes:7.0f} {expected[name]:9.0f} {ratio:12.2f} "
+            f"{foretold:9.2f}"
         )
 
 

@@ -179,7 +179,6 @@ class Question:
         whole = self.whole()
         unsliced = {
             "joint passes": whole.joins,
-            "copies to the host": whole.copies,
             "a shared vocabulary": tells_shared(whole),
         }
         for what, there in unsliced.items():

@@ -76,6 +76,7 @@ class _Waiting:
     output: int  # the storage of F's output, which belongs to its reader
     made: Moment
     stays: bool  # as it is not known yet what belongs to this microbatch alone
+    shared: frozenset[int]  # storages that others of the same microbatch read
     at: _At = _At.MADE
     storages: list[tuple[UntypedStorage, int]] = field(default_factory=list)  # and their bytes
     blocks: list[Tensor] = field(default_factory=list)
@@ -115,8 +116,10 @@ class Offload:
         """Return whether it is known what belongs to one microbatch alone, of all these stages."""
         return all(self._walks.get(stage, 0) >= WALKS for stage in stages)
 
-    def ends_forward(self, stage: int, microbatch: int, output: Tensor) -> None:
-        """Take note of what F has left behind; `output` still has its data.
+    def ends_forward(
+        self, stage: int, microbatch: int, output: Tensor, shared: Iterable[Tensor] = ()
+    ) -> None:
+        """Take note of what F has left behind; `output` still has its data, and `shared` stays.
 
         The graphs of a stage's first microbatches are compared: what two of them save, such as the
         table of a rotary embedding, belongs to neither. Until that is known, all stays.
@@ -125,7 +128,8 @@ class Offload:
             return
         storage: int = output.untyped_storage()._cdata
         learns = self._walks.get(stage, 0) < WALKS
-        waiting = _Waiting(output.grad_fn, storage, Moment.of(self._device), learns)
+        others = frozenset(each.untyped_storage()._cdata for each in shared)
+        waiting = _Waiting(output.grad_fn, storage, Moment.of(self._device), learns, others)
         self._waiting[stage, microbatch] = waiting
         if learns:
             self._learn(stage, waiting, output.grad_fn)
@@ -228,7 +232,7 @@ class Offload:
         root, waiting.root = waiting.root, None
         if waiting.stays or root is None:
             return
-        chosen = self._chosen(stage, root, waiting.output)
+        chosen = self._chosen(stage, root, waiting)
         taken = self.host.take(sum(size for _, size in chosen)) if chosen else None
         if taken is not None:
             waiting.storages = chosen
@@ -251,7 +255,7 @@ class Offload:
         self._walks[stage] = walk[1] + 1
         self._seen = {key: seen for key, seen in self._seen.items() if not seen[0].expired()}
         others = _memory_of_other_streams()
-        for name, storage in self._saved(root, waiting.output):
+        for name, storage in self._saved(root, waiting):
             if storage.data_ptr() in others:
                 self._stays.add((stage, name))
             _, other, known_as = self._seen.setdefault(
@@ -259,12 +263,14 @@ class Offload:
             )
             if other != walk:
                 self._stays.update({(stage, name), (other[0], known_as)})
-        self._bytes[stage] = sum(size for _, size in self._chosen(stage, root, waiting.output))
+        self._bytes[stage] = sum(size for _, size in self._chosen(stage, root, waiting))
 
-    def _chosen(self, stage: int, root: Node, output: int) -> list[tuple[UntypedStorage, int]]:
+    def _chosen(
+        self, stage: int, root: Node, waiting: _Waiting
+    ) -> list[tuple[UntypedStorage, int]]:
         """Return what of a microbatch is to wait, with its bytes; what was saved first is first."""
         names: dict[int, tuple[UntypedStorage, list[_Name]]] = {}
-        for name, storage in self._saved(root, output):
+        for name, storage in self._saved(root, waiting):
             names.setdefault(storage._cdata, (storage, []))[1].append(name)
         own = [
             (storage, storage.nbytes())
@@ -274,7 +280,7 @@ class Offload:
         least = SMALL * max((size for _, size in own), default=0)
         return [(storage, size) for storage, size in own if size >= least]
 
-    def _saved(self, root: Node, output: int) -> Iterator[tuple[_Name, UntypedStorage]]:
+    def _saved(self, root: Node, waiting: _Waiting) -> Iterator[tuple[_Name, UntypedStorage]]:
         """Yield the storages that a graph saves and that can be emptied, in the order of F."""
         numbers: dict[str, int] = {}
         for node in sorted(nodes_behind(root), key=lambda node: node._sequence_nr()):
@@ -288,7 +294,7 @@ class Offload:
                     continue
                 storage = tensor.untyped_storage()
                 key = storage._cdata
-                if key == output or key in self._kept:
+                if key == waiting.output or key in self._kept or key in waiting.shared:
                     continue
                 if storage.nbytes() and storage.resizable():
                     yield _Name(kind, numbers[kind], attribute, places[attribute]), storage

@@ -72,7 +72,10 @@ def test_slices_are_planned_and_exported(
     [
         (["--slices", "0"], "--slices: "),
         (["--slices", "2,x"], "--slices: "),
-        (["--slices", "2", "--offload", "1"], "copies to the host, with which no plan has slices"),
+        (
+            ["--slices", "2", "--vocab-parallel", "--head", "1"],
+            "a shared vocabulary, with which no plan has slices",
+        ),
         (["--host", "-1"], "--host -1 is for --cost, and finite and at least 0"),
     ],
 )

@@ -212,9 +212,9 @@ def test_in_the_memory_of_a_name_of_slices() -> None:
 
 
 def test_what_has_no_slices_yet_is_told() -> None:
-    costs = Costs.uniform(2, 4, 1, 1, 1).with_copies(1.0)
+    costs = replace(Costs.uniform(2, 4, 1, 1, 1), hidden_share=0.5)
     asked = Question(AUTO, 2, 2, costs, limit=4.0, steps=200, slices=2)
-    with pytest.raises(ScheduleError, match="copies to the host, with which no plan has slices"):
+    with pytest.raises(ScheduleError, match="joint passes, with which no plan has slices"):
         ask(asked)
     assert ask(replace(asked, slices=(1, 2))).schedule.slices == 1
 

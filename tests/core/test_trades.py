@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from link_replay import Found, Prices, replay
 
+from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.choices import bound_of_choices
 from megatron_vshape.core.check.simulate import peak_held, peak_in_host, simulate
 from megatron_vshape.core.check.verify import verify
@@ -57,8 +58,8 @@ def costs_of(
 
 def judged(made: Plan, costs: Costs, limit: float) -> Found:
     """Return what the replay says of a plan; raise unless the plan says the same and fits."""
-    schedule = made.schedule
-    by_name = {NO_RECOMPUTE: costs} | dict(costs.recompute)
+    schedule, sliced = made.schedule, costs.sliced(made.schedule.slices)
+    by_name = {NO_RECOMPUTE: sliced} | dict(sliced.recompute)
     names = schedule.recompute or (NO_RECOMPUTE,) * schedule.num_stages
     stages = []
     for stage, name in enumerate(names):
@@ -68,7 +69,7 @@ def judged(made: Plan, costs: Costs, limit: float) -> Found:
         moved = own.held(RELOAD)[0][stage] if own.copies else 0.0
         held = own.held_after_forward_bytes[stage], own.held_after_backward_bytes[stage]
         stages.append(Prices(times, *held, moved))
-    found = replay(schedule.to_json(), stages, costs.send_us, costs.half_duplex)
+    found = replay(schedule.to_json(), stages, sliced.send_us, costs.half_duplex)
     verify(schedule, limit, costs)
     assert found.makespan == pytest.approx(made.value)
     assert found.peak == pytest.approx(made.peak)
@@ -314,3 +315,16 @@ def test_settings_that_the_costs_offer_are_planned_without_copies_too() -> None:
     assert made.value < plan(costs.in_order_alone(), 4, 12, 4.0, steps=40_000).value
     assert peak_held(made.schedule, costs) == made.peak
     assert simulate(made.schedule, costs).makespan == pytest.approx(made.value)
+
+
+@pytest.mark.parametrize(
+    ("slices", "limit", "in_host"), [(2, 1.5, math.inf), (4, 1.25, math.inf), (4, 1.5, 1.0)]
+)
+def test_slices_wait_too(slices: int, limit: float, in_host: float) -> None:
+    """Below one microbatch of a device's layers, which no order of slices alone is."""
+    costs, asked = costs_of(2, 1.0), {"trades": True, "steps": 3000, "in_host": in_host}
+    made = plan(costs, 2, 4, limit, placements=[v_shape(2)], slices=slices, **asked)
+    assert judged(made, costs, limit).copied
+    assert max(peak_in_host(made.schedule, costs)) <= in_host
+    with pytest.raises(LimitError):
+        plan(costs.without_copies(), 2, 4, limit, placements=[v_shape(2)], slices=slices)

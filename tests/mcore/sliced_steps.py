@@ -63,9 +63,9 @@ def stale(kept: Any, part: Slice, own: Any) -> Any:
     """Leave keys and values of all but the last slice as they were: not written."""
     if part.end == part.total:
         return PUT(kept, part, own)
-    for whole in kept._whole:
+    for whole in kept.whole:
         whole.data[part.begin : part.end] = 0
-    return tuple(whole.data[: part.end] for whole in kept._whole)
+    return tuple(whole.data[: part.end] for whole in kept.whole)
 
 
 def lost(kept: Any, part: Slice, gradients: Any) -> Any:
@@ -77,7 +77,7 @@ def lost(kept: Any, part: Slice, gradients: Any) -> Any:
 def early(kept: Any, part: Slice, gradients: Any) -> Any:
     """Free what the earlier slices need with the B of the last."""
     made = ADD(kept, part, gradients)
-    for whole in kept._whole:
+    for whole in kept.whole:
         whole.data.fill_(7.0)
     return made
 

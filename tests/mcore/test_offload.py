@@ -250,3 +250,16 @@ def test_limits_of_host_memory_that_cannot_be(
     options = Options(name, 60.0, str(costs_of_copies(tmp_path)), None, limit_gib)
     with pytest.raises(ValueError, match=said):
         choice_for(options, 2)
+
+
+@pytest.mark.parametrize("name", ["v-zb", pytest.param("zb-h1", marks=pytest.mark.slow)])
+def test_slices_wait_and_their_keys_and_values_stay(
+    train: Train, farm: Farm, tmp_path: Path, name: str
+) -> None:
+    flags = ("--pipeline-model-parallel-size", "2", *SIZES, UNTIED)
+    alone = train(2, "--pipeline-schedule", name, "--pipeline-slices", "4", *flags)
+    ours = trained(farm, tmp_path, offloaded(make(name, 2, 16, slices=4)), *flags, ranks=2)
+    assert_same_bits(ours, alone)
+    measured, predicted = figures(ours)
+    assert measured == pytest.approx(predicted, rel=0.05)
+    assert max(measured) < 0.9 * max(figures(alone)[0])

@@ -246,7 +246,9 @@ def _in_host(problem: Problem, num_microbatches: int) -> dict[str, Any]:
         host[lane[out]] = host[lane[ends[0]]] = lane[out]
         moved[out] = most[reload]
         passes = np.arange(count * num_microbatches).reshape(count, num_microbatches)
-        stay[out] = np.stack([passes[end] for end in ends], axis=2)
+        forward, backward = (passes[end] for end in ends)
+        ranks = [turned(each, problem.slices) for each in range(num_microbatches)]
+        stay[out] = np.stack([forward, backward[:, ranks]], axis=2)
     room = int(min(problem.room_in_host, num_microbatches * float(moved.sum())))
     return {"host": host, "stay": stay.reshape(-1, 2), "moved": moved, "room": room}
 

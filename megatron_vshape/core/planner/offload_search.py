@@ -54,8 +54,8 @@ class _Base(NamedTuple):
     row: np.ndarray
 
 
-Bases = dict[Placement, list[_Base]]
-"""The orders that copies are put into, which are as good for stages of other settings."""
+Bases = dict[tuple[Placement, int], list[_Base]]
+"""By placement and slices, the orders that copies are put into: as good for other settings."""
 
 
 class OffloadSearch(PlacementSearch):
@@ -75,7 +75,7 @@ class OffloadSearch(PlacementSearch):
     def begin(self, budget: int, run: Run) -> list[Candidate]:
         """Return the orders to improve: those planned for more memory, with copies put in."""
         self._parts_shop()
-        own = self.problem.placement
+        own = self.problem.placement, self.problem.slices
         if own not in self.bases:
             made = (self._bases(*level, budget // STEADY, run) for level in LEVELS)
             self.bases[own] = [base for some in made for base in some]
@@ -87,18 +87,19 @@ class OffloadSearch(PlacementSearch):
     def _bases(self, level: float, count: int, budget: int, run: Run) -> Iterator[_Base]:
         """Yield orders planned for more memory than there is."""
         problem, held = self.problem, self.problem.costs.held_after_forward_bytes
-        devices = problem.num_devices
+        devices, slices = problem.num_devices, problem.slices
         stages = stages_of(problem.placement, devices)
-        most = [devices * sum(held[stage] for stage in own) for own in stages]
+        most = [(devices + slices - 1) * sum(held[stage] for stage in own) for own in stages]
         ample = [limit + problem.in_host for limit in problem.limits]
         is_scarce = level < 1 and any(map(lt, ample, most))
-        least = least_memory(problem.costs, problem.placement, devices)
+        least = least_memory(problem.costs, problem.placement, devices, slices)
         limits = [
             max(need, limit + level * (max(limit, min(each)) - limit))
             for need, limit, *each in zip(least, problem.limits, most, ample, strict=True)
         ]
         sizes = devices, problem.num_microbatches, limits, problem.objective, problem.placement
-        search = PlacementSearch(make_problem(problem.costs, *sizes, PARTS), self.seed)
+        asked = make_problem(problem.costs, *sizes, PARTS, slices=slices)
+        search = PlacementSearch(asked, self.seed)
         for each in best_of(search.begin(budget if is_scarce else 0, run), count, VALUE):
             yield _Base(f"{each.name} at {level:.0%}", search.whole_row(each))
 

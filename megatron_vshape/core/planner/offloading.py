@@ -23,6 +23,7 @@ import numpy as np
 
 from megatron_vshape.core.compiling import compiled
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, PARTS, RELEASE, RELOAD, Kind
+from megatron_vshape.core.model.passes import turned
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.planner.improve import NONE, Shop, run_rows
 from megatron_vshape.core.planner.job_shop import Problem
@@ -209,17 +210,22 @@ def _chunks_of(
 ) -> _Chunks:
     m, sorts = problem.num_microbatches, problem.sorts
     stage, microbatch = np.repeat(stages, m), np.tile(np.arange(m), len(stages))
+    ranks = np.array([turned(each, problem.slices) for each in range(m)])
     forward, backward, _ = range(len(PARTS))
+    rank = ranks[microbatch]  # of what comes from the last slice to the first
     every = np.arange(len(problem.placement) * len(problem.kinds))
     of = partial(_of, problem, stage=stage)
     return _Chunks(
         stage=stage,
-        passes=np.stack([of(every, kind) * m + microbatch for kind in _KINDS], axis=1),
+        passes=np.stack(
+            [of(every, kind) * m + (rank if kind.by_rank else microbatch) for kind in _KINDS],
+            axis=1,
+        ),
         start=starts[stage, forward, microbatch],
         ready=ends[stage, forward, microbatch],
-        due=starts[stage, backward, microbatch],
-        done=ends[stage, backward, microbatch],
-        end=ends[stage, backward, microbatch] + of(sorts.ticks, Kind.W),
+        due=starts[stage, backward, rank],
+        done=ends[stage, backward, rank],
+        end=ends[stage, backward, rank] + of(sorts.ticks, Kind.W),
         held=of(sorts.most, Kind.F),
         grows=np.maximum(of(sorts.change, Kind.B), 0),
         moved=of(sorts.most, RELOAD),

@@ -214,8 +214,6 @@ def _searches(
 ) -> list[PlacementSearch]:
     """Return a search for every placement, number of slices and way to save memory that fits.
 
-    What is copied to the host is of whole microbatches.
-
     Raises:
         LimitError: none fits.
     """
@@ -225,8 +223,6 @@ def _searches(
     devices, microbatches, limit, goal = sizes
     for (placement, own), cut in product(owns, slices):
         for way in ways_to_save(own, placement) if trades else [ORDER_ALONE]:
-            if way.copies and cut > 1:
-                continue
             priced = own.at(way.settings).sliced(cut)
             priced = never_split(priced) if whole else priced
             kinds = (OffloadSearch if way.copies else PlacementSearch).kinds

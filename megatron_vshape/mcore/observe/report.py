@@ -175,7 +175,8 @@ class RunReport:
         # Before the first step the optimizer has no state yet; a peak while the model was built
         # that is higher still makes this too much rather than too little.
         within = max(torch.cuda.max_memory_allocated() - before - census.peak_bytes, 0)
-        moved = {} if self.offload is None else dict(self.offload.bytes_by_stage)
+        waits = {} if self.offload is None else self.offload.bytes_by_stage
+        moved = {stage: slices * size for stage, size in waits.items()}
         logits = max((census.added_bytes(LOGITS, stage) for stage in self.stages), default=0)
         shared = {self.stages[chunk]: both for chunk, both in census.shared.items()}
         self._memory = Memory(

@@ -167,7 +167,7 @@ def not_sliced(choice: Choice, options: Options, may_offload: bool) -> dict[str,
     """Return what of this package's slices do not go with, by what it is called."""
     return {
         "a shared vocabulary": choice.shares,
-        "activations in host memory": choice.copies or may_offload,
+        "copies to host memory that the run is to measure": may_offload,
         "passes that run beside each other": choice.joins,
         "--pipeline-profile-iterations or --pipeline-trace": options.profile_steps,
     }

@@ -35,23 +35,23 @@ class KeysValues:
     """
 
     def __init__(self, own: Sequence[Tensor], length: int) -> None:
-        self._whole = [each.new_empty(length, *each.shape[1:]) for each in own]
+        self.whole = [each.new_empty(length, *each.shape[1:]) for each in own]
         self.gradients: list[Tensor] = []  # of what is before the slice whose B has run last
 
     @property
     def sizes_bytes(self) -> tuple[int, int]:
         """Return what the keys and values take, and what their gradients would of all slices."""
-        own = sum(each.nbytes for each in self._whole)
-        return own, sum(each.numel() * _wide_dtype(each).itemsize for each in self._whole)
+        own = sum(each.nbytes for each in self.whole)
+        return own, sum(each.numel() * _wide_dtype(each).itemsize for each in self.whole)
 
     def put(self, part: Slice, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Write what is a slice's own; return all up to its end.
 
         Autograd is told of no writing: what earlier slices have saved is not touched.
         """
-        for whole, each in zip(self._whole, own, strict=True):
+        for whole, each in zip(self.whole, own, strict=True):
             whole.data[part.begin : part.end] = each
-        return tuple(whole.data[: part.end] for whole in self._whole)
+        return tuple(whole.data[: part.end] for whole in self.whole)
 
     def add(self, part: Slice, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Take the gradients of all up to a slice's end; return the slice's own, complete."""

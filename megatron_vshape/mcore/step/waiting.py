@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_vshape.core.model.kinds import RELEASE, RELOAD, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.observe.report import RunReport, persistent
+from megatron_vshape.mcore.split.sliced_attention import KeysValues
 from megatron_vshape.mcore.step.parts import Beginning, Capability, Part, counted
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.offload import Offload
@@ -29,8 +30,15 @@ class Waiting(Part):
         return found | markers
 
     def ends_forward(self, stage: int, number: int, output: Tensor) -> None:
-        """Take note of what an F has left behind."""
-        self._offload.ends_forward(stage, number, output)
+        """Take note of what an F has left behind; keys and values that slices share stay."""
+        shared = (
+            tensor
+            for by_microbatch in self._state.kept
+            for each in by_microbatch.values()
+            if isinstance(each, KeysValues)
+            for tensor in each.whole
+        )
+        self._offload.ends_forward(stage, number, output, shared)
 
     def begins(self, work: Pass) -> None:
         """Have B, BW or W find what it reads."""
