@@ -38,6 +38,7 @@ RUNS = {
         4,
         "--pipeline-schedule v-zb --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2",
     ),
+    "v-zb in slices": Run(2, "--pipeline-schedule v-zb --pipeline-slices 4"),
     "v-min, DP 2": Run(4, "--pipeline-schedule v-min --pipeline-model-parallel-size 2"),
     "zb-h1": Run(4, "--pipeline-schedule zb-h1"),
     "1f1b": Run(4, "--pipeline-schedule 1f1b"),
@@ -106,6 +107,7 @@ PAIRS = [
     ("v-half", "stock"),
     ("v-half", "v-half, uneven"),
     ("stock", "v-half"),
+    ("v-zb in slices", "stock"),
     ("v-zb, shared, TP 2", "stock, untied"),
     ("stock", "v-half, shared, tied"),
     ("v-half, shared, tied, MTP", "one rank, tied, MTP"),
@@ -121,6 +123,7 @@ PAIRS = [
     ("hybrid, stock", "hybrid, v-half"),
     *((first, "1f1b") for first in ("v-half, uneven", "v-zb, TP 2", "interleaved-1f1b")),
     ("1f1b, uneven", "interleaved-1f1b"),
+    ("stock", "v-zb in slices"),
     ("v-zb, TP 2", "stock, TP 2"),
     ("stock, TP 2", "v-zb, TP 2"),
     ("v-half, shared, tied", "stock"),
@@ -131,7 +134,7 @@ PAIRS = [
     ("zb-h1, shared, MTP", "stock, MTP"),
     ("stock, MTP", "zb-h1, shared, MTP"),
 ]
-FAST = 9
+FAST = 10
 
 
 @pytest.mark.parametrize(
