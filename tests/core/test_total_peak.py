@@ -6,6 +6,7 @@ from operator import sub
 from typing import Any
 
 import pytest
+from shared_costs import shared_costs
 
 from megatron_vshape import Costs, Schedule, make, peak_held, plan, simulate, verify
 from megatron_vshape.core.ask import AUTO, Question, best_order
@@ -26,7 +27,6 @@ from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.planner.vocabulary import (
     share_vocabulary,
-    shared_costs,
     without_shared,
 )
 from megatron_vshape.view.memory import held_steps

@@ -5,6 +5,7 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
+from shared_costs import shared_costs
 
 from megatron_vshape.core.ask import AUTO, Question, ask, best_order, compare
 from megatron_vshape.core.check.bounds import LimitError, fits
@@ -35,7 +36,6 @@ from megatron_vshape.core.planner.vocabulary import (
     more_room,
     share_forwards,
     share_vocabulary,
-    shared_costs,
     shared_pieces,
     without_passes,
     without_shared,

@@ -14,6 +14,7 @@ from mcore.test_library import Learnt, same
 from mcore.test_library import run as run_library
 from mcore.test_training import assert_equal_training, losses, relative
 from megatron.core.transformer import TransformerConfig
+from shared_costs import shared_costs
 
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, Piece
@@ -21,7 +22,7 @@ from megatron_vshape.core.model.kinds import HEAD_WEIGHT, LOGITS, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.planner.vocabulary import share_vocabulary, shared_costs
+from megatron_vshape.core.planner.vocabulary import share_vocabulary
 from megatron_vshape.mcore.layout.vocabulary import check_head
 from megatron_vshape.mcore.refusals import UnsupportedError
 

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 from rehearsal.planned import off_the_plan, with_copies
+from shared_costs import shared_costs
 
 import megatron_vshape
 from megatron_vshape import Costs, Schedule, make
 from megatron_vshape.core.model.costs import Piece
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.planner.vocabulary import share_vocabulary, shared_costs
+from megatron_vshape.core.planner.vocabulary import share_vocabulary
 from megatron_vshape.rehearsal.sources import find_te
 
 pytest.importorskip("megatron.core")

@@ -4,12 +4,13 @@ import io
 import re
 
 import pytest
+from shared_costs import shared_costs
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.schedule import CUT, Timeline
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.planner.vocabulary import shared_costs, shared_if_told
+from megatron_vshape.core.planner.vocabulary import shared_if_told
 from megatron_vshape.view.text import picture, wants_colour
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")

@@ -72,30 +72,14 @@ AHEAD = 2
 """Microbatches by which tokens are looked up before the first stage's F of them."""
 
 
-def shared_costs(
-    costs: Costs,
-    first: Piece,
-    last: Piece,
-    num_devices: int,
-    sum_us: float,
-    logits_bytes: float = 0.0,
-) -> Costs:
-    """Return the costs with what the embedding and the head take shared out over all devices.
-
-    `costs` are those of stages without them. Of the head S computes forward and input gradient, T
-    the weight gradient, each device its part. `sum_us` is what putting the parts together takes, on
-    all devices; `logits_bytes` what each holds of a microbatch from S to T.
-    """
-    amounts = _amounts(first, last, num_devices, sum_us, logits_bytes, min(costs.forward_us))
-    made = costs.having(**{name: (value,) * costs.num_stages for name, value in amounts})
-    ends = (first.state_bytes + last.state_bytes) / num_devices
-    return replace(made, device_bytes=costs.device_bytes + ends)
-
-
 def shared_pieces(
     pieces: Pieces, num_devices: int, sum_us: float, logits_bytes: float = 0.0, predicting: int = 0
 ) -> Pieces:
-    """Return the pieces of a model whose ends all devices share, as `shared_costs` has it.
+    """Return the pieces of a model whose embedding and head are shared out over all devices.
+
+    Of the head S computes forward and input gradient, T the weight gradient, each device its part.
+    `sum_us` is what putting the parts together takes, on all devices; `logits_bytes` what each
+    holds of a microbatch from S to T.
 
     With layers of multi-token prediction, the output layer of each is shared, and the layer is the
     last stage's. Each looks its own tokens up too, and `sum_us` is of one hidden state.

@@ -1,0 +1,23 @@
+"""Costs of stages beside a vocabulary that all devices share, of what its whole ends take."""
+
+from dataclasses import replace
+from typing import Any
+
+from megatron_vshape.core.model.costs import Costs, Piece
+from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.core.planner.vocabulary import shared_pieces
+
+
+def shared_costs(
+    costs: Costs,
+    first: Piece,
+    last: Piece,
+    num_devices: int,
+    sum_us: float,
+    logits_bytes: float = 0.0,
+) -> Costs:
+    """Return the costs, of stages without ends, with each device's part of these two."""
+    stage = Piece(min(costs.forward_us), 0.0, 0.0, 0.0, 0.0)
+    made = shared_pieces(Pieces(stage, first, last, 0.0), num_devices, sum_us, logits_bytes)
+    others: dict[str, Any] = {name: (each,) * costs.num_stages for name, each in made.others}
+    return replace(costs.having(**others), device_bytes=costs.device_bytes + made.device_bytes)
