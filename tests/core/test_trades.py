@@ -326,5 +326,7 @@ def test_slices_wait_too(slices: int, limit: float, in_host: float) -> None:
     made = plan(costs, 2, 4, limit, placements=[v_shape(2)], slices=slices, **asked)
     assert judged(made, costs, limit).copied
     assert max(peak_in_host(made.schedule, costs)) <= in_host
+    asked |= {"placements": [v_shape(2)], "slices": slices, "whole": True}
+    assert plan(replace(costs, host_us=0.01), 2, 4, limit, **asked).schedule.slices == slices
     with pytest.raises(LimitError):
         plan(costs.without_copies(), 2, 4, limit, placements=[v_shape(2)], slices=slices)

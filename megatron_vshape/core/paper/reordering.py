@@ -36,6 +36,9 @@ LATE = 1 << 62
 FIRST, BACKWARD, OTHER, WEIGHT = 0, 1, 2, 3
 """Of passes that can start at the same time, the least goes first."""
 
+EIGHTHS = 8
+"""What a pass may delay is counted in eighths of its own time."""
+
 _KINDS = (*PARTS, Kind.BW)
 """Those that the paper's schedules have."""
 
@@ -151,6 +154,7 @@ class Order(NamedTuple):
     num_microbatches: int
     slices: int  # of a microbatch; of what has the last first, the number is that of its turn
     strict: bool  # whether even what takes no memory moves up only where all it passes still fits
+    delay: int = 0  # by how many eighths of its time what moves up may delay what it passes
 
 
 class Run(NamedTuple):
@@ -401,7 +405,7 @@ def _rank_of(
     first = run.first[lane]
     if place == first or (cooling and _only_weights(order, run, first, place)):
         return FIRST
-    if start + sorts.ticks[sort] <= leads:
+    if start + sorts.ticks[sort] <= leads + order.delay * sorts.ticks[sort] // EIGHTHS:
         return min(rank, OTHER)
     return NONE
 

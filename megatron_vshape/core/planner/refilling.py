@@ -11,6 +11,7 @@ from megatron_vshape.core.compiling import compiled, compiled_once
 from megatron_vshape.core.model.numbering import NONE, WITHOUT
 from megatron_vshape.core.paper import reordering
 from megatron_vshape.core.paper.reordering import (
+    EIGHTHS,
     LATE,
     Order,
     Run,
@@ -21,21 +22,20 @@ from megatron_vshape.core.paper.reordering import (
 )
 from megatron_vshape.core.planner.job_shop import Problem
 
-EIGHTHS = 8
-"""What a W may delay is counted in eighths of its own time."""
-
 _fill = compiled_once(reordering.fill, *reordering.CALLED)
 
 
 def fill(
-    problem: Problem, row: np.ndarray, cool: int, num_microbatches: int = 0
+    problem: Problem, row: np.ndarray, cool: int, num_microbatches: int = 0, delay: int = 0
 ) -> np.ndarray | None:
     """Return the order with its idle time filled; None if the rules get stuck in the memory.
 
-    W waits until nothing else can run once a device has at most `cool` forwards left. How many
-    microbatches there are must be given of an order that lacks passes.
+    W waits until nothing else can run once a device has at most `cool` forwards left. What fills
+    may delay what follows it by `delay` eighths of its own time. How many microbatches there are
+    must be given of an order that lacks passes.
     """
     order, flat = _order_of(problem, row, num_microbatches)
+    order = order._replace(delay=delay)
     made = np.empty(len(flat), np.int64)
     if _fill(order, new_run(order, _zeros), made, cool, NONE) < len(flat):
         return None
