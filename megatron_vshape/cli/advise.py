@@ -253,7 +253,8 @@ class _Advice:
                 layers = even_with_ends(self.layers, stages) or counted.pieces.balanced(
                     self.layers, placement
                 )
-            return counted.pieces.costs(layers)
+            made = counted.pieces.costs(layers)
+            return made.under_megatron() if stock else made
 
         question = Question(
             name, shape.pipeline, self.microbatches(shape), cut(2 * shape.pipeline, name), cut

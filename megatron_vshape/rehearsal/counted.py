@@ -69,6 +69,9 @@ def counted_costs(
         "held_after_backward_bytes": left,
         "state_bytes": tuple(_state(found[rank], chunk) for rank, chunk in stages),
     }
+    dummies = tuple(float(found[rank]["chunk_dummy_bytes"][chunk]) for rank, chunk in stages)
+    if any(dummies):
+        amounts["dummy_bytes"] = dummies
     for kind, ran in passes.items():
         amounts[kind.time] = tuple(_computes_us(each) for each in ran)
         takes = held if kind is Kind.F else (0.0,) * len(ran)

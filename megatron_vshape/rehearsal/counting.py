@@ -20,8 +20,8 @@ from megatron_vshape.rehearsal.ranks import Found, Rehearsed, rehearse_all
 from megatron_vshape.rehearsal.shapes import PIPELINE, RANKS, counting, least_of
 
 KEPT = """
-    stage sizes kinds held_bytes held_parts chunk_parameters chunk_layers message_bytes work scale
-    shards_optimizer
+    stage sizes kinds held_bytes held_parts chunk_parameters chunk_layers chunk_dummy_bytes
+    message_bytes work scale shards_optimizer
 """.split()
 """Of what a rehearsal finds."""
 

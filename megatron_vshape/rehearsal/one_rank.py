@@ -258,6 +258,7 @@ class _Run:
             "parameters": sum(own := [_parameters(chunk) for chunk in self.chunks]),
             "chunk_parameters": own,
             "chunk_layers": [_layers(chunk) for chunk in self.chunks],
+            "chunk_dummy_bytes": [_dummy_bytes(chunk) for chunk in self.chunks],
             "message_bytes": _message_bytes(args),
             "shards_optimizer": bool(args.use_distributed_optimizer),
             "scale": {
@@ -316,6 +317,25 @@ def _layers(chunk: Any) -> int:
     """Return how many layers a chunk has, those of multi-token prediction apart."""
     names = (name for name, _ in chunk.named_modules())
     return sum(re.search(r"decoder\.layers\.\d+$", name) is not None for name in names)
+
+
+def _dummy_bytes(chunk: Any) -> int:
+    """Return what Megatron's own linear layers leave of dummy gradients under its schedules.
+
+    One for each shape of weight, as Transformer Engine keeps them; of passes of ours none.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    if not getattr(layers, "HAVE_TE", False):
+        return 0
+    kinds = layers.ColumnParallelLinear, layers.RowParallelLinear
+    own = [each for each in chunk.modules() if isinstance(each, kinds)]
+    shapes = {
+        (each.weight.shape, each.weight.dtype.itemsize)
+        for each in own
+        if each.gradient_accumulation_fusion and each.weight is not None
+    }
+    return sum(shape.numel() * size for shape, size in shapes)
 
 
 def _message_bytes(args: Any) -> int:

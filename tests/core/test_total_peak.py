@@ -269,3 +269,19 @@ def test_a_proof_counts_what_passes_work_with() -> None:
     left = tuple(limit - each for each in told.fixed_bytes(placement, 2))
     blind = plan(told.of_activations(), 2, 2, left, placements=[placement], steps=5000)
     assert proved.lower_bound > blind.value
+
+
+def test_a_dummy_gradient_is_there_under_megatrons_own_schedules_alone() -> None:
+    """Whatever the stages are: added up, taken apart into layers, with further predictions."""
+    dummies = (0.0,) * (STAGES - 1) + (6.0,)
+    layers = (2,) * STAGES
+    known = replace(costs(dummy_bytes=dummies), layers=layers)
+    schedule = make("1f1b", 2, 2)
+    ours = peak_held(schedule, regroup(known, 2, "1f1b"))
+    assert ours == peak_held(schedule, regroup(costs(), 2, "1f1b"))
+    theirs = peak_held(schedule, regroup(known, 2, "1f1b").under_megatron())
+    assert theirs == (ours[0], ours[1] + 6)
+    predicting = Pieces.of(known, layers).predicting(1).costs(layers)
+    assert predicting.lists()["dummy_bytes"] == dummies
+    assert known.sliced(2).lists()["dummy_bytes"] == dummies
+    assert costs().under_megatron() == costs()

@@ -17,6 +17,7 @@ from megatron_vshape.core.model.kinds import (
     COPY_BACK,
     COPY_OUT,
     DEVICE,
+    DUMMY,
     EXCHANGES,
     HELD,
     KINDS,
@@ -64,6 +65,7 @@ class Piece:
     backward_work_bytes: float = 0.0
     weight_work_bytes: float = 0.0
     whole_work_bytes: float = 0.0
+    dummy_bytes: float = 0.0  # that Megatron's own backward leaves, for good
 
     @property
     def time_us(self) -> float:
@@ -286,7 +288,7 @@ class Costs:
             least = (max(stage.backward_us, stage.weight_us) for stage in stages)
             whole = (s.backward_us + s.weight_us - s.saved_us for s in stages)
             each["whole_backward_us"] = tuple(map(max, least, whole))
-        known = given(*EXCHANGES[:2], STATE, *WORKS)
+        known = given(*EXCHANGES[:2], STATE, *WORKS, DUMMY)
         each |= {name: values for name, values in known.items() if any(values)}
         if any(stage.hidden_exchange_us > 0 for stage in stages):
             left = (s.backward_exchange_us - s.hidden_exchange_us for s in stages)
@@ -328,7 +330,8 @@ class Costs:
         hidden = (b - left for b, left in zip(backward, whole, strict=True))
         own = (getattr(self, name) for name in (*TIMES, *HELD))
         nothing, known = (0.0,) * self.num_stages, self.lists()
-        rest = (known.get(name, nothing) for name in (*other_amounts(OFFLOAD), STATE, *WORKS))
+        others = (*other_amounts(OFFLOAD), STATE, *WORKS, DUMMY)
+        rest = (known.get(name, nothing) for name in others)
         return list(map(Piece, *own, saved, forward, backward, hidden, *rest))
 
     @property
@@ -454,7 +457,8 @@ class Costs:
 
         more: dict[str, Any] = {
             "amounts": tuple(
-                (name, values if name == STATE else share(values)) for name, values in self.amounts
+                (name, values if name in (STATE, DUMMY) else share(values))
+                for name, values in self.amounts
             ),
             "joint": tuple((name, price / slices) for name, price in self.joint),
             "recompute": tuple((name, each.sliced(slices)) for name, each in self.recompute),
@@ -618,6 +622,17 @@ class Costs:
         for device, state in zip(placement, self.lists().get(STATE, ()), strict=False):
             fixed[device] += state
         return tuple(fixed)
+
+    def under_megatron(self) -> "Costs":
+        """Return the costs under Megatron's own schedules, not these of this package by their name.
+
+        Their whole backward leaves a dummy gradient of a weight whose sum it has added to, for
+        which DDP's overlap waits, and keeps it for good.
+        """
+        known = self.lists()
+        if STATE not in known or DUMMY not in known:
+            return self
+        return self.having(**{STATE: tuple(map(add, known[STATE], known[DUMMY])), DUMMY: None})
 
     def without_state(self) -> "Costs":
         """Return the costs without what devices have all the time."""

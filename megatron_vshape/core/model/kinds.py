@@ -421,11 +421,13 @@ TIMES = tuple(kind.time for kind in PARTS)
 HELD = (Kind.F.takes, Kind.B.keeps)
 EXCHANGES = tuple(kind.exchange for kind in (Kind.F, Kind.B, Kind.BW))
 STATE = "state_bytes"
+DUMMY = "dummy_bytes"
 WORKS = tuple(kind.works for kind in (*PARTS, Kind.BW))
-KNOWN_ALONE = (Kind.BW.time, *EXCHANGES, STATE, *WORKS)
+KNOWN_ALONE = (Kind.BW.time, *EXCHANGES, STATE, *WORKS, DUMMY)
 """Names of amounts: of those that all costs have, and of those of F, B, W and BW that may be known.
 
-A stage has its state between steps: weights, gradients, the optimizer's.
+A stage has its state between steps: weights, gradients, the optimizer's. Under Megatron's own
+schedules it has a dummy gradient besides, as large as the output layer.
 """
 
 

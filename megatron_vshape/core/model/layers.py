@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from megatron_vshape.core.model.costs import Costs, Piece, pair_of, regroup
-from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.kinds import DUMMY, STATE, Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement, looping
 
 AUTO_SPLIT = "auto"
@@ -207,7 +207,8 @@ def with_predicting(head: AnyPiece, layer: AnyPiece, count: int, merging: float)
     For each a layer, the merging of two hidden states, which takes so many layers' time and holds
     next to nothing, and the head once more, if it is the stage's, with the same weights.
     """
-    heads = replace(head.times(1 + count), state_bytes=head.state_bytes)
+    once = {name: getattr(head, name) for name in (STATE, DUMMY)}
+    heads = replace(head.times(1 + count), **once)
     layers = layer.times(count)
     longer = replace(
         layers.times(1 + merging),
