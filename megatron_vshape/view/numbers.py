@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
 
-from megatron_vshape.core.check.simulate import peak_held
+from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, chunk_of, regroup
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.layers import Pieces
@@ -13,6 +13,7 @@ from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.lighter import lighter_layers
 from megatron_vshape.core.planner.vocabulary import is_shared
+from megatron_vshape.core.program.lowering import fuse
 from megatron_vshape.view.names import plain
 
 GIB = 2.0**30
@@ -36,8 +37,11 @@ class Numbers:
 
 
 def numbers_of(timeline: Timeline, costs: Costs | None = None) -> Numbers:
-    """Return the numbers of a timeline; `costs` of the schedule's stages are in bytes if given."""
-    schedule = timeline.schedule
+    """Return the numbers of a timeline; `costs` of the schedule's stages are in bytes if given.
+
+    Bytes are of the order that runs: a W that is one with its B has other ones to work with.
+    """
+    schedule = timeline.schedule if costs is None else fuse(timeline)
     held, base = peak_held(schedule, costs), base_peak(schedule.num_devices, costs)
     relative = max(held) / base if base else 1.0
     if costs is None:
@@ -68,7 +72,7 @@ def peaks_told(schedule: Schedule, costs: Costs) -> list[str]:
     """
     if not costs.knows_all:
         return []
-    peaks, devices = peak_held(schedule, costs), schedule.num_devices
+    peaks, devices = peak_held(fuse(simulate(schedule, costs)), costs), schedule.num_devices
     each, fixed_bytes = (
         " ".join(fixed(value / GIB) for value in values)
         for values in (peaks, costs.fixed_bytes(schedule.placement, devices))

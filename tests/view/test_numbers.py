@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.paper.catalogue import make
@@ -77,3 +77,16 @@ def test_a_split_backwards_own_price_is_no_reason_for_other_layers() -> None:
     told = idle_told(simulate(make("zb-h1", 4, 8), costs), costs)
     assert len(told) == 2
     assert "would spare" not in "".join(told)
+
+
+def test_bytes_are_those_of_the_order_that_runs() -> None:
+    """Nobody waits for the first stage's B, so its W runs with it, and nothing waits for that W."""
+    stages = 4
+    held = (4 * GIB,) * stages, (6 * GIB,) * stages
+    costs = Costs(*((1.0,) * stages,) * 3, 0.0, *held, state_bytes=(0.0,) * stages)
+    schedule = make("zb-h1", stages, 8)
+    apart = peak_held(schedule, costs)
+    run = numbers_of(simulate(schedule, costs), costs).peak_bytes
+    assert run is not None
+    assert run[0] == max(peak_held(make("1f1b", stages, 8), costs)) < apart[0]
+    assert all(own <= other for own, other in zip(run, apart, strict=True))
