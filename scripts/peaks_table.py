@@ -3,31 +3,36 @@
     python scripts/peaks_table.py --megatron ../Megatron-LM --te ../TransformerEngine \
         --folder peaks -- pretrain_gpt.py FLAGS...
 
-FLAGS are of a GPT without a schedule, its layers a multiple of twice the pipeline's ranks. The
-costs are counted once (`rehearse --costs`), under V-ZB and 1F1B-V; all that is planned follows from
-them: other schedules, other numbers of stages, other layers, multi-token prediction, a vocabulary
-that is shared. What is in FOLDER already is not rehearsed again. A rank takes 10 to 60 s.
+FLAGS are of a GPT without a schedule, its layers a multiple of twice the pipeline's ranks, where
+--account-for-embedding-in-pipeline-split and its like for the loss count as one each. The costs are
+counted once (`rehearse --costs`), under V-ZB and 1F1B-V; all that is planned follows from them:
+other schedules, other numbers of stages, other layers, multi-token prediction, a vocabulary that is
+shared. What is in FOLDER already is not rehearsed again. A rank takes 10 to 60 s.
 """
 
 import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_vshape import Costs, Schedule, make, peak_held
 from megatron_vshape.core.ask import AUTO, Question, best_order
+from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import regroup
 from megatron_vshape.core.model.layers import Pieces, even_layers
-from megatron_vshape.core.model.placement import looping, v_shape
+from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.planner.lighter import lighter_layers
 from megatron_vshape.core.planner.vocabulary import (
     held_logits,
     share_vocabulary,
     shared_pieces,
 )
+from megatron_vshape.core.program.lowering import fuse
+from megatron_vshape.rehearsal.flags import Command, Sizes, ranks_asked_for, read_command, sizes_of
+from megatron_vshape.rehearsal.ranks import Rehearsed, rehearse_all
 
 GIB = 2**30
 SUM_US = 200.0
@@ -50,34 +55,44 @@ class Model(NamedTuple):
     devices: int
     microbatches: int
     layers: int
+    ends: tuple[int, int]  # layers that embedding and loss count as
     costs: Costs
 
     @property
     def pieces(self) -> Pieces:
         """Return what a layer and the model's ends need."""
-        return Pieces.of(self.costs, even_layers(self.layers, v_shape(self.devices)))
+        return Pieces.of(self.costs, self.even(v_shape(self.devices)))
+
+    def even(self, placement: Placement) -> tuple[int, ...]:
+        """Return the layers of every stage, as many for each but for what the ends count as."""
+        layers = list(even_layers(self.layers + sum(self.ends), placement))
+        layers[0] -= self.ends[0]
+        layers[-1] -= self.ends[1]
+        return tuple(layers)
 
 
 def named(model: Model, name: str) -> Case:
     """Return a schedule of the catalogue, by its name; 1F1B is Megatron's own."""
     schedule = make(name, model.devices, model.microbatches)
-    own = [] if name == "1f1b" else ["--pipeline-schedule", name]
-    return Case(name, own, schedule, regroup(model.costs, schedule.num_stages, name))
+    costs = regroup(model.costs, schedule.num_stages, name)
+    if name == "1f1b":
+        return Case(name, [], schedule, costs.under_megatron())
+    return Case(name, ["--pipeline-schedule", name], schedule, costs)
 
 
 def interleaved(model: Model) -> Case:
     """Return Megatron's own, of as many stages as layers."""
-    chunks = model.layers // model.devices
+    chunks = (model.layers + sum(model.ends)) // model.devices
     schedule = make("interleaved-1f1b", model.devices, model.microbatches, num_chunks=chunks)
-    costs = model.pieces.costs(even_layers(model.layers, looping(model.devices, chunks)))
+    costs = model.pieces.costs(model.even(looping(model.devices, chunks)))
     flags = ["--num-layers-per-virtual-pipeline-stage", "1"]
-    return Case(f"interleaved-1f1b:{chunks}", flags, schedule, costs)
+    return Case(f"interleaved-1f1b:{chunks}", flags, schedule, costs.under_megatron())
 
 
 def split(model: Model) -> Case:
     """Return V-Half with the layers with which its largest rank needs least."""
     schedule = make("v-half", model.devices, model.microbatches)
-    even = model.pieces.costs(even_layers(model.layers, v_shape(model.devices)))
+    even = model.pieces.costs(model.even(v_shape(model.devices)))
     layers, _ = lighter_layers(schedule, even)
     told = ",".join(map(str, layers))
     flags = ["--pipeline-schedule", "v-half", "--pipeline-layer-split", told]
@@ -88,7 +103,7 @@ def predicting(model: Model) -> Case:
     """Return V-Half with a layer of multi-token prediction in the last stage."""
     flags = ["--pipeline-schedule", "v-half", "--mtp-num-layers", "1"]
     flags += ["--position-embedding-type", "rope"]  # Megatron refuses learned positions
-    layers = even_layers(model.layers, v_shape(model.devices))
+    layers = model.even(v_shape(model.devices))
     schedule = make("v-half", model.devices, model.microbatches)
     return Case("v-half, MTP", flags, schedule, model.pieces.predicting(1).costs(layers))
 
@@ -97,7 +112,7 @@ def shared(model: Model) -> Case:
     """Return V-Half with a vocabulary that all ranks share."""
     pieces, devices = model.pieces, model.devices
     costs = shared_pieces(pieces, devices, SUM_US, held_logits(pieces, devices)).costs(
-        even_layers(model.layers, v_shape(devices))
+        model.even(v_shape(devices))
     )
     schedule = share_vocabulary(make("v-half", devices, model.microbatches), costs)
     flags = ["--pipeline-vocab-parallel"]
@@ -139,64 +154,87 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--megatron", required=True)
-    parser.add_argument("--te", required=True)
+    parser.add_argument("--megatron", type=Path, required=True)
+    parser.add_argument("--te", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--gpus", required=True)
+    parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--ranks", default="all", help="as rehearse has it")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--jobs", type=int, default=1, help="ranks side by side")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
+    command = read_command(options.command)
+    sizes = sizes_of(command, options.gpus)
+    model = model_of(command, sizes, counted(options))
+    cases = {key: CASES[key](model) for key in options.cases}
+    stages = ranks_asked_for(options.ranks, sizes.pipeline)
+    rehearse(options, sizes, cases, stages)
+    print("GiB of every rank, planned / rehearsed, and the worst difference")
+    for key, case in cases.items():
+        print_case(options.folder, key, case, stages)
+
+
+def counted(options: argparse.Namespace) -> Costs:
+    """Return the costs of the stages; inner ranks, which are alike, are counted as one."""
     file = options.folder / "costs.json"
     if not file.exists():
-        rehearse(options, ["--costs", str(file)], [])
-    costs, found = Costs.load(file), value_of(options.command)
-    devices = int(found["--pipeline-model-parallel-size"])
-    replicas = int(options.gpus) // devices // int(found.get("--tensor-model-parallel-size", 1))
-    per_step = int(found["--global-batch-size"]) // int(found["--micro-batch-size"])
-    model = Model(devices, per_step // replicas, int(found["--num-layers"]), costs)
-    print("GiB of every rank, planned / rehearsed, and the worst difference", flush=True)
-    for key in options.cases:
-        print_case(options, key, CASES[key](model))
+        own = ["--megatron", options.megatron, "--te", options.te, "--gpus", options.gpus]
+        own += ["--costs", file, "--ranks", "first,1,last", "--jobs", options.jobs]
+        program = [sys.executable, "-m", "megatron_vshape", "rehearse", *map(str, own)]
+        subprocess.run([*program, "--", *options.command], check=True, stdout=subprocess.DEVNULL)
+    return Costs.load(file)
 
 
-def value_of(command: Sequence[str]) -> dict[str, str]:
-    """Return what follows each flag."""
-    return dict(zip(command, command[1:], strict=False))
+def model_of(command: Command, sizes: Sizes, costs: Costs) -> Model:
+    """Return the sizes of the command, with the costs."""
+    account = "--account-for-{}-in-pipeline-split"
+    first, last = (int(command.has(account.format(end))) for end in ("embedding", "loss"))
+    per_step = command.number("--global-batch-size", 0) // command.number("--micro-batch-size", 1)
+    layers = command.number("--num-layers", 0)
+    return Model(sizes.pipeline, per_step // sizes.replicas, layers, (first, last), costs)
 
 
-def rehearse(options: argparse.Namespace, outputs: list[str], flags: list[str]) -> None:
-    """Run `rehearse` of the command with these flags."""
-    own = ["--megatron", options.megatron, "--te", options.te, "--gpus", options.gpus]
-    program = [sys.executable, "-m", "megatron_vshape", "rehearse", *own, "--alone", "--jobs", "1"]
-    program += ["--ranks", options.ranks] if "--costs" not in outputs else []
-    subprocess.run(
-        [*program, *outputs, "--", *options.command, *flags],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def print_case(options: argparse.Namespace, key: str, case: Case) -> None:
-    """Rehearse the case unless that is done, and print what was planned beside it."""
-    made, flags = options.folder / f"{key}.json", case.flags
-    if not made.exists():
+def rehearse(
+    options: argparse.Namespace, sizes: Sizes, cases: Mapping[str, Case], stages: Sequence[int]
+) -> None:
+    """Rehearse the ranks of the cases that are not in the folder yet, all from one process."""
+    jobs = []
+    for key, case in cases.items():
+        flags = case.flags
         if case.as_file:
-            plan = options.folder / f"{key}-plan.json"
+            plan = options.folder.resolve() / f"{key}-plan.json"
             plan.write_text(case.schedule.to_json())
             flags = [*flags, "--pipeline-schedule", str(plan)]
-        rehearse(options, ["--json", str(made)], flags)
-    ranks = json.loads(made.read_text())["ranks"]
-    planned = peak_held(case.schedule, case.costs)
-    pairs = [(planned[rank["rank"]], rank["peak_bytes"]) for rank in ranks]
-    cells = [
-        f"  {rank['rank']}: {plan / GIB:.2f} / {there / GIB:.2f}"
-        for rank, (plan, there) in zip(ranks, pairs, strict=True)
-    ]
-    worst = max((plan / there - 1 for plan, there in pairs), key=abs)
-    print(f"{case.name:30}{''.join(cells)}  {100 * worst:+.1f} %", flush=True)
+        command = read_command([*options.command, *flags])
+        asked = Rehearsed.of(command, "h100", options.megatron, options.te, options.jobs)
+        left = [each for each in stages if not made(options.folder, key, each).exists()]
+        jobs += [asked.job(command, sizes, each, key) for each in left]
+    for found in rehearse_all(asked.programs, jobs) if jobs else ():
+        if "error" in found:
+            print(f"{found['name']}: {found['error']}", file=sys.stderr, flush=True)
+        else:
+            made(options.folder, found["name"], found["stage"]).write_text(json.dumps(found))
+
+
+def made(folder: Path, key: str, stage: int) -> Path:
+    """Return the file of what a rank was found to need."""
+    return folder / f"{key}-{stage}.json"
+
+
+def print_case(folder: Path, key: str, case: Case, stages: Sequence[int]) -> None:
+    """Print what was planned of the case beside what was rehearsed."""
+    run = fuse(simulate(case.schedule, case.costs))
+    planned, cells, off = peak_held(run, case.costs), [], []
+    for stage in stages:
+        file, told = made(folder, key, stage), "-"
+        if file.exists():
+            there = json.loads(file.read_text())["peak_bytes"]
+            off.append(planned[stage] / there - 1)
+            told = f"{there / GIB:.2f}"
+        cells.append(f"  {stage}: {planned[stage] / GIB:.2f} / {told}")
+    worst = f"  {100 * max(off, key=abs):+.1f} %" if off else ""
+    print(f"{case.name:30}{''.join(cells)}{worst}", flush=True)
 
 
 if __name__ == "__main__":
