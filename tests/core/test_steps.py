@@ -11,6 +11,7 @@ from megatron_vshape.core.check.simulate import peak_held, peak_in_host, simulat
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import COPY_OUT, Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.catalogue import make
@@ -39,7 +40,25 @@ def costs_of(whole: float = 1.7, hidden: float | None = None, works: bool = Fals
 
 
 def mixed(schedule: Schedule) -> Schedule:
-    """Return the schedule with every second backward whole."""
+    """Return the schedule with every second backward whole, and each W before those that follow."""
+    made = overtaking(schedule)
+    rows = []
+    for device, row in enumerate(made.order):
+        left = [work for work in row if work.kind is Kind.W]
+        own: list[Pass] = []
+        for step in made.steps(device):
+            adds = step[-1] if step[-1].kind in (Kind.W, Kind.BW) else None
+            if adds is not None:
+                sooner = [w for w in left if w.stage == adds.stage and w[2] <= adds[2]]
+                own += sooner
+                left = [w for w in left if w not in sooner]
+            own += [work for work in step if work.kind is not Kind.W]
+        rows.append(tuple(own))
+    return replace(made, order=tuple(rows))
+
+
+def overtaking(schedule: Schedule) -> Schedule:
+    """Return the schedule with every second backward whole, and each W where it was."""
     rows = []
     for row in schedule.order:
         whole = {work[1:] for work in row if work.kind is Kind.B and work.microbatch % 2}
@@ -175,3 +194,32 @@ def test_nothing_is_joined_where_that_is_dearer() -> None:
     assert search.like.placement == v_shape(DEVICES)
     (only,) = search.patterns(search.read(schedule))  # type: ignore[arg-type]
     assert search.schedule(search.flipped(only, 1000)) == schedule
+
+
+def test_weight_gradients_are_added_microbatch_by_microbatch() -> None:
+    """No BW overtakes an earlier W of its stage: in another order the sum has other last bits."""
+    costs = costs_of(1.6)
+    starts = [
+        overtaking(make(name, DEVICES, MICROBATCHES)) for name in ("v-half", "v-zb", "1f1b-v")
+    ]
+    assert not all(map(adds_in_turn, starts))
+    for start in starts:
+        search = StepSearch(start, costs, (9.0,) * DEVICES, Objective.MAKESPAN)
+        read = search.read(start)
+        assert read is not None
+        walked = search.walked(read, 20_000, seed=1)
+        for each in (read, *search.patterns(read), walked, search.flipped(walked, 200)):
+            made = search.schedule(each)
+            assert adds_in_turn(made)
+            verify(made)
+            assert simulate(made, costs).makespan == pytest.approx(
+                each.value / search.problem.ticks_per_us, rel=1e-3
+            )
+
+
+def adds_in_turn(schedule: Schedule) -> bool:
+    done: dict[int, list[int]] = {}
+    for work in (work for row in schedule.order for work in row):
+        if Kind.W in work.kind.does:
+            done.setdefault(work.stage, []).append(work.microbatch)
+    return all(each == sorted(each) for each in done.values())

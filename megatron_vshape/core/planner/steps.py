@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import PARTS, find_kind, simple_kinds
+from megatron_vshape.core.model.kinds import PARTS, Kind, find_kind, simple_kinds
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.planner import improve
@@ -102,11 +102,12 @@ def _packed(passes: np.ndarray, lags: np.ndarray) -> tuple[np.ndarray, np.ndarra
 def _in_turn(problem: Problem, sort: np.ndarray) -> np.ndarray:
     """Return, by pass, its like of the microbatch before, if that is in a step of another sort.
 
-    Of kinds of which a stage must run one microbatch after the other.
+    Of kinds of which a stage must run one microbatch after the other; and of W, which adds to a
+    gradient: in another order it would be another sum, by its last bits.
     """
     m, kinds = problem.num_microbatches, problem.kinds
     number = np.arange(len(sort))
-    lawful = [any(read.kind == kind for read in kind.follows) for kind in kinds]
+    lawful = [kind is Kind.W or any(read.kind == kind for read in kind.follows) for kind in kinds]
     is_one = np.array(lawful)[number // m % len(kinds)]
     sooner = is_one & (number % m > 0) & (sort != np.roll(sort, 1))
     return np.where(sooner, number - 1, NONE)[:, None]
@@ -186,6 +187,8 @@ class StepSearch:
         self.first = first[self.backward]  # of the step that a B is in
         self.weight_of = np.full(size, NONE)
         self.weight_of[self.first] = self.weight
+        self.stage_of_weight = np.full(size, NONE)
+        self.stage_of_weight[self.weight] = np.arange(like.num_stages)[:, None]
         self.apart = stepped(self.problem, self.shop, self.then)
         everywhere = self._then(np.ones(self.backward.shape, bool))
         self.whole_ticks = stepped(self.problem, self.shop, everywhere).ticks[self.first]
@@ -205,8 +208,10 @@ class StepSearch:
         for step in (each for own in self.codec.steps(schedule) for each in own):
             lanes[self.shop.lane[step[0]]].append(step[0])
             last |= {step[-1]} if len(step) > 1 else set()
-        row = padded(lanes, int(self.shop.length.max())).astype(np.int32)
-        return self._timed(row, np.isin(self.weight, list(last)))
+        whole = np.isin(self.weight, list(last))
+        in_turn = [self._in_turn(np.array(own, np.int64), whole).tolist() for own in lanes]
+        row = padded(in_turn, int(self.shop.length.max())).astype(np.int32)
+        return self._timed(row, whole)
 
     def _timed(self, row: np.ndarray, whole: np.ndarray) -> Steps | None:
         ticks = self.apart.ticks.copy()
@@ -243,7 +248,7 @@ class StepSearch:
                 at = np.repeat(own, 1 + twice)
                 at[np.cumsum(1 + twice)[twice] - 1] = self.weight_of[own[twice]]
                 own = self._weights_in_turn(at)
-            own = own[~gone[own]]
+            own = self._in_turn(own[~gone[own]], whole)
             row[lane] = NONE
             row[lane, : len(own)] = own
         return self._timed(row, whole)
@@ -254,6 +259,29 @@ class StepSearch:
         for each in np.unique(sort[np.isin(own, self.weight)]):
             own[sort == each] = np.sort(own[sort == each])
         return own
+
+    def _in_turn(self, own: np.ndarray, whole: np.ndarray) -> np.ndarray:
+        """Return a lane in which no whole backward overtakes a W of its stage: that goes before.
+
+        For both add to one gradient, and that sum is to be the same in every order.
+        """
+        adds = np.where(self.stage_of_weight[own] != NONE, own, NONE)
+        is_whole = np.isin(own, self.first[whole])
+        adds[is_whole] = self.weight_of[own[is_whole]]
+        late, stages = list[tuple[int, int]](), self.stage_of_weight[adds]
+        for stage in np.unique(stages[adds != NONE]):
+            places = np.flatnonzero((adds != NONE) & (stages == stage))
+            least = np.minimum.accumulate(adds[places][::-1])[::-1]  # from each place on
+            for at in np.flatnonzero(adds[places] > least):
+                sooner = places[at:][adds[places[at:]] < adds[places[at]]]
+                late += [(int(places[at]), int(each)) for each in sooner]
+        if not late:
+            return own
+        before: dict[int, int] = {}
+        for place, each in sorted(late):
+            before.setdefault(each, place)
+        order = sorted(range(len(own)), key=lambda at: (before.get(at, at), at not in before, at))
+        return own[order]
 
     def walked(self, order: Steps, steps: int, seed: int) -> Steps:
         """Return the order after so many steps, no slower; as it is where it does not fit."""
