@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from itertools import accumulate
 from typing import Any
 
 from megatron.core import parallel_state
@@ -24,6 +25,7 @@ from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import library
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
+from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.ready import complete_environment, leave_allocator
 from megatron_vshape.mcore.setup.translate import tell, translate
 
@@ -173,6 +175,7 @@ def model_init(session: Session, original: Function) -> Function:
             with refusing():
                 vocabulary.share(session.step, opening, self, pipeline.stage_map, rank, chunk or 0)
             _have_rows_converted(session)
+        _have_stages_found(session, pipeline)
 
     return init
 
@@ -202,6 +205,42 @@ def _have_rows_converted(session: Session) -> None:
 
     session.replaced.put(mapping, "tp_group", property(tp_group))
     session.replaced.put(mapping, "pp_size", property(pp_size))
+
+
+_CONVERTER = "mcore_adapter.models.converter.dist_converter"
+
+
+def _have_stages_found(session: Session, pipeline: Pipeline) -> None:
+    """Have ROLL's mcore_adapter, where it builds the model, load the weights that a stage has.
+
+    It numbers stages by chunk, then rank, and takes a tied end for a weight of its own.
+    """
+    converter = getattr(sys.modules.get(_CONVERTER), "DistConverter", None)
+    if converter is None or converter in session.providers:
+        return
+    session.providers.append(converter)
+    stage_map, is_here = pipeline.stage_map, converter.is_on_this_rank
+
+    def layer_info(self: Any, layer: int) -> tuple[int, int, int]:
+        stage = next(each for each, end in enumerate(accumulate(stage_map.layers)) if layer < end)
+        local = layer - sum(stage_map.layers[:stage])
+        return local, stage_map.placement[stage], stage_map.chunk(stage)
+
+    def is_first(self: Any, vp_stage: int) -> bool:
+        return pipeline.ends(self.pipeline_model_parallel_rank, vp_stage)[0]
+
+    def is_last(self: Any, vp_stage: int) -> bool:
+        return pipeline.ends(self.pipeline_model_parallel_rank, vp_stage)[1]
+
+    def is_on_this_rank(self: Any, weight_name: str, vp_stage: int | None = None) -> bool:
+        is_twice = stage_map.ends_meet and weight_name == _ROWS[0] and not self.revert
+        elsewhere = is_twice and not is_first(self, vp_stage or 0)
+        return not elsewhere and bool(is_here(self, weight_name, vp_stage))
+
+    session.replaced.put(converter, "_get_layer_info", layer_info)
+    session.replaced.put(converter, "is_pipeline_first_stage", is_first)
+    session.replaced.put(converter, "is_pipeline_last_stage", is_last)
+    session.replaced.put(converter, "is_on_this_rank", is_on_this_rank)
 
 
 @replaces

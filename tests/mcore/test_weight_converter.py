@@ -1,0 +1,70 @@
+"""A library that finds the stage of a weight by itself, as ROLL's mcore_adapter does."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_vshape.mcore.hooks import library
+from megatron_vshape.mcore.hooks.session import Session
+from megatron_vshape.mcore.layout.stage_map import StageMap
+
+EMBEDDING = "embedding.word_embeddings.weight"
+RANKS, CHUNKS, LAYERS = 2, 2, 5
+
+
+class DistConverter:
+    """One that numbers stages by chunk, then rank, and has tied ends twice."""
+
+    revert = False
+
+    def __init__(self, rank: int) -> None:
+        self.pipeline_model_parallel_rank = rank
+
+    def _get_layer_info(self, layer: int) -> tuple[int, int, int]:
+        return 0, layer % RANKS, layer // RANKS
+
+    def is_pipeline_first_stage(self, vp_stage: int) -> bool:
+        return (self.pipeline_model_parallel_rank, vp_stage) == (0, 0)
+
+    def is_pipeline_last_stage(self, vp_stage: int) -> bool:
+        return (self.pipeline_model_parallel_rank, vp_stage) == (RANKS - 1, CHUNKS - 1)
+
+    def is_on_this_rank(self, weight_name: str, vp_stage: int | None = None) -> bool:
+        chunk = vp_stage or 0
+        if weight_name == EMBEDDING:
+            return self.is_pipeline_first_stage(chunk) or self.is_pipeline_last_stage(chunk)
+        layer = int(weight_name.split(".")[2])
+        place = self.pipeline_model_parallel_rank, chunk
+        return self._get_layer_info(layer)[1:] == place
+
+
+def places_of(name: str) -> list[tuple[int, int]]:
+    """Return on which ranks, and in which chunks there, a weight is looked for."""
+    every = [(rank, chunk) for rank in range(RANKS) for chunk in range(CHUNKS)]
+    return [each for each in every if DistConverter(each[0]).is_on_this_rank(name, each[1])]
+
+
+def test_a_weight_is_loaded_where_its_stage_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType(library._CONVERTER)
+    module.DistConverter = DistConverter
+    monkeypatch.setitem(sys.modules, library._CONVERTER, module)
+    stage_map = StageMap((1, 0, 0, 1), (2, 1, 1, 1))
+    last = stage_map.last_stage
+    pipeline: Any = SimpleNamespace(
+        stage_map=stage_map,
+        ends=lambda *place: tuple(stage_map.stage(*place) == each for each in (0, last)),
+    )
+    session = Session()
+    try:
+        for _ in range(2):  # of each chunk; the class is taught once
+            library._have_stages_found(session, pipeline)
+        found = [places_of(f"decoder.layers.{layer}.weight") for layer in range(LAYERS)]
+        assert found == [[(1, 0)], [(1, 0)], [(0, 0)], [(0, 1)], [(1, 1)]]
+        assert [DistConverter(0)._get_layer_info(layer)[0] for layer in range(3)] == [0, 1, 0]
+        assert places_of(EMBEDDING) == [(1, 0)]  # of tied ends on one rank there is one weight
+        assert DistConverter(1).is_pipeline_last_stage(1)
+    finally:
+        session.replaced.undo()
+    assert places_of(EMBEDDING) == [(0, 0), (1, 1)]
