@@ -23,7 +23,7 @@ RUNNERS_UP = 3
 """Rows below the recommended one that are within the limit."""
 
 
-class _Row(NamedTuple):
+class _TableRow(NamedTuple):
     """A row of the table, and by what it is sorted and chosen."""
 
     out: bool  # above the limit
@@ -44,7 +44,7 @@ def comparison_rows(
     """
     idle = simulate(answer.schedule, answer.costs).mean_idle
     name, best = _name(answer), answer.plan
-    rest: list[_Row] = []
+    rest: list[_TableRow] = []
     for each in (*answer.others, *compare(question, answer)):
         if each.rival is not None and each.rival == answer.is_known:
             continue
@@ -52,7 +52,7 @@ def comparison_rows(
         within = each.may_fit if isinstance(each, Possible) else fits(each.peak, answer.limits)
         cells = _row(each, value, within, answer, held, time)
         family = cells[0] if each.rival is None else each.rival.name
-        rest.append(_Row(not within, value, family, cells))
+        rest.append(_TableRow(not within, value, family, cells))
     rest += _tried_rows(answer, time)
     rest.sort(key=lambda each: each[:2])
     shown = rest if every else _worth_showing(rest, best.value)
@@ -61,10 +61,10 @@ def comparison_rows(
     return rows, len(rest) - len(shown)
 
 
-def _worth_showing(rows: Sequence[_Row], best: float) -> list[_Row]:
+def _worth_showing(rows: Sequence[_TableRow], best: float) -> list[_TableRow]:
     """Return the rows that help to choose, in their order."""
     families: set[str] = set()
-    shown: list[_Row] = []
+    shown: list[_TableRow] = []
     for each in rows:
         first = each.family not in families
         if each.out:
@@ -78,7 +78,7 @@ def _worth_showing(rows: Sequence[_Row], best: float) -> list[_Row]:
     return shown
 
 
-def _tried_rows(answer: Planned, time: Text) -> Iterator[_Row]:
+def _tried_rows(answer: Planned, time: Text) -> Iterator[_TableRow]:
     """Yield what was planned in the other ways to hold less, or why it was not."""
     placement, best = answer.schedule.placement, answer.plan
     by_words: dict[str, tuple[float, bool]] = {}
@@ -96,7 +96,7 @@ def _tried_rows(answer: Planned, time: Text) -> Iterator[_Row]:
         row = [words, "", "", time(value), "", why]
         if least:
             row[TIME:] = [f">= {time(value)}", "", f"{why} at least"]
-        yield _Row(False, value, words, row)
+        yield _TableRow(False, value, words, row)
 
 
 def _row(

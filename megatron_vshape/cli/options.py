@@ -90,7 +90,7 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class Link(NamedTuple):
+class OffloadLink(NamedTuple):
     """How long a copy to the host takes: in F, one way, of all that a stage holds."""
 
     forwards: float
@@ -101,7 +101,7 @@ class Link(NamedTuple):
 _LINK_WORDS = {"": (1, False), "half": (1, True), "shared": (2, False)}
 
 
-def link(text: str) -> Link:
+def link(text: str) -> OffloadLink:
     """Return the link that --offload names."""
     number, _, word = text.partition(",")
     value = float_or_nan(number)
@@ -111,7 +111,7 @@ def link(text: str) -> Link:
             "1.5,half"
         )
     sharers, half_duplex = _LINK_WORDS[word]
-    return Link(sharers * value, half_duplex, text)
+    return OffloadLink(sharers * value, half_duplex, text)
 
 
 def count(text: str) -> int:
@@ -306,7 +306,7 @@ def cut_of(
     measured: Costs | None,
     num_layers: int | None = None,
     ends: tuple[Piece, Piece] = (NOTHING, NOTHING),
-    offload: Link | None = None,
+    offload: OffloadLink | None = None,
 ) -> Cut:
     """Return what gives the costs of any number of stages: measured if there are, else equal.
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron_vshape.sweep.grid import Combination, Dropped, Expanded
     from megatron_vshape.sweep.machine import Machine
     from megatron_vshape.sweep.predict import Prediction, Predictor
-    from megatron_vshape.sweep.prune import Chosen
+    from megatron_vshape.sweep.prune import Pruned
     from megatron_vshape.sweep.report import Published, Row
 
 NEEDED = ("pydantic", "yaml", "rich")
@@ -289,11 +289,11 @@ def _launch(
     loaded: "Loaded",
     predictor: "Predictor",
     predictions: "Sequence[Prediction]",
-    chosen: "Chosen",
+    chosen: "Pruned",
     options: argparse.Namespace,
 ) -> int:
     from megatron_vshape.sweep.launch import Launcher
-    from megatron_vshape.sweep.progress import Progress
+    from megatron_vshape.sweep.progress import LiveProgress
     from megatron_vshape.sweep.report import rows_of
     from megatron_vshape.sweep.results import key_of, open_results
 
@@ -302,7 +302,7 @@ def _launch(
     with open_results(path) as results:
         done = results.ended(options.retry_failed)
         before = sum(keys[each] in done for each in chosen.run)
-        with Progress(console, len(chosen.run), before) as progress:
+        with LiveProgress(console, len(chosen.run), before) as progress:
             launcher = Launcher(loaded, predictor, results, path.parent, progress)
             launcher.run(chosen.run, options.retry_failed)
         found = results.read(set(keys.values()))

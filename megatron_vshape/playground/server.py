@@ -47,7 +47,7 @@ def make_app(
 
     A tunnel may be called by HTTPS.
     """
-    page = _Page(given)
+    page = _Site(given)
     routes = [
         Route("/", page.index, methods=["GET"]),
         Route("/static/{name}", page.static, methods=["GET"]),
@@ -72,7 +72,7 @@ def _refused(status: int, text: str) -> Response:
     return JSONResponse({"field": "request", "text": text}, status)
 
 
-class _Page:
+class _Site:
     """The handlers, and what they share."""
 
     def __init__(self, given: Sequence[Given]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_vshape.rehearsal.adjustments import wrap
 from megatron_vshape.rehearsal.device import on_host
-from megatron_vshape.rehearsal.values import Counts, known
+from megatron_vshape.rehearsal.values import KnownNumbers, known
 
 
 class Routing:
@@ -59,14 +59,16 @@ def _exchanged(self: Any, point: Any, tokens_per_expert: Any = None) -> Tensor:
     if ranks > 1 or shards > 1:
         self.input_splits = [tokens // ranks] * ranks
         self.output_splits = [got // ranks] * ranks
-        self.output_splits_tp = Counts([got] * shards)
+        self.output_splits_tp = KnownNumbers([got] * shards)
     total = got * shards
     if local > 1 and not self.drop_and_pad:
         each = total // (shards * ranks * local)
         with on_host():
             self.num_global_tokens_per_local_expert = torch.full((shards * ranks, local), each)
         if not self.config.moe_permute_fusion:
-            self.num_global_tokens_per_local_expert = Counts([each] * (local * shards * ranks))
+            self.num_global_tokens_per_local_expert = KnownNumbers(
+                [each] * (local * shards * ranks)
+            )
     return Routing.counts(total, local)
 
 

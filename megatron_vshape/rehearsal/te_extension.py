@@ -68,19 +68,19 @@ class _Anything(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Nothing()
+        return _Absent()
 
 
-class _Nothing:
-    def __call__(self, *args: Any, **options: Any) -> _Nothing:
+class _Absent:
+    def __call__(self, *args: Any, **options: Any) -> _Absent:
         return self
 
-    def __getattr__(self, name: str) -> _Nothing:
+    def __getattr__(self, name: str) -> _Absent:
         if name.startswith("__"):
             raise AttributeError(name)
         return self
 
-    def __getitem__(self, key: object) -> _Nothing:
+    def __getitem__(self, key: object) -> _Absent:
         return self
 
     def __or__(self, other: object) -> Any:

@@ -16,17 +16,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 
-class Counts(list[Any]):
+class KnownNumbers(list[Any]):
     """A list of known numbers that answers as an array would; of more dimensions all are equal."""
 
     @property
-    def T(self) -> Counts:
+    def T(self) -> KnownNumbers:
         return self
 
     def tolist(self) -> list[Any]:
         return list(self)
 
-    def ravel(self) -> Counts:
+    def ravel(self) -> KnownNumbers:
         return self
 
 

@@ -69,7 +69,7 @@ class _Name(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _Activations:
     """The activations of one microbatch of one stage."""
 
     root: Node | None  # of its graph, until that has been read
@@ -97,7 +97,7 @@ class Offload:
         self.host = HostMemory(device, most_bytes, ranks)
         self._device = device
         self._kept: frozenset[int] = frozenset()
-        self._waiting: dict[tuple[int, int], _Waiting] = {}
+        self._waiting: dict[tuple[int, int], _Activations] = {}
         self._walks: dict[int, int] = {}
         self._seen: dict[int, tuple[StorageWeakRef, tuple[int, int], _Name]] = {}
         self._stays: set[tuple[int, _Name]] = set()  # as others share it, or another stream has it
@@ -129,7 +129,7 @@ class Offload:
         storage: int = output.untyped_storage()._cdata
         learns = self._walks.get(stage, 0) < WALKS
         others = frozenset(each.untyped_storage()._cdata for each in shared)
-        waiting = _Waiting(output.grad_fn, storage, Moment.of(self._device), learns, others)
+        waiting = _Activations(output.grad_fn, storage, Moment.of(self._device), learns, others)
         self._waiting[stage, microbatch] = waiting
         if learns:
             self._learn(stage, waiting, output.grad_fn)
@@ -227,7 +227,7 @@ class Offload:
         self.forget()
         self.host.clear()
 
-    def _choose(self, stage: int, waiting: _Waiting) -> None:
+    def _choose(self, stage: int, waiting: _Activations) -> None:
         """Choose what is to wait, and where, unless that has been."""
         root, waiting.root = waiting.root, None
         if waiting.stays or root is None:
@@ -239,14 +239,14 @@ class Offload:
             waiting.blocks = [block for block, _ in taken]
             waiting.free = [moment for _, moment in taken]
 
-    def _find(self, kind: Kind, stage: int, microbatch: int, wanted: _At) -> _Waiting:
+    def _find(self, kind: Kind, stage: int, microbatch: int, wanted: _At) -> _Activations:
         waiting = self._waiting.get((stage, microbatch))
         if waiting is None or waiting.at is not wanted:
             at = "gone, or not made yet" if waiting is None else waiting.at.value
             raise OffloadError(_where(Pass(kind, stage, microbatch), at))
         return waiting
 
-    def _learn(self, stage: int, waiting: _Waiting, root: Node) -> None:
+    def _learn(self, stage: int, waiting: _Activations, root: Node) -> None:
         """Compare a microbatch's storages with those of others that are still there.
 
         And look which are another stream's, as those of the same name are in every microbatch.
@@ -299,7 +299,7 @@ class Offload:
                 if storage.nbytes() and storage.resizable():
                     yield _Name(kind, numbers[kind], attribute, places[attribute]), storage
 
-    def _parts(self, waiting: _Waiting) -> Iterator[tuple[Tensor, Tensor]]:
+    def _parts(self, waiting: _Activations) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield parts of the storages and of the blocks that they fill one after the other."""
         blocks = iter(waiting.blocks)
         left = torch.empty(0, dtype=torch.uint8)

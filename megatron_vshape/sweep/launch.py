@@ -17,7 +17,7 @@ from submitit.slurm.slurm import SlurmInfoWatcher
 from megatron_vshape.sweep import worker
 from megatron_vshape.sweep.files import Loaded, SweepError
 from megatron_vshape.sweep.predict import Prediction, Predictor
-from megatron_vshape.sweep.progress import Progress
+from megatron_vshape.sweep.progress import LiveProgress
 from megatron_vshape.sweep.results import Outcome, Result, Results, Status, key_of
 from megatron_vshape.sweep.trainer_flags import trainer_command
 
@@ -104,7 +104,7 @@ class Launcher:
     predictor: Predictor
     results: Results
     folder: Path
-    progress: Progress
+    progress: LiveProgress
     _refused_until: float = 0.0
 
     def run(self, chosen: Sequence[Prediction], retry_failed: bool = False) -> None:

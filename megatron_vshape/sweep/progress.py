@@ -7,7 +7,7 @@ from megatron_vshape.sweep.grid import Combination
 from megatron_vshape.sweep.results import Result
 
 
-class Progress:
+class LiveProgress:
     """A bar over all runs, a line for each that runs, and one for each that has ended.
 
     `before` of the `total` runs were made by an earlier sweep.
@@ -26,7 +26,7 @@ class Progress:
         self._running: dict[Combination, rich_progress.TaskID] = {}
         self._all = self._bars.add_task("runs", total=total, completed=before)
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "LiveProgress":
         self._bars.start()
         if self._made_before:
             self._say(self._made_before)

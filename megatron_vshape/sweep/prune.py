@@ -9,14 +9,14 @@ from megatron_vshape.sweep.predict import Prediction
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class Pruned:
     """What will run, the best predicted first, and what will not."""
 
     run: tuple[Prediction, ...]
     dropped: tuple[Dropped, ...]
 
 
-def prune(predictions: Iterable[Prediction], pruning: Pruning) -> Chosen:
+def prune(predictions: Iterable[Prediction], pruning: Pruning) -> Pruned:
     """Return the predictions that fit and are not beaten by the margin, workload by workload.
 
     The best of every schedule runs whatever the margin is, so that schedules can be compared;
@@ -41,7 +41,7 @@ def prune(predictions: Iterable[Prediction], pruning: Pruning) -> Chosen:
             else:
                 kind = f"predicted too far behind the best (margin {pruning.margin:.0%})"
                 dropped.append(Dropped(each.combination, kind, reason))
-    return Chosen(tuple(run), tuple(dropped))
+    return Pruned(tuple(run), tuple(dropped))
 
 
 def _beaten(

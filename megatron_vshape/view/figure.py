@@ -268,7 +268,7 @@ class _Page:
         self.depth += 8  # for the interval's arrow
         rows = block.num_devices
         axes = self._panel(cell * slots, rows * self.row, (0, slots), rows)
-        panels.draw_block(axes, block, panels.Scale(cell, self.row))
+        panels.draw_block(axes, block, panels.PointScale(cell, self.row))
         if notes and self.row >= _LOWEST_NOTED:
             _note_rows(axes, notes, [_LIFESPANS], self.row)
         self.depth += _GAP
@@ -279,7 +279,7 @@ class _Page:
             self._section(title, note)
         rows = timeline.schedule.num_devices
         axes = self._panel(self.width, rows * self.row, (0, self.end), rows)
-        scale = panels.Scale(self.width / self.end, self.row)
+        scale = panels.PointScale(self.width / self.end, self.row)
         chunks = chunks_of(timeline.schedule.placement)
         bars = panels.bars_of(timeline, self.units.time_scale)
         length = timeline.makespan * self.units.time_scale

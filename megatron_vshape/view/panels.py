@@ -57,7 +57,7 @@ Box = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class PointScale:
     """How many points one unit of x and one row of the axes take."""
 
     x: float
@@ -137,7 +137,7 @@ def number_rows(axes: Axes, num_devices: int, row_points: float) -> None:
 
 
 def draw_passes(
-    axes: Axes, bars: Iterable[Bar], chunks: Sequence[int], scale: Scale, faint: bool = False
+    axes: Axes, bars: Iterable[Bar], chunks: Sequence[int], scale: PointScale, faint: bool = False
 ) -> None:
     """Draw the bars in their colours; a pass that does several has one above the other.
 
@@ -173,7 +173,7 @@ def draw_passes(
 
 
 def number_passes(
-    axes: Axes, bars: Sequence[Bar], chunks: Sequence[int], scale: Scale, slices: int = 1
+    axes: Axes, bars: Sequence[Bar], chunks: Sequence[int], scale: PointScale, slices: int = 1
 ) -> None:
     """Write the microbatch into every pass wide enough, or nowhere if most are too small.
 
@@ -209,7 +209,7 @@ def text_size(width: float, height: float, digits: float) -> float | None:
     return round(size, 1) if size >= SMALLEST_TEXT else None
 
 
-def draw_block(axes: Axes, block: BuildingBlock, scale: Scale) -> None:
+def draw_block(axes: Axes, block: BuildingBlock, scale: PointScale) -> None:
     """Draw the passes of one block with its next repeats faint behind it, and the interval."""
     chunks = chunks_of(block.placement)
     end = max(each.end for each in block.passes)
@@ -246,7 +246,7 @@ def draw_block(axes: Axes, block: BuildingBlock, scale: Scale) -> None:
 
 
 def _letter_block(
-    axes: Axes, bars: Sequence[Bar], chunks: Sequence[int], scale: Scale, num_microbatches: int
+    axes: Axes, bars: Sequence[Bar], chunks: Sequence[int], scale: PointScale, num_microbatches: int
 ) -> None:
     """Write F, B or W into each pass, and its microbatch where the block has several."""
     several = num_microbatches > 1

@@ -128,7 +128,7 @@ CASES = {
         routing._permuted(permute, tokens, mine, num_out_tokens=24)
         assert rows == [64, 24]
         assert routing._routed(gpu(4, 64), mine.t()).shape == (64,)
-        assert values.Counts([8, 8]).T.ravel().tolist() == [8, 8]
+        assert values.KnownNumbers([8, 8]).T.ravel().tolist() == [8, 8]
     """,
     "a mamba layer keeps its input and the scans output": """
         batch, tokens, heads, head, groups, state = 2, 512, 8, 64, 2, 16

@@ -28,7 +28,7 @@ FINENESS = 24
 ROUNDS = 3
 
 
-class Choice(NamedTuple):
+class StageChoice(NamedTuple):
     """What a stage takes of its device for one microbatch."""
 
     work: float
@@ -65,23 +65,25 @@ def bound_of_choices(
     return best
 
 
-def _choices(settings: Sequence[Costs], stage: int, paths: Ways, copies: bool) -> Iterator[Choice]:
+def _choices(
+    settings: Sequence[Costs], stage: int, paths: Ways, copies: bool
+) -> Iterator[StageChoice]:
     for costs in settings:
         both = costs.forward_us[stage] + costs.backward_us[stage]
         weight = costs.weight_us[stage]
         held = costs.held_after_forward_bytes[stage]
         after = costs.held_after_backward_bytes[stage] * weight
         trip = paths.round_trip[stage]
-        yield Choice(both + weight, held * trip + after, 0.0)
+        yield StageChoice(both + weight, held * trip + after, 0.0)
         if not copies:
             continue
         out, back = costs.copies_us(stage)
         moved = min(held, costs.offloaded_bytes[stage])
         here = min(trip, both + out + back)
-        yield Choice(both + weight, (held - moved) * trip + moved * here + after, out + back)
+        yield StageChoice(both + weight, (held - moved) * trip + moved * here + after, out + back)
 
 
-def _priced(choices: Sequence[Sequence[Choice]], limit: float, links: int) -> float:
+def _priced(choices: Sequence[Sequence[StageChoice]], limit: float, links: int) -> float:
     """Return the most that any prices say of a device's time for one microbatch."""
     # of time over memory, and of links over both
     low, high = np.array([-6.0, -6.0]), np.array([6.0, 6.0])

@@ -66,7 +66,7 @@ KNOWN = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
 Step = Callable[[Any], tuple[bool, Any, Any]]
 
 
-class Verdict(NamedTuple):
+class StepVerdict(NamedTuple):
     """What the reductions of one step say."""
 
     found_inf: tuple[bool, ...]  # of each optimizer with a loss scale
@@ -106,7 +106,7 @@ class PostValidation:
         )
 
     def _guess(self, optimizer: Any, original: Step) -> tuple[bool, Any, Any]:
-        pending = Pending(optimizer)
+        pending = Reductions(optimizer)
         self._backup.save([each.optimizer for each in _working(optimizer)])
         with nullcontext() if pending.own_part_stands else _without_updates(optimizer):
             optimizer.step_with_ready_grads()
@@ -132,7 +132,7 @@ class PostValidation:
         self._calm = self._calm + 1 if stood else 0
 
 
-class Pending:
+class Reductions:
     """The reductions of one step, started and not waited for.
 
     Megatron's own code computes this rank's part and starts them; the results are its own too.
@@ -150,7 +150,7 @@ class Pending:
             norm = optimizer.get_grad_norm()
         self.own_part_stands = not found_inf and _stands(optimizer, norm)
 
-    def wait(self) -> Verdict:
+    def wait(self) -> StepVerdict:
         """Return what all ranks together found; the loss scale is updated by it."""
         results = [each.result() for each in self._started]
         split = len(self._scaled)
@@ -165,7 +165,7 @@ class Pending:
                 replaced.put(each, "get_grads_for_grad_norm", lambda *_, **__: [])
             norm = self._optimizer.get_grad_norm()
         stands = not any(found_inf) and _stands(self._optimizer, norm)
-        return Verdict(found_inf, norm, stands)
+        return StepVerdict(found_inf, norm, stands)
 
 
 class _Started(NamedTuple):
@@ -324,7 +324,7 @@ def _without_updates(optimizer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _validated(optimizer: Any, verdict: Verdict) -> Iterator[None]:
+def _validated(optimizer: Any, verdict: StepVerdict) -> Iterator[None]:
     """Have `optimizer.step` find the gradients prepared, and the parameters where they are right
     already updated."""
     with Replaced() as replaced:

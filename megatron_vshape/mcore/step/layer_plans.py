@@ -54,7 +54,7 @@ class Backward(NamedTuple):
     whole: WeightJobs | None = None  # by which its W runs inside; None: its jobs are left
 
 
-class Ran(NamedTuple):
+class Made(NamedTuple):
     """What the passes have made; None of the one that did not run."""
 
     output: Any  # a Tensor
@@ -62,7 +62,7 @@ class Ran(NamedTuple):
     gradient: Tensor | None  # of the input
 
 
-def run_by_layers(config: Any, forward: Forward | None, backward: Backward | None) -> Ran:
+def run_by_layers(config: Any, forward: Forward | None, backward: Backward | None) -> Made:
     """Run an F, a B, or both beside each other, of unlike microbatches.
 
     What they return may have been made on the stream of exchanges, and is there for this one.
@@ -96,7 +96,7 @@ def run_by_layers(config: Any, forward: Forward | None, backward: Backward | Non
     for tensor in (output, gradient):
         if tensor is not None:
             tensor.record_stream(torch.cuda.current_stream())
-    return Ran(output, num_tokens, gradient)
+    return Made(output, num_tokens, gradient)
 
 
 def kept_by(output: Tensor) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.refusals import captures_locally
 from megatron_vshape.mcore.split import local_graphs
-from megatron_vshape.mcore.step.layer_plans import Backward, Forward, Ran, kept_by, run_by_layers
+from megatron_vshape.mcore.step.layer_plans import Backward, Forward, Made, kept_by, run_by_layers
 from megatron_vshape.mcore.step.parts import Step as Step
 from megatron_vshape.mcore.step_state import StepState
 
@@ -199,7 +199,7 @@ class MegatronStage:
         return kept
 
     @property
-    def _run(self) -> Callable[[Any, Forward | None, Backward | None], Ran]:
+    def _run(self) -> Callable[[Any, Forward | None, Backward | None], Made]:
         return run_by_layers if self.step.by_layers else run_alone
 
     def _count(self, work: Pass, output: Tensor | None = None) -> None:
@@ -214,7 +214,7 @@ class MegatronStage:
         census.ends(work)
 
 
-def run_alone(config: Any, forward: Forward | None, backward: Backward | None) -> Ran:
+def run_alone(config: Any, forward: Forward | None, backward: Backward | None) -> Made:
     """Run an F, or a B, as Megatron's own schedules do."""
     output = num_tokens = gradient = None
     if forward is not None:
@@ -237,7 +237,7 @@ def run_alone(config: Any, forward: Forward | None, backward: Backward | None) -
     if backward is not None:
         read = backward.received, backward.output, backward.gradient
         gradient = schedules.backward_step(*read, config)
-    return Ran(output, num_tokens, gradient)
+    return Made(output, num_tokens, gradient)
 
 
 def loss_maker(
