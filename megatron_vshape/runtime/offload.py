@@ -266,7 +266,7 @@ class Offload:
         self._bytes[stage] = sum(size for _, size in self._chosen(stage, root, waiting))
 
     def _chosen(
-        self, stage: int, root: Node, waiting: _Waiting
+        self, stage: int, root: Node, waiting: _Activations
     ) -> list[tuple[UntypedStorage, int]]:
         """Return what of a microbatch is to wait, with its bytes; what was saved first is first."""
         names: dict[int, tuple[UntypedStorage, list[_Name]]] = {}
@@ -280,7 +280,7 @@ class Offload:
         least = SMALL * max((size for _, size in own), default=0)
         return [(storage, size) for storage, size in own if size >= least]
 
-    def _saved(self, root: Node, waiting: _Waiting) -> Iterator[tuple[_Name, UntypedStorage]]:
+    def _saved(self, root: Node, waiting: _Activations) -> Iterator[tuple[_Name, UntypedStorage]]:
         """Yield the storages that a graph saves and that can be emptied, in the order of F."""
         numbers: dict[str, int] = {}
         for node in sorted(nodes_behind(root), key=lambda node: node._sequence_nr()):
