@@ -395,7 +395,7 @@ def test_what_cannot_be_cut_is_told(given: dict[str, Any], told: str) -> None:
         Slices(2, 8).forward(0, False, 0, step)(None, Plain())
 
 
-@pytest.mark.parametrize("slices", [pytest.param("2", marks=pytest.mark.slow), "4"])
+@pytest.mark.parametrize("slices", ["4", *(pytest.param(k, marks=pytest.mark.slow) for k in "128")])
 def test_what_is_held_is_what_the_plan_knows(farm: Farm, slices: str) -> None:
     """With what slices share and owe each other."""
     sizes = ("--hidden-size", "64", "--seq-length", "64", "--max-position-embeddings", "64")
