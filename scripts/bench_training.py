@@ -19,6 +19,11 @@ nevertheless, the turn does not count, unless that leaves fewer than three round
 | v-zb-fused, ... | with --gradient-accumulation-fusion, which stock Megatron has not without apex |
 | v-zb-tp2, ... | with --tensor-model-parallel-size 2, on twice as many ranks; not torch-zbv |
 
+With --disturb another process works on and off, a processor's worth for tenths of seconds, while
+variants warm up: also while auto takes its costs and tries its orders. It has ended before the
+rounds, which tell what the order that stays is worth. auto is also compared with the best of all
+other variants of this package, which have one order each: it is never to be below .99 of it.
+
 A second table holds the prediction that this package's variants made from four steps of their
 warm-up beside the four steps that came next, and beside the steps of all rounds.
 
@@ -30,8 +35,10 @@ Adam with clipping, and no data loader.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
+import random
 import re
 import socket
 import statistics
@@ -39,7 +46,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -52,12 +59,13 @@ from torch import Tensor, nn
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
 BASELINE = "megatron-1f1b"
+INTERLEAVED = "megatron-interleaved"
 TORCH = "torch-zbv"
 PROFILED = "-profiled"
 FUSED = "-fused"
 TENSOR = "-tp2"
 UNFUSED_FLAG = "--no-gradient-accumulation-fusion"
-DEFAULT = (BASELINE, "megatron-interleaved", TORCH, "v-zb", "v-half", "auto", "v-zb-profiled")
+DEFAULT = (BASELINE, INTERLEAVED, TORCH, "v-zb", "v-half", "auto", "v-zb-profiled")
 GOALS = (
     ("v-zb", BASELINE, 1.15),
     ("v-half", BASELINE, 1.05),
@@ -65,6 +73,9 @@ GOALS = (
     ("v-zb-profiled", "v-zb", 0.99),
 )
 """Which variant is to be how many times as fast as which; they are for 2 ranks, 4 microbatches."""
+
+AUTO, OF_BEST = "auto", 0.99
+"""How many times as fast as the best of the orders by name auto is to be at least."""
 
 PROFILE_STEPS = "3:6"
 ALL_STEPS = "2:1000000"
@@ -123,7 +134,7 @@ def variant_flags(name: str) -> list[str]:
         return [*variant_flags(name.removesuffix(TENSOR)), "--tensor-model-parallel-size", "2"]
     if name == BASELINE:
         return []
-    if name == "megatron-interleaved":
+    if name == INTERLEAVED:
         return ["--num-virtual-stages-per-pipeline-rank", "2"]
     steps = ALL_STEPS if name.endswith(PROFILED) else PROFILE_STEPS
     schedule = name.removesuffix(PROFILED).removesuffix(FUSED)
@@ -389,6 +400,28 @@ class Variant:
         return "\n".join(log.read_text() for log in self._logs)
 
 
+def disturb(seed: int = 1) -> NoReturn:
+    """Work and rest by turns, each for a random time, until the process is ended."""
+    rng = random.Random(seed)
+    while True:
+        until = time.perf_counter() + rng.random() / 2
+        while time.perf_counter() < until:
+            sum(range(1000))
+        time.sleep(rng.random())
+
+
+@contextlib.contextmanager
+def disturbed(is_asked: bool) -> Iterator[None]:
+    """Have another process disturb what runs inside, if that is asked for."""
+    other = multiprocessing.Process(target=disturb, daemon=True)
+    if is_asked:
+        other.start()
+    yield
+    if is_asked:
+        other.terminate()
+        other.join()
+
+
 def end_trial(variant: Variant) -> None:
     """Run the steps in which auto tries its plan beside others, and those that check the winner."""
     begun = "orders that get steps in turn" in variant.log()
@@ -531,7 +564,9 @@ def prediction_table(
 def verdicts(found: Mapping[str, Sequence[Turn]]) -> list[str]:
     """Return a line for every goal whose two variants ran."""
     lines = []
-    for name, other, goal in GOALS:
+    ours = [name for name in found if name not in (BASELINE, INTERLEAVED, TORCH, AUTO)]
+    best = max(ours, key=lambda name: statistics.median(ratios(found, name, ours[0])), default="")
+    for name, other, goal in (*GOALS, (AUTO, best, OF_BEST)):
         if name in found and other in found:
             pairs = ratios(found, name, other)
             middle = statistics.median(pairs)
@@ -565,6 +600,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="per variant and round")
     parser.add_argument(
         "--patience", type=float, default=0.0, metavar="S", help="seconds to wait for quiet, in all"
+    )
+    parser.add_argument(
+        "--disturb", action="store_true", help="have another process work while variants warm up"
     )
     return parser.parse_args(arguments)
 
@@ -607,8 +645,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             quiet.wait()
             variants.append(Variant(name, sizes, Path(folder)))
             is_ours = "--pipeline-schedule" in variant_flags(name) and name != TORCH
-            variants[-1].run(WARM_UP if is_ours else WARM_UP_OTHERS)
-            end_trial(variants[-1])
+            with disturbed(args.disturb):
+                variants[-1].run(WARM_UP if is_ours else WARM_UP_OTHERS)
+                end_trial(variants[-1])
             print(f"{name} is warm", file=sys.stderr)
         found = measure(variants, args.rounds, args.steps, quiet)
         said = {each.name: predicted_in(each.log()) for each in variants}

@@ -44,6 +44,16 @@ def test_disturbed_rounds_do_not_count(bench: ModuleType) -> None:
     assert "| v-zb | 3 of 5 |" in bench.table(found, sizes)
 
 
+def test_auto_is_compared_with_the_best_order_by_name(bench: ModuleType) -> None:
+    found = {
+        name: [bench.Turn(wall_s, 1.0, 0.0)] * 3
+        for name, wall_s in (("v-half", 1.1), ("v-zb", 1.0), ("auto", 1.02))
+    }
+    assert bench.verdicts(found) == ["auto / v-zb: 0.980 in 3 rounds, goal 0.99: MISSED"]
+    found["v-half"] = [bench.Turn(0.9, 1.0, 0.0)] * 3
+    assert bench.verdicts(found)[0].startswith("auto / v-half: 0.882 in 3 rounds")
+
+
 def test_predictions_are_found_in_the_log(bench: ModuleType) -> None:
     before = Prediction("v-half", 4, 1.5e6, 1e5, 0.1, (2.0**30, 2.0**29))
     after = before._replace(name="auto", makespan_us=1.4e6)
