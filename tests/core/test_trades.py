@@ -19,8 +19,10 @@ from megatron_vshape.core.check.simulate import peak_held, peak_in_host, simulat
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import (
+    BUT_LAST,
     COPY_BACK,
     COPY_OUT,
+    FULL,
     NO_RECOMPUTE,
     OFFLOAD,
     PARTS,
@@ -31,9 +33,12 @@ from megatron_vshape.core.model.kinds import (
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Timeline, Way
+from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner import improve, job_shop
+from megatron_vshape.core.planner.choosing import computing_less
 from megatron_vshape.core.planner.offload_search import OffloadSearch
 from megatron_vshape.core.planner.search import plan
+from megatron_vshape.core.program.lowering import whole_backwards
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 
@@ -330,3 +335,57 @@ def test_slices_wait_too(slices: int, limit: float, in_host: float) -> None:
     assert plan(replace(costs, host_us=0.01), 2, 4, limit, **asked).schedule.slices == slices
     with pytest.raises(LimitError):
         plan(costs.without_copies(), 2, 4, limit, placements=[v_shape(2)], slices=slices)
+
+
+def under_full_recompute(name: str, devices: int, layers: int) -> tuple[Schedule, Costs]:
+    """Return a named order whose stages all compute their layers again, and what that costs."""
+    schedule = whole_backwards(make(name, devices, 4 * devices))
+    stages = schedule.num_stages
+    each = (layers * 1.0,) * stages
+    own = Costs(each, each, each, 0.1, each, each, (layers,) * stages)
+    own = own.having(whole_backward_us=(2.0 * layers,) * stages, whole_work_bytes=(0.25,) * stages)
+    prices = {
+        "whole_work_bytes": (1.25,) * stages,  # a layer is there again
+        "whole_backward_us": (3.0 * layers,) * stages,
+        "backward_us": (2.0 * layers,) * stages,
+        "held_after_forward_bytes": (layers / 16,) * stages,
+    }
+    costs = replace(own, recompute=((FULL, own.with_prices(FULL, prices)),))
+    return replace(schedule, recompute=(FULL,) * stages), costs
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "1f1b-v", "zb-h1"])
+@pytest.mark.parametrize("layers", [1, 4, 8])
+def test_what_there_is_room_for_is_not_computed_again(name: str, layers: int) -> None:
+    alike, costs = under_full_recompute(name, 4, layers)
+    most = max(peak_held(alike, costs))
+    kept = computing_less(alike, costs, (most,) * 4)
+    assert max(peak_held(kept, costs)) == most
+    assert simulate(kept, costs).makespan <= simulate(alike, costs).makespan
+    for stage, setting in enumerate(kept.recompute):  # and no more would fit
+        for other in (NO_RECOMPUTE, BUT_LAST)[: (NO_RECOMPUTE, BUT_LAST, FULL).index(setting)]:
+            changed = (*kept.recompute[:stage], other, *kept.recompute[stage + 1 :])
+            assert max(peak_held(replace(kept, recompute=changed), costs)) > most
+    everything = computing_less(alike, costs, (math.inf,) * 4)
+    assert set(everything.recompute) == {NO_RECOMPUTE}
+    assert kept.recompute[-1] != FULL
+
+
+def test_all_but_the_last_layer_costs_its_share() -> None:
+    alike, costs = under_full_recompute("1f1b", 4, 4)
+    settings = (FULL, BUT_LAST, NO_RECOMPUTE, BUT_LAST)
+    at = costs.at(settings)
+    assert at.whole_backward_us == (12.0, 11.0, 8.0, 11.0)
+    assert at.held_after_forward_bytes == (0.25, 0.25 + 3.75 / 4, 4.0, 0.25 + 3.75 / 4)
+    assert at.works(Kind.BW) == (1.25, 1.25 - 3.75 / 4, 0.25, 1.25 - 3.75 / 4)
+    with pytest.raises(ScheduleError, match="no prices of recompute 'full_but_last'; they have"):
+        replace(costs, layers=None).at(settings)
+
+
+def test_the_last_stage_may_keep_what_the_others_compute_again() -> None:
+    """Its B follow their F at once: a plan by chunk alone has 137.4 here."""
+    costs = costs_of(4, 1.0, settings={FULL: (1 / 16, 1.0)}).without_copies()
+    made = plan(costs, 4, 16, 2.0, trades=True, steps=200_000)
+    assert made.schedule.recompute == (FULL,) * 7 + (NO_RECOMPUTE,)
+    assert made.value < 136
+    judged(made, costs, 2.0)

@@ -1,5 +1,6 @@
 """What backwards compute again, set per stage: the same numbers from less memory."""
 
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 from mcore.test_composition import EXPERT_PARALLEL
 from mcore.test_memory import figures
 from mcore.test_offload import STEPS, assert_same_bits, trained
+from mcore.test_training import losses
 from offloaded import every_third, offloaded
 from torch import nn
 
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.mcore.refusals import UnsupportedError
@@ -47,6 +51,36 @@ def test_settings_beside_a_shared_vocabulary(train: Train, farm: Farm, tmp_path:
     theirs = train(2, "--pipeline-schedule", "v-half", *flags)
     schedule = replace(make("v-half", 2, 8), recompute=("mlp", "full", "none", "core_attn"))
     assert_same_bits(trained(farm, tmp_path, schedule, *flags, ranks=2), theirs)
+
+
+@pytest.mark.parametrize("name", ["1f1b-v", pytest.param("zb-h1", marks=pytest.mark.slow)])
+def test_what_there_is_room_for_is_not_computed_again(
+    train: Train, farm: Farm, tmp_path: Path, name: str
+) -> None:
+    """By the costs' prices, within the memory of the device that holds most: Megatron's bits."""
+    stages = len(make(name, 2, 8).placement)
+    each, held = (100.0,) * stages, (1e5,) * stages
+    own = Costs(each, each, each, 5.0, held, held, (8 // stages,) * stages)
+    own = own.having(whole_backward_us=(200.0,) * stages, whole_work_bytes=(1e4,) * stages)
+    prices = {
+        "whole_backward_us": (300.0,) * stages,
+        "backward_us": (200.0,) * stages,
+        "held_after_forward_bytes": (1e4,) * stages,
+        "whole_work_bytes": (6e4,) * stages,
+    }
+    file = tmp_path / "costs.json"
+    file.write_text(replace(own, recompute=(("full", own.with_prices("full", prices)),)).to_json())
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    flags = (*STEPS, UNTIED, *full.split())
+    theirs = train(2, *flags)
+    given = ("--pipeline-schedule", name, "--pipeline-costs", str(file))
+    ours = farm.run(2, *given, *flags).check()
+    assert losses(ours) == losses(theirs)
+    mine, yours = ours.merged("parameters"), theirs.merged("parameters")
+    assert [each for each in yours if not torch.equal(mine[each], yours[each])] == []
+    (line,) = re.findall(r"compute again, by stage: (.*)", ours.output[0])
+    assert "full_but_last (--recompute-granularity says so where" in line
+    assert line.startswith("full, ")
 
 
 @pytest.mark.slow
@@ -128,7 +162,9 @@ def test_discarded_outputs_need_transformer_engine(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_module_that_megatron_has_not_is_named() -> None:
-    with pytest.raises(ScheduleError, match="recompute has 'mlps'; a setting is none, full, or"):
+    with pytest.raises(
+        ScheduleError, match="recompute has 'mlps'; a setting is none, full, full_b"
+    ):
         check_recompute(("mlps",), model(), "plan.json")
 
 
@@ -169,6 +205,9 @@ def test_each_stack_has_a_config_of_its_own_and_goes_back_to_it() -> None:
     assert stacks[0].config.recompute_granularity == "full"
     assert stacks[1].config is config
     assert switched() == (False, False, False)
+    one.set("full_but_last")
+    config_of = stacks[0].config
+    assert (config_of.recompute_method, config_of.recompute_num_layers) == ("block", 1)
     one.set("layernorm,mlp")
     assert stacks[0].config.recompute_granularity is None
     assert switched() == (True, False, True)

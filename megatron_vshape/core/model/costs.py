@@ -14,11 +14,13 @@ from megatron_vshape.core.model.costs_file import read_costs, text_of
 from megatron_vshape.core.model.files import read_text
 from megatron_vshape.core.model.kinds import (
     BESIDE,
+    BUT_LAST,
     COPY_BACK,
     COPY_OUT,
     DEVICE,
     DUMMY,
     EXCHANGES,
+    FULL,
     HELD,
     KINDS,
     KNOWN_ALONE,
@@ -576,7 +578,7 @@ class Costs:
                 f"the costs are for {self.num_stages} stages, {len(settings)} have a setting of "
                 "recompute"
             )
-        by_name = {NO_RECOMPUTE: self} | dict(self.recompute)
+        by_name = self.by_setting()
         missing = next((each for each in settings if each not in by_name), None)
         if missing is not None:
             raise ScheduleError(
@@ -589,6 +591,27 @@ class Costs:
             for name, _ in self.amounts
         )
         return replace(self, recompute=(), amounts=tuple(amounts))
+
+    def by_setting(self) -> dict[str, "Costs"]:
+        """Return the costs of stages that are all of one setting, by every one that has a price.
+
+        Where layers are told, `full` says what keeping a layer takes, so that of all but the last
+        follows. A backward first works with that one, and lets go of it before it makes another.
+        """
+        found = {NO_RECOMPUTE: self} | dict(self.recompute)
+        if FULL not in found or BUT_LAST in found or self.layers is None:
+            return found
+        full, kept = found[FULL], [1 / max(count, 1) for count in self.layers]
+        held = zip(full.held_after_forward_bytes, self.held_after_forward_bytes, kept, strict=True)
+        layer = [(none - every) * share for every, none, share in held]
+        works = {kind.works for kind in KINDS if kind is not Kind.F}
+        mixed = {
+            name: tuple(map(max, none, map(sub, every, layer)))
+            if name in works
+            else tuple(a + (b - a) * share for a, b, share in zip(every, none, kept, strict=True))
+            for (name, every), (_, none) in zip(full.amounts, self.amounts, strict=True)
+        }
+        return found | {BUT_LAST: full.having(**mixed)}
 
     def changes(self, kind: Kind) -> tuple[Sequence[float], Sequence[float]]:
         """Return, by stage, how much more is held when such a pass starts, and when it ends."""

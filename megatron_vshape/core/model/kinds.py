@@ -309,6 +309,12 @@ def resource_of(kind: Kind, half_duplex: bool) -> str:
 NO_RECOMPUTE = "none"
 """The setting of a stage whose backward computes nothing again."""
 
+FULL, BUT_LAST = "full", "full_but_last"
+"""Those of one that computes all of its layers again, and all but the last, which B reads first.
+
+Where B follows F at once, what such a stage keeps B would have made again before all else.
+"""
+
 _SETTING = re.compile(r"[a-z][a-z0-9_]{0,30}(,[a-z][a-z0-9_]{0,30}){0,15}", re.ASCII)
 
 

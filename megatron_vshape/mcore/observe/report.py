@@ -347,9 +347,11 @@ def _learned_told(pipeline: Pipeline) -> str:
 def _recompute_told(pipeline: Pipeline, schedule: Schedule) -> str:
     """Return what backwards compute again and what follows from it, a line each."""
     if schedule.recompute:
+        named = bool(pipeline.choice.recomputes)
+        why = "says so where there is no room to keep it" if named else "has no part in it"
         return (
             "\nbackward passes compute again, by stage: "
-            f"{', '.join(schedule.recompute)} (--recompute-granularity has no part in it)"
+            f"{', '.join(schedule.recompute)} (--recompute-granularity {why})"
         )
     lines = ""
     if pipeline.choice.keeps_backward_whole:

@@ -37,6 +37,7 @@ class Choice:
     host_limit_bytes: float = math.inf  # of what waits in host memory of a device
     num_layers: int | None = None  # of the model, where its layers are all alike
     keeps_backward_whole: bool = False  # every B takes its W along, as where layers are recomputed
+    recomputes: str = ""  # by Megatron's options by all stages, where the order does not say
     whole_stages: frozenset[int] = frozenset()  # the same of these: no W is left of their B
     hides: bool = False  # a B that waits for tensor-parallel ranks runs jobs of the W after it
     ties_ends: bool = False  # the first and the last stage add to one gradient

@@ -15,10 +15,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from megatron_vshape.core.model.kinds import NO_RECOMPUTE
+from megatron_vshape.core.model.kinds import BUT_LAST, FULL, NO_RECOMPUTE
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup.recompute_checks import (
-    FULL,
     MODULES,
     Selective,
     Switch,
@@ -61,9 +60,13 @@ class Recompute:
             setattr(layer, switch.attribute, False)
         for stack, config in self._stacks:
             stack.config = copy.copy(config)
-            stack.config.recompute_granularity = FULL if setting == FULL else None
+            is_whole = setting in (FULL, BUT_LAST)
+            stack.config.recompute_granularity = FULL if is_whole else None
             # A layer at a time: in B, what one layer keeps comes on top.
             stack.config.recompute_method, stack.config.recompute_num_layers = "uniform", 1
+            if setting == BUT_LAST:
+                stack.config.recompute_method = "block"
+                stack.config.recompute_num_layers = max(len(stack.layers) - 1, 0)
         for module in modules_of(setting):
             switches = list(_switches(self._chunk, (module,)))
             if not switches and any(len(stack.layers) for stack, _ in self._stacks):

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from megatron_vshape.core.model.kinds import NO_RECOMPUTE, ScheduleError
+from megatron_vshape.core.model.kinds import BUT_LAST, FULL, NO_RECOMPUTE, ScheduleError
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     captures_graphs,
     has_transformer_engine,
     uses_stash,
 )
-
-FULL = "full"
 
 
 class Switch(NamedTuple):
@@ -62,18 +60,18 @@ MODULES = (
 
 
 def modules_of(setting: str) -> tuple[Selective, ...]:
-    """Return the modules that a setting names; none for `none` and `full`.
+    """Return the modules that a setting names; none for `none` and all that is whole layers.
 
     Raises:
         ScheduleError: it names what Megatron has not.
     """
     known = {each.name: each for each in MODULES}
-    names = () if setting in (NO_RECOMPUTE, FULL) else tuple(setting.split(","))
+    names = () if setting in (NO_RECOMPUTE, FULL, BUT_LAST) else tuple(setting.split(","))
     for name in names:
         if name not in known:
             raise ScheduleError(
                 f"the schedule's recompute has {setting!r:.60}; a setting is {NO_RECOMPUTE}, "
-                f"{FULL}, or with commas of {', '.join(known)}"
+                f"{FULL}, {BUT_LAST}, or with commas of {', '.join(known)}"
             )
     return tuple(known[name] for name in names)
 
@@ -97,6 +95,25 @@ def check_recompute(settings: Sequence[str], options: Any, schedule: str) -> Non
             why = _why_not(each, options)
             if why is not None:
                 raise UnsupportedError(f"schedule {schedule} recomputes {each.name}, {why}")
+
+
+def setting_of(options: Any) -> str:
+    """Return the setting that Megatron's own options give all stages; empty where none is as they.
+
+    `options` are Megatron's arguments or a config.
+    """
+    granularity = getattr(options, "recompute_granularity", None)
+    if granularity == FULL:
+        alone = options.recompute_method == "uniform" and options.recompute_num_layers == 1
+        return FULL if alone else ""
+    setting = ",".join(getattr(options, "recompute_modules", None) or ())
+    if granularity != "selective" or not setting:
+        return ""
+    try:
+        check_recompute((setting,), options, "")
+    except (ScheduleError, UnsupportedError):  # layers have it by the way they are built
+        return ""
+    return setting
 
 
 def check_copies(copies: bool, options: Any, schedule: str) -> None:
