@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 from mcore.farm import Farm
-from mcore.test_training import assert_equal_training
+from mcore.test_training import UNTIED, assert_equal_training
 
 PLUGIN = Path(__file__).parent / "of_any_length.py"
+WIDE = Path(__file__).parent / "wide_messages.py"
 STEPS = ("--train-iters", "2", "--eval-interval", "2", "--eval-iters", "1")
 
 
@@ -28,4 +29,17 @@ def test_taken_when_they_are_posted_as_on_gpus(farm: Farm) -> None:
     theirs = farm.run(4, "--pipeline-schedule", "1f1b", *STEPS, plugin=PLUGIN).check()
     flags = ("--pipeline-schedule", "zb-h1", *STEPS)
     ours = farm.run(4, *flags, plugin=PLUGIN, given="taken").check()
+    assert_equal_training(ours, theirs)
+
+
+@pytest.mark.parametrize("given", ["fixed", pytest.param("growing", marks=pytest.mark.slow)])
+def test_messages_wider_than_the_hidden_size(farm: Farm, given: str) -> None:
+    """Of several residual streams; with shapes sent ahead they may also grow from stage to stage.
+
+    Megatron 0.19 has no such models, and its own 1F1B carries these with shapes sent ahead alone.
+    """
+    steps = ("--train-iters", "2", "--clip-grad", "0", UNTIED)
+    theirs = farm.run(2, *steps, plugin=WIDE, given="any" if given == "fixed" else given).check()
+    flags = ("--pipeline-schedule", "zb-h1", *steps)
+    ours = farm.run(2, *flags, plugin=WIDE, given=given).check()
     assert_equal_training(ours, theirs)

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import nn
 
+from megatron_vshape.mcore.layout.stages import streams_of
 from megatron_vshape.mcore.observe import report, static_memory
 from megatron_vshape.mcore.observe.megatrons_own import MeteredSchedule
 from megatron_vshape.mcore.options import Options
@@ -170,7 +171,8 @@ class Session:
             shards = config.context_parallel_size * (
                 config.tensor_model_parallel_size if config.sequence_parallel else 1
             )
-            width_bytes = config.hidden_size * config.pipeline_dtype.itemsize
+            width = config.hidden_size * streams_of(config)
+            width_bytes = width * config.pipeline_dtype.itemsize
             message_bytes = tokens * width_bytes // shards
             own = static_memory.static_memory(
                 model, self.optimizer, pipeline.options.post_validates

@@ -86,3 +86,17 @@ def tie_embeddings(first: Any, last: Any) -> None:
 
 def _leave_untouched(*args: Any, **kwargs: Any) -> None:
     """Add nothing to a checkpoint: the chunk with the embedding saves the tied weight."""
+
+
+def streams_of(config: Any) -> int:
+    """Return how many residual streams of the hidden size a stage hands on.
+
+    More than one under hyper-connections (mHC), of Megatron's main and, by other names, of its dev.
+    """
+    for enabled, count in (
+        ("enable_mhc_connections", "mhc_num_residual_streams"),
+        ("enable_hyper_connections", "num_residual_streams"),
+    ):
+        if getattr(config, enabled, False):
+            return int(getattr(config, count))
+    return 1

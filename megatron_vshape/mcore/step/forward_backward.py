@@ -24,6 +24,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.early_start import Cut, begun_early, drain
 from megatron_vshape.core.program.hiding import Beside
 from megatron_vshape.core.program.instructions import Program
+from megatron_vshape.mcore.layout.stages import streams_of
 from megatron_vshape.mcore.observe.bubble import BubbleMeter, Logs
 from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.report import RunReport
@@ -526,10 +527,13 @@ def _stages(begun: Beginning) -> Mapping[int, Stage]:
 
 
 def _message_shape(call: Call, config: Any, groups: Any, slices: int) -> Sequence[int]:
-    """Return the shape [s, b, h] of what a stage sends of a slice, or of a whole microbatch."""
+    """Return the shape [s, b, h] of what a stage sends of a slice, or of a whole microbatch.
+
+    With several residual streams (mHC, of Megatron after 0.19) all of them are sent.
+    """
     with refusing():
         check_sequence(slices, call.seq_length, config)
-    shape: Sequence[int] = schedules.get_tensor_shapes(
+    *shape, hidden = schedules.get_tensor_shapes(
         seq_length=call.seq_length // slices,
         micro_batch_size=call.micro_batch_size,
         decoder_seq_length=call.decoder_seq_length and call.decoder_seq_length // slices,
@@ -537,7 +541,7 @@ def _message_shape(call: Call, config: Any, groups: Any, slices: int) -> Sequenc
         tp_group=groups.tp,
         cp_group=groups.cp,
     )[0]
-    return shape
+    return *shape, hidden * streams_of(config)
 
 
 def _check_captured(captured: Program | None, program: Program) -> None:
