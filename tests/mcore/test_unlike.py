@@ -84,3 +84,15 @@ def test_gradients_are_equal_to_rounding_and_bitwise_in_the_order_kept(
         mine, yours = ours.merged("parameters"), theirs.merged("parameters")
         assert all(torch.equal(mine[name], yours[name]) for name in mine)
     assert ("take places" in ours.output[0]) != bool(kept)
+
+
+def test_tensor_parallel_ranks_take_the_same_places(farm: Farm, tmp_path: Path) -> None:
+    """Of a stage all must read the same microbatch, or their sums are of different ones."""
+    file = tmp_path / "costs.json"
+    file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
+    sizes = ("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2")
+    theirs = farm.run(4, "--pipeline-schedule", "1f1b", *STEPS, *sizes, plugin=PLUGIN).check()
+    planned = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file))
+    ours = farm.run(4, *planned, *STEPS, *sizes, plugin=PLUGIN).check()
+    assert "take places" in ours.output[0]
+    assert_equal_training(ours, theirs, loss=1e-5, grad_norm=1e-4, weights=1e-4)
