@@ -97,8 +97,7 @@ def test_a_run_tries_its_plan_beside_others(
 ) -> None:
     """Every order gives the same numbers, whatever ran which step.
 
-    But for sums that have no order: tied ends' gradients, and the norm over ranks. Losses are
-    mostly 1F1B's to the bit; one run of five on a busy machine was off by two in the last place.
+    To the bit: weight gradients are added up microbatch by microbatch in all of them.
     """
     many = ("--train-iters", "70" if drift else "40", "--clip-grad", "0", UNTIED)
     theirs = train(2, "--pipeline-schedule", "1f1b", *many)
@@ -106,7 +105,7 @@ def test_a_run_tries_its_plan_beside_others(
     flags = ("--pipeline-profile-iterations", "2:3", *limit, *drift, *many)
     plugin = Path(__file__).parent / "last_wins.py"
     ours = farm.run(2, "--pipeline-schedule", "auto", *flags, plugin=plugin).check()
-    assert losses(ours) == pytest.approx(losses(theirs), rel=1e-6)
+    assert losses(ours) == losses(theirs)
     text = ours.output[0]
     turns = re.search(r"orders that get steps in turn: auto, (.*)", text)
     assert turns is not None, text[-3000:]
