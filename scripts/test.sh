@@ -12,8 +12,9 @@ usage: bash scripts/test.sh [--slow] [--browser] [--bridge] [--clients]
   --slow            the tests that take minutes as well
   --browser         the playground in Chromium as well, which is installed if it is missing
   --bridge          only training with Megatron-Bridge, installed without its dependencies
-  --clients         only training with ms-swift, verl, Megatron-Bridge and slime, each installed without
-                    its dependencies; slime from the checkout that SLIME names, or from its home
+  --clients         only training with ms-swift, verl, Megatron-Bridge, slime, NeMo-RL and ROLL, each
+                    without its dependencies; the last three from the checkouts that SLIME, NEMO_RL
+                    and ROLL name, or from their homes
   --megatron V      only the tests, in an environment of its own with that megatron-core
   --megatron CHECKOUT
                     only the tests, with the Megatron of a Megatron-LM checkout, such as main
@@ -59,7 +60,7 @@ make_bridge_environment() {
 }
 
 # make_clients VENV: makes .cache/clients/NAME for each NAME.txt in tests/clients, which has what VENV
-# has and what that file lists, and a checkout of slime; says in a file `missing` why one is not there.
+# has and what that file lists, and checkouts; says in a file `missing` why one is not there.
 make_clients() {
     local list name folder packages
     for list in tests/clients/*.txt; do
@@ -80,22 +81,25 @@ make_clients() {
             printf '%s could not be installed: see what pip says\n' "$name" >"$folder/missing"
         fi
     done
-    find_slime .cache/clients/slime-checkout
+    find_checkout slime SLIME THUDM/slime 624b824a898ab0ec1fcb4d373004c7f3852bf515
+    find_checkout nemo_rl NEMO_RL NVIDIA-NeMo/RL 7ea279abfbeb698b092856d0dab61e7cf39bc909
+    find_checkout roll ROLL alibaba/ROLL 8eb27cc2dc34c4d1310b169d9b86d339004d811a
 }
 
-# find_slime FOLDER: has FOLDER be the checkout that SLIME names, or one of slime's public home.
-find_slime() {
-    local commit=624b824a898ab0ec1fcb4d373004c7f3852bf515
-    if [[ -n ${SLIME-} ]]; then
-        [[ -d $SLIME/slime ]] || die "SLIME=$SLIME is no checkout of slime"
-        rm -rf "$1"
-        ln -s "$(cd "$SLIME" && pwd)" "$1"
-    elif [[ ! -d $1/slime ]]; then
-        rm -rf "$1"
-        if ! { git clone --quiet https://github.com/THUDM/slime.git "$1" &&
-            git -C "$1" checkout --quiet "$commit"; }; then
-            say "slime could not be cloned, and its tests are skipped: set SLIME to a checkout"
-            rm -rf "$1"
+# find_checkout NAME VARIABLE REPOSITORY COMMIT: has .cache/clients/NAME-checkout be the checkout that
+# VARIABLE names, or that commit from GitHub, where it is not there.
+find_checkout() {
+    local folder=.cache/clients/$1-checkout given=${!2-}
+    if [[ -n $given ]]; then
+        [[ -d $given/$1 ]] || die "$2=$given is no checkout of $1"
+        rm -rf "$folder"
+        ln -s "$(cd "$given" && pwd)" "$folder"
+    elif [[ ! -d $folder/$1 ]]; then
+        rm -rf "$folder"
+        if ! { git clone --quiet --filter=blob:none --no-checkout "https://github.com/$3.git" "$folder" &&
+            git -C "$folder" checkout --quiet "$4"; }; then
+            say "$1 could not be cloned, and its tests are skipped: set $2 to a checkout"
+            rm -rf "$folder"
         fi
     fi
 }

@@ -24,7 +24,12 @@ SCHEDULES = {
     "auto": "schedule=auto,profile_steps=1:2",
     SHARED: "schedule=v-half,vocab_parallel=true",
 }
+ONE_CHUNK = {"zb-h1": "schedule=zb-h1", "zb-h2": "schedule=zb-h2"}
+VARIABLES = SCHEDULES | ONE_CHUNK
 """What a user of the library sets MEGATRON_VSHAPE to; stock is without it."""
+
+CHECKOUTS = {"slime": "SLIME", "nemo_rl": "NEMO_RL", "roll": "ROLL"}
+"""By library that no index has, the variable that names a checkout of it."""
 
 
 def matrix(shapes: Iterable[str]) -> list[tuple[str, str]]:
@@ -51,6 +56,16 @@ def python_of(library: str) -> Path:
     if not python.exists():
         pytest.skip(f"needs {library}: bash scripts/test.sh --clients", allow_module_level=True)
     return python
+
+
+def checkout_of(library: str) -> str:
+    """Return the checkout of a library that no index has; skips the tests where there is none."""
+    variable = CHECKOUTS[library]
+    found = os.environ.get(variable, str(ENVIRONMENTS / f"{library}-checkout"))
+    if not Path(found, library).is_dir():
+        told = f"needs a checkout of it: {variable}=CHECKOUT bash scripts/test.sh --clients"
+        pytest.skip(told, allow_module_level=True)
+    return found
 
 
 class Runs:
@@ -92,7 +107,7 @@ def run(library: str, script: str, folder: Path, cases: Mapping[str, Case], **ot
     """Run a script of this folder on all ranks: each case with its schedule and its options."""
     folder.mkdir(parents=True, exist_ok=True)
     listed = [
-        {"name": name, "variable": SCHEDULES.get(case.get("schedule", "")), **case}
+        {"name": name, "variable": VARIABLES.get(case.get("schedule", "")), **case}
         for name, case in cases.items()
     ]
     (folder / "cases.json").write_text(json.dumps(listed))

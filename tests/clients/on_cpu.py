@@ -65,6 +65,8 @@ def replace_attention() -> None:
             packed = given.pop("packed_seq_params", None)
             if packed is None:
                 given.pop("num_splits", None)
+                if rest and rest[0] is not None and rest[0].dim() == 2:
+                    rest = (None, *rest[1:])  # of the padding, which TE's causal one does not read
                 return super().forward(query, key, value, *rest, **given)
             one, many = query.shape[0], query.dim() == 4
             parts = [each.squeeze(1) if many else each for each in (query, key, value)]

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from clients.launching import ENVIRONMENTS
+from clients.launching import CHECKOUTS, ENVIRONMENTS
 from mcore.callers import CALLERS
 
 ASKS = re.compile(
@@ -19,8 +19,8 @@ ASKS = re.compile(
 INSTALLED = {"swift": "swift", "mcore_bridge": "swift", "verl": "verl", "bridge": "verl"}
 """By library, the environment that has it."""
 
-CHECKOUTS = {"slime": "SLIME", "nemo_rl": "NEMO_RL", "roll": "ROLL", "mcore_adapter": "ROLL"}
-"""By library, the variable that names a checkout of it."""
+ADAPTER = "mcore_adapter"
+"""It is in the checkout of ROLL, which calls it."""
 
 
 def folder_of(library: str) -> Path:
@@ -28,14 +28,12 @@ def folder_of(library: str) -> Path:
         within = "megatron/bridge" if library == "bridge" else library
         environment = Path(os.environ.get("CLIENTS_FOLDER", ENVIRONMENTS)) / INSTALLED[library]
         return next(environment.glob(f"lib/python3*/site-packages/{within}"), environment / "no")
-    named = os.environ.get(CHECKOUTS[library])
-    if named is None and library == "slime":
-        named = str(ENVIRONMENTS / "slime-checkout")
-    within = "mcore_adapter/src/mcore_adapter" if library == "mcore_adapter" else library
-    return Path(named or "no") / within
+    whole = "roll" if library == ADAPTER else library
+    named = os.environ.get(CHECKOUTS[whole], str(ENVIRONMENTS / f"{whole}-checkout"))
+    return Path(named) / (f"{ADAPTER}/src/{ADAPTER}" if library == ADAPTER else library)
 
 
-@pytest.mark.parametrize("library", [*INSTALLED, *CHECKOUTS])
+@pytest.mark.parametrize("library", [*INSTALLED, *CHECKOUTS, ADAPTER])
 def test_every_asker_is_known(library: str) -> None:
     folder = folder_of(library)
     if not folder.is_dir():

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-from clients.launching import ENVIRONMENTS, Runs, matrix, most_of, python_of, run
+from clients.launching import Runs, checkout_of, matrix, most_of, python_of, run
 
 python_of("verl")  # which has all that slime imports of others
-CHECKOUT = os.environ.get("SLIME", str(ENVIRONMENTS / "slime-checkout"))
-if not os.path.isdir(f"{CHECKOUT}/slime"):
-    pytest.skip(
-        "needs a checkout of slime: SLIME=CHECKOUT bash scripts/test.sh --clients",
-        allow_module_level=True,
-    )
+CHECKOUT = checkout_of("slime")
 
 SHAPES = {"four ranks": {}, "two replicas": {"pipeline": 2}}
 MATRIX = matrix(SHAPES)

@@ -1,0 +1,40 @@
+"""ROLL trains with schedules of this package as with Megatron's own, by its policy loss."""
+
+from __future__ import annotations
+
+import pytest
+from clients.launching import SHARED, Runs, checkout_of, matrix, python_of, run
+from clients.on_cpu import make_model
+
+python_of("verl")  # which has what ROLL imports of others
+CHECKOUT = checkout_of("roll")
+
+CHUNKS = {"virtual_pipeline_model_parallel_size": 2}
+SHAPES = {"four ranks": {}, "two replicas": {"pipeline": 2}}
+MATRIX = [case for case in matrix(SHAPES) if SHARED not in case]  # whose rows it does not convert
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("roll")
+    model = make_model(folder / "model")
+    cases = {
+        f"{shape}: {schedule}": {"schedule": schedule, "model": model, **SHAPES[shape]}
+        for shape, schedule in (*((shape, "stock") for shape in SHAPES), *MATRIX)
+    }
+    interleaved = {"schedule": "stock", "strategy": CHUNKS}
+    cases["interleaved: stock"] = {"model": model, **interleaved}
+    cases["chunks asked for: v-half"] = {"model": model, **interleaved, "schedule": "v-half"}
+    return run("verl", "roll_on_cpu.py", folder / "runs", cases, ROLL=CHECKOUT)
+
+
+@pytest.mark.parametrize(("shape", "schedule"), MATRIX)
+def test_what_it_infers_logs_and_learns_is_rolls_own(runs: Runs, shape: str, schedule: str) -> None:
+    """Log-probabilities, entropy and metrics where ROLL collects them, and exported weights."""
+    runs.compare(f"{shape}: {schedule}", f"{shape}: stock")
+    assert [each["chunks"] for each in runs.of(f"{shape}: {schedule}")] == [2] * 4
+
+
+def test_its_own_chunks_give_way(runs: Runs) -> None:
+    """Who has asked for Megatron's interleaving needs to change nothing."""
+    runs.compare("chunks asked for: v-half", "interleaved: stock")
