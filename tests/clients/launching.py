@@ -21,7 +21,7 @@ SHARED = "v-half, shared"
 SCHEDULES = {
     "v-half": "schedule=v-half",
     "v-zb": "schedule=v-zb",
-    "auto": "schedule=auto,profile_steps=1:2",
+    "auto": "schedule=auto,profile_steps=2:2",
     SHARED: "schedule=v-half,vocab_parallel=true",
 }
 ONE_CHUNK = {"zb-h1": "schedule=zb-h1", "zb-h2": "schedule=zb-h2"}
