@@ -133,9 +133,9 @@ class Session:
         with refusing():
             if len(model) != chunks:
                 raise UnsupportedError(
-                    f"the library has built {len(model)} chunks a rank, and "
-                    f"{self.pipeline.choice.name} has {chunks}: register before the model's config "
-                    "is made"
+                    f"the library runs {len(model)} of the {chunks} chunks a rank that "
+                    f"{self.pipeline.choice.name} has: register before the model's config is made, "
+                    "or choose a schedule with one where it knows of no more, such as zb-h1"
                 )
             configure.prepare_layers(self.step, model, self.pipeline.choice.most_slices)
             if not self.has_opened:

@@ -1,0 +1,195 @@
+"""NeMo-RL's own policy worker on a CPU: log-probabilities and steps of its clipped loss.
+
+Everything of it runs but Ray, which would start it, and the inference engine.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import on_cpu
+
+on_cpu.install()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from forked import run_cases  # noqa: E402
+
+ROWS, LENGTH = 8, 32
+ABSENT = (
+    "zmq pynvml fastapi mlflow swanlab prometheus_client prometheus_client.parser "
+    "prometheus_client.samples"
+)
+
+
+def configuration(given: SimpleNamespace) -> dict[str, Any]:
+    """Return the policy of NeMo-RL's own example, in small, in 32 bits and without generation."""
+    from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
+    from omegaconf import OmegaConf
+
+    register_omegaconf_resolvers()
+    example = f"{os.environ['NEMO_RL']}/examples/configs/grpo_math_1B_megatron.yaml"
+    policy = OmegaConf.create(OmegaConf.to_container(load_config(example))).policy
+    whole = OmegaConf.create({"policy": policy})
+    sizes = {
+        "model_name": given.model,
+        "precision": "float32",
+        "train_global_batch_size": ROWS * 4 // given.pipeline,
+        "train_micro_batch_size": 1,
+        "max_total_sequence_length": LENGTH,
+        "generation": None,
+        "megatron_cfg": {
+            "pipeline_model_parallel_size": given.pipeline,
+            "apply_rope_fusion": False,
+            "bias_activation_fusion": False,
+            "train_iters": given.steps,
+            "attention_backend": "unfused",
+            "checkpoint": {"async_save": False},
+            "optimizer": {
+                "lr": 1e-3,
+                "min_lr": 1e-3,
+                "bf16": False,
+                "use_precision_aware_optimizer": False,
+            },
+            "scheduler": {"lr_warmup_iters": 0, "lr_warmup_init": 1e-3},
+        },
+        "sequence_packing": {"enabled": given.packed},
+    }
+    merged = OmegaConf.merge(whole, {"policy": sizes})
+    found = OmegaConf.to_container(merged, resolve=True)
+    return found["policy"]
+
+
+def worker_of(given: SimpleNamespace) -> Any:
+    """Return the worker as NeMo-RL's actor is made, on this rank."""
+    import numpy
+    from megatron.bridge.training import initialize
+    from nemo_rl.distributed.named_sharding import NamedSharding
+    from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
+    from transformers import AutoTokenizer
+
+    initialize.compile_helpers = lambda: None  # the wheel has them
+    ranks = numpy.arange(dist_size()).reshape(given.pipeline, -1, 1, 1)
+    names = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
+    return MegatronPolicyWorkerImpl(
+        configuration(given),
+        AutoTokenizer.from_pretrained(given.model),
+        init_reference_model=False,
+        worker_sharding_annotations=NamedSharding(layout=ranks, names=names),
+    )
+
+
+def dist_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def batch_of(given: SimpleNamespace, replica: int) -> Any:
+    """Return rollouts of unlike lengths, each replica's own, as the trainer hands them out."""
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    generator = torch.Generator().manual_seed(3 + replica)
+    lengths = torch.randint(LENGTH // 2, LENGTH, (ROWS,), generator=generator)
+    places = torch.arange(LENGTH)[None]
+    mask = ((places >= LENGTH // 4) & (places < lengths[:, None])).float()
+    ids = torch.randint(3, on_cpu.VOCABULARY, (ROWS, LENGTH), generator=generator)
+    ids[places >= lengths[:, None]] = 0
+    noise = torch.randn(ROWS, 1, generator=generator).expand(ROWS, LENGTH).contiguous()
+    return BatchedDataDict(
+        input_ids=ids,
+        input_lengths=lengths,
+        token_mask=mask,
+        sample_mask=torch.ones(ROWS),
+        advantages=noise,
+    )
+
+
+def in_batches(data: Any, given: SimpleNamespace) -> Any:
+    """Return the replica's rows packed, as NeMo-RL's policy shards them out, or as they are."""
+    if not given.packed:
+        return data
+    (packed,), _ = data.shard_by_batch_size(
+        1,
+        batch_size=ROWS,
+        sequence_packing_args={
+            "max_tokens_per_microbatch": 2 * LENGTH,
+            "input_key": "input_ids",
+            "input_lengths_key": "input_lengths",
+            "algorithm": "modified_first_fit_decreasing",
+            "sequence_length_pad_multiple": 1,
+            "microbatch_order": "packer",
+        },
+    )
+    return packed
+
+
+def main(given: SimpleNamespace) -> dict[str, Any]:
+    """Return log-probabilities, losses and norms as every rank is told them, and weights."""
+    from megatron.core import mpu
+    from nemo_rl.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
+
+    os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = str(Path(given.folder).parent / "imported")
+    worker = worker_of(given)
+    loss = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.1))
+    kept: dict[str, Any] = {"inferred": [], "logged": []}
+    first: torch.Tensor | None = None
+    for _ in range(given.steps):
+        data = in_batches(batch_of(given, mpu.get_data_parallel_rank()), given)
+        made = worker.get_logprobs(data=data)["logprobs"]
+        kept["inferred"].append(made)
+        first = made if first is None else first
+        for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
+            data[name] = first
+        metrics = worker.train(data, loss)
+        told = {name: metrics["all_mb_metrics"][name] for name in ("loss", "kl_penalty")}
+        kept["logged"].append([metrics["global_loss"], metrics["grad_norm"], told])
+    exported = worker.megatron_bridge.export_hf_weights([worker.model], show_progress=False)
+    kept["weights"] = {name: value.detach().clone() for name, value in exported}
+    dist.barrier()
+    return kept
+
+
+def without_ray() -> None:
+    """Answer what a worker asks of Ray, of NVIDIA's tools and of the machine before it begins."""
+    for name in ABSENT.split():
+        absent = MagicMock()
+        absent.__spec__, absent.__path__ = importlib.machinery.ModuleSpec(name, None), []
+        sys.modules.setdefault(name, absent)
+    import ray
+    import transformers
+
+    ray.get_gpu_ids = lambda: [0]
+    # NeMo-RL refuses a newer one, of which it changes the class of one model's tokenizer.
+    newer, transformers.__version__ = transformers.__version__, "5.11.0"
+    import nemo_rl.models.policy  # noqa: F401
+
+    transformers.__version__ = newer
+    begin = dist.init_process_group
+    dist.init_process_group = torch.distributed.init_process_group = lambda *_: begin("gloo")
+    os.environ["NRL_DISABLE_NUMA_BINDING"] = "1"
+
+
+def adapt_to_this_megatron() -> None:
+    """Give what a newer Megatron-Core has, and a worker asks for without using it here."""
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter as fsdp
+    from megatron.core.optimizer import MegatronOptimizer
+
+    fsdp.FullyShardedDataParallelV1 = fsdp.FullyShardedDataParallel
+    fsdp.FullyShardedDataParallelV2 = fsdp.FullyShardedDataParallel
+    MegatronOptimizer.grad_norms_by_group = {}
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.environ["NEMO_RL"])
+    on_cpu.stand_in_for("nvidia_resiliency_ext", "megatron.energon", "modelopt")
+    on_cpu.replace_attention()
+    without_ray()
+    adapt_to_this_megatron()
+    import nemo_rl.models.policy.workers.megatron_policy_worker  # noqa: F401  imported once
+
+    run_cases(main, pipeline=4, steps=3, packed=True)
