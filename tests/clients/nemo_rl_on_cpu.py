@@ -75,7 +75,7 @@ def worker_of(given: SimpleNamespace) -> Any:
     from transformers import AutoTokenizer
 
     initialize.compile_helpers = lambda: None  # the wheel has them
-    ranks = numpy.arange(dist_size()).reshape(given.pipeline, -1, 1, 1)
+    ranks = numpy.arange(int(os.environ["WORLD_SIZE"])).reshape(given.pipeline, -1, 1, 1)
     names = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
     return MegatronPolicyWorkerImpl(
         configuration(given),
@@ -85,47 +85,37 @@ def worker_of(given: SimpleNamespace) -> Any:
     )
 
 
-def dist_size() -> int:
-    return int(os.environ["WORLD_SIZE"])
-
-
 def batch_of(given: SimpleNamespace, replica: int) -> Any:
-    """Return rollouts of unlike lengths, each replica's own, as the trainer hands them out."""
+    """Return a replica's rollouts of unlike lengths, as NeMo-RL's policy shards and packs them."""
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-    generator = torch.Generator().manual_seed(3 + replica)
-    lengths = torch.randint(LENGTH // 2, LENGTH, (ROWS,), generator=generator)
+    replicas = int(os.environ["WORLD_SIZE"]) // given.pipeline
+    rows, generator = ROWS * replicas, torch.Generator().manual_seed(3)
+    lengths = torch.randint(LENGTH // 2, LENGTH, (rows,), generator=generator)
     places = torch.arange(LENGTH)[None]
     mask = ((places >= LENGTH // 4) & (places < lengths[:, None])).float()
-    ids = torch.randint(3, on_cpu.VOCABULARY, (ROWS, LENGTH), generator=generator)
+    ids = torch.randint(3, on_cpu.VOCABULARY, (rows, LENGTH), generator=generator)
     ids[places >= lengths[:, None]] = 0
-    noise = torch.randn(ROWS, 1, generator=generator).expand(ROWS, LENGTH).contiguous()
-    return BatchedDataDict(
+    noise = torch.randn(rows, 1, generator=generator).expand(rows, LENGTH).contiguous()
+    data = BatchedDataDict(
         input_ids=ids,
         input_lengths=lengths,
         token_mask=mask,
-        sample_mask=torch.ones(ROWS),
+        sample_mask=torch.ones(rows),
         advantages=noise,
     )
-
-
-def in_batches(data: Any, given: SimpleNamespace) -> Any:
-    """Return the replica's rows packed, as NeMo-RL's policy shards them out, or as they are."""
+    packing = {
+        "max_tokens_per_microbatch": 2 * LENGTH,
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+        "algorithm": "modified_first_fit_decreasing",
+        "sequence_length_pad_multiple": 1,
+        "microbatch_order": "packer",
+    }
     if not given.packed:
-        return data
-    (packed,), _ = data.shard_by_batch_size(
-        1,
-        batch_size=ROWS,
-        sequence_packing_args={
-            "max_tokens_per_microbatch": 2 * LENGTH,
-            "input_key": "input_ids",
-            "input_lengths_key": "input_lengths",
-            "algorithm": "modified_first_fit_decreasing",
-            "sequence_length_pad_multiple": 1,
-            "microbatch_order": "packer",
-        },
-    )
-    return packed
+        return data.shard_by_batch_size(replicas, batch_size=rows)[replica]
+    shards, _ = data.shard_by_batch_size(replicas, rows, sequence_packing_args=packing)
+    return shards[replica]
 
 
 def main(given: SimpleNamespace) -> dict[str, Any]:
@@ -139,7 +129,7 @@ def main(given: SimpleNamespace) -> dict[str, Any]:
     kept: dict[str, Any] = {"inferred": [], "logged": []}
     first: torch.Tensor | None = None
     for _ in range(given.steps):
-        data = in_batches(batch_of(given, mpu.get_data_parallel_rank()), given)
+        data = batch_of(given, mpu.get_data_parallel_rank())
         made = worker.get_logprobs(data=data)["logprobs"]
         kept["inferred"].append(made)
         first = made if first is None else first
