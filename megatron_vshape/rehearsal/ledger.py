@@ -72,8 +72,8 @@ class Ledger(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = self.peak_at = self.clock = 0
         self.records: list[Record] = []
-        self.curve: list[tuple[float, int]] = []
-        """(seconds of this rank's work, bytes then): where passes begin, are largest, end."""
+        self.curve: list[tuple[float, int, int]] = []
+        """(seconds of this rank's work, bytes then, clock): passes begin, are largest, end."""
         self.passes: list[Ran] = []
         self.seconds: Callable[[Work], float] = lambda work: 0.0
         self.work = Work()
@@ -81,7 +81,7 @@ class Ledger(TorchDispatchMode):
         self.operations = 0
         self._has_logits = False
         self._live: dict[int, tuple[Any, Record | None]] = {}
-        self._inside = self._device = self._local = 0
+        self._inside = self._device = self._local = self._local_at = 0
         self._handles: set[bool] = set()
         self._workspace = cublas_workspace_bytes
 
@@ -158,7 +158,8 @@ class Ledger(TorchDispatchMode):
 
     def mark(self) -> None:
         """Compare what is there now with the peak."""
-        self._local = max(self._local, self.now)
+        if self.now > self._local:
+            self._local, self._local_at = self.now, self.clock
         if self.now > self.peak:
             self.peak, self.peak_at, self.peak_phase = self.now, self.clock, self.phase
             self.peak_place = self.place
@@ -206,17 +207,20 @@ class Ledger(TorchDispatchMode):
     def during(self, phase: str) -> Iterator[None]:
         """Note this as the phase of what is made inside, and the memory at both ends."""
         before, self.phase = self.phase, phase
-        outer, self._local = self._local, self.now
+        outer = self._local, self._local_at
+        self._local, self._local_at = self.now, self.clock
         begun, earlier, before_bytes = self.seconds(self.work), self.work.copy(), self.now
-        self.curve.append((begun, self.now))
+        self.curve.append((begun, self.now, self.clock))
         try:
             yield
         finally:
             ended = self.seconds(self.work)
-            self.curve += [((begun + ended) / 2, self._local), (ended, self.now)]
+            largest = (begun + ended) / 2, self._local, self._local_at
+            self.curve += [largest, (ended, self.now, self.clock)]
             did, held = self.work.less(earlier), (before_bytes, self._local, self.now)
             self.passes.append(Ran(phase, begun, ended, did, *held))
-            self.phase, self._local = before, max(outer, self._local)
+            self.phase = before
+            self._local, self._local_at = max(outer, (self._local, self._local_at))
 
     def begin_step(self) -> None:
         """Count work, and follow the passes, from here on."""

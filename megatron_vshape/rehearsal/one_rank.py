@@ -272,7 +272,7 @@ class _Run:
                 "vp": len(self.chunks),
             },
             "first_peak_bytes": self.peaks[-1],
-            "curve": ledger.curve[:CURVE_POINTS],
+            "curve": _over_time(ledger.records, ledger.curve[:CURVE_POINTS]),
             "passes": [each[:3] for each in ledger.passes[:CURVE_POINTS]],
             "kinds": self._by_kind(),
             "held_between_passes_bytes": _held_between(ledger.passes),
@@ -379,6 +379,35 @@ def _parts(records: list[Record], peak: int) -> dict[str, int]:
         parts[_part_of(each)] += each.size
     parts["rest"] += peak - sum(parts.values())
     return parts
+
+
+HELD_BY = ("state", "F", "B", "logits", "rest")
+"""Weights, gradients and optimizer; what F has made; what B, W and BW have; as `PARTS`."""
+
+
+def _held_by(record: Record) -> str:
+    part = _part_of(record)
+    if part == "activations":
+        return "F" if record.phase[:1] == "F" else "B"
+    return part if part in HELD_BY else "state"
+
+
+def _over_time(
+    records: list[Record], curve: list[tuple[float, int, int]]
+) -> list[tuple[float, int, dict[str, int]]]:
+    """Return (seconds, bytes then, of which by whom) for every point of the curve."""
+    changes = [(each.born, each.size, _held_by(each)) for each in records]
+    changes += [(each.died, -each.size, _held_by(each)) for each in records]
+    changes.sort()
+    held, at = dict.fromkeys(HELD_BY, 0), 0
+    found: dict[int, dict[str, int]] = {}
+    for index in sorted(range(len(curve)), key=lambda index: curve[index][2]):
+        while at < len(changes) and changes[at][0] < curve[index][2]:
+            held[changes[at][2]] += changes[at][1]
+            at += 1
+        beyond = curve[index][1] - sum(held.values())
+        found[index] = held | {"rest": held["rest"] + beyond}
+    return [(*curve[index][:2], found[index]) for index in range(len(curve))]
 
 
 def _holders(records: list[Record]) -> list[dict[str, Any]]:

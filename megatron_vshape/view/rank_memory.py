@@ -6,29 +6,39 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_vshape.core.model.kinds import Kind
-from megatron_vshape.view.palette import HELD_COLOUR
+from megatron_vshape.view.palette import HELD_COLOUR, tint
 
 GIB = 2**30
 
-Point = Sequence[float]
-"""(seconds, bytes then): a curve of what a rank holds."""
+Point = tuple[float, float, Mapping[str, float]]
+"""(seconds, bytes then, of which by whom): a curve of what a rank holds."""
+
+WORDS = {
+    "state": ("weights, gradients, optimizer", tint(HELD_COLOUR, 1, 2)),
+    "F": ("made by F", Kind.F.colour),
+    "B": ("made by B, W", Kind.B.colour),
+    "logits": ("logits and their like", Kind.W.colour),
+    "rest": ("workspaces, messages, rest", HELD_COLOUR),
+}
+"""What the picture says of each, and its colour."""
 
 
 def memory_figure(curves: Mapping[str, Sequence[Point]], limit_bytes: float, title: str) -> Figure:
-    """Return a panel per rank: what it holds over its own work, and the GPU's memory."""
-    figure = Figure(figsize=(7.2, 1.2 + 1.1 * len(curves)), layout="constrained")
+    """Return a panel per rank: who holds what over its own work, and the GPU's memory."""
+    figure = Figure(figsize=(7.2, 1.4 + 1.3 * len(curves)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(curves), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, (name, curve) in zip(panels, curves.items(), strict=True):
         times = [point[0] for point in curve]
-        held = [point[1] / GIB for point in curve]
-        axes.fill_between(times, held, color=HELD_COLOUR, alpha=0.35, linewidth=0)
-        axes.plot(times, held, color=HELD_COLOUR, linewidth=0.8)
+        held = [[point[2].get(who, 0) / GIB for point in curve] for who in WORDS]
+        labels, colours = zip(*WORDS.values(), strict=True)
+        layers = axes.stackplot(times, held, labels=labels, colors=colours, linewidth=0)
         axes.axhline(limit_bytes / GIB, color=Kind.B.colour, linewidth=0.8, linestyle="--")
         axes.set_ylabel(f"{name}\nGiB", fontsize=8)
         axes.set_ylim(0)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("seconds of a rank's own work in a step, by counted work")
+    figure.legend(handles=layers, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
     figure.suptitle(title, fontsize=9)
     return figure

@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-Point = Sequence[float]
-"""(seconds, bytes then): a curve of what a rank holds."""
+Point = tuple[float, float, Mapping[str, float]]
+"""(seconds, bytes then, of which by whom): a curve of what a rank holds."""
 
 
 def write_memory_trace(
@@ -13,7 +13,7 @@ def write_memory_trace(
     passes: Mapping[str, Sequence[tuple[str, float, float]]],
     stream: TextIO,
 ) -> None:
-    """Write a counter of bytes and the passes (name, start, end in seconds) of every rank."""
+    """Write every rank's passes (name, start, end in seconds), and bytes by who holds them."""
     written: list[dict[str, object]] = []
     for process, (name, curve) in enumerate(curves.items()):
         written.append(
@@ -22,7 +22,7 @@ def write_memory_trace(
         for label, start, end in passes.get(name, ()):
             at = {"pid": process, "tid": 0, "ts": start * 1e6, "dur": (end - start) * 1e6}
             written.append({"ph": "X", "name": label, **at})
-        for seconds, held in curve:
+        for seconds, _, held in curve:
             at = {"pid": process, "ts": seconds * 1e6}
-            written.append({"ph": "C", "name": "held", **at, "args": {"bytes": held}})
+            written.append({"ph": "C", "name": "held", **at, "args": held})
     json.dump({"displayTimeUnit": "ms", "traceEvents": written}, stream)

@@ -50,6 +50,26 @@ CASES = {
         assert (ledger.now, ledger.peak) == (0, 8 * MIB)
         assert gpu(1) is not None and ledger.peak == 8 * MIB
     """,
+    "who holds what is told for every point of the curve": """
+        from megatron_vshape.rehearsal.one_rank import _over_time
+        weights, kept = gpu(MIB), []
+        ledger.name(weights, "weights")
+        for microbatch in range(2):
+            with ledger.during(f"F 0 {microbatch}"):
+                kept.append(gpu(2 * MIB))
+                del_me = gpu(MIB)  # while F runs
+                del del_me
+        with ledger.during("B 0 0"):
+            kept[0] = gpu(MIB)  # what W needs, in place of what F kept
+        points = _over_time(ledger.records, ledger.curve)
+        in_mib = [{who: size // (4 * MIB) for who, size in held.items()} for *_, held in points]
+        assert all(sum(held.values()) == size for _, size, held in points)
+        assert max(size for _, size, _ in points) == ledger.peak == 24 * MIB
+        assert [(held["state"], held["F"], held["B"]) for held in in_mib] == [
+            (1, 0, 0), (1, 3, 0), (1, 2, 0), (1, 2, 0), (1, 5, 0), (1, 4, 0),
+            (1, 4, 0), (1, 4, 1), (1, 2, 1),
+        ]
+    """,
     "sizes are the allocators": """
         x = gpu(1)
         assert ledger.now == 512

@@ -85,6 +85,8 @@ def test_a_v_is_rehearsed_beside_megatrons_own(tmp_path: Path) -> None:
     assert max(map(abs, off.values())) < 0.03  # messages are not in the plan
     events = json.loads((tmp_path / "memory.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "C"}
+    for rank in (first, last):
+        assert all(max(held[who] for _, _, held in rank["curve"]) > 0 for who in "FB")
 
 
 def test_w_gathers_what_b_keeps_a_part_of(tmp_path: Path) -> None:
