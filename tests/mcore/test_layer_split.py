@@ -11,10 +11,15 @@ from mcore.farm import Ended
 from mcore.test_training import FOUR, assert_equal_training
 
 from megatron_vshape.core.ask import Question, best_order
+from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.mcore.layout.layer_split import split_layers
+from megatron_vshape.mcore.options import Options
+from megatron_vshape.mcore.setup.choice import Choice
+from megatron_vshape.mcore.setup.pipeline import _question
 
 Train = Callable[..., Ended]
 
@@ -119,6 +124,25 @@ def test_auto_with_measured_costs_chooses_the_layers_with_the_order() -> None:
         return best_order(replace(asked, costs=pieces.costs(layers))).plan.value
 
     assert value(split.layers) < 0.95 * value(balanced)
+
+
+def test_a_limit_in_gib_deals_layers_by_all_that_a_rank_needs() -> None:
+    """Where the costs know it: else nothing is asked before the model is built."""
+    plain = Pieces.estimated(0.0, 3.0, (1, 1, 1, 0))
+    layer, last = replace(plain.layer, state_bytes=2.0), replace(plain.last, state_bytes=14.0)
+    costs = replace(plain, layer=layer, last=last).costs((3, 3, 3, 3))
+    options = Options(schedule="auto", layer_split="auto")
+    choice = Choice(2, "auto", costs=costs, limit_bytes=24.0)
+    assert _question(replace(choice, costs=plain.costs((3, 3, 3, 3))), options, 6) is None
+    question = _question(choice, options, 6)
+    assert question is not None
+    question = replace(question, steps=1_000)
+    split = split_layers(arguments(num_layers=12), v_shape(2), "auto", costs, question)
+    assert split.costs is not None
+    asked = replace(question, costs=split.costs)
+    assert max(peak_held(best_order(asked).schedule, split.costs)) <= 24
+    with pytest.raises(ScheduleError):
+        best_order(replace(question, costs=costs))
 
 
 def test_further_layers_stay_where_the_vocabulary_is_shared() -> None:

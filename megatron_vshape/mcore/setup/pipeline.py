@@ -120,17 +120,19 @@ def _split(
 def _question(choice: Choice, options: Options, microbatches: int | None) -> Question | None:
     """Return what auto will ask, where that is known before a model is built.
 
-    It is not where costs are measured anew, and with a limit in GiB: what that leaves for
-    activations depends on what the layers themselves take.
+    It is not where costs are measured anew, and with a limit in GiB if the costs do not know the
+    state of layers and ends, of which it is too.
     """
-    later = options.profile_steps is not None or choice.limit_bytes is not None
+    total, costs = choice.limit_bytes, choice.costs
+    knows = costs is not None and costs.knows_all and not choice.shares
+    later = options.profile_steps is not None or (total is not None and not knows)
     if choice.name != AUTO or later or microbatches is None:
         return None
     return Question(
         AUTO,
         choice.num_devices,
         microbatches,
-        limit=choice.limit_of,
+        limit=choice.limit_of if total is None else total,
         in_host=choice.in_host_bytes,
         placements=(choice.placement,),
         slices=choice.slices,
