@@ -162,12 +162,10 @@ if [[ -n $clients ]]; then
 fi
 
 if ((${#pytest_args[@]} == 0)); then
-    # The planner's inner loops are compiled once, beside the checks, not by every pytest process:
-    # all of them, so it must be a question that needs steady orders, the walk and copies. What
-    # Megatron imports is compiled with them.
+    # The planner's inner loops are compiled once, beside the checks, not by every pytest process,
+    # and what Megatron imports with them.
     {
-        megatron-vshape plan --devices 3 --microbatches 8 --cost 1,2,1,.05 --memory-limit 4 \
-            --offload 1 --seconds 1 --proof-seconds 0 >/dev/null
+        python tests/compile_planner.py
         python -c 'import megatron.training.training' 2>/dev/null
     } &
 fi

@@ -69,7 +69,10 @@ def counted_costs(
         "held_after_backward_bytes": left,
         "state_bytes": tuple(_state(found[rank], chunk) for rank, chunk in stages),
     }
-    dummies = tuple(float(found[rank]["chunk_dummy_bytes"][chunk]) for rank, chunk in stages)
+    none = (0.0, 0.0)  # of counts kept from before they were counted
+    dummies = tuple(
+        float(found[rank].get("chunk_dummy_bytes", none)[chunk]) for rank, chunk in stages
+    )
     if any(dummies):
         amounts["dummy_bytes"] = dummies
     for kind, ran in passes.items():

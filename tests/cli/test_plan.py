@@ -73,7 +73,7 @@ def test_slices_are_planned_and_exported(
         (["--slices", "0"], "--slices: "),
         (["--slices", "2,x"], "--slices: "),
         (
-            ["--slices", "2", "--vocab-parallel", "--head", "1"],
+            ["--slices", "2", "--vocab-parallel", "--head", "1,1,1"],
             "a shared vocabulary, with which no plan has slices",
         ),
         (["--host", "-1"], "--host -1 is for --cost, and finite and at least 0"),

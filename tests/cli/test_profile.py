@@ -106,7 +106,10 @@ def test_a_model_is_measured_and_planned(
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("foo", "--recompute has 'foo'; a setting is none, full, or with commas of core_attn"),
+        (
+            "foo",
+            "--recompute has 'foo'; a setting is none, full, full_but_last, or with commas of ",
+        ),
         ("moe_act", "--recompute: moe_act, which"),
     ],
 )
