@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,6 +20,9 @@ from megatron_vshape.runtime.offload import Offload
 from megatron_vshape.runtime.program_runner import run_program
 
 CPU = torch.device("cpu")
+
+NOBODYS: Any = SimpleNamespace(output=-1, shared=())
+"""Activations of which nothing is another's."""
 
 Clock = Counter[str]
 """By stream, how much of what it was given has been done by then."""
@@ -102,7 +106,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
         ends_forward = self.offload.ends_forward
 
         def note_first(stage: int, number: int, output: Tensor) -> None:
-            saved = self.offload._saved(output.grad_fn, -1)
+            saved = self.offload._saved(output.grad_fn, NOBODYS)
             held[stage, number] = list({storage._cdata for _, storage in saved})
             for each in held[stage, number]:
                 streams.touch(each, writes=True)
