@@ -67,7 +67,12 @@ class _CacheWhenCalled:
             self._dispatcher._cache = NullCache()
             name = self._dispatcher.py_func
             logger.info("%s is compiled in every run: NUMBA_CACHE_DIR may name a folder", name)
-        return self._dispatcher._cache.load_overload(*signature)
+        cache = self._dispatcher._cache
+        try:
+            return cache.load_overload(*signature)
+        except (AttributeError, ImportError):  # kept by a version that had other names for types
+            cache.flush()
+            return None
 
     def flush(self) -> None:
         pass

@@ -1,6 +1,10 @@
 """Many passes are made, run and drawn by compiled loops: the same to the last bit."""
 
 import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -102,3 +106,28 @@ def test_a_cut_picture_is_the_ends_of_the_whole() -> None:
     for line, short in zip(lines, cut, strict=False):
         head, tail = line[:29], line.ljust(width)[-28:]
         assert short == f"{head} … {tail}".rstrip()
+
+
+def test_code_that_was_kept_of_types_by_other_names_is_made_anew(tmp_path: Path) -> None:
+    (tmp_path / "twice.py").write_text(
+        "import kept\n"
+        "from megatron_vshape.core.compiling import compiled\n"
+        "@compiled\n"
+        "def twice(pair):\n"
+        "    return 2 * pair.left\n"
+        "print(twice(kept.TYPE(21, 0)))\n"
+    )
+    environment = {
+        **os.environ,
+        "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    for name in ("Before", "After"):
+        fields = "left: int\n    right: int\n"
+        (tmp_path / "kept.py").write_text(
+            f"from typing import NamedTuple\nclass {name}(NamedTuple):\n    {fields}TYPE = {name}\n"
+        )
+        command = [sys.executable, str(tmp_path / "twice.py")]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert ran.stdout == "42\n", ran.stderr
