@@ -31,7 +31,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.sweep.counts import Counts, key_of_count
-from megatron_vshape.sweep.files import FULL, NONE, Cluster, Layout, Model, load, load_sweep
+from megatron_vshape.sweep.files import FULL, NONE, Cluster, Layout, ModelFile, load, load_sweep
 from megatron_vshape.sweep.grid import Combination, layers_of_stages
 from megatron_vshape.sweep.machine import Machine
 from megatron_vshape.sweep.predict import Predictor
@@ -119,7 +119,7 @@ class Set:
     given: Mapping[str, Any]
     rows: tuple[Row, ...]
     cut: Callable[[int, bool], Costs]  # costs of so many stages, recomputed or not
-    model: Model | None
+    model: ModelFile | None
 
     @property
     def devices(self) -> int:
@@ -219,7 +219,7 @@ def read_sets() -> list[Set]:
             continue
         model = given["model"]
         folder = CONFIGS / "models"
-        model = load(folder / model, Model) if isinstance(model, str) else Model(**model)
+        model = load(folder / model, ModelFile) if isinstance(model, str) else ModelFile(**model)
         found.append(Set(given, rows, _counted(given, model), model))
     return found
 
@@ -235,7 +235,7 @@ def _measured(given: Mapping[str, Any]) -> Callable[[int, bool], Costs]:
     return cut
 
 
-def _counted(given: Mapping[str, Any], model: Model) -> Callable[[int, bool], Costs]:
+def _counted(given: Mapping[str, Any], model: ModelFile) -> Callable[[int, bool], Costs]:
     """Return the costs of a model on a cluster, as the sweep has them."""
     machine = Machine.of(load(CONFIGS / "clusters" / given["cluster"], Cluster))
     subject = of_model_file(model, False, CONFIGS)

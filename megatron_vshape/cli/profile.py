@@ -48,8 +48,7 @@ from megatron_vshape.view.numbers import prices_told
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.one_device import Model
-    from megatron_vshape.sweep.files import HostLink
-    from megatron_vshape.sweep.files import Model as ModelFile
+    from megatron_vshape.sweep.files import HostLink, ModelFile
 
 NEEDED = {
     "torch": "megatron",
@@ -209,8 +208,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print a line per kind of stage, write the file, and return 0."""
     check_target("--output", options.output, (".json",))
     _check_installed(options.transformer_engine)
-    from megatron_vshape.sweep.files import Model as ModelFile
-    from megatron_vshape.sweep.files import load
+    from megatron_vshape.sweep.files import ModelFile, load
 
     sizes = load(options.model, ModelFile)
     num_layers = options.layers or sizes.layers

@@ -34,7 +34,7 @@ from megatron_vshape.view.chrome_trace import write_trace
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import (
     GIB,
-    Numbers,
+    RunNumbers,
     base_peak,
     comparison_rows,
     fixed,
@@ -66,7 +66,7 @@ class _Result:
     block: BuildingBlock | None
     timeline: Timeline
     costs: Costs
-    numbers: Numbers
+    numbers: RunNumbers
     measured: Costs | None
 
     @property

@@ -29,7 +29,7 @@ GAIN = 1e-9
 """A share of the step below which an order is not better."""
 
 
-class Graph(NamedTuple):
+class PassGraph(NamedTuple):
     """The passes of a schedule behind all that they wait for, in arrays.
 
     Of what runs as one, the first pass stands for both. A pass's time and what it changes of what
@@ -64,7 +64,7 @@ def even_out(
     costs: Costs,
     limits: float | Sequence[float] = math.inf,
     tries: int = TRIES,
-    graph: Graph | None = None,
+    graph: PassGraph | None = None,
 ) -> Evened:
     """Return which microbatch takes which place; never a slower step than as they are given.
 
@@ -100,7 +100,7 @@ def _starts(given: Sequence[int], costs: Costs) -> list[Sequence[int]]:
     return [given, rising, rising[::-1], hill, [*hill[len(hill) // 2 :], *hill[: len(hill) // 2]]]
 
 
-def graph_of(schedule: Schedule, costs: Costs) -> Graph:
+def graph_of(schedule: Schedule, costs: Costs) -> PassGraph:
     """Return the passes of a schedule in arrays, at costs as `costs_of` has them."""
     names = [name for name, _ in costs.by_microbatch]
     number, groups = _in_turn(schedule, costs)
@@ -138,7 +138,7 @@ def graph_of(schedule: Schedule, costs: Costs) -> Graph:
         shared.append([*row.values()])
     places = [group[0].microbatch for group in groups]
     row_of, rows, takes, gives, works, fixed = _held(schedule, costs, names)
-    return Graph(
+    return PassGraph(
         places=in_arrays(places),
         plain_us=in_arrays(plain),
         shared_us=_matrix(shared, len(names)),

@@ -13,7 +13,7 @@ from enum import StrEnum
 from megatron_vshape.mcore.options import OPTIONS, VARIABLE
 
 
-class Way(StrEnum):
+class WayIn(StrEnum):
     """How a run has asked for its schedule."""
 
     FLAGS = "flags of Megatron's parser"
@@ -28,11 +28,11 @@ _VALUE = re.compile(
     r" (?=[A-Z]+\b|A:B|drift:|N,N|-?[.\d]|auto\b|v-|zb-|[\w-]*1f1b|gpipe\b|dualpipev\b)"
 )
 
-_way = [Way.FLAGS]
+_way = [WayIn.FLAGS]
 """Of this process, in which one registration is in force: `registry.install` sets it."""
 
 
-def speak(way: Way) -> None:
+def speak(way: WayIn) -> None:
     """Have messages name options in this way from now on."""
     _way[0] = way
 
@@ -40,12 +40,12 @@ def speak(way: Way) -> None:
 def in_words(text: object) -> str:
     """Return a message with its options as the user knows them.
 
-    >>> speak(Way.VARIABLE)
+    >>> speak(WayIn.VARIABLE)
     >>> in_words("auto needs costs: give --pipeline-costs FILE, or leave --pipeline-trace out")
     'auto needs costs: give costs_file=FILE, or leave trace_folder out'
-    >>> speak(Way.FLAGS)
+    >>> speak(WayIn.FLAGS)
     """
-    if _way[0] is Way.FLAGS:
+    if _way[0] is WayIn.FLAGS:
         return str(text)
     parts, at, plain = [], 0, str(text)
     for found in _FLAG.finditer(plain):
@@ -56,7 +56,7 @@ def in_words(text: object) -> str:
         if value is not None:
             parts.append("=")
             at = value.end()
-            if _way[0] is Way.KEYWORDS and plain.startswith("A:B", at):
+            if _way[0] is WayIn.KEYWORDS and plain.startswith("A:B", at):
                 parts.append("(A, B)")
                 at += len("A:B")
     return "".join((*parts, plain[at:]))

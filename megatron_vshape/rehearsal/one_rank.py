@@ -41,7 +41,7 @@ HOLDERS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class RankJob:
     """A rank to rehearse."""
 
     script: str
@@ -61,7 +61,7 @@ class _Enough(BaseException):
     """Ends the program after its second step; no handler of Megatron's catches it."""
 
 
-def rehearse(job: Job) -> dict[str, Any]:
+def rehearse(job: RankJob) -> dict[str, Any]:
     """Return what the rank allocates and what its passes cost, as plain values for JSON.
 
     Run it in a process of its own, after `worker.prepare`.
@@ -90,7 +90,7 @@ def rehearse(job: Job) -> dict[str, Any]:
     return run.report() | {"seconds": round(time.monotonic() - begun, 2)}
 
 
-def _set_environment(job: Job) -> None:
+def _set_environment(job: RankJob) -> None:
     own = {
         "RANK": job.rank,
         "WORLD_SIZE": job.world,
@@ -109,7 +109,7 @@ def _set_environment(job: Job) -> None:
 class _Run:
     """Watches the program: puts its own data in, and takes stock between its steps."""
 
-    def __init__(self, job: Job, ledger: Ledger) -> None:
+    def __init__(self, job: RankJob, ledger: Ledger) -> None:
         self.job, self.ledger = job, ledger
         self.held: list[int] = []
         self.held_parts: dict[str, int] = {}

@@ -115,9 +115,9 @@ def _child(given: dict[str, Any], answer: TextIO) -> int:
         sys.stdin = open(os.devnull)  # noqa: SIM115
         os.chdir(folder)  # what the program writes beside itself goes with it
         try:
-            from megatron_vshape.rehearsal.one_rank import Job, rehearse
+            from megatron_vshape.rehearsal.one_rank import RankJob, rehearse
 
-            found = rehearse(Job(**given))
+            found = rehearse(RankJob(**given))
             found["host_bytes"] = _host_bytes()
         except BaseException as error:
             found = {"error": _sentence(error, log), "log": _tail(log, traceback.format_exc())}

@@ -82,7 +82,7 @@ class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Experts(_File):
+class ExpertsPart(_File):
     """The experts that take the place of every layer's MLP."""
 
     count: Positive
@@ -91,13 +91,13 @@ class Experts(_File):
     shared_ffn_hidden_size: Positive | None = None  # of an expert that every token goes through
 
     @model_validator(mode="after")
-    def _enough(self) -> "Experts":
+    def _enough(self) -> "ExpertsPart":
         if self.per_token > self.count:
             raise ValueError(f"per_token {self.per_token} is more than the {self.count} experts")
         return self
 
 
-class Model(_File):
+class ModelFile(_File):
     """A GPT: the sizes that decide its time and its memory."""
 
     name: Title
@@ -107,7 +107,7 @@ class Model(_File):
     query_groups: Positive | None = None  # None: one per head
     ffn_hidden_size: Positive | None = None  # None: four times the hidden size
     gated: bool = False  # two matrices into the MLP, as SwiGLU has
-    experts: Experts | None = None
+    experts: ExpertsPart | None = None
     vocabulary_size: Positive
     mtp_layers: Annotated[int, Field(ge=0, le=MAX_COUNT, strict=True)] = 0  # multi-token prediction
     tied_embeddings: bool = False
@@ -127,7 +127,7 @@ class Model(_File):
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> "Model":
+    def _heads_divide(self) -> "ModelFile":
         if self.hidden_size % self.attention_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not a multiple of attention_heads "
@@ -248,7 +248,7 @@ class Pruning(_File):
     at_most: Positive | None = None  # so many runs per workload, the best predicted ones
 
 
-class Run(_File):
+class RunPart(_File):
     """How combinations are launched."""
 
     executor: Literal["local", "slurm"] = "slurm"
@@ -266,7 +266,7 @@ class Run(_File):
     slurm: dict[str, str | int | bool | list[str]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _lists_where_submitit_has_them(self) -> "Run":
+    def _lists_where_submitit_has_them(self) -> "RunPart":
         for name, value in self.slurm.items():
             if isinstance(value, list) != (name in SLURM_LISTS) and value is not False:
                 raise ValueError(
@@ -293,7 +293,7 @@ class Sweep(_File):
     # Grad-norm and inf checks do not hold the pipeline up (--optimizer-post-validation).
     post_validation: bool = False
     pruning: Pruning = Pruning()
-    run: Run = Run()
+    run: RunPart = RunPart()
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +340,7 @@ def _subject(path: Path, cluster: Cluster) -> Subject:
     text = read_text(path, "the file", MAX_FILE_BYTES)
     is_yaml = path.suffix in (".yaml", ".yml")
     if is_yaml and not re.search(r"^\s*(MODEL_ARGS:|[\"']?--)", text, re.MULTILINE):
-        return of_model_file(load(path, Model), cluster.backend == "gloo", path)
+        return of_model_file(load(path, ModelFile), cluster.backend == "gloo", path)
     return of_command([str(path)], path.stem)
 
 
@@ -370,7 +370,7 @@ def _filled(sweep: Sweep, subject: Subject, path: Path) -> Sweep:
     return sweep.model_copy(update=made)
 
 
-def _check_executor(run: Run, cluster: Cluster, path: Path) -> None:
+def _check_executor(run: RunPart, cluster: Cluster, path: Path) -> None:
     """Raise SweepError for runs that this machine alone cannot launch."""
     if run.executor != "local":
         return
@@ -471,7 +471,7 @@ def _first_of(error: ValidationError, kind: type[BaseModel]) -> str:
 _UNKNOWN = "extra_forbidden"
 
 _KEYS = {
-    "model": frozenset(Model.model_fields),
+    "model": frozenset(ModelFile.model_fields),
     "cluster": frozenset(Cluster.model_fields),
     "sweep": frozenset(Sweep.model_fields),
     "costs": frozenset({"forward_us", "backward_us", "weight_us"}),

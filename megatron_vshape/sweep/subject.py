@@ -13,7 +13,7 @@ from megatron_vshape.mcore.layout.sizes import widths_of
 from megatron_vshape.rehearsal.flags import VOCABULARIES, Command, flags_of, read_command
 
 if TYPE_CHECKING:
-    from megatron_vshape.sweep.files import Model
+    from megatron_vshape.sweep.files import ModelFile
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def of_command(words: Sequence[str], name: str) -> Subject:
     return Subject(name, command, [command.script, *command.flags])
 
 
-def of_model_file(model: Model, on_cpu: bool, path: Path) -> Subject:
+def of_model_file(model: ModelFile, on_cpu: bool, path: Path) -> Subject:
     """Return what a model file describes, in Megatron's arguments, which the log tells."""
     flags = [*model_flags(model), *_of_device(model, on_cpu)]
     logger.info("%s as Megatron's arguments: %s", path, " ".join(flags))
@@ -111,7 +111,7 @@ def of_model_file(model: Model, on_cpu: bool, path: Path) -> Subject:
     return Subject(model.name, command, model.model_dump(mode="json"), translated=True)
 
 
-def model_flags(model: Model) -> list[str]:
+def model_flags(model: ModelFile) -> list[str]:
     """Return the trainer's flags that make its GPT this model, whatever the tokenizer."""
     given: dict[str, Any] = {
         "num-layers": model.layers,
@@ -143,7 +143,7 @@ def model_flags(model: Model) -> list[str]:
     return flags_of(given)
 
 
-def _of_device(model: Model, on_cpu: bool) -> list[str]:
+def _of_device(model: ModelFile, on_cpu: bool) -> list[str]:
     if on_cpu:
         return _CPU
     given = {

@@ -20,7 +20,7 @@ import submitit
 
 from megatron_vshape import figures
 from megatron_vshape.environment import CONNECTIONS
-from megatron_vshape.sweep.files import Cluster, Run
+from megatron_vshape.sweep.files import Cluster, RunPart
 from megatron_vshape.sweep.results import Outcome, Status
 
 LAST_LINES = 12
@@ -47,7 +47,7 @@ class Job:
 
     command: list[str]  # the trainer's, without torchrun
     folder: Path
-    run: Run
+    run: RunPart
     cluster: Cluster
     launcher: int | None = None  # a process without which the run is in vain
     is_ordered: bool = False  # Megatron demands an order of launches of the environment

@@ -23,7 +23,7 @@ WORTH_TELLING = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class RunNumbers:
     """What a timeline costs beside its times; a chunk is 1 / (2 * devices) of the model.
 
     Chunks are of activations alone, bytes of all that a device needs if the costs know it.
@@ -36,7 +36,7 @@ class Numbers:
     """Of 1F1B's: in bytes where these are known, else in chunks; 1 where 1F1B holds nothing."""
 
 
-def numbers_of(timeline: Timeline, costs: Costs | None = None) -> Numbers:
+def numbers_of(timeline: Timeline, costs: Costs | None = None) -> RunNumbers:
     """Return the numbers of a timeline; `costs` of the schedule's stages are in bytes if given.
 
     Bytes are of the order that runs: a W that is one with its B has other ones to work with.
@@ -45,10 +45,10 @@ def numbers_of(timeline: Timeline, costs: Costs | None = None) -> Numbers:
     held, base = peak_held(schedule, costs), base_peak(schedule.num_devices, costs)
     relative = max(held) / base if base else 1.0
     if costs is None:
-        return Numbers(timeline, held, None, relative)
+        return RunNumbers(timeline, held, None, relative)
     chunk = chunk_of(costs, schedule.num_devices) or 1.0
     alone = peak_held(schedule, costs.of_activations())
-    return Numbers(timeline, tuple(each / chunk for each in alone), held, relative)
+    return RunNumbers(timeline, tuple(each / chunk for each in alone), held, relative)
 
 
 def base_peak(num_devices: int, costs: Costs | None = None) -> float:
@@ -146,7 +146,7 @@ def argument(value: float) -> str:
     return repr(float(value)).removesuffix(".0")
 
 
-def note(numbers: Numbers) -> str:
+def note(numbers: RunNumbers) -> str:
     """Return the numbers that stand beside a schedule's title."""
     peak = f"{fixed(max(numbers.peak_chunks))} chunks"
     if numbers.peak_bytes is not None:
@@ -227,7 +227,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def comparison_rows(numbers: Sequence[Numbers]) -> list[list[str]]:
+def comparison_rows(numbers: Sequence[RunNumbers]) -> list[list[str]]:
     """Return a heading and a row per schedule: memory, bubbles, time, communication."""
     in_bytes = any(each.peak_bytes is not None for each in numbers)
     heading = ["schedule", "peak", "of 1F1B", "bubble", "span bubble", "makespan", "messages"]

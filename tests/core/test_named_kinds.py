@@ -5,6 +5,7 @@ shorter and never longer.
 """
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,3 +64,14 @@ def test_nothing_else_names_them() -> None:
     }
     assert found - HOMES <= BEYOND, "read the table of kinds in place of naming them"
     assert found >= BEYOND, "these name them no longer: take them out of the list"
+
+
+def test_no_class_has_the_name_of_another() -> None:
+    found = Counter(
+        node.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert len(found) > 300
+    assert [name for name, times in found.items() if times > 1] == []

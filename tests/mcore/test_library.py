@@ -32,7 +32,7 @@ from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError, refus
 from megatron_vshape.mcore.setup.choice import choice_of
 from megatron_vshape.mcore.setup.library import prepare_config
 from megatron_vshape.mcore.step.microbatches import given_iterators, shared_out
-from megatron_vshape.mcore.words import Way, in_words, speak
+from megatron_vshape.mcore.words import WayIn, in_words, speak
 
 RANKS = 4
 
@@ -316,18 +316,18 @@ def test_bad_options_are_refused_at_once(options: dict[str, Any], text: str) -> 
 
 
 NEEDS_COSTS = {
-    Way.FLAGS: "--pipeline-schedule auto needs costs: give --pipeline-costs FILE, or "
+    WayIn.FLAGS: "--pipeline-schedule auto needs costs: give --pipeline-costs FILE, or "
     "--pipeline-profile-iterations A:B to measure them",
-    Way.KEYWORDS: "schedule=auto needs costs: give costs_file=FILE, or profile_steps=(A, B) to "
+    WayIn.KEYWORDS: "schedule=auto needs costs: give costs_file=FILE, or profile_steps=(A, B) to "
     "measure them",
-    Way.VARIABLE: "schedule=auto needs costs: give costs_file=FILE, or profile_steps=A:B to "
+    WayIn.VARIABLE: "schedule=auto needs costs: give costs_file=FILE, or profile_steps=A:B to "
     "measure them",
 }
 
 
-@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("way", WayIn)
 def test_a_refusal_names_options_as_the_user_gave_them(
-    way: Way, monkeypatch: pytest.MonkeyPatch
+    way: WayIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     speak(way)
@@ -335,10 +335,10 @@ def test_a_refusal_names_options_as_the_user_gave_them(
         with pytest.raises(RefusedError) as refused, refusing():
             choice_of("auto", RANKS)
         assert str(refused.value) == f"megatron-vshape: {NEEDS_COSTS[way]}"
-        theirs = "moe_layer_freq" if way is not Way.FLAGS else "--moe-layer-freq"
+        theirs = "moe_layer_freq" if way is not WayIn.FLAGS else "--moe-layer-freq"
         assert in_words("--moe-layer-freq 2 is not supported") == f"{theirs} 2 is not supported"
     finally:
-        speak(Way.FLAGS)
+        speak(WayIn.FLAGS)
 
 
 def test_the_log_says_of_recomputed_inputs_what_it_says_under_flags() -> None:

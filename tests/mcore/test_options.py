@@ -19,7 +19,7 @@ from megatron_vshape.mcore.options import (
     options_in,
     options_of,
 )
-from megatron_vshape.mcore.words import Way, in_words, speak
+from megatron_vshape.mcore.words import WayIn, in_words, speak
 
 WAYS_IN = Path(__file__).parents[2] / "docs" / "ways-in.md"
 GIVEN: dict[str, tuple[str, Any]] = {
@@ -106,13 +106,13 @@ def test_a_text_that_says_no_value_is_refused_alike(name: str) -> None:
 
 
 def test_messages_name_every_option_as_it_was_given() -> None:
-    speak(Way.KEYWORDS)
+    speak(WayIn.KEYWORDS)
     try:
         for name in GIVEN:
             option = OPTIONS[name]
             assert in_words(f"leave {option.flag} out") == f"leave {name} out"
     finally:
-        speak(Way.FLAGS)
+        speak(WayIn.FLAGS)
 
 
 def test_a_trace_has_steps_profiled_and_asks_for_no_more() -> None:

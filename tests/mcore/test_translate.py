@@ -17,7 +17,7 @@ from megatron_vshape.mcore.layout.given_layout import layers_in, nearest, regrou
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup.translate import (
     TRANSLATIONS,
-    Outcome,
+    Treatment,
     check_splits_nothing_else,
     tell,
     translate,
@@ -93,7 +93,7 @@ class TestLayouts:
         assert translated.layer_split == ",".join(map(str, counts(expected)))
         assert options.pipeline_model_parallel_layout is None
         (notice,) = translated.notices
-        assert notice.outcome == Outcome.TRANSLATED
+        assert notice.outcome == Treatment.TRANSLATED
         assert str(notice).endswith(f": layers per stage {translated.layer_split}")
 
     def test_what_cannot_be_regrouped_is_balanced_where_the_sizes_are_known(self) -> None:
@@ -255,7 +255,7 @@ class TestTheRest:
         translated = translate(options, v_shape(4))
         (notice,) = translated.notices
         assert str(notice).startswith(name if value is True else f"{name} {value}: ")
-        assert notice.outcome == Outcome.SET_ASIDE
+        assert notice.outcome == Treatment.SET_ASIDE
         assert re.search(said, notice.said)
         assert getattr(options, name) is off
         assert translated.layer_split is None
@@ -268,7 +268,7 @@ class TestTheRest:
         assert translated.may_offload
         (notice,) = translated.notices
         assert str(notice).startswith(f"{name}: part of the plan: auto decides which microbatches")
-        assert notice.outcome == Outcome.TRANSLATED
+        assert notice.outcome == Treatment.TRANSLATED
         assert getattr(options, name) is False
         assert not translate(options, v_shape(4)).may_offload
 
@@ -341,7 +341,7 @@ class TestTheRest:
                 "decoder_last_pipeline_num_layers 1",
             )
         ]
-        assert {each.outcome for each in translated.notices} == {Outcome.SET_ASIDE}
+        assert {each.outcome for each in translated.notices} == {Treatment.SET_ASIDE}
 
     def test_two_options_cannot_both_decide(self) -> None:
         options = Namespace(

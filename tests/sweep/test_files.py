@@ -12,7 +12,7 @@ from sweep.samples import CLUSTER, ROOT, SWEEP, load_sample, write_sweep
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.sweep.files import (
     Cluster,
-    Model,
+    ModelFile,
     Sweep,
     SweepError,
     _model_in,
@@ -38,16 +38,18 @@ def test_shipped_models_have_the_size_in_their_name(
     path = ROOT / "configs" / "models" / f"gpt_{name}.yaml"
     loaded = load_sweep(write_sweep(tmp_path, sweep={"model": str(path)}))
     subject = loaded.subject
-    model = load(path, Model)
+    model = load(path, ModelFile)
     assert (model.gated, subject.groups) == (False, model.attention_heads)
     layer = 4 * model.hidden_size**2 + 2 * model.hidden_size * model.ffn
     parameters = model.layers * layer + model.hidden_size * model.vocabulary_size
     assert parameters / 1e9 == pytest.approx(billions, rel=0.02)
 
 
-@pytest.mark.parametrize("kind", [Model, Cluster, Sweep])
-def test_an_example_says_what_every_key_is(kind: type[BaseModel]) -> None:
-    path = ROOT / "configs" / f"{kind.__name__.lower()}s" / "every_key.yaml"
+@pytest.mark.parametrize(
+    ("folder", "kind"), [("models", ModelFile), ("clusters", Cluster), ("sweeps", Sweep)]
+)
+def test_an_example_says_what_every_key_is(folder: str, kind: type[BaseModel]) -> None:
+    path = ROOT / "configs" / folder / "every_key.yaml"
     load(path, kind)
     lines = path.read_text().splitlines()
     for key in keys_of(kind):

@@ -18,7 +18,7 @@ from sweep.samples import CLUSTER, FAKE, ROOT, SWEEP, load_sample, sweep_command
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.sweep import launch as launching
 from megatron_vshape.sweep import predict
-from megatron_vshape.sweep.files import Cluster, Run, SweepError
+from megatron_vshape.sweep.files import Cluster, RunPart, SweepError
 from megatron_vshape.sweep.grid import expand
 from megatron_vshape.sweep.launch import Launcher
 from megatron_vshape.sweep.progress import LiveProgress
@@ -348,7 +348,7 @@ def test_time_a_run_may_take(tmp_path: Path) -> None:
     from megatron_vshape.sweep.worker import Job, run_job
 
     command = [str(FAKE / "trainer.py"), "--train-iters", "100", "--sleep", "1"]
-    run = Run.model_construct(timeout_minutes=1 / 60, environment={"PYTHONPATH": str(FAKE)})
+    run = RunPart.model_construct(timeout_minutes=1 / 60, environment={"PYTHONPATH": str(FAKE)})
     outcome = run_job(Job(command, tmp_path, run, ONE_DEVICE))
     assert outcome.status is Status.FAILED
     assert "ended after 1 s" in outcome.log_tail
@@ -357,12 +357,12 @@ def test_time_a_run_may_take(tmp_path: Path) -> None:
 TOLD_TO_END = """
 import sys
 from pathlib import Path
-from megatron_vshape.sweep.files import Cluster, Run
+from megatron_vshape.sweep.files import Cluster, RunPart
 from megatron_vshape.sweep.worker import Job, run_job
 
 trainer, folder = map(Path, sys.argv[1:3])
 command = [str(trainer), "--train-iters", "100", "--sleep", "1"]
-run = Run(timeout_minutes=1, environment={"PYTHONPATH": str(trainer.parent)})
+run = RunPart(timeout_minutes=1, environment={"PYTHONPATH": str(trainer.parent)})
 cluster = Cluster.model_validate_json(sys.argv[3])
 run_job(Job(command, folder, run, cluster))
 """

@@ -11,13 +11,13 @@ from sweep.samples import CLUSTER
 
 from megatron_vshape import figures
 from megatron_vshape.sweep import worker
-from megatron_vshape.sweep.files import Cluster, Run
+from megatron_vshape.sweep.files import Cluster, RunPart
 from megatron_vshape.sweep.results import Outcome, Status
 from megatron_vshape.sweep.worker import Job, merge, outcome_of, read_outcome, write_outcome
 
 
 def job(nodes: int = 1, backend: str = "gloo", **over: object) -> Job:
-    run = Run(warmup_steps=1, measured_steps=3, timeout_minutes=1, **over)  # type: ignore[arg-type]
+    run = RunPart(warmup_steps=1, measured_steps=3, timeout_minutes=1, **over)  # type: ignore[arg-type]
     cluster = Cluster.model_validate(CLUSTER | {"nodes": nodes, "backend": backend})
     return Job([], Path(), run, cluster)
 

@@ -105,7 +105,7 @@ def _equal_sorts(placement: Placement) -> "Sorts":
     return make_sorts(_KINDS, placement, amounts)
 
 
-def _explain(schedule: Schedule, order: "Order", run: "Run") -> None:
+def _explain(schedule: Schedule, order: "Order", run: "Refill") -> None:
     """Raise ScheduleError for what is stuck: only the memory stops what has its inputs."""
     heads = [
         (device, place) for device, place in enumerate(run.first) if place < order.begin[device + 1]
@@ -157,7 +157,7 @@ class Order(NamedTuple):
     delay: int = 0  # by how many eighths of its time what moves up may delay what it passes
 
 
-class Run(NamedTuple):
+class Refill(NamedTuple):
     """What has run so far, changed in place."""
 
     end: Numbers  # of a pass; LATE until it has run
@@ -235,15 +235,15 @@ def _rank(kind: Kind, kinds: Iterable[Kind]) -> int:
     return OTHER if kind.takes else BACKWARD
 
 
-def new_run(order: Order, zeros: Callable[[int], Numbers]) -> Run:
+def new_run(order: Order, zeros: Callable[[int], Numbers]) -> Refill:
     """Return what `fill` works with, made of `zeros`, which makes so many numbers."""
     passes, lanes = len(order.sort), len(order.limit)
-    return Run(
+    return Refill(
         zeros(passes), zeros(passes), zeros(len(order.sorts.ticks)), *map(zeros, [lanes] * 10)
     )
 
 
-def fill(order: Order, run: Run, made: Numbers, cool: int, ahead: int) -> int:
+def fill(order: Order, run: Refill, made: Numbers, cool: int, ahead: int) -> int:
     """Let the lanes run in the order of their next starts; return how many passes have run.
 
     `made` is the new order, of places in the old one. A lane cools down when it has at most `cool`
@@ -280,7 +280,7 @@ def fill(order: Order, run: Run, made: Numbers, cool: int, ahead: int) -> int:
     return done
 
 
-def begin_run(order: Order, run: Run) -> None:
+def begin_run(order: Order, run: Refill) -> None:
     """Let nothing have run yet."""
     for sort in range(len(run.waiting)):
         run.waiting[sort] = NONE
@@ -295,7 +295,7 @@ def begin_run(order: Order, run: Run) -> None:
             run.forwards[lane] += order.sorts.forward[sort]
 
 
-def ready(order: Order, run: Run, place: int, start: int) -> int:
+def ready(order: Order, run: Refill, place: int, start: int) -> int:
     """Return when the pass can start, from `start` on; LATE while what it reads has not run."""
     needs, sort, microbatch = order.sorts.needs, order.sort[place], order.microbatch[place]
     for at in range(needs.begin[sort], needs.begin[sort + 1]):
@@ -313,7 +313,7 @@ def ready(order: Order, run: Run, place: int, start: int) -> int:
     return start
 
 
-def finish(order: Order, run: Run, lane: int, place: int) -> None:
+def finish(order: Order, run: Refill, lane: int, place: int) -> None:
     """Run a pass from `run.start` on, and have all lanes looked at that may go on then."""
     sorts, sort = order.sorts, order.sort[place]
     run.clock[lane] = run.start[lane] + sorts.ticks[sort]
@@ -325,7 +325,7 @@ def finish(order: Order, run: Run, lane: int, place: int) -> None:
         run.stale[sorts.wakes.of[at]] = 1
 
 
-def _advance(order: Order, run: Run, lane: int, place: int) -> None:
+def _advance(order: Order, run: Refill, lane: int, place: int) -> None:
     """Leave the pass, which has run, out of what is left."""
     sort = order.sort[place]
     run.waiting[sort] = run.following[place]
@@ -341,7 +341,7 @@ def _advance(order: Order, run: Run, lane: int, place: int) -> None:
     run.first[lane] = first
 
 
-def _choose(order: Order, run: Run, lane: int, cool: int, ahead: int) -> tuple[int, int]:
+def _choose(order: Order, run: Refill, lane: int, cool: int, ahead: int) -> tuple[int, int]:
     """Return the start and the place of what the lane runs next; LATE and NONE if nothing."""
     first, clock, sorts = run.first[lane], run.clock[lane], order.sorts
     if first == order.begin[lane + 1]:
@@ -367,7 +367,7 @@ def _choose(order: Order, run: Run, lane: int, cool: int, ahead: int) -> tuple[i
     return best_start, best
 
 
-def _may_move(order: Order, run: Run, lane: int, place: int, ahead: int) -> bool:
+def _may_move(order: Order, run: Refill, lane: int, place: int, ahead: int) -> bool:
     """Return whether a pass may move up where only the warm-up is filled."""
     if place == run.first[lane]:
         return True
@@ -376,7 +376,7 @@ def _may_move(order: Order, run: Run, lane: int, place: int, ahead: int) -> bool
     return not (run.warm[lane] or far)
 
 
-def _fits(order: Order, run: Run, lane: int, place: int) -> bool:
+def _fits(order: Order, run: Refill, lane: int, place: int) -> bool:
     """Return whether the pass at `place` can run now, and those left before it still after it."""
     most, change, limit = order.sorts.most, order.sorts.change, order.limit[lane]
     held, sort = run.held[lane], order.sort[place]
@@ -395,7 +395,7 @@ def _fits(order: Order, run: Run, lane: int, place: int) -> bool:
 
 
 def _rank_of(
-    order: Order, run: Run, lane: int, place: int, start: int, leads: int, cooling: bool
+    order: Order, run: Refill, lane: int, place: int, start: int, leads: int, cooling: bool
 ) -> int:
     """Return how the pass stands among those of its start; NONE if it must wait."""
     sorts, sort = order.sorts, order.sort[place]
@@ -410,7 +410,7 @@ def _rank_of(
     return NONE
 
 
-def _only_weights(order: Order, run: Run, first: int, place: int) -> bool:
+def _only_weights(order: Order, run: Refill, first: int, place: int) -> bool:
     for before in range(first, place):
         if run.end[before] == LATE and order.sorts.rank[order.sort[before]] != WEIGHT:
             return False

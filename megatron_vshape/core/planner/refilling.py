@@ -14,7 +14,7 @@ from megatron_vshape.core.paper.reordering import (
     EIGHTHS,
     LATE,
     Order,
-    Run,
+    Refill,
     begin_run,
     finish,
     new_run,
@@ -92,7 +92,7 @@ def _order_of(problem: Problem, row: np.ndarray, num_microbatches: int) -> tuple
 
 
 @compiled
-def _next_start(order: Order, run: Run, weight_of: np.ndarray, lane: int) -> int:
+def _next_start(order: Order, run: Refill, weight_of: np.ndarray, lane: int) -> int:
     """Return when the next pass but W can start; LATE if its input or its room is missing."""
     first, end = run.first[lane], order.begin[lane + 1]
     while first < end and weight_of[order.sort[first]] == order.sort[first]:
@@ -107,7 +107,12 @@ def _next_start(order: Order, run: Run, weight_of: np.ndarray, lane: int) -> int
 
 @compiled
 def _deal(
-    order: Order, run: Run, weight_of: np.ndarray, queue: np.ndarray, made: np.ndarray, delay: int
+    order: Order,
+    run: Refill,
+    weight_of: np.ndarray,
+    queue: np.ndarray,
+    made: np.ndarray,
+    delay: int,
 ) -> bool:
     """Let the lanes run in the order of their next starts; return False if they get stuck.
 
@@ -144,7 +149,7 @@ def _deal(
 
 
 @compiled
-def _prefer_weight(order: Order, run: Run, lane: int, weight: int, delay: int) -> None:
+def _prefer_weight(order: Order, run: Refill, lane: int, weight: int, delay: int) -> None:
     """Choose the oldest W if it runs in the idle time before the next start, or hardly longer."""
     start, clock = run.start[lane], run.clock[lane]
     ticks = order.sorts.ticks[order.sort[weight]]

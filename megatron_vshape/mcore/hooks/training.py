@@ -37,7 +37,7 @@ from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.ready import complete_environment
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
-from megatron_vshape.mcore.words import Way, speak
+from megatron_vshape.mcore.words import WayIn, speak
 from megatron_vshape.runtime.last_words import last_words
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def validate_args(
 ) -> Any:
     """Set the pipeline up before Megatron's checks, and check what only they make known."""
     if options_of(args).schedule is not None:
-        speak(Way.FLAGS)
+        speak(WayIn.FLAGS)
     with refusing():
         session.once = configure.one_planner(args)
         pipeline = configure.prepare(args, session.library, session.once)

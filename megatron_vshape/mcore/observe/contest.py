@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from megatron_vshape.mcore.observe.report import Prediction
+from megatron_vshape.mcore.observe.report import Foretold
 from megatron_vshape.mcore.observe.trial import Round, Trial, worth_trying
-from megatron_vshape.mcore.setup.plans import Plan, Planner
+from megatron_vshape.mcore.setup.plans import PlannedStep, Planner
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +17,9 @@ logger = logging.getLogger(__name__)
 class Contest:
     """Runs the steps of a trial; all ranks of the world call it for the same steps."""
 
-    def __init__(self, planner: Planner, plans: Sequence[Plan], predicted: Sequence[Prediction]):
+    def __init__(
+        self, planner: Planner, plans: Sequence[PlannedStep], predicted: Sequence[Foretold]
+    ):
         """Take the plan and what else may run, with the step that is predicted of each."""
         chosen = worth_trying([each.step_us / 1e6 for each in predicted])
         self._planner = planner

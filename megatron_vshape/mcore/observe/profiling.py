@@ -26,7 +26,7 @@ from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.observe.contest import Contest
 from megatron_vshape.mcore.observe.drift import Drift
 from megatron_vshape.mcore.observe.lateness import slow_among_replicas, where_told
-from megatron_vshape.mcore.observe.report import Checked, Prediction, RunReport, shares_processors
+from megatron_vshape.mcore.observe.report import Checked, Foretold, RunReport, shares_processors
 from megatron_vshape.mcore.observe.static_memory import most_of_replicas
 from megatron_vshape.mcore.refusals import refusing
 from megatron_vshape.mcore.setup.choice import GIB
@@ -72,7 +72,7 @@ class Profiler:
     _rows: list[tuple[Program, list[Slot]]] = field(default_factory=list)
     # the same, in processor time
     _spent: list[tuple[Program, list[Slot]]] = field(default_factory=list)
-    _prediction: Prediction | None = None
+    _prediction: Foretold | None = None
     _costs: Costs | None = None
 
     def __post_init__(self) -> None:
@@ -153,7 +153,7 @@ class Profiler:
             gib = ", ".join(f"{each / GIB:.3f}" for each in within)
             self._tell("passes allocate and free, kept free of activations, GiB per rank: %s", gib)
 
-    def _predict(self, program: Program, costs: Costs, rest_us: float) -> Prediction:
+    def _predict(self, program: Program, costs: Costs, rest_us: float) -> Foretold:
         """Take the costs for the steps to come, plan anew if that is asked for, and say so."""
         planner = self.pipeline.planner
         now = prediction_of(program.schedule, costs, rest_us)
@@ -227,7 +227,7 @@ class Profiler:
         self._is_tried = False
 
     def _compare(
-        self, prediction: Prediction, timelines: Sequence[Timeline], alone: Sequence[Timeline]
+        self, prediction: Foretold, timelines: Sequence[Timeline], alone: Sequence[Timeline]
     ) -> None:
         """Hold the steps against the prediction; `alone` are they in processor time."""
         wanted = prediction.num_microbatches
@@ -338,11 +338,11 @@ def _clocks_ahead_us(
         transport.expect(message.shape, message.dtype)
 
 
-def prediction_of(schedule: Schedule, costs: Costs, rest_us: float) -> Prediction:
+def prediction_of(schedule: Schedule, costs: Costs, rest_us: float) -> Foretold:
     """Return what a step of this order is expected to take."""
     timeline = simulate(schedule, costs)
     peaks = peak_held(schedule, costs)
-    return Prediction(
+    return Foretold(
         schedule.name,
         schedule.num_microbatches,
         timeline.makespan,
@@ -352,7 +352,7 @@ def prediction_of(schedule: Schedule, costs: Costs, rest_us: float) -> Predictio
     )
 
 
-def told(prediction: Prediction) -> str:
+def told(prediction: Foretold) -> str:
     """Return the prediction in a line."""
     return (
         f"{prediction.name} step {prediction.step_us / 1e3:.1f} ms (passes "

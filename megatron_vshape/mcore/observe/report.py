@@ -25,7 +25,7 @@ from megatron_vshape.core.planner.vocabulary import holding_logits
 from megatron_vshape.figures import tell
 from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.pipeline import Pipeline
-from megatron_vshape.mcore.setup.plans import Plan
+from megatron_vshape.mcore.setup.plans import PlannedStep
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.held_bytes import Census
 from megatron_vshape.runtime.host_memory import free_host_bytes
@@ -41,7 +41,7 @@ COLUMNS = 120
 
 MIB = 2**20
 
-PlanOf = Callable[[int], Plan]
+PlanOf = Callable[[int], PlannedStep]
 """Returns the plan of a number of microbatches."""
 
 
@@ -59,7 +59,7 @@ class Memory(NamedTuple):
     allocated_bytes: int = 0  # the allocator's peak over the run, all included; 0 without a GPU
 
 
-class Prediction(NamedTuple):
+class Foretold(NamedTuple):
     """What a training step is expected to take."""
 
     name: str  # of the schedule
@@ -78,7 +78,7 @@ class Prediction(NamedTuple):
 class Checked(NamedTuple):
     """A prediction, and what the steps after it have shown."""
 
-    prediction: Prediction
+    prediction: Foretold
     makespan_us: float
     bubble: float
     processor_bubble: float | None = None  # in processor time, where ranks share processors
@@ -97,7 +97,7 @@ class RunReport:
     stages: Sequence[int]  # of this rank
     plan_of: PlanOf | None  # predicts the memory of a number of microbatches
     offload: Offload | None = None  # once a step may need it
-    _plan: Plan | None = None  # of the step in which memory was measured
+    _plan: PlannedStep | None = None  # of the step in which memory was measured
     _memory: Memory | None = None
     _started_s: float | None = None
     _step_s: list[float] = field(default_factory=list)
@@ -310,7 +310,7 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int, local_ranks: int | 
     )
 
 
-def _peak_told(plan: Plan) -> str:
+def _peak_told(plan: PlannedStep) -> str:
     """Return the peak over 1F1B's: of activations, or of all that ranks need where it is known."""
     share = f"{100 * plan.relative_peak:.0f} % of 1F1B's"
     ranks = peaks_told(plan.schedule, plan.costs) if plan.costs is not None else []
@@ -368,7 +368,7 @@ def _recompute_told(pipeline: Pipeline, schedule: Schedule) -> str:
     return lines
 
 
-def _copies_told(plan: Plan, costs: Costs | None, local_ranks: int | None) -> str:
+def _copies_told(plan: PlannedStep, costs: Costs | None, local_ranks: int | None) -> str:
     """Return how much waits in host memory, and where that is known whether there is so much."""
     schedule = plan.schedule
     copies = sum(1 for _ in schedule.copied())

@@ -49,7 +49,7 @@ MESSAGES = 9
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlannedStep:
     """What one training step does, and what it is predicted to take."""
 
     schedule: Schedule
@@ -116,7 +116,7 @@ class Planner:
         self._message_bytes = 0.0  # of one; what waits to be read or taken counts too
         self._messages = MESSAGES
         self._takes = False  # the length of messages is known only when they are there
-        self._training: dict[int, Plan] = {}
+        self._training: dict[int, PlannedStep] = {}
         self._evaluation: dict[int, Program] = {}
         self._bubbles: dict[tuple[int, Costs], float] = {}
         self._planned_in_s = 0.0  # that the last search took, of this process
@@ -158,7 +158,7 @@ class Planner:
             self._training.clear()
             self._evaluation.clear()
 
-    def training(self, num_microbatches: int) -> Plan:
+    def training(self, num_microbatches: int) -> PlannedStep:
         """Return the plan of a training step.
 
         Raises:
@@ -181,12 +181,12 @@ class Planner:
             )
         return self._training[num_microbatches]
 
-    def _plan(self, num_microbatches: int) -> Plan:
+    def _plan(self, num_microbatches: int) -> PlannedStep:
         if self.once is not None and self.choice.plans_by_costs:
             return self._made(self.once(lambda: self._schedule(num_microbatches)))
         return self._made(self._schedule(num_microbatches))
 
-    def _made(self, schedule: Schedule) -> Plan:
+    def _made(self, schedule: Schedule) -> PlannedStep:
         if self.choice.keeps_backward_whole and not schedule.recompute:
             schedule = whole_backwards(schedule)
         elif self.choice.whole_stages:
@@ -196,7 +196,7 @@ class Planner:
             schedule = self._keeping(shared_if_told(schedule, costs), costs)
         timeline = simulate(schedule, costs)
         program = lower(schedule, timeline, kernels=self.choice.kernels, takes=self._takes)
-        return Plan(schedule, timeline, program, costs, self._beside(program, costs))
+        return PlannedStep(schedule, timeline, program, costs, self._beside(program, costs))
 
     def _keeping(self, schedule: Schedule, costs: Costs) -> Schedule:
         """Return an order by name or file with stages that keep what they have room for.
@@ -211,13 +211,13 @@ class Planner:
         most = max(peak_held(alike, costs))
         return computing_less(alike, costs, (most,) * schedule.num_devices)
 
-    def run(self, plan: Plan) -> None:
+    def run(self, plan: PlannedStep) -> None:
         """Have steps of as many microbatches run this plan from now on, as all ranks do."""
         self._training[plan.schedule.num_microbatches] = plan
 
     def others(
-        self, plan: Plan, ran: Schedule, cautious: Costs | None, spare_s: float
-    ) -> list[Plan]:
+        self, plan: PlannedStep, ran: Schedule, cautious: Costs | None, spare_s: float
+    ) -> list[PlannedStep]:
         """Return what may be tried beside a plan within its limit, all ranks the same.
 
         That are the order that `ran` before, the published ones on its placement, and a plan for
@@ -246,7 +246,7 @@ class Planner:
                 known = judge_rival(rival, *sizes, lambda *_: costs)
                 yield replace(known.schedule, name=rival.name).renumbered(choice.ranks)
 
-    def _within(self, plan: Plan, others: Iterable[Plan]) -> Iterator[Plan]:
+    def _within(self, plan: PlannedStep, others: Iterable[PlannedStep]) -> Iterator[PlannedStep]:
         """Yield those that hold no more than the plan may, and differ from it and each other."""
         choice, seen = self.choice, [plan.program.schedule.order]
         asked = self._asked(Question(AUTO, choice.num_devices, plan.schedule.num_microbatches))

@@ -43,8 +43,8 @@ from megatron_vshape.mcore.setup.choice import Choice, choice_for
 from megatron_vshape.mcore.setup.translate import (
     TRANSLATIONS,
     Notice,
-    Outcome,
     TranslationError,
+    Treatment,
     UnknownLayersError,
     translate,
     written,
@@ -147,7 +147,7 @@ def examine(
     """
     choice = choice_for(own, options[DEVICES])
     left = SimpleNamespace(**{**defaults, **_of_precision(options), **options})
-    found = _Found([], [], [])
+    found = _Checked([], [], [])
     while not _is_settled(left, choice, own, found):
         pass
     translated = translate(copy(left), choice.placement, own.layer_split)
@@ -169,13 +169,13 @@ def examine(
     )
 
 
-class _Found(NamedTuple):
+class _Checked(NamedTuple):
     refused: list[Refused]
     missing: list[Refused]
     uncounted: list[Notice]  # of options that need the number of layers
 
 
-def _is_settled(left: SimpleNamespace, choice: Choice, own: Options, found: _Found) -> bool:
+def _is_settled(left: SimpleNamespace, choice: Choice, own: Options, found: _Checked) -> bool:
     """Ask the checks of a run once, and take out of `left` what they refuse.
 
     Return whether nothing is left that they could say more about.
@@ -202,7 +202,7 @@ def _uncounted(left: SimpleNamespace, names: Collection[str]) -> Iterator[Notice
     """Yield what will become of options of these names once the number of layers is known."""
     for rule in TRANSLATIONS:
         given = rule.given(left)
-        if rule.outcome == Outcome.TRANSLATED and not given.keys().isdisjoint(names):
+        if rule.outcome == Treatment.TRANSLATED and not given.keys().isdisjoint(names):
             said = f"{rule.becomes}, which needs {LAYERS}"
             yield Notice(rule, written(given), said, rule.outcome)
 

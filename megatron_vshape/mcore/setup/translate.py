@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 SPLIT = "--pipeline-layer-split"
 
 
-class Outcome(StrEnum):
+class Treatment(StrEnum):
     """What becomes of an option."""
 
     TRANSLATED = "translated"
@@ -72,10 +72,10 @@ class Translation(NamedTuple):
     offloads: bool = False  # the plan may have activations wait in host memory
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> Treatment:
         """Return whether something is made of the options."""
         makes = self.layers is not None or self.renames is not None or self.offloads
-        return Outcome.TRANSLATED if makes else Outcome.SET_ASIDE
+        return Treatment.TRANSLATED if makes else Treatment.SET_ASIDE
 
     def given(self, options: Any) -> dict[str, Any]:
         """Return the options that are given, with their values."""
@@ -103,7 +103,7 @@ class Notice(NamedTuple):
     rule: Translation
     given: str  # names, and values where they are no switches
     said: str
-    outcome: Outcome
+    outcome: Treatment
 
     def __str__(self) -> str:
         """Return the line of the log."""
@@ -344,7 +344,7 @@ def translate(options: Any, placement: Placement, layer_split: str | None = None
         said, outcome = rule.becomes, rule.outcome
         if rule.layers is not None and winner is not None:
             said = f"set aside, {winner} says which stage has which layers"
-            outcome = Outcome.SET_ASIDE
+            outcome = Treatment.SET_ASIDE
         elif rule.layers is not None:
             try:
                 layer_split, how = rule.layers(options, placement)

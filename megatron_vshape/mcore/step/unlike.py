@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron_vshape.core.check.simulate import costs_of
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import HELD, TIMES
-from megatron_vshape.core.unlike import Evened, Graph, even_out, graph_of
+from megatron_vshape.core.unlike import Evened, PassGraph, even_out, graph_of
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.setup.plans import Plan
+from megatron_vshape.mcore.setup.plans import PlannedStep
 from megatron_vshape.runtime import first_cause
 from megatron_vshape.runtime.p2p import TransportError
 
@@ -120,12 +120,12 @@ class Places:
         self._attention = float(config.kv_channels * config.num_attention_heads)
         self._weights = _weights_of_layer(config, self._attention)
         self._knows: bool | None = None  # whether batches tell; found in the first step
-        self._graphs: dict[int, tuple[Plan, Graph]] = {}
+        self._graphs: dict[int, tuple[PlannedStep, PassGraph]] = {}
         self.last: Evened | None = None
         self._has_told = False
 
     def order(
-        self, plan: Plan, iterators: Sequence[Any], count: int, groups: Any, first_rank: int
+        self, plan: PlannedStep, iterators: Sequence[Any], count: int, groups: Any, first_rank: int
     ) -> tuple[Sequence[int] | None, list[Any]]:
         """Return the order, None for as they come, and the iterators to read from.
 
@@ -180,7 +180,9 @@ class Places:
             )
         return lengths
 
-    def _chosen(self, plan: Plan, lengths: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+    def _chosen(
+        self, plan: PlannedStep, lengths: Sequence[Sequence[int]]
+    ) -> tuple[int, ...] | None:
         """Return the order that is predicted to be the fastest; None where that is as given."""
         if len({tuple(sorted(each)) for each in lengths}) == 1 or not all(map(sum, lengths)):
             return None
