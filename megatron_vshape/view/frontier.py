@@ -64,7 +64,7 @@ def frontier_figure(
     axes.set_ylim(0, 1.1 * max(slowest, 1.0))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    figure.legend(frameon=False, fontsize=8, loc="outside upper center", ncols=3)
     name_marks(
         axes,
         [
