@@ -39,8 +39,12 @@ def matrix(shapes: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def most_of(schedule: str) -> float:
-    """Return by how much results may differ in three steps; with a shared vocabulary sums do."""
-    return 1e-5 if schedule == SHARED else 2e-6
+    """Return by how much results may differ in three steps.
+
+    Sums do with a shared vocabulary, and where `auto` puts microbatches of unlike lengths in
+    another order; with `keep_order=true` its results are as near as the others'.
+    """
+    return 1e-5 if schedule in (SHARED, "auto") else 2e-6
 
 
 Case = Mapping[str, Any]
