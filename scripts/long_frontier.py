@@ -5,8 +5,8 @@
 At 1, 1.15, .85 for F, B and W of one of two stages a device, messages of .05, copies as long as an
 F one way, and .01 for every pass whatever its size, which is what slices cost. It writes
 FOLDER/long-frontier-M.svg (docs/figures) and prints the table, in per cent over the work; what has
-slices, with how many. All takes three minutes at 8 microbatches and --steps 60000;
-without --steps every plan takes as long as `plan` does, and 24 microbatches hours.
+slices, with how many. It takes some five minutes of processor time at 8 microbatches with --steps
+60000, and at 24 with 10000; without --steps every plan takes as long as `plan` does.
 """
 
 import argparse
