@@ -139,7 +139,9 @@ what `megatron-vshape advise` predicts of today's schedule, of the best that sto
 the same parallelism, and of the best with this package, there too. Predicted, not measured; what is
 within {within:g} % of each other is a toss-up. TP, PP, CP, EP and the microbatch are the recipe's
 own; graphs of a whole step and experts' exchanges behind another microbatch, which some recipes
-have, are in none of the lines, and DeepEP is counted as HybridEP. `python
+have, are in none of the lines, and DeepEP is counted as HybridEP. Llama 3.1 405B, Llama 3 70B but
+on B300 and GB300, and the H100 rows of DeepSeek and Kimi have tensor parallelism, and were asked
+when W was taken to keep what it gathers: a planned order holds less there than is told. `python
 scripts/replan_recipes.py RECIPES.json --megatron DIR --te DIR` asks, and without arguments prints
 this page.
 """
