@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -56,6 +57,7 @@ from megatron_vshape.core.ask import (
     best_order,
     known_as,
     limits_of,
+    make_ahead,
     with_more,
 )
 from megatron_vshape.core.check.bounds import LimitError, fits
@@ -308,6 +310,7 @@ def _searched(
     time: Callable[[float], str],
 ) -> _Searched:
     """Return the best order, and what it is to be seen beside, for as long as there is time."""
+    threading.Thread(target=make_ahead, args=(question,), daemon=True).start()
     answer, layers = _answered(question)
     seconds = 0.0 if question.stopped() else options.proof_seconds
     made = _proved(answer, max(answer.limits), seconds)

@@ -61,6 +61,7 @@ from megatron_vshape.core.rivals import (
     judge,
     judge_rival,
     may_fit,
+    rival_schedule,
     rivals_of,
 )
 
@@ -757,17 +758,30 @@ def compare(question: Question, answer: Planned) -> Iterator[Known | Possible]:
     not made, unless Megatron runs it: that takes long with many stages. Once the question is
     stopped, nothing more is made.
     """
-    sizes = question.num_devices, question.num_microbatches
     made = {known.rival: known for known in answer.known}
     for each in _possible(question, answer.limits):
         if each.rival in made:
             yield made[each.rival]
-        elif not question.stopped() and (
-            each.rival.chunks is None or each.rival.is_megatrons(*sizes)
-        ):
+        elif not question.stopped() and _is_always_compared(question, each.rival):
             yield joined(_made(question, each), question.objective)
         else:
             yield each
+
+
+def make_ahead(question: Question) -> None:
+    """Make the schedules that `compare` will ask for: beside a search, which hardly runs Python."""
+    sizes = question.num_devices, question.num_microbatches
+    with suppress(ScheduleError):  # which the search raises, too
+        for each in _possible(question, limits_of(question)):
+            if question.stopped():
+                return
+            if _is_always_compared(question, each.rival):
+                rival_schedule(each.rival, *sizes)
+
+
+def _is_always_compared(question: Question, rival: Rival) -> bool:
+    sizes = question.num_devices, question.num_microbatches
+    return rival.chunks is None or rival.is_megatrons(*sizes)
 
 
 def _also_planned(
