@@ -280,7 +280,7 @@ def _with_one_worker(gloo: Any, create: Callable[..., None]) -> Callable[..., No
             return
         options = gloo._Options()
         options._threads = 1
-        options._devices = _gloo_devices(gloo)
+        options._devices = _gloo_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME", ""))
         for name, value in named.items():
             setattr(options, "_timeout" if name == "timeout" else name, value)
         create(self, store, rank, size, options)
@@ -288,9 +288,14 @@ def _with_one_worker(gloo: Any, create: Callable[..., None]) -> Callable[..., No
     return init
 
 
-def _gloo_devices(gloo: Any) -> list[Any]:
-    """Return what torch takes by itself: the interfaces of GLOO_SOCKET_IFNAME, or the host's."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+@functools.cache
+def _gloo_devices(process: int, names: str) -> list[Any]:
+    """Return what torch takes by itself: the interfaces of GLOO_SOCKET_IFNAME, or the host's.
+
+    Once for all groups of a process: each device has a thread, which wakes a hundred times a
+    second, and a rank of Megatron has thirty groups.
+    """
+    gloo = dist.ProcessGroupGloo
     if names:
         return [gloo.create_device(interface=name) for name in names.split(",")]
     return [gloo.create_default_device()]

@@ -187,6 +187,8 @@ class TestGlooGroups:
         number = torch.tensor([3.0])
         group.allreduce([number]).wait()
         assert number.item() == 3.0
+        other = GLOO(dist.HashStore(), 0, 1, timeout=timedelta(seconds=7))
+        assert other.options._devices == group.options._devices  # whose threads wake all the time
 
     def test_take_the_options_that_are_given(self) -> None:
         options = GLOO._Options()
