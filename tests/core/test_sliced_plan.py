@@ -165,7 +165,8 @@ def test_plans_are_as_good_as_the_figures_of_the_reference(
     even = cost == (1, 1, 1)
     costs = real_costs(8, 16, slices, *cost, added=0.0 if even else 0.005)
     costs = replace(costs, send_us=0.0) if even else costs
-    made = plan(costs, 8, microbatches, 16 * share, placements=[v_shape(8)], slices=slices)
+    sizes = 8, microbatches, 16 * share
+    made = plan(costs, *sizes, placements=[v_shape(8)], slices=slices, steps=10_000)
     assert over(costs, v_shape(8), microbatches, made.value) < most
 
 

@@ -264,7 +264,7 @@ def test_a_proof_counts_what_passes_work_with() -> None:
 
     told, limit, placement = measured(4), 128.0, v_shape(2)
     made = plan(told, 2, 2, limit, placements=[placement], steps=5000)
-    proved = prove(made, told, limit, 20)
+    proved = prove(made, told, limit, 5)
     assert fits(replayed(proved.schedule, told), (limit,) * 2)
     left = tuple(limit - each for each in told.fixed_bytes(placement, 2))
     blind = plan(told.of_activations(), 2, 2, left, placements=[placement], steps=5000)
