@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from mcore.farm import Ended, Farm
@@ -34,10 +35,12 @@ def train(farm: Farm) -> Callable[..., Ended]:
     """Return a function that trains on so many ranks with these flags, once for the session."""
     done: dict[tuple[object, ...], Ended] = {}
 
-    def run(ranks: int, *arguments: str, without: tuple[str, ...] = ()) -> Ended:
-        key = (ranks, arguments, without)
+    def run(
+        ranks: int, *arguments: str, without: tuple[str, ...] = (), plugin: Path | None = None
+    ) -> Ended:
+        key = (ranks, arguments, without, plugin)
         if key not in done:
-            done[key] = farm.run(ranks, *arguments, without=without)
+            done[key] = farm.run(ranks, *arguments, without=without, plugin=plugin)
         return done[key].check()
 
     return run

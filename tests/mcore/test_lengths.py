@@ -1,9 +1,10 @@
 """Microbatches of unlike length: the numbers of Megatron's 1F1B, which sends shapes first too."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mcore.farm import Farm
+from mcore.farm import Ended, Farm
 from mcore.test_training import UNTIED, assert_equal_training
 
 PLUGIN = Path(__file__).parent / "of_any_length.py"
@@ -15,18 +16,18 @@ STEPS = ("--train-iters", "2", "--eval-interval", "2", "--eval-iters", "1")
     "schedule",
     ["v-half", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v-zb", "zb-h1"))],
 )
-def test_training_equals_megatrons_1f1b(farm: Farm, schedule: str) -> None:
-    theirs = farm.run(4, "--pipeline-schedule", "1f1b", *STEPS, plugin=PLUGIN).check()
-    ours = farm.run(4, "--pipeline-schedule", schedule, *STEPS, plugin=PLUGIN).check()
-    whole = farm.run(1, *STEPS).check()
+def test_training_equals_megatrons_1f1b(train: Callable[..., Ended], schedule: str) -> None:
+    theirs = train(4, "--pipeline-schedule", "1f1b", *STEPS, plugin=PLUGIN)
+    ours = train(4, "--pipeline-schedule", schedule, *STEPS, plugin=PLUGIN)
+    whole = train(1, *STEPS)
     assert whole.record["losses"] != theirs.record["losses"]  # so that the lengths do differ
     assert_equal_training(ours, theirs)
 
 
 @pytest.mark.slow
-def test_taken_when_they_are_posted_as_on_gpus(farm: Farm) -> None:
+def test_taken_when_they_are_posted_as_on_gpus(train: Callable[..., Ended], farm: Farm) -> None:
     """An order that no wait could end before messages were taken so."""
-    theirs = farm.run(4, "--pipeline-schedule", "1f1b", *STEPS, plugin=PLUGIN).check()
+    theirs = train(4, "--pipeline-schedule", "1f1b", *STEPS, plugin=PLUGIN)
     flags = ("--pipeline-schedule", "zb-h1", *STEPS)
     ours = farm.run(4, *flags, plugin=PLUGIN, given="taken").check()
     assert_equal_training(ours, theirs)

@@ -87,7 +87,7 @@ def test_beside_what_else_megatron_does(
 
 SIZES = (
     "--hidden-size 64 --seq-length 64 --max-position-embeddings 64 --global-batch-size 16 "
-    "--train-iters 4"
+    "--train-iters 2"
 ).split()
 
 
@@ -117,14 +117,14 @@ def test_every_byte_is_counted(farm: Farm, tmp_path: Path) -> None:
         assert copied["left_bytes"] <= plain["left_bytes"] + 4096
 
 
-SEVEN = ("--train-iters", "7", "--clip-grad", "0", UNTIED, "--global-batch-size", "16")
+LARGER = ("--clip-grad", "0", UNTIED, "--global-batch-size", "16", "--train-iters")
 AUTO = ("--pipeline-schedule", "auto", "--pipeline-memory-limit", "v-min")
 
 
 def test_auto_plans_copies_by_what_they_take(train: Train, farm: Farm, tmp_path: Path) -> None:
     file = costs_of_copies(tmp_path)
-    theirs = train(2, "--pipeline-schedule", "v-half", *SEVEN)
-    ours = farm.run(2, *AUTO, "--pipeline-costs", str(file), *SEVEN, plugin=PLUGIN).check()
+    theirs = train(2, "--pipeline-schedule", "v-half", *LARGER, "3")
+    ours = farm.run(2, *AUTO, "--pipeline-costs", str(file), *LARGER, "3", plugin=PLUGIN).check()
     (line,) = [each for each in ours.output[0].splitlines() if "activations wait in host" in each]
     assert re.search(
         r"of \d+ of 64 microbatches and .*: 0\.0\d+ GiB of a rank at most, and \d", line
@@ -137,9 +137,9 @@ def test_auto_plans_copies_by_what_they_take(train: Train, farm: Farm, tmp_path:
 def test_auto_measures_copies_where_it_is_asked_for_them(
     train: Train, farm: Farm, tmp_path: Path
 ) -> None:
-    theirs = train(2, "--pipeline-schedule", "v-half", *SEVEN)
+    theirs = train(2, "--pipeline-schedule", "v-half", *LARGER, "7")
     flags = ("--pipeline-profile-iterations", "2:3", "--pipeline-trace", str(tmp_path))
-    ours = farm.run(2, *AUTO, *flags, "--fine-grained-activation-offloading", *SEVEN).check()
+    ours = farm.run(2, *AUTO, *flags, "--fine-grained-activation-offloading", *LARGER, "7").check()
     assert "fine_grained_activation_offloading: part of the plan: auto decides" in ours.output[0]
     assert ours.record["losses"] == theirs.record["losses"]
     costs = Costs.load(tmp_path / "costs.json")
@@ -156,7 +156,7 @@ def test_a_step_that_is_undone_leaves_nothing_behind(
     train: Train, farm: Farm, tmp_path: Path
 ) -> None:
     """Clipped in most steps, each of which has begun before it is validated."""
-    text = "--optimizer-post-validation --rerun-mode disabled --clip-grad 4.0 --train-iters 10"
+    text = "--optimizer-post-validation --rerun-mode disabled --clip-grad 4.0 --train-iters 6"
     flags = (
         *text.split(),
         *"--log-interval 10 --no-check-for-nan-in-loss-and-grad".split(),
@@ -256,7 +256,7 @@ def test_limits_of_host_memory_that_cannot_be(
 def test_slices_wait_and_their_keys_and_values_stay(
     train: Train, farm: Farm, tmp_path: Path, name: str
 ) -> None:
-    flags = ("--pipeline-model-parallel-size", "2", *SIZES, UNTIED)
+    flags = (*SIZES, "--num-layers", "4", UNTIED)
     alone = train(2, "--pipeline-schedule", name, "--pipeline-slices", "4", *flags)
     ours = trained(farm, tmp_path, offloaded(make(name, 2, 16, slices=4)), *flags, ranks=2)
     assert_same_bits(ours, alone)

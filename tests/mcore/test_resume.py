@@ -6,18 +6,18 @@ from pathlib import Path
 import torch
 from mcore.farm import Ended, Farm
 
-EIGHT = ("--train-iters", "8", "--eval-interval", "8", "--eval-iters", "2")
+FIVE = ("--train-iters", "5", "--eval-interval", "5", "--eval-iters", "2")
 
 
 def test_steps_after_resuming_equal_those_without_a_stop(
     train: Callable[..., Ended], farm: Farm, tmp_path: Path
 ) -> None:
-    flags = ("--pipeline-schedule", "v-half", *EIGHT)
+    flags = ("--pipeline-schedule", "v-half", *FIVE)
     whole = train(4, *flags)
-    saved = ("--save", str(tmp_path), "--save-interval", "4", "--ckpt-format", "torch_dist")
-    first = farm.run(4, *flags, *saved, "--exit-interval", "4").check()
+    saved = ("--save", str(tmp_path), "--save-interval", "3", "--ckpt-format", "torch_dist")
+    first = farm.run(4, *flags, *saved, "--exit-interval", "3").check()
     second = farm.run(4, *flags, "--load", str(tmp_path), "--ckpt-format", "torch_dist").check()
-    assert len(first.record["losses"]) == len(second.record["losses"]) == 4
+    assert [len(each.record["losses"]) for each in (first, second)] == [3, 2]
     for key in ("losses", "grad_norms"):
         assert first.record[key] + second.record[key] == whole.record[key]
     mine, theirs = second.merged("parameters"), whole.merged("parameters")
@@ -27,15 +27,15 @@ def test_steps_after_resuming_equal_those_without_a_stop(
 def test_sigterm_in_mid_step_saves_and_ends_all_ranks(
     train: Callable[..., Ended], farm: Farm, tmp_path: Path
 ) -> None:
-    flags = ("--pipeline-schedule", "v-half", *EIGHT, "--ckpt-format", "torch_dist")
+    flags = ("--pipeline-schedule", "v-half", *FIVE, "--ckpt-format", "torch_dist")
     plugin = Path(__file__).parent / "sigterm.py"
     saved = ("--save", str(tmp_path), "--save-interval", "1000", "--exit-signal-handler")
     first = farm.run(4, *flags, *saved, plugin=plugin).check()
     assert len(first.record["losses"]) == 3  # the step that it came in was finished
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
-    second = farm.run(4, *flags, "--load", str(tmp_path), "--exit-interval", "5").check()
-    whole = train(4, "--pipeline-schedule", "v-half", *EIGHT)
-    assert first.record["losses"] + second.record["losses"] == whole.record["losses"][:5]
+    second = farm.run(4, *flags, "--load", str(tmp_path)).check()
+    whole = train(4, "--pipeline-schedule", "v-half", *FIVE)
+    assert first.record["losses"] + second.record["losses"] == whole.record["losses"]
 
 
 def test_loaders_processes_and_threads_that_send_end_with_the_trainer(farm: Farm) -> None:
