@@ -36,7 +36,7 @@ def samples(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("steps", "every"), [(12, 4), pytest.param(2000, 100, marks=pytest.mark.slow)]
+    ("steps", "every"), [(6, 2), pytest.param(2000, 100, marks=pytest.mark.slow)]
 )
 def test_soak(farm: Farm, tally: Tally, tmp_path: Path, steps: int, every: int) -> None:
     tally(f"{steps} steps, {steps // every} plans")

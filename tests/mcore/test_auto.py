@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from mcore.farm import Ended, Farm
 from mcore.test_bad_input import refused
-from mcore.test_training import FOUR, assert_equal_training
+from mcore.test_training import TWO, assert_equal_training
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import load_schedule
@@ -18,7 +18,7 @@ from megatron_vshape.playground.request import parse_request
 Train = Callable[..., Ended]
 
 SIX = ("--train-iters", "6")
-EIGHT = ("--num-layers", "8", *FOUR)
+EIGHT = ("--num-layers", "8", *TWO)
 KIB = 1024
 
 
@@ -40,8 +40,8 @@ def costs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("schedule", ["auto", "v-half+"])
 def test_planned_from_costs_trains_like_1f1b(train: Train, schedule: str, costs_file: Path) -> None:
-    theirs = train(4, "--pipeline-schedule", "1f1b", *FOUR)
-    ours = train(4, "--pipeline-schedule", schedule, "--pipeline-costs", str(costs_file), *FOUR)
+    theirs = train(4, "--pipeline-schedule", "1f1b", *TWO)
+    ours = train(4, "--pipeline-schedule", schedule, "--pipeline-costs", str(costs_file), *TWO)
     assert_equal_training(ours, theirs)
     assert f"pipeline schedule {schedule}, 4 ranks" in ours.output[0]
     assert "with the given costs: bubble" in ours.output[0]

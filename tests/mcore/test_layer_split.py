@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from mcore.farm import Ended
-from mcore.test_training import FOUR, assert_equal_training
+from mcore.test_training import TWO, assert_equal_training
 
 from megatron_vshape.core.ask import Question, best_order
 from megatron_vshape.core.check.simulate import peak_held
@@ -23,7 +23,7 @@ from megatron_vshape.mcore.setup.pipeline import _question
 
 Train = Callable[..., Ended]
 
-MODEL = ("--num-layers", "11", *FOUR, "--eval-interval", "4", "--eval-iters", "1")
+MODEL = ("--num-layers", "11", *TWO, "--eval-interval", "2", "--eval-iters", "1")
 SPLITS = {
     "v-half": (4, "v-half", "2,1,1,2,1,2,1,1"),
     "v-zb, ends without layers": (4, "v-zb", "0,2,2,2,1,2,2,0"),

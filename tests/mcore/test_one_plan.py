@@ -84,7 +84,7 @@ def said(answer: object, *arguments: object) -> object:
         return "refused"
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_questions_are_answered_alike(
     count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ import torch
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 from mcore.test_memory import FLAGS, figures
-from mcore.test_training import FOUR, assert_equal_training
+from mcore.test_training import TWO, assert_equal_training
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -203,7 +203,7 @@ def test_what_goes_wrong_between_slices_shows(told: dict[str, dict[str, Any]]) -
 OPTIONS = {
     "distributed optimizer, overlap": (
         "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
-        "--overlap-param-gather --eval-interval 4 --eval-iters 1"
+        "--overlap-param-gather --eval-interval 2 --eval-iters 1"
     ),
     "sequence-parallel, full recompute": (
         "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
@@ -228,7 +228,7 @@ OPTIONS = {
     ],
 )
 def test_training_equals_megatrons_1f1b(train: Callable[..., Ended], options: str) -> None:
-    flags = (*FOUR, *options.split(), *(() if "tied" in options else (UNTIED,)))
+    flags = (*TWO, *options.split(), *(() if "tied" in options else (UNTIED,)))
     theirs = train(4, "--pipeline-schedule", "1f1b", *flags)
     ours = train(4, "--pipeline-schedule", "v-zb", "--pipeline-slices", "4", *flags)
     assert_equal_training(ours, theirs)
@@ -240,9 +240,9 @@ def test_a_planned_order_of_slices_trains_like_1f1b(
 ) -> None:
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(4, 8, 100, 120, 90, 5, host=1.0).to_json())
-    theirs = train(4, "--pipeline-schedule", "1f1b", *FOUR, UNTIED)
+    theirs = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
     planned = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file))
-    ours = train(4, *planned, "--pipeline-slices", "auto", *FOUR, UNTIED)
+    ours = train(4, *planned, "--pipeline-slices", "auto", *TWO, UNTIED)
     assert_equal_training(ours, theirs)
     assert any(" microbatches of 4 slices" in text for text in ours.output)
 
@@ -399,7 +399,8 @@ def test_what_cannot_be_cut_is_told(given: dict[str, Any], told: str) -> None:
 def test_what_is_held_is_what_the_plan_knows(farm: Farm, slices: str) -> None:
     """With what slices share and owe each other."""
     sizes = ("--hidden-size", "64", "--seq-length", "64", "--max-position-embeddings", "64")
-    flags = (*FLAGS, *sizes, "--vocab-size", "2047", "--pipeline-slices", slices)
+    few = ("--global-batch-size", "8", "--vocab-size", "2047", "--pipeline-slices", slices)
+    flags = (*FLAGS, *sizes, *few)
     run = farm.run(4, *flags, "--pipeline-schedule", "v-zb", live=True).check()
     _, predicted = figures(run)
     message_bytes = 64 // int(slices) * 64 * 4

@@ -17,8 +17,8 @@ from megatron_vshape.mcore.options import MEGATRONS_OWN
 
 Train = Callable[..., Ended]
 
-TWENTY = ("--train-iters", "20", "--eval-interval", "20", "--eval-iters", "2")
-FOUR = ("--train-iters", "4")
+SIX = ("--train-iters", "6", "--eval-interval", "6", "--eval-iters", "2")
+TWO = ("--train-iters", "2")
 
 
 def relative(ours: list[float], theirs: list[float]) -> float:
@@ -48,21 +48,21 @@ def assert_equal_training(
 
 @pytest.mark.parametrize("embeddings", [(), (UNTIED,)], ids=["tied", "untied"])
 @pytest.mark.parametrize("schedule", ["v-min", "v-half", "v-zb"])
-def test_twenty_steps_equal_megatrons_1f1b(
+def test_six_steps_equal_megatrons_1f1b(
     train: Train, schedule: str, embeddings: tuple[str, ...]
 ) -> None:
-    theirs = train(4, "--pipeline-schedule", "1f1b", *TWENTY, *embeddings)
-    ours = train(4, "--pipeline-schedule", schedule, *TWENTY, *embeddings)
-    assert len(losses(ours)) == 20
+    theirs = train(4, "--pipeline-schedule", "1f1b", *SIX, *embeddings)
+    ours = train(4, "--pipeline-schedule", schedule, *SIX, *embeddings)
+    assert len(losses(ours)) == 6
     assert losses(ours)[-1] < losses(ours)[0]
     assert ours.record["evaluations"]
     assert_equal_training(ours, theirs)
 
 
 def test_losses_are_in_the_log_and_the_schedule_is_told_once(train: Train) -> None:
-    run = train(4, "--pipeline-schedule", "v-half", *TWENTY)
-    assert run.output[3].count("lm loss: ") == 20
-    assert "validation loss at iteration 20" in run.output[3]
+    run = train(4, "--pipeline-schedule", "v-half", *SIX)
+    assert run.output[3].count("lm loss: ") == 6
+    assert "validation loss at iteration 6" in run.output[3]
     told = [text.count("pipeline schedule v-half, 4 ranks, 8 microbatches") for text in run.output]
     assert told == [1, 0, 0, 0]
     assert "% of 1F1B's" in run.output[0]
@@ -85,7 +85,7 @@ OPTIONS = {
     ),
     "learned positions, swiglu": "--position-embedding-type learned_absolute --swiglu",
     "other evaluation batch": (
-        "--eval-interval 4 --eval-iters 1 --eval-global-batch-size 6 --eval-micro-batch-size 2"
+        "--eval-interval 2 --eval-iters 1 --eval-global-batch-size 6 --eval-micro-batch-size 2"
     ),
 }
 
@@ -104,8 +104,8 @@ def test_megatrons_options_change_nothing(train: Train, options: str) -> None:
     flags = options.split()
     if "tied" not in options and "swiglu" not in options:
         flags.append(UNTIED)
-    theirs = train(4, *FOUR, "--pipeline-schedule", "1f1b", *flags)
-    ours = train(4, *FOUR, "--pipeline-schedule", "v-half", *flags)
+    theirs = train(4, *TWO, "--pipeline-schedule", "1f1b", *flags)
+    ours = train(4, *TWO, "--pipeline-schedule", "v-half", *flags)
     assert_equal_training(ours, theirs)
 
 
@@ -120,15 +120,15 @@ def test_batches_that_ramp_up(train: Train) -> None:
 
 @pytest.mark.slow
 def test_fused_accumulation_without_apex(train: Train) -> None:
-    theirs = train(4, "--pipeline-schedule", "1f1b", *FOUR)
+    theirs = train(4, "--pipeline-schedule", "1f1b", *TWO)
     without = ("--no-gradient-accumulation-fusion",)
-    ours = train(4, "--pipeline-schedule", "v-half", *FOUR, without=without)
+    ours = train(4, "--pipeline-schedule", "v-half", *TWO, without=without)
     assert_equal_training(ours, theirs)
 
 
 @pytest.mark.slow
 def test_fp16_with_a_loss_scale(train: Train) -> None:
-    flags = ("--fp16", "--initial-loss-scale", "1024", *FOUR, UNTIED)
+    flags = ("--fp16", "--initial-loss-scale", "1024", *TWO, UNTIED)
     theirs = train(4, "--pipeline-schedule", "1f1b", *flags)
     ours = train(4, "--pipeline-schedule", "v-half", *flags)
     assert_equal_training(ours, theirs, loss=1e-5, grad_norm=1e-3, weights=1e-3)
@@ -136,7 +136,7 @@ def test_fp16_with_a_loss_scale(train: Train) -> None:
 
 @pytest.mark.slow
 def test_mixture_of_experts(train: Train) -> None:
-    flags = ("--num-experts", "4", "--moe-router-load-balancing-type", "aux_loss", *FOUR, UNTIED)
+    flags = ("--num-experts", "4", "--moe-router-load-balancing-type", "aux_loss", *TWO, UNTIED)
     flags += ("--moe-aux-loss-coeff", "1e-2", "--disable-bias-linear")
     theirs = train(4, "--pipeline-schedule", "1f1b", *flags)
     ours = train(4, "--pipeline-schedule", "v-half", *flags)
@@ -170,7 +170,7 @@ def test_a_schedule_file_may_place_stages_anywhere(
 ) -> None:
     file = tmp_path / "schedule.json"
     file.write_text(all_forwards_first(placement, 4, 8).to_json())
-    flags = (*FOUR, "--eval-interval", "4", "--eval-iters", "1", *flags)
+    flags = (*TWO, "--eval-interval", "2", "--eval-iters", "1", *flags)
     theirs = train(4, "--pipeline-schedule", "1f1b", *flags)
     ours = train(4, "--pipeline-schedule", str(file), *flags)
     assert_equal_training(ours, theirs)
@@ -180,8 +180,8 @@ def test_a_schedule_file_may_place_stages_anywhere(
 def test_an_exported_1f1b_equals_megatrons(train: Train, tmp_path: Path) -> None:
     file = tmp_path / "1f1b.json"
     file.write_text(make("1f1b", 4, 8).to_json())
-    theirs = train(4, "--pipeline-schedule", "1f1b", *FOUR, UNTIED)
-    ours = train(4, "--pipeline-schedule", str(file), *FOUR, UNTIED)
+    theirs = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
+    ours = train(4, "--pipeline-schedule", str(file), *TWO, UNTIED)
     assert losses(ours) == losses(theirs)
     mine, yours = ours.merged("gradients"), theirs.merged("gradients")
     assert all(torch.equal(mine[name], yours[name]) for name in yours)
@@ -196,26 +196,26 @@ REST_OF_THE_CATALOGUE = [
 
 @pytest.mark.parametrize("schedule", REST_OF_THE_CATALOGUE)
 def test_every_schedule_of_the_catalogue_trains(train: Train, schedule: str) -> None:
-    theirs = train(4, "--pipeline-schedule", "1f1b", *FOUR, UNTIED)
-    ours = train(4, "--pipeline-schedule", schedule, *FOUR, UNTIED)
+    theirs = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
+    ours = train(4, "--pipeline-schedule", schedule, *TWO, UNTIED)
     assert f"pipeline schedule {schedule}, 4 ranks" in ours.output[0]
     assert_equal_training(ours, theirs)
 
 
 def test_interleaved_1f1b_is_megatrons_with_two_chunks(train: Train) -> None:
-    theirs = train(4, "--pipeline-schedule", "1f1b", *FOUR, UNTIED)
-    interleaved = train(4, "--pipeline-schedule", "interleaved-1f1b", *FOUR, UNTIED)
+    theirs = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
+    interleaved = train(4, "--pipeline-schedule", "interleaved-1f1b", *TWO, UNTIED)
     assert_equal_training(interleaved, theirs)
     assert "Number of virtual stages per pipeline stage: 2" in interleaved.output[0]
 
 
 def test_one_rank_simply_trains(train: Train) -> None:
-    theirs = train(4, "--pipeline-schedule", "1f1b", *FOUR, UNTIED)
-    assert_equal_training(train(1, "--pipeline-schedule", "v-half", *FOUR, UNTIED), theirs)
+    theirs = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
+    assert_equal_training(train(1, "--pipeline-schedule", "v-half", *TWO, UNTIED), theirs)
 
 
 def test_two_ranks_and_few_microbatches(train: Train) -> None:
-    flags = (*FOUR, UNTIED, "--global-batch-size", "2", "--no-overlap-p2p-communication")
+    flags = (*TWO, UNTIED, "--global-batch-size", "2", "--no-overlap-p2p-communication")
     theirs = train(2, "--pipeline-schedule", "1f1b", *flags)
     for schedule in ("v-min", "v-half", "v-zb"):
         assert_equal_training(train(2, "--pipeline-schedule", schedule, *flags), theirs)

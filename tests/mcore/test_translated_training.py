@@ -8,11 +8,11 @@ import torch
 from mcore.conftest import UNTIED, needs_hybrid
 from mcore.farm import Ended
 from mcore.test_composition import EXPERTS
-from mcore.test_training import FOUR, assert_equal_training
+from mcore.test_training import TWO, assert_equal_training
 
 Train = Callable[..., Ended]
 
-MODEL = ("--num-layers", "14", *FOUR)
+MODEL = ("--num-layers", "14", *TWO)
 LAYOUT = "Et|(tt|)*6tL"
 RUNS = {
     "layout": (
@@ -80,7 +80,7 @@ AHEAD = (
     "schedule", ["v-half", pytest.param("grouped-interleaved-1f1b", marks=pytest.mark.slow)]
 )
 def test_a_first_chunk_stepped_first(train: Train, schedule: str) -> None:
-    flags = ("--pipeline-schedule", schedule, *FOUR, UNTIED, "--clip-grad", "0", *AHEAD.split())
+    flags = ("--pipeline-schedule", schedule, *TWO, UNTIED, "--clip-grad", "0", *AHEAD.split())
     without = train(4, *flags)
     ours = train(4, *flags, "--overlap-param-gather-with-optimizer-step")
     assert ours.record["losses"] == without.record["losses"]
