@@ -10,6 +10,7 @@ of the largest, and what is left of slices after the step; of a case that fails,
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -47,6 +48,14 @@ from megatron_vshape.mcore.split import sliced_attention, sliced_router
 from megatron_vshape.mcore.step import slices as step_slices
 from megatron_vshape.mcore.step.slices import Slices
 from megatron_vshape.mcore.step_state import Slice
+
+LATE_IMPORTS = (
+    "megatron.training.training",
+    "megatron_vshape.core.planner.search",
+    "megatron_vshape.mcore.hooks.registry",
+    "torch._dynamo",
+)
+"""What each of our ranks would import by itself, in more than half of its time."""
 
 LENGTH, VOCABULARY, HIDDEN = 24, 64, 32
 MICROBATCHES = 3
@@ -315,6 +324,8 @@ def balance_apart(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> f
 
 
 def main(cases: dict[str, dict[str, Any]]) -> None:
+    for name in LATE_IMPORTS:
+        importlib.import_module(name)
     known: dict[str, list[dict[str, Any]]] = {}
     own = ("schedule", "slices", "mutant")
     for name, case in cases.items():
