@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from mcore.farm import Ended, Farm
 from mcore.test_training import UNTIED, losses
 
@@ -127,3 +128,23 @@ def test_a_run_tries_its_plan_beside_others(
     )
     again = farm.run(2, "--pipeline-schedule", "auto", *limit, *many[2:]).check()
     assert f"{tmp_path}/costs.json was measured in training on 2 ranks" in again.output[0]
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_every_step_may_run_another_order(farm: Farm, replicas: int) -> None:
+    """Losses and parameters keep every bit: under one order, another in each step, and 1F1B."""
+    flags = ("--train-iters", "12", "--clip-grad", "0", UNTIED)
+    flags += ("--pipeline-model-parallel-size", "2")
+    plugin = Path(__file__).parent / "any_order.py"
+    theirs, one, another = (
+        farm.run(2 * replicas, "--pipeline-schedule", name, *flags, plugin=each).check()
+        for name, each in (("1f1b", None), ("v-half", None), ("v-half", plugin))
+    )
+    assert len(losses(another)) == 12
+    orders = set(re.findall(r"order (\w+) runs", another.output[0]))
+    assert len(orders) == 12
+    for other in (one, theirs):
+        assert losses(another) == losses(other)
+        mine, yours = another.merged("parameters"), other.merged("parameters")
+        assert mine.keys() == yours.keys()
+        assert [name for name in mine if not torch.equal(mine[name], yours[name])] == []

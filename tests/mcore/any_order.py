@@ -1,0 +1,71 @@
+"""A plugin of the farm: every training step runs another order, drawn at random."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import Any
+
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.step.forward_backward import PipelineRunner
+
+
+def drawn(like: Schedule, seed: int) -> Schedule:
+    """Return an order of its placement in which every stage takes its microbatches in turn.
+
+    One pass after the other is drawn from those that could run next, on whatever device, so no
+    order of a device can wait for another for ever. Of each stage a draw decides whether its
+    backwards are split.
+    """
+    rng = random.Random(seed)
+    splits = [rng.random() < 0.7 for _ in range(like.num_stages)]
+    count, last = like.num_microbatches, like.num_stages - 1
+    done = [dict.fromkeys((Kind.F, Kind.B, Kind.W), 0) for _ in splits]
+    rows: list[list[Pass]] = [[] for _ in range(like.num_devices)]
+
+    def could_run(kind: Kind, stage: int) -> bool:
+        own = done[stage]
+        if kind is Kind.F:
+            before = count if stage == 0 else done[stage - 1][Kind.F]
+        elif kind is Kind.B:
+            before = own[Kind.F] if stage == last else min(done[stage + 1][Kind.B], own[Kind.F])
+        else:
+            before = own[Kind.B] if splits[stage] else 0
+        return own[kind] < before
+
+    while True:
+        ready = [(k, s) for s in range(like.num_stages) for k in done[s] if could_run(k, s)]
+        if not ready:
+            break
+        kind, stage = rng.choice(ready)
+        whole = kind is Kind.B and not splits[stage]
+        work = Pass(Kind.BW if whole else kind, stage, done[stage][kind])
+        rows[like.placement[stage]].append(work)
+        done[stage][kind] += 1
+    name = f"drawn with {seed}"
+    schedule = Schedule(name, like.num_devices, count, like.placement, tuple(map(tuple, rows)))
+    verify(schedule)
+    return schedule
+
+
+def start(rank: int, given: object) -> None:
+    """Have every training step of this process run an order of its own."""
+    original = PipelineRunner._program
+    steps = 0
+
+    def program(self: Any, call: Any, hides: bool) -> Any:
+        nonlocal steps
+        if not call.forward_only:
+            planner: Planner = self._pipeline.planner
+            like = planner.training(call.num_microbatches).schedule
+            plan = planner._made(drawn(like, steps))
+            planner.run(plan)
+            print(f"order {zlib.crc32(repr(plan.program.schedule.order).encode()):x} runs")
+            steps += 1
+        return original(self, call, hides)
+
+    PipelineRunner._program = program  # type: ignore[method-assign]
