@@ -14,7 +14,7 @@ from megatron_vshape.core.program.instructions import Message
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.runtime.variable_p2p import VariableTransport
 
-LENGTHS = (32, 8, 24, 16)
+LENGTHS = (32, 8, 24, 16, 16, 32, 8, 24)  # unlike too for one of two replicas: every other
 
 
 def start(rank: int, given: object) -> None:

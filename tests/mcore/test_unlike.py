@@ -8,14 +8,22 @@ from typing import Any
 import pytest
 import torch
 from mcore.farm import Ended, Farm
-from mcore.test_training import UNTIED, assert_equal_training, losses
+from mcore.test_training import UNTIED, assert_equal_training, losses, relative
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.mcore.step.unlike import Ahead, InOrder, Places, as_given, lengths_of
+from megatron_vshape.mcore.step.unlike import (
+    Ahead,
+    InOrder,
+    Places,
+    as_given,
+    lengths_of,
+    may_reorder,
+)
 
 PLUGIN = Path(__file__).parent / "of_any_length.py"
+PARTS = Path(__file__).parent / "part_of_lengths.py"
 STEPS = ("--train-iters", "2", "--clip-grad", "0", UNTIED)
 CONFIG = SimpleNamespace(
     kv_channels=128,
@@ -87,13 +95,73 @@ def test_gradients_are_equal_to_rounding_and_bitwise_in_the_order_kept(
     assert ("take places" in ours.output[0]) != bool(kept)
 
 
-def test_tensor_parallel_ranks_take_the_same_places(farm: Farm, tmp_path: Path) -> None:
-    """Of a stage all must read the same microbatch, or their sums are of different ones."""
+EVALUATED = ("--eval-interval", "3", "--eval-iters", "1")
+BESIDE = {
+    "TP": "--tensor-model-parallel-size 2",
+    "CP": "--context-parallel-size 2",
+    "EP": (
+        "--num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 "
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
+        "--moe-token-dispatcher-type alltoall --disable-bias-linear"
+    ),
+}
+
+
+def assert_equal_places(ours: Ended, theirs: Ended) -> None:
+    """Compare losses, evaluations, and the parameters of every rank's place to rounding."""
+    assert relative(losses(ours), losses(theirs)) <= 1e-5
+    assert ours.record["evaluations"]
+    for found, expected in zip(
+        ours.record["evaluations"], theirs.record["evaluations"], strict=True
+    ):
+        assert found["lm loss"] == pytest.approx(expected["lm loss"], rel=1e-5)
+    mine, yours = ours.by_place("parameters"), theirs.by_place("parameters")
+    assert mine.keys() == yours.keys()
+    for name in mine:
+        torch.testing.assert_close(mine[name], yours[name], rtol=0, atol=1e-4, msg=str(name))
+
+
+@pytest.mark.parametrize("other", BESIDE)
+def test_ranks_of_a_stage_take_the_same_places(farm: Farm, tmp_path: Path, other: str) -> None:
+    """Of a stage all must read the same microbatch, or their sums are of different ones.
+
+    One chooses for its context-parallel ranks, where others see other lengths. Replicas, between
+    which experts exchange tokens, read others in the same place anyway.
+    """
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
-    sizes = ("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2")
-    theirs = farm.run(4, "--pipeline-schedule", "1f1b", *STEPS, *sizes, plugin=PLUGIN).check()
+    flags = (*STEPS, *EVALUATED, "--pipeline-model-parallel-size", "2", *BESIDE[other].split())
+    theirs = farm.run(4, "--pipeline-schedule", "1f1b", *flags, plugin=PLUGIN).check()
     planned = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file))
-    ours = farm.run(4, *planned, *STEPS, *sizes, plugin=PLUGIN).check()
+    plugin = PARTS if other == "CP" else PLUGIN
+    ours = farm.run(4, *planned, *flags, plugin=plugin).check()
     assert "take places" in ours.output[0]
-    assert_equal_training(ours, theirs, loss=1e-5, grad_norm=1e-4, weights=1e-4)
+    assert_equal_places(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("changed", "may"),
+    [
+        ({}, True),
+        ({"num_moe_experts": 4}, True),
+        ({"num_moe_experts": 4, "moe_input_jitter_eps": 0.1}, False),
+        ({"num_moe_experts": 4, "moe_router_load_balancing_type": "global_aux_loss"}, False),
+        (
+            {
+                "num_moe_experts": 4,
+                "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"],
+            },
+            False,
+        ),
+        ({"attention_dropout": 0.1}, False),
+    ],
+)
+def test_what_keeps_the_order(changed: dict[str, Any], may: bool) -> None:
+    plain = {
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "moe_input_jitter_eps": None,
+        "moe_router_load_balancing_type": "aux_loss",
+        "num_moe_experts": None,
+    }
+    assert may_reorder(SimpleNamespace(**plain | changed), 1) == may

@@ -109,8 +109,8 @@ class Ahead:
 class Places:
     """Chooses the order of a step's microbatches, alike on all ranks that share them.
 
-    The first stage's first tensor-parallel rank reads the step's microbatches and decides. Ranks
-    that train on other data, and context-parallel ones, which read the same, decide for themselves.
+    The first of the first stage's context- and tensor-parallel ranks reads the step's microbatches
+    and decides: what another is given may be its part alone. Replicas decide for themselves.
     """
 
     def __init__(self, config: Any, given: Lengths | None) -> None:
@@ -139,8 +139,10 @@ class Places:
         read = list(iterators)
         if self._knows is not False and groups.pp.rank() == first_rank:
             if groups.tp.rank() == 0:
-                read, shares = self._looked_at(iterators, count)
-                found[0] = (shares is not None, shares and self._chosen(plan, shares))
+                if groups.cp.rank() == 0:
+                    read, shares = self._looked_at(iterators, count)
+                    found[0] = (shares is not None, shares and self._chosen(plan, shares))
+                _tell(found, groups.cp, 0, groups.pp.rank())
             _tell(found, groups.tp, 0, groups.pp.rank())
         if self._knows is not False:
             _tell(found, groups.pp, first_rank, groups.pp.rank())
@@ -264,5 +266,12 @@ def as_given(reports: list[Any], order: Sequence[int] | None) -> list[Any]:
 
 
 def may_reorder(config: Any, slices: int) -> bool:
-    """Return whether microbatches may take other places: none draws random numbers of its own."""
-    return slices == 1 and not config.attention_dropout and not config.hidden_dropout
+    """Return whether microbatches may take other places, and gradients change by rounding alone.
+
+    None may draw random numbers of its own. Megatron's global_aux_loss is of the experts' loads in
+    the step so far, so each microbatch has another loss behind others.
+    """
+    draws = config.attention_dropout, config.hidden_dropout, config.moe_input_jitter_eps
+    balancing = config.moe_router_load_balancing_type
+    so_far = "global_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing)
+    return slices == 1 and not any(draws) and not (config.num_moe_experts and so_far)
