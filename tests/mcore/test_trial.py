@@ -133,8 +133,8 @@ def test_a_run_tries_its_plan_beside_others(
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_step_may_run_another_order(farm: Farm, replicas: int) -> None:
     """Losses and parameters keep every bit: under one order, another in each step, and 1F1B."""
-    flags = ("--train-iters", "12", "--clip-grad", "0", UNTIED)
-    flags += ("--pipeline-model-parallel-size", "2")
+    steps = ("--train-iters", "12", "--clip-grad", "0", UNTIED)
+    flags = (*steps, "--pipeline-model-parallel-size", "2")
     plugin = Path(__file__).parent / "any_order.py"
     theirs, one, another = (
         farm.run(2 * replicas, "--pipeline-schedule", name, *flags, plugin=each).check()
