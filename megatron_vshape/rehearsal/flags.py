@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.saved_config import flags_of_config, is_saved_config
 
 FILES = """
     --data-path --train-data-path --valid-data-path --test-data-path --data-cache-path
@@ -61,7 +62,14 @@ VOCABULARIES = {
 
 _CHUNKS = ("--num-layers-per-virtual", "--num-virtual", "--pipeline-model-parallel-layout")
 
-_OTHER_MODELS = {"bert": "BERT", "t5": "T5", "ict": "ICT", "vlm": "vision-language", "rl": "RL"}
+_OTHER_MODELS = {
+    "bert": "BERT",
+    "t5": "T5",
+    "ict": "ICT",
+    "vlm": "vision-language",
+    "vl": "vision-language",
+    "rl": "RL",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +154,9 @@ class Command:
 def read_command(words: Sequence[str]) -> Command:
     """Return the command that the words after `--` are: as in a script, or naming a file of it.
 
-    torchrun and python before the script are skipped. A single word may be a YAML of Megatron-LM's
-    functional tests, a shell script with an array of flags, or a file of flags.
+    torchrun and python before the script are skipped. The first word may be a file: a YAML of
+    Megatron-LM's functional tests, a configuration that Megatron-Bridge saved, a shell script with
+    an array of flags, or flags alone; flags that follow it are added.
 
     Raises:
         ScheduleError: there is no command, or the file has none.
@@ -165,8 +174,8 @@ def read_command(words: Sequence[str]) -> Command:
         words = words[at + 1 :]
     else:
         command = Command("pretrain_gpt.py", ())
-    if len(words) == 1 and not words[0].startswith("-"):
-        command = _of_file(Path(words[0]), command)
+    if words and not words[0].startswith("-"):
+        command = _of_file(Path(words[0]), command, words[1:])
     else:
         command = replace(command, flags=tuple(words))
     _refuse_other_models(command)
@@ -188,20 +197,21 @@ def _refuse_other_models(command: Command) -> None:
             )
 
 
-def _of_file(path: Path, command: Command) -> Command:
+def _of_file(path: Path, command: Command, more: Sequence[str]) -> Command:
     try:
         text = path.read_text()
     except OSError as error:
         raise ScheduleError(f"{path} cannot be read: {error.strerror or error}") from error
     if path.suffix in (".yaml", ".yml"):
-        return _of_yaml(path, text, command)
-    if path.suffix in (".sh", ".bash", ".sbatch", ".slurm") or text.startswith("#!"):
-        return _of_shell(path, text, command)
-    flags = shlex.split(text, comments=True)
-    return replace(command, flags=tuple(flags))
+        command = _of_yaml(path, text, command, more)
+    elif path.suffix in (".sh", ".bash", ".sbatch", ".slurm") or text.startswith("#!"):
+        command = _of_shell(path, text, command)
+    else:
+        command = replace(command, flags=tuple(shlex.split(text, comments=True)))
+    return replace(command, flags=(*command.flags, *more))
 
 
-def _of_yaml(path: Path, text: str, command: Command) -> Command:
+def _of_yaml(path: Path, text: str, command: Command, more: Sequence[str]) -> Command:
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
@@ -210,6 +220,8 @@ def _of_yaml(path: Path, text: str, command: Command) -> Command:
         found = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ScheduleError(f"{path} is no YAML: {str(error).splitlines()[0]}") from None
+    if is_saved_config(found):
+        return _of_saved_config(found, command, more)
     given = found.get("MODEL_ARGS", found) if isinstance(found, dict) else None
     if not isinstance(given, dict):
         raise ScheduleError(
@@ -217,6 +229,14 @@ def _of_yaml(path: Path, text: str, command: Command) -> Command:
         )
     environment = {name: str(value) for name, value in (found.get("ENV_VARS") or {}).items()}
     return Command(command.script, tuple(flags_of(given)), {**command.environment, **environment})
+
+
+def _of_saved_config(found: Mapping[str, Any], command: Command, more: Sequence[str]) -> Command:
+    model = found.get("model") or {}
+    _refuse_other_models(Command(str(model.get("_target_", "")).replace(".", "_"), ()))
+    if model.get("hybrid_layer_pattern") or model.get("hybrid_override_pattern"):
+        command = replace(command, script="pretrain_hybrid.py")
+    return replace(command, flags=tuple(flags_of_config(found, more)))
 
 
 def flags_of(given: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,404 @@
+"""Megatron-Bridge's saved configuration as the command that trains the same model.
+
+Bridge writes `run_config.yaml` into every checkpoint; `ConfigContainer.to_yaml` writes the same of
+a recipe. Nearly all of its names are those of Megatron's own arguments, so Megatron's parser says
+which flag sets what; here stands only what has another name, or depends on several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from argparse import Action, ArgumentParser, BooleanOptionalAction
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, fields
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from megatron_vshape.core.model.kinds import ScheduleError
+
+logger = logging.getLogger(__name__)
+
+CONTAINER = "megatron.bridge.training.config.ConfigContainer"
+LAYOUT = "--pipeline-model-parallel-layout"
+
+_SECTIONS = ("model", "ddp", "optimizer", "train", "scheduler", "dist", "rng")
+"""In this order: where two have a name, the first is heard."""
+
+_RENAMED = {
+    "num_moe_experts": "num_experts",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "fp8_param": "fp8_param_gather",
+    "fp4_param": "fp4_param_gather",
+    "rope_scaling": "use_rope_scaling",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+    "use_te_rng_tracker": "te_rng_tracker",
+    "cuda_graph_scope": "cuda_graph_modules",
+    "check_for_nan_in_grad": "check_for_nan_in_loss_and_grad",
+    "yarn_rotary_scaling_factor": "rotary_scaling_factor",
+    "yarn_mscale": "mscale",
+    "yarn_mscale_all_dim": "mscale_all_dim",
+}
+
+_BY_RULE = frozenset(
+    """
+    activation_func gated_linear_unit bias_activation_fusion share_embeddings_and_output_weights
+    num_query_groups max_position_embeddings seq_length persist_layer_norm vocab_size
+    should_pad_vocab virtual_pipeline_model_parallel_size pipeline_model_parallel_layout
+    grad_reduce_in_fp32 cross_entropy_fusion_impl microbatch_group_size_per_vp_stage
+    ffn_hidden_size expert_tensor_parallel_size
+    """.split()
+)
+"""Names that `_by_rule` reads, and `_ends`."""
+
+_WITHOUT_EFFECT = frozenset(
+    """
+    params_dtype pipeline_dtype autocast_dtype enable_autocast cpu_offloading mtp_enabled
+    deallocate_pipeline_outputs hf_model_id hf_model_revision batch_p2p_comm
+    use_custom_fsdp use_layer_wise_distributed_optimizer is_hybrid_model restore_modelopt_state
+    nccl_communicator_config_path heterogeneous_block_specs generation_config timers
+    start_weight_decay end_weight_decay weight_decay_incr_style
+    """.split()
+)
+"""What follows from other settings, or changes nothing that a step allocates."""
+
+_BRIDGE_DEFAULTS = {"parallel_output": True, "scatter_embedding_sequence_parallel": True}
+"""Of fields that Bridge's providers have and no configuration of Megatron's; else nothing is on."""
+
+_PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16_mixed": {"bf16": True, "grad_reduce_in_fp32": True},
+    "fp16_mixed": {"fp16": True, "grad_reduce_in_fp32": False},
+}
+"""Two of the names of Bridge's training/mixed_precision.py, which most recipes use."""
+
+_DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_DTYPES |= {"half": "fp16", "uint8": "fp8"}
+
+_LAYERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+
+
+class _Callable:
+    """Stands for what a configuration names and cannot say: a function, an object."""
+
+
+def is_saved_config(found: Any) -> bool:
+    """Return whether a file's content is a configuration of Megatron-Bridge."""
+    return isinstance(found, dict) and str(found.get("_target_", "")).startswith(CONTAINER)
+
+
+def flags_of_config(found: Mapping[str, Any], given: Iterable[str] = ()) -> list[str]:
+    """Return the flags of Megatron that ask for what the configuration asks for.
+
+    What no flag can say is told in one line. `given` are flags that follow the file.
+
+    Raises:
+        ScheduleError: Megatron is not installed; or the configuration trains adapters, names a
+            precision, or has lost a pipeline layout, that cannot be told from the file.
+    """
+    if found.get("peft"):
+        raise ScheduleError(
+            "the configuration trains adapters (peft), and a rehearsal trains all weights: set "
+            "peft to null to see what the model alone needs"
+        )
+    sections = _sections(found)
+    parser = _Parser()
+    flags: list[str] = []
+    lost: list[str] = []
+    seen: set[str] = set()
+    ruled = _by_rule(sections, lost) | _ends(found, sections, given)
+    for dest, value in ruled.items():
+        seen.add(dest)
+        flags += parser.words(dest, value) or []
+    for section in _SECTIONS:
+        for name, value in sections[section].items():
+            if name in _BY_RULE or name in _WITHOUT_EFFECT or name.startswith(("_", "inference_")):
+                continue
+            dest = parser.dest_of(name)
+            words = [] if dest in seen else parser.words(dest, value)
+            if value is not None:
+                seen.add(dest)
+            if words is not None:
+                flags += words
+            elif not parser.is_default(section, name, value):
+                lost.append(name)
+    if lost:
+        logger.warning("not said by a flag of Megatron, and left out: %s", ", ".join(lost))
+    return flags
+
+
+def _sections(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the sections, with what Bridge puts into them when a run starts."""
+    sections = {
+        name: {key: _plain(value) for key, value in (found.get(name) or {}).items()}
+        for name in (*_SECTIONS, "tokenizer", "dataset")
+    }
+    inner = (found.get("model") or {}).get("transformer")
+    if isinstance(inner, dict):  # a builder's configuration holds Megatron's own
+        sections["model"] = {key: _plain(value) for key, value in inner.items()} | sections["model"]
+        del sections["model"]["transformer"]
+    precision = found.get("mixed_precision")
+    if isinstance(precision, str):
+        name = precision.replace("-", "_")
+        if name not in _PRECISIONS:
+            raise ScheduleError(
+                f"mixed_precision {precision!r:.40} is a name that Bridge alone knows: known here "
+                f"are {' and '.join(_PRECISIONS)}, and what Bridge writes of a run that has started"
+            )
+        precision = _PRECISIONS[name]
+    for settings in (found.get("comm_overlap"), precision):
+        for key, value in (settings or {}).items():
+            for section in ("model", "optimizer", "ddp"):
+                if key in sections[section] and value is not None:
+                    sections[section][key] = _plain(value)
+    return sections
+
+
+def _plain(value: Any) -> Any:
+    """Return a value without its `_target_`: an enum's name, a dtype as flags say it."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if not isinstance(value, dict) or "_target_" not in value:
+        return value
+    if "_name_" in value:
+        return value["_name_"]
+    package, _, name = str(value["_target_"]).rpartition(".")
+    return _DTYPES[name] if package == "torch" and name in _DTYPES else _Callable()
+
+
+def _by_rule(sections: Mapping[str, Mapping[str, Any]], lost: list[str]) -> dict[str, Any]:
+    """Return arguments that depend on more than one setting, or are the opposite of one."""
+    model = sections["model"]
+    heads, groups = model.get("num_attention_heads"), model.get("num_query_groups")
+    grouped = groups not in (None, heads) and not model.get("multi_latent_attention")
+    length = model.get("seq_length")
+    reduced_in_fp32 = sections["ddp"].get("grad_reduce_in_fp32")
+    fusion = model.get("cross_entropy_fusion_impl")
+    if fusion == "te" and model.get("cross_entropy_loss_fusion"):
+        fusion = "native"  # Megatron's command line refuses the other
+        lost.append("cross_entropy_fusion_impl")
+    group = model.get("microbatch_group_size_per_vp_stage")
+    ffn = model.get("ffn_hidden_size") or 4 * (model.get("hidden_size") or 0)
+    experts_tensor = model.get("expert_tensor_parallel_size")
+    if experts_tensor is None and (model.get("expert_model_parallel_size") or 1) > 1:
+        experts_tensor = 1  # Bridge's default; Megatron's is the tensor-parallel size
+    return {
+        "ffn_hidden_size": ffn or None,
+        "expert_tensor_parallel_size": experts_tensor,
+        "seq_length": length,
+        "max_position_embeddings": max(length or 0, model.get("max_position_embeddings") or 0),
+        "untie_embeddings_and_output_weights": (
+            model.get("share_embeddings_and_output_weights") is False
+        ),
+        "group_query_attention": grouped,
+        "num_query_groups": groups if grouped else None,
+        "no_persist_layer_norm": model.get("persist_layer_norm") is False,
+        "grad_reduce_in_bf16": bool(model.get("bf16")) and reduced_in_fp32 is False,
+        "accumulate_allreduce_grads_in_fp32": bool(model.get("fp16") and reduced_in_fp32),
+        "cross_entropy_fusion_impl": fusion,
+        # as large as the pipeline unless it is said, so that another pipeline has its own
+        "microbatch_group_size_per_vp_stage": (
+            None if group == model.get("pipeline_model_parallel_size") else group
+        ),
+        # Bridge's step asks for none unless it is told to
+        "create_attention_mask_in_dataloader": (
+            sections["dataset"].get("skip_getting_attention_mask_from_dataset") is False
+        ),
+    }
+
+
+def _activation(model: Mapping[str, Any], function: str) -> dict[str, Any]:
+    """Return the arguments of a function in MLPs; a gate of any other is as wide as SwiGLU's."""
+    gated = bool(model.get("gated_linear_unit"))
+    quick = gated and function == "quick_gelu"
+    swiglu = gated and not quick
+    fused = "bias_swiglu_fusion" if swiglu else "bias_gelu_fusion"
+    known = {"silu"} if gated else {"gelu", "squared_relu"}
+    if not quick and function and function not in known:
+        logger.warning(
+            "activation_func %s: rehearsed with %s", function, "silu" if swiglu else "gelu"
+        )
+    return {
+        "swiglu": swiglu,
+        "quick_geglu": quick,
+        "squared_relu": not gated and function == "squared_relu",
+        fused: model.get("bias_activation_fusion"),
+    }
+
+
+def _ends(
+    found: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], given: Iterable[str]
+) -> dict[str, Any]:
+    """Return what MLPs are made of, how stages are cut, and how many tokens are known."""
+    model = sections["model"]
+    raw = {**(found["model"].get("transformer") or {}), **found["model"]}
+    function = raw.get("activation_func")
+    target = function.get("_target_", "") if isinstance(function, dict) else str(function or "")
+    layout = _layout(raw.get("pipeline_model_parallel_layout"), given)
+    chunks = model.get("virtual_pipeline_model_parallel_size")
+    by_pattern = model.get("hybrid_layer_pattern") or model.get("hybrid_override_pattern")
+    wanted = None if layout or by_pattern or LAYOUT in given else chunks
+    size, pads = model.get("vocab_size"), bool(model.get("should_pad_vocab"))
+    if size is None:
+        size, pads = sections["tokenizer"].get("vocab_size"), True
+    if size and pads:
+        tensor = model.get("tensor_model_parallel_size") or 1
+        step = (model.get("make_vocab_size_divisible_by") or 128) * tensor
+        size = -(-size // step) * step
+    return _activation(model, target.rpartition(".")[2]) | {
+        "pipeline_model_parallel_layout": layout,
+        "num_virtual_stages_per_pipeline_rank": None if wanted == 1 else wanted,
+        "padded_vocab_size": size,
+        "tokenizer_type": None if size else sections["tokenizer"].get("tokenizer_type"),
+    }
+
+
+def _layout(written: Any, given: Iterable[str]) -> str | None:
+    """Return a pipeline layout as the flag has it, stages parted by |.
+
+    Raises:
+        ScheduleError: the file has an object there, whose layers were not written.
+    """
+    if written is None or LAYOUT in given:
+        return None
+    if isinstance(written, str):
+        return written
+    if isinstance(written, dict):
+        raise ScheduleError(
+            "the configuration has a pipeline layout, of which Bridge wrote no layers once the run "
+            f"had begun: give it after the file, {LAYOUT} 'Et*3|t*4|...|L'"
+        )
+    stages = [[stage] if isinstance(stage, str) else stage for stage in written]
+    return "|".join(
+        "".join(_LAYERS.get(str(_plain(layer)).lower(), str(layer)) for layer in stage)
+        for stage in stages
+    )
+
+
+class _Parser:
+    """Megatron's own arguments, by the names of their attributes."""
+
+    def __init__(self) -> None:
+        self._actions: dict[str, list[Action]] = {}
+        with _silence():
+            try:
+                from megatron.training.arguments import add_megatron_arguments
+            except ImportError as error:
+                raise ScheduleError(
+                    "a configuration of Megatron-Bridge is read with Megatron's own arguments, "
+                    "which are not installed (megatron.training): pip install "
+                    "'megatron-vshape[megatron]'"
+                ) from error
+            parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+        for action in parser._actions:
+            self._actions.setdefault(action.dest, []).append(action)
+
+    def dest_of(self, name: str) -> str:
+        """Return the argument's name for a setting's."""
+        name = _RENAMED.get(name, name)
+        return f"ddp_{name}" if f"ddp_{name}" in self._actions else name
+
+    def words(self, dest: str, value: Any) -> list[str] | None:
+        """Return what sets an argument, nothing where it is so already; None: no flag can."""
+        if isinstance(value, _Callable) or value is None:
+            return []
+        if dest not in self._actions:
+            return None
+        for action in self._actions[dest]:
+            if _same(value, action.default):
+                return []
+        for action in self._actions[dest]:
+            words = _words(action, value)
+            if words is not None:
+                return words
+        return None
+
+    def is_default(self, section: str, name: str, value: Any) -> bool:
+        """Return whether a setting without a flag is as if it were not there."""
+        if isinstance(value, _Callable) or section not in self._defaults:
+            return True
+        known = self._defaults[section]
+        if name in known:
+            return _same(value, known[name])
+        return _same(value, _BRIDGE_DEFAULTS.get(name)) or (
+            name not in _BRIDGE_DEFAULTS and not value
+        )
+
+    @cached_property
+    def _defaults(self) -> dict[str, dict[str, Any]]:
+        with _silence():
+            from megatron.core.distributed import DistributedDataParallelConfig
+            from megatron.core.optimizer import OptimizerConfig
+            from megatron.core.transformer import MLATransformerConfig
+        return {
+            section: {
+                each.name: each.default
+                if each.default_factory is MISSING
+                else each.default_factory()
+                for each in fields(config)
+            }
+            for section, config in (
+                ("model", MLATransformerConfig),
+                ("ddp", DistributedDataParallelConfig),
+                ("optimizer", OptimizerConfig),
+            )
+        }
+
+
+def _same(value: Any, default: Any) -> bool:
+    if isinstance(default, Enum):
+        default = default.name
+    elif isinstance(default, list | tuple):
+        default = [each.name if isinstance(each, Enum) else each for each in default]
+        value = value if isinstance(value, list) else [value]
+    elif type(default).__name__ == "dtype":
+        default = _DTYPES.get(str(default).rpartition(".")[2])
+    return bool(value == default) and isinstance(value, bool) == isinstance(default, bool)
+
+
+def _words(action: Action, value: Any) -> list[str] | None:
+    flag = action.option_strings[0]
+    if isinstance(action, BooleanOptionalAction):
+        flags = [each for each in action.option_strings if each.startswith("--no-") != bool(value)]
+        return flags[:1]
+    if action.nargs == 0:  # a switch: its constant is what it sets
+        if isinstance(value, bool):
+            return [flag] if action.const is value else None if action.default is value else []
+        return None
+    values = value if isinstance(value, list) else [value]
+    if any(isinstance(each, dict | _Callable) for each in values):
+        return None
+    if action.nargs is None and isinstance(value, list):
+        return _as_one_word(action, value)
+    if action.choices is not None:
+        choices = [each.name if isinstance(each, Enum) else each for each in action.choices]
+        if any(each not in choices for each in values):
+            return None
+    if action.type is int:
+        values = [int(each) if isinstance(each, float) else each for each in values]
+    return [flag, *map(str, values)]
+
+
+def _as_one_word(action: Action, value: list[Any]) -> list[str] | None:
+    """Return a list for an argument that parses it by itself."""
+    convert: Any = action.type or str
+    for text in (str(value).replace(" ", ""), ",".join(map(str, value))):
+        with contextlib.suppress(Exception):
+            if list(convert(text)) == value:
+                return [action.option_strings[0], text]
+    return None
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Keep what Megatron prints and warns of while it is imported to itself."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,246 @@
+"""What Megatron-Bridge saved of a run becomes the flags that build the same configuration."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.flags import read_command
+from megatron_vshape.rehearsal.sources import find_te
+
+pytest.importorskip("megatron.training.arguments")
+yaml = pytest.importorskip("yaml")
+
+ROOT = Path(__file__).parents[2]
+SAVED = Path(__file__).parent / "saved_configs"
+WORLD = {"dense": 4, "experts": 8}
+
+DIFFERENT = {
+    "autocast_dtype": "Bridge fills it in when it builds the model",
+    "timers": "an object of the run",
+    "finalize_model_grads_func": "a function of the run",
+    "grad_scale_func": "a function of the run",
+    "init_method": "a function",
+    "output_layer_init_method": "a function",
+    "embedding_init_method": "a function",
+    "activation_func": "a function; compared by its name",
+    "cuda_graph_scope": "deprecated",
+    "inference_sampling_seed": "Megatron takes the run's seed",
+    "cross_entropy_fusion_impl": "Megatron's command line refuses TE's; told",
+    "softmax_scale": "no flag; told",
+    "deallocate_pipeline_outputs": "Megatron's command line always does",
+    "cp_comm_type": "p2p where nothing is said",
+    "tensor_parallel_num_weight_shards": "as many as ranks where nothing is said",
+    "expert_tensor_parallel_num_weight_shards": "as many as ranks where nothing is said",
+    "use_cpu_initialization": "None where it is off",
+    "microbatch_group_size_per_vp_stage": "left to the pipeline's size, which is its default",
+}
+"""What need not be as the file says it, and why."""
+
+
+WEIGHT_DECAY = ("start_weight_decay", "end_weight_decay", "weight_decay_incr_style")
+"""Left out: Megatron refuses what Bridge has computed of the first two."""
+
+
+def saved(name: str) -> dict[str, Any]:
+    """Return a sample's content."""
+    found: dict[str, Any] = yaml.safe_load((SAVED / f"{name}.yaml").read_text())
+    return found
+
+
+def written(folder: Path, found: dict[str, Any]) -> str:
+    """Return the name of a file with this content."""
+    file = folder / "run_config.yaml"
+    file.write_text(yaml.safe_dump(found))
+    return str(file)
+
+
+def parsed(flags: tuple[str, ...], world: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the arguments that Megatron's own parser makes of flags, checked by itself."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *flags, "--mock-data"])
+    for module in ("arguments", "utils", "utils.common_utils"):
+        name = f"megatron.training.{module}.get_device_arch_version"
+        monkeypatch.setattr(name, lambda: 9, raising=False)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
+    args = parse_args()
+    validate_args(args)
+    return args
+
+
+def as_written(value: Any) -> Any:
+    """Return a value as the YAML has it: an enum by its name, a dtype by its own."""
+    if hasattr(value, "name") and hasattr(value, "value"):
+        return value.name
+    if type(value).__name__ == "dtype":
+        return {"_target_": str(value), "_call_": False}
+    if isinstance(value, list | tuple):
+        return [as_written(each) for each in value]
+    return value
+
+
+def as_read(value: Any) -> Any:
+    """Return a value of the YAML, an enum by its name."""
+    return value.get("_name_", value) if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_megatrons_arguments_make_the_configuration_that_was_saved(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    found = saved(name)
+    command = read_command([str(SAVED / f"{name}.yaml")])
+    assert command.script == "pretrain_gpt.py"
+    args = parsed(command.flags, WORLD[name], monkeypatch)
+    config = core_transformer_config_from_args(args)
+    model = found["model"]
+    precision = found.get("mixed_precision") or {}  # which Bridge puts in when a run starts
+    model |= {key: value for key, value in precision.items() if key in model and value is not None}
+    unlike = {}
+    for each in fields(config):
+        if each.name in model and each.name not in DIFFERENT:
+            mine, its = as_written(getattr(config, each.name)), as_read(model[each.name])
+            if mine != its:
+                unlike[each.name] = (mine, its)
+    assert unlike == {}
+    assert model["activation_func"]["_target_"].endswith(config.activation_func.__name__)
+    assert args.seq_length == model["seq_length"]
+    assert args.untie_embeddings_and_output_weights
+    assert args.swiglu
+    for section in ("train", "scheduler", "optimizer"):
+        for key, value in found[section].items():
+            heard = key not in model and key not in found["ddp"]  # which come first
+            if heard and hasattr(args, key) and value is not None and key not in WEIGHT_DECAY:
+                assert as_written(getattr(args, key)) in (as_read(value), value), key
+
+
+def test_bytes_of_gradients_and_moments_are_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = parsed(read_command([str(SAVED / "experts.yaml")]).flags, 8, monkeypatch)
+    assert args.grad_reduce_in_bf16
+    assert not args.accumulate_allreduce_grads_in_fp32
+    assert args.ddp_bucket_size == 20_000_000
+    assert str(args.exp_avg_dtype) == str(args.exp_avg_sq_dtype) == "torch.bfloat16"
+    assert args.virtual_pipeline_model_parallel_size == 2
+    assert args.padded_vocab_size == 4096  # 4000 in steps of 64 for each of two ranks
+
+
+def test_what_no_flag_says_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        read_command([str(SAVED / "experts.yaml")])
+    told = [each.getMessage() for each in caplog.records if "left out" in each.getMessage()]
+    assert told == [
+        "not said by a flag of Megatron, and left out: cross_entropy_fusion_impl, softmax_scale"
+    ]
+
+
+def test_flags_that_follow_the_file_are_added(tmp_path: Path) -> None:
+    flags = ["--pipeline-schedule", "v-half"]
+    command = read_command([str(SAVED / "dense.yaml"), *flags])
+    assert command.flags[-2:] == tuple(flags)
+    assert command.value("--num-layers") == "8"
+
+
+def test_a_layout_is_written_as_the_flag_has_it(tmp_path: Path) -> None:
+    found = saved("dense")
+    layout = [["embedding", "decoder"], ["decoder"] * 3, ["decoder"] * 3, ["decoder", "loss"]]
+    found["model"]["pipeline_model_parallel_layout"] = layout
+    command = read_command([written(tmp_path, found)])
+    assert command.value("--pipeline-model-parallel-layout") == "Et|ttt|ttt|tL"
+    found["model"]["pipeline_model_parallel_layout"] = {"_target_": "Layout", "_call_": True}
+    file = written(tmp_path, found)
+    with pytest.raises(ScheduleError, match="Bridge wrote no layers .* give it after the file"):
+        read_command([file])
+    given = "--pipeline-model-parallel-layout", "Et|ttt|ttt|tL"
+    assert read_command([file, *given]).flags[-2:] == given
+
+
+def test_a_precision_by_name_is_put_in(tmp_path: Path) -> None:
+    found = saved("dense") | {"mixed_precision": "bf16_mixed"}
+    assert read_command([written(tmp_path, found)]).has("--bf16")
+    found["mixed_precision"] = "bf16_with_mxfp8_mixed"
+    with pytest.raises(ScheduleError, match="'bf16_with_mxfp8_mixed' is a name that Bridge alone"):
+        read_command([written(tmp_path, found)])
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"peft": {"_target_": "LoRA", "dim": 8}}, "trains adapters .* set peft to null"),
+        ({"model": {"_target_": "a.qwen_vl.B"}}, "trains a vision-language model"),
+        ({"model": {"_target_": "a.t5_provider.T5ModelProvider"}}, "trains a T5 model"),
+    ],
+)
+def test_what_is_not_rehearsed_is_told(tmp_path: Path, change: Any, wrong: str) -> None:
+    with pytest.raises(ScheduleError, match=wrong):
+        read_command([written(tmp_path, saved("dense") | change)])
+
+
+def test_without_megatrons_arguments_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.training.arguments", None)
+    with pytest.raises(ScheduleError, match="read with Megatron's own arguments, which are not"):
+        read_command([str(SAVED / "dense.yaml")])
+
+
+def rehearsed(folder: Path, *words: str) -> list[dict[str, Any]]:
+    """Return what each rank holds."""
+    file = folder / "found.json"
+    command = [sys.executable, "-m", "megatron_vshape", "rehearse", "--json", str(file)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [*command, "--ranks", "first,last", "--", *words],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+    )
+    assert ran.returncode == 0, ran.stderr
+    ranks: list[dict[str, Any]] = json.loads(file.read_text())["ranks"]
+    return ranks
+
+
+BY_HAND = """
+    --num-layers 8 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
+    --group-query-attention --num-query-groups 2 --kv-channels 16 --seq-length 128
+    --max-position-embeddings 128 --padded-vocab-size 384 --micro-batch-size 1
+    --global-batch-size 8 --pipeline-model-parallel-size 4
+    --untie-embeddings-and-output-weights --position-embedding-type rope --disable-bias-linear
+    --swiglu --norm-epsilon 1e-6 --qk-layernorm --attention-dropout 0
+    --hidden-dropout 0 --no-rope-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
+    --no-bias-dropout-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm
+    --use-distributed-optimizer --no-create-attention-mask-in-dataloader
+""".split()
+
+
+@pytest.mark.parametrize("layers", ["local", "transformer_engine"])
+def test_a_saved_run_takes_the_bytes_of_the_same_flags(tmp_path: Path, layers: str) -> None:
+    norm = "LayerNorm" if layers == "local" else "RMSNorm"
+    precision = None if layers == "local" else "bf16_mixed"
+    if layers != "local":
+        try:
+            find_te(None)
+        except ScheduleError as error:
+            pytest.skip(str(error))
+    found = saved("dense") | {"mixed_precision": precision}
+    found["model"] |= {"transformer_impl": layers, "normalization": norm}
+    of_file = rehearsed(tmp_path, written(tmp_path, found))
+    impl = ["--transformer-impl", layers, "--normalization", norm]
+    impl += ["--bf16"] if precision else []
+    of_flags = rehearsed(tmp_path, "pretrain_gpt.py", *BY_HAND, *impl)
+    for one, other in zip(of_file, of_flags, strict=True):
+        assert one["parameters"] == other["parameters"]
+        assert one["parts"] == other["parts"]
+        assert one["peak_bytes"] == other["peak_bytes"] > one["held_bytes"] == other["held_bytes"]
