@@ -15,6 +15,7 @@ from megatron_vshape import __version__
 from megatron_vshape.cli import recipe
 from megatron_vshape.cli.files import is_installed
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.saved_config import silence
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.hooks.registry import Finding
@@ -194,7 +195,7 @@ def _print_hooks() -> list[str]:
 
 def _examine() -> tuple[str, list["Finding"]]:
     """Return Megatron's version and what its targets are like; importing it is noisy."""
-    with recipe.silence():
+    with silence():
         from megatron_vshape.mcore import cpu
 
         cpu.install()

@@ -1,18 +1,16 @@
 """megatron-vshape doctor --recipe: what becomes of a configuration, before anything is run."""
 
-import contextlib
 import difflib
-import io
 import json
 import sys
 import textwrap
-import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_vshape.core.model.files import parse_object, read_text
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.saved_config import silence
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.setup.recipes import Examined
@@ -68,19 +66,6 @@ def _found(recipe: str) -> Iterable[tuple[str, Mapping[str, Any], Mapping[str, A
             f"{', '.join(near)}"
         )
     return found
-
-
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """Print nothing of what importing Megatron prints."""
-    nowhere = io.StringIO()
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
-    ):
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _megatron() -> tuple[Collection[str] | None, str | None]:

@@ -105,7 +105,7 @@ def flags_of_config(found: Mapping[str, Any], given: Iterable[str] = ()) -> list
             "peft to null to see what the model alone needs"
         )
     sections = _sections(found)
-    parser = _Parser()
+    parser = _Arguments()
     flags: list[str] = []
     lost: list[str] = []
     seen: set[str] = set()
@@ -278,12 +278,12 @@ def _layout(written: Any, given: Iterable[str]) -> str | None:
     )
 
 
-class _Parser:
+class _Arguments:
     """Megatron's own arguments, by the names of their attributes."""
 
     def __init__(self) -> None:
         self._actions: dict[str, list[Action]] = {}
-        with _silence():
+        with silence():
             try:
                 from megatron.training.arguments import add_megatron_arguments
             except ImportError as error:
@@ -329,7 +329,7 @@ class _Parser:
 
     @cached_property
     def _defaults(self) -> dict[str, dict[str, Any]]:
-        with _silence():
+        with silence():
             from megatron.core.distributed import DistributedDataParallelConfig
             from megatron.core.optimizer import OptimizerConfig
             from megatron.core.transformer import MLATransformerConfig
@@ -393,7 +393,7 @@ def _as_one_word(action: Action, value: list[Any]) -> list[str] | None:
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
+def silence() -> Iterator[None]:
     """Keep what Megatron prints and warns of while it is imported to itself."""
     with (
         contextlib.redirect_stdout(io.StringIO()),
