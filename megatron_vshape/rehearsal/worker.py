@@ -8,6 +8,7 @@ returned, or {"error": sentence, "log": the end of what the program printed}.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -59,6 +60,9 @@ def prepare(megatron: str | None, te: str | None) -> None:
         _choose_attention()
     for name in _IMPORTED_ONCE:
         importlib.import_module(name)
+    with contextlib.suppress(ModuleNotFoundError):  # not in every release
+        # It imports transformers, which takes a small rank as long as all else.
+        importlib.import_module("megatron.core.tokenizers.text")
     gc.collect()
     gc.freeze()  # each rank collects several times: what is there by now stays in any case
 
