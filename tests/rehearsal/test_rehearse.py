@@ -72,9 +72,18 @@ def test_a_tiny_run_holds_what_its_sizes_say(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["found.json"]
 
 
-def test_a_v_is_rehearsed_beside_megatrons_own(tmp_path: Path) -> None:
-    flags = [*TINY, "--pipeline-schedule", "v-half"]
-    printed, found = rehearse(tmp_path, flags, "--save", str(tmp_path / "memory.json"))
+@pytest.fixture(scope="module")
+def v_half(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], Path]:
+    """Return what a rehearsal under V-Half prints and finds, and its picture."""
+    folder = tmp_path_factory.mktemp("v-half")
+    saved = folder / "memory.json"
+    return *rehearse(folder, [*TINY, "--pipeline-schedule", "v-half"], "--save", str(saved)), saved
+
+
+def test_a_v_is_rehearsed_beside_megatrons_own(
+    v_half: tuple[str, dict[str, Any], Path],
+) -> None:
+    printed, found, saved = v_half
     first, last = found["ranks"]
     kinds = {(each["kind"], each["chunk"]) for each in first["kinds"]}
     assert kinds >= {(kind, chunk) for kind in ("F", "B", "W") for chunk in (0, 1)}
@@ -83,7 +92,7 @@ def test_a_v_is_rehearsed_beside_megatrons_own(tmp_path: Path) -> None:
     schedule = make("v-half", 2, first["microbatches"])
     off = off_the_plan(schedule, found["ranks"])
     assert max(map(abs, off.values())) < 0.03  # messages are not in the plan
-    events = json.loads((tmp_path / "memory.json").read_text())["traceEvents"]
+    events = json.loads(saved.read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "C"}
     for rank in (first, last):
         assert all(max(held[who] for _, _, held in rank["curve"]) > 0 for who in "FB")
@@ -144,7 +153,7 @@ def test_what_cannot_be_is_told_in_a_sentence(tmp_path: Path, flags: list[str], 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_costs_file_is_counted(tmp_path: Path) -> None:
+def test_a_costs_file_is_counted(tmp_path: Path, v_half: tuple[str, dict[str, Any], Path]) -> None:
     file = tmp_path / "costs.json"
     command = [sys.executable, "-m", "megatron_vshape", "rehearse", "--costs", str(file)]
     ran = run(tmp_path, [*command, "--", "pretrain_gpt.py", *TINY])
@@ -161,7 +170,7 @@ def test_a_costs_file_is_counted(tmp_path: Path) -> None:
     layer = 4 * HIDDEN**2 + 2 * HIDDEN * VOCABULARY + 4 * HIDDEN
     assert state[2] == pytest.approx(layer * LAYERS // 4 * (2 + 4 + 12), rel=0.02)
     # what is planned with it is what a rehearsal of the plan's schedule peaks at
-    _, found = rehearse(tmp_path, [*TINY, "--pipeline-schedule", "v-half"], "--alone")
+    _, found, _ = v_half
     microbatches = found["ranks"][0]["microbatches"]
     planned = peak_held(make("v-half", 2, microbatches), costs)
     rehearsed = [rank["peak_bytes"] for rank in found["ranks"]]
