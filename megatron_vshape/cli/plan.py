@@ -8,7 +8,6 @@ import os
 import shlex
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -50,6 +49,7 @@ from megatron_vshape.core.ask import (
     LESS_STEPS,
     SLICES,
     SUFFIXES,
+    Ahead,
     Cut,
     Planned,
     Question,
@@ -57,7 +57,6 @@ from megatron_vshape.core.ask import (
     best_order,
     known_as,
     limits_of,
-    make_ahead,
     with_more,
 )
 from megatron_vshape.core.check.bounds import LimitError, fits
@@ -310,8 +309,8 @@ def _searched(
     time: Callable[[float], str],
 ) -> _Searched:
     """Return the best order, and what it is to be seen beside, for as long as there is time."""
-    threading.Thread(target=make_ahead, args=(question,), daemon=True).start()
-    answer, layers = _answered(question)
+    ahead = Ahead(question)
+    answer, layers = _answered(replace(question, progress=ahead.progress))
     seconds = 0.0 if question.stopped() else options.proof_seconds
     made = _proved(answer, max(answer.limits), seconds)
     answer = replace(answer, plan=made, schedule=made.schedule)
@@ -325,7 +324,8 @@ def _searched(
         more += _told_of("not shared", replace(plain, limit=answer.limits), answer, held, time)
     if heavy_ends.may_share(options, measured) and not question.stopped():
         more += _ways_told(question, answer, options, measured, held, time)
-    rows, others = comparison_rows(question, answer, held, time, options.all)
+    there = ahead.made
+    rows, others = comparison_rows(question, answer, held, time, options.all, there)
     compared = table(rows)
     if others:
         compared += f"\n{others} more with --all: slower, or above the limit and no faster"

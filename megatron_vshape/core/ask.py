@@ -7,7 +7,8 @@ that holds least is taken.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -61,7 +62,6 @@ from megatron_vshape.core.rivals import (
     judge,
     judge_rival,
     may_fit,
-    rival_schedule,
     rivals_of,
 )
 
@@ -89,11 +89,12 @@ takes as long as those: where the best of the known schedules are; if none fits,
 LATER = 4
 """Of the seconds of the first search a later one has one in so many."""
 
-GLANCE_STEPS = 540_000
-GLANCED = 0.003
+GLANCE_STEPS = 200_000
+GLANCED = 0.002
 """A later search is given up after so many steps, if what it has then is a larger share above the
 best. The rest of its budget, 25 times as many, takes another .06 to .47 % off: of loops of eight at
-d=8, m=64, 1/1.15/.85/.05, 10 and 14 chunks, which stay .3 and .6 % above those of four."""
+d=8, m=64, 1/1.15/.85/.05, 10 and 14 chunks, which stay .2 and .6 % above those of four. It takes
+longer than all before it."""
 
 LESS_TRIES = 4
 LESS_STEPS = 150_000
@@ -666,7 +667,7 @@ def _bound_of_simple(question: Question, limits: Sequence[float]) -> float:
 def _bound(question: Question, placement: Placement, limits: Sequence[float]) -> float:
     costs, goal = question.costs_of(placement, "a plan"), question.objective
     return min(
-        bound_at(costs, placement, question.num_microbatches, limits, goal, slices)
+        _least(costs, placement, question.num_microbatches, tuple(limits), goal, slices)
         for slices in question.slice_counts()
     )
 
@@ -743,7 +744,7 @@ def _possible(question: Question, limits: Sequence[float]) -> Iterator[Possible]
 
 
 _least = lru_cache(maxsize=256)(bound_at)
-"""Schedules of a placement have one bound, and are asked for before the search and behind it."""
+"""A placement has one bound, which is asked for before a search and behind it."""
 
 
 def _made(question: Question, possible: Possible) -> Known:
@@ -751,14 +752,16 @@ def _made(question: Question, possible: Possible) -> Known:
     return judge_rival(possible.rival, *sizes, question.costs_of)
 
 
-def compare(question: Question, answer: Planned) -> Iterator[Known | Possible]:
+def compare(
+    question: Question, answer: Planned, there: Iterable[Known] = ()
+) -> Iterator[Known | Possible]:
     """Yield what Megatron has and what is published, beside the answer to the question.
 
     What the answer did not have to be compared with, since it does not fit or cannot be faster, is
     not made, unless Megatron runs it: that takes long with many stages. Once the question is
-    stopped, nothing more is made.
+    stopped, nothing more is made. What is `there` is not made again.
     """
-    made = {known.rival: known for known in answer.known}
+    made = {known.rival: known for known in (*there, *answer.known)}
     for each in _possible(question, answer.limits):
         if each.rival in made:
             yield made[each.rival]
@@ -768,15 +771,30 @@ def compare(question: Question, answer: Planned) -> Iterator[Known | Possible]:
             yield each
 
 
-def make_ahead(question: Question) -> None:
-    """Make the schedules that `compare` will ask for: beside a search, which hardly runs Python."""
-    sizes = question.num_devices, question.num_microbatches
-    with suppress(ScheduleError):  # which the search raises, too
-        for each in _possible(question, limits_of(question)):
-            if question.stopped():
-                return
-            if _is_always_compared(question, each.rival):
-                rival_schedule(each.rival, *sizes)
+class Ahead:
+    """What `compare` will make, made beside a search while that runs machine code, not Python."""
+
+    def __init__(self, question: Question) -> None:
+        """Wait in a thread for the search's first progress."""
+        self.made: list[Known] = []
+        self._question, self._walks = question, threading.Event()
+        threading.Thread(target=self._make, daemon=True).start()
+
+    def progress(self, steps: int, best: float, bound: float) -> None:
+        """Take the search's progress; begin with the first."""
+        self._walks.set()
+        if self._question.progress is not None:
+            self._question.progress(steps, best, bound)
+
+    def _make(self) -> None:
+        self._walks.wait()
+        question = self._question
+        with suppress(ScheduleError):  # which the search raises, too
+            for each in _possible(question, limits_of(question)):
+                if question.stopped():
+                    return
+                if _is_always_compared(question, each.rival):
+                    self.made.append(joined(_made(question, each), question.objective))
 
 
 def _is_always_compared(question: Question, rival: Rival) -> bool:

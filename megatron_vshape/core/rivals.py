@@ -121,7 +121,7 @@ def judge_rival(
     Raises:
         ScheduleError: it is not for these sizes, or there are no costs of its stages.
     """
-    schedule = rival_schedule(rival, num_devices, num_microbatches)
+    schedule = _made(rival, num_devices, num_microbatches)
     costs = costs_of(schedule.placement, str(rival))
     if not costs.joins:
         schedule = schedule.parted()
@@ -129,8 +129,7 @@ def judge_rival(
 
 
 @lru_cache(maxsize=64)  # a frontier asks for the same ones at every limit
-def rival_schedule(rival: Rival, num_devices: int, num_microbatches: int) -> Schedule:
-    """Return the catalogue's schedule; raises ScheduleError where it is not for these sizes."""
+def _made(rival: Rival, num_devices: int, num_microbatches: int) -> Schedule:
     return make(rival.name, num_devices, num_microbatches, **_choices(rival))
 
 
