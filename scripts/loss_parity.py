@@ -84,6 +84,7 @@ class Settings:
     flags: tuple[str, ...]
     steps: int
     schedules: Mapping[str, str] = field(default_factory=lambda: SCHEDULES)
+    ranks: int = RANKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,8 @@ def train(settings: Settings, schedule: str, folder: Path, *flags: str) -> None:
     text = prepare(None, ROOT / ".cache" / "text", VOCABULARY)
     data = ("--data-path", str(text), "--tokenizer-model", f"{text}.model")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(RANKS), str(ROOT / "scripts" / "pretrain_gpt.py"), *FLAGS]
+    command += ["--nproc-per-node", str(settings.ranks)]
+    command += [str(ROOT / "scripts" / "pretrain_gpt.py"), *FLAGS]
     command += [*data, *settings.flags, *settings.schedules[schedule].split(), *flags]
     command += ["--tensorboard-dir", str(folder)]
     environment = os.environ | {
