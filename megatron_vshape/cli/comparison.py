@@ -1,6 +1,6 @@
 """A plan beside what Megatron has and what is published: the table of `plan`, and --against."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_vshape.core.ask import Planned, Possible, Question, compare
@@ -33,24 +33,19 @@ class _TableRow(NamedTuple):
 
 
 def comparison_rows(
-    question: Question,
-    answer: Planned,
-    held: Text,
-    time: Text,
-    every: bool = False,
-    there: Iterable[Known] = (),
+    question: Question, answer: Planned, held: Text, time: Text, every: bool = False
 ) -> tuple[list[list[str]], int]:
     """Return a heading and a row per schedule, and how many rows are left out.
 
     The recommended one comes first, then by step time; what is not within the limit stands below
     the others. Unless `every` row is wanted these are the runners-up, Megatron's own, and of each
     family that is above the limit the fastest, if more memory would make that worth it. `held` and
-    `time` write the numbers; what is `there` is not made again.
+    `time` write the numbers.
     """
     idle = simulate(answer.schedule, answer.costs).mean_idle
     name, best = _name(answer), answer.plan
     rest: list[_TableRow] = []
-    for each in (*answer.others, *compare(question, answer, there)):
+    for each in (*answer.others, *compare(question, answer)):
         if each.rival is not None and each.rival == answer.is_known:
             continue
         value = each.least if isinstance(each, Possible) else question.objective.of(each.timeline)

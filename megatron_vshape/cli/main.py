@@ -54,7 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(status)
-    gc.freeze()  # or Python would look through all that a plan has left before it ends
     return status
 
 

@@ -49,7 +49,6 @@ from megatron_vshape.core.ask import (
     LESS_STEPS,
     SLICES,
     SUFFIXES,
-    Ahead,
     Cut,
     Planned,
     Question,
@@ -309,8 +308,7 @@ def _searched(
     time: Callable[[float], str],
 ) -> _Searched:
     """Return the best order, and what it is to be seen beside, for as long as there is time."""
-    ahead = Ahead(question)
-    answer, layers = _answered(replace(question, progress=ahead.progress))
+    answer, layers = _answered(question)
     seconds = 0.0 if question.stopped() else options.proof_seconds
     made = _proved(answer, max(answer.limits), seconds)
     answer = replace(answer, plan=made, schedule=made.schedule)
@@ -324,8 +322,7 @@ def _searched(
         more += _told_of("not shared", replace(plain, limit=answer.limits), answer, held, time)
     if heavy_ends.may_share(options, measured) and not question.stopped():
         more += _ways_told(question, answer, options, measured, held, time)
-    there = ahead.made
-    rows, others = comparison_rows(question, answer, held, time, options.all, there)
+    rows, others = comparison_rows(question, answer, held, time, options.all)
     compared = table(rows)
     if others:
         compared += f"\n{others} more with --all: slower, or above the limit and no faster"

@@ -7,8 +7,7 @@ that holds least is taken.
 """
 
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -90,11 +89,10 @@ LATER = 4
 """Of the seconds of the first search a later one has one in so many."""
 
 GLANCE_STEPS = 200_000
-GLANCED = 0.002
+GLANCED = 0.003
 """A later search is given up after so many steps, if what it has then is a larger share above the
 best. The rest of its budget, 25 times as many, takes another .06 to .47 % off: of loops of eight at
-d=8, m=64, 1/1.15/.85/.05, 10 and 14 chunks, which stay .2 and .6 % above those of four. It takes
-longer than all before it."""
+d=8, m=64, 1/1.15/.85/.05, 10 and 14 chunks, which stay .3 and .6 % above those of four."""
 
 LESS_TRIES = 4
 LESS_STEPS = 150_000
@@ -752,54 +750,24 @@ def _made(question: Question, possible: Possible) -> Known:
     return judge_rival(possible.rival, *sizes, question.costs_of)
 
 
-def compare(
-    question: Question, answer: Planned, there: Iterable[Known] = ()
-) -> Iterator[Known | Possible]:
+def compare(question: Question, answer: Planned) -> Iterator[Known | Possible]:
     """Yield what Megatron has and what is published, beside the answer to the question.
 
     What the answer did not have to be compared with, since it does not fit or cannot be faster, is
     not made, unless Megatron runs it: that takes long with many stages. Once the question is
-    stopped, nothing more is made. What is `there` is not made again.
+    stopped, nothing more is made.
     """
-    made = {known.rival: known for known in (*there, *answer.known)}
+    sizes = question.num_devices, question.num_microbatches
+    made = {known.rival: known for known in answer.known}
     for each in _possible(question, answer.limits):
         if each.rival in made:
             yield made[each.rival]
-        elif not question.stopped() and _is_always_compared(question, each.rival):
+        elif not question.stopped() and (
+            each.rival.chunks is None or each.rival.is_megatrons(*sizes)
+        ):
             yield joined(_made(question, each), question.objective)
         else:
             yield each
-
-
-class Ahead:
-    """What `compare` will make, made beside a search while that runs machine code, not Python."""
-
-    def __init__(self, question: Question) -> None:
-        """Wait in a thread for the search's first progress."""
-        self.made: list[Known] = []
-        self._question, self._walks = question, threading.Event()
-        threading.Thread(target=self._make, daemon=True).start()
-
-    def progress(self, steps: int, best: float, bound: float) -> None:
-        """Take the search's progress; begin with the first."""
-        self._walks.set()
-        if self._question.progress is not None:
-            self._question.progress(steps, best, bound)
-
-    def _make(self) -> None:
-        self._walks.wait()
-        question = self._question
-        with suppress(ScheduleError):  # which the search raises, too
-            for each in _possible(question, limits_of(question)):
-                if question.stopped():
-                    return
-                if _is_always_compared(question, each.rival):
-                    self.made.append(joined(_made(question, each), question.objective))
-
-
-def _is_always_compared(question: Question, rival: Rival) -> bool:
-    sizes = question.num_devices, question.num_microbatches
-    return rival.chunks is None or rival.is_megatrons(*sizes)
 
 
 def _also_planned(

@@ -123,11 +123,12 @@ LONGER = 24
 TURNS_OF_TRADES = 8
 """With copies or recompute, where there is more to walk; only the first begins anew."""
 
-NEAR, ENOUGH = 0.003, 0.002
+NEAR, ENOUGH = 0.003, 0.001
 """So near the bound no further turn of the default budget begins, and one under way ends.
 
-At d=8, m=64, 1/1.15/.85/.05, 10 chunks, a long turn spends more than half of a plan's time on the
-last .12 %: 400.875 and 400.4, where the bound is 400.15.
+At d=8, m=64, 1/1.15/.85/.05, 10 chunks, a long turn spends a third of a plan's time on the last
+.04 %: 400.55 and 400.4, where the bound is 400.15. At .002 it ended at 400.875 a quarter of a
+second earlier, and left out copies that pay.
 """
 
 STEPS_OF_PAIR = 5
