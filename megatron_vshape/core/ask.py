@@ -88,7 +88,7 @@ takes as long as those: where the best of the known schedules are; if none fits,
 LATER = 4
 """Of the seconds of the first search a later one has one in so many."""
 
-GLANCE_STEPS = 200_000
+GLANCE_STEPS = 540_000
 GLANCED = 0.003
 """A later search is given up after so many steps, if what it has then is a larger share above the
 best. The rest of its budget, 25 times as many, takes another .06 to .47 % off: of loops of eight at
