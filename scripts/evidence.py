@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import measured_table
 import rehearsed_table
 import steps_table
 import yaml
@@ -420,7 +421,7 @@ def page() -> str:
     lines = [HEAD, *grid_search()]
     for which in read_sets():
         lines += ["", *section(which)]
-    more = [*rehearsed_table.table(), "", *steps_table.table()]
+    more = [*measured_table.table(), "", *rehearsed_table.table(), "", *steps_table.table()]
     return "\n".join([*lines, "", *more, "", *trained_here()]).rstrip() + "\n"
 
 

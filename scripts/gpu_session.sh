@@ -18,7 +18,7 @@ those too large.
 TEXT
 }
 
-commands=(splitting graphs ranks-21b nccl offload ranks-9.6b ranks-38.5b sizes)
+commands=(splitting graphs trainer nccl ranks-21b offload ranks-9.6b ranks-38.5b sizes)
 
 run_command() {
     case $1 in
@@ -30,6 +30,10 @@ run_command() {
         graphs)
             about "a chunk in CUDA graphs: whose memory its results are in, and what is kept of them"
             bench 60 check_graphs.py
+            ;;
+        trainer)
+            about "Megatron's trainer with Transformer Engine, one rank at a time: memory and passes"
+            bench 460 measure_ranks.py measure --output "$folder/trainer.json"
             ;;
         ranks-21b) emulate 21b ;;
         nccl)

@@ -11,8 +11,9 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_session.sh"
 COMMANDS = [
     "splitting",
     "graphs",
-    "ranks-21b",
+    "trainer",
     "nccl",
+    "ranks-21b",
     "offload",
     "ranks-9.6b",
     "ranks-38.5b",
