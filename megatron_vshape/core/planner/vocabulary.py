@@ -324,15 +324,37 @@ class _Dealer:
             _Joined(0.0, microbatch, LOOKUP, self.ends[0])
             for microbatch in range(min(AHEAD, schedule.num_microbatches))
         ]
+        self.everywhere = frozenset(range(devices))
+        self.readers = self._read_by()
+        self.changed = set(self.everywhere)  # devices that may do something else next than before
 
     def deal(self) -> Schedule:
         left = sum(map(len, self.left))
         left += 4 * self.schedule.num_devices * self.schedule.num_microbatches
+        starts_us, actions = [0.0] * len(self.made), dict[int, _Action]()
         for _ in range(left):
-            actions = [(self._next(device), device) for device in range(len(self.made))]
-            action, device = min(actions, key=lambda each: (each[0].start_us, each[1]))
-            self._run(action, device)
+            for device in self.changed:
+                actions[device] = self._next(device)
+                starts_us[device] = actions[device].start_us
+            device = starts_us.index(min(starts_us))
+            self.changed = {device}
+            self._run(actions[device], device)
         return replace(self.schedule, order=tuple(map(tuple, self.made)))
+
+    def _read_by(self) -> dict[tuple[Kind, int], set[int]]:
+        """Return the devices that read what a kind of pass makes on a stage."""
+        found: dict[tuple[Kind, int], set[int]] = {}
+        for needs in self.table.needs.values():
+            for stage, reads in enumerate(needs):
+                for part, source in reads:
+                    readers = found.setdefault((self.table.parts[part], source), set())
+                    readers.add(self.schedule.placement[stage])
+        found[LOSS, self.last] = set(self.everywhere)  # the T of every device, too
+        return found
+
+    def _is_done(self, kind: Kind, stage: int, microbatch: int, end: float) -> None:
+        self.done_us[kind, stage, microbatch] = end
+        self.changed |= self.readers.get((kind, stage), set())
 
     def _next(self, device: int) -> _Action:
         """Return what the device does next, as far as is known by now."""
@@ -418,7 +440,7 @@ class _Dealer:
         for work in step:
             self.made[device].append(work)
             for part in work.parts():
-                self.done_us[part, work.stage, work.microbatch] = end
+                self._is_done(part, work.stage, work.microbatch, end)
             self._done(work, end, device)
         if not first.kind.of:
             self.left[device].remove(step)
@@ -450,11 +472,15 @@ class _Dealer:
         if work.kind is Kind.F and work.stage == 0:
             ahead = work.microbatch + AHEAD
             if ahead < self.schedule.num_microbatches:
-                insort(self.joined, _Joined(end, ahead, LOOKUP, device))
+                self._join(_Joined(end, ahead, LOOKUP, device))
         if work.kind is Kind.F and work.stage == self.last:
-            insort(self.joined, _Joined(end, work.microbatch, LOGITS, device))
+            self._join(_Joined(end, work.microbatch, LOGITS, device))
         if Kind.B in work.parts() and work.stage == 0:
-            insort(self.joined, _Joined(end, work.microbatch, LOOKUP_WEIGHT, device))
+            self._join(_Joined(end, work.microbatch, LOOKUP_WEIGHT, device))
+
+    def _join(self, item: _Joined) -> None:
+        insort(self.joined, item)
+        self.changed |= self.everywhere
 
     def _sum(self, kind: Kind, stage: int, microbatch: int, end: float, device: int) -> None:
         """Put the parts together once all are there, where the sum is read."""
@@ -467,4 +493,4 @@ class _Dealer:
             begins = max(*parts, self.collectives_us[home])
             ends = begins + self.costs.time_us(kind, stage)
             self.collectives_us[home] = ends
-            self.done_us[kind, stage, microbatch] = ends + self.wait_us.get(kind, 0.0)
+            self._is_done(kind, stage, microbatch, ends + self.wait_us.get(kind, 0.0))
