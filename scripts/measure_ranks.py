@@ -75,12 +75,12 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 SHARED = "--pipeline-vocab-parallel"
 V = "--pipeline-schedule"
 CASES = (  # name, flags, GPUs, ranks
-    ("7B 1f1b", GPT_7B, 4, (0, 3)),
+    ("7B 1f1b", GPT_7B, 4, (0,)),
     ("7B v-half", f"{GPT_7B} {V} v-half", 4, (0, 3)),
-    ("7B v-min", f"{GPT_7B} {V} v-min", 4, (0, 3)),
-    ("7B v-zb", f"{GPT_7B} {V} v-zb", 4, (0, 3)),
-    ("70B 1f1b", LLAMA_70B, 64, (0, 56)),
-    ("70B v-half", f"{LLAMA_70B} {V} v-half", 64, (0, 56)),
+    ("7B v-min", f"{GPT_7B} {V} v-min", 4, (0,)),
+    ("7B v-zb", f"{GPT_7B} {V} v-zb", 4, (0,)),
+    ("70B 1f1b", LLAMA_70B, 64, (0,)),
+    ("70B v-half", f"{LLAMA_70B} {V} v-half", 64, (0,)),
     ("7B FP8 1f1b", f"{GPT_7B} {FP8}", 4, (0,)),
     ("7B FP8 v-half", f"{GPT_7B} {FP8} {V} v-half", 4, (0,)),
     ("8 experts 1f1b", EXPERTS, 4, (0,)),
