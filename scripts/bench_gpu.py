@@ -411,8 +411,9 @@ def emulate(model: Model, name: str, devices: int, rank: int, microbatches: int)
         for stage, holder in enumerate(placement)
         if holder == rank
     }
-    if offload is not None:  # learns what may wait, and makes the host memory
-        run_step(model, state, program, rank, chunks, offload=offload)
+    if offload is not None:  # one step learns what may wait, the next makes host memory for all
+        for _ in range(2):
+            run_step(model, state, program, rank, chunks, offload=offload)
     with allocator_of(model.device) as allocator:
         memory = {
             stage: stage_memory(model, state, chunk, allocator) for stage, chunk in chunks.items()

@@ -176,8 +176,6 @@ class TestOnCpu:
         for _, _, peak, predicted, _, after_pass, held, *_ in rows:
             assert float(peak) == pytest.approx(float(predicted), rel=0.05)
             assert float(after_pass) == pytest.approx(float(held), rel=0.1)
-        # The last stage's logits live inside its passes: what is held does not foretell the peak.
-        assert float(rows[-1][2]) > 1.2 * float(rows[-1][6])
         file = tmp_path / "tiny-p4.json"
         assert Costs.load(file).layers == (1, 2, 2, 2, 2, 2, 2, 1)
         assert load_schedule(tmp_path / "tiny-p4.v-half-plus.csv").num_microbatches == 8
