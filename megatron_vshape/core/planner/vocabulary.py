@@ -297,7 +297,12 @@ class _Dealer:
     ) -> None:
         self.schedule, self.costs, self.limits = schedule, costs, limits
         self.waiting, self.late = waiting, late
-        self.wait_us = {LOSS: patience * costs.time_us(Kind.F, schedule.num_stages - 1)}
+        stages = range(schedule.num_stages)
+        self.takes_us = {
+            kind: [costs.time_us(kind, stage) for stage in stages]
+            for kind in (*schedule.kinds, *VOCABULARY)
+        }
+        self.wait_us = {LOSS: patience * self.takes_us[Kind.F][-1]}
         self.changes = {kind: costs.changes(kind) for kind in schedule.kinds}
         self.most = {  # that a pass holds more while it runs
             kind: tuple(map(add, takes, costs.works(kind)))
@@ -310,14 +315,21 @@ class _Dealer:
         self.last = schedule.num_stages - 1
         self.table = NeedTable(schedule.num_stages, (*schedule.kinds, *VOCABULARY))
         self.left = [list(schedule.steps(device)) for device in range(devices)]
-        self.optional = {w for row in schedule.order for w in row if not w.kind.everywhere}
         self.links_us: dict[tuple[int, str], float] = {}  # until when resources are taken
         self.joins = [0] * devices  # of `joined`
         self.logits = [0] * devices  # so many S have run,
         self.weights = [0] * devices  # and T
         self.clock_us = [0.0] * devices
         self.made: list[list[Pass]] = [[] for _ in range(devices)]
-        self.done_us: dict[tuple[Kind, int, int], float] = {}
+        self.done_us = self._undone()
+        self.reads = {  # what a pass reads: when it is done, by microbatch, and its message
+            (kind, stage): [
+                (self.done_us[self.table.parts[part], source], self._lag_us(source, stage))
+                for part, source in needs[stage]
+            ]
+            for kind, needs in self.table.needs.items()
+            for stage in stages
+        }
         self.parts: dict[tuple[Kind, int], list[float]] = {}  # when they are there to be summed
         self.collectives_us = [0.0] * devices  # until when they are under way
         self.joined = [
@@ -341,6 +353,27 @@ class _Dealer:
             self._run(actions[device], device)
         return replace(self.schedule, order=tuple(map(tuple, self.made)))
 
+    def _undone(self) -> dict[tuple[Kind, int], list[float]]:
+        """Return when passes are done, by microbatch: never; at once, where there are none."""
+        there = {work for row in self.schedule.order for work in row if not work.kind.everywhere}
+        microbatches = range(
+            1 + max(work.microbatch for row in self.schedule.order for work in row)
+        )
+        return {
+            (part, stage): [
+                math.inf
+                if part.everywhere or part.of or Pass(part, stage, microbatch) in there
+                else 0.0
+                for microbatch in microbatches
+            ]
+            for part in self.table.parts
+            for stage in range(self.schedule.num_stages)
+        }
+
+    def _lag_us(self, source: int, stage: int) -> float:
+        placement = self.schedule.placement
+        return self.costs.send_us if placement[source] != placement[stage] else 0.0
+
     def _read_by(self) -> dict[tuple[Kind, int], set[int]]:
         """Return the devices that read what a kind of pass makes on a stage."""
         found: dict[tuple[Kind, int], set[int]] = {}
@@ -353,7 +386,7 @@ class _Dealer:
         return found
 
     def _is_done(self, kind: Kind, stage: int, microbatch: int, end: float) -> None:
-        self.done_us[kind, stage, microbatch] = end
+        self.done_us[kind, stage][microbatch] = end
         self.changed |= self.readers.get((kind, stage), set())
 
     def _next(self, device: int) -> _Action:
@@ -375,7 +408,7 @@ class _Dealer:
 
     def _action(self, step: tuple[Pass, ...], device: int) -> _Action:
         """Return the step as it comes; what runs beside the processor holds it up in nothing."""
-        ready_us = max(self._ready_us(work, device) for work in step)
+        ready_us = max(map(self._ready_us, step))
         if step[0].kind.resource != PROCESSOR and ready_us < math.inf:
             return _Action(self.clock_us[device], step)
         return _Action(max(self.clock_us[device], ready_us), step)
@@ -391,13 +424,13 @@ class _Dealer:
             action, most = self._action(step, device), self.most[kind][stage]
             if most and self.held[device] + most > self.limits[device] * (1 + _ROUNDING):
                 continue
-            least_us = (1 - self.late) * self.costs.time_us(kind, stage)
+            least_us = (1 - self.late) * self.takes_us[kind][stage]
             if action.start_us < math.inf and action.start_us + least_us <= given.start_us:
                 yield action
 
     def _fits(self, filler: _Action, given: _Action, device: int) -> bool:
         must = self.logits[device] - self.weights[device] > self.waiting
-        takes_us = 0.0 if must else self.costs.time_us(HEAD_WEIGHT, self.homes[device])
+        takes_us = 0.0 if must else self.takes_us[HEAD_WEIGHT][self.homes[device]]
         return filler.start_us + takes_us <= given.start_us
 
     def _filler(self, device: int, now: float) -> _Action | None:
@@ -406,8 +439,8 @@ class _Dealer:
         ready = min(self.logits[device], microbatch + 2)
         if ready < min(microbatch + 2, self.schedule.num_microbatches) or ready == microbatch:
             return None
-        done = self.done_us.get((LOSS, self.last, microbatch))
-        if done is None:
+        done = self.done_us[LOSS, self.last][microbatch]
+        if done == math.inf:
             return None
         start = max(now, self._arrives(done, self.ends[1], device))
         return _Action(start, (Pass(HEAD_WEIGHT, self.homes[device], microbatch),))
@@ -415,18 +448,13 @@ class _Dealer:
     def _arrives(self, made_us: float, source: int, device: int) -> float:
         return made_us + (self.costs.send_us if source != device else 0.0)
 
-    def _ready_us(self, work: Pass, device: int) -> float:
+    def _ready_us(self, work: Pass) -> float:
         """Return when the pass has all that it reads; infinity where that is not known."""
-        needs = (
-            need
-            for need in self.table.needs_of(work)
-            if need.kind.everywhere or need.kind.of or need in self.optional
-        )
-        return max((self._arrived(*need, device) for need in needs), default=0.0)
-
-    def _arrived(self, kind: Kind, stage: int, microbatch: int, device: int) -> float:
-        done = self.done_us.get((kind, stage, microbatch), math.inf)
-        return self._arrives(done, self.schedule.placement[stage], device)
+        kind, stage, microbatch = work
+        ready_us = 0.0
+        for done_us, lag_us in self.reads[kind, stage]:
+            ready_us = max(ready_us, done_us[microbatch] + lag_us)
+        return ready_us
 
     def _run(self, action: _Action, device: int) -> None:
         step, first = action.step, action.step[0]
@@ -435,7 +463,7 @@ class _Dealer:
             self.clock_us[device] = end
         else:
             link = device, resource_of(first.kind, self.costs.half_duplex)
-            start = max(self._ready_us(first, device), self.links_us.get(link, 0.0))
+            start = max(self._ready_us(first), self.links_us.get(link, 0.0))
             self.links_us[link] = end = start + self._length_us(step)
         for work in step:
             self.made[device].append(work)
@@ -448,7 +476,7 @@ class _Dealer:
     def _length_us(self, step: tuple[Pass, ...]) -> float:
         kind, stage, _ = step[0]
         if len(step) == 1:
-            return self.costs.time_us(kind, stage)
+            return self.takes_us[kind][stage]
         return self.costs.joint_us(stage, step[1].kind, step[1].stage)
 
     def _done(self, work: Pass, end: float, device: int) -> None:
@@ -491,6 +519,6 @@ class _Dealer:
             self.made[home].append(Pass(kind, stage, microbatch))
         if len(parts) == self.schedule.num_devices:
             begins = max(*parts, self.collectives_us[home])
-            ends = begins + self.costs.time_us(kind, stage)
+            ends = begins + self.takes_us[kind][stage]
             self.collectives_us[home] = ends
             self._is_done(kind, stage, microbatch, ends + self.wait_us.get(kind, 0.0))
