@@ -2,6 +2,7 @@
 
     python scripts/unlike_table.py [--devices 4 8] [--sigma 0.5 1] [--lengths rl] [--draws 5]
     python scripts/unlike_table.py --gloo [--devices 4] [--sigma 1.0] [--draws 3] [--rounds 3]
+    python scripts/unlike_table.py --start [--devices 4 8] [--lengths rl]
     python scripts/unlike_table.py --percentiles ShareGPT_V3_unfiltered_cleaned_split.json
 
 A microbatch is one sequence. Its length is drawn:
@@ -27,6 +28,11 @@ With --gloo the runtime runs these orders over gloo, a process for each device, 
 device; a pass sleeps for as long as it is predicted to take, of which one of mean length and of F
 takes --unit-ms. Beside the measured step, the median of the rounds, stands the simulated one, both
 of all draws together, and the gain of each.
+
+With --start: the processor time, in ms, that a step's start takes of the main thread where the
+trainer of a model of 8B chooses the places: the order looked for at the step's start, and during
+the step before; and what it takes of all threads then. Medians of steps, their microbatches read
+from a loader with a worker.
 """
 
 from __future__ import annotations
@@ -43,10 +49,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from bench_runtime import SHAPE, on_ranks, take
+from megatron.core.rerun_state_machine import RerunDataIterator
+from torch.utils.data import DataLoader, Dataset
 
 from megatron_vshape.core.ask import AUTO, Question, ask
 from megatron_vshape.core.check.simulate import peak_held, simulate
@@ -57,6 +66,8 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.core.unlike import even_out
+from megatron_vshape.mcore.setup.plans import PlannedStep
+from megatron_vshape.mcore.step.unlike import Places
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import run_program
 
@@ -68,6 +79,20 @@ KAPPA = 0.5
 
 Draw = Callable[[random.Random], float]
 """Draws a length, in tokens or another unit."""
+
+LLAMA = SimpleNamespace(
+    kv_channels=128,
+    num_attention_heads=32,
+    num_query_groups=8,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_moe_experts=None,
+    gated_linear_unit=True,
+    variable_seq_lengths=False,
+)
+"""Of Llama 3 8B, what the trainer's prices of microbatches read."""
+
+STEPS = 12
 
 BYTES_OF_TOKEN = 4
 PERCENTS = (1, 5, 10, 25, 50, 75, 90, 95, 99)
@@ -118,11 +143,15 @@ def of_mock_data(rng: random.Random) -> float:
 NAMED: dict[str, Draw] = {"sharegpt": of_sharegpt, "rl": of_rollouts, "mock": of_mock_data}
 
 
+def drawing(lengths: str) -> Draw:
+    """Return what draws lengths of this name, or of this sigma around one."""
+    named = NAMED.get(lengths)
+    return named or partial(random.Random.lognormvariate, mu=0.0, sigma=float(lengths))
+
+
 def unlike(costs: Costs, count: int, lengths_of: str, seed: int) -> Costs:
     """Return the costs of so many microbatches of such lengths, by their name or sigma."""
-    rng, draw = random.Random(seed), NAMED.get(lengths_of)
-    if draw is None:
-        draw = partial(random.Random.lognormvariate, mu=0.0, sigma=float(lengths_of))
+    rng, draw = random.Random(seed), drawing(lengths_of)
     lengths = [draw(rng) for _ in range(count)]
     mean = sum(lengths) / count
     tokens = [each / mean for each in lengths]
@@ -246,6 +275,66 @@ def on_gloo(devices: int, lengths: str, draws: int, rounds: int, unit_us: float)
         print(f"{name:14}{a:12.3f}{b:12.3f}{b / a:8.3f}{gains:>18}")
 
 
+class Documents(Dataset[dict[str, torch.Tensor]]):
+    """Microbatches of a sequence each, with their ends."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """Take the lengths of all."""
+        self._lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        length = self._lengths[number]
+        return {"tokens": torch.zeros(1, length), "cu_seqlens": torch.tensor([0, length])}
+
+
+def starts_ms(plan: PlannedStep, count: int, lengths: str, early: bool) -> tuple[float, float]:
+    """Return what a step's start takes of the main thread, and the whole step of all threads.
+
+    Medians of steps; with `early` the order is looked for during the step before.
+    """
+    rng, draw = random.Random(0), drawing(lengths)
+    drawn = [
+        max(1, round(draw(rng) * (1 if lengths in NAMED else 4096))) for _ in range(STEPS * count)
+    ]
+    loader = iter(DataLoader(Documents(drawn), batch_size=None, num_workers=1))
+    # Beneath Megatron's own iterator alone the next step's microbatches are read early.
+    source = RerunDataIterator(loader) if early else loader
+    places, one = Places(LLAMA, None), SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    groups = SimpleNamespace(pp=one, tp=one, cp=one)
+    started, whole = [], []
+    for _ in range(STEPS):
+        all_s, own_s = time.process_time(), time.thread_time()
+        _, (given,) = places.order(plan, [source], count, groups, 0)
+        started.append(time.thread_time() - own_s)
+        for _ in range(count):
+            next(given)
+        time.sleep(0.3)  # what is left of the step
+        whole.append(time.process_time() - all_s)
+    return 1e3 * median(started[3:]), 1e3 * median(whole[3:])
+
+
+def print_starts(devices: Sequence[int], cases: Sequence[str]) -> None:
+    """Print what the start of a step takes, for each number of devices and of microbatches."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    print(f"{'d':>3}{'m':>5}{'lengths':>10}{'at start':>10}{'before':>10}{'all':>10}")
+    for each, count in [(d, m) for d in devices for m in (4 * d, 8 * d)]:
+        costs = Costs.uniform(each, 2 * each, 1, 1.15, 0.85, 0.05)
+        schedule = make("v-zb", each, count)
+        timeline = simulate(schedule, costs)
+        plan = PlannedStep(schedule, timeline, lower(schedule, timeline), costs)
+        for lengths in cases:
+            (late, _), (early, whole) = (
+                starts_ms(plan, count, lengths, at) for at in (False, True)
+            )
+            print(
+                f"{each:3}{count:5}{lengths:>10}{late:10.1f}{early:10.1f}{whole:10.1f}", flush=True
+            )
+    dist.destroy_process_group()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -254,6 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", nargs="*", choices=[*NAMED])
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--gloo", action="store_true", help="run the orders over gloo")
+    parser.add_argument("--start", action="store_true", help="what the start of a step takes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--unit-ms", type=float, default=10.0)
     parser.add_argument("--percentiles", type=Path, help="of a ShareGPT file")
@@ -264,6 +354,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.sigma is None and args.lengths is None:
         args.sigma, args.lengths = [0.5, 1.0], [*NAMED]
     cases = [*map(str, args.sigma or ()), *(args.lengths or ())]
+    if args.start:
+        print_starts(args.devices, cases)
+        return
     if args.gloo:
         for devices in args.devices:
             for lengths in cases:
