@@ -274,9 +274,12 @@ def forward(
     model: nn.Module,
     return_schedule_plan: bool = False,
     reads_logits: str | None = None,
+    seen: list[int] | None = None,
 ) -> tuple[Any, Any]:
     """Run a microbatch, or return its plan; only an end of the model is given what it reads."""
     batch = next(data)
+    if seen is not None and unwrapped(model).pre_process:
+        seen.append(batch["tokens"].shape[1])
     if shape == "bridge":
         group = mpu.get_pipeline_model_parallel_group()
         ends = is_pp_first_stage(group), is_pp_last_stage(group)
@@ -491,6 +494,7 @@ def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]
     losses: list[list[float]] = []
     norms: list[float] = []
     made: list[Any] = []
+    seen: list[list[int]] = []  # of every step, the lengths as the first stage is given them
     read: dict[str, list[list[float] | None]] = {each.__name__: [] for each in READERS}
     for step, count in enumerate((8, 4, 8) if shape == "verl" else (8, 8, 8)):
         lengths = [LONGEST, 7, 16] if shape == "verl" else [LONGEST]
@@ -498,9 +502,10 @@ def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         collected: list[float] = []
+        seen.append([])
         returned = get_forward_backward_func()(
             forward_step_func=partial(
-                forward, shape, collected, reads_logits=given.get("reads_logits")
+                forward, shape, collected, reads_logits=given.get("reads_logits"), seen=seen[-1]
             ),
             data_iterator=iterators(given, model, step + 10 * replica, count, lengths),
             model=model,
@@ -525,6 +530,7 @@ def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]
         "losses": losses,
         "read": read,
         "made": made,
+        "seen": seen,
         "norms": norms,
         "gradients": {name: each.main_grad.clone() for name, each in whole},
         "parameters": {name: each.detach().clone() for name, each in named},

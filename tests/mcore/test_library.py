@@ -48,6 +48,7 @@ class Learnt(NamedTuple):
     first: dict[str, Any]  # all that the first rank has kept
     read: list[dict[str, Any]]  # of every rank: of every step, what it reads in each known way
     made: list[Any]  # what the last rank has made of logits, of every step
+    seen: list[Any]  # of every rank: of every step, the lengths as its first stage is given them
 
 
 def learnt(folder: Path, ranks: int = RANKS) -> Learnt:
@@ -65,6 +66,7 @@ def learnt(folder: Path, ranks: int = RANKS) -> Learnt:
         first=kept[0],
         read=[each.get("read", {}) for each in kept],
         made=kept[-1].get("made", []),
+        seen=[each.get("seen", []) for each in kept],
     )
 
 

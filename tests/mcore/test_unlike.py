@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from mcore.farm import Ended, Farm
+from mcore.test_library import run as run_library
+from mcore.test_library import same
 from mcore.test_training import CONSTANT, GROWING, UNTIED, assert_equal_training, losses, relative
 from megatron.core.rerun_state_machine import RerunDataIterator
 from torch.utils.data import DataLoader, Dataset
@@ -301,6 +303,25 @@ def test_gradients_are_equal_to_rounding_and_bitwise_in_the_order_kept(
         mine, yours = ours.merged("parameters"), theirs.merged("parameters")
         assert all(torch.equal(mine[name], yours[name]) for name in mine)
     assert ("take places" in ours.output[0]) != bool(kept)
+
+
+def test_log_probabilities_come_back_in_the_callers_order(farm: Farm, tmp_path: Path) -> None:
+    """Those of forward passes alone, which run as given, and those of steps that change places."""
+    file = tmp_path / "costs.json"
+    file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
+    folder, given = tmp_path / "runs", {"reads_logits": "call"}
+    folder.mkdir()
+    plain = run_library(farm, folder, "verl", None, ranks=2, **given)
+    costs = {"costs_file": str(file)}
+    ours = run_library(farm, folder, "verl", "auto", options=costs, ranks=2, **given)
+    same(ours, plain)
+    mine, stock = (next(filter(any, each.seen)) for each in (ours, plain))
+    assert [mine[at] != stock[at] for at in range(3)] == [True, False, True]
+    assert [*map(sorted, mine)] == [*map(sorted, stock)]
+    assert list(map(len, ours.made)) == [8, 4, 8]
+    for own, theirs in zip(sum(ours.made, []), sum(plain.made, []), strict=True):
+        for name in ("log_probs", "entropy"):
+            torch.testing.assert_close(own[name], theirs[name], rtol=1e-6, atol=2e-6)
 
 
 EVALUATED = ("--eval-interval", "3", "--eval-iters", "1")
