@@ -17,10 +17,10 @@ from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces, even_layers, even_with_ends
-from megatron_vshape.core.model.placement import looping
+from megatron_vshape.core.model.placement import Placement, looping
 from megatron_vshape.core.planner.vocabulary import held_logits, is_shared, shared_pieces
 from megatron_vshape.core.rivals import Known, judge
-from megatron_vshape.mcore.layout.given_layout import layers_in
+from megatron_vshape.mcore.layout.given_layout import layers_in, layout_of
 from megatron_vshape.rehearsal import report, shapes
 from megatron_vshape.rehearsal.counting import count_all
 from megatron_vshape.rehearsal.flags import Command, Sizes, read_command, sizes_of
@@ -58,8 +58,25 @@ class Line:
     @property
     def title(self) -> str:
         """Return the schedule and the shape in words."""
-        shared = ", vocabulary shared" if self.shares else ""
-        return f"{self.name}{shared}, {self.shape.told()}"
+        more = ", vocabulary shared" if self.shares else ""
+        if self.is_stock and not self.is_even:
+            more = ", layers dealt out"
+        return f"{self.name}{more}, {self.shape.told()}"
+
+    @property
+    def is_even(self) -> bool:
+        """Return whether the layers are equally many of every stage, or they and both ends."""
+        layers = self.known.costs.layers or ()
+        return len(set(layers)) < 2 or layers == even_with_ends(sum(layers), len(layers))
+
+    def deals_by(self, predicting: int) -> list[str]:
+        """Return Megatron's flags for so many layers of every stage, `predicting` in the last."""
+        layers = self.known.costs.layers or ()
+        if not self.is_even:
+            return [f"--pipeline-model-parallel-layout '{layout_of(layers, predicting)}'"]
+        if len(set(layers)) < 2:
+            return []
+        return [f"--account-for-{end}-in-pipeline-split" for end in ("embedding", "loss")]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -201,8 +218,10 @@ class _Advice:
         return found
 
     def _today(self, own: Shape) -> Line:
-        name = self.command.value("--pipeline-schedule") or self._megatrons()
-        line = self._named(name, own, stock=not self.command.has("--pipeline-schedule"))
+        name, layers = self.command.value("--pipeline-schedule"), None
+        if name is None and (layout := self.command.value("--pipeline-model-parallel-layout")):
+            layers, _ = layers_in(layout)
+        line = self._named(name or self._megatrons(), own, stock=name is None, layers=layers)
         if line is None:
             raise ScheduleError(f"{name} is not known, or not of these sizes")
         return line
@@ -224,7 +243,7 @@ class _Advice:
     def _stock(self, shape: Shape) -> Iterator[Line]:
         """Yield Megatron's own schedules, where the layers divide; where they never do, all.
 
-        Then a --pipeline-model-parallel-layout deals them out.
+        Each with the layers dealt out evenly, and by a layout that evens out the work.
         """
         most = (self.layers + 2) // shape.pipeline
         counts = [n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12) if n <= most]
@@ -234,26 +253,37 @@ class _Advice:
             if chunks > 1 and many % shape.pipeline:
                 continue
             name = "1f1b" if chunks == 1 else f"interleaved-1f1b:{chunks}"
-            line = self._named(name, shape, stock=True)
-            if line is not None:
-                yield line
+            for layers in self._dealt(shape, looping(shape.pipeline, chunks)):
+                line = self._named(name, shape, stock=True, layers=layers)
+                if line is not None:
+                    yield line
 
     def divides(self, stages: int) -> bool:
         """Return whether layers, or layers and both ends, are equally many of every stage."""
         return 0 in (self.layers % stages, (self.layers + 2) % stages)
 
-    def _named(self, name: str, shape: Shape, stock: bool) -> Line | None:
+    def _dealt(self, shape: Shape, placement: Placement) -> list[tuple[int, ...]]:
+        """Return how flags of Megatron's deal the layers out: evenly, if so, and by their work."""
+        stages = len(placement)
+        even = (
+            even_with_ends(self.layers, stages)
+            if self.layers % stages
+            else even_layers(self.layers, placement)
+        )
+        balanced = self.counted[shape].pieces.balanced(self.layers, placement)
+        return [balanced] if even in (None, balanced) else [even, balanced]
+
+    def _named(
+        self, name: str, shape: Shape, stock: bool, layers: tuple[int, ...] | None = None
+    ) -> Line | None:
+        """Return the schedule of this name, with these layers if it has as many stages."""
         counted = self.counted[shape]
 
         def cut(stages: int, _: str) -> Costs:
-            placement = looping(shape.pipeline, stages // shape.pipeline)
-            if self.layers % stages == 0:
-                layers = even_layers(self.layers, placement)
-            else:  # --account-for-embedding-in-pipeline-split, and for the loss
-                layers = even_with_ends(self.layers, stages) or counted.pieces.balanced(
-                    self.layers, placement
-                )
-            made = counted.pieces.costs(layers)
+            own = layers
+            if own is None or len(own) != stages:
+                own = self._dealt(shape, looping(shape.pipeline, stages // shape.pipeline))[0]
+            made = counted.pieces.costs(own)
             return made.under_megatron() if stock else made
 
         question = Question(
@@ -396,8 +426,8 @@ def _change(advice: _Advice, today: Line, line: Line) -> str:
             if chunks == 1
             else f"--num-virtual-stages-per-pipeline-rank {chunks}"
         )
-        if not advice.divides(line.known.schedule.num_stages):
-            words.append("a --pipeline-model-parallel-layout with even work")
+        if line.known.costs.layers != today.known.costs.layers:
+            words += line.deals_by(advice.command.number("--mtp-num-layers", 0))
     else:
         target = advice.options.export or "plan.json (--export plan.json writes it)"
         words.append(f"--pipeline-schedule {target}")

@@ -13,7 +13,7 @@ import torch
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import linear, looping, v_shape
-from megatron_vshape.mcore.layout.given_layout import layers_in, nearest, regrouped
+from megatron_vshape.mcore.layout.given_layout import layers_in, layout_of, nearest, regrouped
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup.translate import (
     TRANSLATIONS,
@@ -61,6 +61,15 @@ class TestLayouts:
         expected = layers, theirs.flatten_layout.count(layouts.LayerType.mtp)
         assert layers_in(layout) == expected
         assert layers_in(theirs) == expected  # Megatron's own object
+
+    @pytest.mark.parametrize("layers", [(3, 4, 4, 2), (0, 5, 5, 0), (2,) * 16, (1, 2, 3, 3, 3, 0)])
+    def test_one_is_written_as_megatron_reads_it(self, layers: tuple[int, ...]) -> None:
+        layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
+        for predicting in (0, 1):
+            told = layout_of(layers, predicting)
+            assert layers_in(told) == (layers, predicting)
+            theirs = layouts.PipelineParallelLayerLayout.from_str(told, len(layers) // 2)
+            assert layers_in(theirs) == (layers, predicting)
 
     def test_some_have_multi_token_prediction(self) -> None:
         counts = [layers_in(layout)[1] for layout, _ in layouts_of_recipes().values()]

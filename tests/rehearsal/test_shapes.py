@@ -1,9 +1,15 @@
 """Which shapes are looked at, and what of a counted one depends on where it runs."""
 
+from argparse import Namespace
+
 from megatron_vshape import verify
+from megatron_vshape.cli.advise import _Advice
+from megatron_vshape.core.model.costs import Piece
+from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.rehearsal.counted import both_backwards
-from megatron_vshape.rehearsal.flags import read_command
-from megatron_vshape.rehearsal.shapes import least_of, shape_of, shapes_beside
+from megatron_vshape.rehearsal.flags import Command, read_command, sizes_of
+from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.shapes import Counted, least_of, shape_of, shapes_beside
 from megatron_vshape.rehearsal.work import Work
 
 EXPERTS = read_command(
@@ -58,3 +64,29 @@ def test_the_schedule_that_counts_can_run() -> None:
     verify(schedule)
     kinds = {str(work.kind) for row in schedule.order for work in row}
     assert kinds == {"F", "B", "W", "BW"}
+
+
+def test_stock_megatron_may_deal_layers_out_by_their_work() -> None:
+    """An output layer of four layers makes the last of even ranks the one that all wait for."""
+    flags = "--num-layers 36 --pipeline-model-parallel-size 4 --global-batch-size 32"
+    command = read_command(["pretrain_gpt.py", *flags.split(), "--micro-batch-size", "1"])
+    own, layer = shape_of(command), Piece(1.0, 1.0, 1.0, 1.0, 0.0)
+    advice = _Advice(command, Namespace(), 4, GPUS["h100"], 36)
+    head = Piece(4.0, 4.0, 4.0, 0.0, 0.0)
+    pieces = Pieces(layer, Piece(0.0, 0.0, 0.0, 0.0, 0.0), head, 0.0)
+    advice.counted[own], advice.sizes[own] = Counted(pieces, 0.0, 1.0, 0.0), sizes_of(command, 4)
+    lines = {(line.name, line.is_even): line for line in advice._stock(own)}
+    even, dealt = lines["1f1b", True], lines["1f1b", False]
+    assert even.known.costs.layers == (9, 9, 9, 9)
+    assert dealt.known.costs.layers == (10, 10, 10, 6)
+    assert dealt.step_s < 0.8 * even.step_s
+    layout = "Etttttttttt|(tttttttttt|)*2ttttttL"
+    assert dealt.deals_by(0) == [f"--pipeline-model-parallel-layout '{layout}'"]
+    assert even.deals_by(0) == []
+    given = command.having(pipeline_model_parallel_layout=layout)
+    assert _with(advice, given)._today(own).step_s == dealt.step_s
+
+
+def _with(advice: _Advice, command: Command) -> _Advice:
+    advice.command = command
+    return advice

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -44,6 +45,18 @@ def layers_in(layout: Any) -> tuple[tuple[int, ...], int]:
             "layers between them, and then those of multi-token prediction if there are any"
         )
     return tuple(stage.count(DECODER) for stage in stages), counts[1]
+
+
+def layout_of(layers: Sequence[int], predicting: int = 0) -> str:
+    """Return the text of a layout with so many layers on every stage, in model order.
+
+    >>> layout_of((3, 4, 4, 2))
+    'Ettt|(tttt|)*2ttL'
+    """
+    first, *inner, last = ("t" * count for count in layers)
+    runs = [(body, len(list(same))) for body, same in groupby(inner)]
+    between = (f"({body}|)*{count}" if count > 1 else f"{body}|" for body, count in runs)
+    return f"E{first}|{''.join(between)}{last}{'m' * predicting}L"
 
 
 def as_written(layout: Any) -> str:
