@@ -45,6 +45,7 @@ TAKEN = """
     expert_model_parallel_size expert_tensor_parallel_size sequence_parallel global_batch_size
     micro_batch_size seq_length recompute_granularity recompute_method recompute_num_layers
     recompute_modules moe_token_dispatcher_type moe_flex_dispatcher_backend mtp_num_layers
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
 """.split()
 
 Row = dict[str, Any]
@@ -108,6 +109,9 @@ def flags_of(row: Row) -> tuple[str, list[str]]:
         if "num-experts" in text or not name.startswith("moe_")
     }
     taken["max_position_embeddings"] = own["seq_length"]
+    layout = own.get("pipeline_model_parallel_layout") or ""
+    if layout[:1] == "E":  # not what a function of the recipe's returns
+        taken["pipeline_model_parallel_layout"], chunks = layout, 1
     taken["num_virtual_stages_per_pipeline_rank"] = chunks if chunks > 1 else None
     return f"{match[1]}x{match[2]}", [*words, *flag_words(taken)]
 

@@ -38,6 +38,9 @@ PLANNED_SHAPES = 3
 KEEP = ("recompute", *shapes.KEPT.values())
 
 
+ENDS = ("embedding", "loss")
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """A way to run: a schedule in a shape, and what it is predicted to take."""
@@ -76,7 +79,7 @@ class Line:
             return [f"--pipeline-model-parallel-layout '{layout_of(layers, predicting)}'"]
         if len(set(layers)) < 2:
             return []
-        return [f"--account-for-{end}-in-pipeline-split" for end in ("embedding", "loss")]
+        return [f"--account-for-{end}-in-pipeline-split" for end in ENDS]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -218,27 +221,33 @@ class _Advice:
         return found
 
     def _today(self, own: Shape) -> Line:
-        name, layers = self.command.value("--pipeline-schedule"), None
-        if name is None and (layout := self.command.value("--pipeline-model-parallel-layout")):
-            layers, _ = layers_in(layout)
-        line = self._named(name or self._megatrons(), own, stock=name is None, layers=layers)
+        given = self.command.value("--pipeline-schedule")
+        name, layers = self._megatrons() if given is None else (given, None)
+        line = self._named(name, own, stock=given is None, layers=layers)
         if line is None:
             raise ScheduleError(f"{name} is not known, or not of these sizes")
         return line
 
-    def _megatrons(self) -> str:
-        """Return the name of the schedule that Megatron itself takes."""
+    def _megatrons(self) -> tuple[str, tuple[int, ...] | None]:
+        """Return the name of the schedule that Megatron itself takes, and its stages' layers.
+
+        None where they do not divide, as where a program makes a layout of them.
+        """
         command = self.command
+        pipeline = command.number("--pipeline-model-parallel-size", 1)
+        if layout := command.value("--pipeline-model-parallel-layout"):
+            layers, _ = layers_in(layout)
+            return _megatrons_name(len(layers) // pipeline), layers
+        ends = [command.has(f"--account-for-{end}-in-pipeline-split") for end in ENDS]
+        counted = self.layers + sum(ends)
         chunks = command.number("--num-virtual-stages-per-pipeline-rank", 1)
-        each = command.number("--num-layers-per-virtual-pipeline-stage", 0)
-        if each:
-            pipeline = command.number("--pipeline-model-parallel-size", 1)
-            chunks = max(1, self.layers // (each * pipeline))
-        layout = command.value("--pipeline-model-parallel-layout")
-        if layout:
-            stages = len(layers_in(layout)[0])
-            chunks = max(1, stages // command.number("--pipeline-model-parallel-size", 1))
-        return "1f1b" if chunks == 1 else f"interleaved-1f1b:{chunks}"
+        if each := command.number("--num-layers-per-virtual-pipeline-stage", 0):
+            chunks = max(1, counted // (each * pipeline))
+        each, rest = divmod(counted, pipeline * chunks)
+        even = [each] * (pipeline * chunks)
+        even[0] -= ends[0]
+        even[-1] -= ends[1]
+        return _megatrons_name(chunks), None if rest else tuple(even)
 
     def _stock(self, shape: Shape) -> Iterator[Line]:
         """Yield Megatron's own schedules, where the layers divide; where they never do, all.
@@ -252,7 +261,7 @@ class _Advice:
         for chunks in dividing or counts:
             if chunks > 1 and many % shape.pipeline:
                 continue
-            name = "1f1b" if chunks == 1 else f"interleaved-1f1b:{chunks}"
+            name = _megatrons_name(chunks)
             for layers in self._dealt(shape, looping(shape.pipeline, chunks)):
                 line = self._named(name, shape, stock=True, layers=layers)
                 if line is not None:
@@ -347,6 +356,10 @@ class _Advice:
         flops = 3 * (self.layers * counted.layer_flops + counted.ends_flops)
         mfu = flops * self.microbatches(shape) / (step_s * self.gpu.bf16_flops * shape.pipeline)
         return Line(name, shape, known, step_s, mfu, stock)
+
+
+def _megatrons_name(chunks: int) -> str:
+    return "1f1b" if chunks == 1 else f"interleaved-1f1b:{chunks}"
 
 
 def _step(line: Line) -> float:
