@@ -12,6 +12,7 @@ def test_weight_jobs_of_a_step_that_failed_are_let_go_of() -> None:
     state = StepState()
     runner = PipelineRunner.__new__(PipelineRunner)  # the whole of it needs process groups
     runner._state, runner._transport, runner._capabilities = state, None, ()
+    runner._places = None
     with state.jobs.collect((3, 0)):
         pass
     runner.forget_data()
