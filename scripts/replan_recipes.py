@@ -143,11 +143,10 @@ what `megatron-vshape advise` predicts of today's schedule, of the best that sto
 the same parallelism, and of the best with this package, there too. Predicted, not measured; what is
 within {within:g} % of each other is a toss-up. TP, PP, CP, EP and the microbatch are the recipe's
 own; graphs of a whole step and experts' exchanges behind another microbatch, which some recipes
-have, are in none of the lines, and DeepEP is counted as HybridEP. Llama 3.1 405B, Llama 3 70B but
-on B300 and GB300, and the H100 rows of DeepSeek and Kimi have tensor parallelism, and were asked
-when W was taken to keep what it gathers: a planned order holds less there than is told. `python
-scripts/replan_recipes.py RECIPES.json --megatron DIR --te DIR` asks, and without arguments prints
-this page.
+have, are in none of the lines, and DeepEP is counted as HybridEP. Stock Megatron may deal its
+layers out by a layout, as some recipes do; a layout that a function of the recipe's returns is
+taken as even work. `python scripts/replan_recipes.py RECIPES.json --megatron DIR --te DIR` asks,
+and without arguments prints this page.
 """
 
 
@@ -190,7 +189,8 @@ def _line(model: str, gpus: str, lines: Row) -> str:
         if line is None:
             return "nothing fits"
         recompute = line["shape"]["recompute"]
-        how = "" if recompute == "none" else f", {recompute} recompute"
+        how = ", vocabulary shared" if line.get("shares_vocabulary") else ""
+        how += "" if recompute == "none" else f", {recompute} recompute"
         return f"{line['step_s']:.3g} s, {line['peak_gib']:.0f} GiB: {line['schedule']}{how}"
 
     today, stock, best = (lines.get(what) for what in ("today", "stock", "best"))
