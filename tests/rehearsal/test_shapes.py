@@ -80,7 +80,7 @@ def test_stock_megatron_may_deal_layers_out_by_their_work() -> None:
     assert even.known.costs.layers == (9, 9, 9, 9)
     assert dealt.known.costs.layers == (10, 10, 10, 6)
     assert dealt.step_s < 0.8 * even.step_s
-    layout = "Etttttttttt|(tttttttttt|)*2ttttttL"
+    layout = "Et*10|(t*10|)*2t*6L"
     assert dealt.deals_by(0) == [f"--pipeline-model-parallel-layout '{layout}'"]
     assert even.deals_by(0) == []
     given = command.having(pipeline_model_parallel_layout=layout)

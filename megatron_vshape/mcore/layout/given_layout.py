@@ -51,9 +51,9 @@ def layout_of(layers: Sequence[int], predicting: int = 0) -> str:
     """Return the text of a layout with so many layers on every stage, in model order.
 
     >>> layout_of((3, 4, 4, 2))
-    'Ettt|(tttt|)*2ttL'
+    'Ettt|(t*4|)*2ttL'
     """
-    first, *inner, last = ("t" * count for count in layers)
+    first, *inner, last = ("t" * n if n < 4 else f"t*{n}" for n in layers)
     runs = [(body, len(list(same))) for body, same in groupby(inner)]
     between = (f"({body}|)*{count}" if count > 1 else f"{body}|" for body, count in runs)
     return f"E{first}|{''.join(between)}{last}{'m' * predicting}L"
