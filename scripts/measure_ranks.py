@@ -316,24 +316,11 @@ def _stand_in() -> None:
 
 
 def _watch_ours(watched: Watched) -> None:
-    """Register nothing that a run would not: only what waits for another rank is left out."""
     from megatron_vshape.core.model.kinds import PARTS, Kind
-    from megatron_vshape.mcore.setup import library
-    from megatron_vshape.mcore.step import loss_reporting
     from megatron_vshape.mcore.step.stage import MegatronStage
     from megatron_vshape.rehearsal import ours
-    from megatron_vshape.runtime import p2p, together
 
-    replaced: Any = p2p.Transport
-    replaced._warm_up = lambda self, edges: None
-    replaced = library
-    replaced._messages_are_kernels = lambda: True
-    replaced = p2p
-    replaced._WaitedSends = lambda timeout_s, tell: ours._sends_until_waited_for(tell)
-    replaced = together.Together
-    replaced.begin = ours._begin_at_once
-    replaced = loss_reporting.Courier
-    replaced.bring_losses = ours._bring
+    ours.run_alone()
     stage: Any = MegatronStage
     for kind in (*PARTS, Kind.BW):
         setattr(stage, kind.method, watched.of_ours(str(kind), getattr(stage, kind.method)))

@@ -36,9 +36,8 @@ PLANNED_SHAPES = 3
 """Shapes that a plan is looked for in: the command's, and the best of the others."""
 
 KEEP = ("recompute", *shapes.KEPT.values())
-
-
 ENDS = ("embedding", "loss")
+LAYOUT = "--pipeline-model-parallel-layout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +71,20 @@ class Line:
         layers = self.known.costs.layers or ()
         return len(set(layers)) < 2 or layers == even_with_ends(sum(layers), len(layers))
 
-    def deals_by(self, predicting: int) -> list[str]:
-        """Return Megatron's flags for so many layers of every stage, `predicting` in the last."""
-        layers = self.known.costs.layers or ()
+    def changes_megatron(self, command: Command) -> list[str]:
+        """Return what makes Megatron run these stages: a layout says how many there are, too."""
+        layers, chunks = self.known.costs.layers or (), self.known.schedule.num_chunks
         if not self.is_even:
-            return [f"--pipeline-model-parallel-layout '{layout_of(layers, predicting)}'"]
-        if len(set(layers)) < 2:
-            return []
-        return [f"--account-for-{end}-in-pipeline-split" for end in ENDS]
+            predicting = command.number("--mtp-num-layers", 0)
+            return [f"{LAYOUT} '{layout_of(layers, predicting)}'"]
+        words = [f"no {LAYOUT}"] if command.has(LAYOUT) else []
+        if chunks == 1:
+            words.append("1F1B without virtual stages")
+        else:
+            words.append(f"--num-virtual-stages-per-pipeline-rank {chunks}")
+        if len(set(layers)) > 1:
+            words += [f"--account-for-{end}-in-pipeline-split" for end in ENDS]
+        return words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -235,9 +240,9 @@ class _Advice:
         """
         command = self.command
         pipeline = command.number("--pipeline-model-parallel-size", 1)
-        if layout := command.value("--pipeline-model-parallel-layout"):
+        if layout := command.value(LAYOUT):
             layers, _ = layers_in(layout)
-            return _megatrons_name(len(layers) // pipeline), layers
+            return _megatrons_name(max(1, len(layers) // pipeline)), layers
         ends = [command.has(f"--account-for-{end}-in-pipeline-split") for end in ENDS]
         counted = self.layers + sum(ends)
         chunks = command.number("--num-virtual-stages-per-pipeline-rank", 1)
@@ -432,15 +437,8 @@ def _change(advice: _Advice, today: Line, line: Line) -> str:
     for name, flag in shapes.FLAGS.items():
         if getattr(line.shape, name) != getattr(today.shape, name):
             words.append(f"{flag} {getattr(line.shape, name)}")
-    chunks = line.known.schedule.num_chunks
     if line.is_stock:
-        words.append(
-            "1F1B without virtual stages"
-            if chunks == 1
-            else f"--num-virtual-stages-per-pipeline-rank {chunks}"
-        )
-        if line.known.costs.layers != today.known.costs.layers:
-            words += line.deals_by(advice.command.number("--mtp-num-layers", 0))
+        words += line.changes_megatron(advice.command)
     else:
         target = advice.options.export or "plan.json (--export plan.json writes it)"
         words.append(f"--pipeline-schedule {target}")

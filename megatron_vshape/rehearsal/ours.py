@@ -21,17 +21,31 @@ def install(watch: Watch) -> None:
     import megatron_vshape
 
     megatron_vshape.register()
-    from megatron_vshape.mcore.setup import library
     from megatron_vshape.mcore.split import te_layers
-    from megatron_vshape.mcore.step import loss_reporting
     from megatron_vshape.mcore.step.stage import MegatronStage
-    from megatron_vshape.runtime import host_memory, offload, p2p, program_runner, together
+    from megatron_vshape.runtime import host_memory, offload, program_runner
 
     replaced: Any = host_memory
     replaced.free_host_bytes = lambda ranks=None: None  # what is free here says nothing of there
     for replaced in (offload, te_layers):
         replaced.Tensor = FakeTensor  # what is copied, and cut to its part, in place of plain ones
-    replaced = p2p.Transport
+    replaced = program_runner
+    replaced.ThreadPoolExecutor = _AtOnce  # fake tensors know one thread
+    run_alone()
+    stage: Any = MegatronStage
+    for kind in (*PARTS, Kind.BW):
+        setattr(stage, kind.method, watch(getattr(stage, kind.method), kind))
+    replaced = program_runner.ProgramRun
+    replaced.__post_init__ = _watching(replaced.__post_init__, watch)
+
+
+def run_alone() -> None:
+    """Have a rank wait for no other: what it would hear from them is stood in for."""
+    from megatron_vshape.mcore.setup import library
+    from megatron_vshape.mcore.step import loss_reporting
+    from megatron_vshape.runtime import p2p, together
+
+    replaced: Any = p2p.Transport
     replaced._warm_up = lambda self, edges: None  # it checks what it receives
     replaced = library
     replaced._messages_are_kernels = lambda: True  # NCCL's programs, whatever the backend says
@@ -39,15 +53,8 @@ def install(watch: Watch) -> None:
     replaced._WaitedSends = lambda timeout_s, tell: _sends_until_waited_for(tell)
     replaced = together.Together
     replaced.begin = _begin_at_once
-    replaced = program_runner
-    replaced.ThreadPoolExecutor = _AtOnce  # fake tensors know one thread
     replaced = loss_reporting.Courier
     replaced.bring_losses = _bring
-    stage: Any = MegatronStage
-    for kind in (*PARTS, Kind.BW):
-        setattr(stage, kind.method, watch(getattr(stage, kind.method), kind))
-    replaced = program_runner.ProgramRun
-    replaced.__post_init__ = _watching(replaced.__post_init__, watch)
 
 
 def _watching(begin: Callable[[Any], None], watch: Watch) -> Callable[[Any], None]:

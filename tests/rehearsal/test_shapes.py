@@ -7,7 +7,7 @@ from megatron_vshape.cli.advise import _Advice
 from megatron_vshape.core.model.costs import Piece
 from megatron_vshape.core.model.layers import Pieces
 from megatron_vshape.rehearsal.counted import both_backwards
-from megatron_vshape.rehearsal.flags import Command, read_command, sizes_of
+from megatron_vshape.rehearsal.flags import read_command, sizes_of
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.shapes import Counted, least_of, shape_of, shapes_beside
 from megatron_vshape.rehearsal.work import Work
@@ -81,12 +81,10 @@ def test_stock_megatron_may_deal_layers_out_by_their_work() -> None:
     assert dealt.known.costs.layers == (10, 10, 10, 6)
     assert dealt.step_s < 0.8 * even.step_s
     layout = "Et*10|(t*10|)*2t*6L"
-    assert dealt.deals_by(0) == [f"--pipeline-model-parallel-layout '{layout}'"]
-    assert even.deals_by(0) == []
-    given = command.having(pipeline_model_parallel_layout=layout)
-    assert _with(advice, given)._today(own).step_s == dealt.step_s
-
-
-def _with(advice: _Advice, command: Command) -> _Advice:
-    advice.command = command
-    return advice
+    assert dealt.changes_megatron(command) == [f"--pipeline-model-parallel-layout '{layout}'"]
+    # Megatron refuses virtual stages that are told twice.
+    assert len(lines["interleaved-1f1b:3", False].changes_megatron(command)) == 1
+    assert even.changes_megatron(command) == ["1F1B without virtual stages"]
+    advice.command = command.having(pipeline_model_parallel_layout=layout)
+    assert advice._today(own).step_s == dealt.step_s
+    assert even.changes_megatron(advice.command)[0] == "no --pipeline-model-parallel-layout"
