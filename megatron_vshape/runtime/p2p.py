@@ -287,11 +287,11 @@ class Transport:
         return [*self._meeting, *together, *sent, *posted]
 
     def _begin_watch(self) -> Watch:
-        name_device = (
-            partial(torch.cuda.set_device, self._torch_device)
-            if self._torch_device.type == "cuda"
-            else lambda: None
-        )
+        name_device: Callable[[], None] = lambda: None
+        if self._torch_device.type == "cuda":
+            index = self._torch_device.index  # that of a device called just "cuda" is this thread's
+            current = torch.cuda.current_device() if index is None else index
+            name_device = partial(torch.cuda.set_device, current)
         return Watch(self._timeout_s, self._under_way, self._tell_last, name_device=name_device)
 
     def _tell_last(self) -> str:

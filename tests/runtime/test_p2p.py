@@ -397,6 +397,21 @@ def test_each_thread_names_its_device_before_it_asks() -> None:
     assert all(is_named for _, is_named in asked)
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:3"])
+def test_the_watch_names_the_device_of_the_thread_that_began_it(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: list[int] = []
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", named.append)
+    transport = Transport([[0]], SHAPE, torch.float32, device)
+    watch = transport._begin_watch()
+    watch.name_device()
+    watch.close()
+    assert set(named) == {3}  # its threads name theirs, too
+
+
 def test_a_driver_that_does_not_answer_ends_the_run_too() -> None:
     """As where the main thread loads a kernel, which waits for a device that never rests."""
     watched = Watched(0.2)
