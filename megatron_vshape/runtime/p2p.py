@@ -287,12 +287,17 @@ class Transport:
         return [*self._meeting, *together, *sent, *posted]
 
     def _begin_watch(self) -> Watch:
-        name_device: Callable[[], None] = lambda: None
-        if self._torch_device.type == "cuda":
-            index = self._torch_device.index  # that of a device called just "cuda" is this thread's
-            current = torch.cuda.current_device() if index is None else index
-            name_device = partial(torch.cuda.set_device, current)
+        name_device = (
+            partial(torch.cuda.set_device, self._index())
+            if self._torch_device.type == "cuda"
+            else lambda: None
+        )
         return Watch(self._timeout_s, self._under_way, self._tell_last, name_device=name_device)
+
+    def _index(self) -> int:
+        """Return the GPU's number: that of a device which is just called cuda is this thread's."""
+        index = self._torch_device.index
+        return torch.cuda.current_device() if index is None else index
 
     def _tell_last(self) -> str:
         """Return what this rank did last with a message, without asking the device."""
