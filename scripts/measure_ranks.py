@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import importlib.metadata
 import json
 import os
 import runpy
@@ -457,6 +458,7 @@ def rehearse(args: argparse.Namespace) -> int:
             | {"ms": 1e3 * (kind["seconds"] - kind["waited_seconds"])}
             for kind in told["kinds"]
         ]
+    found["about"]["rehearsed with torch"] = importlib.metadata.version("torch")
     write(args.file, found)
     return int(failed)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_vshape.rehearsal.scratch import scratch_sizes
 from megatron_vshape.rehearsal.work import Work
 
 UNIT = 512
@@ -68,7 +69,7 @@ class Ran(NamedTuple):
 class Ledger(TorchDispatchMode):
     """Follows the storages that operations return until they die; the time is a count of events."""
 
-    def __init__(self, cublas_workspace_bytes: int) -> None:
+    def __init__(self, cublas_workspace_bytes: int, multiprocessors: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = self.peak_at = self.clock = 0
         self.records: list[Record] = []
@@ -83,7 +84,8 @@ class Ledger(TorchDispatchMode):
         self._live: dict[int, tuple[Any, Record | None]] = {}
         self._inside = self._device = self._local = self._local_at = 0
         self._handles: set[bool] = set()
-        self._workspace = cublas_workspace_bytes
+        self._beside: tuple[int, ...] = ()
+        self._workspace, self._multiprocessors = cublas_workspace_bytes, multiprocessors
 
     # ---- storages ----
 
@@ -138,9 +140,13 @@ class Ledger(TorchDispatchMode):
         if found is not None and found[1] is not None and found[1] is not _EMPTY:
             found[1].what = what
 
-    def pass_by(self, size: int) -> None:
-        """Count bytes that are there for a moment only."""
-        record = self._record(rounded(size), ())
+    def pass_by(self, *sizes: int) -> None:
+        """Count bytes that are there for a moment only: inside a kernel, when all it makes is."""
+        if self._inside:
+            self._beside += sizes
+        if self._inside or not sizes:
+            return
+        record = self._record(sum(map(rounded, sizes)), ())
         self._change(record.size)
         record.died = self.clock
         self._change(-record.size)
@@ -182,6 +188,8 @@ class Ledger(TorchDispatchMode):
             self._inside -= 1
             if not self._inside:
                 self.mark()
+                sizes, self._beside = self._beside, ()
+                self.pass_by(*sizes)
 
     @contextlib.contextmanager
     def on_host(self, on_host: bool = True) -> Iterator[None]:
@@ -279,6 +287,7 @@ class Ledger(TorchDispatchMode):
             self._tell_logits(func in GEMMS, made, args)
         if self._inside or on_host:
             return out
+        self.pass_by(*scratch_sizes(func, args, out, self._multiprocessors))
         if func in GEMMS:
             self._gemm(args)
         elif (made or func._schema.is_mutable) and func not in _NO_KERNEL:

@@ -70,7 +70,8 @@ def rehearse(job: RankJob) -> dict[str, Any]:
     gpu = GPUS[job.gpu]
     _set_environment(job)
     Current.gpu = gpu
-    Current.ledger = ledger = Ledger(gpu.workspace_bytes(os.environ))
+    workspace_bytes = gpu.workspace_bytes(os.environ)
+    Current.ledger = ledger = Ledger(workspace_bytes, gpu.multiprocessors)
     exchanges.start(job.rank, job.world)
     run = _Run(job, ledger)
     sys.argv = [job.script, *job.flags]

@@ -25,7 +25,7 @@ MIB = 1 << 20
 def gpu(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="cuda")
 for name, body in json.load(sys.stdin).items():
-    device.Current.ledger = ledger = Ledger(cublas_workspace_bytes=MIB)
+    device.Current.ledger = ledger = Ledger(cublas_workspace_bytes=MIB, multiprocessors=132)
     given = {key: value for key, value in globals().items() if key != "given"}
     wrong = ""
     try:
@@ -174,6 +174,29 @@ CASES = {
         normed = norm(out.detach().requires_grad_(), mixed[..., :inner])
         normed.sum().backward()
         assert norm.weight.grad.shape == (inner,)
+    """,
+    "kernels hold meanwhile what an H200's allocator was seen to hand out": """
+        bf16 = {"dtype": torch.bfloat16}
+        def meanwhile(call):
+            before = ledger.now
+            ledger.peak = 0
+            out = call()
+            return ledger.peak - max(ledger.now, before)
+        bias = gpu(8192, 1, 16384, **bf16)
+        assert meanwhile(lambda: bias.sum([0, 1], keepdim=True)) == 142606336 + 512
+        few = gpu(64, 1, 16384, **bf16)  # a block has outputs of its own
+        assert meanwhile(lambda: few.sum([0, 1], keepdim=True)) == 0
+        gradient, tokens = gpu(1, 4096, 8192, **bf16), gpu(1, 4096, dtype=torch.int64)
+        back = torch.ops.aten.embedding_dense_backward
+        said = 147619840 + 36352 + 5 * 32768 + 2 * 512
+        assert meanwhile(lambda: back(gradient, tokens, 16032, -1, False)) == said
+        assert meanwhile(lambda: back(gradient[:, :3072], tokens[:, :3072], 16032, -1, False)) == 0
+        attend = te_kernels.functions()["fused_attn_bwd"]
+        def attention(tokens, heads, groups):
+            q, k, v = (gpu(tokens, 1, n, 128, **bf16) for n in (heads, groups, groups))
+            return lambda: attend(tokens, tokens, q, k, v)
+        assert meanwhile(attention(8192, 32, 32)) == 135266560 - 256
+        assert meanwhile(attention(4096, 8, 1)) == 33685760 - 256
     """,
     "a transformer engine product returns its shape": """
         product = te_kernels.functions()["generic_gemm"]

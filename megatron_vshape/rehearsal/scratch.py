@@ -1,0 +1,122 @@
+"""What torch's own CUDA kernels hold only while they run, and no tensor shows.
+
+As `setReduceConfig` (aten/src/ATen/native/cuda/Reduce.cuh) and `embedding_backward_cuda_kernel`
+(EmbeddingBackwardKernel.cu) have it in torch 2.11, and as an H200's allocator was seen to hand out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+THREADS = 512  # of a block, at most
+THREADS_AT_ONCE = 2048  # of a multiprocessor
+WARP = 32
+VALUES = 16, 256
+"""How many values a thread adds up, at least and at most, where blocks share an output."""
+ROWS = 10
+"""Rows of an embedding's gradient that are added up as one part."""
+FEW_TOKENS = 3072
+"""Up to so many an embedding's gradient is added up in place."""
+
+
+def scratch_sizes(
+    func: Any, args: Sequence[Any], out: Any, multiprocessors: int
+) -> tuple[int, ...]:
+    """Return the bytes of each block that the kernels of an operation hold beside `out`."""
+    sizes = _SIZES.get(func)
+    return () if sizes is None else sizes(args, out, multiprocessors)
+
+
+def _reduction(args: Sequence[Any], out: Tensor, multiprocessors: int) -> tuple[int, ...]:
+    """Return what blocks that share outputs leave for each other, and their semaphores."""
+    given: Tensor = args[0]
+    told = args[1] if len(args) > 1 and args[1] is not None else []
+    over = {each % given.dim() for each in told} or set(range(given.dim()))
+    dims = _dimensions(given, over)
+    outputs = max(1, out.numel())
+    inputs = given.numel() // outputs
+    within = not dims or all(reduced for reduced, *_ in dims)
+    kept = next((each for each in dims if not each[0]), None)
+    within = within or kept is None or dims[0][0] and dims[0][1] < kept[1]
+    vector = 1
+    width, height = (inputs, outputs) if within else (outputs, inputs)
+    if not within and kept is not None and kept[1] == 1:
+        vector = _vector(kept[2], [each[1] for each in dims if each is not kept])
+        width //= vector
+    elif within and dims and dims[0][1] == 1 and width >= 128 and sum(d[0] for d in dims) == 1:
+        width //= 4
+    block_x, block_y = _block(width, height, THREADS // vector)
+    step_input, step_output = (block_x, 1) if within else (1, block_x)
+    values = _parts(inputs, step_input)
+    if values < min(16 * block_y, VALUES[1]):
+        return ()  # a warp has outputs of its own
+    values = _parts(inputs, step_input * block_y)
+    grid = _parts(outputs // vector, step_output)
+    target = multiprocessors * (THREADS_AT_ONCE // (block_x * block_y))
+    if values < VALUES[1] or grid > target:
+        return ()  # a block has
+    least, most = (_parts(values, each) for each in reversed(VALUES))
+    blocks = max(min(_parts(target, grid), most), least)
+    if blocks == 1:
+        return ()
+    size = max(4, given.element_size()) * outputs * blocks
+    return (size if within else size * block_x * vector), 4 * grid
+
+
+def _dimensions(given: Tensor, over: set[int]) -> list[tuple[bool, int, int]]:
+    """Return (reduced, stride, size), the reduced ones first, neighbours in memory as one."""
+    found: list[tuple[bool, int, int]] = []
+    strides = zip(given.stride(), given.shape, range(given.dim()), strict=True)
+    ordered = sorted((at not in over, stride, size) for stride, size, at in strides if size > 1)
+    for kept, stride, size in ordered:
+        if found and found[-1][0] is not kept and stride == found[-1][1] * found[-1][2]:
+            found[-1] = not kept, found[-1][1], found[-1][2] * size
+        else:
+            found.append((not kept, stride, size))
+    return found
+
+
+def _vector(size: int, strides: Sequence[int]) -> int:
+    """Return how many outputs a thread reads at once."""
+    return next(n for n in (4, 2, 1) if not any(each % n for each in (size, *strides)))
+
+
+def _block(width: int, height: int, threads: int) -> tuple[int, int]:
+    """Return a block's threads along both dimensions."""
+    x, y = (threads if each >= threads else _power(each) for each in (width, height))
+    block_y = min(y, threads // min(x, WARP))
+    return min(x, threads // block_y), block_y
+
+
+def _power(number: int) -> int:
+    """Return the largest power of two that is not above the number, 1 for none."""
+    return 1 << max(0, number.bit_length() - 1)
+
+
+def _parts(number: int, size: int) -> int:
+    return -(-number // size)
+
+
+def _embedding(args: Sequence[Any], out: Tensor, _: int) -> tuple[int, ...]:
+    """Return the sorted tokens, where their parts begin, and the parts' sums in fp32."""
+    gradient, tokens = args[:2]
+    number, wide = tokens.numel(), tokens.element_size()
+    if number <= FEW_TOKENS and args[3] < 0:
+        return ()
+    parts = number // ROWS + min(number, out.shape[0])
+    sums = max(4, gradient.element_size()) * parts * out.shape[1]
+    return *[number * wide] * 5, 8, 8, parts * wide, sums
+
+
+_ATEN = torch.ops.aten
+_SIZES: dict[Any, Callable[[Sequence[Any], Any, int], tuple[int, ...]]] = {
+    _ATEN.sum.dim_IntList: _reduction,
+    _ATEN.sum.default: lambda args, *rest: _reduction(args[:1], *rest),
+    _ATEN.mean.dim: _reduction,
+    _ATEN.mean.default: lambda args, *rest: _reduction(args[:1], *rest),
+    _ATEN.embedding_dense_backward.default: _embedding,
+}
