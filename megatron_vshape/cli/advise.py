@@ -12,13 +12,14 @@ from typing import Any
 from megatron_vshape.cli.files import Output, check_target, is_installed, write_all
 from megatron_vshape.cli.progress import told
 from megatron_vshape.cli.rehearse import add_program_arguments, rehearsed
+from megatron_vshape.cli.stopping import Budget
 from megatron_vshape.core.ask import AUTO, Question, best_order, known_as
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Pieces, even_layers, even_with_ends
-from megatron_vshape.core.model.placement import Placement, looping
-from megatron_vshape.core.planner.vocabulary import held_logits, is_shared, shared_pieces
+from megatron_vshape.core.model.placement import Placement, looping, v_shape
+from megatron_vshape.core.planner.vocabulary import held_logits, shared_pieces
 from megatron_vshape.core.rivals import Known, judge
 from megatron_vshape.mcore.layout.given_layout import layers_in, layout_of
 from megatron_vshape.rehearsal import report, shapes
@@ -35,7 +36,14 @@ MOST_SHAPES = 14
 PLANNED_SHAPES = 3
 """Shapes that a plan is looked for in: the command's, and the best of the others."""
 
+NEAR = 0.02
+"""A way that could be so much faster than what is known, at most, is not looked at."""
+
+PATIENCE = 2
+"""So many times what a search is given it has with what comes before and after it."""
+
 KEEP = ("recompute", *shapes.KEPT.values())
+V_NAMES = ("v-zb", "v-half", "v-min")
 ENDS = ("embedding", "loss")
 LAYOUT = "--pipeline-model-parallel-layout"
 
@@ -100,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what the advice must not change: {', '.join(KEEP)}, with commas",
     )
     parser.add_argument(
-        "--seconds", type=float, default=20.0, help="of looking for orders; default: 20"
+        "--seconds", type=float, default=12.0, help="of looking for orders; default: 12"
     )
     parser.add_argument(
         "--export", type=Path, metavar="FILE.json", help="write the best schedule, to train with"
@@ -208,14 +216,15 @@ class _Advice:
         found["stock"] = min(fitting, key=_step, default=None)
         others = [shape for shape in self.counted if shape != own]
         seconds = self.options.seconds / PLANNED_SHAPES
-        mine = self._planned(own, seconds)
+        now_s = today.step_s if today.most <= self.limit else math.inf
+        mine = self._planned(own, seconds, now_s)
         best = [line for line in (mine, found["stock"]) if line is not None]
         planned = 0
-        for shape in sorted(others, key=self._least_s):
+        for shape in sorted(others, key=self._least_us):
             fastest = min(map(_step, best), default=math.inf)
-            if planned == PLANNED_SHAPES or self._least_s(shape) * 1e-6 > fastest:
+            if planned == PLANNED_SHAPES or 1e-6 * self._least_us(shape) > fastest:
                 break
-            line = self._planned(shape, seconds)
+            line = self._planned(shape, seconds, fastest)
             if line is not None:
                 best.append(line)
                 planned += 1
@@ -288,16 +297,21 @@ class _Advice:
         return [balanced] if even in (None, balanced) else [even, balanced]
 
     def _named(
-        self, name: str, shape: Shape, stock: bool, layers: tuple[int, ...] | None = None
+        self,
+        name: str,
+        shape: Shape,
+        stock: bool,
+        layers: tuple[int, ...] | None = None,
+        pieces: Pieces | None = None,
     ) -> Line | None:
         """Return the schedule of this name, with these layers if it has as many stages."""
-        counted = self.counted[shape]
+        pieces = pieces or self.counted[shape].pieces
 
         def cut(stages: int, _: str) -> Costs:
             own = layers
             if own is None or len(own) != stages:
                 own = self._dealt(shape, looping(shape.pipeline, stages // shape.pipeline))[0]
-            made = counted.pieces.costs(own)
+            made = pieces.costs(own)
             return made.under_megatron() if stock else made
 
         question = Question(
@@ -309,24 +323,43 @@ class _Advice:
             return None
         return self._line(name, shape, known, stock)
 
-    def _planned(self, shape: Shape, seconds: float) -> Line | None:
+    def _planned(self, shape: Shape, seconds: float, known_s: float) -> Line | None:
         """Return the fastest order found: with all in GPUs, with copies, with a vocabulary shared.
 
-        The first has half the time.
+        Those after the first are looked at if they could be clearly faster than what is known by
+        then.
         """
         pieces = self.counted[shape].pieces
         held_s = pieces.layer.held_after_forward_bytes / self.gpu.host_rate
-        ways = [pieces, pieces.with_copies(1e6 * held_s / pieces.layer.forward_us)]
-        if not self.command.has("--mtp-num-layers"):
-            logits = held_logits(pieces, shape.pipeline)
-            ways.append(shared_pieces(pieces, shape.pipeline, pieces.send_us, logits))
-        parts = [0.5, *[0.5 / (len(ways) - 1)] * (len(ways) - 1)]
-        found = [
-            self._plan(shape, *each) for each in zip(ways, map(seconds.__mul__, parts), strict=True)
-        ]
-        return min((line for line in found if line is not None), key=_step, default=None)
+        copying = pieces.with_copies(1e6 * held_s / pieces.layer.forward_us)
+        found: list[Line] = []
+        for way, least_us in ((pieces, 0.0), (copying, self._least_us(shape))):
+            if 1e-6 * least_us <= (1 - NEAR) * min([known_s, *map(_step, found)]):
+                line = self._plan(shape, way, seconds / 2)
+                found += [] if line is None else [line]
+        shares = not self.command.has("--mtp-num-layers") and self.layers >= 2 * shape.pipeline
+        if shares and 1e-6 * self._mean_us(shape) <= (1 - NEAR) * min(
+            [known_s, *map(_step, found)]
+        ):
+            found += self._sharing(shape)
+        return min(found, key=_step, default=None)
+
+    def _sharing(self, shape: Shape) -> Iterator[Line]:
+        """Yield the V's that fit with a shared vocabulary.
+
+        Plans are not looked for: of the published orders one was within .2 % of them.
+        """
+        pieces = self.counted[shape].pieces
+        logits = held_logits(pieces, shape.pipeline)
+        shared = shared_pieces(pieces, shape.pipeline, pieces.send_us, logits)
+        layers = shared.balanced(self.layers, v_shape(shape.pipeline))
+        for name in V_NAMES:
+            line = self._named(name, shape, stock=False, layers=layers, pieces=shared)
+            if line is not None and line.most <= self.limit:
+                yield replace(line, shares=True)
 
     def _plan(self, shape: Shape, pieces: Pieces, seconds: float) -> Line | None:
+        budget = Budget(PATIENCE * seconds)
         question = Question(
             AUTO,
             shape.pipeline,
@@ -336,6 +369,8 @@ class _Advice:
             costs=pieces.costs(even_layers(2 * shape.pipeline, looping(shape.pipeline, 2))),
             chunks=tuple(n for n in (1, 2, 3) if n * shape.pipeline <= self.layers + 2),
             seconds=seconds,
+            progress=budget.watching(lambda *_: None),
+            stopped=budget.stopped,
         )
         try:
             answer = best_order(question)
@@ -344,15 +379,20 @@ class _Advice:
         known = judge(answer.schedule, answer.costs)
         planned = "planned order" + " with copies" * answer.schedule.copies
         name = planned if answer.is_known is None else str(answer.is_known)
-        line = self._line(name, shape, known, answer.is_megatrons)
-        return replace(line, shares=is_shared(answer.schedule))
+        return self._line(name, shape, known, answer.is_megatrons)
 
-    def _least_s(self, shape: Shape) -> float:
-        """Return the seconds of the shape's busiest rank, were it never idle."""
-        counted = self.counted[shape]
-        placement = looping(shape.pipeline, 1)
-        costs = counted.pieces.costs(counted.pieces.balanced(self.layers, placement))
-        return costs.busy_us(placement, shape.pipeline, self.microbatches(shape))
+    def _least_us(self, shape: Shape) -> float:
+        """Return the microseconds of the shape's busiest rank, were it never idle."""
+        return self._busy_us(shape, looping(shape.pipeline, 1), shape.pipeline)
+
+    def _mean_us(self, shape: Shape) -> float:
+        """Return the microseconds of a rank that has an even share of all the work."""
+        return self._busy_us(shape, (0,) * shape.pipeline, 1) / shape.pipeline
+
+    def _busy_us(self, shape: Shape, devices: Sequence[int], number: int) -> float:
+        pieces = self.counted[shape].pieces
+        layers = pieces.balanced(self.layers, looping(shape.pipeline, 1))
+        return pieces.costs(layers).busy_us(devices, number, self.microbatches(shape))
 
     def _line(self, name: str, shape: Shape, known: Known, stock: bool) -> Line:
         counted = self.counted[shape]
