@@ -39,12 +39,12 @@ def _reduction(args: Sequence[Any], out: Tensor, multiprocessors: int) -> tuple[
     dims = _dimensions(given, over)
     outputs = max(1, out.numel())
     inputs = given.numel() // outputs
-    within = not dims or all(reduced for reduced, *_ in dims)
     kept = next((each for each in dims if not each[0]), None)
-    within = within or kept is None or dims[0][0] and dims[0][1] < kept[1]
+    # Whether threads of a block that are neighbours add up to one output.
+    within = kept is None or (dims[0][0] and dims[0][1] < kept[1])
     vector = 1
     width, height = (inputs, outputs) if within else (outputs, inputs)
-    if not within and kept is not None and kept[1] == 1:
+    if kept is not None and not within and kept[1] == 1:
         vector = _vector(kept[2], [each[1] for each in dims if each is not kept])
         width //= vector
     elif within and dims and dims[0][1] == 1 and width >= 128 and sum(d[0] for d in dims) == 1:
