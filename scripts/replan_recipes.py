@@ -122,7 +122,7 @@ def ask(row: Row, megatron: Path, te: Path) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "advice.json"
         command = [sys.executable, "-m", "megatron_vshape", "advise", "--gpus", gpus]
-        command += ["--keep", "tp,pp,cp,ep,microbatch", "--seconds", "12", "--json", str(file)]
+        command += ["--keep", "tp,pp,cp,ep,microbatch", "--json", str(file)]
         command += ["--megatron", str(megatron), "--te", str(te), "--", "pretrain_gpt.py", *words]
         ran = subprocess.run(command, capture_output=True, text=True)
         if ran.returncode:
