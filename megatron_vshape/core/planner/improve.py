@@ -23,11 +23,26 @@ REACH = 12
 """A pass moves at most so many places; farther moves are found as several."""
 MANY = 8
 """So many microbatches of a sort move at once, at most."""
-SPARED = 2
-"""Of the passes that are on no critical path, one of so many is moved."""
-EXCHANGED = 6
-"""So many sixteenths of the draws exchange two passes."""
 _MASK = 0xFFFFFFFF
+
+
+class Manner(NamedTuple):
+    """How a walk goes.
+
+    Of the passes that are on no critical path one of `spared` is moved, to make room; `exchanged`
+    sixteenths of the draws exchange two passes. The objective may grow by a share `growth` of what
+    it was, until `moves` are taken.
+    """
+
+    spared: int = 2
+    exchanged: int = 6
+    growth: float = 0.0
+    moves: int = -1
+
+
+USUAL = Manner()
+CALM = Manner(spared=16, exchanged=0)
+"""It keeps more of the order."""
 
 
 class Shop(NamedTuple):
@@ -512,16 +527,14 @@ def walk(
     low: np.ndarray,
     high: np.ndarray,
     steps: int,
-    growth: float = 0.0,
-    moves: int = -1,
+    manner: Manner,
 ) -> int:
     """Draw `steps` passes outside [low, high) of each lane, move some; return the objective.
 
-    Only what is on a critical path shortens anything: of the others, one of `SPARED` is moved,
-    to make room. With `growth` the objective may grow by such a share of what it was, until so many
-    moves are taken.
+    Only what is on a critical path shortens anything.
     """
     # No function of its own for one step: calling it makes the walk a third slower.
+    spared, exchanged, growth, moves = manner
     bar = objective(shop, state)
     bar += int(bar * growth)
     for _ in range(steps):
@@ -531,7 +544,7 @@ def walk(
         work = state.row[lane, start]
         luck = draw(state.random)
         near = state.head[work] + state.tail[work] >= bar
-        if low[lane] <= start < high[lane] or (not near and luck % SPARED):
+        if low[lane] <= start < high[lane] or (not near and luck % spared):
             continue
         first, last = 0, low[lane] - 1
         if start >= high[lane]:
@@ -541,7 +554,7 @@ def walk(
             distance = 1 + distance % 3
         if (luck >> 13) & 1:
             distance = -distance
-        if (luck >> 22) % 16 < EXCHANGED:
+        if (luck >> 22) % 16 < exchanged:
             done = _exchange(shop, state, start, distance, lane, first, last)
         else:
             count = 1 + (luck >> 18) % MANY if (luck >> 16) & 3 else 1

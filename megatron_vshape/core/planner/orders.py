@@ -63,7 +63,7 @@ a lower period."""
 FEW = 1000
 """Orders of fewer passes are soon stuck, and which of them leaves is luck."""
 
-KICK, KICK_MOVES, STEPS_AFTER_KICK = 0.2, 80, 100_000
+KICK, STEPS_AFTER_KICK = improve.Manner(growth=0.2, moves=80), 100_000
 """Those are kicked: so many moves that let the objective grow by such a share, and so many steps
 of the walk. At d=4, m=8, 1/2/1/.05, 6 chunks 12 walks of 4 M steps end at 72.9 in the mean without,
 72.1 with; kicks of half of this 72.2, of an eighth to a quarter 72.3 to 73.2, of more the same;
@@ -308,11 +308,11 @@ class PlacementSearch:
         window = candidate.low, candidate.high
         kicks = max(steps // STEPS_AFTER_KICK - 1, 0) if len(candidate.shop.sort) < FEW else 0
         steps -= kicks * STEPS_AFTER_KICK
-        least = improve.walk(candidate.shop, candidate.state, *window, steps)
+        least = improve.walk(candidate.shop, candidate.state, *window, steps, improve.USUAL)
         for number in range(kicks):
             other = self.again(candidate, number + 1).state
-            improve.walk(candidate.shop, other, *window, STEPS_AFTER_KICK, KICK, KICK_MOVES)
-            reached = improve.walk(candidate.shop, other, *window, STEPS_AFTER_KICK)
+            improve.walk(candidate.shop, other, *window, STEPS_AFTER_KICK, KICK)
+            reached = improve.walk(candidate.shop, other, *window, STEPS_AFTER_KICK, improve.USUAL)
             if reached <= least:
                 candidate.state, least = other, reached
             else:

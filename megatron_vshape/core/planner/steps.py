@@ -292,7 +292,9 @@ class StepSearch:
         state = improve.new_state(chosen.row(order.row), seed, ways)
         if not improve.settle(shop, state):
             return order
-        value = int(improve.walk(shop, state, shop.length, shop.length, steps))
+        # blocks that are made for pairs would dissolve: see joint_walk
+        manner = improve.CALM if (self.then != NONE).any() else improve.USUAL
+        value = int(improve.walk(shop, state, shop.length, shop.length, steps, manner))
         row = chosen.whole(state.row, len(order.row)).astype(np.int32)
         return Steps(row, order.whole, value)
 
