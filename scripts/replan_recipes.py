@@ -48,6 +48,9 @@ TAKEN = """
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
 """.split()
 
+SECONDS = "24"
+"""Of looking for orders: twice advise's own, so that other work beside changes little."""
+
 Row = dict[str, Any]
 
 
@@ -117,22 +120,28 @@ def flags_of(row: Row) -> tuple[str, list[str]]:
 
 
 def ask(row: Row, megatron: Path, te: Path) -> Row:
-    """Return the answer's lines at the recipe's own parallelism, or why there is none."""
+    """Return the answer's lines at the recipe's own parallelism and at any, or why there is none."""
     gpus, words = flags_of(row)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "advice.json"
-        command = [sys.executable, "-m", "megatron_vshape", "advise", "--gpus", gpus]
-        command += ["--keep", "tp,pp,cp,ep,microbatch", "--json", str(file)]
-        command += ["--megatron", str(megatron), "--te", str(te), "--", "pretrain_gpt.py", *words]
-        ran = subprocess.run(command, capture_output=True, text=True)
-        if ran.returncode:
-            return {"error": (ran.stderr.strip().splitlines() or ["no reason given"])[-1]}
-        found = json.loads(file.read_text())
-    for line in found.values():
-        line["peak_gib"] = round(max(line.pop("peak_bytes")) / 2**30, 1)
-        line["step_s"] = float(f"{line['step_s']:.4g}")
-        line.pop("layers")
-    return {"gpus": gpus, "lines": found}
+    found: Row = {"gpus": gpus}
+    for name, kept in (("lines", ["--keep", "tp,pp,cp,ep,microbatch"]), ("anywhere", [])):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "advice.json"
+            command = [sys.executable, "-m", "megatron_vshape", "advise", "--gpus", gpus, *kept]
+            command += ["--seconds", SECONDS, "--json", str(file)]
+            command += ["--megatron", str(megatron), "--te", str(te), "--", "pretrain_gpt.py"]
+            ran = subprocess.run([*command, *words], capture_output=True, text=True)
+            if ran.returncode:
+                return {"error": (ran.stderr.strip().splitlines() or ["no reason given"])[-1]}
+            found[name] = {
+                what: _short(line) for what, line in json.loads(file.read_text()).items()
+            }
+    return found
+
+
+def _short(line: Row) -> Row:
+    peak, step = max(line["peak_bytes"]) / 2**30, float(f"{line['step_s']:.4g}")
+    rest = {name: each for name, each in line.items() if name not in ("peak_bytes", "layers")}
+    return {**rest, "step_s": step, "peak_gib": round(peak, 1)}
 
 
 HEAD = """\
