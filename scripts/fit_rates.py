@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import combinations
-from statistics import median
+from statistics import mean, median
 
 from published_runs import EVIDENCE, Row, is_counted, key_of, predicted, published
 
@@ -67,7 +67,25 @@ def told(found: Sequence[float]) -> str:
 
 
 def told_pairs(rows: Sequence[Row]) -> str:
-    """Return how well two runs of one model on one system are told apart, in words."""
+    """Return how well two configurations of one model on one system are told apart, in words.
+
+    What several releases measured counts once, by its median, and once for every release.
+    """
+    releases: dict[tuple[object, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        releases[key_of(row), row["gpu"], row.get("vpp"), row.get("global_batch")].append(row)
+    once = [{**own[0], "step_s": median(row["step_s"] for row in own)} for own in releases.values()]
+    off, right = _pairs(once)
+    _, every = _pairs(rows)
+    return (
+        f"{len(off)} pairs: ratios off by {100 * median(off):.1f} %, order right in "
+        f"{100 * mean(right):.0f} % ({len(every)} and {100 * mean(every):.0f} % with every release "
+        "that measured them by itself)"
+    )
+
+
+def _pairs(rows: Sequence[Row]) -> tuple[list[float], list[bool]]:
+    """Return by how much the ratios of pairs are off, and whether the order is right."""
     off, right = [], []
     for one, other in combinations(rows, 2):
         same = (one["model"], one["gpu"]) == (other["model"], other["gpu"])
@@ -76,10 +94,7 @@ def told_pairs(rows: Sequence[Row]) -> str:
             guess = math.log(predicted(one)["step_s"] / predicted(other)["step_s"])
             off.append(abs(guess - measured))
             right.append((guess > 0) == (measured > 0))
-    share = 100 * sum(right) / len(right)
-    return (
-        f"{len(off)} pairs: ratios off by {100 * median(off):.1f} %, order right in {share:.0f} %"
-    )
+    return off, right
 
 
 def fitted(rows: Sequence[Row]) -> Rates:

@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ def flags_of(row: Row) -> tuple[str, list[str]]:
 
 
 def ask(row: Row, megatron: Path, te: Path) -> Row:
-    """Return the answer's lines at the recipe's own parallelism and at any, or why there is none."""
+    """Return the answer's lines with the recipe's own parallelism and with any, or an error."""
     gpus, words = flags_of(row)
     found: Row = {"gpus": gpus}
     for name, kept in (("lines", ["--keep", "tp,pp,cp,ep,microbatch"]), ("anywhere", [])):
@@ -132,9 +133,8 @@ def ask(row: Row, megatron: Path, te: Path) -> Row:
             ran = subprocess.run([*command, *words], capture_output=True, text=True)
             if ran.returncode:
                 return {"error": (ran.stderr.strip().splitlines() or ["no reason given"])[-1]}
-            found[name] = {
-                what: _short(line) for what, line in json.loads(file.read_text()).items()
-            }
+            answer = json.loads(file.read_text())
+        found[name] = {what: _short(line) for what, line in answer.items()}
     return found
 
 
@@ -148,15 +148,23 @@ HEAD = """\
 # Published recipes, planned anew
 
 Recipes of NVIDIA-NeMo/Megatron-Bridge (067f987d) with a pipeline, one for each model and system:
-what `megatron-vshape advise` predicts of today's schedule, of the best that stock Megatron has with
-the same parallelism, and of the best with this package, there too. Predicted, not measured; what is
-within {within:g} % of each other is a toss-up. TP, PP, CP, EP and the microbatch are the recipe's
-own; graphs of a whole step and experts' exchanges behind another microbatch, which some recipes
-have, are in none of the lines, and DeepEP is counted as HybridEP. Stock Megatron may deal its
-layers out by a layout, as some recipes do; a layout that a function of the recipe's returns is
-taken as even work. `python scripts/replan_recipes.py RECIPES.json --megatron DIR --te DIR` asks,
-and without arguments prints this page.
+what `megatron-vshape advise` predicts of today's schedule, of the best that stock Megatron has and
+of the best with this package, with the recipe's own TP, PP, CP, EP and microbatch, and with any.
+Predicted, not measured; what is within {within:g} % of each other is a toss-up. Graphs of a whole
+step and experts' exchanges behind another microbatch, which some recipes have, are in none of the
+lines, and DeepEP is counted as HybridEP. Stock Megatron may deal its layers out by a layout, as
+some recipes do; a layout that a function of the recipe's returns is taken as even work.
+`python scripts/replan_recipes.py RECIPES.json --megatron DIR --te DIR` asks, and without arguments
+prints this page.
 """
+WHERE = {"lines": "the recipe's own parallelism", "anywhere": "any parallelism"}
+SIZES = {
+    "tensor": "TP",
+    "pipeline": "PP",
+    "context": "CP",
+    "experts": "EP",
+    "microbatch": "microbatches of",
+}
 
 
 def page() -> str:
@@ -164,43 +172,72 @@ def page() -> str:
     from megatron_vshape.rehearsal.step_time import ERRORS
 
     answered = json.loads(OUT.read_text())
+    there = {name: each for name, each in answered.items() if "lines" in each}
     lines = [HEAD.format(within=ERRORS[3])]
-    there = {name: each["lines"] for name, each in answered.items() if "lines" in each}
-    lines += [*_counts(there, ERRORS[3] / 100), ""]
-    lines.append("| model, GPUs | today | stock | with this package | gain over stock |")
-    lines.append("|---|---|---|---|---:|")
-    for name, each in answered.items():
-        if "lines" in each:
-            lines.append(_line(name.rsplit(" ", 1)[0], each["gpus"], each["lines"]))
+    for where, words in WHERE.items():
+        lines += [_counts([each[where] for each in there.values()], words, ERRORS[3] / 100), ""]
+    for where, words in WHERE.items():
+        lines += [f"With {words}:", ""]
+        lines.append("| model, GPUs | today | stock | with this package | gain over stock |")
+        lines.append("|---|---|---|---|---:|")
+        for name, each in there.items():
+            lines.append(_line(name.rsplit(" ", 1)[0], each["gpus"], each[where]))
+        lines.append("")
     left = [f"* {name}: {each['error']}" for name, each in answered.items() if "error" in each]
     if left:
-        lines += ["", "Without an answer:", "", *left]
-    return "\n".join(lines) + "\n"
+        lines += ["Without an answer:", "", *left, ""]
+    return "\n".join(lines)
 
 
-def _counts(there: dict[str, Row], within: float) -> Iterator[str]:
-    over_today = [1 - each["best"]["step_s"] / each["today"]["step_s"] for each in there.values()]
-    over_stock = [
-        1 - each["best"]["step_s"] / each["stock"]["step_s"]
-        for each in there.values()
-        if "stock" in each
+def _counts(there: list[Row], words: str, within: float) -> str:
+    """Return the sentences about how many gain, and by what."""
+    told = []
+    for past, name in (("today", "today's schedule"), ("stock", "the best of stock")):
+        gains = [
+            1 - each["best"]["step_s"] / each[past]["step_s"] for each in there if past in each
+        ]
+        own = ", ".join(
+            f"{sum(gain > least for gain in gains)} more than {100 * least:g} %"
+            for least in (0.05, within, 0.1)
+        )
+        told.append(f"over {name} {own}")
+    gained = [
+        each for each in there if each["best"]["step_s"] < each["today"]["step_s"] * (1 - within)
     ]
-    yield (
-        f"Of {len(there)} recipes, {sum(gain > within for gain in over_today)} gain more than "
-        f"{100 * within:g} % over today's schedule, {sum(gain > 0.1 for gain in over_today)} more "
-        f"than 10 %; over the best of stock {sum(gain > within for gain in over_stock)} and "
-        f"{sum(gain > 0.1 for gain in over_stock)}."
+    by = Counter(what for each in gained for what in changed(each["today"], each["best"]))
+    what = ", ".join(f"{name} {times}" for name, times in by.most_common())
+    return (
+        f"With {words}, of {len(there)} gain {'; '.join(told)}. "
+        f"What those above {100 * within:g} % over today's change: {what or 'nothing'}."
     )
+
+
+def changed(today: Row, best: Row) -> Iterator[str]:
+    """Yield what a line does otherwise than today's run."""
+    old, new = today["shape"], best["shape"]
+    if old["recompute"] != new["recompute"]:
+        yield f"{new['recompute']} recompute" if new["recompute"] != "none" else "no recompute"
+    for name, words in SIZES.items():
+        if new[name] != old[name]:
+            yield f"{words.split()[0]} {'lowered' if new[name] < old[name] else 'raised'}"
+    if best["schedule"] != today["schedule"]:
+        yield "another order" if best["schedule"].startswith("planned") else "a known schedule"
+    if "copies" in best["schedule"]:
+        yield "copies"
+    if best.get("shares_vocabulary"):
+        yield "vocabulary shared"
 
 
 def _line(model: str, gpus: str, lines: Row) -> str:
     def told(line: Row | None) -> str:
         if line is None:
             return "nothing fits"
-        recompute = line["shape"]["recompute"]
-        how = ", vocabulary shared" if line.get("shares_vocabulary") else ""
-        how += "" if recompute == "none" else f", {recompute} recompute"
-        return f"{line['step_s']:.3g} s, {line['peak_gib']:.0f} GiB: {line['schedule']}{how}"
+        new, old = line["shape"], lines["today"]["shape"]
+        parts = [line["schedule"]]
+        parts += ["vocabulary shared"] if line.get("shares_vocabulary") else []
+        parts += [f"{new['recompute']} recompute"] if new["recompute"] != "none" else []
+        parts += [f"{own} {new[name]}" for name, own in SIZES.items() if new[name] != old[name]]
+        return f"{line['step_s']:.3g} s, {line['peak_gib']:.0f} GiB: {', '.join(parts)}"
 
     today, stock, best = (lines.get(what) for what in ("today", "stock", "best"))
     gain = "" if stock is None else f"{100 * (1 - best['step_s'] / stock['step_s']):.0f} %"

@@ -81,6 +81,7 @@ Where it is wrong: Qwen3 on B200 and B300 before 26.04.01 took twice what the sa
 which is the host's time and is not in the counts (no such row of GB200 and GB300, whose hosts are
 Grace). 405B on 5,120 GPUs is predicted slower: its gradients cross 80 replicas, and how much of
 that hides follows from one share for all runs. Llama3 70B of 26.02.01 names no virtual stages and
-takes as long as those with five. What varies from one release to the next, some 5 %, no
-configuration tells.
+takes as long as those with five. Of the pairs in wrong order nearly all are one, 405B on GB300 with
+TP 4 in FP8, which was the faster, and with TP 2 and CP 2. What varies from one release to the next,
+some 5 %, no configuration tells.
 """
