@@ -35,9 +35,12 @@ class Rates:
     replicas_exposed: float = 0.3  # of data parallel ones
 
 
+_INSTINCT = Rates(wide=0.55, eight=0.40, attention=0.35, memory=0.6)
+
 RATES = {
     (8, 0): Rates(wide=0.72, attention=0.50, memory=0.6),
-    (9, 4): Rates(wide=0.55, eight=0.40, attention=0.35, memory=0.6),
+    (9, 4): _INSTINCT,
+    (9, 5): _INSTINCT,
     (9, 0): Rates(
         wide=0.543, eight=0.600, attention=0.662, memory=0.507, wire=0.742, kernel_us=2.28,
         launch_us=14.1, exchange_us=15.1, shards_exposed=0.745, experts_exposed=0.91,
@@ -59,7 +62,7 @@ RATES = {
 Those of A100 were set by hand, by the paper's grid search at 3072 tokens (three rows), not by
 `fit_rates.py`. Of MI300X (gfx942, as 9.4) the rate of products is 0.55 because the largest measured
 of any is 0.58 of the data sheet's (ml-engineering, "Maximum Achievable Matmul FLOPS"); the rest is
-a guess.
+a guess, as are those of MI355X (gfx950).
 """
 
 ERRORS = (139, 3.8, 15.0, 7.0)
