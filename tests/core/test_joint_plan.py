@@ -167,8 +167,9 @@ def test_weights_move_up_where_an_order_would_not_fit() -> None:
             assert (fitted == schedule) == (max(peak_held(schedule)) <= limit)
             reached[limit] = min(reached.get(limit, 1e9), replayed(fitted, costs))
     assert set(reached) == {10.0, 14.0}
-    # the memory of V-Half, which takes 187.0
-    assert best_joint(costs, 32, (10.0,) * 8, Objective.MAKESPAN, v_shape(8), 200_000) is not None
+    # The memory of V-Half, which takes 187.0; a walk that is not calm ends at 181.6.
+    made = best_joint(costs, 32, (10.0,) * 8, Objective.MAKESPAN, v_shape(8))
+    assert made is not None and simulate(made, costs).makespan < 180
     assert reached[10.0] < 187.0
 
 
