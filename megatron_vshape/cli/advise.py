@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from megatron_vshape.rehearsal.step_time import ERRORS
 HEADROOM = 0.04
 """Of a GPU's memory, left free for fragments."""
 
-MOST_SHAPES = 14
+MOST_SHAPES = 16
 PLANNED_SHAPES = 3
 """Shapes that a plan is looked for in: the command's, and the best of the others."""
 
@@ -265,7 +266,8 @@ class _Advice:
     def _stock(self, shape: Shape) -> Iterator[Line]:
         """Yield Megatron's own schedules, where the layers divide; where they never do, all.
 
-        Each with the layers dealt out evenly, and by a layout that evens out the work.
+        Each with the layers dealt out evenly, and by a layout that evens out the work, or comes as
+        near to that as fits.
         """
         most = (self.layers + 2) // shape.pipeline
         counts = [n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12) if n <= most]
@@ -275,10 +277,13 @@ class _Advice:
             if chunks > 1 and many % shape.pipeline:
                 continue
             name = _megatrons_name(chunks)
-            for layers in self._dealt(shape, looping(shape.pipeline, chunks)):
+            dealt = self._dealt(shape, looping(shape.pipeline, chunks))
+            for layers in (*dealt, *_between(dealt[-1], dealt[0])):
                 line = self._named(name, shape, stock=True, layers=layers)
                 if line is not None:
                     yield line
+                    if line.most <= self.limit and layers not in dealt[:-1]:
+                        break
 
     def divides(self, stages: int) -> bool:
         """Return whether layers, or layers and both ends, are equally many of every stage."""
@@ -404,6 +409,16 @@ class _Advice:
 
 def _megatrons_name(chunks: int) -> str:
     return "1f1b" if chunks == 1 else f"interleaved-1f1b:{chunks}"
+
+
+def _between(far: Sequence[int], near: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the layers of stages between two ways to deal them out, a layer less far at a time."""
+    layers = list(far)
+    while sum(map(abs, map(sub, layers, near))) > 2:
+        apart = list(map(sub, layers, near))
+        layers[apart.index(max(apart))] -= 1
+        layers[apart.index(min(apart))] += 1
+        yield tuple(layers)
 
 
 def _step(line: Line) -> float:

@@ -93,6 +93,9 @@ _MOVES: tuple[dict[str, float], ...] = (
 )
 """Of one size, or of two, against the command's own."""
 
+_LARGER: tuple[dict[str, float], ...] = ({"microbatch": 2}, {"tensor": 0.5})
+"""Those that need more memory, which selective recompute may have to make up for."""
+
 KEPT = {"tensor": "tp", "pipeline": "pp", "microbatch": "microbatch", "experts": "ep",
         "context": "cp"}  # fmt: skip
 """What the user calls each of them."""
@@ -112,7 +115,8 @@ def shapes_beside(
 ) -> Iterator[tuple[Shape, str]]:
     """Yield the other shapes worth a look, nearest first, and why one cannot be, else nothing.
 
-    Recompute is looked at in the command's own sizes, and dropped in all others where it may be.
+    Recompute is looked at in the command's own sizes, and dropped in all others where it may be;
+    selective recompute is kept as well where more memory is needed.
     """
     own = shape_of(command)
     without = own
@@ -126,8 +130,10 @@ def shapes_beside(
             continue
         if "experts" in sizes and not command.has("--num-experts"):
             continue
-        shape = replace(without, **sizes)  # type: ignore[arg-type]
-        yield shape, _why_not(shape, command, gpus, layers)
+        keeps = own.recompute == "selective" and move in _LARGER
+        for base in dict.fromkeys((without, own) if keeps else (without,)):
+            shape = replace(base, **sizes)  # type: ignore[arg-type]
+            yield shape, _why_not(shape, command, gpus, layers)
 
 
 def _why_not(shape: Shape, command: Command, gpus: int, layers: int) -> str:

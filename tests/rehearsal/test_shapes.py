@@ -29,6 +29,9 @@ def test_every_size_is_a_candidate_unless_it_is_kept() -> None:
     assert {shape.context for shape in fitting} >= {1, 2, 4}
     assert {shape.microbatch for shape in fitting} == {1, 2, 4}
     assert {shape.recompute for shape in shapes} == {"none"}
+    selective = EXPERTS.having(recompute_granularity="selective")
+    both = [shape for shape, _ in shapes_beside(selective, 32, [], 16) if shape.recompute != "none"]
+    assert [(shape.microbatch, shape.tensor) for shape in both] == [(2, 1), (4, 2)]
     kept = shapes_beside(EXPERTS, 32, ["ep", "cp", "microbatch", "recompute"], 16)
     for shape, _ in kept:
         assert (shape.experts, shape.context, shape.microbatch) == (4, 2, 2)
@@ -88,3 +91,6 @@ def test_stock_megatron_may_deal_layers_out_by_their_work() -> None:
     advice.command = command.having(pipeline_model_parallel_layout=layout)
     assert advice._today(own).step_s == dealt.step_s
     assert even.changes_megatron(advice.command)[0] == "no --pipeline-model-parallel-layout"
+    advice.limit = 38.0  # of 40 that a first rank with ten layers needs
+    found = [line.known.costs.layers for line in advice._stock(own) if line.name == "1f1b"]
+    assert found == [(9, 9, 9, 9), (10, 10, 10, 6), (9, 10, 10, 7)]
