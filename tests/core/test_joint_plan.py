@@ -169,7 +169,8 @@ def test_weights_move_up_where_an_order_would_not_fit() -> None:
     assert set(reached) == {10.0, 14.0}
     # The memory of V-Half, which takes 187.0; a walk that is not calm ends at 181.6.
     made = best_joint(costs, 32, (10.0,) * 8, Objective.MAKESPAN, v_shape(8))
-    assert made is not None and simulate(made, costs).makespan < 180
+    assert made is not None
+    assert simulate(made, costs).makespan < 180
     assert reached[10.0] < 187.0
 
 
