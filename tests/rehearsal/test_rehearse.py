@@ -2,14 +2,13 @@
 
 import csv
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rehearsal.planned import off_the_plan, with_copies
+from rehearsal.warm import Ran, Warm, alone
 
 from megatron_vshape import Costs, ScheduleError, load_schedule, make, peak_held, verify
 from megatron_vshape.core.check.simulate import simulate
@@ -19,7 +18,6 @@ from megatron_vshape.rehearsal.sources import find_te
 
 pytest.importorskip("megatron.core")
 
-ROOT = Path(__file__).parents[2]
 GIB = 2**30
 KEYS = ("schedule", "pipeline_parallel", "recompute")
 HIDDEN, LAYERS, VOCABULARY, TOKENS = 256, 4, 1152, 128
@@ -33,22 +31,21 @@ TINY = f"""
 """.split()  # an MLP as wide as the vocabulary, which is not taken for logits
 
 
-def rehearse(folder: Path, flags: list[str], *options: str) -> tuple[str, dict[str, Any]]:
+Run = Callable[..., Ran]
+
+
+def rehearse(run: Run, folder: Path, flags: list[str], *options: str) -> tuple[str, dict[str, Any]]:
     """Return what the command prints, and the file that it writes."""
     file = folder / "found.json"
-    command = [sys.executable, "-m", "megatron_vshape", "rehearse", "--json", str(file), *options]
-    ran = run(folder, [*command, "--", "pretrain_gpt.py", *flags])
+    command = ["rehearse", "--json", str(file), *options, "--", "pretrain_gpt.py", *flags]
+    ran = run(folder, *command)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout, json.loads(file.read_text())
 
 
-def run(folder: Path, command: list[str]) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
-
-
 def test_a_tiny_run_holds_what_its_sizes_say(tmp_path: Path) -> None:
-    printed, found = rehearse(tmp_path, TINY)
+    """As a user starts it: in processes of its own."""
+    printed, found = rehearse(alone, tmp_path, TINY)
     first, last = found["ranks"]
     assert [first["rank"], last["rank"]] == [0, 1]
     attention, mlp, norms = 4 * HIDDEN**2, 2 * HIDDEN * VOCABULARY, 4 * HIDDEN
@@ -73,11 +70,14 @@ def test_a_tiny_run_holds_what_its_sizes_say(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def v_half(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], Path]:
+def v_half(
+    warm: Warm, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, Any], Path]:
     """Return what a rehearsal under V-Half prints and finds, and its picture."""
     folder = tmp_path_factory.mktemp("v-half")
     saved = folder / "memory.json"
-    return *rehearse(folder, [*TINY, "--pipeline-schedule", "v-half"], "--save", str(saved)), saved
+    flags = [*TINY, "--pipeline-schedule", "v-half"]
+    return *rehearse(warm, folder, flags, "--save", str(saved)), saved
 
 
 def test_a_v_is_rehearsed_beside_megatrons_own(
@@ -98,14 +98,14 @@ def test_a_v_is_rehearsed_beside_megatrons_own(
         assert all(max(held[who] for _, _, held in rank["curve"]) > 0 for who in "FB")
 
 
-def test_w_gathers_what_b_keeps_a_part_of(tmp_path: Path) -> None:
+def test_w_gathers_what_b_keeps_a_part_of(warm: Warm, tmp_path: Path) -> None:
     try:
         find_te(None)
     except ScheduleError as error:
         pytest.skip(str(error))
     shards = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
     flags = [*TINY, "--transformer-impl", "transformer_engine", *shards]
-    _, found = rehearse(tmp_path, [*flags, "--pipeline-schedule", "v-half"], "--alone")
+    _, found = rehearse(warm, tmp_path, [*flags, "--pipeline-schedule", "v-half"], "--alone")
     ran = {each["kind"]: each for each in found["ranks"][1]["kinds"] if each["chunk"] == 0}
     number = {
         kind: sum(
@@ -123,11 +123,11 @@ def test_w_gathers_what_b_keeps_a_part_of(tmp_path: Path) -> None:
     assert ran["F"]["adds_bytes"] + ran["B"]["adds_bytes"] == two_bytes_a_part * values
 
 
-def test_what_waits_in_host_memory_is_not_on_the_gpu(tmp_path: Path) -> None:
+def test_what_waits_in_host_memory_is_not_on_the_gpu(warm: Warm, tmp_path: Path) -> None:
     schedule = with_copies(make("v-half", 2, 8))
     plan = tmp_path / "plan.json"
     plan.write_text(schedule.to_json())
-    _, found = rehearse(tmp_path, [*TINY, "--pipeline-schedule", str(plan)], "--alone")
+    _, found = rehearse(warm, tmp_path, [*TINY, "--pipeline-schedule", str(plan)], "--alone")
     adds = {
         (each["kind"], each["chunk"]): each["adds_bytes"] for each in found["ranks"][1]["kinds"]
     }
@@ -144,19 +144,21 @@ def test_what_waits_in_host_memory_is_not_on_the_gpu(tmp_path: Path) -> None:
         (["--pipeline-schedule", "auto"], "nothing is measured here"),
     ],
 )
-def test_what_cannot_be_is_told_in_a_sentence(tmp_path: Path, flags: list[str], wrong: str) -> None:
-    command = [sys.executable, "-m", "megatron_vshape", "rehearse", "--ranks", "last", "--"]
-    ran = run(tmp_path, [*command, "pretrain_gpt.py", *TINY, *flags])
+def test_what_cannot_be_is_told_in_a_sentence(
+    warm: Warm, tmp_path: Path, flags: list[str], wrong: str
+) -> None:
+    ran = warm(tmp_path, "rehearse", "--ranks", "last", "--", "pretrain_gpt.py", *TINY, *flags)
     assert ran.returncode == 2
     (line,) = ran.stderr.splitlines()[-1:]
     assert wrong in line
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_costs_file_is_counted(tmp_path: Path, v_half: tuple[str, dict[str, Any], Path]) -> None:
+def test_a_costs_file_is_counted(
+    warm: Warm, tmp_path: Path, v_half: tuple[str, dict[str, Any], Path]
+) -> None:
     file = tmp_path / "costs.json"
-    command = [sys.executable, "-m", "megatron_vshape", "rehearse", "--costs", str(file)]
-    ran = run(tmp_path, [*command, "--", "pretrain_gpt.py", *TINY])
+    ran = warm(tmp_path, "rehearse", "--costs", str(file), "--", "pretrain_gpt.py", *TINY)
     assert ran.returncode == 0, ran.stderr
     costs = Costs.load(file)
     assert costs.num_stages == 4
@@ -177,12 +179,15 @@ def test_a_costs_file_is_counted(tmp_path: Path, v_half: tuple[str, dict[str, An
     assert planned == pytest.approx(rehearsed, rel=0.02)
 
 
-def test_advice_compares_todays_run_with_others(tmp_path: Path) -> None:
+def test_advice_compares_todays_run_with_others(
+    warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file, plan = tmp_path / "advice.json", tmp_path / "plan.json"
-    command = [sys.executable, "-m", "megatron_vshape", "advise", "--gpus", "4xH100"]
+    command = ["advise", "--gpus", "4xH100"]
     command += ["--json", str(file), "--export", str(plan), "--seconds", "1", "--keep", "tp,pp"]
     flags = [*TINY, "--recompute-granularity", "full", "--recompute-method", "uniform"]
-    ran = run(tmp_path, [*command, "--", "pretrain_gpt.py", *flags, "--recompute-num-layers", "1"])
+    ran = warm(tmp_path, *command, "--", "pretrain_gpt.py", *flags, "--recompute-num-layers", "1")
     assert ran.returncode == 0, ran.stderr
     found = json.loads(file.read_text())
     assert list(found) == ["today", "stock", "best", "same", "DON'T"]
@@ -208,9 +213,10 @@ def test_advice_compares_todays_run_with_others(tmp_path: Path) -> None:
         (["--gpus", "4xH100", "--keep", "all"], "known are recompute, tp, pp"),
     ],
 )
-def test_what_is_no_question_is_refused(options: list[str], words: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_vshape", "advise", *options]
-    ran = run(tmp_path, [*command, "--", "pretrain_gpt.py", *TINY])
+def test_what_is_no_question_is_refused(
+    warm: Warm, options: list[str], words: str, tmp_path: Path
+) -> None:
+    ran = warm(tmp_path, "advise", *options, "--", "pretrain_gpt.py", *TINY)
     assert ran.returncode == 2
     assert words in ran.stderr
     assert len(ran.stderr.splitlines()) == 1
@@ -227,7 +233,7 @@ def test_no_backward_that_is_counted_split_runs_whole(devices: int) -> None:
 
 
 def test_a_sweep_counts_each_shape_of_a_command_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second time nothing is rehearsed; what counts plan is what a rehearsal holds."""
     pytest.importorskip("pydantic")
@@ -242,9 +248,9 @@ def test_a_sweep_counts_each_shape_of_a_command_once(
         "pipeline_parallel: [1, 2], recompute: [given, core_attn]}}"
     )
     table = tmp_path / "all.csv"
-    command = [sys.executable, "-m", "megatron_vshape", "sweep", "grid.yaml", "--predict-only"]
+    command = ["sweep", "grid.yaml", "--predict-only"]
     command += ["--csv", str(table), "--", "pretrain_gpt.py", *TINY]
-    ran = run(tmp_path, command)
+    ran = warm(tmp_path, *command)
     assert ran.returncode == 0, ran.stderr
     assert "6 combinations have stages of 2 shapes, each counted once" in ran.stdout
     cached = sorted((tmp_path / "cache").rglob("*.json"))
@@ -253,12 +259,12 @@ def test_a_sweep_counts_each_shape_of_a_command_once(
         rows = {tuple(row[name] for name in KEYS): row for row in csv.DictReader(stream)}
     planned = [float(each) for each in rows["v-half", "2", "given"]["predicted_ranks"].split()]
     flags = [*TINY, "--pipeline-schedule", "v-half"]
-    _, found = rehearse(tmp_path, flags, "--alone", "--gpus", "4")
+    _, found = rehearse(warm, tmp_path, flags, "--alone", "--gpus", "4")
     rehearsed = [rank["peak_bytes"] / GIB for rank in found["ranks"]]
     assert planned == pytest.approx(rehearsed, rel=0.03, abs=0.006)
     for each in cached:  # what lies there is what is told
         each.write_text(each.read_text().replace('"kernels": ', '"kernels": 9'))
-    slower = run(tmp_path, command)
+    slower = warm(tmp_path, *command)
     with table.open() as stream:
         again = {tuple(row[name] for name in KEYS): row for row in csv.DictReader(stream)}
     key = "1f1b", "2", "given"

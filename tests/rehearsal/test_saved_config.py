@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rehearsal.warm import Warm
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.flags import read_command
@@ -20,7 +19,6 @@ from megatron_vshape.rehearsal.sources import find_te
 pytest.importorskip("megatron.training.arguments")
 yaml = pytest.importorskip("yaml")
 
-ROOT = Path(__file__).parents[2]
 SAVED = Path(__file__).parent / "saved_configs"
 WORLD = {"dense": 4, "experts": 8}
 
@@ -195,18 +193,10 @@ def test_without_megatrons_arguments_a_sentence_says_so(monkeypatch: pytest.Monk
         read_command([str(SAVED / "dense.yaml")])
 
 
-def rehearsed(folder: Path, *words: str) -> list[dict[str, Any]]:
+def rehearsed(warm: Warm, folder: Path, *words: str) -> list[dict[str, Any]]:
     """Return what each rank holds."""
     file = folder / "found.json"
-    command = [sys.executable, "-m", "megatron_vshape", "rehearse", "--json", str(file)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
-        [*command, "--ranks", "first,last", "--", *words],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment,
-    )
+    ran = warm(folder, "rehearse", "--json", str(file), "--ranks", "first,last", "--", *words)
     assert ran.returncode == 0, ran.stderr
     ranks: list[dict[str, Any]] = json.loads(file.read_text())["ranks"]
     return ranks
@@ -226,7 +216,9 @@ BY_HAND = """
 
 
 @pytest.mark.parametrize("layers", ["local", "transformer_engine"])
-def test_a_saved_run_takes_the_bytes_of_the_same_flags(tmp_path: Path, layers: str) -> None:
+def test_a_saved_run_takes_the_bytes_of_the_same_flags(
+    warm: Warm, tmp_path: Path, layers: str
+) -> None:
     norm = "LayerNorm" if layers == "local" else "RMSNorm"
     precision = None if layers == "local" else "bf16_mixed"
     if layers != "local":
@@ -236,10 +228,10 @@ def test_a_saved_run_takes_the_bytes_of_the_same_flags(tmp_path: Path, layers: s
             pytest.skip(str(error))
     found = saved("dense") | {"mixed_precision": precision}
     found["model"] |= {"transformer_impl": layers, "normalization": norm}
-    of_file = rehearsed(tmp_path, written(tmp_path, found))
+    of_file = rehearsed(warm, tmp_path, written(tmp_path, found))
     impl = ["--transformer-impl", layers, "--normalization", norm]
     impl += ["--bf16"] if precision else []
-    of_flags = rehearsed(tmp_path, "pretrain_gpt.py", *BY_HAND, *impl)
+    of_flags = rehearsed(warm, tmp_path, "pretrain_gpt.py", *BY_HAND, *impl)
     for one, other in zip(of_file, of_flags, strict=True):
         assert one["parameters"] == other["parameters"]
         assert one["parts"] == other["parts"]

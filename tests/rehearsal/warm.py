@@ -1,0 +1,124 @@
+"""Rehearses for many commands and imports Megatron once.
+
+Run as a script it is a process that has prepared what a worker of rehearsals prepares, and forks
+for every set of jobs: importing takes longer than most of what the tests rehearse. `Warm` starts
+such processes and has the command line, in this one, ask them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+ROOT = Path(__file__).parents[2]
+
+
+class Ran(NamedTuple):
+    """How a command ended, and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def alone(folder: Path, *arguments: str) -> Ran:
+    """Run the command line in a process of its own, which starts its own workers."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "megatron_vshape", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    return Ran(ran.returncode, ran.stdout, ran.stderr)
+
+
+class Warm:
+    """The processes, one for each Megatron and Transformer Engine that is rehearsed with."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._asked = 0
+
+    def __call__(self, folder: Path, *arguments: str) -> Ran:
+        """Run the command line in that folder."""
+        from megatron_vshape.cli import rehearse
+        from megatron_vshape.cli.main import main
+        from megatron_vshape.rehearsal import counting
+
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            contextlib.chdir(folder),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            mock.patch.object(rehearse, "rehearse_all", self.rehearse_all),
+            mock.patch.object(counting, "rehearse_all", self.rehearse_all),
+        ):
+            status = main(arguments)
+        return Ran(status, out.getvalue(), err.getvalue())
+
+    def rehearse_all(self, programs: Any, jobs: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+        """Yield what each job found, as the package's own does."""
+        self._asked += 1
+        asked, told = (self._folder / f"{what}{self._asked}" for what in ("asked", "told"))
+        asked.write_text("".join(json.dumps(job) + "\n" for job in jobs))
+        process = self._process(programs)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps([str(asked), str(told), programs.jobs]) + "\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "0\n", (self._folder / "log").read_text()[-3000:]
+        yield from map(json.loads, told.read_text().splitlines())
+
+    def _process(self, programs: Any) -> subprocess.Popen[str]:
+        found = {
+            name: None if path is None else str(path.resolve())
+            for name, path in (("megatron", programs.megatron), ("te", programs.te))
+        }
+        key = json.dumps(found)
+        if key not in self._processes:
+            with (self._folder / "log").open("a") as log:
+                self._processes[key] = subprocess.Popen(
+                    [sys.executable, __file__, key],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    env={**os.environ, "PYTHONPATH": str(ROOT)},
+                )
+        return self._processes[key]
+
+    def close(self) -> None:
+        """End the processes."""
+        for each in self._processes.values():
+            each.communicate(timeout=60)
+
+
+def _serve() -> None:
+    from megatron_vshape.rehearsal import worker
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    worker.prepare(**json.loads(sys.argv[1]))
+    for line in sys.stdin:
+        asked, told, at_once = json.loads(line)
+        child = os.fork()
+        if not child:
+            with open(asked) as jobs, open(told, "w") as out:
+                worker.serve(iter(jobs), out, at_once)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        print(status, file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
