@@ -219,6 +219,7 @@ def run(options: argparse.Namespace) -> int:
     model = _model(options, sizes, device)
     link = _host_link(options)
     model.alone()  # says what does not divide, before anything is made
+    _check_slices(options)
     if device == "cpu":
         check_memory(model, layers, options.devices, partial(stage_layers, num_layers, split=None))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as torchrun has it
@@ -342,6 +343,14 @@ def _measure_all(
     from megatron_vshape.mcore.price_of_slices import with_price
 
     return with_price(costs, model, layers, options.slices, options.repeats, print)
+
+
+def _check_slices(options: argparse.Namespace) -> None:
+    for slices in options.slices or ():
+        if options.seq_length % slices:
+            raise ScheduleError(
+                f"{options.seq_length} tokens cannot be cut in {slices} equal slices"
+            )
 
 
 def _settings(options: argparse.Namespace) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.costs_file import MEASURED
-from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import PARTS, Kind
 from megatron_vshape.mcore import on_ranks, one_device
 from megatron_vshape.mcore.one_device import WARM_UP, Model
 from megatron_vshape.runtime.measure import PassTimer
@@ -37,16 +37,9 @@ def with_price(
 
     Of several numbers of slices the dearest counts; `tell` hears of each. What a whole pass takes
     stays what was measured.
-
-    Raises:
-        ScheduleError: a sequence cannot be cut in so many.
     """
     prices = []
     for slices in counts:
-        if model.sequence_length % slices:
-            raise ScheduleError(
-                f"{model.sequence_length} tokens cannot be cut in {slices} equal slices"
-            )
         times = median(on_ranks.of_all(_price_us(model.alone(), max(layers), slices, repeats)))
         prices.append(max(times, 0.0))
         tokens = model.sequence_length // slices

@@ -106,9 +106,10 @@ def test_a_model_is_measured_and_planned(
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        (
+        pytest.param(
             "foo",
             "--recompute has 'foo'; a setting is none, full, full_but_last, or with commas of ",
+            marks=pytest.mark.slow,
         ),
         ("moe_act", "--recompute: moe_act, which"),
     ],
@@ -226,31 +227,27 @@ def test_settings_of_recompute_and_copies_are_measured(model: Path, tmp_path: Pa
         assert dict(costs.others)["offloaded_bytes"][stage] > 0.8 * none
 
 
-def test_a_price_of_slices_is_measured(model: Path, tmp_path: Path) -> None:
+def test_a_price_of_slices_is_measured(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A whole pass takes what it took; K slices take K - 1 times the price more."""
     pytest.importorskip("megatron.core")
     path = tmp_path / "costs.json"
     sizes = ["--devices", "2", "--seq-length", "64", "--device", "cpu", "--repeats", "3"]
-    measured = ["profile", "--model", str(model), *sizes, "--output", str(path), "--slices"]
-
-    def run(*slices: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", "megatron_vshape.cli.main", *measured, *slices]
-        return subprocess.run(command, capture_output=True, text=True)
-
-    ran = run("2", "4")
-    assert ran.returncode == 0, ran.stderr
+    measured = ["--model", str(model), *sizes, "--output", str(path), "--slices"]
+    printed = profiled([*measured, "2", "4"])
     line = r"^(\d) slices of (\d+) tokens: a pass takes ([\d.]+) us"
-    told = re.findall(line, ran.stdout, re.M)
+    told = re.findall(line, printed, re.M)
     assert [each[:2] for each in told] == [("2", "32"), ("4", "16")]
     costs, price = Costs.load(path), max(float(each[2]) for each in told)
     assert costs.host_us >= price - 0.1 > 0
     assert dict(costs.sources)["host_us"] == "measured of 2, 4 slices"
     whole, part = costs.time_us(Kind.F, 1), costs.sliced(4).time_us(Kind.F, 1)
     assert 4 * part == pytest.approx(whole + 3 * costs.host_us)
-    assert run("1").returncode == 2
-    refused = run("7")
-    assert refused.returncode == 2
-    assert "64 tokens cannot be cut in 7 equal slices" in refused.stderr
+    # What cannot be cut is told before anything is measured.
+    assert main(["profile", *measured, "1"]) == 2
+    assert main(["profile", *measured, "7"]) == 2
+    assert "64 tokens cannot be cut in 7 equal slices" in capsys.readouterr().err
 
 
 def test_a_price_list_says_whole_backwards_of_all_or_of_none() -> None:
