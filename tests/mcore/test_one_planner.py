@@ -48,7 +48,11 @@ def on_ranks(count: int, run: Callable[[int], Any]) -> list[Any]:
     return found
 
 
-def test_a_job_of_1024_ranks_plans_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+RANKS = 128
+"""Of a job in threads: each proves, lowers and prints the plan for itself, one after the other."""
+
+
+def test_a_job_of_many_ranks_plans_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first step, and the larger one that a ramp-up brings."""
     asked: list[str] = []
     ask = plans.ask
@@ -62,10 +66,10 @@ def test_a_job_of_1024_ranks_plans_in_one_process(monkeypatch: pytest.MonkeyPatc
     choice = Choice(2, "auto", costs=Costs.uniform(2, 4))
 
     def run(rank: int) -> tuple[str, ...]:
-        planner = Planner(choice, Simulated(rank, 1024, store))
+        planner = Planner(choice, Simulated(rank, RANKS, store))
         return tuple(planner.training(number).program.text() for number in (2, 3))
 
-    found = on_ranks(1024, run)
+    found = on_ranks(RANKS, run)
     assert len(asked) == 2
     assert len(set(asked)) == 1
     assert len(set(found)) == 1
