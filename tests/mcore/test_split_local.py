@@ -128,10 +128,16 @@ def two_layers(
     return found, sum(each.numel() for each in kept), calls
 
 
+@functools.cache
+def of_two_layers(*args: bool) -> Any:
+    """Return what `two_layers` finds on two ranks, each of which imports Megatron for it."""
+    return run_ranks(2, two_layers, *args)
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_gradients_equal_upstreams(sequence_parallel: bool) -> None:
-    whole = run_ranks(2, two_layers, sequence_parallel, False)
-    split = run_ranks(2, two_layers, sequence_parallel, True)
+    whole = of_two_layers(sequence_parallel, False)
+    split = of_two_layers(sequence_parallel, True)
     for (theirs, none_kept, _), (mine, kept, calls) in zip(whole, split, strict=True):
         assert none_kept == 0
         for expected, found in zip(theirs, mine, strict=True):
@@ -147,8 +153,8 @@ def test_gradients_equal_upstreams(sequence_parallel: bool) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_sum_over_ranks_runs_under_a_job_of_an_earlier_b(sequence_parallel: bool) -> None:
-    apart = run_ranks(2, two_layers, sequence_parallel, True)
-    together = run_ranks(2, two_layers, sequence_parallel, True, True)
+    apart = of_two_layers(sequence_parallel, True)
+    together = of_two_layers(sequence_parallel, True, True)
     for (expected, _, _), (found, _, calls) in zip(apart, together, strict=True):
         assert found == expected  # to the last bit
         gather = ["gather"] if sequence_parallel else []
@@ -386,7 +392,15 @@ def test_the_same_kernel_adds_whichever_backward_runs() -> None:
     assert split == whole
 
 
-def whole_in_a_pass(rank: int, runs: bool, fused: bool) -> tuple[bool, bool, float]:
+WHOLE = {
+    (True, True): (False, True, TOKENS * SIZE * SIZE),
+    (False, True): (True, True, TOKENS * SIZE * SIZE),
+    (True, False): (True, False, 0.0),  # which DDP adds to the sum
+}
+"""Of a whole backward that runs in a pass, and fused: what `whole_in_a_pass` finds."""
+
+
+def whole_in_a_pass(rank: int) -> dict[tuple[bool, bool], tuple[bool, bool, float]]:
     """Return whether a whole backward leaves a gradient, the mark that DDP reads, and the sum."""
     from megatron_vshape.mcore import cpu
 
@@ -398,26 +412,20 @@ def whole_in_a_pass(rank: int, runs: bool, fused: bool) -> tuple[bool, bool, flo
 
     layers.fused_weight_gradient_mlp_cuda = TorchFusedKernels
     upstream = layers.LinearWithGradAccumulationAndAsyncCommunication
-    state = StepState(splits_backward=True, running_chunk=0 if runs else None)
-    weight: Any = torch.nn.Parameter(torch.ones(SIZE, SIZE))
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(SIZE, SIZE), False
-    given = {"gradient_accumulation_fusion": fused, "tp_group": torch.distributed.group.WORLD}
-    x = torch.ones(TOKENS, 1, SIZE, requires_grad=True)
-    function: Any = make_split_linear(state, layers, upstream)
-    function.apply(x, weight, *options_for(upstream, **given)).sum().backward()
-    return weight.grad is not None, weight.grad_added_to_main_grad, weight.main_grad.sum().item()
+    found = {}
+    for runs, fused in WHOLE:
+        state = StepState(splits_backward=True, running_chunk=0 if runs else None)
+        weight: Any = torch.nn.Parameter(torch.ones(SIZE, SIZE))
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(SIZE, SIZE), False
+        given = {"gradient_accumulation_fusion": fused, "tp_group": torch.distributed.group.WORLD}
+        x = torch.ones(TOKENS, 1, SIZE, requires_grad=True)
+        function: Any = make_split_linear(state, layers, upstream)
+        function.apply(x, weight, *options_for(upstream, **given)).sum().backward()
+        told = weight.grad is not None, weight.grad_added_to_main_grad
+        found[runs, fused] = (*told, weight.main_grad.sum().item())
+    return found
 
 
-@pytest.mark.parametrize(
-    ("runs", "fused", "found"),
-    [
-        (True, True, (False, True, TOKENS * SIZE * SIZE)),
-        (False, True, (True, True, TOKENS * SIZE * SIZE)),
-        (True, False, (True, False, 0.0)),  # which DDP adds to the sum
-    ],
-)
-def test_a_whole_backward_of_a_pass_leaves_no_dummy_gradient(
-    runs: bool, fused: bool, found: tuple[bool, bool, float]
-) -> None:
+def test_a_whole_backward_of_a_pass_leaves_no_dummy_gradient() -> None:
     """Of an output layer's size Transformer Engine would keep it for good; the sum is the same."""
-    assert run_ranks(1, whole_in_a_pass, runs, fused) == [found]
+    assert run_ranks(1, whole_in_a_pass) == [WHOLE]
