@@ -78,28 +78,39 @@ MUTANTS = {
 }
 
 
-def on_rank(rank: int, function: str, *args: Any) -> Any:
+Wrong = dict[str | None, dict[str, list[str]]]
+
+
+def on_rank(rank: int) -> tuple[dict[str, list[str]], Wrong]:
+    """Return what differs of every case; what is wrong with streams, of all cases, of mutants."""
     from megatron_vshape.mcore import cpu
 
     cpu.install()
     from mcore import chunks_by_layers
 
-    return getattr(chunks_by_layers, function)(rank, *args)
-
-
-@pytest.fixture(scope="module")
-def unlike() -> list[dict[str, list[str]]]:
-    """Return what differs of every case, from either rank."""
-    return run_ranks(2, on_rank, "unlike", CASES, timeout_s=280)
-
-
-@pytest.fixture(scope="module")
-def wrong() -> list[dict[str | None, dict[str, list[str]]]]:
-    """Return what is wrong with the use of streams, from either rank: of all cases, of mutants."""
     tried = {None: STREAMS} | {
         mutant: {case: STREAMS[case]} for mutant, (case, _) in MUTANTS.items()
     }
-    return run_ranks(2, on_rank, "wrong_on_streams", tried, timeout_s=280)
+    unlike = chunks_by_layers.unlike(rank, CASES)
+    return unlike, chunks_by_layers.wrong_on_streams(rank, tried)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[tuple[dict[str, list[str]], Wrong]]:
+    """Return what either rank tells; both import Megatron for it, once."""
+    return run_ranks(2, on_rank, timeout_s=550)
+
+
+@pytest.fixture(scope="module")
+def unlike(found: list[tuple[dict[str, list[str]], Wrong]]) -> list[dict[str, list[str]]]:
+    """Return what differs of every case, from either rank."""
+    return [each for each, _ in found]
+
+
+@pytest.fixture(scope="module")
+def wrong(found: list[tuple[dict[str, list[str]], Wrong]]) -> list[Wrong]:
+    """Return what is wrong with the use of streams, from either rank: of all cases, of mutants."""
+    return [each for _, each in found]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -110,16 +121,12 @@ def test_every_bit_is_that_of_passes_without_plans(
 
 
 @pytest.mark.parametrize("case", STREAMS)
-def test_streams_wait_for_each_other(
-    wrong: list[dict[str | None, dict[str, list[str]]]], case: str
-) -> None:
+def test_streams_wait_for_each_other(wrong: list[Wrong], case: str) -> None:
     assert [found[None][case] for found in wrong] == [[], []]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_streams_that_do_not_are_caught(
-    wrong: list[dict[str | None, dict[str, list[str]]]], mutant: str
-) -> None:
+def test_streams_that_do_not_are_caught(wrong: list[Wrong], mutant: str) -> None:
     case, said = MUTANTS[mutant]
     for found in wrong:
         assert any(said in each for each in found[mutant][case])
