@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from multiprocessing import managers
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,7 @@ def _serve() -> None:
         with contextlib.suppress(ModuleNotFoundError):  # not in every version
             importlib.import_module(name)
     _read_docstrings_once()
+    _leave_out_what_tells_nothing()
     _fork_what_saving_spawns()
     search.default_steps = lambda _problem: 40_000  # every rank plans, on the same processors
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
@@ -286,6 +288,19 @@ def _read_docstrings_once() -> None:
 
     ArgumentGroupFactory._get_field_docstrings = read_once
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def _leave_out_what_tells_nothing() -> None:
+    """Spare every rank what takes a tenth of a short run beside its steps."""
+    for stream in (sys.stdout, sys.stderr):
+        vars(stream).pop("write", None)  # wandb looks at every line that is printed
+    # torch looks for plug-ins among all installed packages, group by group.
+    metadata.entry_points = functools.cache(metadata.entry_points)
+    metadata.entry_points(group="torch.distributed.backends")
+    with contextlib.suppress(ModuleNotFoundError):  # not in every version
+        from megatron.training import ft_integration
+
+        ft_integration.setup = lambda: None  # reads all arguments to find that it is not asked for
 
 
 def _fork_what_saving_spawns() -> None:

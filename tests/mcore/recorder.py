@@ -63,10 +63,11 @@ class Records:
         self.kept["parameters"] = {
             name: parameter.detach().clone() for name, parameter in named_parameters(self._model)
         }
+        shared = shards_of(self._model)
         for name, parameter in named_parameters(self._model):
             if getattr(parameter, "tensor_model_parallel", False):
                 self.kept["parts"][name] = parameter.partition_dim
-            shards = shards_of(self._model).get(parameter)
+            shards = shared.get(parameter)
             if shards is not None:
                 self.kept["rows"][name] = shards.rank() * len(parameter)
             for key, value in _adams_state(self._optimizer, parameter).items():
