@@ -148,16 +148,17 @@ HEAD = """\
 # Published recipes, planned anew
 
 Recipes of NVIDIA-NeMo/Megatron-Bridge (067f987d) with a pipeline, one for each model and system:
-what `megatron-vshape advise` predicts of today's schedule, of the best that stock Megatron has and
-of the best with this package, with the recipe's own TP, PP, CP, EP and microbatch, and with any.
-Predicted, not measured; what is within {within:g} % of each other is a toss-up. Graphs of a whole
-step and experts' exchanges behind another microbatch, which some recipes have, are in none of the
-lines, and DeepEP is counted as HybridEP. Stock Megatron may deal its layers out by a layout, as
-some recipes do; a layout that a function of the recipe's returns is taken as even work.
-`python scripts/replan_recipes.py RECIPES.json --megatron DIR --te DIR` asks, and without arguments
-prints this page.
+what `megatron-vshape advise` predicts of today's schedule, of the best that stock Megatron has
+and of the best with this package, with the recipe's own TP, PP, CP, EP and microbatch, and with
+half or twice of one of them. Recompute is the recipe's or none. Predicted, not measured; what is
+within {within:g} % of each other is a toss-up. Graphs of a whole step and experts' exchanges
+behind another microbatch, which some recipes have, are in none of the lines, and DeepEP is
+counted as HybridEP. Stock Megatron may deal its layers out by a layout, as some recipes do; a
+layout that a function of the recipe's returns is taken as even work. `python
+scripts/replan_recipes.py RECIPES.json --megatron DIR --te DIR` asks, and without arguments prints
+this page.
 """
-WHERE = {"lines": "the recipe's own parallelism", "anywhere": "any parallelism"}
+WHERE = {"lines": "the recipe's own parallelism", "anywhere": "half or twice of a size"}
 SIZES = {
     "tensor": "TP",
     "pipeline": "PP",
