@@ -40,6 +40,9 @@ PLANNED_SHAPES = 3
 NEAR = 0.02
 """A way that could be so much faster than what is known, at most, is not looked at."""
 
+MOST_SHARED = 4_000
+"""Forwards of a step, at most, where a shared vocabulary is looked at: more take minutes."""
+
 PATIENCE = 2
 """So many times what a search is given it has with what comes before and after it."""
 
@@ -341,12 +344,18 @@ class _Advice:
             if 1e-6 * least_us <= (1 - NEAR) * min([known_s, *map(_step, found)]):
                 line = self._plan(shape, way, seconds / 2)
                 found += [] if line is None else [line]
-        shares = not self.command.has("--mtp-num-layers") and self.layers >= 2 * shape.pipeline
-        if shares and 1e-6 * self._mean_us(shape) <= (1 - NEAR) * min(
-            [known_s, *map(_step, found)]
-        ):
+        clearly_s = (1 - NEAR) * min([known_s, *map(_step, found)])
+        if self._may_share(shape) and 1e-6 * self._mean_us(shape) <= clearly_s:
             found += self._sharing(shape)
         return min(found, key=_step, default=None)
+
+    def _may_share(self, shape: Shape) -> bool:
+        stages = 2 * shape.pipeline
+        return (
+            not self.command.has("--mtp-num-layers")
+            and stages <= self.layers
+            and stages * self.microbatches(shape) <= MOST_SHARED
+        )
 
     def _sharing(self, shape: Shape) -> Iterator[Line]:
         """Yield the V's that fit with a shared vocabulary.
