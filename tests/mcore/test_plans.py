@@ -61,7 +61,7 @@ def test_no_run_has_copies_beside_joint_passes(monkeypatch: pytest.MonkeyPatch) 
     waits = dict.fromkeys(("forward_exchange_us", "backward_exchange_us"), (0.3,) * 8)
     own = Costs.uniform(4, 8, 0.7, 0.95, 0.85, 0.05).having(**waits)
     costs = replace(own.with_copies(0.8), hidden_share=1.0)
-    question = Question("auto", 4, 16, costs, limit=4.0, placements=(v_shape(4),), steps=4_000)
+    question = Question("auto", 4, 16, costs, limit=4.0, placements=(v_shape(4),), steps=20_000)
     both = ask(question).schedule
     assert both.joint
     assert COPY_OUT in both.kinds

@@ -21,8 +21,8 @@ Where activations may wait in host memory, copies are put into each block as int
 copies as long as an F and messages of .05:
 
     chunks | copies alone | both
-    12     |        136.9 | 121.1
-    8      |        139.4 | 121.7
+    12     |        136.9 | 119.5
+    8      |        139.4 | 120.9
 """
 
 import math
