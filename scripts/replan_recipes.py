@@ -150,10 +150,10 @@ HEAD = """\
 Recipes of NVIDIA-NeMo/Megatron-Bridge (067f987d) with a pipeline, one for each model and system:
 what `megatron-vshape advise` predicts of today's schedule, of the best that stock Megatron has
 and of the best with this package, with the recipe's own TP, PP, CP, EP and microbatch, and with
-half or twice of one of them. Recompute is the recipe's or none. Predicted, not measured; what is
-within {within:g} % of each other is a toss-up. Graphs of a whole step and experts' exchanges
-behind another microbatch, which some recipes have, are in none of the lines, and DeepEP is
-counted as HybridEP. Stock Megatron may deal its layers out by a layout, as some recipes do; a
+half or twice of one or two of them. Recompute is the recipe's or none. Predicted, not measured;
+what is within {within:g} % of each other is a toss-up. Graphs of a whole step and experts'
+exchanges behind another microbatch, which some recipes have, are in none of the lines, and DeepEP
+is counted as HybridEP. Stock Megatron may deal its layers out by a layout, as some recipes do; a
 layout that a function of the recipe's returns is taken as even work. `python
 scripts/replan_recipes.py RECIPES.json --megatron DIR --te DIR` asks, and without arguments prints
 this page.
@@ -162,7 +162,7 @@ BY_HAND = """\
 Looked at by hand, with half or twice of a size:
 
 * GPT OSS 120B on H100: holds. Two sequences a microbatch halve the kernels that the host starts;
-  stock Megatron needs 82.5 GiB for that, or selective recompute and 1F1B (10.1 s).
+  stock Megatron has room for that with selective recompute and 1F1B alone (10.1 s).
 * 405B on GB300: holds. Without context parallelism the memory is what an order has to save; of the
   runs published there the one without is the faster as well (46.9 to 49.8 s beside 50.8 to 52.8).
 * Kimi K2 on B200, 65 %: do not count on it. What it saves is experts' exchanges between nodes of 8,
