@@ -95,6 +95,7 @@ class TeLayer(nn.Module):
         self.register_parameter(name, nn.Parameter(value))
 
     def now_first(self) -> bool:
+        """Return what Megatron's subclass passes to TE's forward."""
         first, self.is_first_microbatch = self.is_first_microbatch, False
         return first
 
@@ -128,7 +129,7 @@ class Linear(TeLayer):
             if bias:
                 self.add(bias_name, outputs // parts)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
         weights = [getattr(self, name) for name in self.weight_names]
         biases = [getattr(self, name) for name in self.bias_names] if self.use_bias else []
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -137,7 +138,7 @@ class Linear(TeLayer):
             bias = biases[0] if len(biases) == 1 else torch.cat(biases)
         used = bias if self.apply_bias else None
         store = self.wgrad_store if self.wgrad_store.delay_wgrad_compute() else None
-        y = _Linear.apply(weight, x, used, self, store, self.now_first(), weights[0])
+        y = _Linear.apply(weight, x, used, self, store, is_first_microbatch, weights[0])
         return (y, bias) if self.return_bias else y
 
 
@@ -206,12 +207,11 @@ class LayerNormMLP(TeLayer):
             if bias:
                 self.add(name, length)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
         fc2_bias = self.fc2_bias if self.apply_bias else None
         fc1_bias = self.fc1_bias if self.use_bias else None
-        y = _Mlp.apply(
-            x, self.fc1_weight, fc1_bias, self.fc2_weight, fc2_bias, self, self.now_first()
-        )
+        weights = self.fc1_weight, fc1_bias, self.fc2_weight, fc2_bias
+        y = _Mlp.apply(x, *weights, self, is_first_microbatch)
         return (y, self.fc2_bias) if self.return_bias else y
 
 
@@ -293,12 +293,12 @@ class GroupedLinear(TeLayer):
             if bias:
                 self.add(f"bias{number}", outputs)
 
-    def forward(self, x: Tensor, splits: list[int]) -> Any:
+    def forward(self, x: Tensor, splits: list[int], is_first_microbatch: bool | None = None) -> Any:
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else []
         used = biases if self.apply_bias else [None] * self.num_gemms
-        first = self.now_first()
-        y = _Grouped.apply(x, splits, self, self.wgrad_store, first, *weights, *used)
+        store, first = self.wgrad_store, is_first_microbatch
+        y = _Grouped.apply(x, splits, self, store, first, *weights, *used)
         return (y, biases) if self.return_bias else y
 
 

@@ -291,6 +291,7 @@ ORDERS = (
     "F0 F1 B0 F2 B1 W0 B2 W1 W2",
     "F0 F1 F2 B0 B1 B2 W2 W0 W1",
     "F0 F1 B0 BW1 F2 W0 B2 W2",
+    "F0 F1 F2 BW2 BW1 BW0",  # slices
 )
 
 

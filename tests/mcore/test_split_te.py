@@ -28,6 +28,8 @@ ORDERS = {
     "out of order": "F0 F1 F2 B0 B1 B2 W2 W0 W1",
     "whole and split": "F0 F1 B0 F2 BW1 W0 B2 W2",
     "whole first": "F0 F1 BW0 F2 B1 B2 W2 W1",
+    "slices": "F0 F1 F2 BW2 BW1 BW0",
+    "slices, split": "F0 F1 F2 B2 BW1 W2 BW0",
 }
 WHOLE = "F0 F1 BW0 F2 BW1 BW2"
 
@@ -47,9 +49,10 @@ def a_state() -> StepState:
     return StepState(splits_backward=True)
 
 
-def call(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return the layer's output, its bias added where it has returned it."""
-    y = layer(x, SPLITS) if isinstance(layer, fake_te.GroupedLinear) else layer(x)
+def call(layer: fake_te.TeLayer, x: Tensor) -> Tensor:
+    """Call a layer as Megatron's subclass does; add the bias if the layer returns it."""
+    more = [SPLITS] if isinstance(layer, fake_te.GroupedLinear) else []
+    y = layer(x, *more, is_first_microbatch=layer.now_first())
     if not isinstance(y, tuple):
         return y
     y, bias = y
@@ -211,13 +214,38 @@ def test_without_a_schedule_te_computes_as_ever() -> None:
     assert layer.weight_0.grad is not None
 
 
-def test_the_first_microbatch_is_kept_from_layers_that_do_not_quantize() -> None:
-    layers = [LAYERS["linear"]() for _ in range(2)]
-    for layer, fp8 in zip(layers, (None, "hybrid"), strict=True):
-        layer.config = SimpleNamespace(fp8=fp8)
-        layer.disable_parameter_transpose_cache = False
-        te_layers.install(a_state(), [layer])
-    assert [layer.disable_parameter_transpose_cache for layer in layers] == [True, False]
+@pytest.mark.parametrize("by_name", [True, False])
+def test_forward_hears_of_the_first_microbatch_and_backward_does_not(by_name: bool) -> None:
+    """TE casts FP8 weights in the forward, and would overwrite main_grad in the backward."""
+    heard: list[bool | None] = []
+
+    class Layer(fake_te.Linear):
+        def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> tuple[Any, Any]:
+            heard.append(None if is_first_microbatch is None else bool(is_first_microbatch))
+            return x, is_first_microbatch
+
+    layer = Layer(SIZE, SIZE)
+    te_layers.install(a_state(), [layer])
+    saved = []
+    for first in (True, False, None):
+        options = {"is_first_microbatch": first} if by_name else {}
+        saved.append(layer(torch.ones(2), *([] if by_name else [first]), **options)[1])
+    assert heard == [True, False, None]
+    assert not saved[0]  # which the backward reads
+    assert saved[1:] == [False, None]
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp", "grouped"])
+def test_a_layer_that_stays_whole_accumulates_in_any_order(kind: str) -> None:
+    """It has no store of ours, as with userbuffers; nor does a layer that CUDA graphs cover."""
+    found = []
+    for order in (WHOLE, ORDERS["slices"]):
+        layer = LAYERS[kind](bias=False, fused=True)
+        layer.ub_bulk_wgrad = True
+        assert te_layers.install(a_state(), [layer]) == 0
+        found.append(run(layer, order, ddp=True, install=False))
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-5)
 
 
 class Renamed(fake_te.WeightGradStore):

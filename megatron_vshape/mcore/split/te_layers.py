@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import types
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, partial, wraps
@@ -70,10 +69,11 @@ def install(
     warn_once = cache(_warn_of_gathered)
     layer: TELayer
     for chunk in chunks:
+        for kind in {type(each) for each in chunk.modules()}:
+            _accumulate_always(kind)  # layers that stay whole need it as well
         for layer in chunk.modules():
             if is_splittable(layer) and layer not in whole:
                 check_protocol(layer.wgrad_store)
-                _forget_first_microbatch(layer)
                 layer.wgrad_store = JobStore(state, layer, warn_once)
                 _gather_in_w_alone(type(layer))
                 installed += 1
@@ -144,6 +144,57 @@ def _forget_gather(saved: Any) -> None:
     for name in _NEEDS_GATHER:
         if getattr(saved, name, False):
             setattr(saved, name, False)
+
+
+class _UntilReturn:
+    """A flag that is true while the forward it is given to runs, and false from then on."""
+
+    def __init__(self) -> None:
+        self.runs = True
+
+    def __bool__(self) -> bool:
+        return self.runs
+
+
+_FIRST = "is_first_microbatch"
+
+
+def _accumulate_always(layer: type[nn.Module]) -> None:
+    """Prevent the backward of a TE class from overwriting main_grad.
+
+    With `is_first_microbatch` TE casts the weights to FP8 in this forward, and keeps the flag for
+    this pass's backward, which then overwrites main_grad instead of adding to it. That is right
+    only if the backward is the layer's first of the step. It is not with sequence slices (they run
+    backward from last to first), with weight gradients in W, or if a layer runs twice per
+    microbatch. Megatron zeroes main_grad, so adding is always right. So the forward gets the flag,
+    and the backward reads it as false.
+    """
+    for base in layer.__mro__:
+        original = vars(base).get("forward")
+        if not inspect.isfunction(original) or hasattr(original, "ends_first_microbatch"):
+            continue  # no forward of its own, or wrapped already
+        names = list(inspect.signature(original).parameters)
+        if _FIRST in names:
+            base.forward = _ending(original, names.index(_FIRST))  # type: ignore[attr-defined]
+
+
+def _ending(original: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """Wrap a TE forward whose parameter number `at` tells whether the microbatch is the first."""
+
+    @wraps(original)
+    def forward(*args: Any, **options: Any) -> Any:
+        flag = _UntilReturn()
+        if options.get(_FIRST):
+            options[_FIRST] = flag
+        elif args[at:] and args[at]:
+            args = (*args[:at], flag, *args[at + 1 :])
+        try:
+            return original(*args, **options)
+        finally:
+            flag.runs = False
+
+    forward.ends_first_microbatch = True  # type: ignore[attr-defined]
+    return forward
 
 
 def is_te_layer(layer: nn.Module) -> bool:
@@ -231,8 +282,6 @@ class JobStore:
         layer = self.layer
         weights, biases = _parameters(layer, func)
         biases = () if self.biases_in_b else biases
-        if layer.fuse_wgrad_accumulation:
-            func = accumulating(func)
         sources: Sequence[dist.ProcessGroup | None]
         if _is_grouped(layer):
             tensors, sources = [tensor_list[0], tensor_list[1]], (None, None)
@@ -257,24 +306,6 @@ class JobStore:
         """Do nothing: the schedule decides, and the buckets of jobs are checked where they run."""
 
     disable_delay_wgrad_compute = assert_empty = enable_delay_wgrad_compute
-
-
-def accumulating(func: Gemm) -> Gemm:
-    """Return `func`, of a layer with fused accumulation, set to add to main_grad.
-
-    TE lets the first microbatch overwrite, which is right only if its W is the first. Megatron
-    zeroes the gradients anyway, so that adding is right in any order.
-    """
-    if isinstance(func, partial):
-        return partial(func, accumulate=True)
-    if isinstance(func, types.FunctionType):
-        # TE makes these functions anew in every backward, so nobody else sees the change.
-        for name, cell in zip(func.__code__.co_freevars, func.__closure__ or (), strict=True):
-            if name.endswith("wgrad_gemm_kwargs"):
-                cell.cell_contents["accumulate"] = True
-            elif name == "accumulate":
-                cell.cell_contents = True
-    return func
 
 
 def _run(
@@ -435,12 +466,3 @@ def _gathered(layer: TELayer, func: Gemm) -> int | None:
 
 def _runs_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _forget_first_microbatch(layer: TELayer) -> None:
-    """Have Megatron not tell the layer which microbatch is the first, where that has no use.
-
-    It saves FP8 weights from being cast again; without FP8 all it does is overwrite main_grad.
-    """
-    if hasattr(layer, "disable_parameter_transpose_cache") and not _quantizes(layer):
-        layer.disable_parameter_transpose_cache = True
