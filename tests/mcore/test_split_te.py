@@ -283,11 +283,21 @@ def test_installing_twice_is_allowed_and_backward_dw_is_not() -> None:
 def test_unknown_layers_stay_whole() -> None:
     strange = nn.Module()
     strange.wgrad_store = fake_te.WeightGradStore()
-    packed = LAYERS["grouped"]()
-    del packed.weight0
-    assert te_layers.install(a_state(), [strange, packed, nn.Linear(2, 2)]) == 0
-    assert "not those of any TE layer" in (te_layers.why_whole(strange) or "")
-    assert "one grouped tensor" in (te_layers.why_whole(packed) or "")
+    nameless = LAYERS["linear"]()
+    nameless.register_parameter("bias_0", None)
+    assert te_layers.install(a_state(), [strange, nameless, nn.Linear(2, 2)]) == 0
+    for layer in (strange, nameless):
+        assert "not those of any TE layer" in (te_layers.why_whole(layer) or "")
+
+
+@pytest.mark.parametrize("packed", ["weight", "bias"])
+def test_experts_with_one_grouped_parameter_stay_whole(packed: str) -> None:
+    """TE keeps the names of the others, as parameters that are None."""
+    layer = LAYERS["grouped"](bias=True)
+    for number in range(len(SPLITS)):
+        layer.register_parameter(f"{packed}{number}", None)
+    assert te_layers.install(a_state(), [layer]) == 0
+    assert "one grouped tensor" in (te_layers.why_whole(layer) or "")
 
 
 def test_an_mlp_with_other_functions_is_refused() -> None:

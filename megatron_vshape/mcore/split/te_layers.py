@@ -16,7 +16,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial, wraps
 from typing import Any, ClassVar
 
@@ -45,6 +45,9 @@ _GATHER_IN_B = ("ub_bulk_dgrad", "ub_overlap_ag_dgrad", "ub_overlap_ag")
 
 _NEEDS_GATHER = ("backward_input_needs_gather", "ln_out_needs_gather")
 """What TE's backward reads: that B is to gather the input, which only the weight gradient uses."""
+
+_KINDS, _MLP_PARTS = ("weight", "bias"), ("fc1", "fc2")
+"""How TE names the parameters of a layer, and the two linears of an MLP."""
 
 AS_IT_SHOULD = "as it should"
 """How the reason begins where a weight gradient is in B by intention."""
@@ -209,9 +212,11 @@ def is_splittable(layer: nn.Module) -> bool:
 
 def why_whole(layer: nn.Module) -> str | None:
     """Return why a TE layer's weight gradient has to stay in B, or None where it has not."""
-    if _is_grouped(layer) and not hasattr(layer, "weight0"):
-        return "its experts' weights are one grouped tensor"
-    if not (_is_grouped(layer) or _is_mlp(layer) or hasattr(layer, "weight_names")):
+    names = [name for names in _names(layer) for name in names]
+    missing = [name for name in names if getattr(layer, name, None) is None]
+    if missing and _is_grouped(layer):  # TE registers weight0, ... as None then
+        return "its experts' weights or biases are one grouped tensor"
+    if missing or not names:
         return "its parameters are not those of any TE layer this package knows"
     if getattr(layer, "ub_bulk_wgrad", False):
         return "its userbuffers hide an exchange behind it: leave tp_comm_bulk_wgrad out"
@@ -269,6 +274,11 @@ class JobStore:
     biases_in_b: bool = False
     context: ClassVar[None] = None
     """TE's queue; its layers look whether there is one before they would pop from it."""
+    names: tuple[list[str], list[str]] = field(init=False)  # of the layer's weights and biases
+
+    def __post_init__(self) -> None:
+        """Look the names up once, and not in every pass."""
+        self.names = _names(self.layer)
 
     def delay_wgrad_compute(self) -> bool:
         """Return whether TE is to hand the weight gradient over.
@@ -280,7 +290,7 @@ class JobStore:
     def put(self, tensor_list: list[Any], func: Gemm) -> None:
         """Leave a job for W; it keeps the very tensors that TE hands over."""
         layer = self.layer
-        weights, biases = _parameters(layer, func)
+        weights, biases = _parameters(layer, self.names, func)
         biases = () if self.biases_in_b else biases
         sources: Sequence[dist.ProcessGroup | None]
         if _is_grouped(layer):
@@ -388,18 +398,26 @@ def add_gradient(parameter: nn.Parameter, grad: Tensor) -> None:
 
 
 def _parameters(
-    layer: TELayer, func: Gemm
+    layer: TELayer, names: tuple[list[str], list[str]], func: Gemm
 ) -> tuple[tuple[nn.Parameter, ...], tuple[nn.Parameter, ...]]:
     """Return the weights, and the biases, that `func` computes the gradients of."""
+    weights, biases = names
+    if _is_mlp(layer):
+        at = _MLP_PARTS.index(_mlp_part(func))
+        weights, biases = weights[at : at + 1], biases[at : at + 1]
+    return _get(layer, weights), _get(layer, biases)
+
+
+def _names(layer: TELayer) -> tuple[list[str], list[str]]:
+    """Return the names of a TE layer's weights and of the biases it uses; none if it is unknown."""
+    weights: Iterable[str] = getattr(layer, "weight_names", None) or ()
+    biases: Iterable[str] = getattr(layer, "bias_names", None) or ()
     if _is_grouped(layer):
         numbers = range(layer.num_gemms)
-        weights, biases = [f"weight{i}" for i in numbers], [f"bias{i}" for i in numbers]
+        weights, biases = ([f"{kind}{number}" for number in numbers] for kind in _KINDS)
     elif _is_mlp(layer):
-        part = _mlp_part(func)
-        weights, biases = [f"{part}_weight"], [f"{part}_bias"]
-    else:
-        weights, biases = layer.weight_names, layer.bias_names
-    return _get(layer, weights), _get(layer, biases) if layer.use_bias else ()
+        weights, biases = ([f"{part}_{kind}" for part in _MLP_PARTS] for kind in _KINDS)
+    return list(weights), list(biases) if getattr(layer, "use_bias", False) else []
 
 
 def _get(layer: nn.Module, names: Iterable[str]) -> tuple[nn.Parameter, ...]:
@@ -412,13 +430,13 @@ def _is_grouped(layer: nn.Module) -> bool:
 
 
 def _is_mlp(layer: nn.Module) -> bool:
-    return hasattr(layer, "fc1_weight") and hasattr(layer, "fc2_weight")
+    return hasattr(layer, "fc1_weight")
 
 
 def _mlp_part(func: Gemm) -> str:
     """Return which of an MLP's two linears `func` is of."""
     part = getattr(func, "__name__", "").partition("_")[0]
-    if part not in ("fc1", "fc2"):
+    if part not in _MLP_PARTS:
         raise StoreError(
             f"a LayerNormMLP of Transformer Engine handed over {func!r}, which is neither its "
             "fc1_wgrad_gemm nor its fc2_wgrad_gemm: use another version, or --transformer-impl "
