@@ -325,6 +325,97 @@ def test_a_quantized_gathered_tensor_is_kept_with_a_warning(
     state.jobs.run(0)
 
 
+class Quantized:
+    """A bare storage of TE: the same numbers by rows and by columns, of which a GEMM reads one."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.rowwise: Tensor | None = values
+        self.columnwise: Tensor | None = values.t().contiguous()
+
+    def get_data_tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.rowwise, self.columnwise
+
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        if rowwise_usage is False:
+            self.rowwise = None
+        if columnwise_usage is False:
+            self.columnwise = None
+
+
+class QuantizedGroup:
+    """A bare grouped storage of TE's, which has no method for it."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.rowwise_data: Tensor | None = values
+        self.scale_inv: Tensor | None = torch.ones(1)
+        self.columnwise_data, self.columnwise_scale_inv = values.clone(), torch.ones(1)
+
+    def get_data_tensors(self) -> tuple[Tensor | None, ...]:
+        return self.rowwise_data, self.columnwise_data, self.scale_inv, self.columnwise_scale_inv
+
+
+def test_a_job_keeps_the_column_wise_data_of_a_group_alone() -> None:
+    state, layer = a_state(), LAYERS["grouped"](bias=False, fused=True)
+    te_layers.install(state, [layer])
+    x, dy, plain = (QuantizedGroup(torch.randn(TOKENS, SIZE)) for _ in range(3))
+    plain.columnwise_data = None  # TE's group of numbers that are not quantized has one only
+    with state.jobs.collect(0):
+        layer.wgrad_store.put([x, dy, []], lambda *each: (None, [], None))
+    with state.jobs.collect(1):
+        layer.wgrad_store.put([plain, plain, []], lambda *each: (None, [], None))
+    for each in (x, dy):
+        assert each.rowwise_data is each.scale_inv is None
+        assert each.columnwise_data is not None
+    assert plain.rowwise_data is not None
+    state.jobs.clear()
+
+
+class QuantizedTensor(Quantized, Tensor):
+    """One that autograd can hand to several readers."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> "QuantizedTensor":
+        return Tensor._make_subclass(cls, values)
+
+
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+def test_a_job_keeps_the_column_wise_data_of_quantized_tensors_alone(kind: str) -> None:
+    state, layer = a_state(), LAYERS[kind](bias=False)
+    te_layers.install(state, [layer])
+    kept: list[Tensor] = []
+    state.census = SimpleNamespace(add=kept.append)  # type: ignore[assignment]
+    x, dy, shared = torch.randn(TOKENS, SIZE), torch.randn(TOKENS, SIZE), torch.randn(TOKENS, SIZE)
+    grouped = kind == "grouped"
+
+    def gemm(xs: Any, dys: Any, outs: Any = None) -> Any:
+        for a, b in zip(xs, dys, strict=True) if grouped else [(xs, dys)]:
+            product = b.columnwise.matmul(a.columnwise.t())  # both are transposed
+        for out in outs or ():
+            out.copy_(product)
+        return (None, [None] * len(SPLITS), None) if grouped else (product, None)
+
+    with state.jobs.collect(0):
+        if grouped:
+            targets = [torch.empty(SIZE, SIZE) for _ in SPLITS]
+            layer.wgrad_store.put([[Quantized(x)], [Quantized(dy)], targets], gemm)
+        else:
+            layer.wgrad_store.put([Quantized(x), Quantized(dy)], gemm)
+    assert sum(each.nbytes for each in kept) == x.nbytes + dy.nbytes
+    state.jobs.run(0)
+    weight = layer.weight0 if grouped else layer.weight_0
+    torch.testing.assert_close(weight.grad, dy.t().matmul(x))
+    other = QuantizedTensor(shared)
+    with state.jobs.collect(0):
+        job = [[other], [other], [torch.empty(SIZE, SIZE)] * 3] if grouped else [other, other]
+        layer.wgrad_store.put(job, gemm)
+    assert other.rowwise is not None
+    state.jobs.clear()
+
+
 def sequence_parallel(rank: int, mode: str) -> tuple[list[list[float]], int]:
     """Return the gradients, and the bytes jobs held, of one of two ranks."""
     state = a_state()

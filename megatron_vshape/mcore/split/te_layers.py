@@ -288,8 +288,9 @@ class JobStore:
         return is_open() or (self.state.splits_backward and not _runs_backward())
 
     def put(self, tensor_list: list[Any], func: Gemm) -> None:
-        """Leave a job for W; it keeps the very tensors that TE hands over."""
+        """Leave a job for W, which keeps the tensors that TE hands over until it has run."""
         layer = self.layer
+        _drop_rowwise(tensor_list[:2])
         weights, biases = _parameters(layer, self.names, func)
         biases = () if self.biases_in_b else biases
         sources: Sequence[dist.ProcessGroup | None]
@@ -316,6 +317,24 @@ class JobStore:
         """Do nothing: the schedule decides, and the buckets of jobs are checked where they run."""
 
     disable_delay_wgrad_compute = assert_empty = enable_delay_wgrad_compute
+
+
+def _drop_rowwise(value: Any) -> None:
+    """Free the row-wise data of quantized tensors; a weight gradient reads the column-wise data.
+
+    TE quantizes the output's gradient both ways, since B's product reads it by rows, and has
+    computed that product by now. A torch.Tensor stays as it is: it can have other readers, while
+    TE's bare storages are made in, or saved for, this one backward.
+    """
+    if isinstance(value, list | tuple):
+        for each in value:
+            _drop_rowwise(each)
+    elif isinstance(value, torch.Tensor):
+        return
+    elif hasattr(value, "update_usage"):
+        value.update_usage(rowwise_usage=False, columnwise_usage=True)
+    elif getattr(value, "columnwise_data", None) is not None:  # a group, as TE does it in F
+        value.rowwise_data = value.scale_inv = None
 
 
 def _run(
