@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_vshape.core.check.simulate import peak_held, peak_shared, simulate
+from megatron_vshape.core.check.simulate import _shared_curve, peak_held, peak_shared, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
@@ -202,3 +202,6 @@ def test_what_slices_share_is_there_from_the_first_f_to_the_last_b() -> None:
     assert peak_shared(schedule, costs, {0: (8.0, 0.0)}) == (0.5 + 6.0,)
     assert peak_shared(schedule, costs, {0: (0.0, 8.0)}) == (1.5 + 6.0,)
     assert peak_shared(schedule, costs, {}) == (2.0,)
+    # One buffer of the gradients of all slices but the last, until the first slice has had its B.
+    owed = list(_shared_curve(schedule.order[0], schedule, {0: (0.0, 8.0)}))
+    assert owed == [0.0] * 5 + [6.0] * 3

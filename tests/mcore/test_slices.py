@@ -27,7 +27,9 @@ from megatron_vshape.mcore.setup.checks import with_slices
 from megatron_vshape.mcore.setup.choice import choice_for
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.split import sliced_router
+from megatron_vshape.mcore.split.sliced_attention import KeysValues
 from megatron_vshape.mcore.step.slices import Slices
+from megatron_vshape.mcore.step_state import Slice
 
 ROOT = Path(__file__).parents[2]
 
@@ -184,6 +186,27 @@ def test_gradients_and_losses_are_those_of_whole_microbatches(
     """To rounding; of one slice through the same path bit by bit."""
     own = {name: told[name] for name in CASES}
     assert_equal(own, {name: case["slices"] for name, case in CASES.items()})
+
+
+def test_gradients_of_keys_and_values_are_summed_in_one_buffer() -> None:
+    """In 32 bits, with the bits of one sum per slice, and without another copy."""
+    count, own = 4, 3
+    total = count * own
+    kept = KeysValues([torch.empty(own, 1, 2, 5, dtype=torch.bfloat16)], total)
+    drawn = [torch.randn(end, 1, 2, 5).bfloat16() for end in range(own, total + 1, own)]
+    made, buffers = [], set()
+    for at in reversed(range(count)):
+        (gradient,) = kept.add(Slice(0, at * own, (at + 1) * own, total), [drawn[at]])
+        made.insert(0, gradient)
+        buffers.add((kept.gradients[0].data_ptr(), kept.gradients[0].shape[0]))
+    assert buffers == {(kept.gradients[0].data_ptr(), total - own)}
+    assert kept.gradients[0].dtype == torch.float32
+    for at, gradient in enumerate(made):
+        expected = torch.zeros(own, 1, 2, 5)
+        for later in reversed(drawn[at:]):
+            expected += later[at * own : (at + 1) * own].float()
+        assert torch.equal(gradient, expected.bfloat16())
+        assert gradient.untyped_storage().nbytes() == gradient.nbytes
 
 
 @pytest.mark.slow

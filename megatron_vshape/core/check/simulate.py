@@ -260,7 +260,8 @@ def peak_shared(
     """Return `peak_held` where slices of a microbatch share and owe so much of every stage.
 
     What they share, keys and values, is in `costs` too, a slice's part with each slice; but it is
-    there as a whole from F of the first slice to its B. What later slices owe waits for earlier.
+    there as a whole from F of the first slice to its B. The gradients that later slices owe to
+    earlier ones are there from B of the last slice to B of the first.
     """
     return tuple(
         max(map(add, held_curve(schedule, costs, device), _shared_curve(row, schedule, shared)))
@@ -281,7 +282,8 @@ def _shared_curve(
         yield sum(beyond.values())
         if Kind.B in work.kind.does:
             later = kept * (slices - at) / slices if at else 0.0
-            beyond[work.stage, microbatch] = later + owed * at / slices
+            sums = owed * (slices - 1) / slices if at else 0.0
+            beyond[work.stage, microbatch] = later + sums
 
 
 def peak_in_host(schedule: Schedule, costs: Costs) -> tuple[float, ...]:

@@ -31,12 +31,12 @@ FUSED = "TEDotProductAttention"
 class KeysValues:
     """Keys and values, [s, b, heads, size] each, of one layer and microbatch, and their gradients.
 
-    Those are added up in at least 32 bits, as one kernel would.
+    Gradients are added up in at least 32 bits, as one kernel would.
     """
 
     def __init__(self, own: Sequence[Tensor], length: int) -> None:
         self.whole = [each.new_empty(length, *each.shape[1:]) for each in own]
-        self.gradients: list[Tensor] = []  # of what is before the slice whose B has run last
+        self.gradients: list[Tensor] = []  # sums of all slices but the last, from its B on
 
     @property
     def sizes_bytes(self) -> tuple[int, int]:
@@ -54,13 +54,20 @@ class KeysValues:
         return tuple(whole.data[: part.end] for whole in self.whole)
 
     def add(self, part: Slice, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Take the gradients of all up to a slice's end; return the slice's own, complete."""
-        totals = [each.to(_wide_dtype(each)) for each in gradients]
-        if self.gradients:  # else it is the last slice's, whose B is the first
-            totals = [each + later for each, later in zip(totals, self.gradients, strict=True)]
-        self.gradients = [each[: part.begin].clone() for each in totals]
-        pairs = zip(totals, gradients, strict=True)
-        return tuple(total[part.begin :].to(each.dtype, copy=True) for total, each in pairs)
+        """Add the gradients of all up to a slice's end; return the slice's own, complete.
+
+        The sums of all slices but the last are one buffer, to which each B adds in place.
+        """
+        if not self.gradients:  # the last slice, whose B is the first
+            own = [each[part.begin :] for each in gradients]
+            before = [each[: part.begin] for each in gradients]
+            self.gradients = [each.to(_wide_dtype(each), copy=True) for each in before]
+        else:
+            for total, each in zip(self.gradients, gradients, strict=True):
+                total[: part.end].add_(each)
+            own = [total[part.begin : part.end] for total in self.gradients]
+        pairs = zip(own, gradients, strict=True)
+        return tuple(each.to(like.dtype, copy=True) for each, like in pairs)
 
 
 def _wide_dtype(like: Tensor) -> torch.dtype:
