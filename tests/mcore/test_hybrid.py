@@ -1,5 +1,6 @@
 """HybridModel, whose layers are a pattern of symbols: its stages, and the numbers of 1F1B."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,6 +51,34 @@ def test_training_equals_megatrons_1f1b(
     ours = train(4, "--pipeline-schedule", schedule, *given)
     assert any("decoder.final_norm" in name for name in ours.merged("parameters"))  # not a GPT
     assert_equal_training(ours, theirs)
+
+
+@needs_hybrid
+@pytest.mark.parametrize(
+    ("schedule", "predicting"),
+    [
+        ("v-half", "*E"),
+        pytest.param("v-half", "*-/*-", marks=pytest.mark.slow),
+        pytest.param("zb-h1", "*E/*E", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_beside_multi_token_prediction(
+    train: Train, schedule: str, predicting: str
+) -> None:
+    flags = f"--hybrid-layer-pattern *-*-*-*E/{predicting} --moe-z-loss-coeff 1e-3 {EXPERTS}"
+    # Megatron's own 1F1B crashes with these flags, with or without multi-token prediction.
+    theirs = train(1, *flags.split(), *STEPS)
+    ours = train(2, "--pipeline-schedule", schedule, *flags.split(), *STEPS)
+    assert_equal_training(ours, theirs)
+    for name in ("load_balancing_loss", "z_loss", "mtp_1 loss"):
+        assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=1e-5)
+
+
+def logged(run: Ended, name: str) -> list[float]:
+    """Return the values of a metric in the log of the last rank, one per step."""
+    values = re.findall(rf"{name}: ([0-9.E+-]+)", run.output[-1])
+    assert len(values) == 2, run.output[-1]
+    return [float(value) for value in values]
 
 
 @pytest.mark.slow

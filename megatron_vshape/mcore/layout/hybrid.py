@@ -112,10 +112,11 @@ EXPERT_LOSSES = {
 
 
 def size_expert_losses(args: Namespace) -> None:
-    """Have a rank without expert layers log losses of the size that the others log.
+    """Give the logged expert losses one size on all ranks, whether a rank has experts or not.
 
-    Megatron makes room for one value per expert layer there, and where experts are for one value
-    per layer; the sum over the pipeline of the two crashes under gloo and is undefined elsewhere.
+    Routers record one value per layer, those of multi-token prediction included. On a rank without
+    routers, Megatron allocates one value per expert layer. Its all-reduce over the pipeline then
+    has tensors of two sizes: gloo aborts, and the result on NCCL is undefined.
     """
     if getattr(args, "hybrid_layer_pattern", None) is None or args.num_experts is None:
         return
@@ -126,14 +127,15 @@ def size_expert_losses(args: Namespace) -> None:
     names = [EXPERT_LOSSES[kind] for kind in EXPERT_LOSSES if kind in kinds]
     if args.moe_z_loss_coeff is not None:
         names.append("z_loss")
+    size = args.num_layers + (args.mtp_num_layers or 0)
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:  # up to 0.17 the tracker is a dictionary
         kept = moe_utils.get_moe_layer_wise_logging_tracker()
         groups = {"reduce_group": None, "avg_group": None, "reduce_group_has_dp": False}
         for name in names:
-            values = torch.zeros(args.num_layers, device=torch.cuda.current_device())
+            values = torch.zeros(size, device=torch.cuda.current_device())
             kept.setdefault(name, {"values": values, **groups})
         return
     for name in names:
-        get_moe_metrics_tracker().ensure_initialized(name, args.num_layers)
+        get_moe_metrics_tracker().ensure_initialized(name, size)
