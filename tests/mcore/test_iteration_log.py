@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mcore.farm import Ended
+from mcore.farm import Ended, Farm
 
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.observe import iteration_log
@@ -176,3 +176,11 @@ def test_a_device_without_a_known_peak_has_no_mfu(
 def test_peaks_are_found_by_name(name: str, teraflops: float) -> None:
     assert peak_flops(name, torch.bfloat16) == teraflops * 1e12
     assert peak_flops(name, torch.float32) is None
+
+
+def test_a_loss_that_only_one_rank_has_is_logged(farm: Farm) -> None:
+    # Megatron sums it over the pipeline, and leaves out a rank without such layers: a hang.
+    plugin = Path(__file__).with_name("indexer_on_one_rank.py")
+    flags = ("--pipeline-schedule", "v-half", "--dsa-indexer-loss-coeff", "0.01")
+    run = farm.run(2, *flags, plugin=plugin, timeout_s=60).check()
+    assert "indexer loss: 3.125000E-02" in run.output[1]  # 0.25, the mean over 8 layers

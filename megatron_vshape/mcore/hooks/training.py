@@ -28,8 +28,8 @@ from megatron_vshape.mcore.early.post_validation import (
 from megatron_vshape.mcore.hooks.checkpoints import repair_tracker
 from megatron_vshape.mcore.hooks.replacements import Function, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
-from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.observe.iteration_log import IterationLog, why_no_mfu
+from megatron_vshape.mcore.observe.layer_losses import size_layer_losses
 from megatron_vshape.mcore.options import add_arguments, options_of
 from megatron_vshape.mcore.refusals import RefusedError, check_one_module, refusing
 from megatron_vshape.mcore.replaced import Replaced
@@ -242,7 +242,7 @@ def training_log(session: Session, original: Function, *args: Any, **options: An
     if session.iteration_log is None or session.runner is None:
         return original(*args, **options)
     if isinstance(session.runner, PipelineRunner):
-        hybrid.size_expert_losses(get_args())
+        size_layer_losses(get_args())
     number = inspect.signature(original).bind(*args, **options).arguments["iteration"]
     with session.iteration_log.iteration(session.runner.meter, number):
         return original(*args, **options)

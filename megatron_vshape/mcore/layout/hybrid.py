@@ -5,7 +5,6 @@ After them, each behind a `/`, come the layers of multi-token prediction, all in
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -101,41 +100,3 @@ def cut(pattern: str, layers: Sequence[int]) -> str:
     ends = accumulate(layers, initial=0)
     stages = BEGINS_STAGE.join(symbols[first:end] for first, end in pairwise(ends))
     return stages + slash + predicting
-
-
-EXPERT_LOSSES = {
-    "aux_loss": "load_balancing_loss",
-    "seq_aux_loss": "seq_load_balancing_loss",
-    "global_aux_loss": "global_load_balancing_loss",
-}
-"""What Megatron's log calls the losses of `--moe-router-load-balancing-type`."""
-
-
-def size_expert_losses(args: Namespace) -> None:
-    """Give the logged expert losses one size on all ranks, whether a rank has experts or not.
-
-    Routers record one value per layer, those of multi-token prediction included. On a rank without
-    routers, Megatron allocates one value per expert layer. Its all-reduce over the pipeline then
-    has tensors of two sizes: gloo aborts, and the result on NCCL is undefined.
-    """
-    if getattr(args, "hybrid_layer_pattern", None) is None or args.num_experts is None:
-        return
-    import torch
-    from megatron.core.transformer.moe import moe_utils
-
-    kinds = args.moe_router_load_balancing_type
-    names = [EXPERT_LOSSES[kind] for kind in EXPERT_LOSSES if kind in kinds]
-    if args.moe_z_loss_coeff is not None:
-        names.append("z_loss")
-    size = args.num_layers + (args.mtp_num_layers or 0)
-    try:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-    except ImportError:  # up to 0.17 the tracker is a dictionary
-        kept = moe_utils.get_moe_layer_wise_logging_tracker()
-        groups = {"reduce_group": None, "avg_group": None, "reduce_group_has_dp": False}
-        for name in names:
-            values = torch.zeros(size, device=torch.cuda.current_device())
-            kept.setdefault(name, {"values": values, **groups})
-        return
-    for name in names:
-        get_moe_metrics_tracker().ensure_initialized(name, size)
