@@ -230,3 +230,31 @@ def test_what_only_later_megatrons_build_is_refused(farm: Farm) -> None:
     said = "--experimental-attention-variant needs megatron-core 0.19 or later in this script"
     assert run.output[0].strip().endswith(said)
     assert "Traceback" not in run.output[0]
+
+
+EVALUATES = "--eval-interval 1 --eval-iters 1"
+NON_LOSS_DATA = Path(__file__).with_name("non_loss_data.py")
+
+
+@pytest.mark.parametrize("flags", ["--pipeline-schedule 1f1b", V_HALF, f"{V_HALF} --skip-train"])
+def test_data_that_only_the_last_rank_would_collect(farm: Farm, flags: str) -> None:
+    given = [*flags.split(), *EVALUATES.split()]
+    functions = ["process_non_loss_data_func"]
+    run = farm.run(2, *given, plugin=NON_LOSS_DATA, given=functions, timeout_s=60)
+    assert run.codes == [1, 1], run.output
+    text = run.output[0].partition("megatron-vshape: ")[2]
+    assert f"{flags.split()[1]} does not work with process_non_loss_data_func alone" in text
+    assert "Give pretrain a non_loss_data_func as well" in text
+    assert not any("Traceback" in each or "lm loss" in each for each in run.output)
+
+
+def test_data_that_all_ranks_collect(farm: Farm, tmp_path: Path) -> None:
+    functions = ["process_non_loss_data_func", "non_loss_data_func"]
+    flags = (*V_HALF.split(), *EVALUATES.split(), "--tensorboard-dir", str(tmp_path))
+    run = farm.run(2, *flags, plugin=NON_LOSS_DATA, given=functions, timeout_s=60).check()
+    assert "non-loss data of iteration 1: 2 chunks" in run.output[1]
+
+
+def test_data_without_an_evaluation(farm: Farm) -> None:
+    functions = ["process_non_loss_data_func"]
+    farm.run(2, *V_HALF.split(), plugin=NON_LOSS_DATA, given=functions, timeout_s=60).check()

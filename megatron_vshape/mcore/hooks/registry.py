@@ -158,6 +158,13 @@ HOOKS = (
         _training("train"),
     ),
     Hook(
+        _TRAINING,
+        "evaluate_and_print_results",
+        ("process_non_loss_data_func", "non_loss_data_func"),
+        "rejects data that only the last rank would collect, which would hang the pipeline",
+        _training("evaluate_and_print_results"),
+    ),
+    Hook(
         "megatron.training.checkpointing",
         "read_metadata",
         ("tracker_filename",),

@@ -10,7 +10,7 @@ import inspect
 import logging
 import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +176,12 @@ def build_virtual_pipeline_stages(
 def train(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Show the schedule first, and what the run has measured last."""
     pipeline = session.pipeline
-    if pipeline is not None:
+    given: Mapping[str, Any] = {}
+    if not session.is_idle:
         given = inspect.signature(original).bind(*args, **options).arguments
+        if get_args().do_valid or get_args().do_test:
+            _check_non_loss_data(session, given)
+    if pipeline is not None:
         with refusing():
             tokens = get_args().seq_length * get_args().micro_batch_size
             session.optimizer = given["optimizer"]
@@ -200,6 +204,29 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
         raise
     _tell_end(session)
     return result
+
+
+@replaces
+def evaluate_and_print_results(
+    session: Session, original: Function, *args: Any, **options: Any
+) -> Any:
+    """Check the evaluation of a run without training (--skip-train)."""
+    _check_non_loss_data(session, inspect.signature(original).bind(*args, **options).arguments)
+    return original(*args, **options)
+
+
+def _check_non_loss_data(session: Session, given: Mapping[str, Any]) -> None:
+    """Raise RefusedError where only the last rank would collect data after an evaluation."""
+    name = session.megatrons_own if session.pipeline is None else session.pipeline.choice.name
+    is_alone = given.get("non_loss_data_func") is None
+    if name is not None and is_alone and given.get("process_non_loss_data_func") is not None:
+        raise RefusedError(
+            f"--pipeline-schedule {name} does not work with process_non_loss_data_func alone: "
+            "after an evaluation, Megatron runs one more forward step to collect its data on the "
+            "last rank only, which waits for the other pipeline ranks forever. Give pretrain a "
+            "non_loss_data_func as well; Megatron calls it on all ranks, so it can run "
+            "forward_backward_func with collect_non_loss_data=True"
+        )
 
 
 def _refuse_what_was_not_seen(args: Namespace) -> None:
