@@ -147,6 +147,9 @@ BESIDE = "overlap_moe_expert_parallel_comm"
 ENGINE = "transformer_engine"
 """What --transformer-impl is unless it is given."""
 
+BATCH_SIZES = ("rampup_batch_size", "step_batch_size_schedule")
+"""Megatron's options that change the number of microbatches of a training step."""
+
 _LOOKS_AT_DEVICE = (
     "the host looks at the device within a step, where losses are checked and brought to the last "
     "rank, and where sent messages are let go of: use --cuda-graph-impl transformer_engine"
@@ -164,7 +167,6 @@ _NEW_ORDER = (
     "what is recorded once for every microbatch of a step has another number of them later: leave "
     "it out"
 )
-_BATCH_SIZES = ("rampup_batch_size", "step_batch_size_schedule")
 _CASTS_ONCE = (
     "a microbatch's graph says once for all steps whether weights are cast anew: use "
     "--cuda-graph-impl transformer_engine"
@@ -264,7 +266,7 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
             "the stages in the order of the ranks: choose a schedule with one chunk, such as zb-h1",
         ),
     ),
-    By.RECORDING: _each(_NEW_ORDER, *_BATCH_SIZES, is_set=_is_given),
+    By.RECORDING: _each(_NEW_ORDER, *BATCH_SIZES, is_set=_is_given),
     By.LOCAL_GRAPHS: (
         Refusal("fp8", _CASTS_ONCE, **_FP8),
         Refusal("fp4", _CASTS_ONCE, **_FP4),
@@ -394,7 +396,7 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
         ),
         *_each(
             "the next iteration begins before its size is decided: leave it out",
-            *_BATCH_SIZES,
+            *BATCH_SIZES,
             is_set=_is_given,
         ),
         Refusal(

@@ -15,8 +15,11 @@ from megatron_vshape.mcore.setup.one_planner import OnePlanner
 RANKS, MICROBATCHES = 4, 4
 
 
-def asked(tmp_path: Path, whole: float, **changed: object) -> Rival | None:
-    """Ask where a whole backward takes `whole` of a split one."""
+def asked(tmp_path: Path, whole: float, evaluated: int = 0, **changed: object) -> Rival | None:
+    """Ask where a whole backward takes `whole` of a split one, and so many samples are evaluated.
+
+    With 0 there is no evaluation.
+    """
     costs = Costs.uniform(RANKS, 2 * RANKS, 1000, 1100, 900, 50)
     costs = replace(costs, whole_backward_us=(whole * 2000,) * 2 * RANKS)
     path = tmp_path / "costs.json"
@@ -30,6 +33,8 @@ def asked(tmp_path: Path, whole: float, **changed: object) -> Rival | None:
         global_batch_size=MICROBATCHES,
         micro_batch_size=1,
         num_layers=2 * RANKS,
+        eval_iters=int(evaluated > 0),
+        eval_global_batch_size=evaluated or None,
     )
     return megatrons_if_best(args, options, OnePlanner("", 1.0))
 
@@ -42,6 +47,13 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_interleaved_runs_where_splitting_is_dear(tmp_path: Path) -> None:
     assert asked(tmp_path, 0.55) == Rival("interleaved-1f1b", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("evaluated", "runs"), [(1, False), (6, False), (8, True)])
+def test_interleaved_runs_where_it_can_evaluate(tmp_path: Path, evaluated: int, runs: bool) -> None:
+    rival = Rival("interleaved-1f1b", 2) if runs else None
+    assert asked(tmp_path, 0.55, evaluated) == rival
 
 
 def test_a_plan_runs_where_splitting_costs_nothing(tmp_path: Path) -> None:

@@ -181,6 +181,8 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
         given = inspect.signature(original).bind(*args, **options).arguments
         if get_args().do_valid or get_args().do_test:
             _check_non_loss_data(session, given)
+        with refusing():
+            configure.check_changing(pipeline, get_args())
     if pipeline is not None:
         with refusing():
             tokens = get_args().seq_length * get_args().micro_batch_size

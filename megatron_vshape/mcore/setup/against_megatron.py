@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from collections.abc import Iterator
 
@@ -15,6 +14,7 @@ from megatron_vshape.core.rivals import Known, Rival, judge_rival
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.setup.checks import with_slices
 from megatron_vshape.mcore.setup.choice import choice_for
+from megatron_vshape.mcore.setup.microbatches import in_evaluation, in_training
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 
 MOST_CHUNKS = 12
@@ -37,7 +37,7 @@ def megatrons_if_best(args: Namespace, options: Options, once: OnePlanner) -> Ri
     mine = mine or options.vocab_parallel or options.slices not in (1, AUTO)
     if options.schedule != AUTO or ranks == 1 or costs is None or isinstance(limit, float):
         return None
-    microbatches = None if mine or _lies_its_own_way(args) else num_microbatches(args)
+    microbatches = None if mine or _lies_its_own_way(args) else in_training(args)
     if microbatches is None:
         return None
     choice = with_slices(args, choice_for(options, ranks), options)
@@ -61,9 +61,17 @@ def megatrons_if_best(args: Namespace, options: Options, once: OnePlanner) -> Ri
     )
     overlaps = getattr(args, "overlap_p2p_comm", False)
 
+    evaluation = in_evaluation(args)
+
+    def evaluates(rival: Rival) -> bool:
+        return evaluation is None or rival.is_megatrons(ranks, evaluation)
+
     def compare() -> Rival | None:
-        answer = best_order(question, *_megatrons(question, layers, overlaps))
-        return answer.is_known if answer.is_megatrons else None
+        own = _megatrons(question, layers, overlaps)
+        known = [each for each in own if each.rival is not None and evaluates(each.rival)]
+        answer = best_order(question, *known)
+        best = answer.is_known if answer.is_megatrons else None
+        return best if best is not None and evaluates(best) else None
 
     return once(compare)
 
@@ -97,17 +105,3 @@ def _lies_its_own_way(args: Namespace) -> bool:
         "mtp_num_layers",
     )
     return any(getattr(args, name, None) for name in names)
-
-
-def num_microbatches(args: Namespace) -> int | None:
-    """Return the microbatches of a step; None where they change, or are not known yet."""
-    names = ("rampup_batch_size", "step_batch_size_schedule")
-    if args.global_batch_size is None or any(getattr(args, name, None) for name in names):
-        return None
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    shares = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    shares *= args.context_parallel_size
-    copies = world // shares
-    if not copies:
-        return None
-    return args.global_batch_size // (args.micro_batch_size * copies) or None

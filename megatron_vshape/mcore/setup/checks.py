@@ -24,6 +24,7 @@ from megatron_vshape.mcore.layout.stage_map import (
 )
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
+    BATCH_SIZES,
     BESIDE,
     UnsupportedError,
     check_layer_plans,
@@ -133,10 +134,9 @@ def check_stages(
 
 def check_batch_size(choice: Choice, args: Any) -> None:
     """Raise ScheduleError where the batch size grows, and the schedule is for one."""
-    names = ("rampup_batch_size", "step_batch_size_schedule")
-    changes = any(getattr(args, name, None) is not None for name in names)
-    if choice.from_file is not None and changes:
+    option = next((each for each in BATCH_SIZES if getattr(args, each, None) is not None), None)
+    if choice.from_file is not None and option is not None:
         raise ScheduleError(
-            f"the schedule file {choice.name} is for one number of microbatches, and "
-            "this run changes it: leave --rampup-batch-size out"
+            f"the schedule file {choice.name} is for one number of microbatches, and this run "
+            f"changes it: leave --{option.replace('_', '-')} out"
         )

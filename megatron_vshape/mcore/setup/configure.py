@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_vshape.core.ask import AUTO, with_chunks
 from megatron_vshape.core.model.placement import looping
+from megatron_vshape.core.paper.catalogue import JOINT_NAMES
 from megatron_vshape.core.rivals import Rival
 from megatron_vshape.mcore.layout import hybrid, multi_token, stages, vocabulary
 from megatron_vshape.mcore.layout.layer_split import split_layers
@@ -25,9 +26,15 @@ from megatron_vshape.mcore.refusals import (
     check_arguments,
     check_derived,
 )
-from megatron_vshape.mcore.setup.against_megatron import megatrons_if_best, num_microbatches
+from megatron_vshape.mcore.setup.against_megatron import megatrons_if_best
 from megatron_vshape.mcore.setup.checks import check_batch_size
 from megatron_vshape.mcore.setup.choice import choice_for
+from megatron_vshape.mcore.setup.microbatches import (
+    changing_counts,
+    check_interleaved,
+    fixed_counts,
+    in_training,
+)
 from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline, pipeline_of
 from megatron_vshape.mcore.setup.translate import check_splits_nothing_else
@@ -96,7 +103,7 @@ def prepare(
         check=check_arguments,
         ties_ends=not args.untie_embeddings_and_output_weights,
         kernels=args.distributed_backend == "nccl",
-        microbatches=num_microbatches(args),
+        microbatches=in_training(args),
     )
     _tell_megatron(args, pipeline)
     return pipeline
@@ -232,16 +239,35 @@ def complete(pipeline: Pipeline | None, args: Namespace) -> None:
 
     Raises:
         ScheduleError: a schedule file is for another number of microbatches.
-        UnsupportedError: what several options amount to does not go with the schedule.
+        UnsupportedError: what several options amount to does not go with the schedule, or
+            Megatron's interleaved 1F1B cannot run the number of microbatches.
     """
     if pipeline is None:
+        if megatrons_own(args) is not None:
+            check_interleaved(args, fixed_counts(args))
         return
     check_derived(args, pipeline.choice.name)
     chunks = pipeline.stage_map.num_chunks
     args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
     check_batch_size(pipeline.choice, args)
-    if pipeline.choice.name != AUTO:  # that plan waits for the model's own memory
+    # With a schedule of batch sizes, --global-batch-size is a default that no step has.
+    varies = getattr(args, "step_batch_size_schedule", None) is not None
+    if pipeline.choice.name != AUTO and not varies:  # auto waits for the memory of the model
         pipeline.planner.training(_num_microbatches(args))
+
+
+def check_changing(pipeline: Pipeline | None, args: Namespace) -> None:
+    """Check all numbers of microbatches of a run that changes them, before its first step.
+
+    Raises:
+        ScheduleError: the schedule is not for one of the numbers.
+        UnsupportedError: Megatron's interleaved 1F1B cannot run one of them.
+    """
+    if pipeline is None:
+        check_interleaved(args, changing_counts(args))
+    elif pipeline.choice.name in JOINT_NAMES:  # all others run any number
+        for count in changing_counts(args):
+            pipeline.planner.training(count.number)
 
 
 def _num_microbatches(args: Namespace) -> int:
