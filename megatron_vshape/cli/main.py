@@ -20,23 +20,23 @@ FAILED = 2
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 
 COMMANDS = {
-    "schedule": "make a schedule, print its picture and numbers, draw, export or compare it",
-    "plan": "find the fastest schedule for given costs within a memory limit",
-    "profile": "measure what the stages of a model take on this device, for plan --costs",
     "advise": "compare a training command with the best of stock Megatron and of this package",
-    "rehearse": "tell what every rank of a training command would allocate, without a GPU",
-    "sweep": "find the best way to train a model on a cluster",
-    "playground": "see, compare and plan schedules on a page in the browser",
-    "examples": "write the configurations and scripts that the documents name",
-    "doctor": "show what is installed, what would be hooked in Megatron, what is refused and why",
+    "rehearse": "estimate peak GPU memory per rank for a training command (no GPU needed)",
+    "schedule": "generate a schedule; print, draw, export or compare it",
+    "plan": "search for the fastest schedule for given costs within a memory limit",
+    "profile": "measure the costs of a model's stages on this GPU or CPU, for plan --costs",
+    "sweep": "search over schedules and parallel configurations; launch the best on a cluster",
+    "doctor": "check versions, Megatron's hooks and the support of each option",
+    "playground": "show, compare and plan schedules in the browser",
+    "examples": "copy example configs and scripts to a directory",
 }
-"""Each is a module of this package, imported when it is asked for: its `add_arguments(parser)` says
-which arguments the command takes; its `run(options)` does it and returns the exit status, or raises
-ScheduleError when it cannot be done.
+"""Most useful first. Each is a module of this package, imported only when it is called:
+`add_arguments(parser)` adds its arguments; `run(options)` runs it and returns the exit status, or
+raises ScheduleError.
 """
 
 YOUNG_OBJECTS = 100_000
-"""Objects from one look for cycles to the next: schedules are millions of tuples, in none."""
+"""Objects allocated between garbage collections: schedules are millions of acyclic tuples."""
 
 
 class _Parser(argparse.ArgumentParser):
