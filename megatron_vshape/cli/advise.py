@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vshape.cli.files import Output, check_target, is_installed, write_all
+from megatron_vshape.cli.help import MODEL, OUTPUT, REQUIRED, SEARCH, group
 from megatron_vshape.cli.progress import told
 from megatron_vshape.cli.rehearse import add_program_arguments, rehearsed
 from megatron_vshape.cli.stopping import Budget
@@ -99,22 +100,33 @@ class Line:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say which arguments the command takes."""
-    parser.usage = "megatron-vshape advise [OPTIONS] --gpus 128xH100 -- pretrain_gpt.py FLAGS..."
-    parser.add_argument(
-        "--gpus", required=True, metavar="NxGPU", help=f"as in 128xH100; {', '.join(GPUS)}"
+    """Add the command's arguments."""
+    parser.usage = "megatron-vshape advise --gpus 128xH100 [OPTIONS] -- pretrain_gpt.py FLAGS..."
+    group(parser, MODEL).add_argument(
+        "--gpus",
+        required=True,
+        metavar="NxGPU",
+        help=f"Number and type of GPUs, as in 128xH100: {', '.join(GPUS)}" + REQUIRED,
     )
-    parser.add_argument(
+    search = group(parser, SEARCH)
+    search.add_argument(
         "--keep",
         default="",
-        metavar="WHAT",
-        help=f"what the advice must not change: {', '.join(KEEP)}, with commas",
+        metavar="NAMES",
+        help=f"Settings not to change, with commas: {', '.join(KEEP)} (default: none)",
     )
-    parser.add_argument(
-        "--seconds", type=float, default=12.0, help="of looking for orders; default: 12"
+    search.add_argument(
+        "--seconds",
+        type=float,
+        default=12.0,
+        metavar="S",
+        help="Time limit in seconds of the search for schedules (default: 12)",
     )
-    parser.add_argument(
-        "--export", type=Path, metavar="FILE.json", help="write the best schedule, to train with"
+    group(parser, OUTPUT).add_argument(
+        "--export",
+        type=Path,
+        metavar="FILE.json",
+        help="Schedule file of the best configuration to write",
     )
     add_program_arguments(parser)
 

@@ -14,9 +14,13 @@ FOLDER = Path(__file__).parents[1] / "examples"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say which arguments the command takes."""
+    """Add the command's arguments."""
     parser.add_argument(
-        "--into", type=Path, default=Path(), metavar="DIR", help="default: the current directory"
+        "--into",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="Target directory (default: the current directory)",
     )
 
 

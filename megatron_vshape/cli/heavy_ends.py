@@ -4,6 +4,7 @@ import argparse
 import math
 from dataclasses import replace
 
+from megatron_vshape.cli.help import MODEL, SCHEDULE, add_option
 from megatron_vshape.cli.options import UNIT_COST, count, ends_of, time_of_0
 from megatron_vshape.core.ask import Cut
 from megatron_vshape.core.model.costs import Costs
@@ -15,24 +16,28 @@ from megatron_vshape.view.names import plain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what may be told."""
-    parser.add_argument(
+    """Add the arguments about embedding, output layer and multi-token prediction."""
+    add_option(
+        parser,
+        SCHEDULE,
         "--vocab-parallel",
         nargs="?",
         type=time_of_0,
         const=math.nan,
-        metavar="SUM",
-        help="all devices share the embedding and the output layer, whose times --costs or "
-        "--embedding and --head say; a sum over the devices takes SUM, in the unit of the costs "
-        f"(default: {SUM:g} of the F of 1 / (2 D) of the model). A costs file that has these "
-        "passes says so itself",
+        metavar="T",
+        brief="Use vocabulary parallelism; needs --head or --costs",
+        help="Use vocabulary parallelism: all ranks share embedding and output layer, whose times "
+        "are in --costs or --embedding and --head; an all-reduce takes T in cost units (default: "
+        f"{SUM:g} F). Costs files with such passes need no flag",
     )
-    parser.add_argument(
+    add_option(
+        parser,
+        MODEL,
         "--mtp-layers",
         type=count,
         metavar="N",
-        help="the last stage has N layers of multi-token prediction, each with an output layer; "
-        "takes --layers, or a costs file that says them",
+        help="Multi-token prediction layers of the last stage, each with an output layer; needs "
+        "--layers or --costs (default: 0)",
     )
 
 

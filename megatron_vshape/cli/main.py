@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_vshape import __version__
+from megatron_vshape.cli.help import Formatter
 from megatron_vshape.cli.progress import SEARCH
 from megatron_vshape.core.model.kinds import ScheduleError
 
@@ -111,7 +112,10 @@ def _run(arguments: Sequence[str]) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
-        sub = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        about = f"{summary[0].upper()}{summary[1:]}."
+        sub = commands.add_parser(
+            name, help=summary, description=about, allow_abbrev=False, formatter_class=Formatter
+        )
         if name == chosen:
             command = importlib.import_module(f"megatron_vshape.cli.{name}")
             command.add_arguments(sub)

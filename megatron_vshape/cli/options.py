@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_vshape.cli.help import MODEL, REQUIRED, add_option, group
 from megatron_vshape.core.ask import AUTO, PLUS_NAMES, SLICES, Cut, Question, find
 from megatron_vshape.core.model.costs import Costs, Piece
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -58,36 +59,43 @@ def slice_counts(text: str) -> int | tuple[int, ...]:
 
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --devices and --microbatches."""
-    parser.add_argument("--devices", type=count, metavar="D", help="pipeline devices")
-    parser.add_argument("--microbatches", type=count, metavar="M", help="microbatches a step")
+    model = group(parser, MODEL)
+    model.add_argument("--devices", type=count, metavar="D", help="Pipeline ranks" + REQUIRED)
+    model.add_argument(
+        "--microbatches", type=count, metavar="M", help="Microbatches per step" + REQUIRED
+    )
 
 
 def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --cost and --costs, of which one may be given."""
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument(
+    """Add --cost and --costs, which are mutually exclusive, and the costs of both ends."""
+    either = group(parser, MODEL).add_mutually_exclusive_group()
+    add_option(
+        parser,
+        MODEL,
         "--cost",
         type=cost,
-        metavar="F,B,W,COMM[,BW=X]|F,BW",
-        help="time of the passes of 1 / (2 D) of the model, and of a message (default 1,1,1,0); "
-        "X: of a whole backward, if not B + W; F,BW, as in 1,2: B and W are halves of BW",
+        metavar="F,B,W,COMM",
+        among=either,
+        brief="Relative times of a chunk (1/(2D) of the model) and of a message (default: 1,1,1,0)",
+        help="Relative times of a chunk (1/(2D) of the model) and of a P2P message (default: "
+        "1,1,1,0). F,B,W,COMM,BW=X: X is the time of an unsplit backward (default: B + W). F,BW: "
+        "short for B = W = BW/2, COMM = 0",
     )
-    group.add_argument(
-        "--costs", type=Path, metavar="FILE", help="costs of every stage, in us and bytes (JSON)"
+    either.add_argument(
+        "--costs", type=Path, metavar="FILE", help="Costs file (JSON): us and bytes of each stage"
     )
-    parser.add_argument(
-        "--embedding",
-        type=end,
-        metavar="F,B,W",
-        help="what the passes of the first stage take longer, in the unit of --cost (default 0)",
-    )
-    parser.add_argument(
-        "--head",
-        type=end,
-        metavar="F,B,W",
-        help="what the passes of the last stage take longer, in the unit of --cost (default 0); "
-        "plan: or X, as long as X of the layers that --layers says",
-    )
+    for name, stage, more in (
+        ("--embedding", "first", ""),
+        ("--head", "last", "; plan also accepts one number: time in layers of --layers"),
+    ):
+        add_option(
+            parser,
+            MODEL,
+            name,
+            type=end,
+            metavar="F,B,W",
+            help=f"Extra time of the {stage} stage, in --cost units{more} (default: 0)",
+        )
 
 
 class OffloadLink(NamedTuple):

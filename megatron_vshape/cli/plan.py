@@ -27,6 +27,15 @@ from megatron_vshape.cli.files import (
     schedule_output,
     write_all,
 )
+from megatron_vshape.cli.help import (
+    MEMORY,
+    MODEL,
+    OUTPUT,
+    SCHEDULE,
+    SEARCH,
+    add_option,
+    group,
+)
 from megatron_vshape.cli.options import (
     ABOVE_0,
     UNITS,
@@ -106,126 +115,146 @@ _TARGETS = {"export": SUFFIXES, "html": (".html",), "frontier": FIGURE_SUFFIXES}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say which arguments the command takes."""
+    """Add the command's arguments."""
+    parser.usage = "megatron-vshape plan --devices D --microbatches M [OPTIONS]"
     add_size_arguments(parser)
+    model = group(parser, MODEL)
+    model.add_argument("--layers", type=count, metavar="N", help="Layers of the model")
     add_cost_arguments(parser)
-    parser.add_argument(
+    _add_memory(parser)
+    _add_schedule(parser)
+    heavy_ends.add_arguments(parser)
+    _add_search(parser)
+    _add_outputs(parser)
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    add = partial(add_option, parser, MEMORY)
+    add(
         "--memory-limit",
-        metavar="CHUNKS|XGiB|NAME",
-        help="most that a device may hold: chunks of 1 / (2 D) of a microbatch's activations in "
-        "the model (1F1B holds 2 D if all stages hold the same); with --costs, GiB as in 12.5GiB, "
-        "all included where the file has state_bytes; or a schedule's peak (default: 1f1b)",
+        metavar="LIMIT",
+        brief="Limit per rank: chunks (1F1B needs 2D), XGiB with --costs, or peak of a schedule "
+        "(default: 1f1b)",
+        help="Memory limit per rank: chunks of 1/(2D) of a microbatch's activations (1F1B needs "
+        "2D); GiB with --costs, as in 12.5GiB, of all tensors if the file has state_bytes; or the "
+        "peak of a schedule, as in interleaved-1f1b:4 (default: 1f1b)",
     )
-    parser.add_argument(
+    add(
         "--headroom",
-        metavar="SHARE|XGiB",
-        help="what to keep free of the limit, as in 5%%, 0.05 or 2GiB (default: nothing)",
+        metavar="SHARE",
+        brief="Part of the limit to keep free (default: 0)",
+        help="Part of the limit to keep free: 5%%, 0.05 or 2GiB (default: 0)",
     )
-    parser.add_argument(
-        "--layers", type=count, metavar="N", help="layers of the model: says how it can be cut"
+    add(
+        "--offload",
+        type=link,
+        metavar="T",
+        brief="Allow offloading; time to copy a chunk, in F",
+        help="Allow offloading to host memory: time to copy the activations of a stage one way, in "
+        "F (a costs file contains it). T,half: half-duplex link; T,shared: link shared by two "
+        "ranks",
     )
-    parser.add_argument(
+    add(
+        "--host-memory-limit",
+        metavar="LIMIT",
+        help="Host memory limit per rank, in chunks or XGiB as --memory-limit (default: none)",
+    )
+
+
+def _add_schedule(parser: argparse.ArgumentParser) -> None:
+    add = partial(add_option, parser, SCHEDULE)
+    add(
         "--chunks",
         type=chunks,
         metavar="N",
-        help="most stages that a device may hold (default: what the layers allow, up to "
-        f"{MOST_CHUNKS}; of a costs file that does not know its layers, what it tells apart)",
+        brief="Maximum chunks per rank (default: by the layers)",
+        help=f"Maximum chunks per rank (default: by the number of layers, at most {MOST_CHUNKS})",
     )
-    _add_layer_split(parser)
-    heavy_ends.add_arguments(parser)
-    _add_choices(parser)
-    parser.add_argument(
-        "--against",
-        metavar="NAME",
-        help="say what changes against a schedule, such as interleaved-1f1b:4 (its stages a "
-        "device), or a schedule file",
+    add(
+        "--layer-split",
+        choices=(AUTO_SPLIT,),
+        brief="Distribute the layers unevenly; needs --layers",
+        help="Distribute the layers unevenly, with the schedule; needs --layers or --costs",
     )
-    parser.add_argument(
+    add(
+        "--slices",
+        type=slice_counts,
+        metavar="K|auto",
+        brief="Sequence slices per microbatch (default: 1)",
+        help="Sequence slices per microbatch, or several numbers to choose from, as in 1,2,4; "
+        f"auto: {', '.join(map(str, SLICES))} (default: 1)",
+    )
+    add(
+        "--host",
+        type=float_or_nan,
+        metavar="X",
+        help="Fixed launch overhead per pass, in --cost units (default: 0); host_us in a costs "
+        "file",
+    )
+    add(
+        "--hidden",
+        type=number_of("a share from 0 to 1", most=1.0),
+        metavar="SHARE",
+        help="Allow overlapped forward-backward passes: fraction (0-1) of communication hidden, "
+        "for pairs of stages without a measurement in the costs file",
+    )
+    add(
         "--objective",
         type=Objective,
         choices=list(Objective),
         default=Objective.MAKESPAN,
-        help="makespan (default), or span: consecutive steps need no barrier between them",
+        help="makespan: time of a step; span: the same without a barrier between steps "
+        "(default: makespan)",
     )
-    parser.add_argument(
+
+
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    add = partial(add_option, parser, SEARCH)
+    add(
         "--seconds",
         type=number_of("a number of seconds above 0", ABOVE_0),
         metavar="S",
-        help="take so long in all, comparison included; Ctrl-C takes the best so far",
+        brief="Total time limit in seconds (default: none)",
+        help="Total time limit in seconds, including the comparison; Ctrl-C returns the best so "
+        "far (default: none)",
     )
-    parser.add_argument(
+    add(
+        "--against",
+        metavar="NAME|FILE",
+        brief="Baseline schedule, as in interleaved-1f1b:4",
+        help="Baseline to report the gain over: a schedule, as in interleaved-1f1b:4 (4 chunks per "
+        "rank), or a schedule file (default: none)",
+    )
+    add(
         "--proof-seconds",
         type=number_of("a number of seconds, 0 or more"),
         default=PROOF_SECONDS,
         metavar="S",
-        help="for up to 4 devices and 8 microbatches, let CP-SAT prove the bound or find a better "
-        f"order for so long (default: {PROOF_SECONDS:g}; 0: not at all); needs the extra exact",
-    )
-    parser.add_argument(
-        "--all", action="store_true", help="compare with every schedule, not only what helps choose"
-    )
-    _add_outputs(parser)
-
-
-def _add_choices(parser: argparse.ArgumentParser) -> None:
-    """Say what may be planned besides the order of F, B and W."""
-    parser.add_argument(
-        "--offload",
-        type=link,
-        metavar="T[,half|,shared]",
-        help="activations may wait in host memory: copying all that a stage holds there takes T of "
-        "its F one way, both ways at a time; half: one way at a time; shared: the neighbour copies "
-        "on the same link (a costs file says this itself)",
-    )
-    parser.add_argument(
-        "--host-memory-limit",
-        metavar="CHUNKS|XGiB",
-        help="most of a device that may wait in host memory at once, as --memory-limit has it "
-        "(default: any)",
-    )
-    parser.add_argument(
-        "--slices",
-        type=slice_counts,
-        metavar="K|K,K,...|auto",
-        help="cut every microbatch in K slices along its sequence, in the best of several; auto: "
-        f"of {', '.join(map(str, SLICES))} (default 1)",
-    )
-    parser.add_argument(
-        "--host",
-        type=float_or_nan,
-        metavar="X",
-        help="what every pass takes besides, whatever its size, in the unit of --cost: the price "
-        "of slices (default 0; a costs file says it as host_us)",
-    )
-    parser.add_argument(
-        "--hidden",
-        type=number_of("a share from 0 to 1", most=1.0),
-        metavar="SHARE",
-        help="forwards may run beside backwards, which hides this share, from 0 to 1, of the "
-        "exchanges in --costs: of pairs of stages for which the file has no price",
-    )
-
-
-def _add_layer_split(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--layer-split",
-        choices=(AUTO_SPLIT,),
-        help="auto: deal the layers out with the order, to stages of unequal length; takes "
-        "--layers, or a costs file that says them",
+        help="Time limit in seconds of the CP-SAT proof, for at most 4 ranks and 8 microbatches; "
+        f"needs the extra exact (default: {PROOF_SECONDS:g}; 0: no proof)",
     )
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--export", type=Path, metavar="FILE", help="the schedule: .json or .csv")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="the playground's page of it, in one file: .html"
+    output = group(parser, OUTPUT)
+    output.add_argument(
+        "--export", type=Path, metavar="FILE", help="Schedule file to write (.json or .csv)"
     )
-    parser.add_argument(
+    output.add_argument(
+        "--html", type=Path, metavar="FILE", help="Interactive page to write (.html)"
+    )
+    add_option(
+        parser,
+        OUTPUT,
         "--frontier",
         type=Path,
         metavar="FILE",
-        help="plan at every limit up to 1F1B's memory: a picture (.svg, .png, .pdf), the table "
-        "beside it (.csv) and on the terminal",
+        brief="Figure of step time at every memory limit",
+        help="Figure of the step time at every memory limit up to 1F1B's to write (.svg, .png, "
+        ".pdf), with its table (.csv)",
+    )
+    output.add_argument(
+        "--all", action="store_true", help="Compare with all schedules, not only the best"
     )
 
 

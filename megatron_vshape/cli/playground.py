@@ -20,26 +20,35 @@ _EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say which arguments the command takes."""
+    """Add the command's arguments."""
     parser.add_argument(
         "files",
         nargs="*",
         type=Path,
         metavar="FILE",
-        help="schedules, costs and traces to offer; the page can read no other file",
+        help="Schedule, costs and trace files to offer; the server reads no other file",
     )
-    parser.add_argument("--port", type=_port, default=PORT, help=f"default {PORT}; 0: a free one")
     parser.add_argument(
-        "--host", default=_LOOPBACK[0], help="address to listen on (default: this machine alone)"
+        "--port",
+        type=_port,
+        default=PORT,
+        metavar="N",
+        help=f"Port; 0: any free port (default: {PORT})",
+    )
+    parser.add_argument(
+        "--host",
+        default=_LOOPBACK[0],
+        metavar="ADDRESS",
+        help=f"Address to listen on (default: {_LOOPBACK[0]}, this machine only)",
     )
     parser.add_argument(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME[:PORT]",
-        help="another name by which browsers may call the server, as behind a tunnel",
+        help="Further host name that browsers may use, for example through a tunnel",
     )
-    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+    parser.add_argument("--open", action="store_true", help="Open the page in the browser")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vshape.cli.files import Output, check_target, is_installed, write_all
+from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, REQUIRED, SCHEDULE, group
 from megatron_vshape.cli.options import count, float_or_nan, time_of_0
 from megatron_vshape.cli.what_fits import check_memory
 from megatron_vshape.core.model.costs import Costs, Piece
@@ -66,141 +67,178 @@ OPTIONS_HERE = {
 }
 """What a fault of the layers says of the trainer's options, and what it says here."""
 
+MEASUREMENT = "Measurement"
 MIB = 2.0**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say which arguments the command takes."""
-    parser.add_argument(
-        "--model", type=Path, required=True, metavar="FILE.yaml", help="as in configs/models"
+    """Add the command's arguments."""
+    parser.usage = (
+        "megatron-vshape profile --model FILE.yaml --devices D --seq-length S "
+        "--output FILE.json [OPTIONS]"
     )
-    parser.add_argument(
-        "--devices", type=count, required=True, metavar="D", help="pipeline devices: 2 D stages"
+    model = group(parser, MODEL)
+    model.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        metavar="FILE.yaml",
+        help="Model file, as in configs/models" + REQUIRED,
     )
-    parser.add_argument("--seq-length", type=count, required=True, metavar="S")
-    parser.add_argument("--microbatch-size", type=count, default=1, metavar="B")
-    _add_ranks(parser)
-    parser.add_argument("--layers", type=count, metavar="N", help="in place of the model's own")
-    parser.add_argument(
+    model.add_argument(
+        "--devices",
+        type=count,
+        required=True,
+        metavar="D",
+        help="Pipeline ranks, with two stages each" + REQUIRED,
+    )
+    model.add_argument(
+        "--seq-length",
+        type=count,
+        required=True,
+        metavar="S",
+        help="Sequence length in tokens" + REQUIRED,
+    )
+    model.add_argument(
+        "--microbatch-size",
+        type=count,
+        default=1,
+        metavar="B",
+        help="Sequences per microbatch (default: 1)",
+    )
+    model.add_argument(
+        "--layers", type=count, metavar="N", help="Layers (default: those of the model file)"
+    )
+    model.add_argument(
         "--layer-split",
         metavar="N,N,...",
-        help="layers per stage (default: even; where only layers + 2 divide, one less at the ends)",
+        help="Layers per stage (default: even; if only layers + 2 divide, one less in the first "
+        "and last stage)",
     )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU"
+    _add_ranks(parser)
+    _add_features(parser)
+    _add_links(parser)
+    measurement = group(parser, MEASUREMENT)
+    measurement.add_argument(
+        "--device", choices=("cuda", "cpu"), help="Device (default: cuda if there is a GPU)"
     )
-    parser.add_argument(
+    measurement.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
-        help="default: the model file's on a GPU, float32 on a CPU",
+        help="Data type (default: that of the model file on a GPU, float32 on a CPU)",
     )
-    parser.add_argument(
-        "--transformer-engine", action="store_true", help="its layers, not Megatron's own"
+    measurement.add_argument(
+        "--transformer-engine",
+        action="store_true",
+        help="Use Transformer Engine's layers instead of Megatron's local layers",
     )
-    _add_choices(parser)
-    _add_links(parser)
-    parser.add_argument(
-        "--repeats", type=count, default=10, metavar="N", help="microbatches timed per stage"
+    measurement.add_argument(
+        "--repeats",
+        type=count,
+        default=10,
+        metavar="N",
+        help="Timed microbatches per stage (default: 10)",
     )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE.json", help="the costs file"
+    group(parser, OUTPUT).add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE.json",
+        help="Costs file to write" + REQUIRED,
     )
 
 
-def _add_choices(parser: argparse.ArgumentParser) -> None:
-    """Say what a plan may choose among, and what the run to be planned shares."""
-    parser.add_argument(
+def _add_features(parser: argparse.ArgumentParser) -> None:
+    """Add options for features that a plan may use, or that the planned run has."""
+    memory, schedule = group(parser, MEMORY), group(parser, SCHEDULE)
+    memory.add_argument(
         "--recompute",
         nargs="+",
         default=[NO_RECOMPUTE],
         metavar="SETTING",
-        help="measure every stage with these as well: full, or Megatron's modules, as in "
-        "layernorm,mlp; a plan then chooses one for each stage",
+        help="Recomputation settings to measure too: full, or Megatron's modules, as in "
+        "layernorm,mlp; plan then chooses one per stage (default: none)",
     )
-    parser.add_argument(
+    memory.add_argument(
         "--offload",
         action="store_true",
-        help="measure copies of what a stage holds to host memory and back; a plan then chooses "
-        "which microbatches wait there",
+        help="Measure copies of activations to host memory and back, for plan",
     )
-    parser.add_argument(
+    memory.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE.yaml",
+        help="Cluster file, as in configs/clusters; if its GPUs share a host link, measured copy "
+        "times are scaled accordingly",
+    )
+    schedule.add_argument(
         "--slices",
         type=_several,
         nargs="+",
         metavar="K",
-        help="measure what a pass of one of K slices of a microbatch takes beside its share, and "
-        "have host_us say it: plan --slices then weighs it",
+        help="Numbers of sequence slices to measure, for the fixed overhead per pass (host_us)",
     )
-    parser.add_argument(
+    schedule.add_argument(
         "--vocab-parallel",
         action="store_true",
-        help="costs of a run whose devices share embedding and output layer: stages without them, "
-        "and what a device's part takes, measured on every rank with its rows among D devices, and "
-        "its sums where there are ranks of several stages; plan --costs and schedule --costs then "
-        "have these passes",
-    )
-    parser.add_argument(
-        "--cluster",
-        type=Path,
-        metavar="FILE.yaml",
-        help="as in configs/clusters: where devices share a link to their host by its host_link, "
-        "copies that one device has measured take as many times as long",
+        help="Measure stages with vocabulary parallelism: every rank has 1/D of embedding and "
+        "output layer; the all-reduce is measured if there are ranks of several stages",
     )
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    parallel = group(parser, "Parallelism")
+    parallel.add_argument(
         "--tensor-parallel",
         type=count,
         default=1,
         metavar="T",
-        help="measure the share of one of T ranks; their exchanges too where torchrun has started "
-        "as many, or twice as many, which tells messages between stages too; else they are assumed",
+        help="TP size (default: 1). Collectives are measured under torchrun with T ranks, and P2P "
+        "messages with 2T ranks; otherwise both are estimated",
     )
-    parser.add_argument(
+    parallel.add_argument(
         "--expert-parallel",
         type=count,
         default=1,
         metavar="E",
-        help="measure the experts of one of E ranks, and their exchanges likewise; a stage has "
-        "as many ranks as the larger of T and E",
+        help="EP size (default: 1); a stage has max(T, E) ranks",
     )
-    parser.add_argument(
+    parallel.add_argument(
         "--joint",
         action="store_true",
-        help="run passes by Megatron's layer plans, as --overlap-moe-expert-parallel-comm does, "
-        "and measure F beside B and BW of the device's other stage too; under torchrun, with "
-        "--expert-parallel",
+        help="Measure overlapped forward-backward passes too, as "
+        "--overlap-moe-expert-parallel-comm runs them; needs torchrun and --expert-parallel",
     )
-    parser.add_argument(
+    parallel.add_argument(
         "--sequence-parallel",
         action="store_true",
-        help="the tensor-parallel ranks share the tokens of norms and dropout, as Megatron's flag "
-        "has it; only measured, under torchrun",
+        help="Use sequence parallelism, as Megatron's flag; needs torchrun",
     )
 
 
 def _add_links(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    measurement = group(parser, MEASUREMENT)
+    measurement.add_argument(
         "--send-us",
         type=time_of_0,
         metavar="US",
-        help="time of a message, in place of what is measured or follows from --link",
+        help="Time of a P2P message in us (default: measured, or estimated from --link)",
     )
-    parser.add_argument(
+    measurement.add_argument(
         "--link",
         type=_link,
         default="45,30",
         metavar="GB/S,US",
-        help="assumed between stages where one device measures: rate each way, and time to begin "
-        "(default %(default)s: nine tenths of 400 Gb/s)",
+        help="Bandwidth and latency between stages, if not measured (default: %(default)s, 90%% "
+        "of 400 Gb/s)",
     )
-    parser.add_argument(
+    measurement.add_argument(
         "--exchange-link",
         type=_link,
         default="235,20",
         metavar="GB/S,US",
-        help="likewise between the ranks of a stage (default %(default)s: NCCL within a node)",
+        help="Bandwidth and latency between the ranks of a stage, if not measured (default: "
+        "%(default)s, NCCL within a node)",
     )
 
 

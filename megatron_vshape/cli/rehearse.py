@@ -13,6 +13,7 @@ from megatron_vshape.cli.files import (
     is_installed,
     write_all,
 )
+from megatron_vshape.cli.help import MODEL, OUTPUT, PROGRAM, SEARCH, group
 from megatron_vshape.cli.progress import told
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import counted, report, shapes, sources
@@ -31,57 +32,89 @@ _PICTURES = (".svg", ".png", ".pdf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say which arguments the command takes."""
+    """Add the command's arguments."""
     parser.usage = "megatron-vshape rehearse [OPTIONS] -- pretrain_gpt.py FLAGS..."
-    parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="default: h100")
-    parser.add_argument(
-        "--gpus", type=_positive, metavar="N", help="of the run; default: the least the sizes allow"
+    model = group(parser, MODEL)
+    model.add_argument(
+        "--gpu", choices=sorted(GPUS), default="h100", help="GPU type (default: h100)"
     )
-    parser.add_argument(
+    model.add_argument(
+        "--gpus",
+        type=_positive,
+        metavar="N",
+        help="Number of GPUs of the run (default: the minimum for the parallel sizes)",
+    )
+    model.add_argument(
         "--ranks",
         default="all",
         metavar="WHICH",
-        help="of the pipeline: all, or first, last and numbers with commas; default: all",
+        help="Pipeline ranks to estimate: all; or first, last and numbers, as in first,3 "
+        "(default: all)",
     )
-    parser.add_argument(
-        "--alone", action="store_true", help="leave out the schedule to compare with"
+    group(parser, SEARCH).add_argument(
+        "--alone",
+        action="store_true",
+        help="Estimate the command only, without other schedules to compare with",
     )
-    parser.add_argument(
+    output = group(parser, OUTPUT)
+    output.add_argument(
         "--costs",
         type=Path,
         metavar="FILE.json",
-        help="count what every stage of a V takes and holds, and write it for plan, auto and sweep",
+        help="Costs file to write, instead of the estimate: time and memory of every stage of a "
+        "V-shaped schedule, for plan, auto and sweep",
     )
-    parser.add_argument(
+    output.add_argument(
         "--save",
         type=Path,
         metavar="FILE",
-        help="write memory over time: a picture (.svg, .png, .pdf) or a trace (.json)",
+        help="Memory over time: figure (.svg, .png, .pdf) or trace (.json) to write",
     )
     add_program_arguments(parser)
 
 
 def add_program_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say which arguments tell what program is rehearsed, and with what."""
-    parser.add_argument(
+    """Add the arguments about the training command and the libraries that run it."""
+    group(parser, MODEL).add_argument(
         "--imbalance",
         type=float,
         default=1.0,
         metavar="X",
-        help="tokens that this rank's experts get, over the mean; default: 1.0, balanced routing",
+        help="Expert load relative to balanced routing (default: 1.0)",
     )
-    parser.add_argument(
-        "--vocabulary", type=_positive, metavar="N", help="tokens that the tokenizer's files have"
+    group(parser, MODEL).add_argument(
+        "--vocabulary",
+        type=_positive,
+        metavar="N",
+        help="Tokens of the tokenizer, if the command does not contain their number",
     )
-    parser.add_argument("--jobs", type=_positive, metavar="N", help="ranks side by side")
-    parser.add_argument("--megatron", type=Path, metavar="DIR", help="a checkout of Megatron-LM")
-    parser.add_argument(
-        "--te", type=Path, metavar="DIR", help="Transformer Engine's checkout or unpacked wheel"
+    program = group(parser, PROGRAM)
+    program.add_argument(
+        "--jobs",
+        type=_positive,
+        metavar="N",
+        help="Ranks to estimate in parallel (default: the number of CPU cores)",
     )
-    parser.add_argument(
-        "--fetch-te", action="store_true", help="fetch Transformer Engine's Python by pip, once"
+    program.add_argument(
+        "--megatron",
+        type=Path,
+        metavar="DIR",
+        help="Megatron-LM checkout (default: the installed megatron-core)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE.json", help="write all that was found")
+    program.add_argument(
+        "--te",
+        type=Path,
+        metavar="DIR",
+        help="Transformer Engine checkout or unpacked wheel (default: the one of --fetch-te)",
+    )
+    program.add_argument(
+        "--fetch-te",
+        action="store_true",
+        help="Download Transformer Engine's Python sources with pip, once (1.2 MB)",
+    )
+    group(parser, OUTPUT).add_argument(
+        "--json", type=Path, metavar="FILE.json", help="All results to write"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 

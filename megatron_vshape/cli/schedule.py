@@ -15,6 +15,7 @@ from megatron_vshape.cli.files import (
     schedule_output,
     write_all,
 )
+from megatron_vshape.cli.help import OUTPUT, SCHEDULE, group
 from megatron_vshape.cli.options import (
     add_cost_arguments,
     add_size_arguments,
@@ -75,48 +76,52 @@ class _Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say which arguments the command takes."""
-    parser.add_argument(
+    """Add the command's arguments."""
+    parser.usage = "megatron-vshape schedule NAME|FILE --devices D --microbatches M [OPTIONS]"
+    add_size_arguments(parser)
+    add_cost_arguments(parser)
+    schedule = group(parser, SCHEDULE)
+    schedule.add_argument(
         "name",
         nargs="?",
         metavar="NAME|FILE",
-        help=f"{', '.join(SCHEDULE_NAMES)}, or a schedule file",
+        help=f"{', '.join(SCHEDULE_NAMES)}; or a schedule file",
     )
-    add_size_arguments(parser)
-    add_cost_arguments(parser)
-    parser.add_argument(
-        "--chunks",
-        dest="num_chunks",
-        type=chunks,
-        metavar="C",
-        help="stages a device, if interleaved (default 2)",
-    )
-    parser.add_argument(
-        "--group-size",
-        type=count,
-        metavar="G",
-        help="microbatches that pass a chunk before the next, if grouped (default D)",
-    )
-    parser.add_argument(
-        "--slices",
-        type=count,
-        default=1,
-        metavar="K",
-        help="cut every microbatch in K slices along its sequence (default 1)",
-    )
-    parser.add_argument("--export", type=Path, metavar="FILE", help="the schedule: .json or .csv")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="picture: .svg, .png or .pdf")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="trace for Perfetto: .json")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="the playground's page of it, in one file: .html"
-    )
-    parser.add_argument(
+    schedule.add_argument(
         "--compare",
         nargs="+",
         default=[],
         metavar="NAME",
-        help="one table, and with --figure one picture, of these schedules as well",
+        help="Further schedules for one table, and with --figure one figure",
     )
+    schedule.add_argument(
+        "--chunks",
+        dest="num_chunks",
+        type=chunks,
+        metavar="C",
+        help="Chunks per rank of interleaved schedules (default: 2)",
+    )
+    schedule.add_argument(
+        "--group-size",
+        type=count,
+        metavar="G",
+        help="Microbatches per chunk before the next chunk, of grouped schedules (default: D)",
+    )
+    schedule.add_argument(
+        "--slices",
+        type=count,
+        default=1,
+        metavar="K",
+        help="Sequence slices per microbatch (default: 1)",
+    )
+    output = group(parser, OUTPUT)
+    for name, what in (
+        ("--export", "Schedule file to write (.json or .csv)"),
+        ("--figure", "Figure to write (.svg, .png or .pdf)"),
+        ("--trace", "Perfetto trace to write (.json)"),
+        ("--html", "Interactive page to write (.html)"),
+    ):
+        output.add_argument(name, type=Path, metavar="FILE", help=what)
 
 
 def run(options: argparse.Namespace) -> int:

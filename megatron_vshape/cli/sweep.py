@@ -15,6 +15,7 @@ from megatron_vshape.cli.files import (
     check_targets,
     is_installed,
 )
+from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, REQUIRED, SEARCH, group
 from megatron_vshape.cli.options import headroom_of
 from megatron_vshape.cli.progress import told
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -45,47 +46,61 @@ NO_PICTURE = "no picture, which needs matplotlib: pip install 'megatron-vshape[d
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the sweep's arguments."""
+    """Add the command's arguments."""
     parser.usage = "megatron-vshape sweep FILE.yaml [OPTIONS] [-- pretrain_gpt.py FLAGS...]"
-    parser.add_argument("file", type=Path, metavar="FILE.yaml", help="the sweep")
-    parser.set_defaults(command=[])  # what stands after --
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument(
-        "--predict-only", action="store_true", help="predict and rank; needs no cluster"
+    group(parser, MODEL).add_argument(
+        "file", type=Path, metavar="FILE.yaml", help="Sweep file" + REQUIRED
     )
-    instead.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the commands of the runs, write the plans that they name, start none",
-    )
-    instead.add_argument(
-        "--report",
-        action="store_true",
-        help="print what has been measured so far, also while the sweep runs; start nothing",
-    )
-    parser.add_argument(
-        "--results", type=Path, metavar="FILE.db", help="default: runs/sweep-NAME/results.db"
-    )
-    parser.add_argument(
-        "--retry-failed", action="store_true", help="run again what failed in an earlier sweep"
-    )
-    parser.add_argument(
-        "--compare", type=Path, metavar="FILE.csv", help="print these figures beside the predicted"
-    )
-    parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="write every combination")
-    parser.add_argument(
-        "--figure", type=Path, metavar="FILE.svg", help="draw memory against throughput"
-    )
-    parser.add_argument(
-        "--assumptions", action="store_true", help="print what the prediction assumes, and stop"
-    )
-    parser.add_argument(
+    parser.set_defaults(command=[])  # the words after --
+    group(parser, MEMORY).add_argument(
         "--headroom",
         metavar="SHARE|XGiB",
-        help="what to keep free of every device's memory, as in 5%%, 0.05, 4GiB (default: "
-        f"{HEADROOM}%)",
+        help=f"Part of every GPU's memory to keep free: 5%%, 0.05 or 4GiB (default: {HEADROOM}%)",
     )
-    parser.add_argument("--verbose", action="store_true", help="name every dropped combination")
+    search = group(parser, SEARCH)
+    mode = search.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--predict-only", action="store_true", help="Predict and rank only; needs no cluster"
+    )
+    mode.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="Print the commands of the runs and write their plans; start none",
+    )
+    mode.add_argument(
+        "--report",
+        action="store_true",
+        help="Print the results so far, also during the sweep; start none",
+    )
+    search.add_argument(
+        "--retry-failed", action="store_true", help="Repeat runs that failed in an earlier sweep"
+    )
+    output = group(parser, OUTPUT)
+    output.add_argument(
+        "--results",
+        type=Path,
+        metavar="FILE.db",
+        help="Results database (default: runs/sweep-NAME/results.db)",
+    )
+    output.add_argument(
+        "--compare",
+        type=Path,
+        metavar="FILE.csv",
+        help="Published figures to print next to the predicted; needs --predict-only",
+    )
+    output.add_argument(
+        "--csv", type=Path, metavar="FILE.csv", help="Table of all combinations to write"
+    )
+    output.add_argument(
+        "--figure",
+        type=Path,
+        metavar="FILE.svg",
+        help="Figure of memory and throughput to write (.svg, .png, .pdf)",
+    )
+    output.add_argument(
+        "--assumptions", action="store_true", help="Print the prediction's assumptions and exit"
+    )
+    output.add_argument("--verbose", action="store_true", help="Print every dropped combination")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -235,9 +250,9 @@ def _print_dropped(
     kinds: dict[str, list[Dropped]] = {}
     for each in dropped:
         kinds.setdefault(each.kind, []).append(each)
-    for kind, group in kinds.items():
-        _say(console, f"{len(group)} combinations are {what}: {kind}")
-        for each in group if verbose else group[:1]:
+    for kind, members in kinds.items():
+        _say(console, f"{len(members)} combinations are {what}: {kind}")
+        for each in members if verbose else members[:1]:
             mark = "" if verbose else "such as "
             _say(console, f"    {mark}{each.combination}: {each.reason}")
 

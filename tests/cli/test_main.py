@@ -31,6 +31,34 @@ def test_help_lists_every_command(capsys):
     assert all(f"\n    {name}" in shown for name in COMMANDS)
 
 
+def help_of(capsys, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_advise_and_rehearse_come_first():
+    assert list(COMMANDS)[:2] == ["advise", "rehearse"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_a_terminal(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = help_of(capsys, command, "--help").splitlines()
+    assert all(len(line) <= 80 for line in lines if not line.startswith("usage:"))
+    if command == "plan":
+        assert len(lines) <= 40
+
+
+def test_help_all_adds_rare_options_and_details(capsys):
+    brief, full = (help_of(capsys, "plan", flag) for flag in ("--help", "--help-all"))
+    assert "--proof-seconds" not in brief
+    assert "--proof-seconds" in full
+    assert "(required)" in brief
+    assert "BW=X" in full
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
