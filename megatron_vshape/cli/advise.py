@@ -1,4 +1,4 @@
-"""megatron-vshape advise: today's run, the best of stock Megatron, and the best with a schedule."""
+"""megatron-vshape advise: compare a run with the best of stock Megatron and of this package."""
 
 import argparse
 import json
@@ -72,9 +72,9 @@ class Line:
     @property
     def title(self) -> str:
         """Return the schedule and the shape in words."""
-        more = ", vocabulary shared" if self.shares else ""
+        more = ", vocabulary parallelism" if self.shares else ""
         if self.is_stock and not self.is_even:
-            more = ", layers dealt out"
+            more = ", uneven layers"
         return f"{self.name}{more}, {self.shape.told()}"
 
     @property
@@ -89,9 +89,9 @@ class Line:
         if not self.is_even:
             predicting = command.number("--mtp-num-layers", 0)
             return [f"{LAYOUT} '{layout_of(layers, predicting)}'"]
-        words = [f"no {LAYOUT}"] if command.has(LAYOUT) else []
+        words = [f"remove {LAYOUT}"] if command.has(LAYOUT) else []
         if chunks == 1:
-            words.append("1F1B without virtual stages")
+            words.append("no virtual stages (1F1B)")
         else:
             words.append(f"--num-virtual-stages-per-pipeline-rank {chunks}")
         if len(set(layers)) > 1:
@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
     """Count the shapes, predict them, print the lines and what follows, and return 0."""
     words = options.command
     if not is_installed("torch"):
-        raise ScheduleError("advise runs Megatron itself: pip install 'megatron-vshape[megatron]'")
+        raise ScheduleError("advise runs Megatron: pip install 'megatron-vshape[megatron]'")
     for flag, path in (("--export", options.export), ("--json", options.json)):
         if path is not None:
             check_target(flag, path, (".json",))
@@ -145,8 +145,8 @@ def run(options: argparse.Namespace) -> int:
     own = shapes.shape_of(command)
     if own.pipeline < 2:
         raise ScheduleError(
-            "the command has no pipeline, so there is no schedule to advise on: give "
-            "--pipeline-model-parallel-size, or see what it needs with rehearse"
+            "the command has no pipeline, and advise compares pipeline schedules: set "
+            "--pipeline-model-parallel-size to 2 or more, or estimate its memory with rehearse"
         )
     layers = command.number("--num-layers", 0)
     advice = _Advice(command, options, number, gpu, layers)
@@ -171,7 +171,7 @@ def _gpus(text: str) -> tuple[int, Gpu]:
     number, _, name = text.lower().partition("x")
     if not number.isdigit() or not int(number) or name not in GPUS:
         raise ScheduleError(
-            f"--gpus {text!r:.40} is not a number, an x and a GPU, as in 128xH100; known are "
+            f"--gpus {text!r:.40} is not a number, an x and a GPU, as in 128xH100; supported GPUs: "
             + ", ".join(GPUS)
         )
     return int(number), GPUS[name]
@@ -181,7 +181,7 @@ def _kept(text: str) -> list[str]:
     found = [part for part in text.split(",") if part]
     for part in found:
         if part not in KEEP:
-            raise ScheduleError(f"--keep {part!r:.40}: known are {', '.join(KEEP)}")
+            raise ScheduleError(f"--keep {part!r:.40} is not one of {', '.join(KEEP)}")
     return found
 
 
@@ -254,7 +254,7 @@ class _Advice:
         name, layers = self._megatrons() if given is None else (given, None)
         line = self._named(name, own, stock=given is None, layers=layers)
         if line is None:
-            raise ScheduleError(f"{name} is not known, or not of these sizes")
+            raise ScheduleError(f"schedule {name} does not exist, or not for these sizes")
         return line
 
     def _megatrons(self) -> tuple[str, tuple[int, ...] | None]:
@@ -402,7 +402,7 @@ class _Advice:
         except (LimitError, ScheduleError):
             return None
         known = judge(answer.schedule, answer.costs)
-        planned = "planned order" + " with copies" * answer.schedule.copies
+        planned = "planned schedule" + " with offloading" * answer.schedule.copies
         name = planned if answer.is_known is None else str(answer.is_known)
         return self._line(name, shape, known, answer.is_megatrons)
 
@@ -446,68 +446,101 @@ def _step(line: Line) -> float:
     return line.step_s
 
 
+NAMES = {
+    "today": "today",
+    "stock": "best stock",
+    "best": "best with this package",
+    "same": "current parallelism",
+    "DON'T": "not recommended",
+}
+"""Names of the rows, by the keys of --json."""
+
+
 def _print(advice: _Advice, lines: Mapping[str, Line | None], left_out: Sequence[str]) -> None:
+    today = lines["today"]
+    assert today is not None
+    for text in _verdict(advice, today, lines["stock"], lines["best"]):
+        print(report.wrapped(text))
     command = advice.command
+    print(
+        f"\n{advice.layers} layers, {command.value('--seq-length') or '?'} tokens, batch "
+        f"{command.value('--global-batch-size') or '?'}, {advice.number} "
+        f"{advice.gpu.name.upper()}. Estimated, not measured."
+    )
+    print("\n".join(_table(advice, _shown(lines))))
     runs, median, ninth, within = ERRORS
-    print(
-        report.wrapped(
-            f"{advice.layers} layers, {command.value('--seq-length') or '?'} tokens, batch "
-            f"{command.value('--global-batch-size') or '?'}, {advice.number} "
-            f"{advice.gpu.name.upper()}. Predicted, not measured: on {runs} published runs off by "
-            f"{median:g} % (median), nine in ten within {ninth:g} %; two runs of one model on one "
-            f"system are told apart to {within:g} %."
-        )
-    )
-    shown = [(what, line) for what, line in lines.items() if line is not None]
-    width = max(len(line.title) for _, line in shown)
-    print(f"{'':7}{'':{width}}  {'step':>7}  {'MFU':>6}  GiB by rank of the pipeline")
-    for what, line in shown:
+    for text in (
+        _largest_rank(today),
+        f"Error of the step time on {runs} published runs: {median:g}% (median), 90% of the runs "
+        f"within {ninth:g}%. Differences below {within:g}% are not significant. Main uncertainty: "
+        "the cost of splitting the backward; megatron-vshape profile measures it on one GPU.",
+        "rehearse estimates a command with all layers and the textbook bubble, advise with one "
+        "counted layer per stage and a simulated schedule: peaks differ by about 1%, step times "
+        "by several percent.",
+        *(["Not evaluated: " + "; ".join(left_out)] if left_out else []),
+    ):
+        print(report.wrapped(text))
+
+
+def _shown(lines: Mapping[str, Line | None]) -> list[tuple[str, Line]]:
+    """Return the rows without duplicates, each with its name."""
+    shown: list[tuple[str, Line]] = []
+    for key, line in lines.items():
+        if line is None or (key == "best" and line.is_stock):
+            continue
+        if all((line.title, line.step_s) != (each.title, each.step_s) for _, each in shown):
+            shown.append((NAMES[key], line))
+    return shown
+
+
+def _table(advice: _Advice, shown: Sequence[tuple[str, Line]]) -> list[str]:
+    names = max(len(name) for name, _ in shown)
+    titles = max(len(line.title) for _, line in shown)
+    rows = [f"{'':{names}}  {'':{titles}}  {'step':>8}  {'MFU':>6}  GiB by pipeline rank"]
+    for name, line in shown:
         peaks = " ".join(report.gib(each) for each in line.known.peak)
-        over = "" if line.most <= advice.limit else "   does not fit"
-        step = f"{line.step_s:7.2f} s {100 * line.mfu:5.1f} %"
-        print(f"{what:<7}{line.title:{width}} {step}  {peaks}{over}")
-    today = shown[0][1]
-    print(report.wrapped(_verdict(advice, today, lines["stock"], lines["best"])))
-    print(report.wrapped(_first_rank(today)))
-    if left_out:
-        print(report.wrapped("left out: " + "; ".join(left_out)))
-    print(
-        report.wrapped(
-            "Least certain: what B and W take beside a whole backward. On one GPU, "
-            "megatron-vshape profile measures it; every line can be had as megatron-vshape "
-            "rehearse with its flags."
-        )
-    )
+        over = "" if line.most <= advice.limit else "  does not fit"
+        step = f"{line.step_s:6.2f} s  {100 * line.mfu:5.1f}%"
+        rows.append(f"{name:{names}}  {line.title:{titles}}  {step}  {peaks}{over}")
+    return rows
 
 
-def _verdict(advice: _Advice, today: Line, stock: Line | None, best: Line | None) -> str:
-    """Return what to do, in a sentence; nothing that the prediction's own error makes a toss-up."""
+def _verdict(advice: _Advice, today: Line, stock: Line | None, best: Line | None) -> list[str]:
+    """Return the recommendation, and how the best with this package compares with it.
+
+    Gains within the error of the estimate are no reason to change anything.
+    """
     within = ERRORS[3] / 100
     if best is None:
-        return (
-            f"nothing that was looked at fits {report.gib(advice.limit)} GiB of a GPU "
-            f"({HEADROOM:.0%} and {BESIDE_GIB:g} GiB are kept free)"
-        )
+        return [
+            f"Recommendation: none. No evaluated configuration fits {report.gib(advice.limit)} GiB "
+            f"of a GPU ({HEADROOM:.0%} and {BESIDE_GIB:g} GiB are kept free)."
+        ]
     fits = today.most <= advice.limit
     gain = 1 - best.step_s / today.step_s
     if fits and gain <= within:
-        return (
-            f"No gain: keep what you have. The best that was found is {100 * gain:.1f} % faster, "
-            f"and {100 * within:g} % is within the prediction's error."
-        )
-    chosen = best
-    if stock is not None and best.step_s > (1 - within) * stock.step_s:
-        chosen = stock
-    if chosen.is_stock:
-        return f"Needs no package: {_change(advice, today, chosen)}."
-    beyond = ""
-    if stock is not None:
-        beyond = f", {100 * (1 - chosen.step_s / stock.step_s):.0f} % below the best of stock"
-    return f"{_change(advice, today, chosen)}{beyond}."
+        return [
+            "Recommendation: keep the current configuration. The best one found is "
+            f"{100 * gain:.1f}% faster, within the error of the estimate ({100 * within:g}%)."
+        ]
+    if stock is None or best.step_s <= (1 - within) * stock.step_s:
+        beyond = ""
+        if stock is not None:
+            beyond = f", {100 * (1 - best.step_s / stock.step_s):.0f}% faster than the best stock"
+        return [f"Recommendation: {_change(advice, today, best)}{beyond}."]
+    texts = [f"Recommendation (no package needed): {_change(advice, today, stock)}."]
+    if best.is_stock:
+        return [*texts, "No schedule of this package is faster."]
+    further = 100 * (1 - best.step_s / stock.step_s)
+    return [
+        *texts,
+        f"This package: another {further:.0f}% faster than the best stock ({best.name}), within "
+        f"the error of the estimate ({100 * within:g}%).",
+    ]
 
 
 def _change(advice: _Advice, today: Line, line: Line) -> str:
-    """Return which flags to change."""
+    """Return the flags to change, and the gain over today."""
     words = [] if line.shape.recompute == today.shape.recompute else ["remove --recompute-*"]
     for name, flag in shapes.FLAGS.items():
         if getattr(line.shape, name) != getattr(today.shape, name):
@@ -515,7 +548,7 @@ def _change(advice: _Advice, today: Line, line: Line) -> str:
     if line.is_stock:
         words += line.changes_megatron(advice.command)
     else:
-        target = advice.options.export or "plan.json (--export plan.json writes it)"
+        target = advice.options.export or "plan.json (written by --export plan.json)"
         words.append(f"--pipeline-schedule {target}")
         if line.shares:
             words.append("--pipeline-vocab-parallel")
@@ -523,20 +556,19 @@ def _change(advice: _Advice, today: Line, line: Line) -> str:
         if len(set(line.known.costs.layers or ())) > 1:
             words.append(f"--pipeline-layer-split {layers}")
     gain = 100 * (1 - line.step_s / today.step_s)
-    how = f"{gain:.0f} % faster than today" if gain > 0 else "it fits"
+    how = f"{gain:.0f}% faster than today" if gain > 0 else "it fits"
     return f"{', '.join(words)}: {how}"
 
 
-def _first_rank(line: Line) -> str:
-    """Return what the rank that needs most holds, in words."""
+def _largest_rank(line: Line) -> str:
+    """Format the memory of today's largest rank by component."""
     costs, schedule = line.known.costs, line.known.schedule
     at = max(range(schedule.num_devices), key=line.known.peak.__getitem__)
     fixed = costs.fixed_bytes(schedule.placement, schedule.num_devices)[at]
     return (
-        f"Today's rank {at}, which needs most: weights, gradients and optimizer "
-        f"{report.gib(fixed - costs.device_bytes)}, workspaces and messages "
-        f"{report.gib(costs.device_bytes)}, activations and what passes work with "
-        f"{report.gib(line.known.peak[at] - fixed)} GiB."
+        f"Largest rank today: rank {at} with {report.gib(fixed - costs.device_bytes)} GiB of "
+        f"weights, gradients and optimizer, {report.gib(costs.device_bytes)} GiB of workspaces and "
+        f"P2P buffers, {report.gib(line.known.peak[at] - fixed)} GiB of activations."
     )
 
 

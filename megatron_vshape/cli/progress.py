@@ -52,7 +52,7 @@ class Progress:
         wait, every = (FIRST_S, TERMINAL_S) if self._stream.isatty() else (FILE_S, FILE_S)
         while not ended.wait(wait):
             wait = every
-            text = f"at work for {time.monotonic() - self._began:.0f} s{self._said}"
+            text = f"running ({time.monotonic() - self._began:.0f} s){self._said}"
             with self._writing:
                 if self._clear:
                     shown = text[: shutil.get_terminal_size().columns - 1]

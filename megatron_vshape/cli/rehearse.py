@@ -1,4 +1,4 @@
-"""megatron-vshape rehearse: what a run would take, from its own command line, without a GPU."""
+"""megatron-vshape rehearse: memory estimate of a training command, without a GPU."""
 
 import argparse
 import json
@@ -17,6 +17,7 @@ from megatron_vshape.cli.help import MODEL, OUTPUT, PROGRAM, SEARCH, group
 from megatron_vshape.cli.progress import told
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import counted, report, shapes, sources
+from megatron_vshape.rehearsal.counting import count_all
 from megatron_vshape.rehearsal.flags import (
     Command,
     Sizes,
@@ -24,11 +25,15 @@ from megatron_vshape.rehearsal.flags import (
     read_command,
     sizes_of,
 )
-from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.gpus import BESIDE_GIB, GIB, GPUS
 from megatron_vshape.rehearsal.ranks import SCHEDULE, Found, Rehearsed, rehearse_all
+from megatron_vshape.rehearsal.remedies import in_order, remedies
 from megatron_vshape.view.rank_trace import write_memory_trace
 
 _PICTURES = (".svg", ".png", ".pdf")
+VOCABULARY = "--pipeline-vocab-parallel"
+MOST_TRIED = 3
+"""Remedies that are estimated in full, until one of them starts."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +131,7 @@ def _positive(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Rehearse, print the table and what it means, write the files, and return 0."""
+    """Estimate, print the table and the verdict, write the files, and return 0."""
     words = options.command
     if options.fetch_te:
         print(f"Transformer Engine {sources.VERSION}: {sources.fetch()}")
@@ -143,10 +148,12 @@ def run(options: argparse.Namespace) -> int:
     jobs = [asked.job(each, sizes, at, name) for name, each in runs.items() for at in stages]
     with told(lambda us: f"{us:.0f} us"):
         found = _found(rehearse_all(asked.programs, jobs))
-    mine = found.pop("")
-    if not found and _exceeds(mine, options) and sizes.pipeline > 1 and not options.alone:
-        found = _instead(command, asked, sizes, mine)
+        mine = found.pop("")
+        helps = [] if options.alone else _remedies(command, asked, sizes, mine)
     _print(mine, found, command, options, sizes)
+    print(report.wrapped(report.verdict(mine, GPUS[options.gpu])))
+    for line in helps:
+        print(report.wrapped(line))
     _write(mine, found, command, options)
     return 0
 
@@ -160,26 +167,24 @@ def _check_files(options: argparse.Namespace) -> None:
         if options.save.suffix in _PICTURES:
             check_can_draw("--save")
     if not is_installed("torch"):
-        raise ScheduleError(
-            "rehearse runs Megatron itself: pip install 'megatron-vshape[megatron]'"
-        )
+        raise ScheduleError("rehearse runs Megatron: pip install 'megatron-vshape[megatron]'")
     if options.imbalance <= 0:
         raise ScheduleError(
-            f"--imbalance {options.imbalance} is no share of tokens: give 1 or more"
+            f"--imbalance {options.imbalance} is not above 0: use 1.0 for balanced routing"
         )
 
 
 def _checked(command: Command) -> Command:
     if command.value(SCHEDULE) == "auto" and not command.has("--pipeline-costs"):
         raise ScheduleError(
-            "--pipeline-schedule auto measures its costs in the run's first steps, and nothing is "
-            "measured here: give them (--pipeline-costs FILE), or a schedule's name"
+            "--pipeline-schedule auto measures its costs in a run, and nothing is "
+            "measured here: add --pipeline-costs FILE, or name a schedule"
         )
     return command
 
 
 def rehearsed(options: argparse.Namespace, command: Command, gpu: str) -> Rehearsed:
-    """Return what the command is rehearsed with, and on what.
+    """Return the libraries, the script and the GPU of the estimate.
 
     Raises:
         ScheduleError: Megatron, Transformer Engine or the script cannot be found.
@@ -191,7 +196,7 @@ def rehearsed(options: argparse.Namespace, command: Command, gpu: str) -> Rehear
 
 
 def _runs(command: Command, options: argparse.Namespace, sizes: Sizes) -> dict[str, Command]:
-    """Return what is rehearsed: the command, and under a schedule of ours Megatron's own beside."""
+    """Return the commands to estimate: the user's, and without our schedule as the baseline."""
     runs = {"": command}
     if command.has(SCHEDULE) and not options.alone and sizes.pipeline > 1:
         runs["Megatron's own schedule"] = command.of_megatron()
@@ -199,10 +204,10 @@ def _runs(command: Command, options: argparse.Namespace, sizes: Sizes) -> dict[s
 
 
 def _found(results: Any) -> dict[str, list[Found]]:
-    """Return what was found by run, each by rank.
+    """Return the estimates by run, each sorted by rank.
 
     Raises:
-        ScheduleError: a rank could not be rehearsed.
+        ScheduleError: a rank could not be estimated.
     """
     by_run: dict[str, list[Found]] = {}
     for each in results:
@@ -212,27 +217,47 @@ def _found(results: Any) -> dict[str, list[Found]]:
     for found in by_run.values():
         found.sort(key=lambda each: int(each["stage"]))
     if "" not in by_run:
-        raise ScheduleError("the rehearsal ended without an answer")
+        raise ScheduleError(
+            "the estimate ended without a result: try --jobs 1, which needs less memory"
+        )
     return by_run
 
 
-def _exceeds(found: Sequence[Found], options: argparse.Namespace) -> bool:
-    return any(each["peak_bytes"] > GPUS[options.gpu].memory_bytes for each in found)
-
-
-def _instead(
-    command: Command, asked: Rehearsed, sizes: Sizes, mine: Sequence[Found]
-) -> dict[str, list[Found]]:
-    """Return what V-Half takes on the ranks that need too much, nothing where it cannot run."""
-    limit = GPUS[asked.gpu].memory_bytes
-    other = command.having(pipeline_schedule="v-half")
-    jobs = [
-        asked.job(other, sizes, each["stage"], "V-Half")
-        for each in mine
-        if each["peak_bytes"] > limit
-    ]
-    results = [each for each in rehearse_all(asked.programs, jobs) if "error" not in each]
-    return {"V-Half": results} if results else {}
+def _remedies(command: Command, asked: Rehearsed, sizes: Sizes, mine: Sequence[Found]) -> list[str]:
+    """Return lines about flags that lower the peak; none if nothing is known to help."""
+    layers = command.number("--num-layers", 0)
+    if sizes.pipeline < 2 or not layers:
+        return []
+    (ranks,) = count_all(asked, [command], lambda *_: None)
+    if isinstance(ranks, str):  # this model cannot be counted by layers
+        return []
+    gpu = GPUS[asked.gpu]
+    pieces = shapes.counted(ranks, gpu, sizes.world, sizes.pipeline, None).pieces
+    given = command.value(SCHEDULE), command.has(VOCABULARY)
+    can_share = not command.has("--mtp-num-layers") and 2 * sizes.pipeline <= layers
+    microbatches = mine[0]["microbatches"]
+    found = remedies(pieces, layers, sizes.pipeline, microbatches, can_share)
+    most = max(mine, key=lambda each: each["peak_bytes"])
+    peak = most["peak_bytes"]
+    lines = []
+    for each in in_order(found, peak, gpu.memory_bytes - BESIDE_GIB * GIB)[:MOST_TRIED]:
+        job = asked.job(command.of_megatron().having(**each.flags), sizes, each.largest, "")
+        (result,) = rehearse_all(asked.programs, [job])
+        if "error" not in result and result["peak_bytes"] < peak:
+            text = report.remedy_line(result["peak_bytes"], peak, gpu)
+            lines.append(f"Less memory with {each.text}: {text}.")
+            break
+    if not lines and peak > gpu.memory_bytes:
+        lines.append(
+            "No schedule of this package lowers the peak: consider recomputation, or a larger "
+            "--tensor-model-parallel-size."
+        )
+    alone = next((each for each in found if each.text == f"{SCHEDULE} v-half"), None)
+    if given == (None, False) and alone is not None and alone.most_bytes > peak:
+        text = report.remedy_line(alone.most_bytes, peak, gpu)
+        why = ", because rank 0 then has embedding and output layer" if not alone.largest else ""
+        lines.append(f"{alone.text} alone does not help: {text}{why}.")
+    return lines
 
 
 def _print(
@@ -247,8 +272,8 @@ def _print(
     print(
         f"{command.value(SCHEDULE) or 'Megatron' + chr(39) + 's own schedule'}, TP {shape['tp']} x "
         f"PP {shape['pp']} x CP {sizes.context} x DP {shape['dp']}: {sizes.world} "
-        f"{options.gpu.upper()} of {report.gib(gpu.memory_bytes)} GiB, {first['microbatches']} "
-        "microbatches. Rehearsed, not measured.\nGiB on the ranks of the pipeline:"
+        f"{options.gpu.upper()} with {report.gib(gpu.memory_bytes)} GiB, {first['microbatches']} "
+        "microbatches. Estimated, not measured.\nAllocated GiB by pipeline rank:"
     )
     print("\n".join(report.table(mine, gpu)))
     for each in mine:
@@ -257,12 +282,11 @@ def _print(
         peaks = ", ".join(f"{report.gib(each['peak_bytes'])}" for each in found)
         stages = "" if len(found) == len(mine) else " on " + _stages(found)
         print(f"{name}: peak {peaks} GiB{stages}")
-    name, found = next(iter(others.items()), ("", ()))
-    instead = {each["stage"]: each["peak_bytes"] for each in found}
-    for line in report.out_of_memory(mine, gpu, instead, name):
-        print(line)
     slowest = max(mine, key=_step_s)
-    print(f"step {_step_s(slowest):.2f} s by counted work; allocated bytes, not reserved")
+    print(
+        f"step time {_step_s(slowest):.2f} s: counted work of the slowest rank and the textbook "
+        "bubble;\nadvise simulates the schedule instead"
+    )
 
 
 def _stages(found: Sequence[Found]) -> str:
@@ -306,11 +330,11 @@ def _write_costs(
     stages: Sequence[int],
     options: argparse.Namespace,
 ) -> int:
-    """Count the stages of a V with its backward split and whole, and write what they cost."""
+    """Count the stages of a V with split and unsplit backward, and write their costs."""
     if sizes.pipeline < 2:
         raise ScheduleError(
-            "--costs is of a pipeline's stages, and the command has one rank: give "
-            "--pipeline-model-parallel-size"
+            "--costs needs a pipeline, and the command has one rank: set "
+            "--pipeline-model-parallel-size to 2 or more"
         )
     plain = command.of_megatron().without_chunks()
     with told(lambda us: f"{us:.0f} us"), shapes.counting(sizes.pipeline) as put:
@@ -320,7 +344,9 @@ def _write_costs(
     costs = counted.counted_costs(found, GPUS[options.gpu], sizes.pipeline, apart)
     write_all([Output("--costs", options.costs, lambda path: _write_text(path, costs.to_json()))])
     print("\n".join(costs.sources_told()))
-    print(f"wrote {options.costs}: {costs.num_stages} stages, for --costs of plan and schedule")
+    print(
+        f"wrote {options.costs}: {costs.num_stages} stages, for plan --costs and schedule --costs"
+    )
     return 0
 
 
@@ -344,7 +370,7 @@ def _timeline(mine: Sequence[Found], path: Path, limit_bytes: int) -> Output:
         else:
             from megatron_vshape.view.rank_memory import memory_figure
 
-            title = "memory of a rehearsed step; dashed: what the GPU has"
+            title = "estimated memory of a step; dashed: memory of the GPU"
             memory_figure(curves, limit_bytes, title).savefig(target, format=path.suffix[1:])
 
     return Output("--save", path, write)

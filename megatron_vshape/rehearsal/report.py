@@ -1,16 +1,16 @@
-"""Says in words and in a table what a rehearsal found."""
+"""Formats the memory estimate of a training command."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_vshape.rehearsal.gpus import GIB, Gpu
+from megatron_vshape.rehearsal.gpus import BESIDE_GIB, GIB, Gpu
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "rest")
 WIDTH = 100
-_NAMED = 3  # holders of the peak that are told
+_NAMED = 3  # allocations of the peak that are printed
 
 _MODULES = {
     "output_layer": "the output layer",
@@ -28,14 +28,10 @@ _MODULES = {
     "pre_mlp_layernorm": "a norm",
 }
 _KINDS = {
-    "F": "F",
-    "B": "B",
-    "W": "W",
-    "BW": "BW",
-    "S": "S (its part of the softmax)",
-    "T": "T (its part of the output layer's weight gradient)",
-    "I": "I (its part of the embedding)",
-    "J": "J (the embedding's gradient)",
+    "S": "S (output layer and softmax of vocabulary parallelism)",
+    "T": "T (weight gradient of the shared output layer)",
+    "I": "I (shared embedding)",
+    "J": "J (gradient of the shared embedding)",
 }
 
 
@@ -45,13 +41,13 @@ def gib(size: float) -> str:
 
 
 def table(found: Sequence[Mapping[str, Any]], gpu: Gpu) -> list[str]:
-    """Return a line of head and one per rank, in GiB."""
-    head = ["rank", *PARTS, "peak", "between steps", "left"]
-    rows = [head]
+    """Format a heading and a row per rank, in GiB."""
+    names = ["other" if name == "rest" else name for name in PARTS]
+    rows = [["rank", *names, "peak", "model states", "free"]]
     for each in found:
         parts = [gib(each["parts"][name]) for name in PARTS]
-        left = gib(gpu.memory_bytes - each["peak_bytes"])
-        row = [str(each["stage"]), *parts, gib(each["peak_bytes"]), gib(each["held_bytes"]), left]
+        free = gib(gpu.memory_bytes - each["peak_bytes"])
+        row = [str(each["stage"]), *parts, gib(each["peak_bytes"]), gib(each["held_bytes"]), free]
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -61,33 +57,33 @@ def table(found: Sequence[Mapping[str, Any]], gpu: Gpu) -> list[str]:
 
 
 def when(found: Mapping[str, Any]) -> str:
-    """Return when a rank's peak is and who holds what then, in words."""
+    """Format the pass in which a rank reaches its peak, and the largest allocations then."""
     sums: dict[str, float] = {}
     for each in found["holders"]:
         sums[_holder(each)] = sums.get(_holder(each), 0.0) + each["bytes"]
     most = sorted(sums.items(), key=lambda item: -item[1])[:_NAMED]
-    told = ", ".join(f"{name} {gib(size)} GiB" for name, size in most if size >= GIB / 20)
+    largest = ", ".join(f"{name} {gib(size)} GiB" for name, size in most if size >= GIB / 20)
     place = place_in_words(found["when"]["place"])
     where = f" in {place}" if place else ""
     text = f"rank {found['stage']}: peak in {pass_in_words(found['when']['pass'])}{where}"
-    return text + (f"; {told}" if told else "")
+    return text + (f"; {largest}" if largest else "")
 
 
 def pass_in_words(phase: str) -> str:
-    """Return the words for a phase, as in `F 0 7`: F of microbatch 7."""
+    """Format a phase of a step, as in `F 0 7`: F of microbatch 7."""
     words = phase.split()
     if len(words) == 3:
         chunk = f", chunk {words[1]}" if words[1] != "0" else ""
         return f"{_KINDS.get(words[0], words[0])} of microbatch {words[2]}{chunk}"
     return {
-        "model": "the making of the model",
-        "optimizer": "the optimizer's step",
+        "model": "the construction of the model",
+        "optimizer": "the optimizer step",
         "step": "the end of the step",
     }.get(phase, phase or "the start")
 
 
 def place_in_words(place: str) -> str:
-    """Return the words for a module's path."""
+    """Return the name of a module's path, empty if it has none."""
     for part in reversed(place.split(".")):
         if part in _MODULES:
             return _MODULES[part]
@@ -99,45 +95,50 @@ def _holder(holder: Mapping[str, Any]) -> str:
     if holder["part"] == "logits":
         return "logits"
     if holder["part"] == "rest":
-        return "workspaces and messages"
-    return f"activations of {place or 'the layers'}"
+        return "workspaces and P2P buffers"
+    return f"activations of {place}" if place else "other activations of layers"
 
 
-def out_of_memory(
-    found: Iterable[Mapping[str, Any]], gpu: Gpu, instead: Mapping[int, int] | None, name: str
-) -> list[str]:
-    """Return a sentence for every rank that needs more than there is.
+def verdict(found: Sequence[Mapping[str, Any]], gpu: Gpu) -> str:
+    """Format whether the ranks fit into the GPU, by how much, and the largest rank."""
+    most = max(found, key=lambda each: each["peak_bytes"])
+    peak, memory = most["peak_bytes"], gpu.memory_bytes
+    text = f"rank {most['stage']} has the largest peak, {gib(peak)} GiB"
+    of_gpu = f"the {gib(memory)} GiB of the {gpu.name.upper()}"
+    if peak > memory:
+        step = "" if most["first_peak_bytes"] > memory else " (from the second step on)"
+        others = [str(each["stage"]) for each in found if each["peak_bytes"] > memory]
+        too_large = f"; too large: ranks {', '.join(others)}" if len(others) > 1 else ""
+        return f"Does not fit: {text}, {gib(peak - memory)} GiB above {of_gpu}{step}{too_large}."
+    free = f"{gib(memory - peak)} GiB below {of_gpu}"
+    reserve = f"reserve about {BESIDE_GIB:g} GiB for the CUDA context and NCCL"
+    if memory - peak < BESIDE_GIB * GIB:
+        return f"May not fit: {text}, only {free}; {reserve}."
+    return f"Fits: {text}, {free}; {reserve}."
 
-    `instead` has the peaks of the schedule `name`, by rank, to be told beside.
-    """
-    lines = []
-    for each in found:
-        if each["peak_bytes"] > gpu.memory_bytes:
-            step = 1 if each["first_peak_bytes"] > gpu.memory_bytes else 2
-            other = ""
-            if instead and each["stage"] in instead:
-                other = f"; with {name} {gib(instead[each['stage']])}"
-            lines.append(
-                f"rank {each['stage']} needs {gib(each['peak_bytes'])} GiB of "
-                f"{gib(gpu.memory_bytes)} in step {step}{other}"
-            )
-    return lines
+
+def remedy_line(most_bytes: float, peak_bytes: float, gpu: Gpu) -> str:
+    """Format the peak of the largest rank in GiB, and the difference to that of the command."""
+    less = peak_bytes - most_bytes
+    how = f"{gib(less)} GiB less" if less >= 0 else f"{gib(-less)} GiB more"
+    fits = "; does not fit" if most_bytes > gpu.memory_bytes else ""
+    return f"{gib(most_bytes)} GiB ({how}{fits})"
 
 
 def assumed(gpu: Gpu, imbalance: float, fused: bool, versions: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the flags do not say."""
+    """Return the assumptions of the estimate."""
     return {
         "gpu": gpu.name,
         "gpu_memory_bytes": gpu.memory_bytes,
-        "attention": "a fused kernel" if fused else "unfused, the scores are kept",
+        "attention": "fused kernel" if fused else "unfused, scores are stored",
         "expert_tokens_over_mean": imbalance,
-        "counted": "bytes that torch hands out (allocated, not reserved)",
-        "not_counted": "NCCL's buffers, the CUDA context, fragmentation",
-        "time": "counted work by fixed rates, not measured",
+        "counted": "allocated memory of torch (not reserved)",
+        "not_counted": "NCCL buffers, CUDA context, fragmentation",
+        "time": "counted work at fixed rates, not measured",
         **versions,
     }
 
 
 def wrapped(text: str) -> str:
-    """Return the text in lines of the terminal's usual width."""
-    return "\n".join(textwrap.wrap(text, WIDTH))
+    """Wrap the text to 100 columns."""
+    return "\n".join(textwrap.wrap(text, WIDTH, break_on_hyphens=False))

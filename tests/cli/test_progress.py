@@ -25,7 +25,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> str:
     monkeypatch.setattr("sys.stderr", stream)
     with progress.told(fixed) as told:
         told.search(12_345, 678.5, 600.0)
-        while stream.getvalue().count("at work") < 2:
+        while stream.getvalue().count("running (") < 2:
             time.sleep(0.01)
         told.line("limit 2")
     return stream.getvalue()
@@ -34,7 +34,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> str:
 def test_a_terminal_has_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     text = shown(monkeypatch, Terminal())
-    assert "\r\x1b[Kat work for 0 s: 12,345 steps, best 678.5, lower bound 600" in text
+    assert "\r\x1b[Krunning (0 s): 12,345 steps, best 678.5, lower bound 600" in text
     assert text.count("\n") == 1  # that of the line that stays
     assert text.endswith("\r\x1b[K")
 
@@ -42,7 +42,7 @@ def test_a_terminal_has_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -
 def test_a_file_has_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(monkeypatch, io.StringIO())
     assert "\x1b" not in text
-    assert "at work for 0 s: 12,345 steps, best 678.5, lower bound 600\n" in text
+    assert "running (0 s): 12,345 steps, best 678.5, lower bound 600\n" in text
 
 
 def test_what_is_quick_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,10 +87,10 @@ def test_stock_megatron_may_deal_layers_out_by_their_work() -> None:
     assert dealt.changes_megatron(command) == [f"--pipeline-model-parallel-layout '{layout}'"]
     # Megatron refuses virtual stages that are told twice.
     assert len(lines["interleaved-1f1b:3", False].changes_megatron(command)) == 1
-    assert even.changes_megatron(command) == ["1F1B without virtual stages"]
+    assert even.changes_megatron(command) == ["no virtual stages (1F1B)"]
     advice.command = command.having(pipeline_model_parallel_layout=layout)
     assert advice._today(own).step_s == dealt.step_s
-    assert even.changes_megatron(advice.command)[0] == "no --pipeline-model-parallel-layout"
+    assert even.changes_megatron(advice.command)[0] == "remove --pipeline-model-parallel-layout"
     advice.limit = 38.0  # of 40 that a first rank with ten layers needs
     found = [line.known.costs.layers for line in advice._stock(own) if line.name == "1f1b"]
     assert found == [(9, 9, 9, 9), (10, 10, 10, 6), (9, 10, 10, 7)]

@@ -1,0 +1,66 @@
+"""The verdict of an estimate, and the flags that lower the peak."""
+
+import pytest
+
+from megatron_vshape.core.model.costs import Piece
+from megatron_vshape.core.model.layers import Pieces
+from megatron_vshape.rehearsal import report
+from megatron_vshape.rehearsal.gpus import GIB, GPUS
+from megatron_vshape.rehearsal.remedies import Remedy, in_order, remedies
+
+H100 = GPUS["h100"]
+LAYER = Piece(1.0, 1.0, 1.0, 1.0 * GIB, 0.5 * GIB, state_bytes=1.0 * GIB)
+EMBEDDING = Piece(0.1, 0.0, 0.1, 0.0, 0.0, state_bytes=6.0 * GIB)
+HEAD = Piece(2.0, 2.0, 2.0, 1.0 * GIB, 1.0 * GIB, state_bytes=6.0 * GIB)
+LARGE_VOCABULARY = Pieces(LAYER, EMBEDDING, HEAD, 0.0)
+
+
+def rank(stage: int, gib: float, first_gib: float | None = None) -> dict[str, float]:
+    first = gib if first_gib is None else first_gib
+    return {"stage": stage, "peak_bytes": gib * GIB, "first_peak_bytes": first * GIB}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "start", "part"),
+    [
+        ([rank(0, 50.8), rank(1, 38.7)], "Fits: rank 0 ", "50.8 GiB, 28.8 GiB below the 79.6 GiB"),
+        ([rank(0, 20.0), rank(3, 79.0)], "May not fit: rank 3 ", "only 0.6 GiB below"),
+        ([rank(0, 90.0), rank(1, 81.0)], "Does not fit: rank 0 ", "10.4 GiB above the 79.6 GiB"),
+        ([rank(0, 90.0, 70.0)], "Does not fit: rank 0 ", "(from the second step on)"),
+    ],
+)
+def test_verdict_names_the_largest_rank_and_the_margin(ranks, start, part):
+    text = report.verdict(ranks, H100)
+    assert text.startswith(start)
+    assert part in text
+
+
+def test_all_ranks_that_do_not_fit_are_named():
+    text = report.verdict([rank(0, 90.0), rank(1, 81.0), rank(2, 40.0)], H100)
+    assert "too large: ranks 0, 1." in text
+
+
+def test_vocabulary_parallelism_helps_where_the_v_alone_does_not():
+    found = {each.text: each for each in remedies(LARGE_VOCABULARY, 16, 4, 16, can_share=True)}
+    alone = found["--pipeline-schedule v-half"]
+    shared = found["--pipeline-schedule v-half --pipeline-vocab-parallel"]
+    assert alone.largest == 0  # the rank of embedding and output layer
+    assert shared.most_bytes < 0.9 * alone.most_bytes
+    best, *_ = in_order(list(found.values()), alone.most_bytes, 80.0 * GIB)
+    assert best == shared
+
+
+def test_layers_are_moved_where_the_vocabulary_cannot_be_shared():
+    found = remedies(LARGE_VOCABULARY, 16, 4, 16, can_share=False)
+    even, split = found[:2]
+    assert even.text == "--pipeline-schedule v-half"
+    assert split.text.startswith("--pipeline-schedule v-half --pipeline-layer-split ")
+    assert split.most_bytes < even.most_bytes
+
+
+def test_the_simplest_flags_that_fit_come_first():
+    v_half = Remedy({"pipeline_schedule": "v-half"}, (70.0,))
+    v_min = Remedy({"pipeline_schedule": "v-min"}, (60.0,))
+    useless = Remedy({"pipeline_schedule": "v-half", "pipeline_vocab_parallel": True}, (99.0,))
+    assert in_order([v_half, useless, v_min], 100.0, 80.0) == [v_half, v_min]
+    assert in_order([v_half, useless, v_min], 100.0, 65.0) == [v_min, v_half]
