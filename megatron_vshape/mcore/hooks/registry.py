@@ -172,6 +172,21 @@ HOOKS = (
         _training("read_metadata"),
     ),
     Hook(
+        "megatron.training.checkpointing",
+        "load_checkpoint",
+        ("ddp_model",),
+        "compares where a checkpoint by ranks (--ckpt-format torch) and the model have each layer",
+        _training("load_checkpoint"),
+        everywhere=True,
+    ),
+    Hook(
+        "megatron.training.checkpointing",
+        "_load_base_checkpoint",
+        ("load_dir", "rank0"),
+        "rejects a checkpoint by ranks (--ckpt-format torch) that has layers in other places",
+        _training("load_base_checkpoint"),
+    ),
+    Hook(
         _TRAINING,
         "training_log",
         ("iteration",),
@@ -217,7 +232,7 @@ HOOKS = (
         _TRAINING,
         "save_checkpoint",
         ("iteration", "model", "optimizer"),
-        "saves no trace of a step that has begun early (--optimizer-post-validation)",
+        "saves no trace of a step that has begun early, and where each layer is",
         _training("save_checkpoint"),
     ),
     Hook(

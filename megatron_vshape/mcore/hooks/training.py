@@ -28,6 +28,12 @@ from megatron_vshape.mcore.early.post_validation import (
 from megatron_vshape.mcore.hooks.checkpoints import repair_tracker
 from megatron_vshape.mcore.hooks.replacements import Function, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
+from megatron_vshape.mcore.layout.saved_layers import (
+    RECORD,
+    check_layers,
+    layers_of_ranks,
+    saved_layers,
+)
 from megatron_vshape.mcore.observe.iteration_log import IterationLog, why_no_mfu
 from megatron_vshape.mcore.observe.layer_losses import size_layer_losses
 from megatron_vshape.mcore.options import add_arguments, options_of
@@ -340,7 +346,50 @@ def reduce_max_stat_across_model_parallel_group(
 
 @replaces
 def save_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Save no trace of a step that has begun early: random numbers, microbatches read."""
+    """Save no trace of a step that has begun early: random numbers, microbatches read.
+
+    A checkpoint by ranks also keeps which rank has which layers.
+    """
     if isinstance(session.runner, PipelineRunner):
         session.runner.drop_ahead()
-    return original(*args, **options)
+    with Replaced() as replaced:
+        if get_args().ckpt_format == "torch":
+            model = inspect.signature(original).bind(*args, **options).arguments["model"]
+            layers = layers_of_ranks(model, parallel_state.get_pipeline_model_parallel_group())
+            replaced.put(get_args(), RECORD, layers)
+        return original(*args, **options)
+
+
+@replaces_always
+def load_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+    """Keep the model until its checkpoint has been read, to compare their layers."""
+    bound = inspect.signature(original).bind(*args, **options)
+    session.loads = bound.arguments["ddp_model"]
+    try:
+        return original(*args, **options)
+    finally:
+        session.loads = None
+
+
+@replaces_always
+def load_base_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+    """Reject a checkpoint by ranks (--ckpt-format torch) that has layers in other places."""
+    read = original(*args, **options)
+    if session.loads is not None:
+        given = inspect.signature(original).bind(*args, **options).arguments
+        if not given.get("rank0"):  # else the arguments alone are read
+            _compare_layers(session, read, given["load_dir"])
+    return read
+
+
+def _compare_layers(session: Session, read: Any, folder: Any) -> None:
+    """Raise RefusedError on all ranks if a checkpoint by ranks does not fit the model's stages."""
+    state, *_, form = read
+    saved_by = state and state.get("args")
+    if getattr(form, "name", None) != "LEGACY":
+        return
+    if session.is_idle and not hasattr(saved_by, RECORD):  # Megatron alone, then and now
+        return
+    here = layers_of_ranks(session.loads, parallel_state.get_pipeline_model_parallel_group())
+    with refusing():
+        check_layers(saved_by and saved_layers(saved_by), here, str(folder))
