@@ -150,6 +150,9 @@ ENGINE = "transformer_engine"
 BATCH_SIZES = ("rampup_batch_size", "step_batch_size_schedule")
 """Megatron's options that change the number of microbatches of a training step."""
 
+ROUTER_REPLAY = ("moe_enable_routing_replay", "enable_routing_replay", "use_routing_replay")
+"""How Megatron, verl before Megatron had it, and slime and miles name router replay."""
+
 _LOOKS_AT_DEVICE = (
     "the host looks at the device within a step, where losses are checked and brought to the last "
     "rank, and where sent messages are let go of: use --cuda-graph-impl transformer_engine"
@@ -184,6 +187,10 @@ _UNTRIED = "that has not been built: leave one of the two out"
 _OF_F_B_W = "graphs are captured of F, B and W alone: leave it out"
 _NO_STATE = "what goes from slice to slice there has not been built: leave it out"
 _OF_A_SLICE = "it would be of a slice's tokens, and not of a microbatch's: leave it out"
+_OF_WHOLE = (
+    "it replays the expert choices of a microbatch at once, and not of a slice: set "
+    "--pipeline-slices 1"
+)
 _OWN_KEYS = "every slice has keys of its own number: leave it out"
 
 _LENGTHS = "variable_seq_lengths (microbatches of unlike length)"
@@ -474,6 +481,7 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
             _UNTRIED,
             *("reset_attention_mask", "fp8_dot_product_attention", "fp8_multi_head_attention"),
         ),
+        *_each(_OF_WHOLE, *ROUTER_REPLAY),
         Refusal("perform_rl_step", "it wants logits, and slices make losses: leave it out"),
     ),
 }

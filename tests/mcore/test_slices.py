@@ -280,6 +280,8 @@ GIVEN = {
     "variable_seq_lengths": True,
     "hybrid_layer_pattern": "M*-",
     "reset_attention_mask": True,
+    "moe_enable_routing_replay": True,
+    "use_routing_replay": True,
 }
 
 

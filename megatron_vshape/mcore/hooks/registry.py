@@ -361,6 +361,14 @@ HOOKS = (
         replacements.backward_step,
     ),
     Hook(
+        _SCHEDULES,
+        "get_schedule_table",
+        ("num_microbatches", "num_model_chunks"),
+        "rejects libraries that sort recorded expert choices by the order of Megatron's passes",
+        replacements.get_schedule_table,
+        everywhere=True,
+    ),
+    Hook(
         _GRAPHS,
         "convert_schedule_table_to_order",
         ("num_warmup_microbatches", "num_model_chunks", "schedule_table"),

@@ -24,7 +24,12 @@ from megatron_vshape.mcore.observe.megatrons_own import (
     count_backward,
     count_forward,
 )
-from megatron_vshape.mcore.refusals import check_one_module, refused_model, refusing
+from megatron_vshape.mcore.refusals import (
+    UnsupportedError,
+    check_one_module,
+    refused_model,
+    refusing,
+)
 from megatron_vshape.mcore.split.graphs import capture_order
 from megatron_vshape.mcore.split.local_layers import TorchFusedKernels, make_split_linear
 from megatron_vshape.mcore.split.sliced_tokens import TokensOfSlice
@@ -101,11 +106,41 @@ def convert_schedule_table_to_order(
 @replaces
 def create_cudagraphs(session: Session, original: Function, helper: Any) -> None:
     """Capture while nothing else asks the device, and find out which memory graphs have."""
-    if session.pipeline is not None:
-        session.own_runner(session.pipeline).rest()
-    original(helper)
-    if session.pipeline is not None:
-        session.step.graph_memory.look()
+    if session.pipeline is None:
+        original(helper)
+        return
+    session.own_runner(session.pipeline).rest()
+    session.captures = True
+    try:
+        original(helper)
+    finally:
+        session.captures = False
+    session.step.graph_memory.look()
+
+
+@replaces
+def get_schedule_table(
+    session: Session,
+    original: Function,
+    num_microbatches: int,
+    num_model_chunks: int,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Reject a library that sorts by the order of Megatron's interleaved schedule.
+
+    verl sorts the expert choices that it has recorded in a forward pass so, and joins those of all
+    ranks as if chunks were placed as Megatron places them.
+    """
+    # Transformer Engine's capture only takes the number of passes from the table.
+    if session.pipeline is None or session.captures or num_model_chunks == 1:
+        return original(num_microbatches, num_model_chunks, *args, **options)
+    raise UnsupportedError(
+        f"schedule {session.pipeline.choice.name} does not work with recorded router replay (R2 of "
+        "verl): it sorts recorded expert choices by get_schedule_table, the pass order of "
+        "Megatron's interleaved schedule, and layers would get the choices of others. Set the mode "
+        "of router replay to R3 or disabled, or choose a schedule with one chunk, such as zb-h1"
+    )
 
 
 @replaces

@@ -60,6 +60,7 @@ class Session:
     registers: bool = False  # NCCL registers buffers, by the config of data parallelism
     set_variables: frozenset[str] = frozenset()  # of the environment, for the schedule
     has_opened: bool = False  # the schedule has been shown
+    captures: bool = False  # Transformer Engine records CUDA graphs now
     loads: Any = None  # the model whose checkpoint is being read
     embedding_end: nn.Module | None = None  # the chunk that has it, until the last one is built
     provided_chunk: int | None = None  # while a provider that knows of no chunks builds this one
