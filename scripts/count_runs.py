@@ -1,10 +1,10 @@
-"""Count the work of published runs, each configuration once; it goes to docs/evidence/counted.json.
+"""Count the work of published runs into benchmarks/evidence/counted.json, each one once.
 
     python scripts/count_runs.py --megatron CHECKOUT --te DIRECTORY [--only TEXT] [--add EVIDENCE]
 
-The runs stand in docs/evidence/runs.csv, where `--add` puts those of a folder that holds
+The runs stand in benchmarks/evidence/runs.csv, where `--add` puts those of a folder that holds
 bridge_performance.json, mlperf.json and kwai.json. What is counted does not depend on a GPU's
-rates, so that `scripts/fit_rates.py` and `scripts/evidence.py` need not rehearse again.
+rates, so that `scripts/fit_rates.py` and `benchmarks/evidence.py` need not rehearse again.
 Ranks with one and with two layers are rehearsed; every further layer counts what the second added.
 """
 

@@ -11,46 +11,39 @@ usage: bash scripts/gpu_session.sh FOLDER [COMMAND ...]
        bash scripts/gpu_session.sh --list    what each command measures, and for how long at most
 
 Runs the commands, or all of them, what is worth most first. Each leaves in FOLDER its tables
-(COMMAND.md) and what it said besides (COMMAND.log); one that emulates a model's ranks also the
-costs, what they are about and the adaptive plan. Ends with 1 where a figure misses its limit or a
-part fails. PYTHON names the interpreter; a GPU with less memory takes smaller models, and fails on
-those too large.
+(COMMAND.md) and its other output (COMMAND.log). Exits with 1 if a figure misses its limit or a part
+fails. PYTHON sets the interpreter. On a GPU with less memory, models that are too large fail.
 TEXT
 }
 
-commands=(splitting graphs trainer nccl ranks-21b offload ranks-9.6b ranks-38.5b sizes)
+commands=(splitting graphs trainer nccl offload sizes)
 
 run_command() {
     case $1 in
         splitting)
             about "gradients, split against whole and fp32; what splitting costs at hidden 4096"
-            bench 150 bench_gpu.py numerics
-            bench 150 bench_gpu.py split --hidden 4096
+            bench 150 scripts/bench_gpu.py numerics
+            bench 150 scripts/bench_gpu.py split --hidden 4096
             ;;
         graphs)
             about "a chunk in CUDA graphs: whose memory its results are in, and what is kept of them"
-            bench 60 check_graphs.py
+            bench 60 scripts/check_graphs.py
             ;;
         trainer)
             about "Megatron's trainer with Transformer Engine, one rank at a time: memory and passes"
-            bench 460 measure_ranks.py measure --output "$folder/trainer.json"
+            bench 460 scripts/measure_ranks.py measure --output "$folder/trainer.json"
             ;;
-        ranks-21b) emulate 21b ;;
         nccl)
             about "ranks that share the GPU: losses, and what hangs where passes wait for it"
-            bench 460 bench_nccl.py --ranks 2
+            bench 460 benchmarks/bench_nccl.py --ranks 2
             ;;
         offload)
-            about "copies to host memory beside passes; ranks whose microbatches all wait there"
-            bench 100 bench_gpu.py copies --hidden 4096
-            bench 330 bench_gpu.py emulate --model configs/models/gpt_9_6b.yaml --devices 8 \
-                --microbatches 24 --schedules v-half v-half@host --write "$folder/offload"
+            about "copies to host memory while passes run"
+            bench 100 scripts/bench_gpu.py copies --hidden 4096
             ;;
-        ranks-9.6b) emulate 9_6b ;;
-        ranks-38.5b) emulate 38_5b ;;
         sizes)
             about "what splitting costs at other sizes"
-            bench 300 bench_gpu.py split --hidden 2048 3072 5120 6144 8192
+            bench 300 scripts/bench_gpu.py split --hidden 2048 3072 5120 6144 8192
             ;;
     esac
 }
@@ -65,26 +58,20 @@ about() {
     fi
 }
 
-emulate() {
-    about "memory and pass times of ranks 0, 4 and 7 of 8, one by one, with the model gpt_$1"
-    bench 460 bench_gpu.py emulate --model "configs/models/gpt_$1.yaml" --devices 8 \
-        --microbatches 24 --write "$folder"
-}
-
 # bench SECONDS SCRIPT ARGS...: runs a script for so long at most, into the files of the command.
 bench() {
     local seconds=$1 script=$2 status
     shift
     if [[ -n $listing ]]; then
-        printf '    at most %d s: python scripts/%s\n' "$seconds" "$*"
+        printf '    at most %d s: python %s\n' "$seconds" "$*"
         return
     fi
     shift
-    printf '\n## %s\n\n' "$script $*" | tee -a "$folder/$command.md"
-    timeout --kill-after=10 "$seconds" "$python" "scripts/$script" "$@" \
+    printf '\n## %s\n\n' "${script##*/} $*" | tee -a "$folder/$command.md"
+    timeout --kill-after=10 "$seconds" "$python" "$script" "$@" \
         2> >(tee -a "$folder/$command.log" >&2) | tee -a "$folder/$command.md"
     status=${PIPESTATUS[0]}
-    ((status == 0)) || failed+=("$command, $script $1: status $status")
+    ((status == 0)) || failed+=("$command, ${script##*/} $1: status $status")
 }
 
 # Some machines do not let memory be mapped piece by piece, which expandable segments need. Sets

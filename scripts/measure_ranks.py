@@ -12,7 +12,7 @@ Python's time. Not seen are NCCL's buffers, waits for other ranks, and what exch
 rank runs in a process of its own, while the next two import. Transformer Engine must be installed.
 
 `rehearse` needs no GPU: it adds what a rehearsal of the same flags counts. The figures of an H200
-stand in docs/evidence/h200.json; `scripts/measured_table.py` prints them.
+stand in benchmarks/evidence/h200.json; `benchmarks/measured_table.py` prints them.
 """
 
 from __future__ import annotations

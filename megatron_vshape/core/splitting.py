@@ -13,8 +13,6 @@ groups of microbatches what makes the step shorter. With F/B/W/message 1/1.15/.8
     4, 8, 8 chunks, 10 %                |             51.9 |        51.9 |    54.6 |   50.0
     8, 24, 10 chunks, 15 %              |            166.4 |       166.1 |   188.2 |  164.5
     8, 24, 16 chunks, 30 %              |            153.1 |       149.5 |   136.2 |  133.7
-
-(`python scripts/bench_split.py`)
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""scripts/bench_nccl.py: what hangs and what does not, as far as a CPU can tell."""
+"""benchmarks/bench_nccl.py: what hangs and what does not, as far as a CPU can tell."""
 
 import math
 import subprocess
@@ -15,14 +15,14 @@ from megatron_vshape.core.program.instructions import Await, Receive, Run, Send
 from megatron_vshape.core.program.kernels import waits_for_ever
 from megatron_vshape.core.program.lowering import lower
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[ModuleType]:
     """Return the script as a module."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPTS)
+        patch.syspath_prepend(BENCHMARKS)
         import bench_nccl
 
         yield bench_nccl
@@ -30,7 +30,7 @@ def script() -> Iterator[ModuleType]:
 
 def bench(*arguments: str, expected: int | None = 0) -> str:
     """Return what the script prints, having checked how it ends."""
-    command = [sys.executable, str(SCRIPTS / "bench_nccl.py"), *arguments]
+    command = [sys.executable, str(BENCHMARKS / "bench_nccl.py"), *arguments]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert expected is None or run.returncode == expected, run.stdout + run.stderr[-4000:]
     return run.stdout

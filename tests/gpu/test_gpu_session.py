@@ -13,10 +13,7 @@ COMMANDS = [
     "graphs",
     "trainer",
     "nccl",
-    "ranks-21b",
     "offload",
-    "ranks-9.6b",
-    "ranks-38.5b",
     "sizes",
 ]
 WITHOUT = "expandable_segments:False"
@@ -59,7 +56,7 @@ def test_every_command_ends_within_nine_minutes() -> None:
     listed = re.split(r"^(\S+): .*\n", session("--list").stdout, flags=re.MULTILINE)[1:]
     assert listed[::2] == COMMANDS
     for parts in listed[1::2]:
-        limits = [int(limit) for limit in re.findall(r"at most (\d+) s: python scripts/", parts)]
+        limits = [int(limit) for limit in re.findall(r"at most (\d+) s: python \w+/", parts)]
         assert limits
         assert sum(limits) + len(limits) * kill_s + 2 * probe_s <= 540
 
@@ -98,7 +95,7 @@ def test_the_allocator_is_one_that_works(
     probes: int,
 ) -> None:
     run = session(str(tmp_path), "nccl", **{**fake, **users, "WORKS": works})
-    assert f"{measures_with} measures scripts/bench_nccl.py --ranks 2" in run.stdout
+    assert f"{measures_with} measures benchmarks/bench_nccl.py --ranks 2" in run.stdout
     assert len(Path(fake["PROBED"]).read_text().splitlines()) == probes
     table = (tmp_path / "nccl.md").read_text()
     assert ("expandable segments do not work here: measured without" in table) == (
@@ -107,7 +104,7 @@ def test_the_allocator_is_one_that_works(
 
 
 def test_what_fails_is_named(tmp_path: Path, fake: dict[str, str]) -> None:
-    fake["FAILS"] = "scripts/bench_nccl.py"
+    fake["FAILS"] = "benchmarks/bench_nccl.py"
     run = session(str(tmp_path), "nccl", "sizes", **fake)
     assert run.returncode == 1
     assert "gpu_session.sh: failed: nccl, bench_nccl.py --ranks: status 1;" in run.stderr

@@ -155,6 +155,7 @@ class Farm:
                 [
                     str(ROOT),
                     str(ROOT / "scripts"),
+                    str(ROOT / "tests"),
                     str(Path(__file__).parent),
                     os.environ.get("PYTHONPATH", ""),
                 ]

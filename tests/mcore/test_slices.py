@@ -146,7 +146,7 @@ MUTANTS = {
 def found(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return what `sliced_steps` tells of these cases."""
     program = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(cases)]
-    beside = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"}
+    beside = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     ended = subprocess.run(
         program,
         capture_output=True,

@@ -19,7 +19,7 @@ COSTS = Costs((900.0,) * 8, (1000.0,) * 8, (800.0,) * 8, 0.0, (2.0**30,) * 8, (2
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A configs/costs as `bench_gpu.py emulate --write` leaves it, and a README."""
+    """A configs/costs folder with a costs file, its `about` file, a plan and a README."""
     folder = tmp_path / "configs" / "costs"
     folder.mkdir(parents=True)
     (folder / "gpt_9_6b-p4.json").write_text(COSTS.to_json())

@@ -71,14 +71,3 @@ def test_gallery_of_nothing_says_so(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("gallery.py: num_devices of gpipe is 0")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_table_of_slices_is_that_of_its_page():
-    done = run("slices_table.py", "v-zb", "--slices", "4", "8")
-    assert done.returncode == 0, done.stderr
-    page = (SCRIPTS.parent / "docs" / "long-sequences.md").read_text().replace("**", "")
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("V-ZB")]
-    assert [row[:3] for row in rows] == [["V-ZB", "4", "0.344"], ["V-ZB", "8", "0.234"]]
-    for name, slices, peak, *times in rows:
-        even, real = " ".join(times[:5]), " ".join(times[5:])
-        assert f"| {name} | {slices} | {peak} | {even} | {real} |" in page

@@ -63,7 +63,7 @@ What was tried, as overheads in chunk passes (F/B/W/comm, memory in chunks, publ
   from 37.75 to 36.65 and m=64 from 60.3 to 57.8; thirty times, hardly more (36.35, 57.65).
 
 With activations in host memory (`trades`, overheads at d=8, 1/1.15/.85/.05, m=32, a copy as long
-as an F; `scripts/bench_offload.py` prints more): greedy copies and W dealt out anew alone give
+as an F; `benchmarks/bench_offload.py` prints more): greedy copies and W dealt out anew alone give
 11.55 at 8 chunks, and the walk 9.8 to 10.9 by its random numbers, from V-ZB's order; at 4 chunks
 14.5 from grouped interleaved ones of a loop, where the best V has 21.9. Starts that keep some of
 host memory free lead to no more than other random numbers do (8 chunks: 16 in the host 10.15, any

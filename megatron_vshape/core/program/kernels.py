@@ -20,7 +20,7 @@ A receive is posted in the first gap after its message is sent, by the plan, so 
 nothing, or one pass before its reader where that is sooner and safe. What is posted later than it
 is sent holds its sender up where all wait, and so rules out posting others early: with receives
 posted as late as can be but for those, messages of .3 of a pass cost V-ZB on 8 devices 7 % of its
-step; so they cost nothing beside a transport that need not post (`scripts/bench_posting.py`).
+step; so they cost nothing beside a transport that need not post (`benchmarks/bench_posting.py`).
 """
 
 from bisect import bisect_left

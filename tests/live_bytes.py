@@ -1,4 +1,4 @@
-"""Every byte that tensors really hold, counted without an allocator's help: for tests and benches.
+"""Every byte that tensors really hold, counted without an allocator's help, for tests.
 
 Unlike a count of what autograd saves, this one sees received messages, results on their way,
 losses and whatever else has been forgotten somewhere. It watches every operation of torch, which

@@ -1,4 +1,4 @@
-"""The part of docs/evidence.md on what was measured on a GPU: docs/evidence/h200.json.
+"""The part of docs/evidence.md on what was measured on a GPU: benchmarks/evidence/h200.json.
 
 `scripts/measure_ranks.py` writes the file, on a GPU, and adds to it what was rehearsed.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-FILE = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200.json"
+FILE = Path(__file__).resolve().parents[1] / "benchmarks" / "evidence" / "h200.json"
 GIB, MIB = 2**30, 2**20
 KINDS = ("F", "B", "W", "BW")
 

@@ -1,9 +1,9 @@
 """Print what the places of unlike microbatches are worth: steps over the ideal one, simulated.
 
-    python scripts/unlike_table.py [--devices 4 8] [--sigma 0.5 1] [--lengths rl] [--draws 5]
-    python scripts/unlike_table.py --gloo [--devices 4] [--sigma 1.0] [--draws 3] [--rounds 3]
-    python scripts/unlike_table.py --start [--devices 4 8] [--lengths rl]
-    python scripts/unlike_table.py --percentiles ShareGPT_V3_unfiltered_cleaned_split.json
+    python benchmarks/unlike_table.py [--devices 4 8] [--sigma 0.5 1] [--lengths rl] [--draws 5]
+    python benchmarks/unlike_table.py --gloo [--devices 4] [--sigma 1.0] [--draws 3] [--rounds 3]
+    python benchmarks/unlike_table.py --start [--devices 4 8] [--lengths rl]
+    python benchmarks/unlike_table.py --percentiles ShareGPT_V3_unfiltered_cleaned_split.json
 
 A microbatch is one sequence. Its length is drawn:
 
@@ -42,6 +42,7 @@ import json
 import math
 import random
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -50,6 +51,8 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 import torch
 import torch.distributed as dist

@@ -1,6 +1,6 @@
 """Draw what torch's profiler shows of a training step: passes, waits, weight jobs, operations.
 
-    python scripts/profile_picture.py [FIGURE]
+    python benchmarks/profile_picture.py [FIGURE]
 
 Trains a small GPT with V-Half on two ranks, on the CPU and over gloo, profiled by Megatron's own
 flags, and draws the last profiled step of rank 0 from the trace that Megatron writes. FIGURE is

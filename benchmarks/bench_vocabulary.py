@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure what sharing a vocabulary saves in training, beside what is predicted.
 
-    python scripts/bench_vocabulary.py [--ranks 4] [--schedule v-half] [--vocabulary 16384]
+    python benchmarks/bench_vocabulary.py [--ranks 4] [--schedule v-half] [--vocabulary 16384]
 
 Trains a small GPT with a large vocabulary three times over gloo: with an even split of the layers,
 with `--pipeline-layer-split auto`, and with `--pipeline-vocab-parallel`. Each run measures its own

@@ -1,11 +1,11 @@
 """Print docs/evidence.md: runs that others have published, beside what this package predicts.
 
-    python scripts/evidence.py > docs/evidence.md
+    python benchmarks/evidence.py > docs/evidence.md
 
-The published figures and every input of their prediction stand in docs/evidence/published.yaml, and
+The published figures and all inputs of their prediction are in evidence/published.yaml, and
 in configs/sweeps for the grid search. Prediction is the package's own: work that a rehearsal has
-counted (docs/evidence/counted_sets.json, which is counted anew where it lacks something), priced as
-`sweep` does, schedules, simulator and planner. What was trained here (loss_parity.csv of
+counted (counted_sets.json, which is counted anew where it lacks something), priced as `sweep` does,
+schedules, simulator and planner. What was trained here (loss_parity.csv of
 scripts/loss_parity.py, speed.md of scripts/bench_training.py) is taken as those scripts left it.
 """
 
@@ -42,7 +42,7 @@ from megatron_vshape.sweep.subject import of_model_file
 from megatron_vshape.view.names import display_name
 
 ROOT = Path(__file__).resolve().parents[1]
-EVIDENCE = ROOT / "docs" / "evidence"
+EVIDENCE = ROOT / "benchmarks" / "evidence"
 COUNTED = EVIDENCE / "counted_sets.json"
 CONFIGS = ROOT / "configs"
 GRID = CONFIGS / "sweeps" / "grid_98b_a100.yaml"
@@ -53,9 +53,9 @@ HEAD = """\
 # Evidence
 
 What others have measured and published, beside what this package predicts for the same runs, and
-where it is wrong. `python scripts/evidence.py > docs/evidence.md` makes this page, and a test holds
-it to that. The published figures and all inputs stand in
-[published.yaml](evidence/published.yaml); none of them is read by the package.
+where it is wrong. `python benchmarks/evidence.py > docs/evidence.md` makes this page, which
+`python -m pytest benchmarks` checks. The published figures and all inputs stand in
+[published.yaml](../benchmarks/evidence/published.yaml); none of them is read by the package.
 
 Throughputs are compared within a set, as multiples of its first row, so that the rate of the
 hardware cancels; *ratio* is predicted / published. *Plan in its memory* is what the adaptive

@@ -1,10 +1,10 @@
-"""Rehearse runs whose memory others have measured; the figures go to docs/evidence/rehearsed.csv.
+"""Rehearse runs whose memory others have measured, into benchmarks/evidence/rehearsed.csv.
 
-    python scripts/rehearse_rows.py ROWS.json --megatron CHECKOUT --te DIRECTORY [--only TEXT]
+    python benchmarks/rehearse_rows.py ROWS.json --megatron CHECKOUT --te DIRECTORY [--only TEXT]
 
 ROWS.json holds {"rows": [{"case", "platform", "gpus", "nodes", "peak_bytes", "held_bytes",
 "step_s"}]}: golden values of Megatron-LM's functional tests, whose flags are read from CHECKOUT. A
-row that is in the file already is left out; `scripts/evidence.py` prints the table.
+row that is in the file already is left out; `benchmarks/evidence.py` prints the table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_vshape.rehearsal.flags import (
 )
 from megatron_vshape.rehearsal.ranks import Programs, rehearse_all
 
-OUT = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "rehearsed.csv"
+OUT = Path(__file__).resolve().parents[1] / "benchmarks" / "evidence" / "rehearsed.csv"
 COLUMNS = (
     "case platform gpus gpus_from measured_peak rehearsed_peak measured_held rehearsed_held "
     "measured_s counted_s process_s host_mib error"

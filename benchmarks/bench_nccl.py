@@ -1,6 +1,6 @@
 """Train on several ranks that share one GPU, over NCCL: as it is, and with waits for the device.
 
-    python scripts/bench_nccl.py --ranks 2
+    python benchmarks/bench_nccl.py --ranks 2
 
 A receive that is posted is a kernel: it occupies its device until the message is there. Much that a
 pass may do waits for the whole device and so for that kernel too: the loading of another kernel,
@@ -37,6 +37,8 @@ from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 import torch
 import torch.distributed as dist

@@ -1,6 +1,6 @@
-"""The part of docs/evidence.md on rehearsals: docs/evidence/rehearsed.csv, and how far off it is.
+"""The part of docs/evidence.md on rehearsals: evidence/rehearsed.csv, and how far off it is.
 
-`scripts/rehearse_rows.py` writes the file.
+`benchmarks/rehearse_rows.py` writes the file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-ROWS = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "rehearsed.csv"
+ROWS = Path(__file__).resolve().parents[1] / "benchmarks" / "evidence" / "rehearsed.csv"
 KWAI = ROWS.with_name("kwai.csv")
 GIB = 2**30
 LARGE = GIB
@@ -54,7 +54,7 @@ fused unless the flags forbid it; nothing is fitted. The allocator leaves up to 
 unused rather than split it, which is not rehearsed: 0 to 16 MiB of what is held. Where nothing says
 how many GPUs a run had (\\*), it is the power of two at which what is held fits, so that of those
 rows only the peak is a prediction; small cases that do not say it (+) are taken to run on one node.
-`python scripts/rehearse_rows.py` makes the figures.
+`python benchmarks/rehearse_rows.py` makes the figures.
 """
 
 
@@ -146,7 +146,7 @@ LLaMA 65B on 256 H800, PP 8 interleaved with chunks of two layers, TP 2, CP 2, 8
 recompute. There a share of every chunk is copied, by a Megatron of January 2024; rehearsed is
 today's, with this package's copies of whole chunks, that share of them: Megatron's own flags can
 copy no MLP. Kwai's activation function that is computed again has no flag either, so that half of
-the figures is not compared (`python scripts/rehearse_kwai.py`).
+the figures is not compared (`python benchmarks/rehearse_kwai.py`).
 """
 
 

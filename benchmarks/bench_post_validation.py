@@ -1,6 +1,6 @@
 """Measure what a barrier between iterations costs, and what is left of it with post-validation.
 
-    python scripts/bench_post_validation.py [--ranks 8] [--microbatches 32] [--iterations 20]
+    python benchmarks/bench_post_validation.py [--ranks 8] [--microbatches 32] [--iterations 20]
 
 Every pass sleeps, so that 8 ranks fit on any machine. After an iteration every rank reduces one
 number, as for a gradient norm: once it waits for the result and goes on, once it goes on with the
@@ -12,8 +12,12 @@ passes of a GPU, where it takes microseconds. That is why the passes here last 4
 
 import argparse
 import statistics
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 import torch
 import torch.distributed as dist

@@ -1,9 +1,9 @@
 """Ask `advise` about published recipes, once per model and system; makes docs/recipes.md.
 
-    python scripts/replan_recipes.py [RECIPES.json --megatron CHECKOUT --te DIRECTORY]
+    python benchmarks/replan_recipes.py [RECIPES.json --megatron CHECKOUT --te DIRECTORY]
 
 RECIPES.json holds {"rows": [{"recipe", "options"}]}, of NVIDIA-NeMo/Megatron-Bridge. Without it the
-page is printed from docs/evidence/replanned.json, which holds what was answered.
+page is printed from benchmarks/evidence/replanned.json, which holds what was answered.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 from published_runs import EVIDENCE, models
 
@@ -154,9 +156,9 @@ half or twice of one or two of them. Recompute is the recipe's or none. Predicte
 what is within {within:g} % of each other is a toss-up. Graphs of a whole step and experts'
 exchanges behind another microbatch, which some recipes have, are in none of the lines, and DeepEP
 is counted as HybridEP. Stock Megatron may deal its layers out by a layout, as some recipes do; a
-layout that a function of the recipe's returns is taken as even work. `python
-scripts/replan_recipes.py RECIPES.json --megatron DIR --te DIR` asks, and without arguments prints
-this page.
+layout that a function of the recipe's returns is taken as even work.
+`python benchmarks/replan_recipes.py RECIPES.json --megatron DIR --te DIR` asks, and without
+arguments prints this page.
 """
 BY_HAND = """\
 Looked at by hand, with half or twice of a size:

@@ -1,6 +1,6 @@
-"""Rehearse Kwai's LLaMA 65B with a share of activations in host memory: docs/evidence/kwai.csv.
+"""Rehearse Kwai's LLaMA 65B with a share of activations in host memory, into evidence/kwai.csv.
 
-    python scripts/rehearse_kwai.py KWAI.json --megatron CHECKOUT --te DIRECTORY
+    python benchmarks/rehearse_kwai.py KWAI.json --megatron CHECKOUT --te DIRECTORY
 
 KWAI.json holds {"memory": [{"alpha", "recompute", "max_memory_allocated"}]} of USENIX ATC '24
 (Megatron-Kwai, examples/atc24). There every chunk has that share of its activations copied;
@@ -25,7 +25,7 @@ from megatron_vshape import Schedule, make, verify
 from megatron_vshape.core.model.kinds import OFFLOAD
 from megatron_vshape.core.model.passes import Pass
 
-OUT = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "kwai.csv"
+OUT = Path(__file__).resolve().parents[1] / "benchmarks" / "evidence" / "kwai.csv"
 RANKS, CHUNKS, MICROBATCHES = 8, 5, 16
 SOON = 6  # passes from F to its backward in which no copy goes and comes back
 FLAGS = f"""

@@ -1,7 +1,7 @@
 """Print what slices along the sequence hold and idle, on the schedules that the code makes.
 
-    python scripts/slices_table.py [--devices D] [--microbatches M ...] [--slices K ...] [NAME ...]
-    python scripts/slices_table.py --planned
+    python benchmarks/slices_table.py [--devices D] [--microbatches M ...] [--slices K ...] [NAME]
+    python benchmarks/slices_table.py --planned
 
 Memory is a share of what 1F1B holds unsliced. The overhead is what the makespan is over the busiest
 device's work, in per cent, without what slicing adds: at F = B = W, and at 1, 1.15, .85 (attention

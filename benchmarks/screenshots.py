@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Takes the pictures of the playground that the README and docs/playground.md show.
 
-    python scripts/screenshots.py [--out docs/figures] [NAME ...]
+    python benchmarks/screenshots.py [--out docs/figures] [NAME ...]
 
 Needs the extras `playground`, `browser` and `draw` and a Chromium, all of which
 scripts/test.sh --browser installs.

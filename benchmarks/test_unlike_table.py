@@ -1,4 +1,4 @@
-"""scripts/unlike_table.py: the lengths that it draws are those that it says."""
+"""benchmarks/unlike_table.py: the lengths that it draws are those that it says."""
 
 import importlib
 import json
@@ -9,13 +9,13 @@ from types import ModuleType
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+BENCHMARKS = Path(__file__).parent
 
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Return the script as a module."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module("unlike_table")
 
 

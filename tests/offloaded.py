@@ -1,4 +1,4 @@
-"""Orders of the catalogue in which some microbatches wait in host memory, for tests and benches."""
+"""Orders of the catalogue in which some microbatches wait in host memory, for tests."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Print what an output layer costs that one rank has, and what one costs that all ranks share.
 
-    python scripts/vocabulary_table.py [--vocabulary V ...] [--predicting N]
-    python scripts/vocabulary_table.py --algorithms [--vocabulary V ...]
+    python benchmarks/vocabulary_table.py [--vocabulary V ...] [--predicting N]
+    python benchmarks/vocabulary_table.py --algorithms [--vocabulary V ...]
 
 A GPT of 32 layers (h = s = 4096) on 8 devices, 32 microbatches of one sequence: the step in passes
 of two layers (F = B = W = 1, a message 0), and GiB of the rank that holds most, activations and

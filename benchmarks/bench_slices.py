@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure steps of a sliced V beside Megatron's 1F1B and interleaved, and the same V unsliced.
 
-    python scripts/bench_slices.py [--ranks 4] [--microbatches 4] [--slices 4] [--seq-length 768]
+    python benchmarks/bench_slices.py [--ranks 4] [--microbatches 4] [--slices 4] [--seq-length 768]
 
 Trains a small GPT over gloo with long sequences and no more microbatches than ranks: four minutes
 on two idle cores. Every pass computes and then sleeps until `DILATION` times its processor time has

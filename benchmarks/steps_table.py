@@ -7,8 +7,12 @@ each system's errors are where it is left out of the fit.
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 from fit_rates import LEFT_OUT, errors, told, told_pairs
 from published_runs import Row, is_counted, key_of, predicted, published
@@ -17,8 +21,9 @@ HEAD = """\
 ## Steps predicted, and measured by others
 
 The work of one microbatch is counted by a rehearsal of the run's own flags
-([models.yaml](evidence/models.yaml); `python scripts/count_runs.py`): products by shape and format,
-attention, bytes that other kernels move, kernels, exchanges by group and reach. Time follows from
+([models.yaml](../benchmarks/evidence/models.yaml); `python scripts/count_runs.py`): products by
+shape and format, attention, bytes that other kernels move, kernels, exchanges by group and reach.
+Time follows from
 what the hardware states and from a dozen shares for each generation of GPU
 (`megatron_vshape/rehearsal/step_time.py`), fitted to all of these runs at once by
 `python scripts/fit_rates.py`, none for a run or a model. Idle time is the textbook's, (p - 1) / v

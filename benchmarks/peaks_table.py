@@ -1,6 +1,6 @@
 """What every rank needs at its peak: planned from one costs file, beside rehearsed.
 
-    python scripts/peaks_table.py --megatron ../Megatron-LM --te ../TransformerEngine \
+    python benchmarks/peaks_table.py --megatron ../Megatron-LM --te ../TransformerEngine \
         --folder peaks -- pretrain_gpt.py FLAGS...
 
 FLAGS are of a GPT without a schedule, its layers a multiple of twice the pipeline's ranks, where

@@ -1,6 +1,6 @@
 """Draw step time over memory: the order alone, with slices, with copies to the host, with all.
 
-    python scripts/long_frontier.py [--devices 8] [--microbatches 8 24] [--steps N] [FOLDER]
+    python benchmarks/long_frontier.py [--devices 8] [--microbatches 8 24] [--steps N] [FOLDER]
 
 At 1, 1.15, .85 for F, B and W of one of two stages a device, messages of .05, copies as long as an
 F one way, and .01 for every pass whatever its size, which is what slices cost. It writes

@@ -1,0 +1,19 @@
+"""docs/long-sequences.md has the table that benchmarks/slices_table.py prints."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def test_the_table_of_slices_is_that_of_its_page():
+    command = [sys.executable, str(HERE / "slices_table.py"), "v-zb", "--slices", "4", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    page = (HERE.parent / "docs" / "long-sequences.md").read_text().replace("**", "")
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("V-ZB")]
+    assert [row[:3] for row in rows] == [["V-ZB", "4", "0.344"], ["V-ZB", "8", "0.234"]]
+    for name, slices, peak, *times in rows:
+        even, real = " ".join(times[:5]), " ".join(times[5:])
+        assert f"| {name} | {slices} | {peak} | {even} | {real} |" in page
