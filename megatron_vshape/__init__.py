@@ -103,7 +103,7 @@ def register(**options: Any) -> None:
     `memory_limit_gib` of a device, or the schedule whose memory it is, as in "interleaved-1f1b:4",
     and `costs_file` (both for "auto"), `host_memory_limit_gib` of what waits in host memory,
     `layer_split` ("auto" or "N,N,..."), `vocab_parallel` (True or False), `slices` of every
-    microbatch along its sequence, `profile_steps` (first, last), `replan` ("drift:5%"),
+    microbatch along its sequence, `profile_steps` (first, last),
     `keep_order` of unlike microbatches (True or False), `lengths`, a function of a microbatch that
     returns those of its sequences, `trace_folder` and `timeout_seconds`. Where a program's main is
     not yours to edit, the environment variable MEGATRON_VSHAPE holds the same:

@@ -423,9 +423,9 @@ def disturbed(is_asked: bool) -> Iterator[None]:
 
 
 def end_trial(variant: Variant) -> None:
-    """Run the steps in which auto tries its plan beside others, and those that check the winner."""
-    begun = "orders that get steps in turn" in variant.log()
-    while begun and "orders tried in turn" not in variant.log():
+    """Run the steps of auto's trial, and those that compare its winner with the prediction."""
+    begun = "comparing the plan with" in variant.log()
+    while begun and "measured steps: " not in variant.log():
         variant.run(WARM_UP)
     if begun:
         variant.run(WARM_UP)

@@ -11,7 +11,6 @@ import math
 import os
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -100,21 +99,6 @@ def _limit(text: str) -> float | str:
 def _steps(text: str) -> tuple[int, int]:
     first, last = map(int, text.split(":"))
     return first, last
-
-
-def drift_of(text: str) -> float:
-    """Return the share that `replan` says, as in drift:5%; raises ValueError if it says none."""
-    what, _, share = text.partition(":")
-    number = share.removesuffix("%")
-    if what != "drift" or number == share or not number.isdecimal() or not int(number):
-        raise ValueError(f"{text!r:.40} says no drift")
-    return int(number) / 100
-
-
-def _says_drift(value: Any) -> bool:
-    with suppress(ValueError):
-        return isinstance(value, str) and drift_of(value) > 0
-    return False
 
 
 def _no_function(text: str) -> None:
@@ -238,13 +222,6 @@ class Options:
         "Megatron's 1F1B adds up; else auto gives long ones the places where they hide best",
         default=False,
     )
-    replan: str | None = _option(
-        "--pipeline-replan drift:N%",
-        Values("drift: and whole per cents, as in drift:5%", _says_drift),
-        "measure and plan anew where steps come to take N per cent longer, or less, than when "
-        "the order was chosen; with auto and --pipeline-profile-iterations. Default: never.",
-    )
-
     lengths: Callable[[Any], Sequence[int]] | None = _option(
         "",
         Values("a function, which the keyword of register alone can give", callable, _no_function),
@@ -287,11 +264,6 @@ class Options:
         """
         first, last = self.profile_steps or (0, -1)
         return last + 2, last + 2 + (last - first)
-
-    @property
-    def drift(self) -> float:
-        """Return the share by which a step may drift before costs are measured anew; 0: any."""
-        return 0.0 if self.replan is None else drift_of(self.replan)
 
     def costs(self) -> Costs | None:
         """Return the costs in the file, if one is given."""

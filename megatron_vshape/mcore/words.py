@@ -24,9 +24,7 @@ class WayIn(StrEnum):
 _KEYWORDS = {option.flag[2:]: name for name, option in OPTIONS.items() if option.flag}
 
 _FLAG = re.compile(r"--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
-_VALUE = re.compile(
-    r" (?=[A-Z]+\b|A:B|drift:|N,N|-?[.\d]|auto\b|v-|zb-|[\w-]*1f1b|gpipe\b|dualpipev\b)"
-)
+_VALUE = re.compile(r" (?=[A-Z]+\b|A:B|N,N|-?[.\d]|auto\b|v-|zb-|[\w-]*1f1b|gpipe\b|dualpipev\b)")
 
 _way = [WayIn.FLAGS]
 """Of this process, in which one registration is in force: `registry.install` sets it."""

@@ -7,7 +7,7 @@ CUDA stream on a GPU), which are read when the step is over.
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock, get_ident
 
@@ -192,20 +192,12 @@ def undisturbed(
     return kept, sorted((step, device, factor) for factor, device, step in left_out)
 
 
-def upper_quartile(values: Sequence[float]) -> float:
-    """Return what three of four values do not exceed."""
-    return statistics.quantiles(values, n=4)[2] if len(values) > 1 else values[0]
-
-
 def measured_costs(
     timelines: Sequence[Timeline],
     send_us: float,
     held: Held,
-    middle_of: Callable[[Sequence[float]], float] = statistics.median,
 ) -> Costs:
     """Return each stage's median pass times over measured steps, with its bytes.
-
-    Or what `middle_of` makes of them.
 
     A stage that ran whole backwards beside split ones has a price for either. Where it ran none
     split, a whole one is divided as those of all stages together are; where there are none at
@@ -221,7 +213,7 @@ def measured_costs(
                 slot for slot in timeline.slots(device) if slot.work.kind.resource == PROCESSOR
             )
             gaps += [each.start - before.end for before, each in pairs if each.work.kind is Kind.W]
-    middle = {key: middle_of(values) for key, values in times.items()}
+    middle = {key: statistics.median(values) for key, values in times.items()}
     middle |= {
         (kind, at): statistics.median(alone)
         for kind, at in {key for each in timelines for key in _in_joint_passes(each)} - set(middle)
@@ -237,7 +229,7 @@ def measured_costs(
         send_us,
         host_us=max(0.0, statistics.median(gaps)) if gaps else 0.0,
     )
-    prices = {name: middle_of(values) for name, values in joint.items()}
+    prices = {name: statistics.median(values) for name, values in joint.items()}
     joint_prices = _joint_prices(timelines[0].schedule, costs, prices)
     return replace(costs, joint=joint_prices).having(**dict(_shared_times(times, stages)))
 

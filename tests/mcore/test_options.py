@@ -35,7 +35,6 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "post_validates": ("true", True),
     "slices": ("4", 4),
     "keep_order": ("true", True),
-    "replan": ("drift:5%", "drift:5%"),
 }
 """By option a text, and the value that it says."""
 
@@ -52,7 +51,6 @@ NONE: dict[str, list[Any]] = {
     "post_validates": [1],
     "slices": [0, 2.5, "many"],
     "keep_order": ["yes", 1],
-    "replan": ["drift:5", "drift:0%", "5%", 5],
     "lengths": ["long", 5],
 }
 

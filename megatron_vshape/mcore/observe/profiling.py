@@ -23,14 +23,13 @@ from megatron_vshape.core.model.kinds import NO_RECOMPUTE
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.planner.vocabulary import holding_logits
 from megatron_vshape.core.program.instructions import Program
-from megatron_vshape.mcore.observe.contest import Contest
-from megatron_vshape.mcore.observe.drift import Drift
-from megatron_vshape.mcore.observe.lateness import slow_among_replicas, where_told
 from megatron_vshape.mcore.observe.report import Checked, Foretold, RunReport, shares_processors
 from megatron_vshape.mcore.observe.static_memory import most_of_replicas
+from megatron_vshape.mcore.observe.trial import NAMED, Trial
 from megatron_vshape.mcore.refusals import refusing
 from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.pipeline import Pipeline
+from megatron_vshape.mcore.setup.plans import PlannedStep
 from megatron_vshape.runtime.copies import Copies, measure_copies, priced
 from megatron_vshape.runtime.measure import (
     Held,
@@ -41,7 +40,6 @@ from megatron_vshape.runtime.measure import (
     measured_costs,
     merge,
     undisturbed,
-    upper_quartile,
 )
 from megatron_vshape.runtime.p2p import Transport
 
@@ -54,8 +52,8 @@ class Profiler:
 
     All ranks of the world call it for the same steps; each then computes the same costs, from
     which one plans for all. As many steps again are timed then, one step later, to
-    be held against the prediction: none of its numbers comes from them. Under auto that plan is
-    then tried beside others, and if one of these is faster, it is held against its prediction too.
+    be held against the prediction: none of its numbers comes from them. Under auto a trial then
+    compares the plan with the best schedule by name, and the faster of both stays.
     """
 
     pipeline: Pipeline
@@ -64,11 +62,9 @@ class Profiler:
     _profiled: tuple[int, int] = field(init=False)
     _checked: tuple[int, int] = field(init=False)
     _rest_us: float = 0.0
-    _ran: Schedule | None = None  # while the costs were measured
-    _cautious: Costs | None = None  # the upper quartiles
-    _contest: Contest | None = None  # while plans are tried
+    _trial: Trial | None = None  # while the plan and a schedule by name alternate
+    _named: PlannedStep | None = None  # the best schedule by name in a trial
     _is_tried: bool = False
-    _drift: Drift | None = None  # once the order is the last, where that is watched
     _rows: list[tuple[Program, list[Slot]]] = field(default_factory=list)
     # the same, in processor time
     _spent: list[tuple[Program, list[Slot]]] = field(default_factory=list)
@@ -90,7 +86,7 @@ class Profiler:
         """Return whether no plan is to follow from what is measured, from this step on."""
         options = self.pipeline.options
         plans = self.pipeline.choice.plans_by_costs and options.profile_steps
-        if plans and self.pipeline.tries and (options.drift or not self._is_tried):
+        if plans and self.pipeline.tries and not self._is_tried:
             return False
         return not plans or self._steps > self._checked[1]
 
@@ -130,16 +126,16 @@ class Profiler:
             costs = self._agreed_costs(timelines, send_us, held, group)
             if self.report.moved:
                 moved = self.report.moved
-                costs = [with_copies(each, moved, message.device) for each in costs]
+                costs = with_copies(costs, moved, message.device)
             known, ran = self.pipeline.choice.costs, program.schedule.recompute
-            self._costs, self._cautious = (with_settings(each, known, ran) for each in costs)
+            self._costs = with_settings(costs, known, ran)
             self._rest_us = _rest_us([rows for _, rows in gathered], timelines)
             self._keep_free(group)
             self._prediction = self._predict(program, self._costs, self._rest_us)
         else:
             alone = [merge(each.schedule, rows) for each, rows in spent]
             self._compare(self._prediction, timelines, alone)
-            self._try_others(program.schedule)
+            self._try_named(program.schedule)
         self._write_trace(timelines[-1])
 
     def _keep_free(self, group: dist.ProcessGroup) -> None:
@@ -157,7 +153,6 @@ class Profiler:
         """Take the costs for the steps to come, plan anew if that is asked for, and say so."""
         planner = self.pipeline.planner
         now = prediction_of(program.schedule, costs, rest_us)
-        self._ran = planner.training(program.schedule.num_microbatches).schedule
         planner.adopt(costs)
         if not planner.choice.plans_by_costs:
             self._tell("measured costs: %s", told(now))
@@ -169,40 +164,34 @@ class Profiler:
         self._tell("measured costs: %s -> %s, from the next step on", told(now), told(after))
         return after
 
-    def _try_others(self, ran: Schedule) -> None:
-        """Begin a trial of the plan beside others, where none has been."""
-        planner, costs = self.pipeline.planner, self._costs
-        if self._is_tried or not self.pipeline.tries or self._ran is None or costs is None:
+    def _try_named(self, ran: Schedule) -> None:
+        """Start the trial of the plan against the best schedule by name, once per run."""
+        planner = self.pipeline.planner
+        if self._is_tried or not self.pipeline.tries:
             return
         self._is_tried = True
         with refusing():
             plan = planner.training(ran.num_microbatches)
-            others = planner.others(plan, self._ran, self._cautious, self.report.step_s)
-        plans = [plan, *others]
-        predicted = [prediction_of(each.program.schedule, costs, self._rest_us) for each in plans]
-        contest = Contest(planner, plans, predicted)
-        if len(contest.names) > 1:
-            self._contest = contest
-            self._tell("orders that get steps in turn: %s", ", ".join(contest.names))
-        else:
-            self._watch()
+            self._named = planner.best_by_name(plan)
+        if self._named is not None:
+            self._trial = Trial(planner, plan, self._named)
+            self._tell("comparing the plan with %s in the next steps", self._named.schedule.name)
 
     def _go_on(self, ran: Schedule) -> None:
-        """Count a step that has run: of a trial, or of a run whose drift is watched."""
-        if self._contest is not None:
-            winner = self._contest.ends_step(self.report.last_step_s, ran.num_microbatches)
-            if winner is None:
-                return
-            won, self._contest = self._contest.predicted[winner], None
-            self._keep(ran.num_microbatches)
-            if winner:  # which nothing has been held against yet
-                self._prediction = won
-                length = self._profiled[1] - self._profiled[0]
-                self._checked = self._steps + 2, self._steps + 2 + length
-            self.report.remeasure()
-            self._watch()
-        elif self._drift is not None and self._drift.ends_step(self.report.last_step_s):
-            self._measure_anew()
+        """Count a step of the trial; at its end, have the winner compared with its prediction."""
+        if self._trial is None or self._named is None or self._costs is None:
+            return
+        winner = self._trial.end_step(self.report.last_step_s, ran.num_microbatches)
+        if winner is None:
+            return
+        self._trial = None
+        self._keep(ran.num_microbatches)
+        if winner == NAMED:  # only the plan has been compared with its prediction
+            named = self._named.program.schedule
+            self._prediction = prediction_of(named, self._costs, self._rest_us)
+            length = self._profiled[1] - self._profiled[0]
+            self._checked = self._steps + 2, self._steps + 2 + length
+        self.report.remeasure()
 
     def _keep(self, num_microbatches: int) -> None:
         """Write the order that has won beside the costs, for whoever starts again."""
@@ -214,17 +203,6 @@ class Profiler:
             (Path(folder) / "schedule.json").write_text(schedule.to_json(), encoding="utf-8")
         except OSError as error:
             logger.warning("--pipeline-trace %s: %s", folder, error)
-
-    def _watch(self) -> None:
-        if self.pipeline.options.drift:
-            self._drift = Drift(self.pipeline.options.drift, self.pipeline.planner.once)
-
-    def _measure_anew(self) -> None:
-        """Have the next steps profiled like the first ones."""
-        first, last = self._steps + 1, self._steps + 1 + self._profiled[1] - self._profiled[0]
-        self._profiled, self._checked = (first, last), (last + 2, 2 * last + 2 - first)
-        self._drift = self._prediction = None
-        self._is_tried = False
 
     def _compare(
         self, prediction: Foretold, timelines: Sequence[Timeline], alone: Sequence[Timeline]
@@ -244,9 +222,6 @@ class Profiler:
             checked = checked._replace(processor_bubble=own.bubble)
         self.report.compare(checked)
         self._tell("%s, in %d steps", comparison(checked), len(timelines))
-        if self._costs is not None:
-            for line in where_told(timelines, self._costs, _costs_of(timelines, self._costs)):
-                self._tell("%s", line)
 
     @staticmethod
     def _tell(text: str, *values: object) -> None:
@@ -266,11 +241,8 @@ class Profiler:
         send_us: float | None,
         held: Held,
         group: dist.ProcessGroup,
-    ) -> list[Costs]:
-        """Return the costs that all pipelines of the world measured, their medians.
-
-        And the medians of the upper quartiles.
-        """
+    ) -> Costs:
+        """Compute the medians of the costs that all pipelines of the world measured."""
         mine = (send_us, dict(held), self.report.logits_bytes)
         everyones: list[Any] = [mine] * group.size()
         dist.all_gather_object(everyones, mine, group=group)
@@ -285,26 +257,14 @@ class Profiler:
                 *(number, device, factor),
             )
         send_us = fmean(sends) if sends else 0.0
-        made = [measured_costs(kept, send_us, all_held, of) for of in (median, upper_quartile)]
+        made = measured_costs(kept, send_us, all_held)
         if self.pipeline.choice.shares:
-            most = max(each for _, _, each in everyones)
-            made = [holding_logits(each, most) for each in made]
-        own = tuple(dist.get_process_group_ranks(group)), made
-        world = [own] * dist.get_world_size()
-        dist.all_gather_object(world, own)
-        self._tell_slow({ranks: costs for ranks, (costs, _) in world})
+            made = holding_logits(made, max(each for _, _, each in everyones))
+        world = [made] * dist.get_world_size()
+        dist.all_gather_object(world, made)
         source = _source(f"{MEASURED} in training on {len(world)} ranks", self.report, kept[0])
         layers = self.pipeline.stage_map.layers
-        return [
-            replace(middle_of(each), layers=layers).with_source(source)
-            for each in zip(*(costs for _, costs in world), strict=True)
-        ]
-
-    def _tell_slow(self, pipelines: Mapping[tuple[int, ...], Costs]) -> None:
-        layers, placement = self.pipeline.stage_map.layers, self.pipeline.choice.placement
-        known = [(ranks, replace(costs, layers=layers)) for ranks, costs in pipelines.items()]
-        for line in slow_among_replicas(known, placement):
-            self._tell("%s", line)
+        return replace(middle_of(world), layers=layers).with_source(source)
 
 
 def _source(text: str, report: RunReport, step: Timeline) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_vshape.core.ask import AUTO, PLUS_NAMES, Question, ask, limits_of
@@ -119,7 +118,6 @@ class Planner:
         self._training: dict[int, PlannedStep] = {}
         self._evaluation: dict[int, Program] = {}
         self._bubbles: dict[tuple[int, Costs], float] = {}
-        self._planned_in_s = 0.0  # that the last search took, of this process
 
     def adopt(self, costs: Costs) -> None:
         """Plan and predict with these costs from now on.
@@ -215,26 +213,32 @@ class Planner:
         """Have steps of as many microbatches run this plan from now on, as all ranks do."""
         self._training[plan.schedule.num_microbatches] = plan
 
-    def others(
-        self, plan: PlannedStep, ran: Schedule, cautious: Costs | None, spare_s: float
-    ) -> list[PlannedStep]:
-        """Return what may be tried beside a plan within its limit, all ranks the same.
+    def best_by_name(self, plan: PlannedStep) -> PlannedStep | None:
+        """Select the schedule by name with the shortest predicted step, all ranks the same.
 
-        That are the order that `ran` before, the published ones on its placement, and a plan for
-        `cautious` costs, if planning takes no more than `spare_s`.
+        It uses the placement of the model and fits the memory limit of the plan. None if no such
+        schedule exists, or if the best one is the plan itself.
         """
+        count = plan.schedule.num_microbatches
 
         def schedules() -> list[Schedule]:
-            found = list(self._known(plan.schedule.num_microbatches))
-            if cautious is not None and self._planned_in_s <= spare_s:
-                own, self.costs = self.costs, cautious
-                made = self._schedule(plan.schedule.num_microbatches)
-                self.costs = own
-                found.append(replace(made, name=f"{AUTO} for the upper quartile"))
-            return found
+            return list(self._known(count))
 
-        found = schedules() if self.once is None else self.once(schedules)
-        return list(self._within(plan, map(self._made, [ran, *found])))
+        known = schedules() if self.once is None else self.once(schedules)
+        limits = limits_of(self._asked(Question(AUTO, self.choice.num_devices, count)))
+        by_rank = [limit for _, limit in sorted(zip(self.choice.ranks, limits, strict=True))]
+        fitting = [each for each in map(self._made, known) if self._fits(each, by_rank)]
+        best = min(fitting, key=lambda each: each.timeline.makespan, default=None)
+        if best is None or best.program.schedule.order == plan.program.schedule.order:
+            return None
+        return best
+
+    def _fits(self, step: PlannedStep, limits: Sequence[float]) -> bool:
+        """Check activations and messages of a step against the memory limit of every rank."""
+        if step.costs is None:
+            return False
+        has_room = self.choice.limit_bytes is None or step.most_messages <= self._messages
+        return has_room and fits(peak_held(step.schedule, step.costs), limits)
 
     def _known(self, num_microbatches: int) -> Iterator[Schedule]:
         """Yield the published orders on the placement that the model is built for."""
@@ -245,19 +249,6 @@ class Planner:
                 sizes = choice.num_devices, num_microbatches
                 known = judge_rival(rival, *sizes, lambda *_: costs)
                 yield replace(known.schedule, name=rival.name).renumbered(choice.ranks)
-
-    def _within(self, plan: PlannedStep, others: Iterable[PlannedStep]) -> Iterator[PlannedStep]:
-        """Yield those that hold no more than the plan may, and differ from it and each other."""
-        choice, seen = self.choice, [plan.program.schedule.order]
-        asked = self._asked(Question(AUTO, choice.num_devices, plan.schedule.num_microbatches))
-        limits = sorted(zip(choice.ranks, limits_of(asked), strict=True))
-        for each in others:
-            order, most = each.program.schedule.order, each.most_messages
-            has_room = choice.limit_bytes is None or most <= self._messages
-            if order not in seen and has_room and each.costs is not None:
-                if fits(peak_held(each.schedule, each.costs), [limit for _, limit in limits]):
-                    seen.append(order)
-                    yield each
 
     def predicted_bubble(self, num_microbatches: int) -> float:
         """Return the bubble of a training step at the costs that are known by now."""
@@ -371,10 +362,7 @@ class Planner:
         """Return the best order within the limit; while nothing is measured, a known one."""
         if self.costs is None:
             return self._start(question)
-        began_s = time.perf_counter()
-        schedule = self._answered(self._asked(question))
-        self._planned_in_s = time.perf_counter() - began_s
-        return replace(schedule, name=AUTO)
+        return replace(self._answered(self._asked(question)), name=AUTO)
 
     def _asked(self, question: Question) -> Question:
         """Return the question of the best order at the costs that are known, within the limit."""
