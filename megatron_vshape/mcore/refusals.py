@@ -46,7 +46,6 @@ class By(StrEnum):
     LATE = "every schedule, of a config"  # what is turned off where it is seen in time
     CHUNKS = "schedules with several chunks a rank, or none in the order of the ranks"
     RECORDING = "CUDA graphs and the paged stash"
-    LOCAL_GRAPHS = "the CUDA graphs that Megatron captures itself"
     LAYER_PLANS = "Megatron's layer plans, under a schedule"  # or Megatron itself beside them
     POST_VALIDATION = "post-validation"
     VOCABULARY = "a shared vocabulary"
@@ -170,13 +169,6 @@ _NEW_ORDER = (
     "what is recorded once for every microbatch of a step has another number of them later: leave "
     "it out"
 )
-_CASTS_ONCE = (
-    "a microbatch's graph says once for all steps whether weights are cast anew: use "
-    "--cuda-graph-impl transformer_engine"
-)
-_OVERWRITES = (
-    "of a graph's input Megatron keeps for B only what functions written in Python save, and "
-)
 _LEAVE_OUT = "leave it out, or the other"
 _OUTSIDE = f"Megatron's plans run outside its context: {_LEAVE_OUT}"
 _NO_RUN = f"no run has had both yet: {_LEAVE_OUT}"
@@ -215,6 +207,13 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
             *GRAPH_SCOPES,
             flag="--cuda-graph-scope full_iteration",
             is_set=_has("full_iteration"),
+        ),
+        *_each(
+            "Megatron captures these graphs for the pass order of its own schedules; use "
+            "--cuda-graph-impl transformer_engine",
+            *("cuda_graph_impl", "enable_cuda_graph"),
+            flag="--cuda-graph-impl local",
+            is_set=_is_one_of("local", True),
         ),
         *_each(_DDP, "use_megatron_fsdp", "use_torch_fsdp2"),
         Refusal(
@@ -274,24 +273,6 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
         ),
     ),
     By.RECORDING: _each(_NEW_ORDER, *BATCH_SIZES, is_set=_is_given),
-    By.LOCAL_GRAPHS: (
-        Refusal("fp8", _CASTS_ONCE, **_FP8),
-        Refusal("fp4", _CASTS_ONCE, **_FP4),
-        *_each(
-            f"{_OVERWRITES}torch's own bring tokens to experts: use --cuda-graph-impl "
-            "transformer_engine",
-            *("num_experts", "num_moe_experts"),
-            flag="--num-experts",
-            is_set=_is_given,
-        ),
-        Refusal(
-            "transformer_impl",
-            f"{_OVERWRITES}torch's own norm its layers: use --transformer-impl transformer_engine",
-            # Without it Megatron keeps everything.
-            is_set=lambda value: value == "local" and has_transformer_engine(),
-            shows_value=True,
-        ),
-    ),
     By.LAYER_PLANS: (
         Refusal(
             "expert_model_parallel_size",
@@ -587,7 +568,6 @@ def check_arguments(args: Namespace, schedule: str, placement: Placement) -> Non
     _check((*known, *chunked), args, f"--pipeline-schedule {schedule}")
     if captures_graphs(args):
         _check(REFUSALS[By.RECORDING], args, f"--pipeline-schedule {schedule} with CUDA graphs")
-    _check_local_graphs(args)
     if uses_stash(args):
         flag = f"--pipeline-schedule {schedule} with --moe-paged-stash"
         _check(REFUSALS[By.RECORDING], args, flag)
@@ -614,36 +594,10 @@ def check_arguments(args: Namespace, schedule: str, placement: Placement) -> Non
         )
 
 
-def check_local_release(options: Any, release: str) -> None:
-    """Raise UnsupportedError where this Megatron's own graphs make other numbers in a pipeline."""
-    if captures_locally(options) and release.startswith("0.17."):
-        raise UnsupportedError(
-            f"--cuda-graph-impl local does not work with megatron-core {release}, whose "
-            "graphs give the memory of an F's input to others before its B has read it: use 0.18 "
-            "or later, or --cuda-graph-impl transformer_engine",
-            *_ASKS_LOCALLY,
-        )
-
-
-_ASKS_LOCALLY = ("cuda_graph_impl", "enable_cuda_graph")
-
-
 def captures_graphs(options: Any) -> bool:
-    """Return whether arguments, or a config, ask for CUDA graphs, by whomever captured."""
+    """Check whether arguments, or a config, request the CUDA graphs of Transformer Engine."""
     by_name = getattr(options, "cuda_graph_impl", None) == "transformer_engine"
-    by_flag = bool(getattr(options, "external_cuda_graph", False))
-    return by_name or by_flag or captures_locally(options)
-
-
-def captures_locally(options: Any) -> bool:
-    """Return whether arguments, or a config, ask for the CUDA graphs that Megatron captures."""
-    by_name = getattr(options, "cuda_graph_impl", None) == "local"
-    return by_name or bool(getattr(options, "enable_cuda_graph", False))
-
-
-def _check_local_graphs(options: Any) -> None:
-    if captures_locally(options):
-        _check(REFUSALS[By.LOCAL_GRAPHS], options, "--cuda-graph-impl local under a schedule")
+    return by_name or bool(getattr(options, "external_cuda_graph", False))
 
 
 def uses_stash(options: Any) -> bool:
@@ -666,7 +620,6 @@ def check_config(config: Any, post_validates: bool) -> None:
     """Raise UnsupportedError for an option that a script has set in the TransformerConfig alone."""
     late = [each for by in (By.SCHEDULE, By.LATE) for each in REFUSALS[by] if each.in_config]
     _check(late, config, "--pipeline-schedule")
-    _check_local_graphs(config)
     if post_validates:
         ahead = [each for each in REFUSALS[By.POST_VALIDATION] if each.in_config]
         _check(ahead, config, "--optimizer-post-validation")

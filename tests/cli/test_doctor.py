@@ -49,7 +49,7 @@ def test_where_everything_fits() -> None:
     assert f"replaces in megatron-core {version} " in text
     assert all(f" {record.target}" in text for record in (*registry.HOOKS, *registry.PROBES))
     assert all(record.reason in text for record in (*registry.HOOKS, *registry.PROBES))
-    untold = By.LATE, By.RECORDING, By.LOCAL_GRAPHS
+    untold = By.LATE, By.RECORDING
     refusals = [each for by in By if by not in untold for each in REFUSALS[by]]
     assert all(each.option in text and each.why in text for each in refusals)
     assert all(each.becomes in text for each in TRANSLATIONS)

@@ -98,7 +98,7 @@ def test_what_needs_the_number_of_layers_says_so(
         ({"num_layers": 18}, "refused 18 layers do not divide among 8 stages"),
         ({"pipline_vocab": 1}, "unknown pipline_vocab: no option of Megatron or this package has"),
         ({"pipeline_vocab_paralel": 1}, "name; near is pipeline_vocab_parallel"),
-        ({"cuda_graph_impl": "local", "fp8": "hybrid"}, "does not work with --fp8-format"),
+        ({"cuda_graph_impl": "local"}, "does not work with --cuda-graph-impl local"),
         (
             {"optimizer_post_validation": True, "rerun_mode": "disabled", "fp8": "hybrid"},
             "--optimizer-post-validation does not work with --fp8-format",

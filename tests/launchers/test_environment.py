@@ -222,13 +222,14 @@ def options(**given: Any) -> Namespace:
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 ON_GPUS = {*ALLOCATOR, "CUDA_MODULE_LOADING"}
+GRAPHS = {"cuda_graph_impl": "transformer_engine"}
 CASES: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
     "experts alone": ({"expert_model_parallel_size": 8}, True, ON_GPUS),
     "tensor": ({"tensor_model_parallel_size": 2}, True, {*ON_GPUS, QUEUES}),
     "context": ({"context_parallel_size": 2}, True, {*ON_GPUS, QUEUES}),
     "on the CPU": ({"tensor_model_parallel_size": 2}, False, {QUEUES}),
-    "graphs": ({"cuda_graph_impl": "local"}, True, {*ON_GPUS, "NCCL_GRAPH_REGISTER"}),
-    "registered": ({"nccl_ub": True, "cuda_graph_impl": "local"}, True, ON_GPUS - ALLOCATOR),
+    "graphs": (GRAPHS, True, {*ON_GPUS, "NCCL_GRAPH_REGISTER"}),
+    "registered": ({"nccl_ub": True, **GRAPHS}, True, ON_GPUS - ALLOCATOR),
     "passes side by side": (
         {"tensor_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True},
         True,
@@ -303,7 +304,7 @@ def test_a_librarys_buffers_that_nccl_registers_keep_the_allocator_as_it_is(
 def test_what_the_user_has_set_stays(
     completed: Callable[..., dict[str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = options(tensor_model_parallel_size=2, cuda_graph_impl="local")
+    asked = options(tensor_model_parallel_size=2, cuda_graph_impl="transformer_engine")
     assert completed(asked, True, **OF_THE_USER) == OF_THE_USER
     assert completed(asked, True, RANK="3") == EVERYTHING | {"RANK": "3"}
     assert caplog.messages == []

@@ -19,7 +19,6 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,10 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron_vshape.core.model.kinds import Kind
-from megatron_vshape.mcore import refusals
-from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.split import local_graphs
-from megatron_vshape.mcore.step import forward_backward
 from megatron_vshape.runtime.graph_memory import GraphMemory
 from megatron_vshape.runtime.p2p import Transport
 
@@ -308,64 +303,6 @@ class _Norm(torch.autograd.Function):
         return *torch.ops.aten.native_layer_norm_backward(*given), None
 
 
-def _from_pool(meta: Any) -> Tensor:
-    """Return what Megatron allocates in the pool."""
-    made = pool.place(torch.zeros(*meta.shape, dtype=meta.dtype))
-    made.is_from_global_mempool = True
-    return made.requires_grad_(meta.requires_grad)
-
-
-def capture_locally(saves_in_python: bool) -> None:
-    """Have Megatron's own captures use the pool, and print their order."""
-    from megatron.core.transformer import cuda_graphs
-
-    tracker, create = cuda_graphs.get_cuda_rng_tracker, cuda_graphs.create_cudagraphs
-
-    def safe_tracker() -> Any:
-        tracker().is_inference_rng_tracker = True  # which graphs may replay
-        return tracker()
-
-    def created() -> Any:
-        record = cuda_graphs._CudagraphGlobalRecord.cudagraph_record
-        layers = sorted({each[0].base_module.layer_number for each in record})
-        signs = {"fwd": 1, "bwd": -1}
-        order = [
-            (layers.index(runner.base_module.layer_number) + 1) * signs[what]
-            for runner, what, *_ in record
-        ]
-        print(PRINTED + json.dumps(order), flush=True)
-        return create()
-
-    refusals.has_transformer_engine = lambda: False  # though Megatron believes that it is there
-    cuda_graphs.get_cuda_rng_tracker = safe_tracker
-    local_graphs.create_cudagraphs = created
-    cuda_graphs.alloc_tensor_from_graph_mempool = _from_pool
-    cuda_graphs._ensure_generator_state_is_cudagraph_safe = lambda generator: generator
-    cuda_graphs.make_weak_ref = make_weak_ref
-    cuda_graphs.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
-    cuda_graphs.TransformerEngineBaseModule = Graph  # of which a layer has none
-    cuda_graphs.is_fp8_activation_recompute_enabled = lambda: False
-    torch.cuda.graph_pool_handle = lambda: POOL_ID
-    torch.cuda.default_generators *= torch.cuda.device_count()
-    if saves_in_python:
-        torch.nn.LayerNorm.forward = lambda norm, x: _Norm.apply(
-            x, norm.weight, norm.bias, norm.eps
-        )
-
-
-def run_another_order() -> None:
-    """Run the passes that have been captured in the order of another schedule."""
-    runs = forward_backward.PipelineRunner._program
-
-    def program(runner: Any, call: Any, hides: bool) -> Any:
-        if call.forward_only or runner._state.captured is None:
-            return runs(runner, call, hides)
-        choice = replace(runner._pipeline.planner.choice, name="v-zb")
-        return Planner(choice).training(call.num_microbatches).program, {}
-
-    forward_backward.PipelineRunner._program = program
-
-
 def watch_messages() -> None:
     """Fail where a gradient is written to after it has been sent, within its step.
 
@@ -392,7 +329,7 @@ def watch_messages() -> None:
 def start(rank: int, given: Any) -> None:
     """Have Megatron capture such graphs in this rank.
 
-    Of what is `given` no copies are kept, or it is another order that runs than was captured.
+    Of what is `given` no copies are kept.
     """
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import cuda_graphs, transformer_layer
@@ -443,11 +380,7 @@ def start(rank: int, given: Any) -> None:
             sys.modules[name] = types.ModuleType(name)  # asked whether it is there
     cuda_graphs.make_graphed_callables = _printing(cuda_graphs.make_graphed_callables)
     watch_messages()
-    if "--cuda-graph-impl local" in " ".join(sys.argv):
-        capture_locally(saves_in_python=given != "torch's norms")
-    if given == "another order":
-        run_another_order()
-    elif given in ("messages", "jobs"):
+    if given in ("messages", "jobs"):
         kept, careless = GraphMemory.kept, {"messages": Tensor, "jobs": list}[given]
         GraphMemory.kept = lambda memory, value: (
             value if isinstance(value, careless) else kept(memory, value)

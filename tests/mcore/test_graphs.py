@@ -15,14 +15,12 @@ from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 from mcore.graphs_on_cpu import POOL_ID, PRINTED
 from mcore.test_real_te import HOW, directories
-from mcore.test_training import losses, relative
 from megatron import core
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.paper.catalogue import NAMES
-from megatron_vshape.mcore import refusals
-from megatron_vshape.mcore.refusals import UnsupportedError, check_config, check_local_release
+from megatron_vshape.mcore.refusals import UnsupportedError, check_config
 from megatron_vshape.mcore.setup.choice import Choice
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.split.graphs import (
@@ -71,10 +69,6 @@ def rows_of(schedule: str, ranks: int, microbatches: int) -> list[list[int]]:
 
 SIGNS = {Kind.F: 1, Kind.B: -1, Kind.BW: -1}
 
-needs_018 = pytest.mark.skipif(
-    core.__version__.startswith("0.17."), reason="Megatron-Core 0.17's own graphs are refused"
-)
-
 MODULES = "--cuda-graph-scope" if core.__version__.startswith("0.17.") else "--cuda-graph-modules"
 SCOPES = {
     ("v-half", "layers"): "",
@@ -110,99 +104,12 @@ class TestWithoutCopies:
         assert mine[2] != theirs[2]
 
 
-class TestMegatronsOwn:
-    """`--cuda-graph-impl local`: a step records, Megatron captures at its end."""
-
-    # An evaluation of other size would have a layer go on with another microbatch's graph.
-    model = f"{MODEL} --no-create-attention-mask-in-dataloader --eval-global-batch-size 4"
-    graphs = "--cuda-graph-impl local"
-    reduced = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-
-    @needs_018
-    @pytest.mark.parametrize("schedule", ["v-half", "v-zb", "zb-h1"])
-    def test_replays_make_the_numbers_of_the_passes(
-        self, farm: Farm, train: Callable[..., Ended], schedule: str
-    ) -> None:
-        flags = [*f"--pipeline-schedule {schedule} {self.model}".split()]
-        ours = farm.run(4, *flags, *self.graphs.split(), plugin=PLUGIN).check()
-        assert_same_numbers(ours, train(4, *flags))
-        rows = rows_of(schedule, 4, 8)
-        if schedule == "zb-h1":  # with two layers a stage
-            rows = [sum(([1, 2] if each > 0 else [-2, -1] for each in row), []) for row in rows]
-        assert captured_orders(ours) == rows
-        assert "a CUDA graph replays them with B" in ours.output[0]
-
-    @pytest.mark.parametrize(
-        ("given", "said"),
-        [
-            ({"fp8": "hybrid"}, "--fp8-format: a microbatch's graph says once for all steps"),
-            ({"fp4": "e2m1"}, "--fp4-format: a microbatch's graph says once for all steps"),
-            ({"num_moe_experts": 8}, "--num-experts: of a graph's input Megatron keeps for B only"),
-            (
-                {"transformer_impl": "local"},
-                "--transformer-impl local: of a graph's input Megatron",
-            ),
-        ],
-    )
-    def test_what_they_do_not_go_with(
-        self, monkeypatch: pytest.MonkeyPatch, given: dict[str, object], said: str
-    ) -> None:
-        monkeypatch.setattr(refusals, "has_transformer_engine", lambda: True)
-        options = SimpleNamespace(**{"cuda_graph_impl": "local"} | given)
-        start = "--cuda-graph-impl local under a schedule does not work with "
-        with pytest.raises(UnsupportedError, match=start + said):
-            check_config(options, post_validates=False)
-        options.cuda_graph_impl = "transformer_engine"
-        check_config(options, post_validates=False)
-        monkeypatch.setattr(refusals, "has_transformer_engine", lambda: False)
-        check_config(
-            SimpleNamespace(cuda_graph_impl="local", transformer_impl="local"),
-            post_validates=False,
-        )
-
-    def test_a_release_whose_graphs_make_other_numbers(self) -> None:
-        options = SimpleNamespace(cuda_graph_impl="local")
-        check_local_release(options, "0.18.2")
-        with pytest.raises(UnsupportedError, match="local does not work with megatron-core 0.17.1"):
-            check_local_release(options, "0.17.1")
-
-    @needs_018
-    def test_another_order_makes_other_numbers(
-        self, farm: Farm, train: Callable[..., Ended]
-    ) -> None:
-        flags = [*f"--pipeline-schedule v-min {self.model}".split()]
-        graphs = self.graphs.split()
-        careless = farm.run(4, *flags, *graphs, plugin=PLUGIN, given="another order")
-        first, *_ = train(4, *flags).record["losses"]
-        # What is no number is not what it was when it was sent, either.
-        assert any("was overwritten while it was under way" in each for each in careless.output)
-        assert f"lm loss: {first['lm loss']:.6E}" in careless.output[3]
-
-    @pytest.mark.skipif(
-        core.__version__.startswith(("0.17.", "0.18.")), reason="Megatron-Core 0.18 keeps it all"
-    )
-    def test_what_torchs_functions_save_is_overwritten(
-        self, farm: Farm, train: Callable[..., Ended]
-    ) -> None:
-        flags = [*f"--pipeline-schedule zb-h1 {self.model}".split()]
-        graphs = self.graphs.split()
-        careless = farm.run(4, *flags, *graphs, plugin=PLUGIN, given="torch's norms").check()
-        mine, theirs = careless.record["losses"], train(4, *flags).record["losses"]
-        assert mine[:2] == theirs[:2]  # one that records, one whose forwards are replayed
-        assert mine[2] != theirs[2]
-
-    @pytest.mark.slow
-    @needs_018
-    def test_they_are_captured_when_the_order_is_the_last(
-        self, farm: Farm, train: Callable[..., Ended]
-    ) -> None:
-        measured = "--pipeline-schedule auto --pipeline-profile-iterations 2:3"
-        flags = [*f"{measured} {self.model} --train-iters 7 {self.reduced}".split()]
-        ours = farm.run(4, *flags, *self.graphs.split(), plugin=PLUGIN).check()
-        assert len(captured_orders(ours)) == 4
-        theirs = train(4, *flags)
-        assert len(ours.record["losses"]) == 7
-        assert relative(losses(ours), losses(theirs)) <= 2e-3  # the times, and plans, are others
+@pytest.mark.parametrize("given", [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}])
+def test_the_graphs_that_megatron_captures_are_rejected(given: dict[str, object]) -> None:
+    with pytest.raises(UnsupportedError, match="use --cuda-graph-impl transformer_engine"):
+        check_config(SimpleNamespace(**given), post_validates=False)
+    other = {"cuda_graph_impl": "transformer_engine", "enable_cuda_graph": False}
+    check_config(SimpleNamespace(**other), post_validates=False)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +190,6 @@ class TestScope:
             ({"cuda_graph_modules": ["attn", "moe"], "num_moe_experts": 8}, True),
             ({"cuda_graph_modules": ["attn", "moe"], "num_experts": 8, "moe_layer_freq": 2}, False),
             ({"cuda_graph_impl": "none"}, False),
-            ({"cuda_graph_impl": "local", "cuda_graph_modules": ["mlp"]}, True),
         ],
     )
     def test_covers_layers(self, options: dict[str, object], covers: bool) -> None:

@@ -28,7 +28,6 @@ from megatron_vshape.mcore.refusals import (
     BESIDE,
     UnsupportedError,
     check_layer_plans,
-    check_local_release,
     check_post_validation,
     check_slices,
     check_vocabulary,
@@ -100,19 +99,17 @@ def check_stages(
     choice: Choice,
     stage_map: StageMap,
     may_offload: bool,
-    release: str,
     ties_ends: bool,
 ) -> None:
-    """Check the stages, and what depends on the placement, of Megatron's `release`.
+    """Check the stages, and the options that depend on the placement.
 
     Raises:
         ScheduleError: the ends of the model are on ranks where Megatron cannot have them; or the
             schedule has joint passes, and the model's layers no plans.
-        UnsupportedError: the model has what layer plans, a shared vocabulary or this Megatron's
-            graphs do not go with.
+        UnsupportedError: the model has options that layer plans or a shared vocabulary do not
+            support.
     """
     check_layer_plans(model, choice.placement)
-    check_local_release(model, release)
     if choice.joins and not getattr(model, BESIDE, False):
         flag = BESIDE.replace("_", "-")
         raise ScheduleError(

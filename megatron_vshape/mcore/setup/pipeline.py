@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron import core
-
 from megatron_vshape.core.ask import AUTO, Question
 from megatron_vshape.mcore.layout import hybrid, multi_token
 from megatron_vshape.mcore.layout.layer_split import Split, split_layers
@@ -81,7 +79,7 @@ def pipeline_of(
     may_offload = translated.may_offload
     split = _split(model, choice, options, microbatches, once)
     stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))
-    check_stages(model, choice, stage_map, may_offload, core.__version__, ties_ends is True)
+    check_stages(model, choice, stage_map, may_offload, ties_ends is True)
     choice = replace(
         _of_model(choice, model, split, stage_map),
         ties_ends=ties_ends is not False,

@@ -7,7 +7,6 @@ have refused, until they find nothing more.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Collection, Iterator, Mapping
 from copy import copy
@@ -223,7 +222,7 @@ def _check(given: Any, choice: Choice, own: Options) -> None:
     stage_map = StageMap(choice.placement, layers, multi_token.num_predicting(given))
     ties = not getattr(given, "untie_embeddings_and_output_weights", True)
     ties = getattr(given, "share_embeddings_and_output_weights", ties)
-    check_stages(given, choice, stage_map, translated.may_offload, _installed_release(), ties)
+    check_stages(given, choice, stage_map, translated.may_offload, ties)
     check_batch_size(choice, given)
 
 
@@ -261,13 +260,6 @@ def _of_precision(options: Mapping[str, Any]) -> dict[str, Any]:
     if "current_scaling" in name:
         given["first_last_layers_bf16"] = True
     return given
-
-
-def _installed_release() -> str:
-    try:
-        return importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _is_on(value: Any) -> bool:

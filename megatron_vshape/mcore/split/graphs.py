@@ -1,9 +1,8 @@
 """What CUDA graphs cover, and in which order Transformer Engine captures them.
 
 TE captures the F and the B of every layer and microbatch once, in the order in which they are going
-to run, and replays them; Megatron itself in the order in which they have run (`local_graphs`). A
-replayed B computes the weight gradients too: what a graph covers is not split, from the first step
-on, and the rest of the model is split as ever.
+to run, and replays them. A replayed B computes the weight gradients too: what a graph covers is not
+split, from the first step on, and the rest of the model is split as ever.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from megatron_vshape.core.program.instructions import Program, Run
 from megatron_vshape.mcore.refusals import (
     GRAPH_SCOPES,
     captures_graphs,
-    captures_locally,
     parts_of,
 )
 
@@ -35,8 +33,6 @@ def cover_whole_layers(options: Any) -> bool:
     scope = _scope(options)
     if not scope:
         return True
-    if captures_locally(options):  # of a layer all, whichever of its parts is named
-        scope |= {"attn", "mlp"}
     experts = getattr(options, "num_experts", None) or getattr(options, "num_moe_experts", None)
     all_have_experts = getattr(options, "moe_layer_freq", None) in (None, 1)
     needed = {"attn"} | ({"moe"} if experts else set())
@@ -58,11 +54,7 @@ def covered(chunks: Iterable[nn.Module]) -> set[nn.Module]:
     for chunk in chunks:
         for layer in chunk.modules():
             config = getattr(layer, "config", None)
-            if captures_locally(config):
-                # Stacks of layers have one too, for inference.
-                if hasattr(layer, "cudagraph_manager") and hasattr(layer, "layer_number"):
-                    found.update(layer.modules())
-            elif captures_graphs(config) and cuda_graphs._layer_is_graphable(layer, config):
+            if captures_graphs(config) and cuda_graphs._layer_is_graphable(layer, config):
                 for module in layer._get_submodules_under_cudagraphs():
                     found.update(module.modules())
     return found
@@ -89,11 +81,8 @@ def capture_order(program: Program, rank: int, stages: Sequence[int]) -> list[in
 
 
 def capture_late(options: Any, planned_by: int) -> None:
-    """Have TE's graphs captured when the order of the passes is the last, after so many steps.
-
-    Megatron's own always are, and their warm-up steps are repeated captures.
-    """
-    if captures_locally(options) or options.cuda_graph_warmup_steps >= planned_by:
+    """Delay the capture of TE's graphs until the pass order is final, after `planned_by` steps."""
+    if options.cuda_graph_warmup_steps >= planned_by:
         return
     if os.environ.get("RANK", "0") == "0":
         logger.info(

@@ -29,7 +29,6 @@ from megatron_vshape.mcore.observe.bubble import BubbleMeter, Logs
 from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.report import RunReport
 from megatron_vshape.mcore.refusals import (
-    captures_locally,
     check_config,
     check_one_module,
     check_script,
@@ -38,7 +37,6 @@ from megatron_vshape.mcore.refusals import (
     refusing,
 )
 from megatron_vshape.mcore.setup.pipeline import Pipeline
-from megatron_vshape.mcore.split import local_graphs
 from megatron_vshape.mcore.step.finite import InspectedStage, repeats_a_bad_step
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.late_checks import checked_late
@@ -254,7 +252,6 @@ class PipelineRunner:
         self.report.interrupt()
         begun = self._begin(call)
         with (
-            local_graphs.taking_part(begun.step.config, begun.chunks, False),
             begun.step.gradient_sync.session(),
             begun.session(),
             checked_late(self._state, self._place),
@@ -279,9 +276,6 @@ class PipelineRunner:
             self._state.reducing(sync if sync.overlaps else None),
         ):
             with (
-                local_graphs.taking_part(
-                    begun.step.config, begun.chunks, self._profiler.order_is_last
-                ),
                 begun.session(),
                 checked_late(self._state, self._place),
             ):
@@ -298,21 +292,8 @@ class PipelineRunner:
             capability.end()
         if begun.step.config.finalize_model_grads_func is not None:
             self._finalize(begun)
-        self._capture(begun)
         self._last = call
         return self._reports(begun)
-
-    def _capture(self, begun: _Begun) -> None:
-        """Have Megatron capture its own CUDA graphs after the first step whose order is the last.
-
-        No other program can run afterwards.
-        """
-        is_due = self._state.captured is None and self._profiler.order_is_last
-        if is_due and captures_locally(begun.step.config):
-            self.rest()
-            local_graphs.capture()
-            self._state.graph_memory.look()
-            self._state.captured = begun.program
 
     def _take_ahead(self, call: Call) -> _Begun | None:
         """Return this step if it was begun early and is the one that is asked for now."""

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.mcore.refusals import captures_locally
-from megatron_vshape.mcore.split import local_graphs
 from megatron_vshape.mcore.step.layer_plans import Backward, Forward, Made, kept_by, run_by_layers
 from megatron_vshape.mcore.step.parts import Step as Step
 from megatron_vshape.mcore.step_state import StepState
@@ -140,7 +138,6 @@ class MegatronStage:
             step.first_val_step, step.forward_only, not self._has_run
         )
         self._has_run = True
-        local_graphs.begin_forward(step.config, self.model)
         forward_step = step.forward_step_func
         for part in step.parts:
             forward_step = part.forward(self.stage, self.is_last, microbatch, forward_step)
@@ -167,8 +164,6 @@ class MegatronStage:
             output = part.output(self.is_last, microbatch, output)
         if step.forward_only:
             return None if self.is_last else output.detach()
-        if captures_locally(step.config):
-            output = local_graphs.own(output)
         self._inputs[microbatch], self._outputs[microbatch] = begun.received, output
         self._count(Pass(Kind.F, self.stage, microbatch), output)
         for part in step.parts:
