@@ -187,7 +187,7 @@ class Transport:
             else:
                 work.wait()
         if self._watch is not None:
-            self._watch.add(_recorded_event(), self._tell_receive(message))
+            self._watch.add(_recorded_event(), partial(self._tell_receive, message))
         del self._posted[message]  # not earlier: the watch may never lose sight of it
         return tensor
 
@@ -203,12 +203,13 @@ class Transport:
             )
         self._start(message, alias)
 
-    def _start(self, message: Message, alias: Tensor) -> None:
+    def _start(self, message: Message, alias: Tensor) -> dist.Work:
         group, peer = self._channel(message)
         self._last = message
         with _failing(self._tell_send, message, self._timeout_s):
-            work = dist.isend(alias, dst=peer, group=group)
-        self._sends.add(_Sent(message, _work(work, message), alias))
+            work = _work(dist.isend(alias, dst=peer, group=group), message)
+        self._sends.add(_Sent(message, work, alias))
+        return work
 
     def release(self, message: Message) -> None:
         """Let go of what was sent (NCCL: what is computed from now on waits until it has left).

@@ -44,7 +44,7 @@ class Watch:
 
     def __post_init__(self) -> None:
         """Begin to watch."""
-        self._ahead: deque[tuple[torch.cuda.Event, str]] = deque()
+        self._ahead: deque[tuple[torch.cuda.Event, Callable[[], str]]] = deque()
         self._added = 0
         self._is_closed = self._has_ended = self._is_quiet = False
         self._asks_since: float | None = None
@@ -53,9 +53,13 @@ class Watch:
         for run in (self._ask, self._guard):
             threading.Thread(target=run, daemon=True, name=f"watch{run.__name__}").start()
 
-    def add(self, event: torch.cuda.Event, text: str) -> None:
-        """Watch an event that follows a receive; `text` says what waits for what."""
-        self._ahead.append((event, text))
+    def add(self, event: torch.cuda.Event, tell: Callable[[], str]) -> None:
+        """Watch an event that follows a receive.
+
+        `tell` formats which pass waits for which message; only the watch's thread calls it, and
+        only while the event is pending.
+        """
+        self._ahead.append((event, tell))
         self._added += 1
 
     def forget(self) -> None:
@@ -122,4 +126,4 @@ class Watch:
         with self._asks:
             while self._ahead and self._ahead[0][0].query():
                 self._ahead.popleft()
-            return [*(text for _, text in self._ahead.copy()), *self.under_way()]
+            return [*(tell() for _, tell in self._ahead.copy()), *self.under_way()]

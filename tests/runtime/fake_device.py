@@ -13,7 +13,8 @@ import math
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -53,7 +54,7 @@ class Storage:
     """A block of a device's memory; free for what is allocated next as soon as nothing holds it."""
 
     def __init__(self, device: "Device", num_bytes: int) -> None:
-        self.device, self.num_bytes = device, num_bytes
+        self.device, self.num_bytes, self.stream = device, num_bytes, device.current
         self.pointer = device.allocate(num_bytes)
         self.role: str | None = None
 
@@ -63,7 +64,7 @@ class Storage:
         self.device.count(role, self.num_bytes)
 
     def __del__(self) -> None:
-        self.device.free(self.pointer, self.num_bytes)
+        self.device.free(self.pointer, self.num_bytes, self.stream)
         if self.role is not None:
             self.device.count(self.role, -self.num_bytes)
 
@@ -97,9 +98,9 @@ class DeviceTensor:
         return list(content)
 
     def _on_host(self) -> Any:
-        """Copy it to the host, which waits for that on the compute stream."""
+        """Copy it to the host, which waits for that on the current stream."""
         device = self.storage.device
-        device.launch(Kernel(device.compute, "copy to host", {self.pointer: ANYTHING}))
+        device.launch(Kernel(device.current, "copy to host", {self.pointer: ANYTHING}))
         device.wait_for_stream()
         return device.memory[self.pointer]
 
@@ -256,7 +257,7 @@ class Event:
         device.races._handle_event_creation(self.number)
 
     def record(self, stream: Stream | None = None) -> None:
-        stream = stream or self._device.compute
+        stream = stream or self._device.current
         self._op = stream.last
         self._device.races._handle_event_record(self.number, stream.number)
 
@@ -276,13 +277,14 @@ class Device:
         self.world, self.rank = world, rank
         self.numbers = itertools.count(1)
         self.races = _sanitizer.EventHandler()
-        self.compute = Stream(self, _sanitizer.DEFAULT_STREAM_ID)
+        self.compute = self.current = Stream(self, _sanitizer.DEFAULT_STREAM_ID)
+        self.waits_for_compute = 0  # of the host, for all that the compute stream was given
         self.queues: dict[int, deque[Op]] = {}
         self.under_way = 0
         self.lead = 0  # passes that the host has launched and that have not ended
         self.blocks_held = self.most_blocks = 0
         self.memory: dict[int, Hashable] = {}
-        self._free: dict[int, list[int]] = {}
+        self._free: dict[tuple[int, int], list[int]] = {}  # by stream and blocks
         self.groups = 0
         self.held: Counter[str] = Counter()  # bytes of messages, by role
         self.most: Counter[str] = Counter()
@@ -332,19 +334,19 @@ class Device:
             )
 
     def allocate(self, num_bytes: int) -> int:
-        """Return memory of the compute stream: what was let go of last comes first, at once.
+        """Return memory of the current stream: what was let go of last comes first, at once.
 
         The sanitizer is told of new memory only, as it would take used memory for another's.
         """
-        blocks = -(-num_bytes // 512)
-        if self._free.get(blocks):
-            return self._free[blocks].pop()
+        key = self.current.number, -(-num_bytes // 512)
+        if self._free.get(key):
+            return self._free[key].pop()
         pointer = next(self.numbers) << 12
         self.races._handle_memory_allocation(pointer)
         return pointer
 
-    def free(self, pointer: int, num_bytes: int) -> None:
-        self._free.setdefault(-(-num_bytes // 512), []).append(pointer)
+    def free(self, pointer: int, num_bytes: int, stream: Stream) -> None:
+        self._free.setdefault((stream.number, -(-num_bytes // 512)), []).append(pointer)
 
     def count(self, role: str, num_bytes: int) -> None:
         for name in (role, "messages"):
@@ -356,14 +358,31 @@ class Device:
 
     def filled(self, shape: Sequence[int], dtype: torch.dtype, content: Hashable) -> DeviceTensor:
         tensor = self.empty(shape, dtype)
-        self.launch(Kernel(self.compute, "fill", {}, {tensor.pointer: content}))
+        self.launch(Kernel(self.current, "fill", {}, {tensor.pointer: content}))
         return tensor
 
     def wait_for_stream(self) -> None:
-        """Have the host wait for all that the compute stream was given."""
-        last = self.compute.last
+        """Have the host wait for all that the current stream was given."""
+        stream = self.current
+        self.waits_for_compute += stream is self.compute
+        last = stream.last
         self.world.pause(lambda: last is None or last.has_ended)
-        self.races._handle_stream_synchronization(self.compute.number)
+        self.races._handle_stream_synchronization(stream.number)
+
+    def new_stream(self) -> Stream:
+        """Make a stream."""
+        stream = Stream(self, next(self.numbers))
+        self.races._handle_stream_creation(stream.number)
+        return stream
+
+    @contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
+        """Make a stream the current one meanwhile."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
 
     def wait_for_all(self) -> None:
         """Have the host wait for all that the device was given."""
@@ -377,8 +396,7 @@ class Group(dist.ProcessGroup):
     def __init__(self, device: Device, key: Hashable, ranks: Sequence[int]) -> None:
         super().__init__(ranks.index(device.rank), len(ranks))
         self.device, self.key = device, key
-        self.stream = Stream(device, next(device.numbers))
-        device.races._handle_stream_creation(self.stream.number)
+        self.stream = device.new_stream()
 
 
 class Work:
@@ -393,7 +411,7 @@ class Work:
         return self._kernel.has_ended
 
     def wait(self) -> None:
-        self._ended.holds_up(self._kernel.stream.device.compute)
+        self._ended.holds_up(self._kernel.stream.device.current)
 
 
 class Distributed:
@@ -436,7 +454,7 @@ class Distributed:
         return Work(kernel)
 
     def order(self, group: Group, *, sends: bool) -> None:
-        """Have the group's stream wait for what the compute stream was given until now."""
+        """Have the group's stream wait for what the current stream was given until now."""
         event = Event(group.device)
         event.record()
         event.holds_up(group.stream)
@@ -447,7 +465,11 @@ class Torch:
 
     def __init__(self, world: "World") -> None:
         self._world = world
-        self.cuda = SimpleNamespace(Event=lambda: Event(world.here))
+        self.cuda = SimpleNamespace(
+            Event=lambda: Event(world.here),
+            Stream=lambda device: world.here.new_stream(),
+            stream=lambda stream: world.here.using(stream),
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -484,7 +506,7 @@ class SilentWatch:
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def add(self, event: Event, text: str) -> None: ...
+    def add(self, event: Event, tell: Callable[[], str]) -> None: ...
 
     def close(self, quietly: bool = False) -> None: ...
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -230,9 +231,9 @@ class Watched:
 
 def test_the_watch_tells_of_a_device_that_stands_still() -> None:
     watched = Watched(0.2)
-    watched.watch.add(Event(True), "F1.0 waits for F0.0")
-    watched.watch.add(Event(False), "F1.1 waits for F0.1")
-    watched.watch.add(Event(False), "F1.2 waits for F0.2")
+    watched.watch.add(Event(True), lambda: "F1.0 waits for F0.0")
+    watched.watch.add(Event(False), lambda: "F1.1 waits for F0.1")
+    watched.watch.add(Event(False), lambda: "F1.2 waits for F0.2")
     assert watched.told.wait(5)
     assert watched.said == ["F1.1 waits for F0.1, and nothing has moved for 0.2 s"]
 
@@ -263,7 +264,7 @@ def test_the_watch_is_silent_while_anything_moves() -> None:
     watched = Watched(0.4)
     events = [Event(False) for _ in range(3)]
     for number, event in enumerate(events):
-        watched.watch.add(event, str(number))
+        watched.watch.add(event, partial(str, number))
     watched.under_way = ["posted at the start of the step", "a", "b", "c"]
     for event in events:
         time.sleep(0.15)
@@ -391,7 +392,7 @@ def test_each_thread_names_its_device_before_it_asks() -> None:
             asked.append((name, getattr(watched, "named_by", None) == name))
             return super().query()
 
-    watched.watch.add(Asked(False), "F1.0 waits for F0.0")
+    watched.watch.add(Asked(False), lambda: "F1.0 waits for F0.0")
     assert watched.told.wait(5)
     assert asked
     assert all(is_named for _, is_named in asked)
@@ -421,7 +422,7 @@ def test_a_driver_that_does_not_answer_ends_the_run_too() -> None:
             watched.told.wait()
             return False
 
-    watched.watch.add(Locked(False), "F1.0 waits for F0.0")
+    watched.watch.add(Locked(False), lambda: "F1.0 waits for F0.0")
     assert watched.told.wait(5)
     assert watched.said == [
         "rank 1 (device 1): at F0.1, and the GPU's driver has not answered for 0.2 s: a call that "

@@ -24,7 +24,7 @@ from runtime.fake_pipeline import SHAPE, TO_THE_END, Train, program_of
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, JOINT_NAMES
 from megatron_vshape.core.program.early_start import begun_early
 from megatron_vshape.core.program.instructions import Message
-from megatron_vshape.runtime.p2p import Edge, Transport, _PolledSends, _Sent
+from megatron_vshape.runtime.p2p import Edge, Transport, _PolledSends
 from megatron_vshape.runtime.variable_p2p import DIMENSIONS, VariableTransport
 
 Change = pytest.MonkeyPatch
@@ -73,14 +73,14 @@ def keeps_nothing_sent(changed: Change) -> None:
     changed.setattr(_PolledSends, "add", lambda self, sent: add(self, sent._replace(tensor=None)))
 
 
-def keeps_no_length_sent(changed: Change) -> None:
-    add = _PolledSends.add
+def forgets_the_last_length(changed: Change) -> None:
+    start = VariableTransport._start_shape
 
-    def changed_add(self: _PolledSends, sent: _Sent) -> None:
-        is_length = sent.tensor is not None and sent.tensor.shape == (DIMENSIONS,)
-        add(self, sent._replace(tensor=None) if is_length else sent)
+    def forgetful(self: VariableTransport, message: Message, shape: Any) -> None:
+        self._shapes.clear()
+        start(self, message, shape)
 
-    changed.setattr(_PolledSends, "add", changed_add)
+    changed.setattr(VariableTransport, "_start_shape", forgetful)
 
 
 def releases_without_a_wait(changed: Change) -> None:
@@ -174,7 +174,7 @@ MUTANTS: dict[str, tuple[Callable[[Change], None], bool]] = {
     "a receive does not wait for the compute stream": (partial(orders_only, sent=True), False),
     "a send does not wait for the compute stream": (partial(orders_only, sent=False), False),
     "a sent tensor is not kept": (keeps_nothing_sent, False),
-    "a sent length is not kept": (keeps_no_length_sent, True),
+    "a length does not wait for the last one of its edge": (forgets_the_last_length, True),
     "a release does not wait": (releases_without_a_wait, False),
     "a release lets go of later ones too": (releases_what_is_sent_next_too, False),
     "a poll does not ask": (polls_without_asking, False),
