@@ -32,6 +32,8 @@ from megatron_vshape.runtime.weight_jobs import (
 
 def make_split_linear(state: StepState, layers: ModuleType, upstream: Any) -> type:
     """Return the Function that takes the place of `upstream` in Megatron's module `layers`."""
+    # As upstream's: in the dtype of its autocast, where forward ran in one.
+    backward_inputs = layers.custom_bwd(partial(_backward_inputs, state=state, layers=layers))
 
     class SplitLinear(upstream):  # type: ignore[misc]
         """Upstream's linear; inside a B, its weight gradient becomes a job."""
@@ -50,9 +52,7 @@ def make_split_linear(state: StepState, layers: ModuleType, upstream: Any) -> ty
         @staticmethod
         def backward(ctx: Any, grad_output: Tensor) -> Any:
             if is_open():
-                # As upstream's: in the dtype of its autocast, where forward ran in one.
-                inputs = layers.custom_bwd(partial(_backward_inputs, state=state, layers=layers))
-                return inputs(ctx, grad_output)
+                return backward_inputs(ctx, grad_output)
             adds = ctx.gradient_accumulation_fusion and state.running_chunk is not None
             with _no_dummy(ctx.parameter) if adds else nullcontext():
                 return upstream.backward(ctx, grad_output)

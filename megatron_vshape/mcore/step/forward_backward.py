@@ -254,9 +254,10 @@ class PipelineRunner:
         with (
             begun.step.gradient_sync.session(),
             begun.session(),
-            checked_late(self._state, self._place),
+            checked_late(self._state, self._place) as checks,
         ):
             begun.run.finish()
+        checks.make()
         return self._reports(begun)
 
     def _train(self, call: Call) -> list[Any]:
@@ -277,7 +278,7 @@ class PipelineRunner:
         ):
             with (
                 begun.session(),
-                checked_late(self._state, self._place),
+                checked_late(self._state, self._place) as checks,
             ):
                 begun.run.finish()
             self._profiler.end_step(
@@ -292,6 +293,7 @@ class PipelineRunner:
             capability.end()
         if begun.step.config.finalize_model_grads_func is not None:
             self._finalize(begun)
+        checks.make()  # behind that, so that the host launches it without waiting for the passes
         self._last = call
         return self._reports(begun)
 

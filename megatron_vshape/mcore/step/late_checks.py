@@ -6,8 +6,9 @@ stage and order no work meanwhile; in a V that is on rank 0, whose row has no ga
 
 Megatron acts on what a check finds after the step, so nothing is lost by asking then: the calls are
 kept with the numbers that they are about, and made in their order when the numbers have come to
-the host, all with one copy. With --rerun-mode disabled a bad loss is an exception, which then comes
-after the step's last pass, and still tells the pass that the loss was computed in.
+the host. The copy, one for all, starts after the last pass; a training step finishes its gradients
+before it waits for that, so that the GPU has work meanwhile. With --rerun-mode disabled a bad loss
+is an exception, which comes after that, and still tells the pass that the loss was computed in.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ class _Kept(NamedTuple):
     instruction: Instruction | None  # that ran when the check was asked for
 
 
+class _Fetched(NamedTuple):
+    checks: list[_Kept]
+    values: Tensor  # on the host, once they have arrived
+    arrived: torch.cuda.Event | None  # None: they are there
+
+
 class LateChecks:
     """The checks asked for since the step began, or since the last were made."""
 
@@ -38,37 +45,56 @@ class LateChecks:
         """Take where the program stands, which a check that raises must tell."""
         self._place = place
         self._kept: list[_Kept] = []
+        self._fetched: list[_Fetched] = []
 
     def add(self, check: Callable[[Tensor], None], result: Tensor) -> None:
         """Keep a check, with the result as it is now: Megatron goes on to divide it in place."""
         self._kept.append(_Kept(check, result.detach().clone(), self._place.instruction))
+
+    def fetch(self) -> None:
+        """Start to copy the results kept to the host; does not wait."""
+        kept, self._kept = self._kept, []
+        for _, alike in groupby(kept, key=lambda each: (each.result.device, each.result.dtype)):
+            checks = list(alike)
+            results = torch.stack([each.result for each in checks])
+            # To memory that torch pins for it, where they come from a GPU.
+            values = results.to("cpu", non_blocking=True)
+            arrived = None
+            if results.is_cuda:
+                arrived = torch.cuda.Event()
+                arrived.record()
+            self._fetched.append(_Fetched(checks, values, arrived))
 
     def make(self) -> None:
         """Make the checks kept, as if the program stood where each was asked for.
 
         Raises what the checks raise.
         """
-        kept, self._kept = self._kept, []
+        self.fetch()
+        fetched, self._fetched = self._fetched, []
         now = self._place.instruction
-        for _, alike in groupby(kept, key=lambda each: (each.result.device, each.result.dtype)):
-            group = list(alike)
-            values = torch.stack([each.result for each in group]).cpu()
-            for each, value in zip(group, values, strict=True):
+        for checks, values, arrived in fetched:
+            if arrived is not None:
+                arrived.synchronize()
+            for each, value in zip(checks, values, strict=True):
                 self._place.instruction = each.instruction
                 each.check(value)
         self._place.instruction = now
 
 
 @contextmanager
-def checked_late(state: StepState, place: Place) -> Iterator[None]:
-    """Have the checks asked for inside made at the end; none where a pass inside has failed."""
+def checked_late(state: StepState, place: Place) -> Iterator[LateChecks]:
+    """Have the checks asked for inside wait; yield what makes them, once the passes have run.
+
+    Where a pass inside has failed, none is made.
+    """
     checks = LateChecks(place)
     state.late_checks = checks
     try:
-        yield
+        yield checks
     finally:
         state.late_checks = None
-    checks.make()
+    checks.fetch()
 
 
 def can_wait(machine: Any, result: Any, rejection_func: Any, comparison_func: Any) -> bool:
