@@ -1,9 +1,11 @@
 """What a schedule's ranks need in their environment, by which CUDA, torch and NCCL start.
 
-It is set where a schedule has been chosen (`mcore.setup.ready`), which is early enough until CUDA
-starts: torch reads the allocator's variable at its first allocation, CUDA the number of its queues
-with the device's context, NCCL its own when it connects. CUDA reads how to load kernels as soon as
-it is asked for a device, which a trainer may have done: those load late then, which no proof minds.
+A run sets it when a schedule is chosen (`mcore.setup.ready`), which is early enough until CUDA
+starts: CUDA reads the number of its queues with the device's context, and NCCL its variables when
+it connects. CUDA reads how to load kernels as soon as it is asked for a device. If a trainer has
+done that before, kernels load within steps; no proof depends on it. A run sets the allocator by
+torch's function and not by its variable, which processes started later would inherit. Programs that
+only measure set the variable.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -14,6 +16,8 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 of the two wins has changed between versions."""
 
 SEGMENTS = "expandable_segments:True"
+
+LOADING = "CUDA_MODULE_LOADING"
 
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """Before Blackwell Megatron demands it where tensor or context parallelism has more than one rank,
@@ -39,7 +43,7 @@ def settings(
     found: dict[str, Setting] = {}
     if kernels:
         why = "kernels that load within a step wait for the device, messages included"
-        found["CUDA_MODULE_LOADING"] = Setting("EAGER", why)
+        found[LOADING] = Setting("EAGER", why)
     if kernels and not registers:
         why = "memory is seldom given back, which waits for the device"
         found |= dict.fromkeys(ALLOCATOR, Setting(SEGMENTS, why))

@@ -37,9 +37,9 @@ SRUN = 'while [ "$1" != bash ]; do shift; done\nSLURM_NODEID=0 exec "$@"'
 # What is installed is never touched: a train.sh that wants to install ends there.
 PYTHON = '#!/bin/sh\n[ "$2" = pip ] && { test "$3" = --version; exit; }\nexec REAL "$@"'
 SEGMENTS = "expandable_segments:True"
+# Never in a rank's environment: processes that it starts would inherit them.
+OF_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 EVERYTHING = {
-    "PYTORCH_CUDA_ALLOC_CONF": SEGMENTS,
-    "PYTORCH_ALLOC_CONF": SEGMENTS,
     "NCCL_GRAPH_REGISTER": "0",
     "CUDA_MODULE_LOADING": "EAGER",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -155,7 +155,7 @@ def clean(tmp_path: Path) -> dict[str, str]:
     write(tmp_path / "fake/torch/__init__.py", TORCH)
     write(tmp_path / "fake/torch/distributed/__init__.py", "")
     write(tmp_path / "fake/torch/distributed/run.py", TORCHRUN)
-    ours = EVERYTHING.keys()
+    ours = {*EVERYTHING, *OF_ALLOCATOR}
     kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("SLURM")}
     return {**kept, "PYTHONPATH": f"{tmp_path / 'fake'}{os.pathsep}{ROOT}"}
 
@@ -165,7 +165,7 @@ def found_by(said: str) -> dict[str, str]:
     lines = [line for line in said.splitlines() if line.startswith("ENVIRONMENT")]
     assert len(lines) == 1, said
     found = json.loads(lines[0].partition(" ")[2])
-    return {name: value for name, value in found.items() if name in EVERYTHING}
+    return {name: value for name, value in found.items() if name in {*EVERYTHING, *OF_ALLOCATOR}}
 
 
 @pytest.mark.parametrize("start", [train, slurm, sweep])
@@ -190,7 +190,7 @@ def megatron(folder: Path, *arguments: str) -> Any:
     """
     program = write(folder / "program.py", PROGRAM.replace("RUNS", repr(RUNS)))
     write(folder / "sitecustomize.py", (ROOT / "megatron_vshape.pth").read_text())
-    told_here = (*EVERYTHING, "PYTEST_CURRENT_TEST")
+    told_here = (*EVERYTHING, *OF_ALLOCATOR, "PYTEST_CURRENT_TEST")
     kept = {k: v for k, v in os.environ.items() if k not in told_here}
     ours = {"WORLD_SIZE": "4", "RANK": "0", "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     command = [sys.executable, "-W", "ignore", *arguments[:-1], str(program), *arguments[-1:]]
@@ -220,62 +220,84 @@ def options(**given: Any) -> Namespace:
 
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
-ON_GPUS = {*ALLOCATOR, "CUDA_MODULE_LOADING"}
+LOADING, REGISTERS = "CUDA_MODULE_LOADING", "NCCL_GRAPH_REGISTER"
 GRAPHS = {"cuda_graph_impl": "transformer_engine"}
-CASES: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
-    "experts alone": ({"expert_model_parallel_size": 8}, True, ON_GPUS),
-    "tensor": ({"tensor_model_parallel_size": 2}, True, {*ON_GPUS, QUEUES}),
-    "context": ({"context_parallel_size": 2}, True, {*ON_GPUS, QUEUES}),
-    "on the CPU": ({"tensor_model_parallel_size": 2}, False, {QUEUES}),
-    "graphs": (GRAPHS, True, {*ON_GPUS, "NCCL_GRAPH_REGISTER"}),
-    "registered": ({"nccl_ub": True, **GRAPHS}, True, ON_GPUS - ALLOCATOR),
+CASES: dict[str, tuple[dict[str, Any], bool, set[str], bool]] = {
+    "experts alone": ({"expert_model_parallel_size": 8}, True, {LOADING}, True),
+    "tensor": ({"tensor_model_parallel_size": 2}, True, {LOADING, QUEUES}, True),
+    "context": ({"context_parallel_size": 2}, True, {LOADING, QUEUES}, True),
+    "on the CPU": ({"tensor_model_parallel_size": 2}, False, {QUEUES}, False),
+    "graphs": (GRAPHS, True, {LOADING, REGISTERS}, True),
+    "registered": ({"nccl_ub": True, **GRAPHS}, True, {LOADING}, False),
     "passes side by side": (
         {"tensor_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True},
         True,
-        ON_GPUS,
+        {LOADING},
+        True,
     ),
 }
+"""By case: options, whether messages are kernels, the variables, and whether segments expand."""
+
+
+class Process:
+    """What a schedule has set in this process: variables, and the allocator."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+        self.environ: dict[str, str] = {}
+        self.allocator: list[str] = []
+        monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", self.allocator.append)
+
+    def complete(self, asked: Namespace, kernels: bool = True, **environ: str) -> dict[str, str]:
+        """Complete this environment for a schedule, and return it."""
+        from megatron_vshape.mcore.setup import ready
+
+        self._patch.setattr(os, "environ", environ)
+        self.environ = environ
+        pipeline: Any = Namespace(choice=Namespace(name="v-half", kernels=kernels))
+        self.made = ready.complete_environment(asked, pipeline)
+        return environ
+
+    def again(self, asked: Namespace, kernels: bool = True) -> None:
+        """Do so for a run that is tried again in this process."""
+        from megatron_vshape.mcore.setup import ready
+
+        pipeline: Any = Namespace(choice=Namespace(name="v-half", kernels=kernels))
+        assert ready.complete_environment(asked, pipeline, already=self.made) == frozenset()
 
 
 @pytest.fixture
-def completed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
-    """Return what completes an environment for a schedule, and returns it."""
+def process(monkeypatch: pytest.MonkeyPatch) -> Process:
     pytest.importorskip("megatron.core")
-    from megatron_vshape.mcore.setup import ready
-
-    def complete(asked: Namespace, kernels: bool, **environ: str) -> dict[str, str]:
-        monkeypatch.setattr(os, "environ", environ)
-        choice = Namespace(name="v-half", kernels=kernels)
-        ready.complete_environment(asked, Namespace(choice=choice))  # type: ignore[arg-type]
-        return environ
-
-    return complete
+    return Process(monkeypatch)
 
 
-@pytest.mark.parametrize(("given", "kernels", "names"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("given", "kernels", "names", "expands"), CASES.values(), ids=CASES)
 def test_a_schedule_has_what_it_needs_and_no_more(
     given: dict[str, Any],
     kernels: bool,
     names: set[str],
-    completed: Callable[..., dict[str, str]],
+    expands: bool,
+    process: Process,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
-        found = completed(options(**given), kernels)
+        found = process.complete(options(**given), kernels)
     assert found == {name: EVERYTHING[name] for name in names}
+    assert process.allocator == [SEGMENTS] * expands
     (line,) = caplog.messages
-    assert line.startswith("set in the environment for schedule v-half: ")
+    assert line.startswith("set in this process for schedule v-half: ")
     assert all(f"{name}={EVERYTHING[name]} (" in line for name in names)
-    completed(options(**given), kernels, **found)  # as a second model, or a run tried again
+    assert (f"torch's allocator={SEGMENTS} (" in line) == expands
+    process.again(options(**given), kernels)
     assert caplog.messages == [line]
+    assert process.allocator == [SEGMENTS] * expands
 
 
 def test_a_librarys_buffers_that_nccl_registers_keep_the_allocator_as_it_is(
-    monkeypatch: pytest.MonkeyPatch,
+    process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their config comes before the model's, or after it."""
-    pytest.importorskip("megatron.core")
     from megatron_vshape.mcore.hooks import library
     from megatron_vshape.mcore.hooks.session import Session
 
@@ -283,46 +305,57 @@ def test_a_librarys_buffers_that_nccl_registers_keep_the_allocator_as_it_is(
     monkeypatch.setattr(library.library, "prepare_config", lambda config, asked: chosen)
     monkeypatch.setattr(Session, "choose", lambda self, *pipeline: None)
     config = options(pipeline_model_parallel_layout=None)
-    seen: list[set[str]] = []
     for comes_first in (True, False):
         environ: dict[str, str] = {}
         monkeypatch.setattr(os, "environ", environ)
+        process.allocator.clear()
         session: Any = Session()
-        post_init = library.data_parallel_config_post_init(
-            session, lambda each, environ=environ: seen.append(set(environ))
-        )
+        post_init = library.data_parallel_config_post_init(session, lambda each: None)
         post_init(Namespace(nccl_ub=False))
         if comes_first:
             post_init(Namespace(nccl_ub=True))
         library._choose(session, Namespace(), config)
-        assert (environ.keys() >= ALLOCATOR) == (not comes_first)
         post_init(Namespace(nccl_ub=True))
-        assert environ == {"CUDA_MODULE_LOADING": "EAGER"}
-    assert [ALLOCATOR & each for each in seen] == [set()] * 5
+        post_init(Namespace(nccl_ub=True))
+        assert environ == {LOADING: "EAGER"}
+        expected = [] if comes_first else [SEGMENTS, "expandable_segments:False"]
+        assert process.allocator == expected
 
 
-def test_what_the_user_has_set_stays(
-    completed: Callable[..., dict[str, str]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_the_user_has_set_stays(process: Process, caplog: pytest.LogCaptureFixture) -> None:
     asked = options(tensor_model_parallel_size=2, cuda_graph_impl="transformer_engine")
-    assert completed(asked, True, **OF_THE_USER) == OF_THE_USER
-    assert completed(asked, True, RANK="3") == EVERYTHING | {"RANK": "3"}
+    assert process.complete(asked, **OF_THE_USER) == OF_THE_USER
+    assert process.allocator == []
+    assert process.complete(asked, RANK="3") == EVERYTHING | {"RANK": "3"}
     assert caplog.messages == []
 
 
 def test_what_cuda_would_not_read_any_more_is_told_and_not_set(
-    completed: Callable[..., dict[str, str]],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    process: Process, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
-    assert completed(options(context_parallel_size=2), False) == {}
+    assert process.complete(options(context_parallel_size=2), False) == {}
     (line,) = caplog.messages
     assert line == (
         "CUDA had started when schedule v-half was chosen, too late to set here what it needs; "
         "start the ranks with CUDA_DEVICE_MAX_CONNECTIONS=1 "
         "(tensor and context parallelism need this order of launches)"
     )
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_allocator_is_set_after_cuda_has_started_unless_graphs_are_captured(
+    graphs: bool,
+    process: Process,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL may have read by then whether it registers the buffers of graphs."""
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    asked = options(cuda_graph_impl="transformer_engine" if graphs else "none")
+    assert process.complete(asked, CUDA_MODULE_LOADING="EAGER") == {LOADING: "EAGER"}
+    assert process.allocator == ([] if graphs else [SEGMENTS])
+    assert any("start the ranks with" in each for each in caplog.messages) == graphs
 
 
 CHOSEN = """
@@ -349,9 +382,7 @@ def test_flags_that_choose_a_schedule_set_it_before_megatron_checks(clean: dict[
     environment = clean | {"WORLD_SIZE": "4", "RANK": "0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", "-c", CHOSEN, *flags.split()]
     said = run([*command, "--pipeline-schedule", ""], environment)
-    assert found_by(said) == {
-        name: value for name, value in EVERYTHING.items() if name != "NCCL_GRAPH_REGISTER"
-    }
+    assert found_by(said) == {QUEUES: "1", LOADING: "EAGER"}
     (refused,) = [line for line in said.splitlines() if "require setting the environment" in line]
     assert refused.startswith("1f1b ")
     assert "require setting the environment variable CUDA_DEVICE_MAX_CONNECTIONS to 1" in refused

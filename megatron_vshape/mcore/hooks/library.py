@@ -54,7 +54,7 @@ def data_parallel_config_post_init(session: Session, original: Function, config:
     """
     if getattr(config, "nccl_ub", False):
         session.registers = True
-        leave_allocator(session.set_variables)
+        session.set_variables -= leave_allocator(session.set_variables)
     original(config)
 
 

@@ -58,7 +58,7 @@ class Session:
     is_named: bool = False  # the flags have named a schedule, whatever becomes of it
     optimizer: Any = None
     registers: bool = False  # NCCL registers buffers, by the config of data parallelism
-    set_variables: frozenset[str] = frozenset()  # of the environment, for the schedule
+    set_variables: frozenset[str] = frozenset()  # of the process, for the schedule
     has_opened: bool = False  # the schedule has been shown
     captures: bool = False  # Transformer Engine records CUDA graphs now
     loads: Any = None  # the model whose checkpoint is being read

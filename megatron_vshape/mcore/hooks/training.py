@@ -76,7 +76,8 @@ def validate_args(
         session.chosen_by_flags = True
         session.tries_again = getattr(args, "inprocess_restart", False)
     if pipeline is not None:
-        complete_environment(args, pipeline)  # first: Megatron's checks start CUDA
+        # First: Megatron's checks start CUDA.
+        session.set_variables |= complete_environment(args, pipeline, already=session.set_variables)
     validated = original(args, *rest, **options)
     with refusing():
         configure.complete(session.pipeline, args)

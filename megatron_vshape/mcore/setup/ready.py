@@ -1,4 +1,8 @@
-"""The environment of a rank, completed once its schedule has been chosen."""
+"""The environment of a rank, completed once its schedule has been chosen.
+
+A trainer's process may start others, such as an inference engine with an allocator of its own, and
+these inherit its variables. So expandable segments are set in torch's allocator alone.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +13,38 @@ from typing import Any
 
 import torch
 
-from megatron_vshape.environment import ALLOCATOR, missing, settings, told
+from megatron_vshape.environment import (
+    ALLOCATOR,
+    SEGMENTS,
+    Setting,
+    missing,
+    settings,
+    told,
+)
 from megatron_vshape.mcore.refusals import BESIDE, captures_graphs
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 
+REGISTERS = "NCCL_GRAPH_REGISTER"
+
 
 def complete_environment(
-    options: Any, pipeline: Pipeline, registers: bool = False
+    options: Any, pipeline: Pipeline, registers: bool = False, already: Collection[str] = ()
 ) -> frozenset[str]:
-    """Set what the schedule needs and this process's environment lacks, and tell it in a line.
+    """Set the variables and the allocator for a schedule, and log them in one line.
 
-    `options` are Megatron's arguments or a config; `registers` says that NCCL registers buffers,
-    where they do not. Once CUDA has started nothing is set, since nobody would read it: that is
-    told instead. Returns the names of what is set.
+    Variables that the user has set are left alone; so is the allocator if its variable is among
+    them. Variables are not set once CUDA has started, which would not read them: a warning names
+    them instead.
+
+    Args:
+        options: Megatron's arguments or a config.
+        registers: NCCL registers buffers, by a config other than `options`.
+        already: the result of an earlier call in this process.
+
+    Returns:
+        The names of the settings that were made.
     """
     sizes = options.tensor_model_parallel_size, options.context_parallel_size
     needed = settings(
@@ -34,29 +55,54 @@ def complete_environment(
         graphs=captures_graphs(options),
         registers=registers or bool(getattr(options, "nccl_ub", False)),
     )
-    lacking = missing(needed, os.environ)
+    lacking = {
+        name: each for name, each in missing(needed, os.environ).items() if name not in already
+    }
     is_late = torch.cuda.is_initialized()
+    made = {name: lacking.pop(name) for name in ALLOCATOR if name in lacking}
+    if is_late and REGISTERS in lacking:  # NCCL would register these segments in CUDA graphs
+        lacking, made = made | lacking, {}
+    if made:
+        _set_allocator(SEGMENTS)
     if lacking and not is_late:
         os.environ.update({name: value for name, (value, _) in lacking.items()})
-    if lacking and os.environ.get("RANK", "0") == "0":
-        name = pipeline.choice.name
-        if is_late:
-            logger.warning(
-                "CUDA had started when schedule %s was chosen, too late to set here what it needs; "
-                "start the ranks with %s",
-                *(name, told(lacking)),
-            )
-        else:
-            logger.info("set in the environment for schedule %s: %s", name, told(lacking))
-    return frozenset() if is_late else frozenset(lacking)
+        made |= lacking
+    if os.environ.get("RANK", "0") == "0":
+        _log(pipeline.choice.name, made, lacking if is_late else {})
+    return frozenset(made)
 
 
-def leave_allocator(names: Collection[str]) -> None:
-    """Take back what has been set so for the allocator, if CUDA has not started since."""
-    of_allocator = {*ALLOCATOR, "NCCL_GRAPH_REGISTER"}.intersection(names)
-    if of_allocator and not torch.cuda.is_initialized():
-        for name in of_allocator:
-            os.environ.pop(name, None)
+def _log(schedule: str, made: dict[str, Setting], late: dict[str, Setting]) -> None:
+    # Both spellings of the allocator's variable are one setting, and no variable was set for it.
+    shown = {name: each for name, each in made.items() if name not in ALLOCATOR}
+    if ALLOCATOR[0] in made:
+        shown = {"torch's allocator": made[ALLOCATOR[0]], **shown}
+    if shown:
+        logger.info("set in this process for schedule %s: %s", schedule, told(shown))
+    if late:
+        logger.warning(
+            "CUDA had started when schedule %s was chosen, too late to set here what it needs; "
+            "start the ranks with %s",
+            *(schedule, told(late)),
+        )
+
+
+def _set_allocator(setting: str) -> None:
+    """Change torch's CUDA allocator, which takes it before and after CUDA has started."""
+    current = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (current or torch.cuda.memory._set_allocator_settings)(setting)
+
+
+def leave_allocator(names: Collection[str]) -> frozenset[str]:
+    """Undo the allocator's setting among `names`, because NCCL registers buffers.
+
+    Returns the names that were undone.
+    """
+    undone = frozenset({*ALLOCATOR, REGISTERS}.intersection(names))
+    if undone:
+        _set_allocator(SEGMENTS.replace("True", "False"))
+        if REGISTERS in undone:
+            os.environ.pop(REGISTERS, None)
         if os.environ.get("RANK", "0") == "0":
-            left = ", ".join(sorted(of_allocator))
-            logger.info("taken back from the environment, as NCCL registers buffers: %s", left)
+            logger.info("expandable segments are off again, as NCCL registers buffers")
+    return undone
