@@ -1,4 +1,4 @@
-"""A plan beside what Megatron has and what is published: the table of `plan`, and --against."""
+"""A plan compared with Megatron's and published schedules: the table of `plan`, and --against."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -7,14 +7,22 @@ from megatron_vshape.core.ask import Planned, Possible, Question, compare
 from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.rivals import MEGATRONS_OWN, OVERLAPPED, SAME, Known
+from megatron_vshape.core.rivals import (
+    MEGATRONS_OWN,
+    NOT_STOCK,
+    OVERLAPPED,
+    SAME,
+    Known,
+    Rival,
+    why_not_stock,
+)
 from megatron_vshape.view.names import plain, shape_text
 from megatron_vshape.view.numbers import percent
 from megatron_vshape.view.trades import way_text
 
 Text = Callable[[float], str]
 
-HEADING = ["schedule", "stages a device", "peak", "step time", "mean idle", ""]
+HEADING = ["schedule", "chunks per rank", "peak", "step time", "mean idle", ""]
 TIME = HEADING.index("step time")
 ABOVE = "above the limit"
 
@@ -95,7 +103,7 @@ def _tried_rows(answer: Planned, time: Text) -> Iterator[_TableRow]:
         why = f"{percent(slower)} slower"
         row = [words, "", "", time(value), "", why]
         if least:
-            row[TIME:] = [f">= {time(value)}", "", f"{why} at least"]
+            row[TIME:] = [f">= {time(value)}", "", f"at least {why}"]
         yield _TableRow(False, value, words, row)
 
 
@@ -109,8 +117,8 @@ def _row(
         # Of what does not fit only a bound for what fits is known, which it may be below.
         least, why = ("", ABOVE)
         if within:
-            least, why = f">= {time(value)}", f"{percent(slower)} slower at least"
-        return [str(each.rival), str(chunks), "", least, "", why]
+            least, why = f">= {time(value)}", f"at least {percent(slower)} slower"
+        return [str(each.rival), str(chunks), "", least, "", why + _note(each.rival, answer)]
     if within:
         why = f"{percent(slower)} slower" if slower > 1e-9 else "as fast"
     else:
@@ -120,7 +128,22 @@ def _row(
     # Other plans differ from the answer's by where their stages lie.
     other = f"plan, {shape_text(each.schedule)}"
     name = other if each.rival is None else str(each.rival)
-    return [name, str(each.schedule.num_chunks), peak, time(value), idle, why]
+    return [
+        name,
+        str(each.schedule.num_chunks),
+        peak,
+        time(value),
+        idle,
+        why + _note(each.rival, answer),
+    ]
+
+
+def _note(rival: Rival | None, answer: Planned) -> str:
+    """Return a remark on a schedule that stock Megatron rejects for these sizes."""
+    schedule = answer.schedule
+    microbatches = schedule.num_microbatches // schedule.slices
+    rejected = rival and why_not_stock(rival.name, schedule.num_devices, microbatches)
+    return f"; {NOT_STOCK}" if rejected else ""
 
 
 def _name(answer: Planned) -> str:
@@ -131,16 +154,18 @@ def recommended(answer: Planned) -> str:
     """Return one sentence that says what to run."""
     known, chunks = answer.is_known, answer.schedule.num_chunks
     if known is not None and answer.is_megatrons:
-        stages = f" with {chunks} virtual stages a rank" if chunks > 1 else ""
+        stages = f" with {chunks} virtual stages per rank" if chunks > 1 else ""
         own = known.name.removeprefix(OVERLAPPED)
         flag = " and --overlap-moe-expert-parallel-comm" if own != known.name else ""
-        return f"recommended: Megatron's own {own}{stages}{flag}; no plan is faster in this memory"
+        return (
+            f"recommended: stock Megatron's {own}{stages}{flag}; no plan within the limit is faster"
+        )
     if known is not None:
-        return f"recommended: {known}, as it is published; no plan is faster in this memory"
+        return f"recommended: {known}, as published; no plan within the limit is faster"
     slices = answer.schedule.slices
-    cut = f" and {slices} slices a microbatch" if slices > 1 else ""
-    stages = "stage" if chunks == 1 else "stages"
-    return f"recommended: the plan, with {chunks} {stages} a device{cut}"
+    cut = f" and {slices} slices per microbatch" if slices > 1 else ""
+    each = "chunk" if chunks == 1 else "chunks"
+    return f"recommended: the plan, with {chunks} {each} per rank{cut}"
 
 
 def changes(against: Known, answer: Planned, held: Text, time: Text) -> Iterator[str]:
@@ -148,10 +173,10 @@ def changes(against: Known, answer: Planned, held: Text, time: Text) -> Iterator
     goal = answer.plan.objective
     before, after = goal.of(against.timeline), answer.plan.value
     name = str(against.rival or plain(against.schedule.name))
-    yield f"against {name}:"
+    yield f"compared with {name}:"
     yield f"  step time  {time(after)} instead of {time(before)}: {_change(after, before)}"
     now, then = max(answer.plan.peak), max(against.peak)
-    yield f"  memory     {held(now)} at the peak instead of {held(then)}: {_change(now, then)}"
+    yield f"  peak       {held(now)} instead of {held(then)}: {_change(now, then)}"
     yield f"  layers     {_layers(answer.costs)} instead of {_layers(against.costs)}"
 
 

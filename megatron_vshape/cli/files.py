@@ -29,12 +29,12 @@ def check_target(option: str, path: Path, suffixes: Sequence[str]) -> None:
         known = " or ".join([", ".join(suffixes[:-1])] * (len(suffixes) > 1) + [suffixes[-1]])
         raise ScheduleError(f"{option} {path}: the file's name must end in {known}")
     if path.is_dir():
-        raise ScheduleError(f"{option} {path}: this is a directory; name a file")
+        raise ScheduleError(f"{option} {path} is a directory: name a file")
     folder = _target(path).parent
     if not folder.is_dir():
-        raise ScheduleError(f"{option} {path}: there is no directory {folder}; make it first")
+        raise ScheduleError(f"{option} {path}: directory {folder} does not exist: create it first")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ScheduleError(f"{option} {path}: nothing may be written there; name another place")
+        raise ScheduleError(f"{option} {path} is not writable: choose another path")
 
 
 def check_installed(what: str, extra: str, *modules: str) -> None:
@@ -42,7 +42,7 @@ def check_installed(what: str, extra: str, *modules: str) -> None:
     for module in modules:
         if not is_installed(module):
             raise ScheduleError(
-                f"{what} needs {module}, which is not installed; install the extra: "
+                f"{what} needs {module}, which is not installed: "
                 f"pip install 'megatron-vshape[{extra}]'"
             )
 
@@ -75,7 +75,7 @@ def _check_distinct(targets: Sequence[tuple[str, Path]]) -> None:
     for option, path in targets:
         other = seen.setdefault(_target(path), option)
         if other != option:
-            raise ScheduleError(f"{other} and {option} both name {path}; give each its own file")
+            raise ScheduleError(f"{other} and {option} both name {path}: use two files")
 
 
 def schedule_output(option: str, path: Path, schedule: Schedule) -> Output:
@@ -107,6 +107,12 @@ def write_all(outputs: Sequence[Output]) -> None:
     finally:
         for beside in besides:
             beside.unlink(missing_ok=True)
+
+
+def report_written(outputs: Sequence[Output]) -> None:
+    """Print the name of every written file."""
+    for each in outputs:
+        print(f"wrote {each.path}")
 
 
 def _target(path: Path) -> Path:

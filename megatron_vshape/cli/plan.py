@@ -9,12 +9,12 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from megatron_vshape.cli import heavy_ends
 from megatron_vshape.cli.comparison import changes, comparison_rows, recommended
@@ -24,6 +24,7 @@ from megatron_vshape.cli.files import (
     check_can_draw,
     check_targets,
     is_installed,
+    report_written,
     schedule_output,
     write_all,
 )
@@ -61,13 +62,13 @@ from megatron_vshape.core.ask import (
     Cut,
     Planned,
     Question,
-    as_planned,
+    best_known,
     best_order,
     known_as,
     limits_of,
     with_more,
 )
-from megatron_vshape.core.check.bounds import LimitError, fits
+from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import filled, simulate
 from megatron_vshape.core.frontier import Point, families, frontier, published
 from megatron_vshape.core.layer_choice import choose_layers
@@ -79,6 +80,7 @@ from megatron_vshape.core.model.schedule import Objective, Plan, check_size
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.planner.lighter import lighter_layers
 from megatron_vshape.core.planner.vocabulary import is_shared
+from megatron_vshape.core.rivals import NOT_STOCK, SAME, Known, why_not_stock
 from megatron_vshape.view.names import placement_text, plain
 from megatron_vshape.view.numbers import (
     GIB,
@@ -259,7 +261,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what the arguments ask for, write the files, and return 0."""
+    """Plan, compare, write the files, and return 0."""
     _check(options)
     measured = None if options.costs is None else _measured(options.costs, options.layers)
     if measured is not None and _in_chunks(options):
@@ -270,13 +272,13 @@ def run(options: argparse.Namespace) -> int:
     if options.frontier is not None:
         if costs.trades and options.layer_split:
             raise ScheduleError(
-                "--frontier draws what copies and recompute buy for stages of given layers: leave "
-                "--layer-split out"
+                "--frontier does not support --layer-split with offloading or recomputation: "
+                "remove --layer-split"
             )
         return _run_frontier(options, costs, measured)
     question = _question(options, costs, measured)
     limit = _limit(options, question, measured is not None)
-    against = None if options.against is None else known_as(options.against, question)
+    against = None if options.against is None else _baseline(options.against, question)
     held = _held_text(costs, options.devices, measured is not None)
     time = partial(time_text, in_us=measured is not None)
     budget = Budget(options.seconds)
@@ -290,23 +292,48 @@ def run(options: argparse.Namespace) -> int:
         )
 
         def tell(best: Planned | None) -> None:
-            what = "nothing yet"
+            what = "none yet"
             if best is not None:
-                what = f"{time(best.plan.value)}, {held(max(best.plan.peak))} at the peak"
+                what = f"{time(best.plan.value)}, peak {held(max(best.plan.peak))}"
             progress.line(f"interrupted; the best so far: {what}")
 
         work = partial(_searched, question, options, measured, held, time)
         searched = budget.run(work, tell)
         answer, more, compared = searched or _cut_short(question, budget)
-    write_all(_outputs(options, answer, limit))
+        if searched and budget.stopped():
+            answer = _no_worse_than_known(answer, question)
+    outputs = _outputs(options, answer, limit)
+    write_all(outputs)
     _print(answer, limit, costs, measured is not None)
     for label, value in more:
         print(f"{label:<16}{value}")
     print(f"\n{compared}\n")
-    print(recommended(answer) if searched else "the best so far; more time may find a better one")
+    print(recommended(answer) if searched else _so_far(answer))
     if against is not None:
         print("\n" + "\n".join(changes(against, answer, held, time)))
+    report_written(outputs)
     return 0
+
+
+def _so_far(answer: Planned) -> str:
+    name = "the plan" if answer.is_known is None else f"{answer.is_known}, as published"
+    return f"best so far: {name}; more time may find a better plan"
+
+
+def _baseline(text: str, question: Question) -> Known:
+    """Return the schedule of --against.
+
+    Raises:
+        ScheduleError: stock Megatron rejects it, so that a gain over it means nothing.
+    """
+    devices, microbatches = question.num_devices, question.num_microbatches
+    why = why_not_stock(text, devices, microbatches)
+    if why:
+        raise ScheduleError(
+            f"--against {text:.60} is {NOT_STOCK}: {why}. Use --against 1f1b, or a multiple of "
+            f"{devices} for --microbatches"
+        )
+    return known_as(text, question)
 
 
 def _outputs(options: argparse.Namespace, answer: Planned, limit: float) -> list[Output]:
@@ -348,44 +375,50 @@ def _searched(
     if heavy_ends.shares(options, measured) and not question.stopped():
         plain = _question(heavy_ends.unshared(options), None, measured)
         plain = replace(plain, progress=question.progress, stopped=question.stopped)
-        more += _told_of("not shared", replace(plain, limit=answer.limits), answer, held, time)
+        more += _told_of("unshared", replace(plain, limit=answer.limits), answer, held, time)
     if heavy_ends.may_share(options, measured) and not question.stopped():
         more += _ways_told(question, answer, options, measured, held, time)
     rows, others = comparison_rows(question, answer, held, time, options.all)
     compared = table(rows)
     if others:
-        compared += f"\n{others} more with --all: slower, or above the limit and no faster"
+        compared += f"\n{others} more rows with --all: slower, or above the limit and not faster"
     return _Searched(answer, [*more, *labelled("layers", layers)], compared)
 
 
 def _cut_short(question: Question, budget: Budget) -> _Searched:
-    """Return the best that was found before the time was over, compared with nothing.
+    """Return the best plan found before the time limit, or the best known schedule if faster.
 
     Raises:
-        KeyboardInterrupt: nothing had been found when it was interrupted.
-        ScheduleError: nothing was found in so many seconds.
+        KeyboardInterrupt: interrupted before anything was found.
+        ScheduleError: nothing was found within the time limit.
     """
-    answer = budget.best() or _known_to_fit(question)
+    answer = _no_worse_than_known(budget.best(), question)
     if answer is None and budget.interrupted:
         raise KeyboardInterrupt
     if answer is None:
-        raise ScheduleError(f"nothing was found in --seconds {budget.seconds}: give it more")
+        raise ScheduleError(
+            f"no plan was found in --seconds {budget.seconds}: increase --seconds or --memory-limit"
+        )
     layers = answer.costs.layers
     more = []
     if question.layers is not None and layers is not None:
         more.append(("layers", f"--pipeline-layer-split {','.join(map(str, layers))}"))
-    return _Searched(answer, more, "compared with nothing: there was no time left")
+    skipped = "comparison table skipped (time limit); no published schedule that fits is faster"
+    return _Searched(answer, more, skipped)
 
 
-def _known_to_fit(question: Question) -> Planned | None:
-    """Return the fastest of a few known schedules that fit, none where none does."""
-    limits, fitting = limits_of(question), []
-    for name in ("1f1b", "v-half", "v-min"):
-        with suppress(ScheduleError):
-            known = known_as(name, question)
-            if fits(known.peak, limits):
-                fitting.append(as_planned(known, limits, question.objective))
-    return min(fitting, key=lambda each: each.plan.value, default=None)
+@overload
+def _no_worse_than_known(answer: Planned, question: Question) -> Planned: ...
+@overload
+def _no_worse_than_known(answer: None, question: Question) -> Planned | None: ...
+
+
+def _no_worse_than_known(answer: Planned | None, question: Question) -> Planned | None:
+    """Return the answer, or the fastest published schedule that fits if that is faster."""
+    known = best_known(question)
+    if answer is None or known is None:
+        return answer or known
+    return known if known.plan.value < answer.plan.value * (1 - SAME) else answer
 
 
 def _measured(file: str, layers: int | None) -> Costs:
@@ -394,8 +427,8 @@ def _measured(file: str, layers: int | None) -> Costs:
     of_file = sum(costs.layers or ()) or layers
     if layers is not None and layers != of_file:
         raise ScheduleError(
-            f"--layers {layers}: --costs {file} is of a model of {of_file} layers; leave --layers "
-            "out"
+            f"--layers {layers} contradicts --costs {file}, which is for {of_file} layers: remove "
+            "--layers"
         )
     return costs
 
@@ -427,10 +460,10 @@ def _told_of(
     try:
         other = best_order(question).plan
     except LimitError:
-        return [(what, "nothing fits the limit")]
+        return [(what, "does not fit the limit")]
     longer = percent(abs(other.value / answer.plan.value - 1))
-    longer += " longer" if other.value >= answer.plan.value else " less"
-    return [(what, f"takes {time(other.value)}, {longer}, and holds {held(max(other.peak))}")]
+    longer += " slower" if other.value >= answer.plan.value else " faster"
+    return [(what, f"{time(other.value)} ({longer}), peak {held(max(other.peak))}")]
 
 
 def _ways_told(
@@ -444,7 +477,7 @@ def _ways_told(
     """Return what takes the model's ends off the device that needs most, within the same limits."""
     asked = replace(question, limit=answer.limits, seconds=None, steps=LESS_STEPS, holds_less=False)
     other = _question(heavy_ends.shared(options), None, measured)
-    ways = [("ends shared", replace(asked, costs=other.costs, cut=other.cut))]
+    ways = [("vocab parallel", replace(asked, costs=other.costs, cut=other.cut))]
     layers, _ = lighter_layers(answer.schedule, answer.costs)
     if question.layers is None and layers != (answer.costs.layers or ()):
         costs = Pieces.of(answer.costs, answer.costs.layers or ()).costs(layers)
@@ -479,7 +512,7 @@ def _answered(question: Question) -> tuple[Planned, list[str]]:
     split = ",".join(map(str, layers))
     told = [f"--pipeline-layer-split {split}"]
     if answer.plan.value < balanced:
-        told.append(f"balanced ones take {percent(balanced / answer.plan.value - 1)} longer")
+        told.append(f"{percent(balanced / answer.plan.value - 1)} faster than balanced layers")
     return answer, told
 
 
@@ -488,7 +521,7 @@ def _pieces(options: argparse.Namespace, measured: Costs | None) -> tuple[Pieces
     if options.layer_split is None:
         return None
     if measured is None and options.layers is None:
-        raise ScheduleError("--layer-split auto needs --layers N, or --costs FILE")
+        raise ScheduleError("--layer-split auto needs --layers N or --costs FILE")
     pieces, layers = heavy_ends.pieces_of(options, measured, "--layer-split auto")
     return pieces, round(layers)
 
@@ -496,29 +529,29 @@ def _pieces(options: argparse.Namespace, measured: Costs | None) -> tuple[Pieces
 def _check(options: argparse.Namespace) -> None:
     for name in ("devices", "microbatches"):
         if getattr(options, name) is None:
-            raise ScheduleError(f"plan needs --{name}, as in --devices 8 --microbatches 64")
+            raise ScheduleError(f"plan requires --{name}, as in --devices 8 --microbatches 64")
     check_targets(options, _TARGETS)
     if options.offload is not None and options.costs:
         raise ScheduleError(
-            "--offload cannot stand beside --costs, which says what copies take: leave one of them "
-            "out"
+            "--offload and --costs exclude each other, because a costs file contains the copy "
+            "times: remove one of them"
         )
     if options.offload is not None and heavy_ends.changed(options):
         raise ScheduleError(
-            "--offload cannot stand beside --vocab-parallel or --mtp-layers: leave one of them out"
+            "--offload does not support --vocab-parallel or --mtp-layers: remove --offload"
         )
     if options.host is not None and (options.costs or not 0 <= options.host < math.inf):
         raise ScheduleError(
-            f"--host {options.host:g} is for --cost, and finite and at least 0; --costs FILE says "
-            "it itself"
+            f"--host {options.host:g} must be finite, at least 0, and without --costs FILE, which "
+            "contains host_us"
         )
     if options.hidden is not None and options.costs is None:
-        raise ScheduleError("--hidden needs --costs FILE, which says what passes wait for")
+        raise ScheduleError("--hidden needs --costs FILE with communication times")
     if options.frontier is not None:
         check_can_draw("--frontier")
     if options.frontier is not None and (options.memory_limit or options.export or options.html):
         raise ScheduleError(
-            "--frontier plans at every limit: leave --memory-limit, --export and --html out"
+            "--frontier plans at every limit: remove --memory-limit, --export and --html"
         )
 
 
@@ -527,12 +560,10 @@ def _hiding(costs: Costs, share: float) -> Costs:
     stages = range(costs.num_stages)
     if not any(costs.exchanges_us(kind, at) for kind in (Kind.F, Kind.B) for at in stages):
         raise ScheduleError(
-            "--hidden: no pass in --costs waits for an exchange, so that there is none to hide; "
-            "profile with --expert-parallel or --tensor-parallel measures them"
+            "--hidden has no effect: --costs contains no communication times. Measure them with "
+            "profile --expert-parallel or --tensor-parallel"
         )
-    return replace(costs, hidden_share=share).with_source(
-        "assumed, as --hidden says", "hidden_share"
-    )
+    return replace(costs, hidden_share=share).with_source("assumed by --hidden", "hidden_share")
 
 
 def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
@@ -559,7 +590,8 @@ def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
         if chunks <= (most or MOST_CHUNKS) and options.layers % (chunks * devices) == 0:
             return cut(chunks * devices, "a plan")
     raise ScheduleError(
-        f"--layers {options.layers} do not divide among {devices} devices: give a multiple"
+        f"--layers {options.layers} is not a multiple of {devices} ranks: change --layers, or add "
+        f"--layer-split {AUTO_SPLIT}"
     )
 
 
@@ -583,7 +615,7 @@ def _given_limit(text: str | None, question: Question, in_bytes: bool) -> float:
     name = (text or "1f1b").partition(":")[0]
     if text is None or name in EVERY_NAME or Path(name).suffix in SUFFIXES:
         return max(limits_of(replace(question, limit=text)))
-    more = ", nor a schedule, as in interleaved-1f1b:4"
+    more = ", nor a schedule such as interleaved-1f1b:4"
     return _memory("--memory-limit", text, question, in_bytes, more)
 
 
@@ -594,13 +626,13 @@ def _memory(option: str, text: str, question: Question, in_bytes: bool, more: st
     value = float_or_nan(lowered.removesuffix(unit or ""))
     if not 0 < value < float("inf"):
         raise ScheduleError(
-            f"{option} {text!r:.40} is neither chunks, as in {question.num_devices + 2}, nor GiB, "
-            f"as in 12.5GiB{more}"
+            f"{option} {text!r:.40} is neither chunks, such as {question.num_devices + 2}, nor GiB "
+            f"such as 12.5GiB{more}"
         )
     if unit is None:
         return value * chunk_of(question.whole(), question.num_devices)
     if not in_bytes:
-        raise ScheduleError(f"{option} {text} needs --costs FILE, which says bytes; or chunks")
+        raise ScheduleError(f"{option} {text} needs --costs FILE; without it, use chunks")
     return value * UNITS[unit]
 
 
@@ -615,8 +647,7 @@ def _in_host(options: argparse.Namespace, question: Question) -> float:
         return math.inf
     if not question.whole().copies:
         raise ScheduleError(
-            f"--host-memory-limit {text:.40}: nothing waits in host memory without --offload T, or "
-            "--costs FILE that says what copies take; leave it out"
+            f"--host-memory-limit {text:.40} needs --offload T, or --costs FILE with copy times"
         )
     in_bytes = options.costs is not None
     limit = _memory("--host-memory-limit", text, question, in_bytes)
@@ -688,27 +719,27 @@ def _print(answer: Planned, limit: float, costs: Costs, in_bytes: bool) -> None:
         print(picture(timeline, columns(), wants_colour(sys.stdout)) + "\n")
     held = _held_text(costs, made.schedule.num_devices, in_bytes)
     peaks = max(made.peak), limit
-    time, unit = partial(time_text, in_us=in_bytes), "" if in_bytes else " in the unit of --cost"
+    time, unit = partial(time_text, in_us=in_bytes), "" if in_bytes else " in --cost units"
     lines = [
         (str(made.objective), f"{time(made.value)}{unit}"),
-        ("busiest device", f"works {time(made.busy)}"),
+        ("busy time", f"{time(made.busy)} (busiest rank)"),
         ("bubble", f"{percent(made.bubble)} ({time(made.overhead)})"),
         *labelled("idle", idle_told(timeline, answer.costs)),
         (
             "lower bound",
-            f"{time(made.lower_bound)}: no order of this placement is faster",
+            f"{time(made.lower_bound)} for this placement",
         ),
-        ("gap", _gap_text(answer)),
+        ("optimality gap", _gap_text(answer)),
         ("placement", placement_text(made.schedule)),
-        *([("slices", f"{slices} of every microbatch")] if slices > 1 else []),
-        ("memory", f"{held(peaks[0])} at the peak, limit {held(peaks[1])}"),
-        *labelled("by device", peaks_told(made.schedule, answer.costs)),
-        ("B and W apart", where_split(made.schedule)),
-        *([("joint passes", joint_told(made.schedule))] if answer.costs.joins else []),
+        *([("slices", f"{slices} per microbatch")] if slices > 1 else []),
+        ("peak memory", f"{held(peaks[0])}, limit {held(peaks[1])}"),
+        *labelled("per rank", peaks_told(made.schedule, answer.costs)),
+        ("split backward", where_split(made.schedule)),
+        *([("overlapped F&B", joint_told(made.schedule))] if answer.costs.joins else []),
         *trades_told(timeline, answer.costs, held),
     ]
     if in_bytes:
-        lines += labelled("prices", prices_told(answer.costs))
+        lines += labelled("costs", prices_told(answer.costs))
     for label, value in lines:
         print(f"{label:<16}{value}")
 
@@ -722,18 +753,18 @@ def _more_told(question: Question, answer: Planned, unit: float | None) -> list[
     value = with_more(question, answer, size)
     time = time_text(value, unit is not None)
     saved = 1 - value / answer.plan.value
-    told = f"saves {percent(saved)}: {time}" if saved > 1e-4 else "buys nothing"
-    return [(f"a {what} more", told)]
+    told = f"{time} ({percent(saved)} faster)" if saved > 1e-4 else "no gain"
+    return [(f"1 {what} more", told)]
 
 
 def _gap_text(answer: Planned) -> str:
     value, own = answer.plan.value, answer.plan.gap
     if not answer.any_bound:  # cut short
-        return f"{percent(own)} at most above the best of this placement"
+        return f"at most {percent(own)} for this placement"
     searched, anywhere = (value / each - 1 for each in (answer.searched_bound, answer.any_bound))
     return (
-        f"{percent(own)} at most above the best of this placement, "
-        f"{percent(max(searched, own))} of those searched, {percent(max(anywhere, own))} of any"
+        f"at most {percent(own)} for this placement, {percent(max(searched, own))} for all "
+        f"searched placements, {percent(max(anywhere, own))} for any"
     )
 
 
@@ -787,7 +818,7 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
             asked = {name: replace(each, seconds=each_s) for name, each in asked.items()}
         for name, each in asked.items():
             if name != "all":
-                progress.line(f"with {name}:" if name != "order alone" else "with the order alone:")
+                progress.line(f"with {name}:")
             drawn_by[name] = _followed(each, limits, chunk, progress)
         points = _no_worse(drawn_by.pop("all"), drawn_by.values())
         others = list(published(question))
@@ -795,13 +826,13 @@ def _run_frontier(options: argparse.Namespace, costs: Costs, measured: Costs | N
     rows = _frontier_rows([*points, *named], others, chunk, in_us=measured is not None)
     unit, size = ("chunks", chunk) if measured is None else ("GiB", GIB)
     drawn = frontier_figure(points, others, f"memory limit, {unit}", 1 / size, drawn_by)
-    write_all(
-        [
-            Output("--frontier", options.frontier, partial(save, drawn)),
-            Output("--frontier", options.frontier.with_suffix(".csv"), partial(_write_csv, rows)),
-        ]
-    )
+    outputs = [
+        Output("--frontier", options.frontier, partial(save, drawn)),
+        Output("--frontier", options.frontier.with_suffix(".csv"), partial(_write_csv, rows)),
+    ]
+    write_all(outputs)
     print(table(rows))
+    report_written(outputs)
     return 0
 
 
@@ -849,7 +880,7 @@ def _followed(
     except KeyboardInterrupt:
         if not points:
             raise
-        progress.line("interrupted: what is written ends there")
+        progress.line("interrupted: the output ends at this limit")
         return points
     finally:
         signal.signal(signal.SIGINT, before)

@@ -12,6 +12,7 @@ from megatron_vshape.cli.files import (
     Output,
     check_can_draw,
     check_targets,
+    report_written,
     schedule_output,
     write_all,
 )
@@ -31,6 +32,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.building_block import BuildingBlock
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS
+from megatron_vshape.core.rivals import NOT_STOCK, why_not_stock
 from megatron_vshape.view.chrome_trace import write_trace
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import (
@@ -133,11 +135,18 @@ def run(options: argparse.Namespace) -> int:
     with told(time) as progress:
         questions = questions_of(names, options, measured, _choices(options), options.slices)
         results = [_result(replace(each, progress=progress.search)) for each in questions]
-    write_all(_outputs(options, results))
+    outputs = _outputs(options, results)
+    write_all(outputs)
     if options.compare:
         print(table(comparison_rows([each.numbers for each in results])))
     else:
         _print(results[0])
+    for name in names:
+        schedule = results[names.index(name)].schedule
+        why = why_not_stock(name, schedule.num_devices, schedule.num_microbatches)
+        if why:
+            print(f"{plain(name)}: {NOT_STOCK} ({why})")
+    report_written(outputs)
     return 0
 
 
@@ -146,17 +155,17 @@ def _check(options: argparse.Namespace) -> None:
     check_targets(options, _TARGETS)
     if options.name is None and not options.compare:
         raise ScheduleError(
-            f"which schedule? Give a name, one of {', '.join(EVERY_NAME)}, or a file"
+            f"no schedule given: name one of {', '.join(EVERY_NAME)}, or a schedule file"
         )
     if options.name is None:
         for name in _TARGETS:
             if name != "figure" and getattr(options, name) is not None:
-                raise ScheduleError(f"--{name} needs a NAME before --compare: one schedule's file")
+                raise ScheduleError(f"--{name} needs a NAME before --compare, for one schedule")
     given = {each.partition(":")[0] for each in (options.name or "", *options.compare)}
     for key in _choices(options):
         takers = [name for name in EVERY_NAME if key in OPTIONS.get(name, ())]
         if not set(takers) & given:
-            raise ScheduleError(f"{_CHOICES[key]} is for {' and '.join(takers)} only")
+            raise ScheduleError(f"{_CHOICES[key]} is for {' and '.join(takers)} only: remove it")
     if options.figure is not None:
         check_can_draw("--figure")
 
@@ -226,7 +235,7 @@ def _draw(path: Path, results: Sequence[_Result]) -> None:
             first.costs,
             block=_drawn_block(first),
             note=f"{_size(first)} · {note(first.numbers)}",
-            limit=figure.Limit(base, "as 1F1B holds"),
+            limit=figure.Limit(base, "peak of 1F1B"),
             units=units,
         )
     figure.save(drawn, path)
@@ -243,8 +252,8 @@ def _drawn_block(result: _Result) -> BuildingBlock | None:
 def _size(result: _Result) -> str:
     schedule = result.schedule
     whole = schedule.num_microbatches // schedule.slices
-    counts = {"device": schedule.num_devices, "microbatch": whole}
-    plural = {"device": "devices", "microbatch": "microbatches"}
+    counts = {"rank": schedule.num_devices, "microbatch": whole}
+    plural = {"rank": "ranks", "microbatch": "microbatches"}
     told = ", ".join(f"{n} {word if n == 1 else plural[word]}" for word, n in counts.items())
     return told if schedule.slices == 1 else f"{told} of {schedule.slices} slices"
 
@@ -252,7 +261,7 @@ def _size(result: _Result) -> str:
 def _print(result: _Result) -> None:
     """Print the picture and the numbers."""
     colour = wants_colour(sys.stdout)
-    unit = ", times in the unit of --cost" if result.measured is None else ""
+    unit = ", times in --cost units" if result.measured is None else ""
     print(f"{plain(result.schedule.name)}, {_size(result)}{unit}\n")
     print(picture(result.timeline, columns(), colour))
     print()
@@ -273,18 +282,18 @@ def _lines(result: _Result) -> list[tuple[str, str]]:
     if numbers.peak_bytes is not None:
         peak.insert(0, f"{fixed(max(numbers.peak_bytes) / GIB)} GiB")
     if result.costs.knows_all:
-        peak[1:] = ["all that the largest device needs"]
+        peak[1:] = ["largest rank, with model states"]
         by_device = peaks_told(result.schedule, result.costs)
     return [
-        ("makespan", f"{time(timeline.makespan)}, the busiest device works {time(timeline.busy)}"),
+        ("makespan", f"{time(timeline.makespan)}; work of the busiest rank {time(timeline.busy)}"),
         ("bubble", percent(timeline.bubble)),
         *labelled("idle", idle_told(timeline, result.costs)),
         ("span bubble", f"{percent(timeline.span_bubble)} (no barrier between steps)"),
-        ("peak memory", f"{', '.join(peak)}: {percent(numbers.relative_peak)} of 1F1B's"),
-        *labelled("by device", by_device),
+        ("peak memory", f"{', '.join(peak)}: {percent(numbers.relative_peak)} of 1F1B"),
+        *labelled("per rank", by_device),
         (
             "communication",
-            f"{messages} messages a microbatch, {share:.3g} x 1F1B's",
+            f"{messages} P2P messages per microbatch, {share:.3g}x 1F1B",
         ),
     ]
 
@@ -292,4 +301,4 @@ def _lines(result: _Result) -> list[tuple[str, str]]:
 def _by_device(peaks: Sequence[float]) -> str:
     """Return every device's peak, or the one that all share."""
     texts = [fixed(peak) for peak in peaks]
-    return " ".join(texts) if len(set(texts)) > 1 else f"{texts[0]} on every device"
+    return " ".join(texts) if len(set(texts)) > 1 else f"{texts[0]} on every rank"

@@ -95,6 +95,6 @@ def say_if_slow() -> None:
     """Say once that there is no numba, for whoever waits for a plan."""
     if njit is None:
         logger.warning(
-            "planning takes about a hundred times longer without numba: "
+            "numba is not installed, so planning is about 100 times slower: "
             "pip install 'megatron-vshape[search]'"
         )

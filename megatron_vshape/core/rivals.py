@@ -34,6 +34,20 @@ def is_megatrons_own(name: str | None) -> bool:
     return name is not None and name.partition(":")[0] in MEGATRONS_OWN
 
 
+NOT_STOCK = "not supported by stock Megatron"
+
+
+def why_not_stock(name: str, num_devices: int, num_microbatches: int) -> str:
+    """Return the reason why stock Megatron rejects one of its schedules; empty if it does not.
+
+    Other schedules are not its own, so nothing is said about them.
+    """
+    own = name.partition(":")[0].removeprefix(OVERLAPPED)
+    if own != "interleaved-1f1b" or num_microbatches % num_devices == 0:
+        return ""
+    return f"{num_microbatches} microbatches are not a multiple of {num_devices} ranks"
+
+
 class Rival(NamedTuple):
     """A schedule of the catalogue, and how many stages a device holds where that is a choice.
 

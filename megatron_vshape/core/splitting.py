@@ -58,12 +58,12 @@ def where_split(schedule: Schedule) -> str:
             own[1] += 1
     split, total = map(sum, zip(*counts.values(), strict=True))
     if split in (0, total):
-        return "everywhere" if split else "nowhere"
+        return "all stages" if split else "none"
     shares = [own[0] / own[1] if own[1] else 0.0 for own in (counts[True], counts[False])]
     middle, ends = (f"{100 * share:.0f} %" for share in shares)
     if not counts[True][1]:
-        return f"{ends} of the backwards"
-    return f"{middle} of the backwards in the steady state, {ends} at the ends"
+        return f"{ends} of the backward passes"
+    return f"{middle} in the steady state, {ends} in warm-up and cool-down"
 
 
 def joined(schedule: Schedule, costs: Costs, objective: Objective) -> Schedule:

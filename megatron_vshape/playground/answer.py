@@ -85,7 +85,7 @@ def _picture(request: Request, choice: ScheduleChoice, pricing: Pricing, report:
 
 def _title(choice: ScheduleChoice, schedule: Schedule) -> str:
     if isinstance(choice, PlanChoice):
-        few = "" if choice.chunks == MOST_CHUNKS else f", {choice.chunks} stages a device"
+        few = "" if choice.chunks == MOST_CHUNKS else f", {choice.chunks} chunks per rank"
         return f"Plan within {choice.limit:g} {'GiB' if choice.limit_in_gib else 'chunks'}{few}"
     return display_name(schedule.name)
 

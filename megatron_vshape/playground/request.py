@@ -217,7 +217,7 @@ def _plan(body: dict[str, object]) -> PlanChoice:
     if body.get("chunks") is not None:
         chunks = _whole(body["chunks"], "chunks", catalogue.MOST_STAGES_A_DEVICE)
     if chunks not in PLAN_CHUNKS:
-        raise FieldError("chunks", f"a plan has up to 2 or up to 4 stages a device, not {chunks}")
+        raise FieldError("chunks", f"a plan has at most 2 or 4 chunks per rank, not {chunks}")
     return PlanChoice(limit, in_gib, objective, seconds, chunks)
 
 

@@ -28,16 +28,16 @@ def plain(name: str) -> str:
 def placement_text(schedule: Schedule) -> str:
     """Return how many stages a device has and how they lie, in words."""
     chunks = schedule.num_chunks
-    each = "stage" if chunks == 1 else "stages"
-    return f"{chunks} {each} a device, {shape_text(schedule)}"
+    each = "chunk" if chunks == 1 else "chunks"
+    return f"{chunks} {each} per rank, {shape_text(schedule)}"
 
 
 def shape_text(schedule: Schedule) -> str:
     """Return how the stages lie on the devices, in words."""
     devices, chunks = schedule.num_devices, schedule.num_chunks
     shapes = {
-        linear(devices): "in a row",
-        looping(devices, max(chunks, 2)): "a loop",
-        v_shape(devices): "a V",
+        linear(devices): "linear",
+        looping(devices, max(chunks, 2)): "looping",
+        v_shape(devices): "V-shaped",
     }
-    return shapes.get(schedule.placement, "in an order of its own")
+    return shapes.get(schedule.placement, "custom placement")

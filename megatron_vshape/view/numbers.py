@@ -1,4 +1,4 @@
-"""The numbers that stand beside a picture, and their text form."""
+"""The numbers of a schedule, and their text form."""
 
 import math
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ def peaks_told(schedule: Schedule, costs: Costs) -> list[str]:
         " ".join(fixed(value / GIB) for value in values)
         for values in (peaks, costs.fixed_bytes(schedule.placement, devices))
     )
-    lines = [f"{each} GiB, of which {fixed_bytes} are there between steps"]
+    lines = [f"{each} GiB, including model states of {fixed_bytes} GiB"]
     if is_shared(schedule):  # 1F1B has the ends whole, of which these costs know nothing
         return lines
     base, most = base_peak(devices, costs), max(peaks)
@@ -85,15 +85,15 @@ def peaks_told(schedule: Schedule, costs: Costs) -> list[str]:
         return lines
     device = peaks.index(most)
     ends = {schedule.placement[0], schedule.placement[-1]}
-    why = ", as it has both ends of the model" if ends == {device} and devices > 1 else ""
-    helps = ["a vocabulary that all devices share"]
+    why = " (embedding and output layer)" if ends == {device} and devices > 1 else ""
+    helps = ["vocabulary parallelism"]
     layers, reached = lighter_layers(schedule, costs)
     if reached < most:
-        helps.append(f"layers {','.join(map(str, layers))}, which need {fixed(reached / GIB)} GiB")
+        helps.append(f"layers {','.join(map(str, layers))} ({fixed(reached / GIB)} GiB)")
     return [
         *lines,
-        f"device {device} needs {percent(most / base - 1)} more than 1F1B's largest{why}"
-        + f"; what helps: {', or '.join(helps)}",
+        f"rank {device}{why} needs {percent(most / base - 1)} more than 1F1B's largest rank; "
+        + f"remedies: {', or '.join(helps)}",
     ]
 
 
@@ -121,24 +121,25 @@ def prices_told(costs: Costs) -> list[str]:
         for kind, each in zip((Kind.F, Kind.B, Kind.BW), exchanges, strict=True)
     )
     lines = [
-        f"a message takes {fixed(costs.send_us)} us, the host {fixed(costs.host_us)} us for a pass"
+        f"{fixed(costs.send_us)} us per P2P message, {fixed(costs.host_us)} us of launch overhead "
+        "per pass"
     ]
     if any(exchanges):
-        lines.append(f"waiting for exchanges, of a microbatch in the model: {shown}")
+        lines.append(f"exposed collectives per microbatch: {shown}")
     if costs.joint:
-        lines.append(f"joint passes: prices of {len(costs.joint)} pairs of stages")
+        lines.append(f"overlapped passes: costs of {len(costs.joint)} pairs of stages")
     if costs.hidden_share is not None:
         share = percent(costs.hidden_share)
-        other = " of pairs without a price" if costs.joint else ""
-        lines.append(f"a joint pass hides {share} of the exchanges of both of its passes{other}")
-    untold = "the costs file does not say what was measured"
+        other = " for other pairs" if costs.joint else ""
+        lines.append(f"overlapped passes hide {share} of their communication{other}")
+    untold = "the costs file does not name the source of its costs"
     return [*lines, *(list(costs.sources_told()) or [untold])]
 
 
 def joint_told(schedule: Schedule) -> str:
     """Return how many forwards run beside a backward."""
     forwards = schedule.num_stages * schedule.num_microbatches
-    return f"{len(schedule.joint):,} of {forwards:,} forwards run beside a backward"
+    return f"{len(schedule.joint):,} of {forwards:,} forwards overlap with a backward"
 
 
 def argument(value: float) -> str:
@@ -169,8 +170,8 @@ def idle_told(timeline: Timeline, costs: Costs | None = None) -> list[str]:
     if most <= mean * (1 + WORTH_TELLING):
         return []
     told = [
-        f"{percent(timeline.mean_idle)} of the step on average over the devices",
-        f"device {work.index(most)} holds the others up: it works {most / mean:.3g} times the mean",
+        f"{percent(timeline.mean_idle)} of the step, on average over the ranks",
+        f"rank {work.index(most)} is the bottleneck: {most / mean:.3g}x the mean work per rank",
     ]
     if costs is None or costs.layers is None:
         return told
@@ -181,7 +182,7 @@ def idle_told(timeline: Timeline, costs: Costs | None = None) -> list[str]:
     least, now = (pieces.costs(each).busy_us(*sizes) for each in (layers, costs.layers))
     if least < now * (1 - WORTH_TELLING):
         split = ",".join(map(str, layers))
-        told.append(f"layers {split} would spare the busiest device {percent(1 - least / now)}")
+        told.append(f"layers {split} would reduce it by {percent(1 - least / now)}")
     return told
 
 

@@ -1,4 +1,4 @@
-"""What a plan trades for memory, in words: copies to host memory, and what is computed again."""
+"""Offloading and recomputation of a plan, in words."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +15,11 @@ def way_text(way: Way, placement: Placement) -> str:
     """Return a way to hold less, such as `copies, recompute mlp in chunk 0`."""
     words = []
     if way.copies:
-        words.append("all of chunk 0 copied" if way.throughout else "copies")
+        words.append("offload all of chunk 0" if way.throughout else "offload")
     settings = settings_text(way.settings, placement)
     if settings:
         words.append(f"recompute {settings}")
-    return ", ".join(words) or "order alone"
+    return ", ".join(words) or "schedule only"
 
 
 def settings_text(settings: Sequence[str], placement: Placement) -> str:
@@ -60,10 +60,10 @@ def trades_told(
             f"{percent(by_chunk[c] / of_chunk)} of chunk {c}" for c in sorted(by_chunk)
         )
         busy = percent(link_share(timeline))
-        line = f"{percent(share)} of the activations wait in host memory ({each}), which holds "
         most = held(max(peak_in_host(schedule, costs)))
-        line += f"{most} of a device at most; its link is busy {busy}"
-        yield "copies", line if copied else "none: they would buy nothing here"
+        line = f"{percent(share)} of the activations ({each}); at most {most} of host memory per "
+        line += f"rank; host link busy {busy}"
+        yield "offloading", line if copied else "none (no gain)"
     if costs.recompute:
         yield "recompute", settings_text(schedule.recompute, schedule.placement) or NO_RECOMPUTE
 

@@ -50,16 +50,16 @@ def test_a_schedule_tells_every_device_and_what_helps_the_largest(
     text = told(capsys, "schedule", "v-half", "--costs", file)
     schedule = make("v-half", 4, 8)
     peaks = peak_held(schedule, costs())
-    assert f"peak memory   {max(peaks) / GIB:g} GiB, all that the largest device needs: " in text
+    assert f"peak memory   {max(peaks) / GIB:g} GiB, largest rank, with model states: " in text
     each = " ".join(f"{peak / GIB:g}" for peak in peaks)
-    assert f"by device     {each} GiB, of which 31.5 18.5 18.5 18.5 are there between" in text
+    assert f"per rank      {each} GiB, including model states of 31.5 18.5 18.5 18.5 GiB" in text
     base = max(peak_held(make("1f1b", 4, 4), regroup(costs(), 4, "1f1b")))
     more = 100 * (max(peaks) / base - 1)
     assert more > 2
-    heavy = f"device 0 needs {more:.1f} % more than 1F1B's largest, as it has both ends"
+    heavy = f"rank 0 (embedding and output layer) needs {more:.1f} % more than 1F1B's largest rank"
     assert heavy in text
     layers, reached = lighter_layers(schedule, costs())
-    assert f"or layers {','.join(map(str, layers))}, which need {reached / GIB:.4g} GiB" in text
+    assert f"or layers {','.join(map(str, layers))} ({reached / GIB:.4g} GiB)" in text
     assert "chunks" not in text.split("peak memory")[1]
 
 
@@ -67,8 +67,8 @@ def test_a_schedule_that_needs_no_more_than_1f1b_says_nothing_of_that(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = told(capsys, "schedule", "v-min", "--costs", file)
-    assert "are there between steps" in text
-    assert "what helps" not in text
+    assert "including model states" in text
+    assert "remedies" not in text
 
 
 def test_lighter_layers_need_what_is_told_and_no_move_of_one_needs_less() -> None:
@@ -93,15 +93,13 @@ def test_a_limit_in_gib_is_of_all_and_one_in_chunks_of_activations(
 ) -> None:
     short = ("--costs", file, "--proof-seconds", "0", "--chunks", "2")
     text = told(capsys, "plan", *short, "--memory-limit", "56GiB")
-    peak = re.search(r"memory +([\d.]+) GiB at the peak, limit 56 GiB\n", text)
+    peak = re.search(r"peak memory +([\d.]+) GiB, limit 56 GiB\n", text)
     assert peak is not None
     assert 31.5 < float(peak[1]) <= 56
-    assert re.search(r"by device +[\d. ]+ GiB, of which [\d. ]+ are there between steps", text)
+    assert re.search(r"per rank +[\d. ]+ GiB, including model states of [\d. ]+ GiB", text)
     alone = told(capsys, "plan", *short, "--memory-limit", "6")
-    assert re.search(
-        r"memory +[\d.]+ GiB \([\d.]+ chunks\) at the peak, limit 27 GiB \(6 ch", alone
-    )
-    assert "by device" not in alone
+    assert re.search(r"peak memory +[\d.]+ GiB \([\d.]+ chunks\), limit 27 GiB \(6 ch", alone)
+    assert "\nper rank" not in alone
 
 
 def test_what_fits_nowhere_is_told_in_gib_of_all(
@@ -110,7 +108,7 @@ def test_what_fits_nowhere_is_told_in_gib_of_all(
     arguments = ["plan", "--devices", "4", "--microbatches", "8", "--costs", file]
     assert main([*arguments, "--memory-limit", "30GiB"]) == 2
     error = capsys.readouterr().err
-    assert re.search(r"device \d may hold 30 GiB, but one microbatch alone needs [\d.]+ GiB", error)
+    assert re.search(r"rank \d is 30 GiB, and one microbatch needs [\d.]+ GiB", error)
 
 
 def test_layers_are_dealt_out_so_that_something_fits(
@@ -119,13 +117,13 @@ def test_layers_are_dealt_out_so_that_something_fits(
     """With as many in each, one microbatch alone needs 39.5 GiB of the largest device."""
     own = ("plan", "--costs", file, "--proof-seconds", "0", "--chunks", "2", "--memory-limit")
     assert main([*own, "37GiB", "--devices", "4", "--microbatches", "8"]) == 2
-    assert "no schedule fits: device" in capsys.readouterr().err
+    assert "no schedule fits: the limit of rank" in capsys.readouterr().err
     text = told(capsys, *own, "37GiB", "--layer-split", "auto")
     split = re.search(r"--pipeline-layer-split ([\d,]+)", text)
     assert split is not None
     layers = tuple(map(int, split[1].split(",")))
     assert sum(layers) == 32
     assert layers[0] + layers[-1] < 8
-    peak = re.search(r"memory +([\d.]+) GiB at the peak, limit 37 GiB\n", text)
+    peak = re.search(r"peak memory +([\d.]+) GiB, limit 37 GiB\n", text)
     assert peak is not None
     assert float(peak[1]) <= 37

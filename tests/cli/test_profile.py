@@ -99,7 +99,7 @@ def test_a_model_is_measured_and_planned(
     assert main([*plan, "--memory-limit", "0.01GiB"]) == 0
     shown = capsys.readouterr().out
     assert "limit 0.01 GiB" in shown
-    assert "B and W apart" in shown
+    assert "split backward" in shown
     assert "send_us: assumed: given as --send-us" in shown
 
 

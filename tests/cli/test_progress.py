@@ -69,6 +69,6 @@ def test_planning_without_numba_says_so_once(
     for _ in range(2):
         plan(Costs.uniform(2, 4), 2, 2, limit=4, steps=100)
     assert [each.message for each in caplog.records if "numba" in each.message] == [
-        "planning takes about a hundred times longer without numba: "
+        "numba is not installed, so planning is about 100 times slower: "
         "pip install 'megatron-vshape[search]'"
     ]

@@ -161,7 +161,7 @@ def test_plain_python_finds_the_same_orders() -> None:
 
 
 def test_a_limit_that_nothing_fits_names_the_least_that_does() -> None:
-    message = "device 0 may hold 1.5, but .* needs 2 there; the least limit for all devices is 2"
+    message = "rank 0 is 1.5, and .* needs 2 there; the minimum limit for all ranks is 2"
     with pytest.raises(ScheduleError, match=message):
         find_steady_orders(v_costs(4), v_shape(4), 4, [1.5] * 4, STEPS)
 

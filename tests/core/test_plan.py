@@ -81,7 +81,7 @@ def test_a_heavy_head_and_a_limit_per_device() -> None:
 
 
 def test_a_limit_that_nothing_fits_says_the_least_that_does() -> None:
-    with pytest.raises(ScheduleError, match="the least limit for all devices is 2"):
+    with pytest.raises(ScheduleError, match="the minimum limit for all ranks is 2"):
         plan(uniform(4, REAL), 4, 8, 1)
 
 

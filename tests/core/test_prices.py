@@ -165,9 +165,9 @@ def test_bounds_hold_with_them(name: str) -> None:
 
 def test_where_backwards_are_split_is_told() -> None:
     schedule = make("v-half", 2, 8)
-    assert where_split(schedule) == "everywhere"
-    assert where_split(whole_backwards(schedule)) == "nowhere"
-    assert where_split(make("1f1b", 2, 8)) == "nowhere"
+    assert where_split(schedule) == "all stages"
+    assert where_split(whole_backwards(schedule)) == "none"
+    assert where_split(make("1f1b", 2, 8)) == "none"
 
 
 def test_it_splits_where_it_pays() -> None:
@@ -180,7 +180,9 @@ def test_it_splits_where_it_pays() -> None:
         shares.append(backwards.count(Kind.B) / len(backwards))
     assert 0 < shares[1] < shares[0]
     said = where_split(answer.schedule)
-    assert (found := re.fullmatch(r"(\d+) % .* steady state, (\d+) % at the ends", said)), said
+    assert (
+        found := re.fullmatch(r"(\d+) % .* steady state, (\d+) % in warm-up and cool-down", said)
+    ), said
     assert 3 * int(found[1]) < int(found[2])
 
 

@@ -114,14 +114,14 @@ def test_costs_of_four_stages_per_device_find_the_placement_of_less_bubble() -> 
 
 
 def test_memory_below_the_least_says_the_least() -> None:
-    with pytest.raises(ScheduleError, match="the least limit for all devices is 2"):
+    with pytest.raises(ScheduleError, match="the minimum limit for all ranks is 2"):
         plan(Costs.uniform(4, 8), 4, 8, 1.5)
 
 
 def test_the_least_that_is_said_is_that_of_the_placement_that_needs_least() -> None:
     held = (3.0, 1.0, 1.0, 3.0)  # on device 0 a V has both ends, a loop one
     costs = replace(Costs.uniform(2, 4), held_after_forward_bytes=held)
-    with pytest.raises(bounds.LimitError, match="the least limit for all devices is 4") as refused:
+    with pytest.raises(bounds.LimitError, match="the minimum limit for all ranks is 4") as refused:
         plan(costs, 2, 4, 3.9)
     assert refused.value.least == 4
     assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
@@ -151,7 +151,7 @@ def test_an_infinite_limit_is_none_and_no_number_is_refused(objective: Objective
     made = plan(costs, 4, 6, math.inf, objective, steps=STEPS)
     assert (made.schedule, made.value) == (ample.schedule, ample.value)
     check(plan(costs, 4, 6, (math.inf, 4, 4, 4), steps=STEPS), costs, (math.inf, 4, 4, 4))
-    with pytest.raises(ScheduleError, match="device 0 may hold nan, but one microbatch alone"):
+    with pytest.raises(ScheduleError, match="limit of rank 0 is nan, and one microbatch"):
         plan(costs, 4, 6, math.nan, objective)
 
 

@@ -88,7 +88,7 @@ def test_a_plan_of_four_stages_a_device_is_drawn(page, server):
     assert schedule.num_chunks == 4
     load(page, server, "d=4&m=8&c=1,1.15,0.85,0.05&s=plan:6:makespan:&b=0&t=light")
     check_drawn(page, simulate(schedule, costs))
-    assert page.inner_text("figcaption p").endswith("4 stages a device, a loop")
+    assert page.inner_text("figcaption p").endswith("4 chunks per rank, looping")
     assert "dark: chunk 0, light: chunk 3" in page.inner_text("#bar")
     assert len(page.query_selector_all(".legend svg")[0].query_selector_all("rect")) == 4
     file = "plan-within-6-chunks-d4-m8.json"
@@ -105,8 +105,8 @@ def test_a_plan_of_four_stages_a_device_is_drawn(page, server):
     page.select_option("#in-chunks", "2")
     settled(page)
     wait_for_url(page, "s=plan:6:makespan::c2")
-    assert page.inner_text(".entry") == "Plan ≤ 6 chunks, 2 stages a device"
-    assert page.inner_text("figcaption p").split("; ")[1].startswith("2 stages a device")
+    assert page.inner_text(".entry") == "Plan ≤ 6 chunks, 2 chunks per rank"
+    assert page.inner_text("figcaption p").split("; ")[1].startswith("2 chunks per rank")
     assert numbers(page) != before
 
 

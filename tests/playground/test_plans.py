@@ -70,7 +70,7 @@ def test_four_stages_a_device():
     assert max(found["held"]) == max(numbers["peaks"]) <= facts["limit"] == 7
     assert facts["base_peak"] == 2 * DEVICES
     assert facts["lower_bound"] <= timeline.makespan
-    assert facts["note"].endswith("4 stages a device, a loop")
+    assert facts["note"].endswith("4 chunks per rank, looping")
 
 
 def test_two_stages_a_device_where_no_more_are_allowed():
@@ -79,7 +79,7 @@ def test_two_stages_a_device_where_no_more_are_allowed():
     assert two["numbers"]["makespan"] > four["numbers"]["makespan"]
     assert two["facts"]["recipe"].endswith("--memory-limit 7 --chunks 2")
     assert four["title"] == "Plan within 7 chunks"
-    assert two["title"] == "Plan within 7 chunks, 2 stages a device"
+    assert two["title"] == "Plan within 7 chunks, 2 chunks per rank"
 
 
 @pytest.mark.parametrize(

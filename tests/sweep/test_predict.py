@@ -151,7 +151,7 @@ def test_an_adaptive_plan_is_on_its_placement(tmp_path: Path) -> None:
 def test_a_limit_that_nothing_fits_is_told_in_gib(tmp_path: Path) -> None:
     (it,) = expand(load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})).possible
     costs = Costs(*((1.0,) * 4,) * 3, 0.0, (GIB,) * 4, (GIB,) * 4)
-    with pytest.raises(SweepError, match="device 0 may hold 1.5 GiB, but one .* devices is 2 GiB"):
+    with pytest.raises(SweepError, match="rank 0 is 1.5 GiB, and one .* ranks is 2 GiB"):
         plan_adaptive(it, v_shape(2), costs, [1.5 * GIB] * 2, Objective.MAKESPAN)
 
 

@@ -52,11 +52,11 @@ def test_what_waits_for_the_busiest_device_is_told() -> None:
     assert 0.02 < timeline.bubble < 0.03
     idle, holds, helps = idle_told(timeline, costs)
     assert idle.startswith("39.2 %")
-    assert holds == "device 0 holds the others up: it works 1.6 times the mean"
+    assert holds == "rank 0 is the bottleneck: 1.6x the mean work per rank"
     split = helps.split()[1]
     layers = tuple(map(int, split.split(",")))
     assert sum(layers) == 64
-    assert helps.endswith("would spare the busiest device 35.7 %")
+    assert helps.endswith("would reduce it by 35.7 %")
     better = simulate(make("v-half", 8, 32), pieces.costs(layers))
     assert max(better.work) == pytest.approx((1 - 0.357) * max(timeline.work), rel=1e-3)
     assert better.mean_idle < 0.13

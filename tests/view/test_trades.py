@@ -17,10 +17,10 @@ from megatron_vshape.view.trades import link_share, trades_told, way_text
 @pytest.mark.parametrize(
     ("way", "told"),
     [
-        (ORDER_ALONE, "order alone"),
-        (Way(copies=True), "copies"),
-        (Way(copies=True, throughout=(0, 1)), "all of chunk 0 copied"),
-        (Way(("mlp",) * 4, copies=True), "copies, recompute mlp"),
+        (ORDER_ALONE, "schedule only"),
+        (Way(copies=True), "offload"),
+        (Way(copies=True, throughout=(0, 1)), "offload all of chunk 0"),
+        (Way(("mlp",) * 4, copies=True), "offload, recompute mlp"),
         (Way(("full", "full", "none", "none")), "recompute full in chunk 0"),
         (Way(("mlp", "mlp", "full", "full")), "recompute mlp in chunk 0, full in chunk 1"),
         (Way(("full", "none", "none", "full")), "recompute full in stages 0, 3"),
@@ -43,8 +43,8 @@ def test_what_the_host_holds_and_how_busy_the_link_is() -> None:
     assert peak_in_host(schedule, costs) == (4.0,)
     assert link_share(timeline) == pytest.approx(4.0 / timeline.makespan)
     told = dict(trades_told(timeline, costs, "{:g} chunks".format))
-    assert told["copies"].startswith("100.0 % of the activations wait in host memory (100.0 % of")
-    assert "holds 4 chunks of a device at most" in told["copies"]
+    assert told["offloading"].startswith("100.0 % of the activations (100.0 % of")
+    assert "at most 4 chunks of host memory per rank" in told["offloading"]
 
 
 def test_nothing_is_told_of_what_the_costs_do_not_offer() -> None:
@@ -56,4 +56,4 @@ def test_nothing_is_told_of_what_the_costs_do_not_offer() -> None:
     prices = offered.with_prices("mlp", {"backward_us": (1.5,) * 4})
     offered = replace(offered, recompute=(("mlp", prices),))
     told = dict(trades_told(simulate(schedule, offered), offered, str))
-    assert told == {"copies": "none: they would buy nothing here", "recompute": "none"}
+    assert told == {"offloading": "none (no gain)", "recompute": "none"}

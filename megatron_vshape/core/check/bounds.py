@@ -41,8 +41,8 @@ class LimitError(ScheduleError):
     def told(self, text: Callable[[float], str]) -> str:
         """Return the sentence, in which `text` writes what is held, such as in GiB."""
         return (
-            f"no schedule fits: device {self.device} may hold {text(self.limit)}, but one "
-            f"microbatch alone needs {text(self.need)} there; the least limit for all devices is "
+            f"no schedule fits: the limit of rank {self.device} is {text(self.limit)}, and one "
+            f"microbatch needs {text(self.need)} there; the minimum limit for all ranks is "
             f"{text(self.least)}"
         )
 

@@ -91,7 +91,7 @@ function stepTabs(event) {
 export function entryTitle(entry) {
   if (entry.source === "plan") {
     const few = entry.chunks && entry.chunks < Math.max(...app.offers.plan_chunks);
-    const stages = few ? `, ${entry.chunks} stages a device` : "";
+    const stages = few ? `, ${entry.chunks} chunks per rank` : "";
     return `Plan ≤ ${entry.limit} ${entry.limit_in_gib ? "GiB" : "chunks"}${stages}`;
   }
   if (entry.source === "file") return entry.file.name ?? entry.file.key.replace(/^\d+-/, "");
