@@ -1,4 +1,4 @@
-"""megatron-vshape doctor: what is installed, what would be hooked, what is refused, and why."""
+"""megatron-vshape doctor: versions, Megatron's hooks, warnings and the support of each option."""
 
 import argparse
 import contextlib
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megatron_vshape import __version__
 from megatron_vshape.cli import recipe
 from megatron_vshape.cli.files import is_installed
+from megatron_vshape.cli.help import OUTPUT, PROGRAM, group
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.saved_config import silence
 
@@ -21,46 +22,59 @@ if TYPE_CHECKING:
     from megatron_vshape.mcore.hooks.registry import Finding
 
 DISTRIBUTION = "megatron-vshape"
-REFUSED = {
-    "a schedule of this package": ("SCHEDULE", "CHUNKS"),
-    "--optimizer-post-validation too": ("POST_VALIDATION",),
-    "--overlap-moe-expert-parallel-comm too": ("LAYER_PLANS",),
-    "--pipeline-vocab-parallel too": ("VOCABULARY",),
-    "--pipeline-slices too": ("SLICES",),
+BY_SCHEDULE = ("SCHEDULE", "CHUNKS")
+BY_FEATURE = {
+    "--optimizer-post-validation": ("POST_VALIDATION",),
+    "--overlap-moe-expert-parallel-comm": ("LAYER_PLANS",),
+    "--pipeline-vocab-parallel": ("VOCABULARY",),
+    "--pipeline-slices": ("SLICES",),
 }
-"""What refuses options of Megatron, and the tables of it in `mcore.refusals`."""
+"""Tables of `mcore.refusals`: of any schedule, and of features."""
+
+HANGING_NCCL = (2, 30, 7)
+NCCL_WARNING = (
+    "NCCL 2.30.7: a public report (NVIDIA/jaxpp issue 11) has an 8-GPU pipeline that hangs with it "
+    "and finishes with 2.31.2. We have not verified this; if a run hangs, upgrade NCCL."
+)
+FLAG = "--pipeline-schedule"
 MISSING = "not installed"
+DEVELOPERS_EXTRAS = ("browser", "docs", "dev")
 DOES_NOT_FIT = 1
 WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say which arguments the command takes."""
-    parser.add_argument(
+    """Add the command's arguments."""
+    group(parser, OUTPUT).add_argument(
+        "--verbose",
+        action="store_true",
+        help="Print all hooks, and the options that each feature rejects",
+    )
+    program = group(parser, PROGRAM)
+    program.add_argument(
         "--megatron",
         type=Path,
         metavar="CHECKOUT",
-        help="look at this Megatron-LM checkout instead of the installed megatron-core",
+        help="Megatron-LM checkout (default: the installed megatron-core)",
     )
-    parser.add_argument(
+    program.add_argument(
         "--recipe",
         metavar="NAME|FILE.json",
-        help="say what becomes of this configuration's options: a JSON object of them, or in a "
-        "checkout of megatron-vshape the name of one of Megatron-Bridge's recipes",
+        help="Configuration to check instead: JSON object of options, or in a checkout of this "
+        "package the name of a Megatron-Bridge recipe",
     )
-    parser.add_argument(
+    program.add_argument(
         "--schedule",
         metavar="NAME|FILE",
-        help="the schedule that --recipe is to run with. Default: what its pipeline_schedule says, "
-        f"or {recipe.USUAL}",
+        help="Schedule for --recipe (default: its pipeline_schedule, else " + recipe.USUAL + ")",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the tables; return 0, or 1 where a hook's target has moved or a recipe is refused.
+    """Print the report; return 0, or 1 if a hook does not fit or a recipe is rejected.
 
     Raises:
-        ScheduleError: there is no Megatron in the checkout that is named, or no such recipe.
+        ScheduleError: the named checkout has no Megatron, or the recipe does not exist.
     """
     if options.megatron is not None:
         _take_checkout(options.megatron)
@@ -68,19 +82,24 @@ def run(options: argparse.Namespace) -> int:
         return recipe.show(options.recipe, options.schedule)
     print(f"{DISTRIBUTION} {__version__}")
     print(_section("versions", _two_columns([*_versions(), *_extras()])))
-    faults = _print_hooks()
-    print(_section("translated or set aside with a schedule of this package", _translated()))
-    for title, by in REFUSED.items():
-        print(_section(f"refused with {title}", _refused(*by)))
-    if is_installed("torch"):
-        print(_section("weight gradients are added up by", _two_columns(list(_kernels()))))
+    warnings = list(_warnings())
+    if warnings:
+        lines = [line for each in warnings for line in _wrapped(each, WIDTH - 2, "  ")]
+        print(_section("warnings", "\n".join(lines)))
+    faults = _print_hooks(options.verbose)
+    print(_section("Megatron options with a schedule of this package", _options()))
+    if options.verbose:
+        for title, by in BY_FEATURE.items():
+            print(_section(f"rejected with {title}", _refused(*by)))
+        if is_installed("torch"):
+            print(_section("weight gradient kernels", _two_columns(list(_kernels()))))
+    else:
+        print("\nhooks and options of each feature: megatron-vshape doctor --verbose")
     if faults:
         print(f"\ndoes not fit: {faults[0]}")
         return DOES_NOT_FIT
-    fits = (
-        "everything fits" if is_installed("megatron.core") else "schedules can be planned and drawn"
-    )
-    print(f"\n{fits}")
+    ready = "ready to train" if is_installed("megatron.core") else "ready to plan and draw"
+    print(f"\n{ready}")
     return 0
 
 
@@ -95,7 +114,7 @@ def _section(title: str, text: str) -> str:
 
 
 def _two_columns(rows: Sequence[tuple[str, str]]) -> str:
-    """Return names and what is to be said of each, wrapped beside them."""
+    """Format names and texts in two columns."""
     wide = max(len(name) for name, _ in rows)
     lines = []
     for name, said in rows:
@@ -124,7 +143,7 @@ def _version(*distributions: str) -> str:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    """Yield what a training run stands on."""
+    """Yield the libraries of a training run and their versions."""
     yield "python", platform.python_version()
     yield "torch", _version("torch")
     if is_installed("torch"):
@@ -133,15 +152,15 @@ def _versions() -> Iterator[tuple[str, str]]:
     if megatron == MISSING and is_installed("megatron.core"):
         megatron = "from a checkout"
     if megatron == MISSING:
-        megatron += ": no training here; pip install 'megatron-vshape[megatron]'"
+        megatron += ": required for training; pip install 'megatron-vshape[megatron]'"
     yield "megatron-core", megatron
     engine = _version("transformer-engine", "transformer_engine_torch")
     if engine == MISSING:
-        engine += ": --transformer-impl local only"
+        engine += ": only --transformer-impl local"
     yield "transformer-engine", engine
     apex = _version("apex")
     if apex == MISSING:
-        apex += ": --gradient-accumulation-fusion by torch, under a schedule of this package"
+        apex += ": schedules of this package use torch for --gradient-accumulation-fusion"
     yield "apex", apex
 
 
@@ -149,14 +168,14 @@ def _devices() -> Iterator[tuple[str, str]]:
     import torch
 
     if torch.version.cuda is None:
-        yield "CUDA", "torch was built without it: training on the CPU, over gloo"
+        yield "CUDA", "torch was built without CUDA: training on the CPU over gloo"
         return
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
         counts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
         yield "CUDA", f"{torch.version.cuda}, {counts}"
     else:
-        yield "CUDA", f"{torch.version.cuda}, no GPU: training on the CPU, over gloo"
+        yield "CUDA", f"{torch.version.cuda}, no GPU: training on the CPU over gloo"
     with contextlib.suppress(RuntimeError, AttributeError):
         yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
 
@@ -174,11 +193,48 @@ def _extras() -> Iterator[tuple[str, str]]:
         if extra is not None and name is not None:
             extras.setdefault(extra[1], []).append(name[0])
     for title, names in extras.items():
+        if title in DEVELOPERS_EXTRAS:
+            continue
         yield f"extra {title}", ", ".join(f"{name} {_version(name)}" for name in names)
 
 
-def _print_hooks() -> list[str]:
-    """Print what Megatron is asked for, and return what of it does not fit."""
+def _warnings() -> Iterator[str]:
+    """Yield known problems of what is installed."""
+    if is_installed("torch"):
+        import torch
+
+        with contextlib.suppress(RuntimeError, AttributeError):
+            if torch.version.cuda is not None and torch.cuda.nccl.version() == HANGING_NCCL:
+                yield NCCL_WARNING
+    for name in _others_with_flag():
+        yield (
+            f"{name} also registers {FLAG}: the two packages conflict in one run. Uninstall one of "
+            "them, or do not call megatron_vshape.register()."
+        )
+
+
+def _others_with_flag() -> Iterator[str]:
+    """Yield installed packages for Megatron that add an option of the same name to its parser."""
+    for each in importlib.metadata.distributions():
+        words = " ".join([each.name or "", *(each.requires or ())]).lower()
+        if each.name == DISTRIBUTION or "megatron" not in words:
+            continue
+        for file in each.files or ():
+            if file.suffix == ".py" and _has_flag(Path(str(each.locate_file(file)))):
+                yield f"{each.name} {each.version}"
+                break
+
+
+def _has_flag(path: Path) -> bool:
+    try:
+        text = path.read_text(encoding="utf-8", errors="ignore")
+    except OSError:
+        return False
+    return f'"{FLAG}"' in text or f"'{FLAG}'" in text
+
+
+def _print_hooks(verbose: bool) -> list[str]:
+    """Print whether Megatron has all hooks, and return what does not fit."""
     if not is_installed("megatron.core"):
         print(_section("hooks", "not checked: megatron-core is not installed"))
         return []
@@ -188,9 +244,13 @@ def _print_hooks() -> list[str]:
         fault = f"megatron-core {_version('megatron-core')} cannot be imported: {error}"
         print(_section("hooks", f"not checked: {fault}"))
         return [fault]
-    rows = "\n".join(_lines_of(finding) for finding in findings)
-    print(_section(f"hooks: what register() calls and replaces in megatron-core {release}", rows))
-    return [each.fault for each in findings if each.fault is not None]
+    faults = [each.fault for each in findings if each.fault is not None]
+    found = len(findings) - len(faults)
+    state = f"all {found} hooks found" if not faults else f"{found} of {len(findings)} hooks found"
+    shown = findings if verbose else [each for each in findings if each.fault is not None]
+    rows = [f"{state} in megatron-core {release}", *map(_lines_of, shown)]
+    print(_section("hooks", "\n".join(rows)))
+    return faults
 
 
 def _examine() -> tuple[str, list["Finding"]]:
@@ -214,35 +274,44 @@ def _lines_of(finding: "Finding") -> str:
         state = "moved"
     elif not finding.is_there:
         state = "none"
-        said += " (not there, and not missed)"
+        said += " (optional)"
     parameters = f"({', '.join(record.expects)})" if record.expects else ""
     lines = _wrapped(f"{record.target}{parameters}", WIDTH - 9, "    ")
     lines += [f"  {line}" for line in _wrapped(said, WIDTH - 11)]
     return f"{state:5}  " + "\n       ".join(lines)
 
 
-def _translated() -> str:
-    """Return the options of which a schedule makes something else, by what it makes of them."""
+def _options() -> str:
+    """Format the options that a schedule translates, ignores or rejects, by name."""
+    from megatron_vshape.mcore.refusals import REFUSALS, By, has_transformer_engine
     from megatron_vshape.mcore.setup.translate import TRANSLATIONS
 
-    options: dict[str, list[str]] = {}
-    for each in TRANSLATIONS:
-        options.setdefault(each.becomes, []).extend(each.names)
-    return _told(options)
+    rows: dict[str, str] = {}
+    for rule in TRANSLATIONS:
+        for name in rule.names:
+            rows["--" + name.replace("_", "-")] = rule.becomes
+    for each in (each for name in BY_SCHEDULE for each in REFUSALS[By[name]]):
+        name = f"{each.option} (some values)" if each.shows_value else each.option
+        rows.setdefault(name, f"rejected: {each.why}")
+    if not has_transformer_engine():
+        rows["--transformer-impl transformer_engine"] = "rejected: not installed"
+    lines = []
+    for name in sorted(rows, key=lambda each: each.lstrip("-")):
+        lines.append(name)
+        lines += [f"    {line}" for line in _wrapped(rows[name], WIDTH - 6)]
+    return "\n".join(lines)
 
 
 def _refused(*by: str) -> str:
-    """Return what is refused by these of `refusals.By`, by what is to be done about it."""
-    from megatron_vshape.mcore.refusals import REFUSALS, By, has_transformer_engine
+    """Format the options that these entries of `refusals.By` reject, by reason."""
+    from megatron_vshape.mcore.refusals import REFUSALS, By
 
     options: dict[str, list[str]] = {}
     for each in (each for name in by for each in REFUSALS[By[name]]):
-        name = f"{each.option} (others)" if each.shows_value else each.option
+        name = f"{each.option} (some values)" if each.shows_value else each.option
         names = options.setdefault(each.why, [])
-        if name not in names:  # of which releases of Megatron make attributes of unlike names
+        if name not in names:  # releases of Megatron have several attributes for one option
             names.append(name)
-    if "SCHEDULE" in by and not has_transformer_engine():
-        options["it is not installed here"] = ["--transformer-impl transformer_engine"]
     return _told(options)
 
 
@@ -263,5 +332,5 @@ def _kernels() -> Iterator[tuple[str, str]]:
     precisions = {"--bf16": torch.bfloat16, "--fp16": torch.float16, "fp32": torch.float32}
     for name, dtype in precisions.items():
         kernel = fused_kernel(device, torch.float32, dtype)
-        yield f"{name}, sums in fp32, on this {device}", str(kernel)
+        yield f"{name}, fp32 accumulation, on this {device}", str(kernel)
     yield "--no-gradient-accumulation-fusion", str(WeightGradKernel.MATMUL_ADD)

@@ -1,11 +1,14 @@
-"""doctor: tables of versions, hooks and refusals, and an exit status that says whether all fits."""
+"""doctor: versions, warnings, hooks and options, and an exit status: 1 if a hook does not fit."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from megatron_vshape.cli import doctor
 
 ROOT = Path(__file__).parents[2]
 MOVED = """
@@ -30,9 +33,9 @@ def test_without_any_package_it_says_what_is_missing() -> None:
     lines = [line.split(maxsplit=1) for line in run.stdout.splitlines()]
     told = {line[0]: line[1] for line in lines if len(line) == 2}
     assert told["torch"] == "not installed"
-    assert told["megatron-core"].startswith("not installed: no training here; pip install ")
+    assert told["megatron-core"].startswith("not installed: required for training; pip install ")
     assert "not checked: megatron-core is not installed" in run.stdout
-    assert run.stdout.endswith("schedules can be planned and drawn\n")
+    assert run.stdout.endswith("\nready to plan and draw\n")
 
 
 def test_where_everything_fits() -> None:
@@ -41,21 +44,53 @@ def test_where_everything_fits() -> None:
     from megatron_vshape.mcore.refusals import REFUSALS, By
     from megatron_vshape.mcore.setup.translate import TRANSLATIONS
 
-    run = python("-m", "megatron_vshape.cli.main", "doctor")
+    run = python("-m", "megatron_vshape.cli.main", "doctor", "--verbose")
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stderr == ""
     text = " ".join(run.stdout.split())
     version = core.__version__.partition("+")[0]
-    assert f"replaces in megatron-core {version} " in text
+    hooks = len(registry.HOOKS) + len(registry.PROBES)
+    assert f"all {hooks} hooks found in megatron-core {version} " in text
     assert all(f" {record.target}" in text for record in (*registry.HOOKS, *registry.PROBES))
     assert all(record.reason in text for record in (*registry.HOOKS, *registry.PROBES))
     untold = By.LATE, By.RECORDING
     refusals = [each for by in By if by not in untold for each in REFUSALS[by]]
     assert all(each.option in text and each.why in text for each in refusals)
     assert all(each.becomes in text for each in TRANSLATIONS)
-    assert all(name in text for each in TRANSLATIONS for name in each.names)
-    assert "fp32, sums in fp32, on this cpu addmm" in text
-    assert text.endswith("everything fits")
+    names = [name.replace("_", "-") for each in TRANSLATIONS for name in each.names]
+    assert all(f" --{name} " in text for name in names)
+    assert "fp32, fp32 accumulation, on this cpu addmm" in text
+    assert text.endswith("ready to train")
+
+
+def test_the_report_is_short_and_names_options() -> None:
+    core = pytest.importorskip("megatron.core")
+    run = python("-m", "megatron_vshape.cli.main", "doctor")
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = run.stdout.splitlines()
+    assert len(lines) < 130
+    version = core.__version__.partition("+")[0]
+    assert any(re.fullmatch(rf"  all \d+ hooks found in megatron-core {version}", x) for x in lines)
+    assert "  --use-megatron-fsdp" in lines
+    assert "megatron.core.pipeline_parallel" not in run.stdout  # hooks only with --verbose
+
+
+def test_known_problems_are_warned_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for version, warned in (((2, 30, 7), True), ((2, 31, 2), False)):
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda version=version: version)
+        assert (doctor.NCCL_WARNING in doctor._warnings()) == warned
+    (tmp_path / "other.py").write_text('parser.add_argument("--pipeline-schedule")\n')
+    info = tmp_path / "other_schedules-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Name: other-schedules\nVersion: 1.2\nRequires-Dist: megatron-core"
+    )
+    (info / "RECORD").write_text("other.py,,\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (warning,) = [each for each in doctor._warnings() if "--pipeline-schedule" in each]
+    assert warning.startswith("other-schedules 1.2 also registers --pipeline-schedule")
 
 
 @pytest.mark.slow
