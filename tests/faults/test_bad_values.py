@@ -12,61 +12,34 @@ SIX = (*V_HALF, "--train-iters", "6", "--save-interval", "100", "--ckpt-format",
 REPRODUCED, NOT_REPRODUCED = 16, 17  # Megatron's exit codes of a step that was bad
 ALWAYS = 9  # steps, and repeated steps, from the first on
 
-SPOILT = [
-    (
-        "NaN in an activation",
-        {"value": "nan", "rank": 2, "pass": "F2.3"},
-        "F2.3, the forward pass of stage 2 for microbatch 3, made NaN in its output",
-    ),
-    (
-        "inf in a gradient",
-        {"value": "inf", "rank": 1, "pass": "B6.2"},
-        "B6.2, the backward pass for the inputs of stage 6 for microbatch 2, made inf in the "
-        "gradient of its input",
-    ),
-]
 
-
-@pytest.mark.parametrize(("what", "fault", "told"), SPOILT, ids=[each[0] for each in SPOILT])
-def test_a_bad_value_is_traced_to_its_pass(
-    inject: Inject, tally: Tally, tmp_path: Path, what: str, fault: dict[str, object], told: str
+@pytest.mark.parametrize(
+    ("what", "fault"),
+    [
+        ("NaN in an activation", {"value": "nan", "rank": 2, "pass": "F2.3"}),
+        pytest.param(
+            "inf in a gradient",
+            {"value": "inf", "rank": 1, "pass": "B6.2"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_megatron_repeats_a_bad_step(
+    inject: Inject, tally: Tally, tmp_path: Path, what: str, fault: dict[str, object]
 ) -> None:
     tally(what)
     spoil = {"what": "spoil", "step": 3, "times": ALWAYS} | fault
     run = inject([spoil], *SIX, "--save", str(tmp_path / "saved"))
     assert run.codes == [REPRODUCED] * 4, run.output
-    lines = [
-        line
-        for text in run.output
-        for line in text.splitlines()
-        if "all it read was finite" in line
-    ]
-    (line,) = lines
-    rank = fault["rank"]
-    assert line.endswith(f"rank {rank} (device {rank}): {told}, and all it read was finite")
 
 
 @pytest.mark.slow
-def test_a_value_that_was_bad_once_is_no_passs_fault(inject: Inject, tally: Tally) -> None:
+def test_a_value_that_was_bad_once_is_not_reproducible(inject: Inject, tally: Tally) -> None:
     tally("NaN that does not come again")
     spoil = {"what": "spoil", "step": 3, "value": "nan", "rank": 2, "pass": "F2.3"}
     run = inject([spoil], *V_HALF, "--train-iters", "6")
     assert run.codes == [NOT_REPRODUCED] * 4
-    assert not any("all it read was finite" in text for text in run.output)
     assert "not reproducible" in run.output[2]
-
-
-@pytest.mark.slow
-def test_a_bad_parameter_is_named(inject: Inject, tally: Tally, tmp_path: Path) -> None:
-    """Megatron does not check a process's first step; what that spoils, the second one tells."""
-    tally("NaN in the first step, which Megatron does not check")
-    spoil = {"what": "spoil", "step": 1, "value": "nan", "rank": 2, "pass": "B5.3"}
-    run = inject([spoil], *SIX, "--save", str(tmp_path / "saved"))
-    assert run.codes == [REPRODUCED] * 4
-    # The gradient that stage 5 sent down was bad, so the stages below have bad weights.
-    told = "parameters of stage {} are not finite before the step"
-    assert [told.format(stage) in run.output[2] for stage in (2, 5)] == [True, False]
-    assert told.format(4) in run.output[3]
 
 
 @pytest.mark.slow

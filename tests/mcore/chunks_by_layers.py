@@ -193,7 +193,8 @@ class Chunks:
         else:
             made = (getattr(stage, first.kind.method)(first.microbatch, received),)
         for work, each in zip(passes, made, strict=True):
-            loss = stage.loss(work.microbatch) if work.kind is Kind.F else None
+            makes_loss = work.kind is Kind.F and stage._makes_loss
+            loss = stage._outputs.get(work.microbatch) if makes_loss else None
             if (each := loss if each is None else each) is not None:
                 self.made[str(work)] = each.detach().clone()
 

@@ -37,7 +37,6 @@ from megatron_vshape.mcore.refusals import (
     refusing,
 )
 from megatron_vshape.mcore.setup.pipeline import Pipeline
-from megatron_vshape.mcore.step.finite import InspectedStage, repeats_a_bad_step
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.late_checks import checked_late
 from megatron_vshape.mcore.step.loss_reporting import Courier
@@ -399,8 +398,7 @@ class PipelineRunner:
         with refusing():
             _check_captured(self._state.captured, plan.program)
             self._agreement.check(plan.program, plan.beside)
-        # When a bad step is repeated, every pass is looked at by itself.
-        return plan.program, plan.beside if hides and not repeats_a_bad_step() else {}
+        return plan.program, plan.beside if hides else {}
 
     def _slices(self, call: Call, config: Any) -> int:
         """Return in how many slices the step's microbatches are cut; evaluation runs them whole."""
@@ -490,11 +488,11 @@ class PipelineRunner:
 
 def _stages(begun: Beginning) -> Mapping[int, Stage]:
     """Return what runs the passes of this rank's chunks, by stage."""
-    stage_map, step = begun.pipeline.stage_map, begun.step
-    stages = {
+    stage_map = begun.pipeline.stage_map
+    return {
         stage: MegatronStage(
             begun.state,
-            step,
+            begun.step,
             begun.chunks[chunk],
             begun.iterators[chunk],
             chunk,
@@ -504,11 +502,6 @@ def _stages(begun: Beginning) -> Mapping[int, Stage]:
         )
         for chunk, stage in enumerate(begun.stages)
     }
-    if step.forward_only or not repeats_a_bad_step():
-        return stages
-    who = f"rank {dist.get_rank()} (device {begun.groups.pp.rank()})"
-    reduces_in_w = step.gradient_sync.overlaps
-    return {at: InspectedStage(each, at, who, reduces_in_w) for at, each in stages.items()}
 
 
 def _message_shape(call: Call, config: Any, groups: Any, slices: int) -> Sequence[int]:

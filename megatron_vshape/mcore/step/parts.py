@@ -88,11 +88,6 @@ class Step:
     parts: list[Part] = field(default_factory=list)
     loss_store: list[Any] = field(default_factory=list)
 
-    @property
-    def num_numbers(self) -> int:
-        """Return how many F, B and W a stage has: one of each slice."""
-        return self.num_microbatches * self.slices
-
     def handlers(self) -> dict[Kind, Handler]:
         """Return what runs the passes that are no stage's own, by kind."""
         return {kind: each for part in self.parts for kind, each in part.handlers().items()}

@@ -35,10 +35,6 @@ class MegatronStage:
     _inputs: dict[int, Tensor | None] = field(default_factory=dict)
     _outputs: dict[int, Tensor] = field(default_factory=dict)
 
-    def loss(self, microbatch: int) -> Tensor | None:
-        """Return the loss of a microbatch whose B has not run; None where the stage makes none."""
-        return self._outputs.get(microbatch) if self._makes_loss else None
-
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run F; the output's memory belongs to the caller alone afterwards."""
         begun = self._begun(microbatch, received)
