@@ -86,11 +86,12 @@ class StepState:
     @contextmanager
     def running(self, chunk: int, part: Slice | None = None) -> Iterator[None]:
         """Have a pass of a chunk, of a slice perhaps, run inside."""
+        before = self.running_chunk, self.slice
         self.running_chunk, self.slice = chunk, part
         try:
             yield
         finally:
-            self.running_chunk = self.slice = None
+            self.running_chunk, self.slice = before
 
     @contextmanager
     def having_logits(self) -> Iterator[None]:

@@ -194,6 +194,15 @@ def test_a_file_out_of_turn_is_refused() -> None:
         verify(replace(made, order=lacking))
 
 
+@pytest.mark.parametrize("flags", [SHARED, "--pipeline-slices 2"])
+def test_a_loss_function_is_told_that_it_runs_on_the_last_stage(farm: Farm, flags: str) -> None:
+    """On the first rank, which has that stage in a V; the loss is made behind the pass."""
+    plugin = Path(__file__).parent / "asks_for_stage.py"
+    schedule = ("--pipeline-schedule", "v-half", *flags.split())
+    ended = farm.run(2, *schedule, *STEPS, UNTIED, plugin=plugin).check()
+    assert len(losses(ended)) == 3
+
+
 DETACHED = "--mtp-num-layers 1 --mtp-detach-heads"
 REFUSED = {
     DETACHED: "--pipeline-vocab-parallel does not work with --mtp-detach-heads",

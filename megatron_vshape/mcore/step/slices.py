@@ -133,7 +133,9 @@ class Slicing(Capability):
         step = beginning.step
         if step.slices > 1:
             slices = Slices(step.slices, beginning.seq_length)
-            slices.lose = loss_maker(step, beginning.chunks[-1], len(beginning.chunks))
+            slices.lose = loss_maker(
+                beginning.state, step, beginning.chunks[-1], len(beginning.chunks)
+            )
             return slices
         return None
 

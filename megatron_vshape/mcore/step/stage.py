@@ -232,18 +232,24 @@ def run_alone(config: Any, forward: Forward | None, backward: Backward | None) -
 
 
 def loss_maker(
-    step: Step, model: nn.Module, num_chunks: int, reports: bool = True
+    state: StepState, step: Step, model: nn.Module, num_chunks: int, reports: bool = True
 ) -> Callable[..., Tensor | None]:
-    """Return what makes a microbatch's loss, by the function that F returned.
+    """Make the function that computes the loss of a microbatch, by the function that F returned.
 
-    It takes the losses [b, s], and returns their gradient where they are to learn from it:
-    Megatron's own averages and scales, masks and loss scale are in that. Or it takes what the
-    trainer has made of logits, with their graph (`is_leaf` false), and nothing is returned. What is
-    reported of the loss and how many tokens it counts is kept where `reports`.
+    It is given the losses [b, s], and returns their gradient in training: Megatron's own averages
+    and scales, masks and loss scale are part of it. Or it is given a tensor that the trainer has
+    computed from logits, with its graph (`is_leaf` false), and returns nothing. With `reports`, the
+    reports of the loss and its number of tokens are kept for the step.
+
+    The loss function runs as in F of the last chunk, since it may ask which stage this is.
     """
     store: list[Any] = step.loss_store if reports else []
 
     def lose(losses: Any, function: Any, is_leaf: bool = True) -> Tensor | None:
+        with state.running(num_chunks - 1):
+            return make(losses, function, is_leaf)
+
+    def make(losses: Any, function: Any, is_leaf: bool) -> Tensor | None:
         if is_leaf and not step.forward_only:
             losses.requires_grad_()
         if step.config.timers is not None:  # what makes the loss stops it

@@ -112,7 +112,7 @@ class SharedVocabulary(Part):
             self.tokens_shape = batch, length * whole
         # Makes the loss of a microbatch by its losses, [b, s], and the function that F returned.
         reports = begun.groups.pp.rank() == self.stage_map.loss_rank
-        self.lose = loss_maker(step, self.last, self.stage_map.num_chunks, reports)
+        self.lose = loss_maker(self.state, step, self.last, self.stage_map.num_chunks, reports)
         self._rows = unwrapped(self.first).embedding.word_embeddings
         head = unwrapped(self.last).output_layer
         check_head(head)
