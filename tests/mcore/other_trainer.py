@@ -30,6 +30,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_mtp_block_spec,
@@ -44,6 +45,7 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_first_stage,
     is_vp_last_stage,
 )
+from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
@@ -160,6 +162,8 @@ def make_model(shape: str, config: Any, given: dict[str, Any]) -> list[nn.Module
             made = config.provide(**ends)
         else:
             made = build(config, given.get("pattern"), shape == "areal", ends)
+        for what in given.get("extends", ()):
+            extend(made, what, where, chunks, group)
         fill(made)
         made = Float16Module(config, made) if config.bf16 else made
         whole = bool(chunk) or given.get("steps_ahead", False)
@@ -167,6 +171,81 @@ def make_model(shape: str, config: Any, given: dict[str, Any]) -> list[nn.Module
     if shape == "areal":
         tell_tied_embeddings(unwrapped(model[-1 if _is_physically_last() else 0]))
     return model
+
+
+class Scaled(nn.Module):
+    """An embedding that is scaled, as Megatron-Bridge's of Gemma."""
+
+    def forward(self, **options: Any) -> Tensor:
+        return super().forward(**options) * 5
+
+
+class Shifted(nn.Module):
+    """An embedding that looks up other tokens than it is given."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return super().forward(input_ids=(input_ids + 1) % VOCABULARY, position_ids=position_ids)
+
+
+class Doubled(VocabParallelEmbedding):
+    """A word embedding that is scaled by itself."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * 2
+
+
+class Capped(ColumnParallelLinear):
+    """An output layer whose logits are capped, as Megatron-Bridge's of Gemma 2."""
+
+    def forward(self, *args: Any, **options: Any) -> tuple[Tensor, Any]:
+        logits, bias = super().forward(*args, **options)
+        return 0.05 * torch.tanh(logits / 0.05), bias
+
+
+def extend(model: nn.Module, what: str, chunk: int | None, chunks: int | None, group: Any) -> None:
+    """Extend an end of a chunk that has been built, where Megatron-Bridge believes it to be."""
+    first = is_vp_first_stage(vp_stage=chunk, vp_size=chunks) and is_pp_first_stage(group)
+    last = is_vp_last_stage(vp_stage=chunk, vp_size=chunks) and is_pp_last_stage(group)
+    if model.pre_process and not mpu.is_pipeline_first_stage():
+        raise ValueError("this rank has the embedding and is said not to be the first stage")
+    if what == "replaced":
+        replace_embedding(model)
+    if what in ("scaled", "shifted") and first:
+        _extend_instance(model.embedding, Scaled if what == "scaled" else Shifted)
+    if what == "doubled" and first:
+        _extend_instance(model.embedding.word_embeddings, Doubled)
+    if what == "capped" and last:
+        _extend_instance(model.output_layer, Capped)
+    if what == "hooked" and last:
+        model.output_layer.register_forward_hook(lambda *call: None)
+    if what == "critic" and last:
+        model.output_layer = nn.Linear(HIDDEN, 1)
+        model.output_layer.tp_group = mpu.get_tensor_model_parallel_group()
+    if what == "other loss" and last:
+        model.compute_language_model_loss = lambda labels, logits: logits.sum(-1).t()
+
+
+def replace_embedding(model: nn.Module) -> None:
+    """Give a chunk that has been built another embedding, as Megatron-Bridge's Gemma 3 does."""
+    if hasattr(model, "embedding"):
+        sizes = {"vocab_size": VOCABULARY, "max_sequence_length": LONGEST}
+        model.embedding = OtherEmbedding(
+            model.config, **sizes, position_embedding_type=model.position_embedding_type
+        )
+    if hasattr(model, "embedding") or hasattr(model, "output_layer"):
+        model.setup_embeddings_and_output_layer()
+
+
+class OtherEmbedding(LanguageModelEmbedding):
+    """An embedding that a library puts in the place of Megatron's."""
+
+    def forward(self, **options: Any) -> Tensor:
+        return super().forward(**options) * 5
+
+
+def _extend_instance(module: nn.Module, mixin: type) -> None:
+    base = type(module)
+    module.__class__ = type(base.__name__, (mixin, base), {})
 
 
 def tell_tied_embeddings(chunk: nn.Module) -> None:

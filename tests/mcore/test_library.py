@@ -136,6 +136,15 @@ def test_results_are_where_any_library_looks_for_them(
                 assert mine == pytest.approx(known, abs=1e-6), f"{reader} on rank {rank}"
 
 
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
+def test_an_embedding_that_the_library_replaces_stays_tied(
+    farm: Farm, tmp_path: Path, schedule: str
+) -> None:
+    """It looks for one in every chunk, and ties anew: in a V the last has that of the first."""
+    plain = run(farm, tmp_path, "areal", None, ranks=2, extends=["replaced"])
+    same(run(farm, tmp_path, "areal", schedule, ranks=2, extends=["replaced"]), plain)
+
+
 def test_the_first_failure_is_told_by_those_whose_connection_it_ends(
     farm: Farm, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from megatron_vshape.mcore.hooks.replacements import Function, replaces, replaces_always
+from megatron_vshape.mcore.hooks.replacements import Function, has_end, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import multi_token, stages, vocabulary
 from megatron_vshape.mcore.layout.stage_map import check_tied_embeddings
@@ -169,7 +169,9 @@ def model_init(session: Session, original: Function) -> Function:
         rank = parallel_state.get_pipeline_model_parallel_rank()
         first, last = pipeline.ends(rank, chunk)
         bound.arguments["pre_process"], bound.arguments["post_process"] = first, last
+        session.is_building = False  # Megatron's own constructor asks for the rank's place
         original(*bound.args, **bound.kwargs)
+        session.is_building = True
         if pipeline.choice.shares:
             session.embedding_end = opening = session.embedding_end if chunk else self
             with refusing():
@@ -245,58 +247,102 @@ def _have_stages_found(session: Session, pipeline: Pipeline) -> None:
 
 @replaces
 def setup_embeddings(session: Session, original: Function, model: Any) -> None:
-    """Make one weight of what the last stage shares with the embedding, where this rank has both.
+    """Use one weight for the embedding and for what the last stage shares with it, on one rank.
 
-    That is the output layer where the model ties it, and what multi-token prediction looks up. The
-    chunk with the embedding is built before the last.
+    The last stage shares the output layer if the model ties it, and the embedding of multi-token
+    prediction. The chunk with the embedding is built before the last. A library that replaces an
+    embedding calls this again (Megatron-Bridge for Gemma 3): Megatron would then set the weight of
+    the last stage to zero, as a copy to be filled, but here it is the embedding itself.
     """
-    original(model)
-    if session.pipeline is None or session.pipeline.choice.shares:
+    pipeline, first = session.pipeline, session.joined.get(model)
+    if first is not None:
+        _join(first, model)
         return
-    stage_map, ties = session.pipeline.stage_map, model.share_embeddings_and_output_weights
+    original(model)
+    if pipeline is None or pipeline.choice.shares:
+        return
+    stage_map, ties = pipeline.stage_map, model.share_embeddings_and_output_weights
     predicts = getattr(model, "mtp_process", False)
     if ties:
         check_tied_embeddings(stage_map)
     if stage_map.ends_meet and model.pre_process:
         session.embedding_end = model
     elif session.embedding_end is not None:
-        first, session.embedding_end = session.embedding_end, None
-        if predicts:
-            multi_token.share_embedding(first, model)
-        if ties:
-            stages.tie_embeddings(first, model)
+        session.joined[model], session.embedding_end = session.embedding_end, None
+        _join(session.joined[model], model)
     elif ties and predicts and model.post_process:
         model.output_layer.weight = None  # it is never read, and no checkpoint can be saved with it
 
 
-def _asked(session: Session, end: int, fallback: bool) -> bool:
-    """Return whether the stage that runs is the first, or the last; outside a pass, `fallback`."""
-    pipeline, chunk = session.pipeline, session.step.running_chunk
-    if session.step.has_logits:
+def _join(first: Any, last: Any) -> None:
+    """Have the last chunk of a rank use the weights of the first one, as far as the model does."""
+    if getattr(last, "mtp_process", False):
+        multi_token.share_embedding(first, last)
+    if last.share_embeddings_and_output_weights:
+        stages.tie_embeddings(first, last)
+
+
+def _is_end(session: Session, end: int, chunk: int | None) -> bool | None:
+    """Check whether a stage is the model's first (`end` 0) or last (`end` 1).
+
+    It is the stage that runs, or while models are built the stage of `chunk`. None if there is no
+    such stage: then the answer is about the rank.
+    """
+    pipeline, step = session.pipeline, session.step
+    if step.has_logits:
         return True
-    if pipeline is None or chunk is None:
-        return fallback
+    if pipeline is None:
+        return None
+    if step.running_chunk is not None:
+        chunk = step.running_chunk
+    elif not session.is_building or chunk is None:
+        return None
     return pipeline.ends(parallel_state.get_pipeline_model_parallel_rank(), chunk)[end]
 
 
-@replaces
-def is_first(session: Session, original: Function, *args: Any, **options: Any) -> bool:
-    """Answer for the stage with the embedding while a pass runs."""
-    return _asked(session, 0, bool(original(*args, **options)))
+def is_end_of_chunks(end: int) -> Function:
+    """Make the replacement of Megatron's check whether a chunk is the first or last of its rank.
+
+    Libraries combine it with `is_end_of_ranks`. While models are built the two together hold for
+    the chunk that has this end of the model, wherever the schedule places it.
+    """
+
+    @replaces
+    def is_end(
+        session: Session, original: Function, vp_stage: int | None, vp_size: int | None
+    ) -> bool:
+        chunk = session.provided_chunk if vp_stage is None else vp_stage
+        found = _is_end(session, end, chunk)
+        return bool(original(vp_stage, vp_size)) if found is None else found
+
+    return is_end
 
 
-@replaces
-def is_last(session: Session, original: Function, *args: Any, **options: Any) -> bool:
-    """Answer for the stage with the loss while a pass runs."""
-    return _asked(session, 1, bool(original(*args, **options)))
+def is_end_of_ranks(end: int) -> Function:
+    """Make the replacement of Megatron's check whether a rank is the first or last of a pipeline.
+
+    While models are built it holds for the rank that has this end of the model in any chunk.
+    """
+
+    @replaces
+    def is_end(session: Session, original: Function, pp_group: Any) -> bool:
+        found = _is_end(session, end, session.provided_chunk)
+        if found is not None:
+            return found
+        return has_end(session, end) if session.is_building else bool(original(pp_group))
+
+    return is_end
 
 
 @replaces
 def get_megatron_optimizer(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Remember the optimizer, whose memory a limit has to leave room for.
 
+    The models are complete by now.
+
     What its config asks for that is made for other schedules is told, and turned off.
     """
+    session.is_building = False
     if session.pipeline is not None:
         config = inspect.signature(original).bind(*args, **options).arguments["config"]
         tell(translate(config, session.pipeline.stage_map.placement))

@@ -316,12 +316,12 @@ HOOKS = (
     *(
         Hook(_UTILS, name, expects, reason, replacement, everywhere=True)
         for name, expects, replacement in (
-            ("is_pp_first_stage", ("pp_group",), library.is_first),
-            ("is_pp_last_stage", ("pp_group",), library.is_last),
-            ("is_vp_first_stage", ("vp_stage", "vp_size"), library.is_first),
-            ("is_vp_last_stage", ("vp_stage", "vp_size"), library.is_last),
+            ("is_pp_first_stage", ("pp_group",), library.is_end_of_ranks(0)),
+            ("is_pp_last_stage", ("pp_group",), library.is_end_of_ranks(1)),
+            ("is_vp_first_stage", ("vp_stage", "vp_size"), library.is_end_of_chunks(0)),
+            ("is_vp_last_stage", ("vp_stage", "vp_size"), library.is_end_of_chunks(1)),
         )
-        for reason in ("while a pass runs, it is asked of the stage that runs",)
+        for reason in ("answers for the stage that runs, or while models are built for their ends",)
     ),
     Hook(
         "megatron.core.optimizer",

@@ -252,13 +252,21 @@ def is_pipeline_last_stage(
     return _is_end(session, original, 1, ignore_virtual, vp_stage)
 
 
+def has_end(session: Session, end: int) -> bool:
+    """Check whether a chunk of this rank is the model's first (`end` 0) or last (`end` 1) stage."""
+    assert session.pipeline is not None
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    return bool(session.pipeline.stage_map.end_ranks[end] == rank)
+
+
 def _is_end(
     session: Session, original: Function, end: int, ignore_virtual: bool, vp_stage: int | None
 ) -> bool:
     """Return the answer to "is this the first (or last) stage?", about a chunk where one is meant.
 
-    Asked without a chunk, it is about the one that runs, and where none runs Megatron's own, about
-    the rank's place in the pipeline: the last one has what comes of the loss (`pipeline_of`).
+    Asked without a chunk, it is about the one that runs. If none runs, it is about the rank: while
+    models are built, whether any of its chunks is that stage; later Megatron's own answer, its
+    place in the pipeline, since the last rank gets the results of the loss (`pipeline_of`).
     """
     pipeline = session.pipeline
     if session.step.has_logits:
@@ -266,6 +274,8 @@ def _is_end(
     chunk = session.step.running_chunk if ignore_virtual else vp_stage
     if pipeline is not None and not ignore_virtual and pipeline.stage_map.num_chunks == 1:
         chunk = 0
+    if chunk is None and session.is_building and pipeline is not None:
+        return has_end(session, end)
     if pipeline is None or chunk is None:
         return bool(original(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
     return pipeline.ends(parallel_state.get_pipeline_model_parallel_rank(), chunk)[end]

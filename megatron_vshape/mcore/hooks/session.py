@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -63,6 +63,11 @@ class Session:
     captures: bool = False  # Transformer Engine records CUDA graphs now
     loads: Any = None  # the model whose checkpoint is being read
     embedding_end: nn.Module | None = None  # the chunk that has it, until the last one is built
+    # Last chunks that have the weights of their rank's first, which is the value.
+    joined: WeakKeyDictionary[nn.Module, nn.Module] = field(default_factory=WeakKeyDictionary)
+    # From the end of a chunk's constructor until the optimizer or the first step: a library may
+    # extend the model meanwhile, and asks which of its chunks have the ends.
+    is_building: bool = False
     provided_chunk: int | None = None  # while a provider that knows of no chunks builds this one
     providers: list[type] = field(default_factory=list)  # that have been taught to build chunks
     replaced: Replaced = field(default_factory=Replaced)  # undone when the hooks are
@@ -73,7 +78,7 @@ class Session:
     def choose(self, pipeline: Pipeline | None, megatrons_own: str | None) -> None:
         """Take what the flags ask for; what has run by other flags is over."""
         self.pipeline, self.megatrons_own, self.runner = pipeline, megatrons_own, None
-        self.has_opened = False
+        self.has_opened = self.is_building = False
         self.step.splits_backward = pipeline is not None
         self.chosen.undo()
         for each in self.on_choice if pipeline is not None else ():
@@ -94,7 +99,7 @@ class Session:
         if isinstance(self.runner, PipelineRunner):
             self.runner.forget_data(quietly=self.tries_again)
         self.runner = self.post_validation = self.iteration_log = self.optimizer = None
-        self.embedding_end, self.has_opened = None, False
+        self.embedding_end, self.has_opened, self.is_building = None, False, False
         if self.pipeline is not None:
             planner = Planner(self.pipeline.choice, self.pipeline.planner.once)
             self.pipeline = replace(self.pipeline, planner=planner)
@@ -114,6 +119,7 @@ class Session:
 
         Whoever has built the model may have added modules to it until the first step.
         """
+        self.is_building = False
         if self.runner is None and self.pipeline is not None:
             self.pipeline = with_messages_of_this_run(self.pipeline)
         assert self.pipeline is not None
@@ -121,6 +127,7 @@ class Session:
 
         @functools.wraps(original)
         def run(**call: Any) -> Any:
+            self.is_building = False  # a second model may have been built since
             self._prepare(call)
             return runner(**call)
 

@@ -76,10 +76,10 @@ def tie_embeddings(first: Any, last: Any) -> None:
     weight = first.embedding.word_embeddings.weight
     # The gradient comes from two passes, of which only one may add to main_grad by itself.
     weight.zero_out_wgrad = True
-    del last.output_layer._parameters["weight"]
+    last.output_layer._parameters.pop("weight", None)
     vars(last.output_layer)["weight"] = weight  # an attribute, not registered
-    if not hasattr(last, "embedding"):
-        vars(last)["embedding"] = first.embedding
+    last._modules.pop("embedding", None)  # that a library has put there
+    vars(last)["embedding"] = first.embedding
     last.shared_embedding_or_output_weight = lambda: weight
     last.tie_embeddings_and_output_weights_state_dict = _leave_untouched
 
