@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from megatron_vshape.core.model.files import UnreadableError
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.mcore.options import UnsupportedError as UnsupportedError
@@ -22,17 +23,24 @@ class MissingError(UnsupportedError):
 
 
 class RefusedError(SystemExit):
-    """Ends every rank of a run that cannot go on, alike, with the reason told once."""
+    """Ends every rank of a run that cannot go on, with the reason printed once."""
 
-    def __init__(self, why: object) -> None:
-        """Take the reason; all ranks raise this, and the first prints it."""
-        is_first = int(os.environ.get("RANK", "0")) == 0
-        super().__init__(f"megatron-vshape: {in_words(why)}" if is_first else 1)
+    def __init__(self, why: object, prints: bool | None = None) -> None:
+        """Take the reason, and whether this rank prints it; by default, the first rank does.
+
+        All ranks raise this. Of an unreadable file the first rank of every node prints the reason,
+        since the file may be missing on some nodes only.
+        """
+        if prints is None:
+            rank = os.environ.get("RANK", "0")
+            of_node = os.environ.get("LOCAL_RANK", rank)
+            prints = int(of_node if isinstance(why, UnreadableError) else rank) == 0
+        super().__init__(f"megatron-vshape: {in_words(why)}" if prints else 1)
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """End all ranks with one sentence where what all of them check inside does not hold."""
+    """End all ranks with one message if a check inside fails, which fails on all ranks alike."""
     try:
         yield
     except (ScheduleError, UnsupportedError) as error:

@@ -725,8 +725,11 @@ def start(rank: int, given: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
 
     def register() -> None:
+        options = given.get("options", {})
+        if "lengths" in given:
+            options["lengths"] = lambda batch: given["lengths"]
         if given["schedule"] is not None:
-            megatron_vshape.register(schedule=given["schedule"], **given.get("options", {}))
+            megatron_vshape.register(schedule=given["schedule"], **options)
 
     kept = reinforce(given, register) if given["shape"] == "rl" else train(given, register)
     torch.save(kept, f"{given['directory']}/{rank}.pt")

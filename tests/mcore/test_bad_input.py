@@ -12,6 +12,7 @@ from mcore.farm import Farm
 pytest.importorskip("megatron.training")
 
 
+from megatron_vshape.core.model.files import UnreadableError
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.mcore.hooks.training import _refuse_what_was_not_seen
 from megatron_vshape.mcore.options import add_arguments
@@ -68,6 +69,29 @@ def test_a_schedule_that_the_checks_have_not_seen(monkeypatch: pytest.MonkeyPatc
         _refuse_what_was_not_seen(args)
     args.pipeline_model_parallel_size = 1
     _refuse_what_was_not_seen(args)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "error", "prints"),
+    [
+        (("8", "0"), UnreadableError, True),  # of a second node, where a file may be missing
+        (("9", "1"), UnreadableError, False),
+        (("9", None), UnreadableError, False),
+        (("8", "0"), UnsupportedError, False),
+        (("0", "0"), UnsupportedError, True),
+    ],
+)
+def test_who_prints_a_reason(
+    ranks: tuple[str, str | None],
+    error: type[Exception],
+    prints: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in zip(("RANK", "LOCAL_RANK"), ranks, strict=True):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert RefusedError(error("no")).code == ("megatron-vshape: no" if prints else 1)
 
 
 def test_layers_that_do_not_divide(farm: Farm) -> None:

@@ -15,6 +15,10 @@ MAX_BRACKETS = 200_000
 """Lists and objects in one file: each takes far more memory than its two characters."""
 
 
+class UnreadableError(ScheduleError):
+    """A file cannot be read here; on another node it may be there."""
+
+
 def read_text(path: str | Path, what: str, max_bytes: int = MAX_FILE_BYTES) -> str:
     """Return the text of the file at `path`; `what` names it in the ScheduleError if it fails.
 
@@ -39,7 +43,7 @@ def read_text(path: str | Path, what: str, max_bytes: int = MAX_FILE_BYTES) -> s
         raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ScheduleError(f"{what} {path} cannot be read: {reason}") from None
+        raise UnreadableError(f"{what} {path} cannot be read: {reason}") from None
 
 
 def _open_at_once(path: str, flags: int) -> int:

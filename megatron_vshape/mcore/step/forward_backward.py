@@ -386,8 +386,7 @@ class PipelineRunner:
             self._places = Places(config, self._pipeline.options.lengths)
         plan = self._pipeline.planner.training(call.num_microbatches)
         first_rank = self._pipeline.choice.placement[0]
-        with refusing():
-            return self._places.order(plan, iterators, call.num_microbatches, groups, first_rank)
+        return self._places.order(plan, iterators, call.num_microbatches, groups, first_rank)
 
     def _program(self, call: Call, hides: bool) -> tuple[Program, Mapping[Pass, Beside]]:
         """Return what all ranks run in a step, and which W's its B's hide."""

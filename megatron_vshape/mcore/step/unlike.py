@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from megatron.core.rerun_state_machine import RerunDataIterator
@@ -20,7 +20,7 @@ from megatron_vshape.core.compiling import COMPILES
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import HELD, TIMES
 from megatron_vshape.core.unlike import Evened, PassGraph, even_out, graph_of
-from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
 from megatron_vshape.mcore.setup.plans import PlannedStep
 from megatron_vshape.runtime import first_cause
 from megatron_vshape.runtime.p2p import TransportError
@@ -30,8 +30,14 @@ logger = logging.getLogger(__name__)
 Lengths = Callable[[Any], Sequence[int]]
 """Returns the lengths of the sequences in a microbatch, as the data iterator gives it."""
 
-_Found = tuple[bool, tuple[int, ...] | None]
-"""Whether batches tell lengths, and the order; None: as they come."""
+
+class _Found(NamedTuple):
+    """What one rank finds for all that share the microbatches."""
+
+    knows: bool  # whether batches tell lengths
+    order: tuple[int, ...] | None = None  # None: as they come
+    fault: str | None = None  # why there is none
+
 
 PACKED = ("cu_seqlens", "cu_seqlens_q")
 BACKWARD_OF_ATTENTION = 2.5
@@ -192,21 +198,26 @@ class Places:
         `first_rank` of it has the first stage.
 
         Raises:
-            UnsupportedError: what was given tells no lengths.
+            RefusedError: on all these ranks, if `lengths` returns no lengths.
         """
         found: list[Any] = [None]
+        finds = False
         read = list(iterators)
         if self._knows is not False and groups.pp.rank() == first_rank:
             if groups.tp.rank() == 0:
                 if groups.cp.rank() == 0:
-                    read, found[0] = self._decided(plan, iterators, count)
+                    finds = True
+                    read, found[0] = self._attempted(plan, iterators, count)
                 _tell(found, groups.cp, 0, groups.pp.rank())
             _tell(found, groups.tp, 0, groups.pp.rank())
         if self._knows is not False:
             _tell(found, groups.pp, first_rank, groups.pp.rank())
         if self._knows is False or found[0] is None:
             return None, read
-        self._knows, order = found[0]
+        self._knows, order, fault = found[0]
+        if fault is not None:
+            # Only this replica knows, of which rank 0 need not be a part.
+            raise RefusedError(fault, prints=finds)
         if order is None:
             return None, read
         made: dict[int, InOrder] = {}
@@ -214,6 +225,15 @@ class Places:
             if each is not None and id(each) not in made:
                 made[id(each)] = InOrder(each, order)
         return order, [each if each is None else made[id(each)] for each in read]
+
+    def _attempted(
+        self, plan: PlannedStep, iterators: Sequence[Any], count: int
+    ) -> tuple[list[Any], _Found]:
+        """Decide; a fault is a result too, since the other ranks wait for one."""
+        try:
+            return self._decided(plan, iterators, count)
+        except UnsupportedError as error:
+            return list(iterators), _Found(True, fault=str(error))
 
     def forget_data(self) -> None:
         """Let go of the trainer's data."""
@@ -230,7 +250,7 @@ class Places:
         """
         first = next((each for each in iterators if hasattr(each, "__next__")), None)
         if first is None:
-            return list(iterators), (False, None)
+            return list(iterators), _Found(False)
         early, ahead = self._early, self._beneath(first)
         if early is not None:
             wait([early.found])  # what follows looks for orders too, or reads on
@@ -278,9 +298,9 @@ class Places:
         for number in range(count):
             own = self._lengths(look(number))
             if own is None and not lengths:  # nor would the others tell
-                return False, None
+                return _Found(False)
             lengths.append(own or [])
-        return True, self._chosen(plan, lengths)
+        return _Found(True, self._chosen(plan, lengths))
 
     def _lengths(self, item: Any) -> list[int] | None:
         if self._given is None:
