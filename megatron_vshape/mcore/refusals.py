@@ -47,6 +47,28 @@ def refusing() -> Iterator[None]:
         raise RefusedError(error) from None
 
 
+@contextmanager
+def refusing_together() -> Iterator[None]:
+    """End all ranks with one message if a check inside fails on any of them.
+
+    All ranks of the world call this together. Nothing inside may communicate: a rank whose check
+    fails leaves early.
+    """
+    import torch.distributed as dist
+
+    own: str | None = None
+    try:
+        yield
+    except (ScheduleError, UnsupportedError) as error:
+        own = str(error)
+    everyones: list[str | None] = [own] * dist.get_world_size()
+    dist.all_gather_object(everyones, own)
+    for rank, fault in enumerate(everyones):
+        if fault is not None:
+            where = "" if fault == everyones[0] else f"on rank {rank}: "
+            raise RefusedError(f"{where}{fault}")
+
+
 class By(StrEnum):
     """What refuses options."""
 
@@ -183,6 +205,8 @@ _NO_RUN = f"no run has had both yet: {_LEAVE_OUT}"
 _REDOES = "an iteration begun early would be run, and counted, twice: leave it out"
 _NO_COPY = "a step of this optimizer cannot be undone yet: leave it out"
 _WANTS_LOGITS = "it wants the logits, which no rank has whole: leave it out"
+_WIDE_LOGITS = "each rank computes its rows of the logits in the dtype of the parameters: remove it"
+_LOGITS_OF_SLICES = "it pairs logits with whole microbatches, and these are of slices: remove it"
 _UNTRIED = "that has not been built: leave one of the two out"
 _OF_F_B_W = "graphs are captured of F, B and W alone: leave it out"
 _NO_STATE = "what goes from slice to slice there has not been built: leave it out"
@@ -435,7 +459,12 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
             *("init_model_with_meta_device", "fp8_output_proj"),
         ),
         Refusal("perform_rl_step", _WANTS_LOGITS),
-        *_each(_WANTS_LOGITS, "logits_load_dir", "export_kd_teacher_load", in_config=False),
+        *_each(
+            _WANTS_LOGITS,
+            *("logits_save_dir", "logits_load_dir", "export_kd_teacher_load"),
+            in_config=False,
+        ),
+        Refusal("logit_dtype", _WIDE_LOGITS, is_set=_is_given, in_config=False),
     ),
     By.SLICES: (
         *_each(_UNTRIED, "optimizer_post_validation", "pipeline_vocab_parallel", in_config=False),
@@ -472,6 +501,7 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
         ),
         *_each(_OF_WHOLE, *ROUTER_REPLAY),
         Refusal("perform_rl_step", "it wants logits, and slices make losses: leave it out"),
+        *_each(_LOGITS_OF_SLICES, "logits_save_dir", "logits_load_dir", in_config=False),
     ),
 }
 """Every option of Megatron that is refused, why, and by what."""

@@ -23,8 +23,6 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
-from megatron_vshape.mcore.layout.vocabulary import check_head
-from megatron_vshape.mcore.refusals import UnsupportedError
 
 Train = Callable[..., Ended]
 
@@ -174,12 +172,6 @@ def swapped(schedule: Schedule, one: Pass, other: Pass) -> Schedule:
     return replace(schedule, order=rows)
 
 
-def test_a_critics_output_layer_is_refused() -> None:
-    """It has no rows; a run waited for it without end."""
-    with pytest.raises(UnsupportedError, match="this model's last stage has Linear instead, as a "):
-        check_head(torch.nn.Linear(4, 1))
-
-
 def test_a_file_out_of_turn_is_refused() -> None:
     plain = make("v-half", 2, 4)
     head = Piece(1, 1, 1, 0, 0)
@@ -304,3 +296,54 @@ def test_a_loss_of_logits_that_cannot_be(
     options = {"vocab_parallel": True}
     with pytest.raises(AssertionError, match=told):
         run_library(farm, tmp_path, "verl", "v-half", options=options, reads_logits="call", **given)
+
+
+def test_extended_ends_without_vocabulary_parallelism(farm: Farm, tmp_path: Path) -> None:
+    """As Megatron-Bridge extends those of Gemma 2: it asks for the chunks once they are built."""
+    plain = run_library(farm, tmp_path, "bridge", None, ranks=2)
+    extends = ["scaled", "capped"]
+    extended = run_library(farm, tmp_path, "bridge", None, ranks=2, extends=extends)
+    assert abs(extended.losses[0][0] - plain.losses[0][0]) > 0.01
+    for schedule in ("v-half", "zb-h1"):
+        same(run_library(farm, tmp_path, "bridge", schedule, ranks=2, extends=extends), extended)
+
+
+def test_a_scaled_embedding_is_kept(farm: Farm, tmp_path: Path) -> None:
+    extended = run_library(farm, tmp_path, "bridge", None, ranks=2, extends=["scaled"])
+    for schedule in ("v-half", "zb-h1"):
+        options, given = {"vocab_parallel": True}, {"extends": ["scaled"]}
+        ours = run_library(farm, tmp_path, "bridge", schedule, options=options, ranks=2, **given)
+        same(joined(ours), extended)
+
+
+CHANGED = {
+    "capped": "changes its output layer by Capped",
+    "critic": "does not support a model with Linear as its output layer",
+    "replaced": "does not support a model with VocabParallelEmbedding as its word embedding",
+    "hooked": "changes its output layer by a hook",
+    "other loss": "changes its loss by a compute_language_model_loss of its own",
+    "doubled": "changes its word embedding by Doubled",
+    "shifted": "looks up other tokens in its word embedding than the input_ids",
+}
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(what, marks=[pytest.mark.slow] * (what not in ("capped", "shifted")))
+        for what in CHANGED
+    ],
+)
+def test_what_a_library_has_changed_at_the_ends_is_rejected(
+    farm: Farm, tmp_path: Path, what: str, schedule: str
+) -> None:
+    """By all ranks with one message, though the last stage's rank alone may have found it."""
+    options = {"vocab_parallel": True}
+    with pytest.raises(AssertionError, match=CHANGED[what]) as failed:
+        run_library(farm, tmp_path, "bridge", schedule, options=options, ranks=2, extends=[what])
+    told = str(failed.value)
+    assert [f"rank {rank}: exit code 1" in told for rank in range(2)] == [True] * 2
+    if what != "shifted":  # which is found in a step
+        assert told.count(CHANGED[what]) == 1
+        assert "Traceback" not in told

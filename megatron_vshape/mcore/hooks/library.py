@@ -255,6 +255,10 @@ def setup_embeddings(session: Session, original: Function, model: Any) -> None:
     the last stage to zero, as a copy to be filled, but here it is the embedding itself.
     """
     pipeline, first = session.pipeline, session.joined.get(model)
+    if pipeline is not None and pipeline.choice.shares and vocabulary.is_shared(model):
+        with refusing():
+            vocabulary.check_rows(model)
+        return
     if first is not None:
         _join(first, model)
         return

@@ -14,11 +14,12 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import nn
 
+from megatron_vshape.mcore.layout import vocabulary
 from megatron_vshape.mcore.layout.stages import streams_of
 from megatron_vshape.mcore.observe import report, static_memory
 from megatron_vshape.mcore.observe.megatrons_own import MeteredSchedule
 from megatron_vshape.mcore.options import Options
-from megatron_vshape.mcore.refusals import UnsupportedError, refusing
+from megatron_vshape.mcore.refusals import UnsupportedError, refusing, refusing_together
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.library import with_messages_of_this_run
@@ -26,7 +27,8 @@ from megatron_vshape.mcore.setup.one_planner import OnePlanner
 from megatron_vshape.mcore.setup.pipeline import Pipeline
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
-from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.mcore.step.microbatches import given_iterators
+from megatron_vshape.mcore.step_state import StepState, unwrapped
 from megatron_vshape.mcore.words import in_words
 
 if TYPE_CHECKING:  # they need Megatron-LM's trainer
@@ -134,25 +136,38 @@ class Session:
         return run
 
     def _prepare(self, call: Mapping[str, Any]) -> None:
-        """Prepare the model of the steps that begin."""
+        """Prepare the model of the steps that begin.
+
+        Ranks have other layers, ends and data, so one alone may find what it does not support.
+        """
         model = call["model"] if isinstance(call["model"], list) else [call["model"]]
         if model[0] in self.ready or self.pipeline is None:
             return
-        chunks = self.pipeline.stage_map.num_chunks
-        with refusing():
-            if len(model) != chunks:
-                raise UnsupportedError(
-                    f"the library runs {len(model)} of the {chunks} chunks a rank that "
-                    f"{self.pipeline.choice.name} has: register before the model's config is made, "
-                    "or choose a schedule with one where it knows of no more, such as zb-h1"
-                )
+        with refusing_together():
+            self._check_model(self.pipeline, model)
+            given_iterators(call["data_iterator"], len(model))
             configure.prepare_layers(self.step, model, self.pipeline.choice.most_slices)
+        with refusing():
             if not self.has_opened:
                 tokens = call["seq_length"] * call["micro_batch_size"]
                 text = self.opening(self.pipeline, model, tokens, call["num_microbatches"])
                 level = logging.DEBUG if dist.get_rank() else logging.INFO
                 logger.log(level, "%s", in_words(text))
         self.ready.add(model[0])
+
+    def _check_model(self, pipeline: Pipeline, model: Sequence[nn.Module]) -> None:
+        """Raise UnsupportedError unless these are the chunks of this rank, as they were built."""
+        chunks = pipeline.stage_map.num_chunks
+        if len(model) != chunks:
+            raise UnsupportedError(
+                f"the library runs {len(model)} of the {chunks} chunks a rank that "
+                f"{pipeline.choice.name} has: register before the model's config is made, "
+                "or choose a schedule with one where it knows of no more, such as zb-h1"
+            )
+        if pipeline.choice.shares:
+            rank = parallel_state.get_pipeline_model_parallel_rank()
+            ends = pipeline.ends(rank, 0)[0], pipeline.ends(rank, chunks - 1)[1]
+            vocabulary.check_ends(unwrapped(model[0]), unwrapped(model[-1]), ends)
 
     def opening(
         self, pipeline: Pipeline, model: Sequence[nn.Module], tokens: int, num_microbatches: int

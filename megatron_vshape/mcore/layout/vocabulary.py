@@ -13,11 +13,13 @@ import logging
 import math
 import os
 from argparse import Namespace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.stage_map import StageMap
@@ -42,6 +44,38 @@ class Shards(NamedTuple):
     def size(self) -> int:
         """Return in how many parts the rows are."""
         return self.of
+
+
+@dataclass(frozen=True, slots=True)
+class _LookUp:
+    """Takes the place of the forward of the word embedding on the first stage."""
+
+    state: StepState
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.state.shared_vocabulary.embedded(tokens)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _StopBeforeLogits:
+    """Takes the place of the forward of the output layer on the last stage."""
+
+    state: StepState
+
+    def __call__(self, hidden: Tensor, **options: Any) -> tuple[Tensor, None]:
+        return self.state.shared_vocabulary.before_logits(hidden), None
+
+
+@dataclass(frozen=True, slots=True)
+class _KeepLabels:
+    """Takes the place of the loss of the model on the last stage."""
+
+    state: StepState
+
+    def __call__(self, labels: Tensor, logits: Tensor) -> Tensor:
+        kept: Tensor = self.state.shared_vocabulary.keep_labels(labels, logits)
+        return kept
 
 
 class _OwnRows(MegatronModule):  # type: ignore[misc]
@@ -97,8 +131,15 @@ def share(
     `first` is the rank's first chunk. Call it when the chunk is built, and before it is wrapped.
 
     Raises:
-        UnsupportedError: the vocabulary does not divide among the ranks.
+        UnsupportedError: the vocabulary does not divide among the ranks, or the logits are to have
+            another dtype than the parameters.
     """
+    dtype = getattr(model, "logit_dtype", None)
+    if dtype not in (None, model.config.params_dtype):
+        raise UnsupportedError(
+            f"{FLAG} does not support logit_dtype {dtype}: each rank computes its rows of the "
+            f"logits in params_dtype, {model.config.params_dtype}. Remove logit_dtype, or {FLAG}"
+        )
     tensor = parallel_state.get_tensor_model_parallel_rank()
     per_rank = parallel_state.get_tensor_model_parallel_world_size()
     parts = stage_map.num_ranks * per_rank
@@ -112,21 +153,88 @@ def share(
     if chunk == 0:
         _share_embedding(state, model, shards)
     if chunk == stage_map.num_chunks - 1:
-        _share_head(state, model, shards)
+        _share_head(state, first, model, shards)
         if model.post_process and stage_map.predicting:
             _look_up_again(state, first, model)
 
 
-def check_head(head: Any) -> None:
-    """Raise UnsupportedError unless an output layer is this rank's rows, as `share` made it.
+def is_shared(model: Any) -> bool:
+    """Check whether `share` has made the chunk of an end: a rank's first, or its last."""
+    ends = getattr(model, "embedding", None), getattr(model, "output_layer", None)
+    rows = getattr(ends[0], "word_embeddings", None), ends[1]
+    return any(isinstance(getattr(each, "tp_group", None), Shards) for each in rows)
 
-    A critic's library puts a layer of one output there when the model has been built.
+
+def check_rows(model: Any) -> None:
+    """Raise UnsupportedError if a library has replaced the embedding of a chunk since `share`."""
+    if getattr(model, "embedding", None) is not None:
+        rows = getattr(model.embedding, "word_embeddings", None)
+        _check_rows(rows, tensor_parallel.VocabParallelEmbedding, "word embedding")
+
+
+def check_ends(first: Any, last: Any, ends: tuple[bool, bool]) -> None:
+    """Reject a model whose embedding, output layer or loss a library has changed since `share`.
+
+    The passes of the vocabulary use the weights of these modules and skip their forward, so they
+    would drop the change without a message. A change of the module around the word embedding is
+    supported: its forward runs on the first stage.
+
+    Args:
+        first, last: The first and the last chunk of this rank, unwrapped.
+        ends: Whether `first` is the model's first stage, and `last` its last one.
+
+    Raises:
+        UnsupportedError: on the ranks that have such a change.
     """
-    if not isinstance(getattr(head, "tp_group", None), Shards):
+    head: Any = getattr(last, "output_layer", None)
+    embedding: Any = getattr(first, "embedding", None)
+    _check_rows(head, tensor_parallel.ColumnParallelLinear, "output layer")
+    _check_own(head, "forward", _StopBeforeLogits if ends[1] else None, "output layer")
+    rows: Any = getattr(embedding, "word_embeddings", None)
+    _check_rows(rows, tensor_parallel.VocabParallelEmbedding, "word embedding")
+    if isinstance(embedding, _OwnRows):
+        if type(embedding) is not _OwnRows:
+            raise _changed(f"embedding by {_owner(embedding, 'forward')} outside the first stage")
+    else:
+        _check_own(rows, "forward", _LookUp, "word embedding")
+    loss = "compute_language_model_loss"
+    if getattr(type(last), loss) is not getattr(LanguageModule, loss):
+        raise _changed(f"loss by {_owner(last, loss)}.{loss}")
+    _check_own(last, loss, _KeepLabels if ends[1] else None, "loss")
+    for module, what in ((head, "output layer"), (last, "last stage")):
+        if module._forward_hooks or module._backward_hooks:
+            raise _changed(f"{what} by a hook")
+
+
+def _check_rows(module: Any, known: type, what: str) -> None:
+    """Raise UnsupportedError unless a module is this rank's rows, with Megatron's forward."""
+    if not isinstance(getattr(module, "tp_group", None), Shards):
         raise UnsupportedError(
-            f"{FLAG} shares an output layer of the vocabulary, and this model's last stage has "
-            f"{type(head).__name__} instead, as a critic has: leave it out for this model"
+            f"{FLAG} does not support a model with {type(module).__name__} as its {what}: it "
+            f"requires Megatron's {known.__name__}, whose rows it distributes (a critic has no "
+            f"output layer of the vocabulary). Remove {FLAG} for this model"
         )
+    if type(module).forward is not known.forward:  # type: ignore[attr-defined]
+        raise _changed(f"{what} by {_owner(module, 'forward')}")
+
+
+def _check_own(module: nn.Module, name: str, ours: type | None, what: str) -> None:
+    """Raise UnsupportedError if a function of this very module is not the one that `share` set."""
+    found = vars(module).get(name)
+    if not (found is None if ours is None else isinstance(found, ours)):
+        raise _changed(f"{what} by a {name} of its own")
+
+
+def _owner(module: Any, name: str) -> str:
+    """Return the name of the class that defines an attribute of a module."""
+    return next(each.__name__ for each in type(module).__mro__ if name in vars(each))
+
+
+def _changed(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{FLAG} does not support a model that changes its {what}: every rank computes with its "
+        f"rows of the vocabulary alone, and that change would be dropped. Remove {FLAG}"
+    )
 
 
 def _share_embedding(state: StepState, model: Any, shards: Shards) -> None:
@@ -147,7 +255,7 @@ def _share_embedding(state: StepState, model: Any, shards: Shards) -> None:
 def _look_up_in(state: StepState, embedding: Any, rows: Any) -> None:
     """Have Megatron's embedding, which adds all the rest, look tokens up in shared rows."""
     rows.reduce_scatter_embeddings = embedding.reduce_scatter_embeddings
-    rows.forward = lambda tokens: state.shared_vocabulary.embedded()
+    rows.forward = _LookUp(state)
     embedding.word_embeddings = rows
 
 
@@ -162,7 +270,7 @@ def _look_up_again(state: StepState, first: Any, last: Any) -> None:
     multi_token.share_embedding(first, last)
 
 
-def _share_head(state: StepState, model: Any, shards: Shards) -> None:
+def _share_head(state: StepState, first: Any, model: Any, shards: Shards) -> None:
     ties = model.share_embeddings_and_output_weights
     head = tensor_parallel.ColumnParallelLinear(  # itself: libraries go by the class's name
         model.config.hidden_size,
@@ -175,19 +283,16 @@ def _share_head(state: StepState, model: Any, shards: Shards) -> None:
     )
     if ties:  # one weight, of the embedding's rows; the first chunk saves it
         model.tie_embeddings_and_output_weights_state_dict = lambda *args, **options: None
+        # Whoever looks for either end in the last chunk finds the same rows, as attributes that are
+        # not registered: Megatron-Bridge does when it has loaded weights.
+        vars(head)["weight"] = first.embedding.word_embeddings.weight
+        if not hasattr(model, "embedding"):
+            vars(model)["embedding"] = first.embedding
     else:
         head.weight.is_embedding_or_output_parameter = True
     _allow_another_size(head)
     model.output_layer = head
     if not model.post_process:
         return
-
-    def stop_before_logits(hidden: Tensor, **options: Any) -> tuple[Tensor, None]:
-        return state.shared_vocabulary.before_logits(hidden), None
-
-    def keep_labels(labels: Tensor, logits: Tensor) -> Tensor:
-        kept: Tensor = state.shared_vocabulary.keep_labels(labels, logits)
-        return kept
-
-    head.forward = stop_before_logits
-    model.compute_language_model_loss = keep_labels
+    head.forward = _StopBeforeLogits(state)
+    model.compute_language_model_loss = _KeepLabels(state)

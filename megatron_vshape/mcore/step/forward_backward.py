@@ -316,8 +316,7 @@ class PipelineRunner:
     ) -> _Begun:
         """Return the step with all that it needs, none of its passes run."""
         chunks = _as_list(call.model)
-        with refusing():
-            iterators = given_iterators(call.data_iterator, len(chunks))
+        iterators = given_iterators(call.data_iterator, len(chunks))
         config, shares = get_model_config(chunks[0]), self._pipeline.choice.shares
         begin_step(config, not call.forward_only and self._profiler.order_is_last)
         groups = _default_groups() if call.pg_collection is None else call.pg_collection

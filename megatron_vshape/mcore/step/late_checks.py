@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_vshape.core.program.instructions import Instruction
+from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.program_runner import Place
 
@@ -80,6 +81,50 @@ class LateChecks:
                 self._place.instruction = each.instruction
                 each.check(value)
         self._place.instruction = now
+
+
+class LateFaults:
+    """Faults whose conditions are on the device until the passes of a step have run.
+
+    Reading a condition makes the host wait for all the device has queued, so it is read once.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, Tensor] = {}  # by message, whether it applies
+
+    def add(self, condition: Tensor | bool, message: str) -> None:
+        """Record a fault that applies if `condition` holds.
+
+        Raises:
+            UnsupportedError: the condition is known on the host, and holds.
+        """
+        if isinstance(condition, bool):
+            if condition:
+                raise UnsupportedError(message)
+            return
+        before = self._found.get(message)
+        self._found[message] = condition if before is None else before | condition
+
+    def check(self) -> None:
+        """Raise UnsupportedError for the first fault that applies; waits for the device once."""
+        found, self._found = self._found, {}
+        if not found:
+            return
+        for message, applies in zip(found, torch.stack([*found.values()]).tolist(), strict=True):
+            if applies:
+                raise UnsupportedError(message)
+
+
+def unlike(found: Tensor, known: Tensor) -> Tensor | bool:
+    """Compare the bits of two tensors on the device, where NaN equals NaN.
+
+    Returns:
+        Whether they differ: True for other shapes, else a tensor on the device of `known`.
+    """
+    if found.shape != known.shape:
+        return True
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[known.itemsize]
+    return (found.detach().to(known).view(bits) != known.detach().view(bits)).any()
 
 
 @contextmanager

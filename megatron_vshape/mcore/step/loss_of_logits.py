@@ -51,27 +51,29 @@ class _OwnLogits(torch.autograd.Function):
 
 def called_up_to_logits(
     forward_step_func: Callable[..., Any], iterator: Any, model: nn.Module, labels: dict[int, Any]
-) -> Any:
-    """Call the trainer's function in F of the last stage; return what it does.
+) -> tuple[Any, Tensor | None]:
+    """Call the trainer's function in F of the last stage.
 
-    None where it calls the model without labels, which `labels` would have one more of: it is ended
-    there.
+    Returns:
+        Its result, and None. Or None, and the output of the model, if it calls the model without
+        labels, which would have added to `labels`: it is ended there.
     """
     inner, known = unwrapped(model), len(labels)
-    run = inner.forward
+    run, outputs = inner.forward, list[Tensor]()
 
     def stop_at_logits(*args: Any, **options: Any) -> Any:
         output = run(*args, **options)
         if len(labels) == known:
+            outputs.append(output)
             raise _WantsLogits
         return output
 
     with Replaced() as replaced:
         replaced.put(inner, "forward", stop_at_logits)
         try:
-            return forward_step_func(iterator, model)
+            return forward_step_func(iterator, model), None
         except _WantsLogits:
-            return None
+            return None, outputs[0]
 
 
 @dataclass(frozen=True, slots=True)

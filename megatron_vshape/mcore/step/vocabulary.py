@@ -42,10 +42,10 @@ from megatron_vshape.core.model.kinds import (
     Kind,
 )
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.mcore.layout.vocabulary import check_head
 from megatron_vshape.mcore.refusals import UnsupportedError, check_vocabulary, refusing
 from megatron_vshape.mcore.replaced import Replaced
 from megatron_vshape.mcore.step.further_losses import FurtherLosses
+from megatron_vshape.mcore.step.late_checks import LateFaults, unlike
 from megatron_vshape.mcore.step.loss_of_logits import LossOfLogits, called_up_to_logits
 from megatron_vshape.mcore.step.microbatches import Reader
 from megatron_vshape.mcore.step.parts import Beginning, Capability, ForwardStep, Part, counted
@@ -61,6 +61,17 @@ from megatron_vshape.runtime.weight_jobs import (
 )
 
 FIELDS = len(Statistics._fields)
+
+_OTHER_TOKENS = (
+    "--pipeline-vocab-parallel does not support a model that looks up other tokens in its word "
+    "embedding than the input_ids it is called with: all ranks look up input_ids before the "
+    "forward pass. Remove --pipeline-vocab-parallel"
+)
+_OTHER_LOGITS = (
+    "--pipeline-vocab-parallel does not support a model that changes the logits of its output "
+    "layer: every rank computes its rows of them outside of the model, and that change would be "
+    "dropped. Remove --pipeline-vocab-parallel"
+)
 
 
 @dataclass(eq=False)
@@ -89,6 +100,7 @@ class SharedVocabulary(Part):
     _shapes: dict[int, tuple[int, int]] = field(default_factory=dict)  # [b, s] of microbatches
     _wants_logits: bool | None = None  # whether the trainer makes its loss of them: in the first S
     _of_logits: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # gradient, hidden
+    _faults: LateFaults = field(default_factory=LateFaults)
     makes_loss = True
 
     def __post_init__(self) -> None:
@@ -115,7 +127,6 @@ class SharedVocabulary(Part):
         self.lose = loss_maker(self.state, step, self.last, self.stage_map.num_chunks, reports)
         self._rows = unwrapped(self.first).embedding.word_embeddings
         head = unwrapped(self.last).output_layer
-        check_head(head)
         self._table = self._rows.weight
         self._head = self._table if head.weight is None else head.weight
         self._modules = self._rows, head
@@ -154,6 +165,7 @@ class SharedVocabulary(Part):
         try:
             yield
             self.together.drain()
+            self._faults.check()
         except BaseException:
             self.together.close()
             raise
@@ -192,15 +204,20 @@ class SharedVocabulary(Part):
         """Run E, beside the passes."""
         self._lookups[microbatch].wait()
 
-    def embedded(self) -> Tensor:
+    def embedded(self, tokens: Tensor) -> Tensor:
         """Return the embeddings for the F that runs: [b, s, h], or a sequence's part [s/t, b, h].
 
         The sum over tensor-parallel ranks is made here, as Megatron's embedding makes it. Tokens
         of multi-token prediction, which calls for them layer by layer, follow those of the model.
+        `tokens`, [b, s], must be those that were looked up before F.
         """
         if self.running in self._lookups:
             self._found[self.running] = list(self._lookups.pop(self.running).result())
-        part = self._found[self.running].pop(0)
+        left = self._found[self.running]
+        own = [at for at, device in enumerate(self._readers) if device == self._device]
+        known = self._tokens[self.running].split(self._shapes[self.running][0])[own[-len(left)]]
+        self._faults.add(unlike(tokens, known), _OTHER_TOKENS)
+        part = left.pop(0)
         if self._rows.reduce_scatter_embeddings and self._tensor_ranks > 1:
             part = self._reduce_scattered(part.transpose(0, 1))
         elif self._tensor_ranks > 1:
@@ -222,8 +239,12 @@ class SharedVocabulary(Part):
 
         def forward(iterator: Any, model: Any) -> Any:
             with self._further.forward(microbatch):
-                made = called_up_to_logits(self.forward_step_func, iterator, model, self._labels)
+                made, logits = called_up_to_logits(
+                    self.forward_step_func, iterator, model, self._labels
+                )
             hidden = self._last_hidden.pop(microbatch)
+            if logits is not None:
+                self._faults.add(unlike(logits, hidden.transpose(0, 1)), _OTHER_LOGITS)
             if made is not None:
                 output, self._loss_functions[microbatch] = made
                 return output, None
@@ -250,6 +271,8 @@ class SharedVocabulary(Part):
         further = self._further.keep_labels(self.running, labels, logits)
         if further is not None:
             return further
+        if logits is not self._last_hidden[self.running]:
+            raise UnsupportedError(_OTHER_LOGITS)
         self._labels[self.running] = labels
         return logits
 
@@ -386,7 +409,8 @@ class SharedVocabulary(Part):
             return self.tokens_shape
         shape = torch.tensor(tuple(lookups), device=self._table.device)
         shape = self.together.from_one(self._first_device, shape, "the shape of tokens")
-        batches, sequence = shape.tolist()
+        is_known = self._device == self._first_device  # its host need not wait for the device
+        batches, sequence = lookups if is_known else shape.tolist()
         return batches // (1 + self.stage_map.predicting), sequence
 
     def _next_tokens(self, microbatch: int) -> Tensor:
