@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -38,6 +39,13 @@ class Checks(Protocol):
         """Make those that are kept; raises what they raise."""
 
 
+class TensorRanks(Protocol):
+    """The number of tensor-parallel ranks for who asks; `loss_of_logits.RanksOfRows`."""
+
+    def number_for(self, code: CodeType) -> int:
+        """Return the number for this code."""
+
+
 class Slice(NamedTuple):
     """Which part of a microbatch's sequence a pass is of, in tokens."""
 
@@ -67,6 +75,7 @@ class StepState:
     shared_vocabulary: Any = None
     # While the trainer's own loss is made on every rank, of its rows of the logits.
     has_logits: bool = False
+    tensor_ranks: TensorRanks | None = None  # the same: how many ranks have rows, by who asks
     slice: Slice | None = None  # while a pass of one runs
     # Where microbatches are cut in slices, by layer: `split.sliced_attention.KeysValues` of those
     # whose passes have begun.
@@ -94,13 +103,13 @@ class StepState:
             self.running_chunk, self.slice = before
 
     @contextmanager
-    def having_logits(self) -> Iterator[None]:
-        """Have this rank be all stages inside, as far as the trainer can ask."""
-        self.has_logits = True
+    def having_logits(self, tensor_ranks: TensorRanks) -> Iterator[None]:
+        """Have this rank be all stages inside, and one of these ranks, as far as one can ask."""
+        self.has_logits, self.tensor_ranks = True, tensor_ranks
         try:
             yield
         finally:
-            self.has_logits = False
+            self.has_logits, self.tensor_ranks = False, None
 
     @contextmanager
     def reducing(self, reducer: Reducer | None) -> Iterator[None]:

@@ -354,6 +354,7 @@ def forward(
     return_schedule_plan: bool = False,
     reads_logits: str | None = None,
     seen: list[int] | None = None,
+    smoothing: float = 0.0,
 ) -> tuple[Any, Any]:
     """Run a microbatch, or return its plan; only an end of the model is given what it reads."""
     batch = next(data)
@@ -371,7 +372,7 @@ def forward(
     reads = ends[0] or (ends[1] and getattr(unwrapped(model), "mtp_process", False))
     call = model.build_schedule_plan if return_schedule_plan else model
     if reads_logits is not None:
-        return read_logits(reads_logits, collected, model, (tokens, positions, mask))
+        return read_logits(reads_logits, collected, model, (tokens, positions, mask), smoothing)
     output = call(tokens if reads else None, positions, mask, labels=labels)
 
     def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -382,15 +383,37 @@ def forward(
     return output, loss_of
 
 
-def of_answers(logits: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+def of_answers(
+    logits: Tensor, tokens: Tensor, model: nn.Module, smoothing: float = 0.0
+) -> dict[str, Tensor]:
     """Return log-probabilities of the next tokens and the entropy, [b, s], as RL libraries do.
 
-    The logits are the rows of a tensor-parallel rank.
+    The logits are the rows of a tensor-parallel rank. `branched` are log-probabilities by code that
+    takes them for all of the vocabulary where there is one such rank (ms-swift), `tuned` the losses
+    that the model itself makes of them (its GKD).
     """
-    group = mpu.get_tensor_model_parallel_group()
+    group, labels = mpu.get_tensor_model_parallel_group(), tokens.roll(-1, 1)
     logits.div_(0.8)  # a temperature, in place as verl's
-    probable = -vocab_parallel_cross_entropy(logits.clone(), tokens.roll(-1, 1))
-    return {"log_probs": probable, "entropy": Entropy.apply(logits, group)}
+    tuned = unwrapped(model).compute_language_model_loss(labels, logits.clone().transpose(0, 1))
+    return {
+        "log_probs": -vocab_parallel_cross_entropy(logits.clone(), labels, smoothing),
+        "entropy": Entropy.apply(logits, group),
+        "branched": branched(logits, labels),
+        "tuned": tuned,
+    }
+
+
+def branched(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return log-probabilities of the labels, of sharded logits if there are several ranks."""
+    if mpu.get_tensor_model_parallel_world_size() == 1:
+        return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return -vocab_parallel_cross_entropy(logits.clone(), labels)
+
+
+def padded(tokens: Tensor) -> Tensor:
+    """Return tokens padded to a multiple of the tensor-parallel ranks, as verl does."""
+    ranks = mpu.get_tensor_model_parallel_world_size()
+    return nn.functional.pad(tokens, (0, -tokens.shape[1] % ranks))
 
 
 class Entropy(torch.autograd.Function):
@@ -421,25 +444,36 @@ def policy_loss(tokens: Tensor, collected: list[float], made: dict[str, Tensor])
     before = -4.0 + 0.1 * tokens
     ratio = (0.1 * (made["log_probs"] - before)).exp()
     loss = -torch.min(ratio * worth, ratio.clamp(0.8, 1.3) * worth).mean()
-    loss = loss - 0.1 * made["entropy"].mean()
+    loss = loss - 0.1 * made["entropy"].mean() - 0.01 * made["branched"].mean()
+    loss = loss + 0.01 * made["tuned"].mean()
     collected.append(loss.item())
     return loss, {"loss": loss.detach(), **{name: each.detach() for name, each in made.items()}}
 
 
 def read_logits(
-    where: str, collected: list[float], model: nn.Module, call: tuple[Tensor, ...]
+    where: str,
+    collected: list[float],
+    model: nn.Module,
+    call: tuple[Tensor, ...],
+    smoothing: float = 0.0,
 ) -> tuple[Any, Any]:
     """Call the model without labels, and make what is wanted of its logits.
 
     `where` is "call", beside the model's, as verl does, or "loss", in the function that is returned
     as slime does.
     """
-    tokens, output = call[0], model(*call)
+    tokens = call[0]
+    read = padded(tokens)
+    output = model(*call)
+    if padded(tokens).shape != read.shape:
+        raise ValueError("labels are padded otherwise than the tokens that the model was given")
     has_logits = unwrapped(model).post_process and mpu.is_pipeline_last_stage()
     if where == "call":
-        made = of_answers(output, tokens) if has_logits else output
+        made = of_answers(output, tokens, model, smoothing) if has_logits else output
         return made, partial(policy_loss, tokens, collected)
-    return output, lambda logits: policy_loss(tokens, collected, of_answers(logits, tokens))
+    return output, lambda logits: policy_loss(
+        tokens, collected, of_answers(logits, tokens, model, smoothing)
+    )
 
 
 def losses_of(shape: str, returned: list[Any], collected: list[float]) -> list[float]:
@@ -586,7 +620,12 @@ def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]
         seen.append([])
         returned = get_forward_backward_func()(
             forward_step_func=partial(
-                forward, shape, collected, reads_logits=given.get("reads_logits"), seen=seen[-1]
+                forward,
+                shape,
+                collected,
+                reads_logits=given.get("reads_logits"),
+                seen=seen[-1],
+                smoothing=given.get("smoothing", 0.0),
             ),
             data_iterator=iterators(given, model, step + 10 * replica, count, lengths),
             model=model,

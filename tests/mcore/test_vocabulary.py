@@ -278,7 +278,7 @@ def test_a_librarys_own_loss_of_logits(farm: Farm, tmp_path: Path, given: dict[s
         same(joined(ours), joined(plain))
         assert list(map(len, ours.made)) == [8, 4, 8]
         for own, theirs in zip(sum(ours.made, []), sum(plain.made, []), strict=True):
-            for name in ("log_probs", "entropy"):
+            for name in ("log_probs", "entropy", "branched", "tuned"):
                 torch.testing.assert_close(own[name], theirs[name], rtol=1e-6, atol=2e-6)
 
 
@@ -288,6 +288,7 @@ def test_a_librarys_own_loss_of_logits(farm: Farm, tmp_path: Path, given: dict[s
     [
         ({"reads_other_data": 0}, "rank 0 has read another microbatch than the first stage"),
         ({"predicting": 1}, "multi-token prediction learns from labels"),
+        ({"smoothing": 0.1}, "does not support label_smoothing 0.1"),
     ],
 )
 def test_a_loss_of_logits_that_cannot_be(

@@ -406,6 +406,14 @@ HOOKS = (
         everywhere=True,
     ),
     Hook(
+        _STATE,
+        "get_tensor_model_parallel_world_size",
+        (),
+        "counts the ranks that share the vocabulary while a trainer makes its own loss of logits",
+        replacements.tensor_parallel_world_size,
+        everywhere=True,
+    ),
+    Hook(
         "megatron.core.transformer.module",
         "Float16Module.forward",
         ("inputs", "fp32_output", "kwargs"),

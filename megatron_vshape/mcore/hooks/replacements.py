@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -250,6 +251,17 @@ def is_pipeline_last_stage(
 ) -> bool:
     """Answer for the stage with the loss."""
     return _is_end(session, original, 1, ignore_virtual, vp_stage)
+
+
+def tensor_parallel_world_size(session: Session, original: Function) -> Function:
+    """Have a trainer's own loss of logits know how many ranks share the vocabulary."""
+
+    @functools.wraps(original)
+    def size() -> Any:
+        ranks = session.step.tensor_ranks
+        return original() if ranks is None else ranks.number_for(sys._getframe(1).f_code)
+
+    return size
 
 
 def has_end(session: Session, end: int) -> bool:

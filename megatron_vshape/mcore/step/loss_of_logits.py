@@ -7,22 +7,30 @@ tensor-parallel group. So in F of the last stage their function is ended where i
 logits; and in S every rank calls it anew, with a call of the model that returns this rank's rows of
 the logits, and the ranks of pipeline and tensor parallelism together for that group. All make the
 same loss, and of its gradient each has that of its own rows. The last stage's rank reports it.
+
+From the call of the model on, the group is also in the attributes of the model and in the number of
+tensor-parallel ranks (`RanksOfRows`), by which some libraries decide whether logits are sharded.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import cross_entropy
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.replaced import Replaced
+from megatron_vshape.mcore.step.late_checks import LateFaults, unlike
 from megatron_vshape.mcore.step_state import StepState, unwrapped
 
 _LEAVE_OUT = "leave --pipeline-vocab-parallel out"
@@ -47,6 +55,27 @@ class _OwnLogits(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.keep(gradients[0].transpose(0, 1).contiguous())
         return None, None, None, None
+
+
+@dataclass(slots=True)
+class RanksOfRows:
+    """The number of tensor-parallel ranks while the trainer's function runs in S.
+
+    Code that uses it before the call of the model pads sequences to a multiple of it, and may pad
+    labels after the call (verl): it always gets the number of F. Other code has logits, and takes
+    them for all of the vocabulary if the number is 1 (ms-swift, ROLL): after the call it gets the
+    number of ranks that have rows.
+    """
+
+    of_stage: int
+    of_rows: int | None = None  # from the call of the model on
+    _pads: set[CodeType] = field(default_factory=set)
+
+    def number_for(self, code: CodeType) -> int:
+        """Return the number for this code."""
+        if self.of_rows is None:
+            self._pads.add(code)
+        return self.of_stage if self.of_rows is None or code in self._pads else self.of_rows
 
 
 def called_up_to_logits(
@@ -86,6 +115,7 @@ class LossOfLogits:
     forward_step_func: Callable[..., Any]
     shards: Any  # which part of the rows is this rank's: `layout.vocabulary.Shards`
     lose: Callable[..., Any]  # `stage.loss_maker`
+    faults: LateFaults  # of the step
 
     def of(self, hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor | None:
         """Make the loss of a microbatch; return the gradient of this rank's logits [s, b, rows].
@@ -102,12 +132,15 @@ class LossOfLogits:
         signature = inspect.signature(type(inner).forward)
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
 
-        with Replaced() as replaced, self.state.having_logits():
+        ranks = RanksOfRows(parallel_state.get_tensor_model_parallel_world_size())
+
+        with Replaced() as replaced, self.state.having_logits(ranks):
 
             def call(*args: Any, **options: Any) -> Tensor:
                 read = signature.bind(inner, *args, **options).arguments.get("input_ids")
                 self._check_tokens(read, tokens)
                 self._take_all_for_tensor_parallel(replaced)
+                ranks.of_rows = self.shards.size()
                 made: Tensor = _OwnLogits.apply(anchor, hidden, weight, gradients.append)
                 return made
 
@@ -130,12 +163,12 @@ class LossOfLogits:
             )
 
     def _check_tokens(self, read: Tensor | None, tokens: Tensor) -> None:
-        if read is None or read.shape != tokens.shape or not torch.equal(read, tokens):
-            raise UnsupportedError(
-                f"rank {dist.get_rank()} has read another microbatch than the first stage, and "
-                "with a shared vocabulary every rank makes the loss of its rows of the logits: "
-                f"give all ranks of a pipeline the same microbatches, or {_LEAVE_OUT}"
-            )
+        self.faults.add(
+            True if read is None else unlike(read, tokens),
+            f"rank {dist.get_rank()} has read another microbatch than the first stage, and "
+            "with a shared vocabulary every rank makes the loss of its rows of the logits: "
+            f"give all ranks of a pipeline the same microbatches, or {_LEAVE_OUT}",
+        )
 
     def _take_all_for_tensor_parallel(self, replaced: Replaced) -> None:
         """Have the ranks that share the vocabulary be Megatron's tensor-parallel group."""
@@ -146,12 +179,44 @@ class LossOfLogits:
                 f"vocabulary, and is number {group.rank()} of {group.size()} in Megatron's group "
                 f"of pipeline and tensor parallelism: {_LEAVE_OUT}"
             )
-        # How many they are is also what sequences are padded to, which is as in F.
-        size = parallel_state.get_tensor_model_parallel_world_size()
         for name, value in (
             ("_TENSOR_MODEL_PARALLEL_GROUP", group),
             ("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", dist.get_process_group_ranks(group)),
             ("_MPU_TENSOR_MODEL_PARALLEL_RANK", None),
-            ("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", size),
+            ("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", None),
         ):
             replaced.put(parallel_state, name, value)
+        inner = unwrapped(self.model)
+        groups = copy.copy(inner.pg_collection)
+        groups.tp = group
+        loss = "compute_language_model_loss"  # else this package's on the last stage, which is of F
+        for name, value in (
+            ("tp_group", group),
+            ("pg_collection", groups),
+            (loss, partial(getattr(type(inner), loss), inner)),
+        ):
+            replaced.put(inner, name, value)
+        # Of the class: whoever has imported the function by name calls this.
+        entropy = cross_entropy._VocabParallelCrossEntropy
+        replaced.put(entropy, "forward", staticmethod(_unsmoothed(entropy.forward)))
+
+
+def _unsmoothed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Have Megatron's cross entropy of sharded logits reject label smoothing.
+
+    It averages log-probabilities over the rows of a rank where it means the vocabulary.
+    """
+
+    def checked(
+        ctx: Any, logits: Tensor, target: Tensor, label_smoothing: float = 0.0, *rest: Any
+    ) -> Tensor:
+        if label_smoothing > 0:
+            raise UnsupportedError(
+                f"--pipeline-vocab-parallel does not support label_smoothing {label_smoothing} in "
+                "Megatron's vocab_parallel_cross_entropy: it averages log-probabilities over the "
+                "rows of a rank, which has only a part of the vocabulary. Set label_smoothing to "
+                "0, or remove --pipeline-vocab-parallel"
+            )
+        return forward(ctx, logits, target, label_smoothing, *rest)
+
+    return checked

@@ -333,6 +333,7 @@ class SharedVocabulary(Part):
             self.forward_step_func,
             self._modules[0].tp_group,
             self.lose,
+            self._faults,
         )
         gradient = makes.of(hidden, weight, tokens)
         if not self.learns:
