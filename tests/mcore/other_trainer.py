@@ -165,6 +165,8 @@ def make_model(shape: str, config: Any, given: dict[str, Any]) -> list[nn.Module
         for what in given.get("extends", ()):
             extend(made, what, where, chunks, group)
         fill(made)
+        if given.get("drops_out") == dist.get_rank():
+            made.adapter = nn.Dropout(0.1)  # which a library adds when the model has been built
         made = Float16Module(config, made) if config.bf16 else made
         whole = bool(chunk) or given.get("steps_ahead", False)
         model.append(DistributedDataParallel(config, ddp_config, made, disable_bucketing=whole))

@@ -23,6 +23,7 @@ from megatron_vshape.core.compiling import COMPILES
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.lowering import lower
+from megatron_vshape.mcore.setup.pipeline import _counts_losses
 from megatron_vshape.mcore.setup.plans import PlannedStep
 from megatron_vshape.mcore.step.unlike import (
     Ahead,
@@ -322,6 +323,41 @@ def test_log_probabilities_come_back_in_the_callers_order(farm: Farm, tmp_path: 
     for own, theirs in zip(sum(ours.made, []), sum(plain.made, []), strict=True):
         for name in ("log_probs", "entropy"):
             torch.testing.assert_close(own[name], theirs[name], rtol=1e-6, atol=2e-6)
+
+
+def test_active_dropout_keeps_the_order(farm: Farm, tmp_path: Path) -> None:
+    """As in an adapter, of which no config tells, on one rank alone."""
+    file = tmp_path / "costs.json"
+    file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
+    folder, options = tmp_path / "runs", {"costs_file": str(file)}
+    folder.mkdir()
+    plain = run_library(farm, folder, "verl", None, ranks=2)
+    ours = run_library(farm, folder, "verl", "auto", options=options, ranks=2, drops_out=1)
+    same(ours, plain)
+    mine, stock = (next(filter(any, each.seen)) for each in (ours, plain))
+    assert mine == stock
+
+
+def test_stored_logits_keep_the_order() -> None:
+    """Megatron pairs them with microbatches by the number of calls."""
+    for name, keeps in (("logits_load_dir", True), ("logits_save_dir", True), ("other", False)):
+        assert _counts_losses(SimpleNamespace(**{name: "somewhere"})) is keeps
+    assert not _counts_losses(SimpleNamespace(logits_load_dir=None))
+
+
+def test_a_fault_that_one_rank_finds_ends_all(farm: Farm, tmp_path: Path) -> None:
+    """The one with the first stage, which here is not the first of all."""
+    file = tmp_path / "costs.json"
+    file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
+    folder, options = tmp_path / "runs", {"costs_file": str(file)}
+    folder.mkdir()
+    with pytest.raises(AssertionError) as failed:
+        run_library(farm, folder, "verl", "auto", options=options, ranks=2, lengths=[0])
+    first, last = str(failed.value).split("--- rank ")[1:]
+    assert first.startswith("0: exit code 1")
+    assert last.startswith("1: exit code 1")
+    assert str(failed.value).count("lengths returned [0] for a microbatch") == 1
+    assert "Traceback" not in str(failed.value)
 
 
 EVALUATED = ("--eval-interval", "3", "--eval-iters", "1")

@@ -75,7 +75,8 @@ def pipeline_of(
     choice = choice_for(options, model.pipeline_model_parallel_size, loss_last)
     choice, translated = take_options(model, choice, options, check)
     tell(translated)
-    options = replace(options, layer_split=translated.layer_split)
+    keeps_order = options.keep_order or _counts_losses(model)
+    options = replace(options, layer_split=translated.layer_split, keep_order=keeps_order)
     may_offload = translated.may_offload
     split = _split(model, choice, options, microbatches, once)
     stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))
@@ -98,6 +99,15 @@ def pipeline_of(
         choice.name == AUTO and options.profile_steps is not None and not captures_graphs(model),
         recomputed_inputs(model),
     )
+
+
+def _counts_losses(model: Any) -> bool:
+    """Check for losses that are paired with stored logits by the number of calls, one a microbatch.
+
+    In another order of microbatches each would get the logits of another one.
+    """
+    names = "logits_save_dir", "logits_load_dir"
+    return any(getattr(model, name, None) is not None for name in names)
 
 
 def _split(

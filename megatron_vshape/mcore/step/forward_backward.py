@@ -48,7 +48,7 @@ from megatron_vshape.mcore.step.run_ahead import RandomState, Replay
 from megatron_vshape.mcore.step.same_plan import Agreement
 from megatron_vshape.mcore.step.slices import Slicing
 from megatron_vshape.mcore.step.stage import MegatronStage, zero_tokens
-from megatron_vshape.mcore.step.unlike import Places, as_given, may_reorder
+from megatron_vshape.mcore.step.unlike import Places, as_given, has_dropout, may_reorder
 from megatron_vshape.mcore.step.vocabulary import VocabularySharing
 from megatron_vshape.mcore.step.waiting import HostMemoryWaiting
 from megatron_vshape.mcore.step_state import StepState
@@ -141,6 +141,7 @@ class PipelineRunner:
         self._replays: list[Replay] = []
         self._agreement = Agreement()
         self._places: Places | None = None  # once a step's microbatches may be unlike
+        self._keeps_order: bool | None = None  # of them, by what all ranks have; asked for once
         self.local_ranks: int | None = None  # of this host, once all have been asked
         self._capabilities: tuple[Capability, ...] = (
             Recomputing(),
@@ -381,8 +382,12 @@ class PipelineRunner:
             return None, iterators
         if not planned or not may_reorder(config, slices):
             return None, iterators
+        if self._keeps_order is None:
+            self._keeps_order = has_dropout(_as_list(call.model), groups.pp)
+        if self._keeps_order:
+            return None, iterators
         if self._places is None:
-            self._places = Places(config, self._pipeline.options.lengths)
+            self._places = Places(config, options.lengths)
         plan = self._pipeline.planner.training(call.num_microbatches)
         first_rank = self._pipeline.choice.placement[0]
         return self._places.order(plan, iterators, call.num_microbatches, groups, first_rank)

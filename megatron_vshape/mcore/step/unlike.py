@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from megatron.core.rerun_state_machine import RerunDataIterator
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from megatron_vshape.core.check.simulate import costs_of
@@ -394,6 +395,21 @@ def as_given(reports: list[Any], order: Sequence[int] | None) -> list[Any]:
     if order is None or len(reports) != len(order):
         return reports
     return [report for _, report in sorted(zip(order, reports, strict=True), key=lambda x: x[0])]
+
+
+def has_dropout(chunks: Sequence[nn.Module], group: Any) -> bool:
+    """Check whether a rank of the pipeline has an active Dropout that no config describes.
+
+    Adapters (LoRA) have one: in another order its random numbers are those of other microbatches.
+    All ranks of `group` call this.
+    """
+    modules = (each for chunk in chunks for each in chunk.modules())
+    own = any(isinstance(each, _DropoutNd) and each.p > 0 for each in modules)
+    everyones = [own] * group.size()
+    dist.all_gather_object(everyones, own, group=group)
+    if any(everyones) and dist.get_rank() == 0:
+        logger.info("microbatches keep their order: the model has an active Dropout module")
+    return any(everyones)
 
 
 def may_reorder(config: Any, slices: int) -> bool:
