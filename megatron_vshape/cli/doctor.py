@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vshape import __version__
-from megatron_vshape.cli import recipe
 from megatron_vshape.cli.files import is_installed
 from megatron_vshape.cli.help import OUTPUT, PROGRAM, group
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -57,29 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CHECKOUT",
         help="Megatron-LM checkout (default: the installed megatron-core)",
     )
-    program.add_argument(
-        "--recipe",
-        metavar="NAME|FILE.json",
-        help="Configuration to check instead: JSON object of options, or in a checkout of this "
-        "package the name of a Megatron-Bridge recipe",
-    )
-    program.add_argument(
-        "--schedule",
-        metavar="NAME|FILE",
-        help="Schedule for --recipe (default: its pipeline_schedule, else " + recipe.USUAL + ")",
-    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; return 0, or 1 if a hook does not fit or a recipe is rejected.
+    """Print the report; return 0, or 1 if a hook does not fit.
 
     Raises:
-        ScheduleError: the named checkout has no Megatron, or the recipe does not exist.
+        ScheduleError: the named checkout has no Megatron.
     """
     if options.megatron is not None:
         _take_checkout(options.megatron)
-    if options.recipe is not None:
-        return recipe.show(options.recipe, options.schedule)
     print(f"{DISTRIBUTION} {__version__}")
     print(_section("versions", _two_columns([*_versions(), *_extras()])))
     warnings = list(_warnings())

@@ -70,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "V-shaped schedule, for plan, auto and sweep",
     )
     output.add_argument(
+        "--check",
+        action="store_true",
+        help="Run only the start-up checks; exit with 1 if the command does not start",
+    )
+    output.add_argument(
         "--save",
         type=Path,
         metavar="FILE",
@@ -138,10 +143,13 @@ def run(options: argparse.Namespace) -> int:
         if not words:
             return 0
     _check_files(options)
-    command = _checked(read_command(words))
+    command = read_command(words)
     sizes = sizes_of(command, options.gpus)
     stages = ranks_asked_for(options.ranks, sizes.pipeline)
     asked = rehearsed(options, command, options.gpu)
+    if options.check:
+        return _check(command, asked, sizes, stages)
+    _check_costs_are_known(command)
     if options.costs is not None:
         return _write_costs(command, asked, sizes, stages, options)
     runs = _runs(command, options, sizes)
@@ -174,13 +182,28 @@ def _check_files(options: argparse.Namespace) -> None:
         )
 
 
-def _checked(command: Command) -> Command:
+def _check(command: Command, asked: Rehearsed, sizes: Sizes, stages: Sequence[int]) -> int:
+    """Run the start-up checks of these ranks, print the result, and return the exit status."""
+    jobs = [asked.job(command, sizes, at, "") | {"check": True} for at in stages]
+    if 0 in stages:  # rank 0 logs for all
+        jobs[stages.index(0)]["rank"] = 0
+    schedule = command.value(SCHEDULE) or "Megatron's own schedule"
+    for found in rehearse_all(asked.programs, jobs):
+        if "error" in found:
+            print(f"does not start with {schedule}: {found['error']}")
+            return 1
+        for notice in found["notices"]:
+            print(report.wrapped(notice))
+    print(f"starts with {schedule}")
+    return 0
+
+
+def _check_costs_are_known(command: Command) -> None:
     if command.value(SCHEDULE) == "auto" and not command.has("--pipeline-costs"):
         raise ScheduleError(
             "--pipeline-schedule auto measures its costs in a run, and nothing is "
             "measured here: add --pipeline-costs FILE, or name a schedule"
         )
-    return command
 
 
 def rehearsed(options: argparse.Namespace, command: Command, gpu: str) -> Rehearsed:

@@ -35,7 +35,8 @@ class RefusedError(SystemExit):
             rank = os.environ.get("RANK", "0")
             of_node = os.environ.get("LOCAL_RANK", rank)
             prints = int(of_node if isinstance(why, UnreadableError) else rank) == 0
-        super().__init__(f"megatron-vshape: {in_words(why)}" if prints else 1)
+        self.why = in_words(why)
+        super().__init__(f"megatron-vshape: {self.why}" if prints else 1)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import re
 import runpy
@@ -55,10 +56,11 @@ class RankJob:
     schedule: bool = False  # whether --pipeline-schedule is among the flags
     stage: int = 0
     name: str = ""
+    check: bool = False  # stop before the first pass: only the start-up checks run
 
 
 class _Enough(BaseException):
-    """Ends the program after its second step; no handler of Megatron's catches it."""
+    """Ends the program after its last step of interest; no handler of Megatron's catches it."""
 
 
 def rehearse(job: RankJob) -> dict[str, Any]:
@@ -88,7 +90,8 @@ def rehearse(job: RankJob) -> dict[str, Any]:
             raise RuntimeError(f"{job.script} ended before its second training step")
         finally:
             Current.ledger = None
-    return run.report() | {"seconds": round(time.monotonic() - begun, 2)}
+    found = {"stage": job.stage, "notices": run.notices} if job.check else run.report()
+    return found | {"seconds": round(time.monotonic() - begun, 2)}
 
 
 def _set_environment(job: RankJob) -> None:
@@ -107,6 +110,15 @@ def _set_environment(job: RankJob) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
+def _stop(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Replace a pass by the end of the program."""
+
+    def stop(*unused: Any) -> Any:
+        raise _Enough
+
+    return stop
+
+
 class _Run:
     """Watches the program: puts its own data in, and takes stock between its steps."""
 
@@ -120,6 +132,7 @@ class _Run:
         self.args: Any = None
         self.chunks: list[Any] = []
         self.passes = _Passes(ledger)
+        self.notices: list[str] = []  # of options that are translated or ignored
         ledger.seconds = self._seconds
 
     def _seconds(self, work: Work) -> float:
@@ -150,10 +163,22 @@ class _Run:
             wrap(training, "get_megatron_optimizer", self._in_phase("optimizer"))
         data: Any = training
         data.build_train_valid_test_data_iterators = self._iterators
+        if self.job.check:
+            self._log_notices()
         if self.job.schedule:
-            ours.install(self.passes.watch)
+            ours.install(_stop if self.job.check else self.passes.watch)
         else:
             self.passes.watch_megatrons(schedules)
+
+    def _log_notices(self) -> None:
+        """Collect the log lines about options that are translated or ignored."""
+        from megatron_vshape.mcore.setup import translate
+
+        handler = logging.Handler()
+        emit: Any = handler
+        emit.emit = lambda record: self.notices.append(record.getMessage())
+        translate.logger.setLevel(logging.INFO)
+        translate.logger.addHandler(handler)
 
     def _in_phase(self, phase: str) -> Callable[..., Any]:
         def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -210,7 +235,8 @@ class _Run:
         if self.ledger.phase == "step":
             self.held.append(self.ledger.now)
             self.held_parts = _parts(self.ledger.held_at(self.ledger.clock), self.ledger.now)
-        if len(self.held) == STEPS:
+        # A schedule of ours also checks the model in its first step, and stops at its first pass.
+        if len(self.held) == STEPS or (self.job.check and not self.job.schedule):
             raise _Enough
         self.ledger.phase = "step"
         self.peaks.append(self.ledger.peak)

@@ -41,7 +41,7 @@ def install(watch: Watch) -> None:
 
 def run_alone() -> None:
     """Have a rank wait for no other: what it would hear from them is stood in for."""
-    from megatron_vshape.mcore.setup import library
+    from megatron_vshape.mcore.setup import library, one_planner
     from megatron_vshape.mcore.step import loss_reporting
     from megatron_vshape.runtime import p2p, together
 
@@ -51,6 +51,8 @@ def run_alone() -> None:
     replaced._messages_are_kernels = lambda: True  # NCCL's programs, whatever the backend says
     replaced = p2p
     replaced._WaitedSends = lambda timeout_s, tell: _sends_until_waited_for(tell)
+    replaced = one_planner.OnePlanner
+    replaced.__call__ = lambda self, plan: plan()  # rank 0 is not there to plan for all
     replaced = together.Together
     replaced.begin = _begin_at_once
     replaced = loss_reporting.Courier

@@ -1,4 +1,4 @@
-"""What doctor --recipe says of a configuration is what a run with it begins, or ends, with."""
+"""The checks of published recipes report the same as the start of a run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ from megatron_vshape.mcore.setup.recipes import (
     DEFAULTS,
     Examined,
     examine,
-    known_names,
     own_options,
 )
 
-KNOWN = known_names()
 PARSED = add_arguments(add_megatron_arguments(ArgumentParser())).parse_args([])
 USUAL = {
     "pipeline_schedule": "v-half",
@@ -114,7 +112,7 @@ def _no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def examined(options: dict[str, Any]) -> Examined:
-    return examine(options, own_options(options, None), DEFAULTS, KNOWN)
+    return examine(options, own_options(options, None), DEFAULTS)
 
 
 def said_by_doctor(options: dict[str, Any]) -> list[str]:
@@ -197,14 +195,6 @@ def test_what_doctor_says_starts_a_library_starts() -> None:
             assert said_by_a_library(options) is None, options
             started += 1
     assert started > 5
-
-
-def test_a_name_of_no_option_is_not_supported() -> None:
-    found = examined(USUAL | {"pipline_layer_split": "auto", "bf16": True})
-    assert found.unknown == ("pipline_layer_split",)
-    assert "pipline_layer_split" not in found.supported
-    assert "bf16" in found.supported
-    assert not found.starts
 
 
 def test_without_the_number_of_layers_nothing_is_promised() -> None:

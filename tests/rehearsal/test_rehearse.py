@@ -154,6 +154,31 @@ def test_what_cannot_be_is_told_in_a_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("flags", "status", "printed"),
+    [
+        ("v-half --num-layers-per-virtual-pipeline-stage 1", 0, "starts with v-half"),
+        ("auto --pipeline-profile-iterations 2:3", 0, "starts with auto"),
+        (
+            "v-half --hybrid-context-parallel",
+            1,
+            "does not start with v-half: --pipeline-schedule v-half does not work with "
+            "--hybrid-context-parallel: ",
+        ),
+    ],
+)
+def test_check_runs_the_start_up_checks_alone(
+    warm: Warm, tmp_path: Path, flags: str, status: int, printed: str
+) -> None:
+    given = [*TINY, "--pipeline-schedule", *flags.split()]
+    ran = warm(tmp_path, "rehearse", "--check", "--", "pretrain_gpt.py", *given)
+    assert ran.returncode == status, ran.stderr
+    assert printed in ran.stdout.splitlines()[-1]
+    translated = "num_layers_per_virtual_pipeline_stage 1: " in ran.stdout
+    assert translated == ("--num-layers-per-virtual" in flags)
+    assert "GiB" not in ran.stdout
+
+
 def test_a_costs_file_is_counted(
     warm: Warm, tmp_path: Path, v_half: tuple[str, dict[str, Any], Path]
 ) -> None:

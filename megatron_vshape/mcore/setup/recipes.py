@@ -6,11 +6,10 @@ have refused, until they find nothing more.
 
 from __future__ import annotations
 
-import contextlib
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentTypeError
 from collections.abc import Collection, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -35,7 +34,6 @@ from megatron_vshape.mcore.refusals import (
 from megatron_vshape.mcore.setup.checks import (
     check_batch_size,
     check_stages,
-    known_to_lose,
     take_options,
 )
 from megatron_vshape.mcore.setup.choice import Choice, choice_for
@@ -85,15 +83,13 @@ class Examined:
     notices: tuple[Notice, ...]  # what is translated, and what set aside
     refused: tuple[Refused, ...]
     missing: tuple[Refused, ...] = ()  # by what is not installed here
-    unknown: tuple[str, ...] = ()  # names of no option
     counts_layers: bool = True  # whether the number of layers is known, on which stages depend
     layer_split: str | None = None
-    warnings: tuple[str, ...] = ()  # of what starts and is known to lose
 
     @property
     def starts(self) -> bool:
         """Return whether training with these options starts here."""
-        return self.counts_layers and not (self.refused or self.missing or self.unknown)
+        return self.counts_layers and not (self.refused or self.missing)
 
 
 def own_options(options: Mapping[str, Any], schedule: str | None) -> Options:
@@ -121,25 +117,15 @@ def own_options(options: Mapping[str, Any], schedule: str | None) -> Options:
     return own
 
 
-def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of all parts of a configuration: of the model, the optimizer and so on."""
-    flat: dict[str, Any] = {}
-    for name, value in options.items():
-        flat.update(flattened(value) if isinstance(value, Mapping) else {name: value})
-    return flat
-
-
 def examine(
     options: Mapping[str, Any],
     own: Options,
     defaults: Mapping[str, Any] = DEFAULTS,
-    known: Collection[str] | None = None,
 ) -> Examined:
     """Return what becomes of options, Megatron's arguments or a library's config, in a run.
 
     What is not among them is taken to be as in `defaults`; of a model that a library knows by its
-    name these say nothing. `known` are the names of
-    options that there are, if these are known.
+    name these say nothing.
 
     Raises:
         ScheduleError: there is no such schedule for so many devices.
@@ -154,17 +140,14 @@ def examine(
     told = {name for notice in notices for name in notice.rule.names}
     told |= {name for refused in (*found.refused, *found.missing) for name in refused.names}
     on = [name for name, value in options.items() if _is_on(value) and name not in told]
-    unknown = () if known is None else tuple(name for name in options if name not in known)
     return Examined(
         len(choice.placement),
-        tuple(name for name in on if name not in unknown),
+        tuple(on),
         notices,
         tuple(found.refused),
         tuple(found.missing),
-        unknown,
         not found.uncounted and _layers_known(left, translated.layer_split),
         translated.layer_split,
-        tuple(known_to_lose(left, choice)),
     )
 
 
@@ -264,25 +247,3 @@ def _of_precision(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_on(value: Any) -> bool:
     return value not in (None, False, "none")
-
-
-def known_names() -> frozenset[str]:
-    """Return the names of every option: of the Megatron that is installed, and of this package.
-
-    Raises:
-        ImportError: there is no Megatron.
-    """
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import MLATransformerConfig
-
-    configs = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
-    names = {each.name for config in configs for each in fields(config)}
-    names |= {each for rule in TRANSLATIONS for each in rule.names} | {PRECISION, HASH_LAYERS}
-    names |= {option.argument for option in OPTIONS.values()}
-    with contextlib.suppress(ImportError):  # megatron.core alone has no arguments
-        from megatron.training.arguments import add_megatron_arguments
-
-        parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
-        names |= {action.dest for action in parser._actions}
-    return frozenset(names)
